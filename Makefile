@@ -1,0 +1,37 @@
+# Everything runs in .venv, which is made from pyproject.toml and constraints.txt alone.
+#   make demo DEMO="--density 0.01 --epochs 5"        arguments of the demo
+#   make test PIP="--extra-index-url https://download.pytorch.org/whl/cpu"   Linux without a GPU: a much smaller download
+PYTHON ?= python3
+PIP ?=
+DEMO ?=
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# Two workers on two cores: one thread each, or they fight for the cores.
+export OMP_NUM_THREADS := 1
+
+.PHONY: demo test lint slow clean
+
+demo: $(STAMP)
+	$(BIN)/safusion demo $(DEMO)
+
+test: lint
+	$(BIN)/python -m pytest -m "not slow"
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+# pytest leaves with 5 where nothing was selected: no slow test is no failure.
+slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow || test $$? -eq 5
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check --editable ".[test]" --constraint constraints.txt $(PIP)
+	touch $@
+
+clean:
+	rm -rf $(VENV) safusion_demo build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache lightning_logs
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,92 @@
+"""Time of selection ahead of fusion against selection behind it, over the gradients of BERT-base.
+
+The 199 gradients are cut into buffers of a few tensors in the order in which they become ready. Ahead selects with one
+segment per tensor, behind with one segment per buffer, at the same capacity. Both are timed in one run, alternately, so
+that a change of clock or cache hits both alike.
+
+    python benchmarks/selection.py --sparsifiers topk,gaussiank --density 0.01
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from time import perf_counter
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_safusion.sparsify import Segments, Sparsifier, resolve_sparsifier
+
+
+def bert_base_shapes() -> list[tuple[int, ...]]:
+    """Shapes of BERT-base's 199 parameters, pooler included, in the order of registration."""
+    hidden, feed_forward = 768, 3072
+    embeddings: list[tuple[int, ...]] = [(30522, hidden), (512, hidden), (2, hidden), (hidden,), (hidden,)]
+    square: list[tuple[int, ...]] = [(hidden, hidden), (hidden,)]
+    attention = 4 * square + [(hidden,), (hidden,)]
+    dense = [(feed_forward, hidden), (feed_forward,), (hidden, feed_forward), (hidden,), (hidden,), (hidden,)]
+    return embeddings + 12 * (attention + dense) + square
+
+
+def ahead(sparsifier: Sparsifier, shapes: Sequence[tuple[int, ...]], density: float) -> Segments:
+    """One segment per tensor."""
+    sizes = [math.prod(shape) for shape in shapes]
+    quotas = [sparsifier.quota(size, shape, density) for size, shape in zip(sizes, shapes, strict=True)]
+    return Segments(np.cumsum([0, *sizes]), np.array(quotas), tuple(range(len(shapes))), tuple(shapes))
+
+
+def behind(cut: Segments) -> Segments:
+    """One segment over the same tensors, with the same room."""
+    quota = np.array([min(cut.capacity, cut.numel)])
+    return Segments(cut.edges[[0, -1]], quota, (cut.keys,), ((cut.numel,),))
+
+
+def selection_times(
+    sparsifier: Sparsifier, spans: Sequence[Tensor], cuts: Sequence[Segments], repetitions: int
+) -> tuple[float, float]:
+    """Seconds to select from all spans, ahead and behind: the sum of the medians of every span."""
+    variants = (list(cuts), [behind(cut) for cut in cuts])
+    times = np.empty((2, len(spans), repetitions + 1))
+    for repetition in range(repetitions + 1):
+        for place, span in enumerate(spans):
+            # The second to come finds the span in the cache: take turns.
+            for variant in (0, 1) if (place + repetition) % 2 else (1, 0):
+                begin = perf_counter()
+                sparsifier.select(span, variants[variant][place], repetition)
+                if span.is_cuda:
+                    torch.cuda.synchronize()
+                times[variant, place, repetition] = perf_counter() - begin
+    first, second = np.median(times[:, :, 1:], axis=2).sum(axis=1)  # the first round warms up
+    return float(first), float(second)
+
+
+def main() -> None:
+    """Prints one line per sparsifier."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sparsifiers", default="topk,gaussiank", help="names, separated by commas")
+    parser.add_argument("--density", type=float, default=0.01, help="share of the elements")
+    parser.add_argument("--tensors", type=int, default=8, help="tensors per fusion buffer")
+    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch on the CPU")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+
+    shapes = bert_base_shapes()[::-1]  # backward visits the last parameters first
+    groups = [shapes[at : at + arguments.tensors] for at in range(0, len(shapes), arguments.tensors)]
+    generator = torch.Generator().manual_seed(0)
+    spans = [torch.randn(sum(map(math.prod, group)), generator=generator).to(arguments.device) for group in groups]
+    print(f"{len(shapes)} tensors in {len(groups)} buffers, density {arguments.density}, {arguments.device}")
+    print(f"{'sparsifier':12}{'ahead ms':>10}{'behind ms':>11}{'ratio':>8}")
+    for name in arguments.sparsifiers.split(","):
+        sparsifier = resolve_sparsifier(name)
+        cuts = [ahead(sparsifier, group, arguments.density) for group in groups]
+        before, after = selection_times(sparsifier, spans, cuts, arguments.repetitions)
+        print(f"{name:12}{before * 1e3:10.2f}{after * 1e3:11.2f}{before / after:8.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""How a message crosses the network: wire formats, transports and costs."""
+
+from lightning_safusion.comm.cost import LINKS, LinearCost, Link, fit_linear
+from lightning_safusion.comm.local_transport import LocalTransport, local_transports
+from lightning_safusion.comm.torch_transport import SoloTransport, TorchTransport, default_transport
+from lightning_safusion.comm.transport import ReduceOp, Transport, Work
+from lightning_safusion.comm.wire import Codec, available_wires, resolve_codec
+
+__all__ = [
+    "LINKS",
+    "Codec",
+    "LinearCost",
+    "Link",
+    "LocalTransport",
+    "ReduceOp",
+    "SoloTransport",
+    "TorchTransport",
+    "Transport",
+    "Work",
+    "available_wires",
+    "default_transport",
+    "fit_linear",
+    "local_transports",
+    "resolve_codec",
+]

@@ -1,0 +1,140 @@
+"""Sparse all-gather: one message per rank with header, dense lanes and the selection; decoded rank by rank."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_safusion.comm.exchange import Exchange, Part, SpanSpec, TensorFlag, Verdict, all_finite, saturated
+from lightning_safusion.comm.transport import Transport
+from lightning_safusion.comm.wire import Codec
+from lightning_safusion.sparsify.base import Selection
+
+# Zeroing only what was written is cheaper than zeroing the span until about a quarter of it was written.
+_SPARSE_CLEAR_SHARE = 4
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // 8) * 8  # a float64 lane can only be viewed at a multiple of its size
+
+
+class SparseAllGather(Exchange):
+    """One packed message per rank and buffer: ``[flags | failed | dense lanes by run | selection]``.
+
+    Volume per worker: ``(world_size - 1) * message`` bytes received (recursive doubling or ring).
+
+    Args:
+        spec: Shape of the exchange.
+        transport: Communicator.
+        device: Where the span lives.
+        codec: Wire format of the selection; None when the whole span travels dense.
+    """
+
+    def __init__(self, spec: SpanSpec, transport: Transport, device: torch.device, codec: Codec | None) -> None:
+        super().__init__(spec, transport, device)
+        self.codec = codec
+        sizes = [_aligned(spec.num_tensors + 1)]
+        sizes += [_aligned((stop - start) * dtype.itemsize) for start, stop, dtype in spec.dense_runs]
+        sizes.append(_aligned(codec.nbytes) if codec is not None else 0)
+        self._offsets = [0, *accumulate(sizes)]
+        self._selection = slice(self._offsets[-2], self._offsets[-2] + (codec.nbytes if codec is not None else 0))
+        self.nbytes = self._offsets[-1]
+        # zeros, not empty: alignment gaps are sent too, and every byte that is sent is written
+        self._send = torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
+        self._received = torch.zeros(self.nbytes * transport.world_size, dtype=torch.uint8, device=device)
+        self._lanes = self._lane_views(self._send)
+        messages = self._received.view(transport.world_size, self.nbytes)
+        self._messages = list(messages.unbind())
+        self._headers = messages[:, : spec.num_tensors + 1]
+        self._received_lanes = [self._lane_views(message) for message in self._messages]
+        empty = torch.zeros(0, dtype=torch.int64, device=device)
+        self._sent = (empty, empty.to(torch.float32))
+        self._touched: list[Tensor] = []
+        self._spoiled = False
+
+    @property
+    def bytes_sent(self) -> int:
+        return self.nbytes
+
+    @property
+    def bytes_received(self) -> int:
+        return self.nbytes * (self.transport.world_size - 1)
+
+    def _lane_views(self, message: Tensor) -> list[Tensor]:
+        return [
+            message[offset : offset + (stop - start) * dtype.itemsize].view(dtype)
+            for offset, (start, stop, dtype) in zip(self._offsets[1:], self.spec.dense_runs, strict=False)
+        ]
+
+    def launch(self, x: Tensor, part: Part) -> None:
+        spec = self.spec
+        self._send[: spec.num_tensors].copy_(part.flags)
+        self._send[spec.num_tensors] = int(part.failed)
+        if self._lanes:
+            torch._foreach_copy_(
+                self._lanes, [saturated(x[start:stop], dtype) for start, stop, dtype in spec.dense_runs]
+            )
+            for tensor in part.absent:
+                self._erase(spec.edges[tensor], spec.edges[tensor + 1])
+        if self.codec is not None:
+            selection = part.selection or Selection(self._sent[0][:0], self._sent[1][:0], 0)
+            values = self.codec.encode(selection, self._send[self._selection])
+            self._sent = (selection.indices, values)
+        self.work = self.transport.all_gather(self._received, self._send)
+
+    def _erase(self, start: int, stop: int) -> None:
+        for lane, (first, last, _) in zip(self._lanes, self.spec.dense_runs, strict=True):
+            if first <= start and stop <= last:
+                lane[start - first : stop - first] = 0
+
+    def decode(self, scratch: Tensor) -> tuple[Tensor, Verdict]:
+        scale = 1.0 / self.transport.world_size
+        runs = [scratch[start:stop] for start, stop, _ in self.spec.dense_runs]
+        self._touched = []
+        for message, lanes in zip(self._messages, self._received_lanes, strict=True):
+            if runs:
+                torch._foreach_add_(runs, lanes, alpha=scale)
+            if self.codec is not None:
+                # indices are unique within a rank, so the order of additions to an element is the order of ranks
+                indices, values = self.codec.decode(message[self._selection])
+                scratch.index_add_(0, indices, values, alpha=scale)
+                self._touched.append(indices)
+        # every rank's values were finite when it sent them, but their sum can overflow
+        finite = all(all_finite(scratch[indices]) for indices in self._touched) and all(map(all_finite, runs))
+        verdict = self._verdict(finite)
+        self._spoiled = bool(verdict.bad.any())
+        for tensor in np.flatnonzero(verdict.bad):
+            scratch[self.spec.edges[tensor] : self.spec.edges[tensor + 1]] = torch.nan
+        return scratch, verdict
+
+    def _verdict(self, finite: bool) -> Verdict:
+        headers = self._headers.cpu().numpy()
+        flags = headers[:, :-1]
+        return Verdict(
+            fresh=((flags & TensorFlag.FRESH) != 0).sum(axis=0),
+            bad=((flags & TensorFlag.BAD) != 0).any(axis=0),
+            raw=((flags & TensorFlag.RAW) != 0).any(axis=0),
+            failed=bool(headers[:, -1].any()),
+            finite=finite,
+        )
+
+    def release(self, scratch: Tensor) -> None:
+        written = sum(len(indices) for indices in self._touched)
+        if self._spoiled or written * _SPARSE_CLEAR_SHARE > self.spec.numel:
+            scratch.zero_()
+        else:
+            for indices in self._touched:
+                scratch.index_fill_(0, indices, 0.0)
+            for start, stop, _ in self.spec.dense_runs:
+                scratch[start:stop].zero_()
+        self._touched = []
+
+    def sent(self) -> tuple[Tensor, Tensor]:
+        return self._sent
+
+    def sent_dense(self, start: int, stop: int, x: Tensor) -> Tensor:
+        dtype = next(d for a, b, d in self.spec.dense_runs if a <= start and stop <= b)
+        return saturated(x[start:stop], dtype).to(dtype).to(torch.float32)

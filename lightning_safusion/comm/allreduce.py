@@ -1,0 +1,80 @@
+"""Dense all-reduce of a span: residual plus gradient, with the tensors' flags as sums behind the data."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_safusion.comm.exchange import Exchange, Part, SpanSpec, TensorFlag, Verdict, all_finite, saturated
+from lightning_safusion.comm.transport import Transport
+
+_COUNTED = (TensorFlag.FRESH, TensorFlag.BAD, TensorFlag.RAW)
+
+
+class DenseAllReduce(Exchange):
+    """Ring all-reduce of the whole span in one dtype; ``2 (n - 1) / n`` buffers received per worker.
+
+    Every tensor's flags, and this rank's failure, travel as ones behind the data, so that their sums say how
+    many ranks set them: one message, as everywhere.
+
+    Args:
+        spec: Shape of the exchange; the dense runs give the dtype (the wider one where they differ).
+        transport: Communicator.
+        device: Where the span lives.
+    """
+
+    def __init__(self, spec: SpanSpec, transport: Transport, device: torch.device) -> None:
+        super().__init__(spec, transport, device)
+        dtypes = {dtype for _, _, dtype in spec.dense_runs}
+        # a 16-bit float counts exactly to 256 (bfloat16): enough ranks for flags only below that
+        narrow = len(dtypes) == 1 and transport.world_size <= 256
+        self.dtype = dtypes.pop() if narrow else torch.float32
+        if self.dtype == torch.float64:
+            self.dtype = torch.float32
+        self._buffer = torch.zeros(spec.numel + len(_COUNTED) * spec.num_tensors + 1, dtype=self.dtype, device=device)
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._buffer.numel() * self._buffer.itemsize
+
+    @property
+    def bytes_received(self) -> int:
+        n = self.transport.world_size
+        return round(2 * (n - 1) / n * self.bytes_sent)
+
+    def launch(self, x: Tensor, part: Part) -> None:
+        spec, buffer = self.spec, self._buffer
+        # dividing before the sum, as DDP does: a sum of float16 gradients could overflow
+        torch.mul(saturated(x, self.dtype), 1.0 / self.transport.world_size, out=buffer[: spec.numel])
+        for tensor in part.absent:
+            buffer[spec.edges[tensor] : spec.edges[tensor + 1]] = 0
+        counts = buffer[spec.numel : -1].view(len(_COUNTED), spec.num_tensors)
+        for row, flag in zip(counts, _COUNTED, strict=True):
+            row.copy_((part.flags & flag) != 0)
+        buffer[-1] = float(part.failed)
+        self.work = self.transport.all_reduce(buffer)
+
+    def decode(self, scratch: Tensor) -> tuple[Tensor, Verdict]:
+        spec = self.spec
+        mean = self._buffer[: spec.numel]
+        tail = self._buffer[spec.numel :].float().round().cpu().numpy().astype(np.int64)
+        fresh, bad, raw = tail[:-1].reshape(len(_COUNTED), spec.num_tensors)
+        for tensor in np.flatnonzero(bad):
+            mean[spec.edges[tensor] : spec.edges[tensor + 1]] = torch.nan
+        finite = all_finite(mean)
+        return mean, Verdict(fresh, bad > 0, raw > 0, failed=bool(tail[-1] > 0), finite=finite)
+
+    def release(self, scratch: Tensor) -> None:
+        """Nothing was written to the scratch."""
+
+    def sent(self) -> tuple[Tensor, Tensor]:
+        empty = torch.zeros(0, dtype=torch.int64, device=self.device)
+        return empty, empty.to(torch.float32)
+
+    def sent_dense(self, start: int, stop: int, x: Tensor) -> Tensor:
+        piece = saturated(x[start:stop], self.dtype)
+        if self.dtype == torch.float32:
+            return piece
+        world_size = self.transport.world_size
+        return piece.mul(1.0 / world_size).to(self.dtype).to(torch.float32).mul_(world_size)

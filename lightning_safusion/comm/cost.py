@@ -1,0 +1,174 @@
+"""α-β costs of collectives: volumes, times, presets, and where sparse exchange stops to pay.
+
+Notation: ``n`` workers, ``alpha`` seconds per message, ``beta`` seconds per byte on the link of one worker. A *volume*
+is what one worker receives, in bytes (what it sends is equal for these collectives). The formulas are those of Thakur,
+Rabenseifner and Gropp (IJHPCA 2005, section 4) and, for sparse payloads, Li and Hoefler (PPoPP 2022, table 1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+import numpy as np
+
+_HUBER = 1.345  # keeps 95 % of the efficiency of least squares on Gaussian noise (Huber 1981)
+_NORMAL_MEDIAN = 1.4826  # standard deviation over median absolute error of Gaussian noise
+
+
+@dataclass(frozen=True)
+class LinearCost:
+    """Time of an operation as a function of its bytes: ``fixed + per_byte * nbytes``.
+
+    Args:
+        fixed: Seconds that do not depend on the size.
+        per_byte: Seconds per byte.
+    """
+
+    fixed: float
+    per_byte: float
+
+    def __call__(self, nbytes: float) -> float:
+        """Seconds for ``nbytes`` bytes."""
+        return self.fixed + self.per_byte * nbytes
+
+
+@dataclass(frozen=True)
+class Link:
+    """A network as one worker sees it.
+
+    Args:
+        alpha: Seconds per message.
+        beta: Seconds per byte, both directions at once.
+        launch: Seconds of starting one collective (host work and kernel launch).
+    """
+
+    alpha: float
+    beta: float
+    launch: float = 0.0
+
+    def allreduce(self, world_size: int, algorithm: Literal["ring", "tree"] = "ring") -> LinearCost:
+        """Dense all-reduce as a function of the bytes of the buffer.
+
+        ``"ring"`` takes ``2 (n - 1)`` messages, ``"tree"`` (recursive halving and doubling) ``2 ceil(log2 n)``; the
+        volume is the same.
+        """
+        steps = {"ring": 2 * (world_size - 1), "tree": 2 * log2_ceil(world_size)}[algorithm]
+        return LinearCost(self.launch + steps * self.alpha, ring_allreduce_bytes(world_size, 1) * self.beta)
+
+    def allgather(self, world_size: int, algorithm: Literal["ring", "doubling"] = "ring") -> LinearCost:
+        """All-gather as a function of the bytes of one worker's message.
+
+        ``"ring"`` takes ``n - 1`` messages, ``"doubling"`` (recursive doubling) ``ceil(log2 n)``; the volume is the
+        same.
+        """
+        steps = {"ring": world_size - 1, "doubling": log2_ceil(world_size)}[algorithm]
+        return LinearCost(self.launch + steps * self.alpha, allgather_bytes(world_size, 1) * self.beta)
+
+
+def _preset(gigabit: float, alpha_us: float, launch_us: float, efficiency: float = 0.85) -> Link:
+    return Link(alpha_us * 1e-6, 8e-9 / (gigabit * efficiency), launch_us * 1e-6)
+
+
+#: Typical links, for simulation and for planning before anything was measured. 85 % of the nominal rate.
+LINKS: Mapping[str, Link] = MappingProxyType(
+    {
+        "100mbit": _preset(0.1, 100, 30),
+        "1gbit": _preset(1, 50, 30),
+        "10gbit": _preset(10, 50, 30),
+        "25gbit": _preset(25, 50, 30),
+        "100gbit-roce": _preset(100, 10, 15),
+        "200gbit-rdma": _preset(200, 8, 15),
+    }
+)
+
+
+def log2_ceil(world_size: int) -> int:
+    """``ceil(log2 n)``: rounds of a tree over ``world_size`` workers.
+
+    Raises:
+        ValueError: If there is no worker.
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1, got {world_size}")
+    return (world_size - 1).bit_length()
+
+
+def ring_allreduce_bytes(world_size: int, nbytes: float) -> float:
+    """Volume of an all-reduce of a buffer of ``nbytes`` bytes: ``2 (n - 1) / n * nbytes``."""
+    return 2 * (world_size - 1) / world_size * nbytes
+
+
+def allgather_bytes(world_size: int, message: float) -> float:
+    """Volume of an all-gather of messages of ``message`` bytes: ``(n - 1) * message``."""
+    return (world_size - 1) * message
+
+
+def break_even_density(world_size: int, bytes_per_entry: float, dense_bytes_per_element: float) -> float:
+    """Density at which a sparse all-gather moves as many bytes as the dense all-reduce: ``2 b / (n s)``.
+
+    Args:
+        world_size: Workers (n).
+        bytes_per_entry: Bytes of a kept element on the wire, position included (s).
+        dense_bytes_per_element: Bytes of an element in the dense buffer (b).
+
+    Returns:
+        The density, cut to 1: with few workers sparse exchange may pay at any density.
+    """
+    return min(1.0, 2 * dense_bytes_per_element / (world_size * bytes_per_entry))
+
+
+def sparse_pays(world_size: int, density: float, bytes_per_entry: float, dense_bytes_per_element: float) -> bool:
+    """Whether a sparse all-gather moves fewer bytes than the dense all-reduce (never with one worker)."""
+    sparse = allgather_bytes(world_size, density * bytes_per_entry)
+    return sparse < ring_allreduce_bytes(world_size, dense_bytes_per_element)
+
+
+def fit_linear(samples: Sequence[tuple[float, float]]) -> LinearCost:
+    """Fits ``fixed + per_byte * bytes`` to measurements.
+
+    Least squares of the *relative* error, since sizes span orders of magnitude, reweighted by Huber's function so that
+    a disturbed measurement counts little. Both coefficients are at least 0. One size alone tells nothing about the
+    slope: it gives a constant.
+
+    Args:
+        samples: ``(bytes, seconds)``, at least one, both finite and not negative.
+
+    Raises:
+        ValueError: If there is no sample, or one is negative or not finite.
+    """
+    data = np.asarray(samples, dtype=np.float64).reshape(-1, 2)
+    if not len(data):
+        raise ValueError("fit_linear needs at least one (bytes, seconds) sample, got none")
+    for nbytes, seconds in data:
+        if not (math.isfinite(nbytes) and math.isfinite(seconds) and nbytes >= 0 and seconds >= 0):
+            raise ValueError(f"samples must be finite and not negative, got ({nbytes} bytes, {seconds} s)")
+    size, time = data.T
+    tiny = float(time.max()) * 1e-9
+    if tiny == 0:
+        return LinearCost(0.0, 0.0)
+    weight = 1 / np.maximum(time, tiny) ** 2
+    for _ in range(30):
+        fixed, per_byte = _weighted_line(size, time, weight)
+        predicted = np.maximum(fixed + per_byte * size, tiny)
+        error = np.abs(time - predicted) / predicted
+        spread = max(_HUBER * _NORMAL_MEDIAN * float(np.median(error)), 1e-9)
+        weight = spread / np.maximum(error, spread) / predicted**2
+    return LinearCost(fixed, per_byte)
+
+
+def _weighted_line(size: np.ndarray, time: np.ndarray, weight: np.ndarray) -> tuple[float, float]:
+    """The line with coefficients of at least 0 that has the least weighted squared error."""
+    weight = weight / weight.sum()
+    mean_size, mean_time = float(weight @ size), float(weight @ time)
+    variance = float(weight @ (size - mean_size) ** 2)
+    slope = float(weight @ ((size - mean_size) * (time - mean_time))) / variance if variance > 0 else 0.0
+    if slope <= 0:
+        return mean_time, 0.0
+    fixed = mean_time - slope * mean_size
+    if fixed >= 0:
+        return fixed, slope
+    return 0.0, float(weight @ (size * time)) / float(weight @ (size * size))

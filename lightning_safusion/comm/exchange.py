@@ -1,0 +1,164 @@
+"""The exchange of one fusion buffer: what every collective takes and gives back."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntFlag
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_safusion.comm.transport import Transport, Work
+from lightning_safusion.sparsify.base import Selection
+
+
+class TensorFlag(IntFlag):
+    """What a rank says of one tensor in this step; travels in the header of every message."""
+
+    FRESH = 1  #: its gradient was computed in this step and is in the message
+    BAD = 2  #: its gradient is not finite and is not in the message
+    RAW = 4  #: its gradient must travel outside the compressed path (see Controller)
+
+
+@dataclass(frozen=True)
+class SpanSpec:
+    """The static shape of one buffer's exchange; a function of plan and quotas, equal on all ranks.
+
+    Args:
+        numel: Elements of the span (N).
+        capacity: Room for selected elements.
+        edges: Element edges of the tensors in the span, ``T + 1`` numbers from 0 to N.
+        dense_runs: Pieces ``(start, stop, dtype)`` of the span that travel whole, in that dtype.
+    """
+
+    numel: int
+    capacity: int
+    edges: tuple[int, ...]
+    dense_runs: tuple[tuple[int, int, torch.dtype], ...]
+
+    @property
+    def num_tensors(self) -> int:
+        """Tensors in the span (T)."""
+        return len(self.edges) - 1
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank sends of a span in one step.
+
+    Args:
+        selection: The sparse part; None sends nothing of it.
+        flags: uint8 [T] of :class:`TensorFlag`, on the span's device.
+        absent: Tensors of which this rank sends nothing, 0 to T - 1.
+        failed: This rank could not fill its message; all ranks will be told.
+    """
+
+    selection: Selection | None
+    flags: Tensor
+    absent: Sequence[int] = ()
+    failed: bool = False
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What all ranks together said of the tensors of one buffer; the same on all ranks.
+
+    Args:
+        fresh: int64 [T], number of ranks with a fresh gradient.
+        bad: bool [T], not finite on some rank.
+        raw: bool [T], some rank wants it outside the compressed path.
+        failed: Whether a rank could not fill its message.
+        finite: Whether the decoded mean is finite.
+    """
+
+    fresh: np.ndarray
+    bad: np.ndarray
+    raw: np.ndarray
+    failed: bool
+    finite: bool
+
+
+def saturated(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor, cut to the range of ``dtype``: what does not fit stays in the residual and is sent later.
+
+    Of the 16-bit formats only float16 has a range that sums of gradients leave.
+    """
+    if dtype != torch.float16:
+        return tensor
+    limit = torch.finfo(dtype).max
+    return tensor.clamp(-limit, limit)
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Whether no element is NaN or infinite (waits for the device)."""
+    # one fast pass; a sum of finite numbers can overflow, so only its "yes" is final
+    return bool(torch.isfinite(tensor.sum(dtype=torch.float32))) or bool(torch.isfinite(tensor).all())
+
+
+class Exchange(ABC):
+    """Sends one span's content to all ranks and gives back the mean. Buffers persist from step to step.
+
+    Args:
+        spec: Shape of the exchange.
+        transport: Communicator; :meth:`launch` must be called in one agreed order on it.
+        device: Where the span lives.
+    """
+
+    def __init__(self, spec: SpanSpec, transport: Transport, device: torch.device) -> None:
+        self.spec = spec
+        self.transport = transport
+        self.device = device
+        self.work: Work | None = None
+
+    @property
+    @abstractmethod
+    def bytes_sent(self) -> int:
+        """Bytes that this rank contributes to one exchange."""
+
+    @property
+    @abstractmethod
+    def bytes_received(self) -> int:
+        """Bytes that one rank receives in one exchange, by the closed form of the collective."""
+
+    @abstractmethod
+    def launch(self, x: Tensor, part: Part) -> None:
+        """Encodes this rank's part and starts the collective.
+
+        Args:
+            x: float32 [N], residual plus gradient; not changed, and not needed afterwards.
+            part: What this rank sends of it.
+        """
+
+    def wait(self) -> None:
+        """Waits for the collective; raises the backend's error if a peer has died."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+
+    @abstractmethod
+    def decode(self, scratch: Tensor) -> tuple[Tensor, Verdict]:
+        """Reads what all ranks sent, adding rank by rank so that every rank gets the same bits.
+
+        Args:
+            scratch: float32 [N] of zeros that the result may be built in.
+
+        Returns:
+            The mean over ranks (floating [N]; valid until :meth:`release`) and the verdict. Tensors whose gradient was
+            not
+            finite on some rank are not finite in it.
+        """
+
+    @abstractmethod
+    def release(self, scratch: Tensor) -> None:
+        """Makes the scratch zero again."""
+
+    @abstractmethod
+    def sent(self) -> tuple[Tensor, Tensor]:
+        """``(indices int64 [K], values float32 [K])`` of the sparse part as the receivers decoded them."""
+
+    @abstractmethod
+    def sent_dense(self, start: int, stop: int, x: Tensor) -> Tensor:
+        """float32 [stop - start]: the dense piece as the receivers decoded it, given the same ``x`` as at launch."""

@@ -1,0 +1,204 @@
+"""Buffers of a fixed capacity that every worker fills at its own pace (SAFusion, naive system; HPDC'25, section 3).
+
+Workers keep different numbers of elements, so a buffer closes after different tensors on different workers. Messages
+are matched by their number alone: round ``j`` of one worker meets round ``j`` of every other, whatever they hold,
+because each entry carries its place in the whole gradient space. A worker that has sent everything goes on with empty
+messages until all have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_safusion.comm.exchange import Exchange, Part, SpanSpec, TensorFlag, Verdict, all_finite, saturated
+from lightning_safusion.comm.transport import Transport, Work
+from lightning_safusion.comm.wire import Codec, resolve_codec
+from lightning_safusion.sparsify.base import Selection
+
+
+@dataclass(eq=False)
+class _Round:
+    send: Tensor
+    received: Tensor
+
+
+class Stream:
+    """The rounds of one backward window.
+
+    Message: ``[flags of all tensors | done | failed | entries]``; the flags are complete in a message that says done.
+
+    Args:
+        transport: A communicator of its own: ranks launch at their own pace.
+        edges: int64 [L + 1], element edges of all tensors.
+        capacity: Entries that a buffer holds.
+        value_dtype: Values on the wire.
+        device: Where the gradients live.
+    """
+
+    def __init__(
+        self, transport: Transport, edges: np.ndarray, capacity: int, value_dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.transport = transport
+        self.edges = edges
+        self.capacity = min(capacity, int(edges[-1]))
+        self.value_dtype = value_dtype
+        self.device = device
+        names = {torch.float32: "coo-fp32", torch.bfloat16: "coo-bf16", torch.float16: "coo-fp16"}
+        self._codec: Codec = resolve_codec(names[value_dtype], int(edges[-1]), self.capacity, value_dtype)
+        self._tensors = len(edges) - 1
+        self._entries_at = -(-(self._tensors + 2) // 4) * 4
+        self._mean = torch.zeros(int(edges[-1]), device=device)
+        self._pool: list[_Round] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        self._rounds: list[tuple[_Round, Work]] = []
+        self._indices: list[Tensor] = []
+        self._values: list[Tensor] = []
+        self._waiting = 0
+        self._flags = np.zeros(self._tensors, np.uint8)
+        self._failed = False
+        self._verdict: np.ndarray | None = None  # of a window that has ended
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent in the window."""
+        return len(self._rounds) * (self._entries_at + self._codec.nbytes)
+
+    def append(self, tensor: int, selection: Selection, flag: int, failed: bool) -> Tensor:
+        """Queues what this rank sends of a tensor, and launches every buffer that is full.
+
+        Args:
+            tensor: Place of the tensor.
+            selection: Its elements, positions in the tensor.
+            flag: Its :class:`TensorFlag`.
+            failed: This rank could not select.
+
+        Returns:
+            float32 [count], the values as they will be decoded.
+        """
+        if self._verdict is not None:
+            self._begin()
+        count = int(selection.count)
+        values = saturated(selection.values[:count], self.value_dtype).to(self.value_dtype).to(torch.float32)
+        self._flags[tensor] = flag
+        self._failed |= failed
+        self._indices.append(selection.indices[:count] + int(self.edges[tensor]))
+        self._values.append(values)
+        self._waiting += count
+        while self._waiting >= self.capacity:
+            self._launch(done=False)
+        return values
+
+    def _launch(self, done: bool) -> None:
+        indices, values = torch.cat(self._indices), torch.cat(self._values)
+        taken = min(self.capacity, self._waiting)
+        self._indices, self._values = [indices[taken:]], [values[taken:]]
+        self._waiting -= taken
+        message = self._round()
+        header = np.concatenate([self._flags, np.array([done and self._waiting == 0, self._failed], np.uint8)])
+        message.send[: self._tensors + 2].copy_(torch.from_numpy(header))
+        self._codec.encode(Selection(indices[:taken], values[:taken], taken), message.send[self._entries_at :])
+        self._rounds.append((message, self.transport.all_gather(message.received, message.send)))
+
+    def _round(self) -> _Round:
+        number = len(self._rounds)
+        if number == len(self._pool):
+            nbytes = self._entries_at + self._codec.nbytes
+            send = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+            received = torch.zeros(nbytes * self.transport.world_size, dtype=torch.uint8, device=self.device)
+            self._pool.append(_Round(send, received))
+        return self._pool[number]
+
+    def finish(self) -> np.ndarray:
+        """Sends what is left and takes part until every rank is done, adding everything up, rank by rank.
+
+        Returns:
+            uint8 [world_size, L + 2]: what every rank says of every tensor, that it is done, and whether it failed.
+        """
+        if self._verdict is not None:
+            return self._verdict
+        number = 0
+        while True:
+            if number == len(self._rounds):
+                self._launch(done=True)
+            message, work = self._rounds[number]
+            work.wait()
+            headers = message.received.view(self.transport.world_size, -1)[:, : self._tensors + 2].cpu().numpy()
+            self._add(message)
+            number += 1
+            if headers[:, -2].all():
+                break
+        self._verdict = headers.copy()
+        return self._verdict
+
+    def _add(self, message: _Round) -> None:
+        scale = 1.0 / self.transport.world_size
+        for part in message.received.view(self.transport.world_size, -1).unbind():
+            indices, values = self._codec.decode(part[self._entries_at :])
+            self._mean.index_add_(0, indices, values, alpha=scale)
+
+    def mean(self, tensor: int) -> Tensor:
+        """float32 view of one tensor's mean."""
+        return self._mean[int(self.edges[tensor]) : int(self.edges[tensor + 1])]
+
+
+class StreamedTensor(Exchange):
+    """One tensor's part in a stream.
+
+    Args:
+        spec: Its span.
+        stream: The stream of the window.
+        place: Place of the tensor.
+    """
+
+    def __init__(self, spec: SpanSpec, stream: Stream, place: int) -> None:
+        super().__init__(spec, stream.transport, stream.device)
+        self.stream = stream
+        self.place = place
+        self._sent = (torch.zeros(0, dtype=torch.int64), torch.zeros(0))
+
+    @property
+    def bytes_sent(self) -> int:
+        # buffers are shared by all tensors: the first one accounts for them
+        return self.stream.bytes_sent if self.place == 0 else 0
+
+    @property
+    def bytes_received(self) -> int:
+        return self.bytes_sent * (self.transport.world_size - 1)
+
+    def launch(self, x: Tensor, part: Part) -> None:
+        selection = part.selection
+        if self.spec.dense_runs and not part.absent:
+            selection = Selection(torch.arange(self.spec.numel, device=self.device), x, self.spec.numel)
+        if selection is None or part.absent:
+            selection = Selection(torch.zeros(0, dtype=torch.int64, device=self.device), x[:0], 0)
+        values = self.stream.append(self.place, selection, int(part.flags[0]), part.failed)
+        self._sent = (selection.indices[: len(values)], values)
+
+    def wait(self) -> None:
+        self.stream.finish()
+
+    def decode(self, scratch: Tensor) -> tuple[Tensor, Verdict]:
+        headers = self.stream.finish()
+        flags = headers[:, self.place : self.place + 1]
+        mean = self.stream.mean(self.place)
+        bad = ((flags & TensorFlag.BAD) != 0).any(axis=0)
+        finite = all_finite(mean)
+        if bad.any():
+            mean.fill_(torch.nan)
+        fresh, raw = ((flags & TensorFlag.FRESH) != 0).sum(axis=0), ((flags & TensorFlag.RAW) != 0).any(axis=0)
+        return mean, Verdict(fresh, bad, raw, bool(headers[:, -1].any()), finite)
+
+    def release(self, scratch: Tensor) -> None:
+        self.stream.mean(self.place).zero_()
+
+    def sent(self) -> tuple[Tensor, Tensor]:
+        return self._sent if not self.spec.dense_runs else (self._sent[0][:0], self._sent[1][:0])
+
+    def sent_dense(self, start: int, stop: int, x: Tensor) -> Tensor:
+        return self._sent[1][start:stop]

@@ -1,0 +1,162 @@
+"""Transports over torch.distributed, and the trivial one of a single worker."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_safusion.comm.transport import ReduceOp, Transport, Work
+
+
+class FinishedWork:
+    """An operation that ended when it was launched."""
+
+    def wait(self) -> None:
+        """Returns at once."""
+
+    def on_done(self, callback: Callable[[float], None]) -> None:
+        """Calls ``callback`` at once."""
+        callback(time.perf_counter())
+
+
+class TorchWork:
+    """An operation of a process group.
+
+    On the CPU "done" is the end of the transfer. On CUDA it is the moment when the operation was enqueued, because that
+    is when NCCL completes its futures; measure there with events on the stream instead.
+
+    Args:
+        work: What the asynchronous collective returned.
+    """
+
+    def __init__(self, work: dist.Work) -> None:
+        self._work: dist.Work | None = work
+
+    def wait(self) -> None:
+        """Blocks the host (gloo) or the current stream (NCCL); raises the backend's error, the first time."""
+        # A work keeps its tensors alive and must not outlive its process group: forget it as soon as it has ended.
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
+
+    def on_done(self, callback: Callable[[float], None]) -> None:
+        """See :meth:`Work.on_done`; after :meth:`wait` it calls back at once."""
+        if self._work is None:
+            callback(time.perf_counter())
+        else:
+            self._work.get_future().add_done_callback(lambda _: callback(time.perf_counter()))
+
+
+class SoloTransport(Transport):
+    """One worker, no process group."""
+
+    rank = 0
+    world_size = 1
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
+        output.copy_(tensor)
+        return FinishedWork()
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+        return FinishedWork()
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Work:
+        return FinishedWork()
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value]
+
+    def subgroup(self) -> Transport:
+        return SoloTransport()
+
+    def close(self) -> None:
+        """Nothing to destroy."""
+
+
+class TorchTransport(Transport):
+    """The collectives of a process group, always asynchronous.
+
+    Args:
+        group: The process group; ``None`` is the default group. It is used, never destroyed.
+        timeout: Timeout of the groups that :meth:`subgroup` makes, which otherwise have their backend's default and not
+            the one that the default group was made with.
+
+    Raises:
+        RuntimeError: If torch.distributed is not initialised.
+        ValueError: If this process is not a member of the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, timeout: timedelta | None = None) -> None:
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "TorchTransport needs a process group: call torch.distributed.init_process_group first, "
+                "or use default_transport(), which also serves a single process"
+            )
+        self._group = group
+        self._timeout = timeout
+        self._subgroups: list[TorchTransport] = []
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        if self.rank < 0:
+            raise ValueError(f"process {dist.get_rank()} is not a member of the process group {group}")
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
+        # torch 2.13 renamed the function and warns about its old name.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        return self._launch(gather, output, tensor)
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+        operation = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}[op]
+        return self._launch(dist.all_reduce, tensor, operation)
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Work:
+        origin = source if self._group is None else dist.get_global_rank(self._group, source)
+        return self._launch(dist.broadcast, tensor, origin)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def subgroup(self) -> Transport:
+        """See :meth:`Transport.subgroup`.
+
+        Raises:
+            ValueError: If the process group leaves some processes out.
+        """
+        # All processes must take part in new_group. Its use_local_synchronization would lift that, but then torch names
+        # the group by its ranks and the number of groups of each process: names differ or repeat, and gloo hangs.
+        if self.world_size != dist.get_world_size():
+            raise ValueError(
+                f"a communicator of its own needs all {dist.get_world_size()} processes, the process group has "
+                f"{self.world_size}: use the default process group, or a system that needs no such communicator"
+            )
+        group = dist.new_group(timeout=self._timeout)
+        transport = TorchTransport(group, self._timeout)
+        self._subgroups.append(transport)
+        return transport
+
+    def close(self) -> None:
+        while self._subgroups:
+            transport = self._subgroups.pop(0)
+            transport.close()
+            if dist.is_initialized():  # else they went with the default group
+                dist.destroy_process_group(transport._group)
+
+    def _launch(self, collective: Callable[..., dist.Work | None], *args: Any) -> Work:
+        work = collective(*args, group=self._group, async_op=True)
+        return FinishedWork() if work is None else TorchWork(work)
+
+
+def default_transport(timeout: timedelta | None = None) -> Transport:
+    """The default process group, or a single worker where there is none.
+
+    Args:
+        timeout: Timeout of the groups that :meth:`Transport.subgroup` makes.
+    """
+    return TorchTransport(timeout=timeout) if dist.is_available() and dist.is_initialized() else SoloTransport()

@@ -1,0 +1,142 @@
+"""What the training processes tell the process that shows it, and what a finished training amounts to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from statistics import median
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One demo, the same for all its rows.
+
+    Args:
+        systems: Names of the rows, in order.
+        density: Share of the gradient elements that a worker sends, in (0, 1].
+        epochs: Passes over the training images.
+        workers: Processes that train together.
+        seed: Seed of the split, the batches and the initial weights.
+        batch_size: Images per worker and step.
+        widths: Channels of the network's stages.
+        lr: Learning rate.
+    """
+
+    systems: tuple[str, ...]
+    density: float = 0.05
+    epochs: int = 20
+    workers: int = 2
+    seed: int = 0
+    batch_size: int = 32
+    widths: tuple[int, ...] = (16, 32, 64, 128)
+    lr: float = 0.01
+
+
+@dataclass(frozen=True)
+class Started:
+    """The training of one row has begun and will take ``steps`` steps."""
+
+    system: str
+    steps: int
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """A step of one row has ended on the first worker.
+
+    Args:
+        system: The row.
+        loss: Training loss of that worker's batch.
+        seconds: Wall time of the step.
+        exposed_s: Seconds of it during which nothing but the exchange was going on.
+        bytes_sent: Bytes that one worker handed to the network.
+        density: Share of the gradient elements that was sent.
+        tensors: Gradient tensors exchanged.
+        tensors_missing: How many of them had not one element sent.
+    """
+
+    system: str
+    loss: float
+    seconds: float
+    exposed_s: float
+    bytes_sent: float
+    density: float
+    tensors: int
+    tensors_missing: float
+
+
+@dataclass(frozen=True)
+class EpochDone:
+    """An epoch of one row has been validated; ``accuracy`` is the share of held-out images named rightly."""
+
+    system: str
+    accuracy: float
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The training of one row ended with an error; ``trace`` is its traceback."""
+
+    system: str
+    trace: str
+
+
+@dataclass(frozen=True)
+class Finished:
+    """All rows have been trained."""
+
+
+Report = Started | StepDone | EpochDone
+Event = Report | Failed | Finished
+
+
+@dataclass
+class History:
+    """All that one row has reported, and the figures of the table.
+
+    The first step is left out of times and bytes: connections are made in it, and a system may send it dense.
+    """
+
+    system: str
+    steps: list[StepDone] = field(default_factory=list)
+    accuracies: list[float] = field(default_factory=list)
+
+    def add(self, event: Report) -> None:
+        """Takes the next event of this row."""
+        if isinstance(event, StepDone):
+            self.steps.append(event)
+        elif isinstance(event, EpochDone):
+            self.accuracies.append(event.accuracy)
+
+    @property
+    def accuracy(self) -> float:
+        """Validation accuracy after the last epoch."""
+        return self.accuracies[-1]
+
+    @property
+    def missing_share(self) -> float:
+        """Share of all (tensor, step) pairs in which a tensor had not one element sent."""
+        return sum(step.tensors_missing for step in self.steps) / max(1, sum(step.tensors for step in self.steps))
+
+    @property
+    def density(self) -> float:
+        """Median share of the gradient elements sent in a step."""
+        return median(step.density for step in self._settled)
+
+    @property
+    def bytes_sent(self) -> float:
+        """Median bytes that a worker handed to the network in a step."""
+        return median(step.bytes_sent for step in self._settled)
+
+    @property
+    def step_s(self) -> float:
+        """Median seconds of a step."""
+        return median(step.seconds for step in self._settled)
+
+    @property
+    def exposed_s(self) -> float:
+        """Median seconds of a step spent on nothing but the exchange."""
+        return median(step.exposed_s for step in self._settled)
+
+    @property
+    def _settled(self) -> list[StepDone]:
+        return self.steps[1:] or self.steps

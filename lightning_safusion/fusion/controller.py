@@ -1,0 +1,294 @@
+"""The Controller: takes gradients in, launches full buffers, drains them, gives the means back."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from time import perf_counter
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_safusion.comm.exchange import Verdict, saturated
+from lightning_safusion.comm.transport import Transport
+from lightning_safusion.fusion.generator import FusionBuffer, Generator
+from lightning_safusion.fusion.plan import CollectiveName, Group, Plan
+from lightning_safusion.fusion.planning import Planner
+from lightning_safusion.fusion.report import WindowReport
+from lightning_safusion.fusion.window import BufferTimes, Window
+from lightning_safusion.sparsify.schedule import DensitySchedule
+
+# Until the order of the gradients is known everything leaves at the end, in pieces that bound the memory of a buffer.
+_UNPLANNED_ELEMENTS = 1 << 25
+
+
+class Controller:
+    """Runs backward windows: :meth:`push` every gradient, then :meth:`drain`.
+
+    Every rank must push the same tensors in the same order (DDP's bucket order does), which makes every decision here
+    the same on all ranks: nothing depends on a local count or clock.
+
+    Args:
+        generator: Fills the buffers.
+        planner: Says which tensors share a buffer.
+        transport: Communicator of the buffers.
+        density: Density by step and epoch.
+        dense_first: Send the first window dense: costs are not known yet, and there is no residual to add.
+    """
+
+    def __init__(
+        self,
+        generator: Generator,
+        planner: Planner,
+        transport: Transport,
+        density: DensitySchedule,
+        dense_first: bool = True,
+    ) -> None:
+        self.generator = generator
+        self.planner = planner
+        self.transport = transport
+        self.density = density
+        self.dense_first = dense_first
+        self.epoch = 0
+        self.windows = 0
+        self.report: WindowReport | None = None
+        self._order_known = False
+        self._tracked = np.zeros(len(generator.layout), bool)  # by registration index, as is the next
+        self._unstepped = np.zeros(len(generator.layout), bool)
+        self._window: Window | None = None
+        self._scratch = torch.zeros(0, device=generator.device)
+        self._warned = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether every tensor of the open window has been pushed."""
+        return self._window is not None and self._window.complete
+
+    def missing(self) -> list[str]:
+        """Names of the tensors that the open window still waits for; empty if none is open."""
+        if self._window is None or self._window.complete:
+            return []
+        return self.generator.layout.names(p for p, grad in enumerate(self._window.grads) if grad is None)
+
+    def push(self, index: int, grad: Tensor, fresh: bool = True) -> None:
+        """Takes one gradient; launches the buffer that it completes.
+
+        Args:
+            index: Registration index of its parameter.
+            grad: Flat gradient, any floating dtype; :meth:`drain` writes the mean over ranks into it.
+            fresh: Whether it was computed since the last window. A stale tensor sends nothing, and if it is stale on
+                all
+                ranks it is left exactly as it is.
+        """
+        place = self.generator.layout.places[index]
+        if self._window is not None and self._window.grads[place] is not None:
+            self.reset()  # the last backward never finished, and the model is trained on: a new window begins
+        window = self._window or self._begin()
+        group = window.submit(place, grad, fresh, fresh and bool(self._unstepped[index]))
+        if group is not None:
+            self._launch(window, group)
+        if window.complete:
+            self._launch_rest(window)
+
+    def _begin(self) -> Window:
+        density = self.density(self.windows, self.epoch)
+        if self.generator.set_density(density):
+            self.planner.invalidate()
+        groups: Sequence[Group] = ()
+        if self._order_known and not self._dense_window():
+            groups = self.planner.plan(self.generator).groups
+        self._window = Window(len(self.generator.layout), groups, self.windows, density)
+        return self._window
+
+    def _dense_window(self) -> bool:
+        return self.dense_first and self.windows == 0
+
+    def _launch(self, window: Window, group: Group) -> None:
+        buffer = self.generator.buffer(group)
+        times = BufferTimes(closed=perf_counter())
+        part = slice(group.start, group.stop)
+        try:
+            if window.error is not None:
+                self.generator.launch_empty(buffer)
+            else:
+                self._merge(window, buffer, part)
+        except Exception as error:
+            raise self._lost(buffer, error) from error
+        times.launched = perf_counter()
+        if buffer.exchange.work is not None:
+            buffer.exchange.work.on_done(times.finish)
+        window.inflight.append((buffer, times))
+        window.launched = group.stop
+
+    def _merge(self, window: Window, buffer: FusionBuffer, part: slice) -> None:
+        """Fills and launches; a rank that cannot still takes part, so that no other rank waits for it for ever."""
+        try:
+            prepared = self.generator.merge(
+                buffer, window.grads_of(buffer.group), window.fresh[part], window.raw[part], window.step
+            )
+        except Exception as error:
+            window.error = error
+            self.generator.launch_empty(buffer)
+        else:
+            prepared()
+
+    def _launch_rest(self, window: Window) -> None:
+        """Launches what no planned group has taken: everything while the order is unknown or has changed."""
+        edges = self.generator.layout.edges
+        collective: CollectiveName = "allreduce" if self._dense_window() else self.planner.fallback(self.generator)
+        start = window.launched
+        while start < len(self.generator.layout):
+            limit = edges[start] + _UNPLANNED_ELEMENTS
+            stop = max(start + 1, int(np.searchsorted(edges, limit, side="right")) - 1)
+            self._launch(window, Group(start, stop, collective))
+            start = stop
+
+    def drain(self) -> None:
+        """Waits for all buffers, writes the means into the gradients, and commits the window if it ended well.
+
+        Raises:
+            RuntimeError: If a peer is lost (with the buffer's tensors), or a rank could not fill its message.
+        """
+        window = self._window
+        if window is None or not window.complete:
+            raise RuntimeError(f"drain needs a complete window; tensors not seen: {', '.join(self.missing()[:20])}")
+        self._window = None
+        repairs: list[int] = []
+        good, failed = True, False
+        errors: list[tuple[int, int, Tensor]] = []
+        for buffer, times in window.inflight:
+            verdict = self._receive(window, buffer, times, errors)
+            failed |= verdict.failed
+            good &= verdict.finite and not verdict.bad.any()
+            repairs += [buffer.group.start + int(t) for t in np.flatnonzero(self._irregular(verdict))]
+        if failed:
+            raise window.error or RuntimeError(
+                "another rank could not select its gradients in this step; see that rank's own error"
+            )
+        self._repair(window, repairs)
+        if good:
+            self._commit(window, repairs, errors)
+        self._finish(window)
+
+    def _receive(
+        self, window: Window, buffer: FusionBuffer, times: BufferTimes, errors: list[tuple[int, int, Tensor]]
+    ) -> Verdict:
+        begin = perf_counter()
+        try:
+            buffer.exchange.wait()
+        except Exception as error:
+            raise self._lost(buffer, error) from error
+        arrived = perf_counter()
+        size = buffer.stop - buffer.start
+        if len(self._scratch) < size:
+            self._scratch = torch.zeros(size, device=self._scratch.device)
+        scratch = self._scratch[:size]
+        mean, verdict = buffer.exchange.decode(scratch)
+        self._deliver(window, buffer, mean, verdict, errors)
+        buffer.exchange.release(scratch)
+        times.waited, times.decoded = arrived - begin, perf_counter() - arrived
+        return verdict
+
+    def _irregular(self, verdict: Verdict) -> np.ndarray:
+        """Tensors that must go round again as they are: raw on some rank, or fresh on some ranks only."""
+        return verdict.raw | ((verdict.fresh > 0) & (verdict.fresh < self.transport.world_size))
+
+    def _deliver(
+        self,
+        window: Window,
+        buffer: FusionBuffer,
+        mean: Tensor,
+        verdict: Verdict,
+        errors: list[tuple[int, int, Tensor]],
+    ) -> None:
+        """Copies the mean into the gradients; notes what narrow ones cannot hold, which goes back into the
+        residuals."""
+        edges = buffer.exchange.spec.edges
+        pieces = mean.split([b - a for a, b in zip(edges[:-1], edges[1:], strict=True)])
+        regular = np.flatnonzero((verdict.fresh > 0) & ~self._irregular(verdict))
+        grads = window.grads_of(buffer.group)
+        if not len(regular):
+            return
+        torch._foreach_copy_([grads[t] for t in regular], [saturated(pieces[t], grads[t].dtype) for t in regular])
+        for t in regular:
+            if grads[t].itemsize < mean.itemsize:
+                errors.append((buffer.start + edges[t], buffer.start + edges[t + 1], pieces[t] - grads[t]))
+
+    def _repair(self, window: Window, places: Sequence[int]) -> None:
+        """Averages gradients as DDP does, outside the compressed path, in place; their residuals stay as they were."""
+        if not places:
+            return
+        if not self._warned and self.transport.rank == 0:
+            self._warned = True
+            names = self.generator.layout.names(places)
+            warnings.warn(
+                f"{len(names)} tensors ({', '.join(names[:3])}, ...) were computed on some ranks only, or computed "
+                f"again before "
+                "their optimizer stepped; such gradients travel dense. Use toggle_optimizer/untoggle_optimizer in "
+                "manual "
+                "optimization to keep them out of backward passes whose gradients are thrown away.",
+                stacklevel=2,
+            )
+        works = []
+        for place in places:
+            grad = window.grads_of(Group(place, place + 1))[0]
+            if window.fresh[place] and not window.raw[place]:
+                self.generator.memory.withdraw(place, grad)
+            grad.mul_(1.0 / self.transport.world_size)
+            works.append(self.transport.all_reduce(grad))
+        for work in works:
+            work.wait()
+
+    def _commit(self, window: Window, repairs: Sequence[int], errors: Iterable[tuple[int, int, Tensor]]) -> None:
+        for buffer, _ in window.inflight:
+            withdrawn = [p - buffer.group.start for p in repairs if p in buffer.places and not window.raw[p]]
+            self.generator.commit(buffer, withdrawn)
+        for start, stop, error in errors:
+            self.generator.memory.add(start, stop, error)
+        exchanged = [self.generator.layout.specs[p].index for p in np.flatnonzero(window.fresh)]
+        self._unstepped[exchanged] = self._tracked[exchanged]
+
+    def _finish(self, window: Window) -> None:
+        self.report = WindowReport.of(window, self.generator)
+        if self._order_known and window.in_order:
+            self.planner.observe(window, self.generator)
+        if not window.in_order:
+            self._adopt_order(window.order)
+        self._order_known = self.windows > 0
+        self.windows += 1
+
+    def _adopt_order(self, order: list[int]) -> None:
+        layout = self.generator.layout.reordered(order)
+        self.generator.memory.permute(order, layout.edges.tolist())
+        self.generator.set_layout(layout)
+        self.planner.invalidate(order_changed=True)
+
+    def track(self, indices: Iterable[int]) -> None:
+        """Announces that :meth:`stepped` will be called whenever these parameters (registration indices) are updated.
+
+        Such a tensor, submitted again although nothing has stepped since, travels dense and without its residual: the
+        gradient that was exchanged before has been thrown away, and this one may be.
+        """
+        self._tracked[list(indices)] = True
+
+    def stepped(self, indices: Iterable[int]) -> None:
+        """Notes that an optimizer has used the gradients of these parameters (registration indices)."""
+        self._unstepped[list(indices)] = False
+
+    def reset(self) -> None:
+        """Forgets an open window. Nothing is lost: what it had added to the residual stays there."""
+        self._window = None
+        self.generator.forget()
+
+    def current_plan(self) -> Plan | None:
+        """The plan in use; None while the order of the gradients is not known."""
+        return self.planner.current
+
+    def _lost(self, buffer: FusionBuffer, error: Exception) -> RuntimeError:
+        names = self.generator.layout.names(buffer.places)
+        shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        return RuntimeError(
+            f"rank {self.transport.rank}: the exchange of the buffer with {shown} failed in step {self.windows}: "
+            f"{error}"
+        )

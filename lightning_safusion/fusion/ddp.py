@@ -1,0 +1,133 @@
+"""The adapter between torch's DistributedDataParallel and the Controller: one Python communication hook."""
+
+# No "from __future__ import annotations": DDP compares the hook's annotation with the class itself.
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch declares it at run time only
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_safusion.fusion.controller import Controller
+
+
+class DDPHook:
+    """Feeds every gradient that DDP's buckets bring to a controller, and drains it before DDP finalizes.
+
+    Knows nothing of Lightning: ``hook = DDPHook(controller, params, static_graph=...)``, then
+    ``ddp.register_comm_hook(None, hook.run)``. It holds no reference to DDP or to the parameters: DDP's C++ reducer
+    holds the
+    hook, and such a cycle would never be collected.
+
+    Args:
+        controller: Runs the windows.
+        params: Trainable parameters in the order of the controller's registration indices.
+        static_graph: DDP was built with ``static_graph=True``.
+    """
+
+    def __init__(self, controller: Controller, params: Iterable[Tensor], static_graph: bool = False) -> None:
+        self.controller = controller
+        self._index = {}
+        self._fresh: list[bool] = []
+        self._handles: list[RemovableHandle] = []
+        # In the first static-graph iteration DDP calls all hooks, then finalizes, in one go from the engine's end: a
+        # callback
+        # queued there would come too late.
+        self._drain_in_hook = static_graph
+        for index, param in enumerate(params):
+            self._index[id(param)] = index
+            self._fresh.append(False)
+            self._handles.append(param.register_post_accumulate_grad_hook(self._mark_fresh))
+
+    def _mark_fresh(self, param: Tensor) -> None:
+        self._fresh[self._index[id(param)]] = True
+
+    def run(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """The communication hook.
+
+        The future is complete at once, holding the bucket itself: DDP reads it after the whole backward pass, and by
+        then
+        :meth:`_finish` has written the mean into it. (A tensor of any other storage offset would be misread silently.)
+        """
+        buffer = bucket.buffer()
+        if buffer.is_sparse:
+            raise RuntimeError(
+                f"parameter {bucket.parameters()[0].shape} has a sparse gradient, which cannot be sparsified again: "
+                f"build its "
+                "embedding with sparse=False"
+            )
+        if torch.is_autocast_enabled(buffer.device.type):
+            # manual_backward runs inside the autocast of training_step
+            with torch.autocast(buffer.device.type, enabled=False):
+                self._push(bucket, buffer)
+        else:
+            self._push(bucket, buffer)
+        if self.controller.complete:
+            if self._drain_in_hook:
+                self._finish()
+            else:
+                # Never wait inside the hook: another rank may need this thread's next collective first (SyncBatchNorm)
+                torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(buffer)
+        return future
+
+    def _push(self, bucket: GradBucket, buffer: Tensor) -> None:
+        params = bucket.parameters()
+        if len(params) == 1:
+            index = self._index[id(params[0])]
+            self.controller.push(index, buffer, self._fresh[index])
+            return
+        start = 0
+        for param in params:
+            stop = start + param.numel() * (2 if param.is_complex() else 1)
+            index = self._index[id(param)]
+            self.controller.push(index, buffer[start:stop], self._fresh[index])
+            start = stop
+
+    def _finish(self) -> None:
+        self._drain_in_hook = False
+        self._fresh = [False] * len(self._fresh)
+        device = self.controller.generator.device
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            self.controller.drain()
+
+    def check_complete(self, synchronised: bool = True) -> None:
+        """Raises if the backward pass that has just ended left gradients unsynchronised.
+
+        Args:
+            synchronised: The pass was to exchange gradients (not one inside ``no_sync``).
+
+        Raises:
+            RuntimeError: With the names of the parameters that got no gradient.
+        """
+        missing = self.controller.missing()
+        if not missing and synchronised and any(self._fresh):
+            # DDP's first bucket holds everything and was never full: the hook has not run at all
+            layout = self.controller.generator.layout
+            missing = [spec.name for spec in layout.specs if not self._fresh[spec.index]]
+        if missing:
+            self.controller.reset()
+            raise RuntimeError(
+                f"{len(missing)} parameters got no gradient in this backward pass: {', '.join(missing[:20])}. The "
+                f"gradients of "
+                "this step are not synchronised. Pass find_unused_parameters=True to the strategy if this is intended."
+            )
+
+    def watch(self, optimizer: Optimizer) -> None:
+        """Tells the controller whenever this optimizer steps."""
+        indices = [
+            self._index[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in self._index
+        ]
+        controller = self.controller
+        controller.track(indices)
+        handle = optimizer.register_step_post_hook(lambda *_: controller.stepped(indices))
+        self._handles.append(handle)
+
+    def close(self) -> None:
+        """Removes every hook and forgets an open window."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.controller.reset()

@@ -1,0 +1,173 @@
+"""Puts a job's parts together: settings, checks across ranks, and the controller."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, get_args
+
+import torch
+
+from lightning_safusion.comm.calibrate import calibrate
+from lightning_safusion.comm.cost import allgather_bytes, ring_allreduce_bytes
+from lightning_safusion.comm.transport import Transport
+from lightning_safusion.comm.wire import resolve_codec
+from lightning_safusion.fusion.controller import Controller
+from lightning_safusion.fusion.generator import Generator
+from lightning_safusion.fusion.layout import Layout, TensorSpec
+from lightning_safusion.fusion.planning import CollectiveChoice, Planner
+from lightning_safusion.fusion.policy import FusionPolicy, Naive
+from lightning_safusion.fusion.quota import QuotaRule, Scope, tensor_quotas
+from lightning_safusion.sparsify.base import Sparsifier
+from lightning_safusion.sparsify.memory import Memory
+from lightning_safusion.sparsify.schedule import ConstantDensity, DensitySchedule
+
+
+def _choice(name: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What one job does with its gradients; equal on all ranks.
+
+    Args:
+        compressor: Chooses the elements.
+        density: Share of the elements, by step and epoch.
+        fusion: Cuts the ready order into buffers.
+        memory: Error feedback.
+        scope: ``"tensor"`` (ahead of fusion) or ``"group"`` (behind it).
+        quota: ``"proportional"`` or ``"pooled"``.
+        collective: ``"auto"``, ``"allgather"`` or ``"allreduce"``.
+        wire: Wire format by name.
+
+    Raises:
+        ValueError: If a choice is unknown, or two do not go together.
+    """
+
+    compressor: Sparsifier
+    density: DensitySchedule
+    fusion: FusionPolicy
+    memory: Memory
+    scope: Scope = "tensor"
+    quota: QuotaRule = "proportional"
+    collective: CollectiveChoice = "auto"
+    wire: str = "auto"
+
+    def __post_init__(self) -> None:
+        _choice("scope", self.scope, get_args(Scope))
+        _choice("quota", self.quota, get_args(QuotaRule))
+        _choice("collective", self.collective, get_args(CollectiveChoice))
+        resolve_codec(self.wire, 64, 1, torch.float32)
+        if self.quota == "pooled" and self.scope == "group":
+            raise ValueError(
+                "quota='pooled' gives every tensor a floor, which scope='group' has none of: use scope='tensor'"
+            )
+        if self.fusion.streams and self.scope == "group":
+            raise ValueError(
+                f"fusion={self.fusion.name!r} fills buffers with selected elements: it needs scope='tensor'"
+            )
+
+    def describe(self) -> dict[str, str]:
+        """Every setting as text, the same in every process for the same settings."""
+        return {field.name: describe(getattr(self, field.name)) for field in fields(self)}
+
+    def dense_reason(self, specs: Sequence[TensorSpec], world_size: int) -> str | None:
+        """Why plain DDP does this job at least as well; None if it does not.
+
+        Sparse all-gather grows with the number of workers, dense all-reduce does not.
+        """
+        if world_size == 1:
+            return "there is one worker, and nothing to exchange"
+        if self.memory.name == "dgc":
+            return None  # its momentum is part of the algorithm, at any density
+        if self.collective == "allreduce":
+            return "collective='allreduce' sends every gradient dense"
+        if not isinstance(self.density, ConstantDensity) or self.collective != "auto":
+            return None
+        density = self.density(0, 0)
+        if density >= 1 or self.compressor.name == "none":
+            return "everything is sent (density 1)"
+        layout = Layout(tuple(specs))
+        quotas = tensor_quotas(layout, self.compressor, density)
+        dense = sum(spec.numel * min(4, spec.dtype.itemsize) for spec in specs)
+        sparse = sum(
+            spec.numel * spec.dtype.itemsize
+            if whole
+            else resolve_codec(self.wire, spec.numel, int(count), spec.dtype).nbytes
+            for spec, count, whole in zip(specs, quotas.counts, quotas.dense, strict=True)
+        )
+        by_gather, by_reduce = allgather_bytes(world_size, sparse), ring_allreduce_bytes(world_size, dense)
+        if by_gather < by_reduce:
+            return None
+        return (
+            f"at density {density:g} each of {world_size} workers would receive {by_gather:,.0f} bytes per step by "
+            f"sparse "
+            f"all-gather, {by_reduce:,.0f} by dense all-reduce"
+        )
+
+
+def describe(part: Any) -> str:
+    """A part and its public options as text."""
+    if isinstance(part, (str, int, float, bool, type(None))):
+        return repr(part)
+    if isinstance(part, (list, tuple)):
+        return f"[{', '.join(map(describe, part))}]"
+    options = {key: value for key, value in sorted(vars(part).items()) if not key.startswith("_")}
+    plain = (str, int, float, bool, type(None), list, tuple, DensitySchedule)
+    shown = ", ".join(f"{key}={describe(value)}" for key, value in options.items() if isinstance(value, plain))
+    return f"{type(part).__name__}({shown})"
+
+
+def check_equal(transport: Transport, values: dict[str, str]) -> None:
+    """Compares settings across ranks.
+
+    Raises:
+        RuntimeError: On every rank, naming each setting that differs with both values.
+    """
+    everyone = transport.gather_objects(values)
+    for rank, theirs in enumerate(everyone):
+        different = [key for key in everyone[0] | theirs if everyone[0].get(key) != theirs.get(key)]
+        if different:
+            shown = "; ".join(
+                f"{key}: rank 0 has {everyone[0].get(key)}, rank {rank} has {theirs.get(key)}" for key in different
+            )
+            raise RuntimeError(f"workers were started with different settings: {shown}. Give all workers the same.")
+
+
+def build_controller(
+    settings: EngineSettings,
+    specs: Sequence[TensorSpec],
+    transport: Transport,
+    device: torch.device,
+    measure: bool = True,
+) -> Controller:
+    """Builds a job's controller. Collective: all ranks call it with equal settings.
+
+    Args:
+        settings: What to do with the gradients.
+        specs: Trainable parameters in registration order.
+        transport: Communicator of the buffers.
+        device: Where the gradients live.
+        measure: Plan with measured times. False: with modelled ones, so that a seeded run repeats bit for bit.
+    """
+    layout = Layout(tuple(specs))
+    settings.memory.bind(layout.edges.tolist(), device)
+    naive = settings.fusion if isinstance(settings.fusion, Naive) else None
+    generator = Generator(
+        layout,
+        settings.memory,
+        settings.compressor,
+        transport,
+        device,
+        settings.scope,
+        settings.quota,
+        settings.wire,
+        transport.subgroup() if naive else None,
+        naive.buffer_elements if naive else 1,
+    )
+    wanted = settings.fusion.needs_costs or settings.collective == "auto"
+    prior = calibrate(transport, device) if measure and wanted else None
+    planner = Planner(settings.fusion, transport, settings.collective, prior)
+    return Controller(generator, planner, transport, settings.density, dense_first=settings.collective != "allgather")

@@ -1,0 +1,67 @@
+"""Cost lines from the samples of a training run, which are noisy and of few sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from lightning_safusion.comm.cost import LinearCost, fit_linear
+from lightning_safusion.fusion.plan import CollectiveName
+
+Samples = Sequence[tuple[float, float]]
+
+
+def fit_or_scale(samples: Iterable[tuple[float, float]], shape: LinearCost) -> LinearCost | None:
+    """Fits a line to the medians per size.
+
+    A plan has a handful of buffers, at worst one: sizes that are too alike to tell the fixed cost from the slope (less
+    than a factor of 2 apart), or from which no rise can be seen, scale a known line instead.
+
+    Args:
+        samples: ``(bytes or elements, seconds)``, finite and not negative.
+        shape: The line to scale.
+
+    Returns:
+        The line, ``None`` without samples.
+    """
+    by_size: dict[float, list[float]] = {}
+    for size, seconds in samples:
+        by_size.setdefault(size, []).append(seconds)
+    if not by_size:
+        return None
+    # Disturbances only ever lengthen a measurement, so the mean would follow them.
+    medians = [(size, float(np.median(by_size[size]))) for size in sorted(by_size)]
+    if len(medians) > 1 and medians[-1][0] >= 2 * medians[0][0]:
+        line = fit_linear(medians)
+        if line.per_byte > 0:
+            return line
+    ratios = [seconds / shape(size) for size, seconds in medians if shape(size) > 0]
+    factor = float(np.median(ratios)) if ratios else 1.0
+    return LinearCost(factor * shape.fixed, factor * shape.per_byte)
+
+
+def fit_exchanges(
+    samples: Mapping[CollectiveName, Samples], prior: Mapping[str, LinearCost]
+) -> tuple[LinearCost, LinearCost]:
+    """Costs of the all-gather and of the all-reduce.
+
+    Args:
+        samples: ``(bytes, seconds)`` of each collective; empty for one that was not used.
+        prior: Both lines, from a calibration or a model.
+    """
+    allgather = fit_or_scale(samples["allgather"], prior["allgather"])
+    allreduce = fit_or_scale(samples["allreduce"], prior["allreduce"])
+    return (
+        allgather or _transferred(prior["allgather"], allreduce, prior["allreduce"]),
+        allreduce or _transferred(prior["allreduce"], allgather, prior["allgather"]),
+    )
+
+
+def _transferred(prior: LinearCost, measured: LinearCost | None, expected: LinearCost) -> LinearCost:
+    """``prior`` of a collective that was not used, corrected as the used one was: latency and bandwidth apart."""
+    if measured is None:
+        return prior
+    fixed = measured.fixed / expected.fixed if expected.fixed > 0 else 1.0
+    per_byte = measured.per_byte / expected.per_byte if expected.per_byte > 0 else 1.0
+    return LinearCost(fixed * prior.fixed, per_byte * prior.per_byte)

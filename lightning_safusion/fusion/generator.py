@@ -1,0 +1,281 @@
+"""The Generator: compensates, selects and merges the gradients of a group into one fusion buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_safusion.comm.allgather import SparseAllGather
+from lightning_safusion.comm.allreduce import DenseAllReduce
+from lightning_safusion.comm.exchange import Exchange, Part, SpanSpec, TensorFlag
+from lightning_safusion.comm.stream import Stream, StreamedTensor
+from lightning_safusion.comm.transport import Transport
+from lightning_safusion.comm.wire import resolve_codec
+from lightning_safusion.fusion.layout import Layout
+from lightning_safusion.fusion.plan import Group
+from lightning_safusion.fusion.quota import QuotaRule, Scope, TensorQuotas, group_segments, tensor_quotas
+from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier
+from lightning_safusion.sparsify.memory import Memory
+
+
+@dataclass(eq=False)
+class FusionBuffer:
+    """One group's persistent buffer, and what this rank put into it in the current window.
+
+    Args:
+        group: Places of its tensors.
+        start: First element in the flat space.
+        stop: Element after its last.
+        segments: Cut for selection; None if it travels dense.
+        exchange: Its collective.
+        dense: bool [T], tensors that travel whole.
+    """
+
+    group: Group
+    start: int
+    stop: int
+    segments: Segments | None
+    exchange: Exchange
+    dense: np.ndarray
+    selection: Selection | None = None
+    absent: list[int] = field(default_factory=list)
+
+    @property
+    def places(self) -> range:
+        """Places of its tensors."""
+        return range(self.group.start, self.group.stop)
+
+    def selected(self) -> np.ndarray:
+        """int64 [T]: elements that each tensor sent in the last window (waits for the device)."""
+        edges = np.asarray(self.exchange.spec.edges)
+        counts = np.where(self.dense, np.diff(edges), 0)
+        if self.selection is not None:
+            count = int(self.selection.count)
+            counts += np.diff(np.searchsorted(self.selection.indices[:count].cpu().numpy(), edges))
+        counts[self.absent] = 0
+        return counts
+
+
+class Generator:
+    """Turns gradients into messages.
+
+    Args:
+        layout: The flat gradient space.
+        memory: Error feedback, bound to the layout.
+        sparsifier: Chooses the elements.
+        transport: Communicator of the buffers.
+        device: Where the flat space lives.
+        scope: ``"tensor"`` selects ahead of fusion, ``"group"`` behind it.
+        quota: ``"proportional"`` or ``"pooled"``.
+        wire: Wire format by name.
+        stream_transport: A communicator of its own for buffers that fill at each worker's own pace; only they need it.
+        stream_elements: Entries that such a buffer holds.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        memory: Memory,
+        sparsifier: Sparsifier,
+        transport: Transport,
+        device: torch.device,
+        scope: Scope = "tensor",
+        quota: QuotaRule = "proportional",
+        wire: str = "auto",
+        stream_transport: Transport | None = None,
+        stream_elements: int = 65536,
+    ) -> None:
+        self.layout = layout
+        self.memory = memory
+        self.sparsifier = sparsifier
+        self.transport = transport
+        self.device = device
+        self.scope = scope
+        self.quota_rule = quota
+        self.wire = wire
+        self.stream_elements = stream_elements
+        self.quotas: TensorQuotas = tensor_quotas(layout, sparsifier, 1.0)
+        self._buffers: dict[Group, FusionBuffer] = {}
+        self._stream: Stream | None = None
+        self._stream_transport = stream_transport
+
+    def set_layout(self, layout: Layout) -> None:
+        """Adopts a new order; the memory must have been permuted to it."""
+        self.layout = layout
+        self.quotas = tensor_quotas(layout, self.sparsifier, self.quotas.density)
+        self.forget()
+
+    def set_density(self, density: float) -> bool:
+        """Sets the density of the next window; returns whether it changed."""
+        if density == self.quotas.density:
+            return False
+        self.quotas = tensor_quotas(self.layout, self.sparsifier, density)
+        self.forget()
+        return True
+
+    def keep_only(self, groups: Sequence[Group]) -> None:
+        """Forgets the buffers of groups that no plan uses any more."""
+        self._buffers = {group: buffer for group, buffer in self._buffers.items() if group in groups}
+
+    def forget(self) -> None:
+        """Forgets all buffers: their shapes have changed, or an abandoned collective may still write into them."""
+        self._buffers.clear()
+        self._stream = None
+
+    def buffer(self, group: Group) -> FusionBuffer:
+        """The persistent buffer of a group at the current density."""
+        if group not in self._buffers:
+            self._buffers[group] = self._build(group)
+        return self._buffers[group]
+
+    def _build(self, group: Group) -> FusionBuffer:
+        layout, quotas = self.layout, self.quotas
+        start, stop = int(layout.edges[group.start]), int(layout.edges[group.stop])
+        edges = tuple(int(e) - start for e in layout.edges[group.start : group.stop + 1])
+        reduce = group.collective == "allreduce"
+        dense = np.ones(group.stop - group.start, bool) if reduce else quotas.dense[group.start : group.stop]
+        segments = None
+        if not dense.all():
+            segments = group_segments(layout, quotas, group.start, group.stop, self.scope, self.quota_rule)
+        runs = _dense_runs(layout, group, edges, dense)
+        spec = SpanSpec(stop - start, segments.capacity if segments else 0, edges, runs)
+        return FusionBuffer(group, start, stop, segments, self._exchange(group, spec), dense)
+
+    def _exchange(self, group: Group, spec: SpanSpec) -> Exchange:
+        if group.collective == "allreduce":
+            return DenseAllReduce(spec, self.transport, self.device)
+        if group.collective == "stream":
+            if self._stream is None:
+                self._stream = self._open_stream()
+            return StreamedTensor(spec, self._stream, group.start)
+        codec = None
+        if spec.capacity:
+            dtypes = {s.dtype for s in self.layout.specs[group.start : group.stop]}
+            dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+            codec = resolve_codec(self.wire, spec.numel, spec.capacity, dtype)
+        return SparseAllGather(spec, self.transport, self.device, codec)
+
+    def _open_stream(self) -> Stream:
+        if self._stream_transport is None:
+            raise ValueError("buffers that fill at each worker's own pace need a stream_transport")
+        dtype = resolve_codec(self.wire, self.layout.numel, 1, torch.float32).value_dtype
+        return Stream(self._stream_transport, self.layout.edges, self.stream_elements, dtype, self.device)
+
+    def merge(
+        self, buffer: FusionBuffer, grads: Sequence[Tensor], fresh: np.ndarray, raw: np.ndarray, step: int
+    ) -> Callable[[], None]:
+        """Compensates and selects one group.
+
+        Args:
+            buffer: The group's buffer.
+            grads: Flat gradients of its tensors.
+            fresh: bool [T], computed in this window.
+            raw: bool [T], must travel outside the compressed path.
+            step: Number of the window, the same on all ranks.
+
+        Returns:
+            What packs and launches it. Apart, so that an error in selection is told from a lost peer.
+        """
+        taken = np.flatnonzero(fresh & ~raw)
+        flags = torch.from_numpy((fresh * TensorFlag.FRESH + raw * TensorFlag.RAW).astype(np.uint8)).to(self.device)
+        if len(taken):
+            self._compensate(buffer, [grads[int(i)] for i in taken], taken, flags)
+        buffer.absent = [int(i) for i in np.flatnonzero(~fresh | raw)]
+        x = self.memory.accumulated(buffer.start, buffer.stop)
+        buffer.selection = self._select(buffer, x, step)
+        part = Part(buffer.selection, flags, buffer.absent)
+        return lambda: buffer.exchange.launch(x, part)
+
+    def launch_empty(self, buffer: FusionBuffer) -> None:
+        """Takes part in a group's collective with nothing, telling all ranks that this one has failed."""
+        count = len(buffer.places)
+        buffer.selection, buffer.absent = None, list(range(count))
+        flags = torch.zeros(count, dtype=torch.uint8, device=self.device)
+        x = torch.zeros(buffer.stop - buffer.start, device=self.device)
+        buffer.exchange.launch(x, Part(None, flags, buffer.absent, failed=True))
+
+    def _compensate(self, buffer: FusionBuffer, grads: list[Tensor], taken: np.ndarray, flags: Tensor) -> None:
+        if any(grad.dtype == torch.float64 for grad in grads):
+            grads = [grad.float() if grad.dtype == torch.float64 else grad for grad in grads]  # as the memory holds it
+        norms = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32))
+        ids = [buffer.group.start + int(i) for i in taken]
+        dense = buffer.dense[taken].tolist()
+        finite = torch.isfinite(norms)
+        if self.device.type != "cpu":
+            # deciding on the host would wait for the device: what is not finite is replaced by zeros there
+            flags[torch.from_numpy(taken).to(self.device)] |= (~finite).to(torch.uint8) * int(TensorFlag.BAD)
+            grads = [torch.where(ok, grad, 0) for ok, grad in zip(finite, grads, strict=True)]
+        elif not bool(finite.all()):
+            # the norm of finite numbers can overflow: look at the elements before calling a tensor bad
+            good = [i for i, grad in enumerate(grads) if finite[i] or bool(torch.isfinite(grad).all())]
+            bad = sorted(set(range(len(grads))) - set(good))
+            flags[torch.from_numpy(taken[bad])] |= int(TensorFlag.BAD)
+            grads, ids, dense = [grads[i] for i in good], [ids[i] for i in good], [dense[i] for i in good]
+            norms = norms[good]
+        if grads:
+            self.memory.compensate(ids, grads, dense, norms)
+
+    def _select(self, buffer: FusionBuffer, x: Tensor, step: int) -> Selection | None:
+        if buffer.segments is None:
+            return None
+        segments = buffer.segments
+        if buffer.absent:
+            if self.scope == "group":
+                return self.sparsifier.select(self._without(buffer, x), segments, step)
+            absent = np.zeros(len(segments), bool)
+            absent[buffer.absent] = True
+            segments = segments.skipping(absent)
+        return self.sparsifier.select(x, segments, step)
+
+    def _without(self, buffer: FusionBuffer, x: Tensor) -> Tensor:
+        """A copy of the span in which absent tensors are zero: a fused segment cannot be skipped in part."""
+        x = x.clone()
+        edges = buffer.exchange.spec.edges
+        for tensor in buffer.absent:
+            x[edges[tensor] : edges[tensor + 1]] = 0
+        return x
+
+    def commit(self, buffer: FusionBuffer, withdrawn: Sequence[int]) -> None:
+        """Takes what was sent out of the memory; called once the whole window has ended well.
+
+        Args:
+            buffer: The group's buffer.
+            withdrawn: Tensors of the group whose part in the message was not used by any rank.
+        """
+        edges = buffer.exchange.spec.edges
+        indices, sent = buffer.exchange.sent()
+        if buffer.selection is not None:
+            for tensor in withdrawn:
+                inside = (indices >= edges[tensor]) & (indices < edges[tensor + 1])
+                sent = torch.where(inside, 0.0, sent)
+            self.memory.commit(buffer.start, indices, sent)
+        left_out = {*buffer.absent, *withdrawn}
+        runs = buffer.exchange.spec.dense_runs
+        if left_out:
+            pieces = [(edges[t], edges[t + 1]) for t in np.flatnonzero(buffer.dense) if t not in left_out]
+            pieces = [(start, stop) for start, stop in pieces if stop > start]
+        else:
+            pieces = [(start, stop) for start, stop, _ in runs]
+        x = self.memory.accumulated(buffer.start, buffer.stop)
+        for start, stop in pieces:
+            self.memory.commit_dense(
+                buffer.start + start, buffer.start + stop, buffer.exchange.sent_dense(start, stop, x)
+            )
+
+
+def _dense_runs(
+    layout: Layout, group: Group, edges: tuple[int, ...], dense: np.ndarray
+) -> tuple[tuple[int, int, torch.dtype], ...]:
+    """Neighbouring dense tensors of one dtype, merged."""
+    tensors = [(bool(dense[i]), layout.specs[group.start + i].dtype) for i in range(len(dense))]
+    runs = []
+    for (whole, dtype), members in groupby(range(len(dense)), key=lambda i: tensors[i]):
+        ids = list(members)
+        if whole and edges[ids[-1] + 1] > edges[ids[0]]:
+            runs.append((edges[ids[0]], edges[ids[-1] + 1], dtype))
+    return tuple(runs)

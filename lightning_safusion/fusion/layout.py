@@ -1,0 +1,96 @@
+"""The flat gradient space: which tensor lies where. Immutable values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One parameter's gradient, as it arrives.
+
+    Args:
+        name: Fully qualified parameter name; identifies the tensor across runs.
+        index: Place in the model's list of parameters; identifies it within a run, the same on all ranks.
+        shape: Logical shape.
+        numel: Elements on arrival (a complex parameter arrives as twice as many real ones).
+        dtype: Floating-point dtype on arrival.
+        dense: Always travels whole.
+    """
+
+    name: str
+    index: int
+    shape: tuple[int, ...]
+    numel: int
+    dtype: torch.dtype
+    dense: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Tensors one after another, in the order in which their gradients become ready.
+
+    The word *place* is a tensor's position in this order.
+    """
+
+    specs: tuple[TensorSpec, ...]
+
+    def __len__(self) -> int:
+        return len(self.specs)
+
+    @cached_property
+    def edges(self) -> np.ndarray:
+        """int64 [L + 1]: the tensor at place ``i`` owns the elements ``[edges[i], edges[i + 1])``."""
+        return np.concatenate([[0], np.cumsum([spec.numel for spec in self.specs], dtype=np.int64)]).astype(np.int64)
+
+    @cached_property
+    def places(self) -> dict[int, int]:
+        """Place of each registration index."""
+        return {spec.index: place for place, spec in enumerate(self.specs)}
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole space."""
+        return int(self.edges[-1])
+
+    def names(self, places: Iterable[int]) -> list[str]:
+        """Names of the tensors at these places."""
+        return [self.specs[place].name for place in places]
+
+    def reordered(self, order: Sequence[int]) -> Layout:
+        """The layout whose place ``j`` holds what was at place ``order[j]``."""
+        return Layout(tuple(self.specs[place] for place in order))
+
+
+def specs_from_parameters(
+    named_parameters: Iterable[tuple[str, Tensor]], dense: Sequence[str] = (), dense_below: int = 0
+) -> tuple[TensorSpec, ...]:
+    """Describes the gradients of trainable parameters.
+
+    Args:
+        named_parameters: Names and parameters, in registration order; frozen ones are left out.
+        dense: Shell patterns of names that always travel dense (``"*.bias"``).
+        dense_below: Tensors of fewer elements than this travel dense.
+
+    Raises:
+        ValueError: If a pattern matches no parameter.
+    """
+    trainable = [(name, p) for name, p in named_parameters if p.requires_grad]
+    for pattern in dense:
+        if not any(fnmatchcase(name, pattern) for name, _ in trainable):
+            names = ", ".join(name for name, _ in trainable[:8])
+            raise ValueError(f"dense pattern {pattern!r} matches no trainable parameter; names look like {names}")
+    specs = []
+    for index, (name, p) in enumerate(trainable):
+        numel = p.numel() * (2 if p.is_complex() else 1)
+        dtype = torch.view_as_real(p.detach()).dtype if p.is_complex() else p.dtype
+        whole = numel < dense_below or any(fnmatchcase(name, pattern) for pattern in dense)
+        specs.append(TensorSpec(name, index, tuple(p.shape), numel, dtype, whole))
+    return tuple(specs)

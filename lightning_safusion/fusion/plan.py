@@ -1,0 +1,99 @@
+"""Plans: which tensors share a buffer, and which collective carries it. Immutable values."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+CollectiveName = Literal["allgather", "allreduce", "stream"]
+
+
+@dataclass(frozen=True)
+class Group:
+    """One fusion buffer: the tensors at places ``start`` to ``stop - 1`` of the ready order.
+
+    Args:
+        start: Place of its first tensor in the ready order.
+        stop: Place after its last tensor.
+        collective: ``"allgather"`` (sparse), ``"allreduce"`` (dense), or ``"stream"`` (sparse, one tensor of a stream
+            of
+            buffers that each worker fills at its own pace).
+    """
+
+    start: int
+    stop: int
+    collective: CollectiveName = "allgather"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.stop:
+            raise ValueError(f"a group needs at least one tensor, got places {self.start} to {self.stop}")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Contiguous groups that cover the ready order exactly once.
+
+    Raises:
+        ValueError: If a tensor is left out or comes twice.
+    """
+
+    groups: tuple[Group, ...]
+
+    def __post_init__(self) -> None:
+        place = 0
+        for group in self.groups:
+            if group.start != place:
+                raise ValueError(f"group {group} does not begin at place {place}: a tensor is missing or comes twice")
+            place = group.stop
+
+    @property
+    def num_tensors(self) -> int:
+        """Tensors covered."""
+        return self.groups[-1].stop if self.groups else 0
+
+    @cached_property
+    def digest(self) -> int:
+        """63-bit hash, the same in every process for the same plan (compared across ranks before use)."""
+        text = ";".join(f"{g.start}-{g.stop}:{g.collective}" for g in self.groups)
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+    @classmethod
+    def from_counts(cls, counts: Sequence[int], collective: CollectiveName = "allgather") -> Plan:
+        """Builds a plan from the number of tensors in each group."""
+        groups, place = [], 0
+        for count in counts:
+            groups.append(Group(place, place + count, collective))
+            place += count
+        return cls(tuple(groups))
+
+
+@dataclass(frozen=True)
+class GroupCosts:
+    """Agreed numbers that a planner works with; the same on all ranks, bit for bit.
+
+    Places are ready order; seconds throughout.
+
+    Args:
+        numels: Elements of each tensor [L].
+        ready: Time at which each gradient is ready and selected, counted from the start of backward [L], rising.
+        sparse_bytes: Bytes that each tensor adds to a sparse message [L].
+        dense_bytes: Bytes that each tensor adds to a dense all-reduce [L].
+        world_size: Workers.
+        sparse: ``(fixed seconds, seconds per byte of one rank's message)`` of a sparse exchange, decoding included.
+        dense: ``(fixed seconds, seconds per byte of the buffer)`` of a dense all-reduce.
+        dense_allowed: Whether a buffer may take the dense all-reduce.
+        sparse_allowed: Whether a buffer may take the sparse all-gather.
+    """
+
+    numels: tuple[int, ...]
+    ready: tuple[float, ...]
+    sparse_bytes: tuple[float, ...]
+    dense_bytes: tuple[float, ...]
+    world_size: int
+    sparse: tuple[float, float]
+    dense: tuple[float, float]
+    dense_allowed: bool = True
+    sparse_allowed: bool = True

@@ -1,0 +1,184 @@
+"""The Planner: keeps the plan in use, feeds the policy with agreed costs, and changes the plan between windows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from lightning_safusion.comm.cost import LINKS, LinearCost
+from lightning_safusion.comm.transport import Transport
+from lightning_safusion.comm.wire import resolve_codec
+from lightning_safusion.fusion.adaptive import should_switch
+from lightning_safusion.fusion.generator import Generator
+from lightning_safusion.fusion.plan import CollectiveName, Group, GroupCosts, Plan
+from lightning_safusion.fusion.policy import FusionPolicy, Single
+from lightning_safusion.fusion.profile import (
+    AgreedProfile,
+    ProfileRecorder,
+    SelectionTime,
+    agree,
+    modelled_costs,
+    service_seconds,
+)
+from lightning_safusion.fusion.window import Window
+
+CollectiveChoice = Literal["auto", "allgather", "allreduce"]
+
+# All windows feed one profile: a tensor that a window leaves stale has no arrival in it.
+_KIND = "all"
+# The first windows set up communicators and warm up kernels; their times say nothing of the rest.
+_WARMUP_WINDOWS = 3
+
+
+class Planner:
+    """Makes plans from what all ranks have agreed on, so that all make the same.
+
+    Args:
+        policy: Cuts the ready order.
+        transport: Communicator for the agreements (between windows only).
+        collective: ``"auto"`` lets each buffer take what is predicted to be cheaper.
+        prior: Costs of ``"allgather"`` and ``"allreduce"`` before anything else was measured, equal on all ranks; None
+            plans
+            with modelled costs and never with measured ones (a seeded run then repeats bit for bit).
+    """
+
+    def __init__(
+        self,
+        policy: FusionPolicy,
+        transport: Transport,
+        collective: CollectiveChoice = "auto",
+        prior: Mapping[str, LinearCost] | None = None,
+    ) -> None:
+        self.policy = policy
+        self.transport = transport
+        self.collective = collective
+        self.prior = prior
+        self.current: Plan | None = None
+        self.replans = 0
+        self._schedule = policy.schedule() if prior is not None else None
+        self._profile: AgreedProfile | None = None
+        self._recorder: ProfileRecorder | None = None
+        self._verified = True
+
+    def plan(self, generator: Generator) -> Plan:
+        """The plan of the next window."""
+        if self.current is None:
+            self.current = self._make(self.costs(generator))
+            self._verified = False
+        return self.current
+
+    def invalidate(self, order_changed: bool = False) -> None:
+        """Drops the plan: quotas have changed, or the order (then measured times are void too)."""
+        self.current = None
+        if order_changed:
+            self._profile = self._recorder = None
+
+    def fallback(self, generator: Generator) -> CollectiveName:
+        """The collective for tensors that no plan covers."""
+        return Single().plan(self.costs(generator)).groups[0].collective
+
+    def _make(self, costs: GroupCosts) -> Plan:
+        if self.policy.streams and costs.sparse_allowed:
+            return Plan(tuple(Group(place, place + 1, "stream") for place in range(len(costs.numels))))
+        return self.policy.plan(costs)
+
+    def costs(self, generator: Generator) -> GroupCosts:
+        """The agreed numbers as they stand; a pure function of them and of the quotas."""
+        layout, quotas = generator.layout, generator.quotas
+        sizes = np.diff(layout.edges)
+        widths = np.array([spec.dtype.itemsize for spec in layout.specs])
+        sparse = np.where(quotas.dense, sizes * widths, quotas.counts * _entry_bytes(generator)) + 1.0
+        dense_everywhere = bool(quotas.dense.all())
+        arguments = {
+            "numels": tuple(int(n) for n in sizes),
+            "sparse_bytes": tuple(sparse.tolist()),
+            "dense_bytes": tuple((sizes * np.minimum(widths, 4)).astype(float).tolist()),
+            "world_size": self.transport.world_size,
+            "dense_allowed": self.collective != "allgather",
+            "sparse_allowed": self.collective == "allgather" or (self.collective == "auto" and not dense_everywhere),
+        }
+        return self._priced(arguments)
+
+    def _priced(self, arguments: dict[str, Any]) -> GroupCosts:
+        if self._profile is not None:
+            return self._profile.group_costs(**arguments)
+        modelled = modelled_costs(**arguments, link=LINKS["10gbit"])
+        if self.prior is None:
+            return modelled
+        lines = {name: (self.prior[name].fixed, self.prior[name].per_byte) for name in ("allgather", "allreduce")}
+        return GroupCosts(**arguments, ready=modelled.ready, sparse=lines["allgather"], dense=lines["allreduce"])
+
+    def observe(self, window: Window, generator: Generator) -> None:
+        """Takes in a planned window that has ended; may agree on a new plan. Called at the same point on all ranks.
+
+        Raises:
+            RuntimeError: If ranks hold different plans.
+        """
+        if not self._verified:
+            self._verify(generator.device)
+        if self._schedule is None:
+            return
+        if self._recorder is None:
+            self._recorder = ProfileRecorder(len(generator.layout))
+        if window.step >= _WARMUP_WINDOWS:
+            _record(self._recorder, window)
+        due = self._schedule.advance()
+        if not due or self.current is None or self._recorder.windows(_KIND) < 2 or self.prior is None:
+            return
+        self._profile = agree(self._recorder, self.transport, _KIND, self.prior, generator.device)
+        costs = self.costs(generator)
+        proposed = self._make(costs)
+        if should_switch(self.current, proposed, costs, self._schedule.threshold):
+            self.current = proposed
+            self.replans += 1
+            generator.keep_only(proposed.groups)
+            self._verify(generator.device)
+
+    def _verify(self, device: torch.device) -> None:
+        if self.current is None:
+            return
+        digest = self.current.digest
+        bounds = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
+        self.transport.all_reduce(bounds, "max").wait()
+        if bounds.tolist() != [digest, -digest]:
+            raise RuntimeError(
+                f"rank {self.transport.rank} holds a fusion plan with hash {digest:#x} that another rank does not "
+                f"have: policy "
+                f"{self.policy!r} is not a pure function of the costs"
+            )
+        self._verified = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the tuning stands."""
+        return {"schedule": self._schedule.state_dict()} if self._schedule is not None else {}
+
+
+def _entry_bytes(generator: Generator) -> float:
+    """Bytes on the wire per selected element, for a buffer with the model's mean density."""
+    quotas = generator.quotas
+    sizes = np.diff(generator.layout.edges)
+    numel = int(sizes[~quotas.dense].sum())
+    capacity = int(quotas.counts[~quotas.dense].sum())
+    if not capacity:
+        return 0.0
+    scale = min(1.0, (1 << 24) / numel)  # a buffer, not the model: index formats differ for spans of billions
+    numel, capacity = max(1, int(numel * scale)), max(1, int(capacity * scale))
+    return resolve_codec(generator.wire, numel, capacity, torch.float32).nbytes / capacity
+
+
+def _record(recorder: ProfileRecorder, window: Window) -> None:
+    buffers = [(buffer, times) for buffer, times in window.inflight if buffer.group.collective != "stream"]
+    selections = [
+        SelectionTime(buffer.group.stop, buffer.stop - buffer.start, times.launched - times.closed)
+        for buffer, times in buffers
+    ]
+    recorder.record_window(_KIND, np.where(window.fresh, window.arrived, np.nan), selections)
+    ends = [times.finished or np.nan for _, times in buffers]
+    seconds = service_seconds([times.launched for _, times in buffers], ends)
+    for (buffer, times), duration in zip(buffers, seconds, strict=True):
+        recorder.record_exchange(buffer.group.collective, buffer.exchange.bytes_sent, duration)
+        if buffer.group.collective == "allgather":
+            recorder.record_decode(buffer.exchange.bytes_sent, times.decoded)

@@ -1,0 +1,143 @@
+"""Fusion policies: which tensors share a buffer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar
+
+from lightning_safusion.fusion.dp import GroupPricer
+from lightning_safusion.fusion.plan import GroupCosts, Plan
+
+if TYPE_CHECKING:
+    from lightning_safusion.fusion.adaptive import ReplanSchedule
+
+
+class FusionPolicy(ABC):
+    """Decides where buffers begin and end. Subclass it to add a policy of your own.
+
+    A policy is a pure function of agreed numbers: called with the same costs on every rank, it must return the same
+    plan on every rank. It may depend on nothing else, least of all on a local clock or a local count.
+    """
+
+    #: Name in configuration files and reports.
+    name: ClassVar[str]
+    #: Wants measured costs; without them the engine passes nominal ones, good enough to choose a collective.
+    needs_costs: ClassVar[bool] = False
+    #: Buffers fill at each worker's own pace, so that the plan says nothing about where they end (SAFusion, naive).
+    streams: ClassVar[bool] = False
+
+    @abstractmethod
+    def plan(self, costs: GroupCosts) -> Plan:
+        """Cuts the ready order into buffers and picks the collective of each.
+
+        Args:
+            costs: Agreed numbers of the L tensors in ready order.
+        """
+
+    def schedule(self) -> ReplanSchedule | None:
+        """A new schedule of when to plan again; ``None``: the first plan stays."""
+        return None
+
+    def __repr__(self) -> str:
+        options = ", ".join(f"{key}={value!r}" for key, value in vars(self).items() if not key.startswith("_"))
+        return f"{type(self).__name__}({options})"
+
+
+class WFBP(FusionPolicy):
+    """Every tensor alone, as soon as it is ready: wait-free backpropagation (Poseidon, ATC 2017)."""
+
+    name = "wfbp"
+
+    def plan(self, costs: GroupCosts) -> Plan:
+        return GroupPricer(costs).plan(range(1, len(costs.numels) + 1))
+
+
+class Aligned(FusionPolicy):
+    """A fixed number of tensors per buffer, the same tensors on all workers (SAFusion, inter-worker alignment).
+
+    Args:
+        tensors_per_buffer: Tensors in each buffer but the last.
+        max_elements: Closes a buffer early, before it would hold more elements than this; a larger tensor travels
+            alone. ``None``: no bound.
+    """
+
+    name = "aligned"
+
+    def __init__(self, tensors_per_buffer: int = 8, max_elements: int | None = None) -> None:
+        if tensors_per_buffer < 1:
+            raise ValueError(f"tensors_per_buffer must be 1 or more, got {tensors_per_buffer}")
+        if max_elements is not None and max_elements < 1:
+            raise ValueError(f"max_elements must be 1 or more, or None for no bound, got {max_elements}")
+        self.tensors_per_buffer = tensors_per_buffer
+        self.max_elements = max_elements
+
+    def plan(self, costs: GroupCosts) -> Plan:
+        stops, start, held = [], 0, 0
+        for place, numel in enumerate(costs.numels):
+            full = place - start == self.tensors_per_buffer
+            too_large = self.max_elements is not None and held + numel > self.max_elements
+            if place > start and (full or too_large):
+                stops.append(place)
+                start, held = place, 0
+            held += numel
+        if costs.numels:
+            stops.append(len(costs.numels))
+        return GroupPricer(costs).plan(stops)
+
+
+class Single(FusionPolicy):
+    """The whole model in one buffer, exchanged after backward: no overlap, one latency."""
+
+    name = "single"
+
+    def plan(self, costs: GroupCosts) -> Plan:
+        return GroupPricer(costs).plan([len(costs.numels)] if costs.numels else [])
+
+
+class Naive(FusionPolicy):
+    """Buffers of a fixed capacity in kept elements, each closed when it is full (SAFusion, naive system).
+
+    Workers keep different numbers of elements where thresholds are estimated, so a buffer ends after different
+    tensors on different workers. The engine negotiates each exchange; :meth:`plan` gives only the frame, one group.
+
+    Args:
+        buffer_elements: Kept elements that a buffer holds.
+    """
+
+    name = "naive"
+    streams = True
+
+    def __init__(self, buffer_elements: int = 65536) -> None:
+        if buffer_elements < 1:
+            raise ValueError(f"buffer_elements must be 1 or more, got {buffer_elements}")
+        self.buffer_elements = buffer_elements
+
+    def plan(self, costs: GroupCosts) -> Plan:
+        return Single().plan(costs)
+
+
+def resolve_fusion(spec: str | FusionPolicy) -> FusionPolicy:
+    """The policy that ``spec`` names, with its default options; a policy is returned as it is.
+
+    Args:
+        spec: ``"adaptive"``, ``"aligned"``, ``"behind"`` (aligned; its scope is a matter of the system), ``"naive"``,
+            ``"single"``, ``"wfbp"``, or a policy.
+
+    Raises:
+        TypeError: If it is neither a name nor a policy.
+        ValueError: If no policy has this name.
+    """
+    # Adaptive is built on this module.
+    from lightning_safusion.fusion.adaptive import Adaptive
+
+    if isinstance(spec, FusionPolicy):
+        return spec
+    if not isinstance(spec, str):
+        raise TypeError(f"fusion must be a name or a FusionPolicy, got {spec!r}")
+    policies: dict[str, type[FusionPolicy]] = {
+        policy.name: policy for policy in (Adaptive, Aligned, Naive, Single, WFBP)
+    }
+    policies["behind"] = Aligned
+    if spec not in policies:
+        raise ValueError(f"unknown fusion policy {spec!r}: choose one of {sorted(policies)} or pass a FusionPolicy")
+    return policies[spec]()

@@ -1,0 +1,339 @@
+"""Measured times: kept locally, agreed by all ranks, turned into the costs that planners work with.
+
+Every rank keeps running medians of its own. What is planned with is agreed: a gradient is ready when the slowest
+worker has it, while an exchange took as long as the worker that arrived last saw (the others waited for it). The
+numbers are finished on rank 0 and broadcast, so that all ranks hold the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from lightning_safusion.comm.cost import LINKS, LinearCost, Link
+from lightning_safusion.comm.transport import Transport
+from lightning_safusion.fusion.fit import fit_exchanges, fit_or_scale
+from lightning_safusion.fusion.plan import CollectiveName, GroupCosts
+
+_SAMPLES = 256  # measurements kept of each operation: some 50 windows at a handful of buffers each
+# Shape of the local costs as long as buffers of one size only were measured: a launch, and a pass over memory.
+_SELECT_SHAPE = LinearCost(40e-6, 1e-10)
+_DECODE_SHAPE = LinearCost(40e-6, 1e-10)
+
+
+class SelectionTime(NamedTuple):
+    """The selection of one buffer, run between two gradients by the thread or stream of the backward.
+
+    Args:
+        stop: Place after the last tensor of the buffer.
+        elements: Elements selected from.
+        seconds: Duration.
+    """
+
+    stop: int
+    elements: int
+    seconds: float
+
+
+class ProfileRecorder:
+    """Running statistics of one rank. Plain numbers in; no clock, no tensor.
+
+    Leave out the first windows of a job: they set up communicators and warm up kernels.
+
+    Args:
+        num_tensors: Tensors in the ready order (L).
+        history: Windows that the running median of the arrivals spans.
+        max_kinds: Kinds of window kept; the one not seen for longest is dropped first.
+    """
+
+    def __init__(self, num_tensors: int, history: int = 11, max_kinds: int = 16) -> None:
+        self.num_tensors = num_tensors
+        self._history = history
+        self._max_kinds = max_kinds
+        self._arrivals: OrderedDict[Hashable, deque[np.ndarray]] = OrderedDict()
+        self._windows: dict[Hashable, int] = {}
+        self._selections: deque[tuple[float, float]] = deque(maxlen=_SAMPLES)
+        self._decodes: deque[tuple[float, float]] = deque(maxlen=_SAMPLES)
+        # One row per exchange, found by its number: ranks may have read different numbers of results when they agree.
+        self._exchanges = np.full((3, _SAMPLES), np.inf)  # number; bytes and collective; seconds
+        self._exchanges[:2] = -1.0
+        self._num_exchanges = 0
+
+    def record_window(
+        self, kind: Hashable, arrivals: Sequence[float] | np.ndarray, selections: Iterable[SelectionTime] = ()
+    ) -> None:
+        """Adds the gradients' arrival times in one window, at best with the selections that delayed them.
+
+        Args:
+            kind: Names windows that have the same fresh tensors, such as the set of their places.
+            arrivals: Seconds at which each gradient arrived, counted from any origin; NaN if it did not [L].
+            selections: Selections of the window; the time of each is taken off the arrivals behind it, so that the
+                profile does not depend on the plan it was measured with.
+
+        Raises:
+            ValueError: If the number of arrivals is not L.
+        """
+        times = np.array(arrivals, dtype=np.float64)
+        if times.shape != (self.num_tensors,):
+            raise ValueError(f"expected one arrival time for each of {self.num_tensors} tensors, got {times.shape}")
+        for selection in selections:
+            if _measured(selection.seconds):
+                times[selection.stop :] -= selection.seconds
+            self._add(self._selections, selection.elements, selection.seconds)
+        if not np.isnan(times).all():  # such a window still counts: other ranks may have seen gradients in it
+            times -= np.nanmin(times)
+        self._arrivals.setdefault(kind, deque(maxlen=self._history)).append(times)
+        self._arrivals.move_to_end(kind)
+        self._windows[kind] = self._windows.get(kind, 0) + 1
+        if len(self._arrivals) > self._max_kinds:
+            dropped, _ = self._arrivals.popitem(last=False)
+            del self._windows[dropped]
+
+    def record_exchange(self, collective: CollectiveName, nbytes: int, seconds: float) -> None:
+        """Adds one exchange. All ranks record the same exchanges in the same order, at their own pace.
+
+        Args:
+            collective: What carried the buffer.
+            nbytes: One rank's message (all-gather) or the buffer (all-reduce), bytes.
+            seconds: Time on the link (see :func:`service_seconds`); NaN where this rank has no measurement.
+        """
+        row = self._num_exchanges % _SAMPLES
+        code = 2 * nbytes + (collective == "allreduce")
+        self._exchanges[:, row] = (self._num_exchanges, code, seconds if _measured(seconds) else np.inf)
+        self._num_exchanges += 1
+
+    def record_decode(self, nbytes: int, seconds: float) -> None:
+        """Adds the decoding of one sparse exchange, by the bytes of one rank's message."""
+        self._add(self._decodes, nbytes, seconds)
+
+    @staticmethod
+    def _add(samples: deque[tuple[float, float]], size: int, seconds: float) -> None:
+        if _measured(seconds):
+            samples.append((float(size), seconds))
+
+    def windows(self, kind: Hashable) -> int:
+        """Windows of this kind recorded."""
+        return self._windows.get(kind, 0)
+
+    def most_frequent(self) -> Hashable:
+        """The kind of window seen most often, the first one among equals; ``None`` before the first window."""
+        return max(self._windows, key=self._windows.__getitem__, default=None)
+
+    def to_vector(self, kind: Hashable) -> np.ndarray:
+        """What this rank knows, laid out so that the minimum over ranks, number by number, is the agreement.
+
+        Numbers of which the largest counts are negated; what was not measured is infinite.
+
+        Returns:
+            float64, of a length that depends on the number of tensors only.
+        """
+        history = self._arrivals.get(kind)
+        arrivals = np.full(self.num_tensors, -np.inf)
+        if history:
+            table = np.stack(history)
+            measured = ~np.isnan(table).all(axis=0)
+            arrivals[measured] = np.nanmedian(table[:, measured], axis=0)
+        local = np.full(4, -np.inf)
+        for place, samples, shape in ((0, self._selections, _SELECT_SHAPE), (2, self._decodes, _DECODE_SHAPE)):
+            line = fit_or_scale(samples, shape)
+            if line is not None:
+                local[place : place + 2] = line.fixed, line.per_byte
+        number, code, seconds = self._exchanges
+        return np.concatenate([-arrivals, -local, number, -number, code, -code, seconds])
+
+
+@dataclass(frozen=True)
+class AgreedProfile:
+    """What all ranks together measured; the same on all ranks, bit for bit.
+
+    Args:
+        arrivals: Seconds from the first gradient to each, selection not counted; -inf where it never came [L].
+        select: Selection by elements.
+        decode: Decoding of a sparse exchange by the bytes of one rank's message.
+        allgather: Sparse exchange by the bytes of one rank's message.
+        allreduce: Dense exchange by the bytes of the buffer.
+    """
+
+    arrivals: tuple[float, ...]
+    select: LinearCost
+    decode: LinearCost
+    allgather: LinearCost
+    allreduce: LinearCost
+
+    @classmethod
+    def from_minimum(cls, vector: np.ndarray, num_tensors: int, prior: Mapping[str, LinearCost]) -> AgreedProfile:
+        """Reads the minimum over ranks of :meth:`ProfileRecorder.to_vector`.
+
+        Args:
+            vector: The minimum, float64.
+            num_tensors: Tensors in the ready order (L).
+            prior: Costs of ``"allgather"`` and ``"allreduce"`` where the measurements do not tell fixed cost from
+                cost per byte, or do not contain the collective at all.
+
+        Raises:
+            ValueError: If no rank has recorded a window of the kind.
+        """
+        arrivals, local, rows = np.split(vector, [num_tensors, num_tensors + 4])
+        if not np.isfinite(arrivals).any():
+            raise ValueError("no rank has recorded a window of this kind: record some before they are agreed")
+        select_fixed, select_slope, decode_fixed, decode_slope = np.where(np.isfinite(local), -local, 0.0).tolist()
+        allgather, allreduce = fit_exchanges(_agreed_samples(rows.reshape(5, _SAMPLES)), prior)
+        return cls(
+            tuple((-arrivals).tolist()),
+            LinearCost(select_fixed, select_slope),
+            LinearCost(decode_fixed, decode_slope),
+            allgather,
+            allreduce,
+        )
+
+    def to_vector(self) -> np.ndarray:
+        """All numbers, float64 [L + 8]."""
+        lines = (self.select, self.decode, self.allgather, self.allreduce)
+        return np.array([*self.arrivals, *(number for line in lines for number in (line.fixed, line.per_byte))])
+
+    @classmethod
+    def from_vector(cls, vector: np.ndarray) -> AgreedProfile:
+        """Reads what :meth:`to_vector` returned."""
+        *arrivals, sf, sb, df, db, gf, gb, rf, rb = vector.tolist()
+        return cls(tuple(arrivals), LinearCost(sf, sb), LinearCost(df, db), LinearCost(gf, gb), LinearCost(rf, rb))
+
+    def group_costs(
+        self,
+        numels: Sequence[int],
+        sparse_bytes: Sequence[float],
+        dense_bytes: Sequence[float],
+        world_size: int,
+        *,
+        dense_allowed: bool = True,
+        sparse_allowed: bool = True,
+    ) -> GroupCosts:
+        """The costs that planners take, for tensors in ready order.
+
+        Selection by elements delays the gradients behind it. What it costs per buffer is charged to the exchange, as
+        is decoding. A tensor that never came holds nobody up.
+
+        Args:
+            numels: Elements of each tensor [L].
+            sparse_bytes: Bytes that each tensor adds to a sparse message [L].
+            dense_bytes: Bytes that each tensor adds to a dense all-reduce [L].
+            world_size: Workers.
+            dense_allowed, sparse_allowed: The collectives that a buffer may take.
+
+        Raises:
+            ValueError: If the number of tensors is not that of the profile.
+        """
+        if len(numels) != len(self.arrivals):
+            raise ValueError(f"the profile is of {len(self.arrivals)} tensors, got the sizes of {len(numels)}")
+        ready = np.maximum.accumulate(np.maximum(self.arrivals, 0.0))
+        if sparse_allowed:
+            ready = ready + self.select.per_byte * np.cumsum(numels, dtype=np.float64)
+        sparse_fixed = self.allgather.fixed + self.decode.fixed + self.select.fixed
+        return GroupCosts(
+            numels=tuple(numels),
+            ready=tuple(ready.tolist()),
+            sparse_bytes=tuple(sparse_bytes),
+            dense_bytes=tuple(dense_bytes),
+            world_size=world_size,
+            sparse=(sparse_fixed, self.allgather.per_byte + self.decode.per_byte),
+            dense=(self.allreduce.fixed, self.allreduce.per_byte),
+            dense_allowed=dense_allowed,
+            sparse_allowed=sparse_allowed,
+        )
+
+
+def agree(
+    recorder: ProfileRecorder,
+    transport: Transport,
+    kind: Hashable,
+    prior: Mapping[str, LinearCost],
+    device: torch.device | str = "cpu",
+) -> AgreedProfile:
+    """Agrees on the profile of one kind of window. Collective; blocks; call it between windows.
+
+    Args:
+        recorder: This rank's statistics.
+        transport: Communicator on which no other rank is doing anything else.
+        kind: The same on all ranks.
+        prior: The same on all ranks, such as the result of a calibration.
+        device: Where the transport wants its tensors.
+
+    Raises:
+        ValueError: On all ranks, if none has recorded a window of this kind.
+    """
+    minimum = torch.from_numpy(recorder.to_vector(kind)).to(device)
+    transport.all_reduce(minimum, "min").wait()
+    profile = AgreedProfile.from_minimum(minimum.cpu().numpy(), recorder.num_tensors, prior)
+    # The fits are floating-point sums, whose last bit may depend on a host's processor: rank 0's are used.
+    result = torch.from_numpy(profile.to_vector()).to(device)
+    transport.broadcast(result, 0).wait()
+    return AgreedProfile.from_vector(result.cpu().numpy())
+
+
+def service_seconds(launched: Sequence[float], finished: Sequence[float]) -> list[float]:
+    """Time that each exchange had the link, from when it was launched or the one before it ended.
+
+    Args:
+        launched: Launch times in launch order, seconds on one clock.
+        finished: End times of the same exchanges; NaN where unknown.
+    """
+    seconds, free = [], -math.inf
+    for begin, end in zip(launched, finished, strict=True):
+        seconds.append(end - max(begin, free))
+        free = max(free, end)
+    return seconds
+
+
+def modelled_costs(
+    numels: Sequence[int],
+    sparse_bytes: Sequence[float],
+    dense_bytes: Sequence[float],
+    world_size: int,
+    *,
+    link: Link = LINKS["25gbit"],
+    seconds_per_element: float = 3e-10,
+    dense_allowed: bool = True,
+    sparse_allowed: bool = True,
+) -> GroupCosts:
+    """Costs without a single measurement: for ``Trainer(deterministic=True)``, and before anything was measured.
+
+    Args:
+        numels: Elements of each tensor in ready order [L].
+        sparse_bytes: Bytes that each tensor adds to a sparse message [L].
+        dense_bytes: Bytes that each tensor adds to a dense all-reduce [L].
+        world_size: Workers.
+        link: The network.
+        seconds_per_element: Backward and selection of one element; the default is that of BERT-large on a V100.
+        dense_allowed, sparse_allowed: The collectives that a buffer may take.
+    """
+    none = LinearCost(0.0, 0.0)
+    profile = AgreedProfile(
+        arrivals=tuple((seconds_per_element * np.cumsum(numels, dtype=np.float64)).tolist()),
+        select=none,
+        decode=none,
+        allgather=link.allgather(world_size, "doubling"),
+        allreduce=link.allreduce(world_size, "tree"),
+    )
+    return profile.group_costs(
+        numels, sparse_bytes, dense_bytes, world_size, dense_allowed=dense_allowed, sparse_allowed=sparse_allowed
+    )
+
+
+def _measured(seconds: float) -> bool:
+    return math.isfinite(seconds) and seconds >= 0
+
+
+def _agreed_samples(rows: np.ndarray) -> dict[CollectiveName, list[tuple[float, float]]]:
+    """``(bytes, seconds)`` of each collective, from the minimum over ranks of the rows of exchanges [5, samples]."""
+    number, minus_number, code, minus_code, seconds = rows
+    # A row counts where every rank had the same exchange in it, and at least one had measured it.
+    valid = (number == -minus_number) & (code == -minus_code) & (code >= 0) & np.isfinite(seconds)
+    samples: dict[CollectiveName, list[tuple[float, float]]] = {"allgather": [], "allreduce": []}
+    for entry, duration in zip(code[valid].tolist(), seconds[valid].tolist(), strict=True):
+        samples["allreduce" if entry % 2 else "allgather"].append((entry // 2, duration))
+    return samples

@@ -1,0 +1,82 @@
+"""How many elements each tensor of a group may send, and at which scope they are chosen. Pure functions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from lightning_safusion.fusion.layout import Layout
+from lightning_safusion.sparsify.base import Segments, Sparsifier, element_quota
+
+Scope = Literal["tensor", "group"]
+QuotaRule = Literal["proportional", "pooled"]
+
+# A tensor's guaranteed share under pooled quotas: a quarter of its proportional quota, the rest is for the span's
+# largest.
+_POOLED_FLOOR = 0.25
+
+
+@dataclass(frozen=True, eq=False)
+class TensorQuotas:
+    """Room of every tensor of a layout at one density.
+
+    Args:
+        density: The density these hold for.
+        counts: int64 [L], elements that the tensor may send; all of them where it travels dense.
+        dense: bool [L], travels whole.
+    """
+
+    density: float
+    counts: np.ndarray
+    dense: np.ndarray
+
+
+def tensor_quotas(layout: Layout, sparsifier: Sparsifier, density: float) -> TensorQuotas:
+    """Quotas of all tensors: those that may send everything anyway travel dense, without indices."""
+    sizes = np.diff(layout.edges)
+    counts = [
+        spec.numel if spec.dense or density >= 1 else min(spec.numel, sparsifier.quota(spec.numel, spec.shape, density))
+        for spec in layout.specs
+    ]
+    quotas = np.array(counts, np.int64)
+    return TensorQuotas(density, quotas, quotas >= sizes)
+
+
+def group_segments(
+    layout: Layout, quotas: TensorQuotas, start: int, stop: int, scope: Scope, rule: QuotaRule
+) -> Segments | None:
+    """Segments of the group at places ``[start, stop)``; None if every tensor of it travels dense.
+
+    ``scope="tensor"`` is sparsification ahead of fusion (one segment and one quota per tensor), ``scope="group"``
+    behind it
+    (one per run of neighbouring sparse tensors, the whole group if none of it is dense).
+    """
+    edges = layout.edges[start : stop + 1] - layout.edges[start]
+    dense = quotas.dense[start:stop]
+    if dense.all():
+        return None
+    specs = layout.specs[start:stop]
+    if scope == "group":
+        return _fused_segments(layout, quotas, start, edges, dense)
+    counts = np.where(dense, 0, quotas.counts[start:stop])
+    pool = 0
+    if rule == "pooled":
+        floors = np.where(counts > 0, np.maximum(1, (counts * _POOLED_FLOOR).astype(np.int64)), 0)
+        pool = int(counts.sum() - floors.sum())
+        counts = floors
+    return Segments(edges, counts, tuple(s.index for s in specs), tuple(s.shape for s in specs), pool)
+
+
+def _fused_segments(layout: Layout, quotas: TensorQuotas, start: int, edges: np.ndarray, dense: np.ndarray) -> Segments:
+    """One segment per run of equal lane, quota 0 for the dense ones."""
+    first = np.concatenate([[True], dense[1:] != dense[:-1]])
+    begins = np.flatnonzero(first)
+    cuts = np.concatenate([edges[begins], edges[-1:]])
+    sizes = np.diff(cuts)
+    counts = np.array(
+        [0 if dense[b] else element_quota(int(n), quotas.density) for b, n in zip(begins, sizes, strict=True)], np.int64
+    )
+    keys = tuple(("group", layout.specs[start + b].index, int(n)) for b, n in zip(begins, sizes, strict=True))
+    return Segments(cuts, counts, keys, tuple((int(n),) for n in sizes))

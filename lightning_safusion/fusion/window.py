@@ -1,0 +1,96 @@
+"""One backward window: the gradients of one synchronised backward pass, from the first to the last."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import numpy as np
+from torch import Tensor
+
+from lightning_safusion.fusion.generator import FusionBuffer
+from lightning_safusion.fusion.plan import Group
+
+
+@dataclass(eq=False)
+class BufferTimes:
+    """When things happened to one buffer, ``perf_counter`` seconds.
+
+    Args:
+        closed: Its last gradient had arrived; selection begins.
+        launched: Its collective was started.
+        finished: The collective ended (as the backend says; on NCCL, when it was enqueued); 0 while unknown.
+        waited: Seconds that the autograd thread was blocked waiting for it.
+        decoded: Seconds of decoding and delivering.
+    """
+
+    closed: float
+    launched: float = 0.0
+    finished: float = 0.0
+    waited: float = 0.0
+    decoded: float = 0.0
+
+    def finish(self, now: float) -> None:
+        """Notes the end of the collective (callback of the transport, any thread)."""
+        self.finished = now
+
+
+@dataclass(eq=False)
+class Window:
+    """Gradients submitted so far and buffers under way.
+
+    Args:
+        length: Tensors of the layout (L).
+        groups: Groups of the plan; empty while the order is not known.
+        step: Number of the window.
+        density: Density in force.
+    """
+
+    length: int
+    groups: Sequence[Group]
+    step: int
+    density: float
+    grads: list[Tensor | None] = field(init=False)
+    fresh: np.ndarray = field(init=False)
+    raw: np.ndarray = field(init=False)
+    arrived: np.ndarray = field(init=False)
+    order: list[int] = field(default_factory=list)
+    inflight: list[tuple[FusionBuffer, BufferTimes]] = field(default_factory=list)
+    launched: int = 0  # places below this one have left
+    next_group: int = 0
+    in_order: bool = True
+    closed: bool = False
+    error: Exception | None = None
+
+    def __post_init__(self) -> None:
+        self.grads = [None] * self.length
+        self.fresh = np.zeros(self.length, bool)
+        self.raw = np.zeros(self.length, bool)
+        self.arrived = np.zeros(self.length)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every tensor has been submitted."""
+        return len(self.order) == self.length
+
+    def submit(self, place: int, grad: Tensor, fresh: bool, raw: bool) -> Group | None:
+        """Takes one gradient; returns the planned group that it completes, if any."""
+        self.in_order = self.in_order and place == len(self.order)
+        self.order.append(place)
+        self.grads[place] = grad
+        self.fresh[place] = fresh
+        self.raw[place] = raw
+        self.arrived[place] = perf_counter()
+        if not self.in_order or self.next_group == len(self.groups):
+            return None
+        group = self.groups[self.next_group]
+        if group.stop != place + 1:
+            return None
+        self.next_group += 1
+        return group
+
+    def grads_of(self, group: Group) -> list[Tensor]:
+        """Gradients of a group whose tensors have all arrived."""
+        grads = self.grads[group.start : group.stop]
+        return [grad for grad in grads if grad is not None]

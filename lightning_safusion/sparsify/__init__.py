@@ -1,0 +1,61 @@
+"""What of each gradient is sent: sparsifiers, error-feedback memories and density schedules."""
+
+from lightning_safusion.sparsify.adtopk import ADTopk
+from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier, element_quota, span_segments
+from lightning_safusion.sparsify.dgc import DGC
+from lightning_safusion.sparsify.gaussiank import GaussianK
+from lightning_safusion.sparsify.identity import NoCompression
+from lightning_safusion.sparsify.memory import DGCMemory, Memory, NoMemory, ResidualMemory, resolve_memory
+from lightning_safusion.sparsify.oktopk import OkTopk
+from lightning_safusion.sparsify.randomk import RandomK
+from lightning_safusion.sparsify.redsync import RedSync
+from lightning_safusion.sparsify.registry import available_sparsifiers, resolve_sparsifier
+from lightning_safusion.sparsify.schedule import (
+    ConstantDensity,
+    DenseStart,
+    DensitySchedule,
+    DGCWarmup,
+    ExponentialRamp,
+    LinearRamp,
+    resolve_density,
+)
+from lightning_safusion.sparsify.select import SegmentedView, ThresholdSparsifier, pooled, segmented_view
+from lightning_safusion.sparsify.sidco import SIDCo
+from lightning_safusion.sparsify.threshold import Threshold
+from lightning_safusion.sparsify.topk import TopK
+
+__all__ = [
+    "DGC",
+    "ADTopk",
+    "ConstantDensity",
+    "DGCMemory",
+    "DGCWarmup",
+    "DenseStart",
+    "DensitySchedule",
+    "ExponentialRamp",
+    "GaussianK",
+    "LinearRamp",
+    "Memory",
+    "NoCompression",
+    "NoMemory",
+    "OkTopk",
+    "RandomK",
+    "RedSync",
+    "ResidualMemory",
+    "SIDCo",
+    "SegmentedView",
+    "Segments",
+    "Selection",
+    "Sparsifier",
+    "Threshold",
+    "ThresholdSparsifier",
+    "TopK",
+    "available_sparsifiers",
+    "element_quota",
+    "pooled",
+    "resolve_density",
+    "resolve_memory",
+    "resolve_sparsifier",
+    "segmented_view",
+    "span_segments",
+]

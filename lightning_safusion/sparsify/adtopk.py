@@ -1,0 +1,108 @@
+"""ADTopk: exact Top-k in every row of a gradient matrix ("All-Dimension Top-k", Ming et al., HPDC 2024)."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier, element_quota
+from lightning_safusion.sparsify.select import pooled, segmented_view
+
+Rule = Literal["dim1", "dim0", "longer", "rows"]
+
+
+class ADTopk(Sparsifier):
+    """The largest elements of every row, so that each output (or input) channel is updated in every step.
+
+    A row of ``C`` elements sends ``max(1, floor(C * density))``. Below a density of ``1 / C`` the one element per row
+    exceeds the requested density: the first convolution of a ResNet has rows of 3 under ``"dim1"`` and sends a third.
+
+    The quota of a segment is shared out evenly over its rows; a remainder (a quota that was made for something else,
+    such as a merged buffer) goes to the rows whose next element is largest. Tensors with fewer than two dimensions,
+    and segments that are not one tensor, are a single row.
+
+    Args:
+        rule: What a row is. ``"dim1"`` runs along the second dimension (the input channels of a layer; the published
+            rule), ``"dim0"`` along the first, ``"longer"`` along the longer of these two, ``"rows"`` over everything
+            but the first dimension.
+        interleave: Every second step selects by plain Top-k over the whole segment instead, at the same quota.
+    """
+
+    name: ClassVar[str] = "adtopk"
+    estimates: ClassVar[bool] = False
+
+    def __init__(self, rule: Rule = "dim1", interleave: bool = False) -> None:
+        if rule not in ("dim1", "dim0", "longer", "rows"):
+            raise ValueError(f'rule must be "dim1", "dim0", "longer" or "rows", got {rule!r}')
+        self.rule = rule
+        self.interleave = interleave
+
+    def quota(self, numel: int, shape: tuple[int, ...], density: float) -> int:
+        """Rows times elements per row."""
+        if numel == 0:
+            return 0
+        matrix, axis = self._matrix(shape)
+        return numel // matrix[axis] * element_quota(matrix[axis], density)
+
+    def select(self, x: Tensor, segments: Segments, step: int) -> Selection:
+        """Selects exactly the quota of every segment."""
+        if segments.pool:
+            return pooled(x, segments, self._top_rows)
+        if self.interleave and step % 2 == 1:
+            return segmented_view(x, segments).top()
+        return self._top_rows(x, segments)
+
+    def _top_rows(self, x: Tensor, segments: Segments) -> Selection:
+        magnitude = torch.nan_to_num(x.abs(), nan=math.inf, posinf=math.inf)  # NaN counts as largest
+        keep = torch.zeros(x.shape, dtype=torch.bool, device=x.device)
+        starts, sizes, quotas = segments.edges[:-1].tolist(), segments.sizes.tolist(), segments.quotas.tolist()
+        for start, size, quota, shape in zip(starts, sizes, quotas, segments.shapes, strict=True):
+            if quota:
+                matrix, axis = self._matrix(shape if math.prod(shape) == size else (size,))
+                moved = magnitude[start : start + size].view(matrix).movedim(axis, -1)
+                chosen = top_per_row(moved.reshape(-1, matrix[axis]), quota)
+                keep[start : start + size].view(matrix).movedim(axis, -1).copy_(chosen.view(moved.shape))
+        indices = _positions(keep, segments.capacity)
+        return Selection(indices, x[indices], segments.capacity)
+
+    def _matrix(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+        """The shape under which a tensor is cut into rows, and the axis along which a row runs."""
+        if len(shape) < 2:
+            return (1, math.prod(shape)), 1
+        if self.rule == "rows":
+            return (shape[0], math.prod(shape[1:])), 1
+        along_first = self.rule == "dim0" or (self.rule == "longer" and shape[0] > shape[1])
+        return shape, 0 if along_first else 1
+
+
+def top_per_row(rows: Tensor, quota: int) -> Tensor:
+    """Marks exactly ``quota`` elements, shared out evenly over the rows; on ties the lowest column, the lowest row.
+
+    Args:
+        rows: float32 [R, C], not negative and without NaN.
+        quota: At most ``R * C``.
+
+    Returns:
+        bool [R, C].
+    """
+    each, rest = divmod(quota, rows.shape[0])
+    top = torch.topk(rows, each + (rest > 0), dim=1).values
+    ranks = torch.full((rows.shape[0], 1), each, device=rows.device)
+    if rest:
+        favoured = torch.sort(top[:, -1], descending=True, stable=True).indices[:rest]
+        ranks.index_fill_(0, favoured, each + 1)
+    last = top.gather(1, (ranks - 1).clamp(min=0))
+    above, ties = rows > last, rows == last
+    room = ranks - above.sum(1, keepdim=True)
+    return above | (ties & (ties.cumsum(1, dtype=torch.int32) <= room))
+
+
+def _positions(keep: Tensor, count: int) -> Tensor:
+    """int64 [count], where ``keep`` is true, ascending."""
+    if keep.device.type == "cpu":
+        return keep.nonzero().squeeze(1)
+    # The host knows the count, so it need not wait for it as nonzero() does.
+    return torch.searchsorted(keep.cumsum(0), torch.arange(1, count + 1, device=keep.device))

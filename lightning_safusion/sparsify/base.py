@@ -1,0 +1,142 @@
+"""The contract of a sparsifier: which elements of a span of gradients are sent.
+
+A *span* is a contiguous piece of the flat gradient space. *Segments* cut it: one segment per tensor is
+sparsification ahead of fusion, one segment over several tensors is sparsification behind it. Selection never knows
+which of the two it serves.
+
+Shape suffixes used in this package: N elements of a span, M segments, K kept elements.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def element_quota(numel: int, density: float) -> int:
+    """Number of elements that a tensor of ``numel`` elements may send at ``density``.
+
+    ``min(numel, max(1, floor(density * numel + 1e-6)))``: at least one element of every non-empty tensor, and no
+    element lost to the float product (``int(100 * 0.29)`` is 28).
+
+    Args:
+        numel: Elements of the tensor, 0 or more.
+        density: Share of the elements to send, in (0, 1].
+    """
+    return min(numel, max(1, math.floor(density * numel + 1e-6)))
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """How a span is cut for selection, and how many elements each piece may send.
+
+    Args:
+        edges: int64 [M + 1], rising from 0 to N. Segment ``s`` is ``[edges[s], edges[s + 1])``.
+        quotas: int64 [M]. Room for each segment; 0 leaves a segment out (it travels dense, or has nothing new).
+        keys: One hashable per segment, the same on all ranks: names the segment in random generators and in
+            per-segment state. For a tensor it is its registration index.
+        shapes: One logical shape per segment (row-wise sparsifiers need it).
+        pool: Room for further elements, the largest of the span whatever their segment (pooled quotas).
+    """
+
+    edges: np.ndarray
+    quotas: np.ndarray
+    keys: tuple[Hashable, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    pool: int = 0
+    cache: dict[Any, Any] = field(default_factory=dict, repr=False)  # per-segmentation constants of a sparsifier
+
+    @property
+    def numel(self) -> int:
+        """Elements of the span (N)."""
+        return int(self.edges[-1])
+
+    @cached_property
+    def sizes(self) -> np.ndarray:
+        """int64 [M], elements of each segment."""
+        return np.diff(self.edges)
+
+    @cached_property
+    def capacity(self) -> int:
+        """Most elements that a selection over these segments may hold."""
+        return int(self.quotas.sum()) + self.pool
+
+    def __len__(self) -> int:
+        return len(self.quotas)
+
+    def skipping(self, skip: np.ndarray) -> Segments:
+        """The same cut with the segments where ``skip`` (bool [M]) is true left out of the selection."""
+        return replace(self, quotas=np.where(skip, 0, self.quotas), cache={})
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Elements chosen from a span.
+
+    The first ``count`` entries are valid, with unique ascending indices; the rest (fixed capacity on an accelerator,
+    where the count is not known to the host) is padding: value 0 and an index inside the span.
+
+    Args:
+        indices: int64 [L], positions in the span; L is at most the capacity of the segments.
+        values: float32 [L], signed values at these positions.
+        count: Number of valid entries: an ``int``, or an int64 tensor of one element on an accelerator.
+    """
+
+    indices: Tensor
+    values: Tensor
+    count: int | Tensor
+
+
+class Sparsifier(ABC):
+    """Chooses the elements of each segment that are sent. Subclass it to add a compressor of your own.
+
+    A sparsifier may keep state per segment (thresholds, stage counts), keyed by ``segments.keys``. It must be a pure
+    function of its input, its state and ``step``: it draws no global random number.
+    """
+
+    name: ClassVar[str]
+    #: Every rank selects the same positions in the same step, so that values alone would do (Random-k).
+    shares_indices: ClassVar[bool] = False
+    #: May select fewer elements than the quota (an estimator); False means exactly the quota, always.
+    estimates: ClassVar[bool] = True
+
+    @abstractmethod
+    def select(self, x: Tensor, segments: Segments, step: int) -> Selection:
+        """Selects from every segment at most its quota, and at least one element where the quota is positive.
+
+        Args:
+            x: float32 [N], contiguous. Not changed. Finite in training; with NaN or Inf it must still return a valid
+                selection.
+            segments: The cut of ``x`` and the quotas.
+            step: Number of the optimizer step, the same on all ranks.
+        """
+
+    def quota(self, numel: int, shape: tuple[int, ...], density: float) -> int:
+        """Room that a tensor needs at ``density`` (elements). Row-wise sparsifiers override it."""
+        return element_quota(numel, density)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State that makes a resumed run select as the interrupted one would have; plain values and tensors."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what :meth:`state_dict` returned."""
+
+
+def span_segments(numel: int, quota: int, key: Hashable = 0) -> Segments:
+    """One segment over a whole span: selection behind fusion, and the simplest thing to test with."""
+    return Segments(np.array([0, numel], np.int64), np.array([quota], np.int64), (key,), ((numel,),))
+
+
+def as_selection(indices: np.ndarray, x: Tensor) -> Selection:
+    """Builds a selection on the CPU from ascending positions."""
+    index = torch.from_numpy(np.ascontiguousarray(indices, dtype=np.int64))
+    return Selection(index, x[index], len(indices))

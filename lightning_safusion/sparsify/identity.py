@@ -1,0 +1,35 @@
+"""No compression: every element is sent."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier
+from lightning_safusion.sparsify.select import empty_selection, pooled, segmented_view
+
+
+class NoCompression(Sparsifier):
+    """Sends everything; the room of a tensor is its size, whatever the density."""
+
+    name: ClassVar[str] = "none"
+    shares_indices: ClassVar[bool] = True
+    estimates: ClassVar[bool] = False
+
+    def quota(self, numel: int, shape: tuple[int, ...], density: float) -> int:
+        return numel
+
+    def select(self, x: Tensor, segments: Segments, step: int) -> Selection:
+        """Selects every element; a quota below the size of its segment is filled with the largest ones."""
+        if segments.pool:
+            return pooled(x, segments, lambda span, whole: self.select(span, whole, step))
+        if segments.capacity == 0 or segments.numel == 0:
+            return empty_selection(x.device)
+        if not (segments.quotas == segments.sizes).all():
+            return segmented_view(x, segments).top()
+        key = ("all indices", x.device)
+        if key not in segments.cache:
+            segments.cache[key] = torch.arange(segments.numel, device=x.device)
+        return Selection(segments.cache[key], x.clone(), segments.numel)

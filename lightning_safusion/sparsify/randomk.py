@@ -1,0 +1,110 @@
+"""Random-k (Stich et al. 2018; Konecny & Richtarik 2018): positions drawn alike on all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable
+from typing import ClassVar
+
+import numpy as np
+from torch import Tensor
+
+from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier, as_selection
+from lightning_safusion.sparsify.select import empty_selection
+from lightning_safusion.sparsify.view import device_constant
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # increment of SplitMix64 (Steele, Lea & Flood 2014): 2^64 / golden ratio
+
+
+class RandomK(Sparsifier):
+    """Sends ``quota`` elements of every segment at random positions, each element with probability ``quota / size``.
+
+    A segment is laid out on a circle, turned by a random offset and cut into ``quota`` cells; one element is drawn from
+    each. That costs O(quota), never draws an element twice, and because the offset is common to the cells, every
+    element has the same probability although the cells differ in size by one. The numbers come from a counter-based
+    generator (SplitMix64) keyed by seed, step and segment: all ranks draw the same, a resumed run draws the same again,
+    and no generator of the process is touched.
+
+    The values are not scaled by ``size / quota``: with error feedback the selection has to be a contraction.
+
+    Args:
+        seed: Any integer, the same on all ranks.
+    """
+
+    name: ClassVar[str] = "randomk"
+    shares_indices: ClassVar[bool] = True
+    estimates: ClassVar[bool] = False
+
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
+
+    def select(self, x: Tensor, segments: Segments, step: int) -> Selection:
+        """Selects exactly the quota of every segment.
+
+        There is no order of size for a pool to follow: it is dealt out to the segments in proportion to their room.
+        """
+        starts, sizes, quotas, hashes = _active(segments)
+        if not len(quotas):
+            return empty_selection(x.device)
+        streams = _mix(hashes ^ _key_hash((self.seed, step)))
+        indices = np.sort(_draw(starts, sizes, quotas, streams))
+        if x.device.type == "cpu":
+            return as_selection(indices, x)
+        positions = device_constant(indices, x.device)
+        return Selection(positions, x[positions], len(indices))
+
+
+def _active(segments: Segments) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Starts, sizes, quotas (int64) and key hashes (uint64) of the segments that send something."""
+    if "random cells" not in segments.cache:
+        active = (segments.quotas > 0) & (segments.sizes > 0)
+        sizes = segments.sizes[active]
+        quotas = _deal(np.minimum(segments.quotas[active], sizes), sizes, segments.pool)
+        hashes = np.array([_key_hash(key) for key, on in zip(segments.keys, active, strict=True) if on], np.uint64)
+        segments.cache["random cells"] = (segments.edges[:-1][active], sizes, quotas, hashes)
+    result: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] = segments.cache["random cells"]
+    return result
+
+
+def _deal(quotas: np.ndarray, sizes: np.ndarray, pool: int) -> np.ndarray:
+    """Adds ``pool`` places to the quotas in proportion to the room that is left (at most all of it)."""
+    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes - quotas)])
+    room = int(ends[-1])
+    if pool == 0 or room == 0:
+        return quotas
+    # Differences of rounded running shares: they add up to the pool, and none exceeds its room.
+    shares: np.ndarray = np.diff(np.array([int(end) * min(pool, room) // room for end in ends], np.int64))
+    return quotas + shares
+
+
+def _draw(starts: np.ndarray, sizes: np.ndarray, quotas: np.ndarray, streams: np.ndarray) -> np.ndarray:
+    """One position from every cell of every segment, unordered."""
+    last = np.cumsum(quotas)
+    cell = np.arange(last[-1]) - np.repeat(last - quotas, quotas)
+    size, quota, stream = np.repeat(sizes, quotas), np.repeat(quotas, quotas), np.repeat(streams, quotas)
+    low, high = cell * size // quota, (cell + 1) * size // quota
+    inside = low + _below(stream, cell + 1, high - low)
+    turned = inside + np.repeat(_below(streams, np.zeros_like(quotas), sizes), quotas)
+    return np.repeat(starts, quotas) + np.where(turned >= size, turned - size, turned)
+
+
+def _below(streams: np.ndarray, counters: np.ndarray, limits: np.ndarray) -> np.ndarray:
+    """The ``counters``-th numbers of the streams, uniform in [0, limit), limits up to 2^31 (bias < 2^-33)."""
+    bits = _mix(streams + (counters.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+    limit = limits.astype(np.uint64)
+    # bits * limit / 2^64, the product taken in halves of 32 bits because it does not fit 64.
+    low = ((bits & np.uint64(0xFFFFFFFF)) * limit) >> np.uint64(32)
+    number: np.ndarray = (((bits >> np.uint64(32)) * limit + low) >> np.uint64(32)).astype(np.int64)
+    return number
+
+
+def _mix(bits: np.ndarray) -> np.ndarray:
+    """The output function of SplitMix64; arithmetic modulo 2^64."""
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))
+
+
+def _key_hash(key: Hashable) -> np.uint64:
+    # Python's own hash of a string differs from process to process.
+    return np.uint64(int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little"))

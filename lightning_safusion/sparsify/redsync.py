@@ -1,0 +1,79 @@
+"""RedSync: thresholds between mean and maximum (Fang et al., JPDC 2019, arXiv 1808.04357)."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_safusion.sparsify.select import SegmentedView, ThresholdSparsifier
+
+
+class RedSync(ThresholdSparsifier):
+    """Trims a segment to few candidates, then selects exactly among them.
+
+    Both methods end with at least a quota of candidates wherever the segment has that many non-zero elements, so the
+    exact cut returns Top-k; they differ in how many candidates are left over for it.
+
+    ``"trim"`` lowers the threshold from the maximum towards the mean in equal steps until it lets a quota through
+    (trimmed top-k). ``"search"`` bisects between mean and maximum until between one and two quotas are found
+    (threshold binary search), but on a logarithmic scale: one outlier moves the maximum and with it every point of a
+    linear grid. A threshold below the mean is out of reach of both; a segment that needs one takes all its non-zeros
+    as candidates.
+
+    Args:
+        method: ``"search"`` or ``"trim"``.
+        tolerance: Where ``"search"`` gives up, as a share of the logarithmic distance from mean to maximum, in (0, 1).
+        trim_step: Step of ``"trim"`` as a share of the distance from mean to maximum, in (0, 1]; the paper's is 0.2.
+    """
+
+    name: ClassVar[str] = "redsync"
+
+    def __init__(
+        self, method: Literal["search", "trim"] = "search", tolerance: float = 1e-3, trim_step: float = 0.2
+    ) -> None:
+        if method not in ("search", "trim"):
+            raise ValueError(f'method must be "search" or "trim", got {method!r}')
+        if not 0 < tolerance < 1:
+            raise ValueError(f"tolerance must be between 0 and 1, got {tolerance}")
+        if not 0 < trim_step <= 1:
+            raise ValueError(f"trim_step must be in (0, 1], got {trim_step}")
+        self.method = method
+        self.tolerance = tolerance
+        self.trim_step = trim_step
+
+    def thresholds(self, view: SegmentedView, step: int) -> Tensor:
+        """Thresholds below the quota-th magnitude, float32 [M]; 0 where no threshold above the mean will do."""
+        mean, peak = view.abs_sums() / view.sizes, view.abs_max().double()
+        return self._search(view, mean, peak) if self.method == "search" else self._trim(view, mean, peak)
+
+    def _trim(self, view: SegmentedView, mean: Tensor, peak: Tensor) -> Tensor:
+        tau, enough = torch.zeros_like(mean), torch.zeros_like(mean, dtype=torch.bool)
+        steps = math.ceil(1 / self.trim_step - 1e-9)
+        for i in range(1, steps + 1):
+            trial = mean + max(0.0, 1 - i * self.trim_step) * (peak - mean)
+            reached = view.count_above(trial.float()) >= view.quotas
+            tau = torch.where(reached & ~enough, trial, tau)
+            enough |= reached
+            if view.x.device.type == "cpu" and enough.all():
+                break
+        return tau.float()
+
+    def _search(self, view: SegmentedView, mean: Tensor, peak: Tensor) -> Tensor:
+        reachable = view.count_above(mean.float()) >= view.quotas
+        tau = torch.where(reachable, mean, 0.0)  # always a threshold that lets a quota through, or 0
+        low, high = mean.log(), peak.log()
+        settled = ~reachable | (view.quotas == 0)
+        for _ in range(math.ceil(-math.log2(self.tolerance))):
+            if view.x.device.type == "cpu" and settled.all():
+                break
+            middle = 0.5 * (low + high)
+            trial = middle.exp()
+            found = view.count_above(trial.float())
+            enough = found >= view.quotas
+            tau = torch.where(enough & ~settled, trial, tau)
+            low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
+            settled |= enough & (found <= 2 * view.quotas)
+        return tau.float()

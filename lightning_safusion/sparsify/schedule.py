@@ -1,0 +1,151 @@
+"""Density schedules: which share of the gradient is sent at which point of the training."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+
+def check_density(density: float) -> float:
+    """Returns ``density`` if it is a share of elements that can be sent.
+
+    Raises:
+        TypeError: If it is not a number.
+        ValueError: If it is outside (0, 1].
+    """
+    if isinstance(density, bool) or not isinstance(density, (int, float)):
+        raise TypeError(f"density must be a number in (0, 1], got {density!r} of type {type(density).__name__}")
+    if not 0 < density <= 1:
+        raise ValueError(f"density must be in (0, 1], got {density}; 0.01 sends 1 % of the elements, 1 all of them")
+    return float(density)
+
+
+class DensitySchedule(ABC):
+    """Density as a function of the training's progress. Pure: the same arguments give the same density on all ranks."""
+
+    @abstractmethod
+    def __call__(self, step: int, epoch: int) -> float:
+        """Density of a step, in (0, 1].
+
+        Args:
+            step: Optimizer steps done so far.
+            epoch: Epochs done so far.
+        """
+
+
+class ConstantDensity(DensitySchedule):
+    """The same density in every step.
+
+    Args:
+        density: Share of the elements that is sent, in (0, 1].
+    """
+
+    def __init__(self, density: float) -> None:
+        self.density = check_density(density)
+
+    def __call__(self, step: int, epoch: int) -> float:
+        return self.density
+
+
+class DGCWarmup(DensitySchedule):
+    """Exponential warm-up by epochs (Lin et al., Deep Gradient Compression, ICLR 2018, section 3.3).
+
+    With the defaults the densities of the paper: 0.25, 0.0625, 0.015625, 0.00390625, then ``density``.
+
+    Args:
+        density: Density after the warm-up, in (0, 1]; no warm-up epoch is below it.
+        epochs: Length of the warm-up.
+        coefficient: Ratio of successive densities, in (0, 1]. ``None`` spreads the warm-up evenly,
+            ``density ** (1 / (epochs + 1))``, as the authors' code does.
+        values: Densities of the warm-up epochs, one by one, instead of ``epochs`` and ``coefficient``.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        density: float = 0.001,
+        epochs: int = 4,
+        coefficient: float | None = 0.25,
+        values: Sequence[float] | None = None,
+    ) -> None:
+        self.density = check_density(density)
+        if epochs < 0:
+            raise ValueError(f"epochs must not be negative, got {epochs}")
+        if coefficient is not None and not 0 < coefficient <= 1:
+            raise ValueError(f"coefficient must be in (0, 1], got {coefficient}")
+        if values is None:
+            ratio = density ** (1 / (epochs + 1)) if coefficient is None else coefficient
+            values = [max(ratio ** (epoch + 1), self.density) for epoch in range(epochs)]
+        self.values = tuple(check_density(value) for value in values)
+
+    def __call__(self, step: int, epoch: int) -> float:
+        return self.values[epoch] if epoch < len(self.values) else self.density
+
+
+class LinearRamp(DensitySchedule):
+    """From one density to another in equal differences.
+
+    Args:
+        start: Density of step 0, in (0, 1].
+        end: Density from step ``steps`` on, in (0, 1].
+        steps: Length of the ramp, at least 1.
+    """
+
+    def __init__(self, start: float, end: float, steps: int) -> None:
+        self.start, self.end, self.steps = check_density(start), check_density(end), _check_steps(steps)
+
+    def __call__(self, step: int, epoch: int) -> float:
+        done = min(step / self.steps, 1.0)
+        return self.start * (1 - done) + self.end * done
+
+
+class ExponentialRamp(DensitySchedule):
+    """From one density to another in equal ratios.
+
+    Args:
+        start: Density of step 0, in (0, 1].
+        end: Density from step ``steps`` on, in (0, 1].
+        steps: Length of the ramp, at least 1.
+    """
+
+    def __init__(self, start: float, end: float, steps: int) -> None:
+        self.start, self.end, self.steps = check_density(start), check_density(end), _check_steps(steps)
+
+    def __call__(self, step: int, epoch: int) -> float:
+        done = min(step / self.steps, 1.0)
+        # No power of start and end at the ends of the ramp, so that they come out exactly.
+        return self.end if done == 1 else min(self.start * (self.end / self.start) ** done, 1.0)
+
+
+class DenseStart(DensitySchedule):
+    """Sends everything in the first steps, then follows another schedule.
+
+    Args:
+        density: What follows: a density or a schedule (which counts from the very first step).
+        steps: Number of dense steps, at least 1.
+    """
+
+    def __init__(self, density: float | DensitySchedule, steps: int) -> None:
+        self.schedule = resolve_density(density)
+        self.steps = _check_steps(steps)
+
+    def __call__(self, step: int, epoch: int) -> float:
+        return 1.0 if step < self.steps else self.schedule(step, epoch)
+
+
+def resolve_density(density: float | DensitySchedule) -> DensitySchedule:
+    """Turns a density into a schedule; a schedule is returned as it is.
+
+    Raises:
+        TypeError: If ``density`` is neither.
+        ValueError: If it is outside (0, 1].
+    """
+    return density if isinstance(density, DensitySchedule) else ConstantDensity(density)
+
+
+def _check_steps(steps: int) -> int:
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}")
+    return steps

@@ -1,0 +1,27 @@
+"""Exact Top-k (Aji & Heafield 2017; Stich et al. 2018; Alistarh et al. 2018)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier
+from lightning_safusion.sparsify.select import empty_selection, pooled, segmented_view
+
+
+class TopK(Sparsifier):
+    """Sends the ``quota`` elements of the largest magnitude of every segment, the first ones among equals.
+
+    The selection error is bounded: ``||x - TopK(x)||^2 <= (1 - k/d) ||x||^2``.
+    """
+
+    name: ClassVar[str] = "topk"
+    estimates: ClassVar[bool] = False
+
+    def select(self, x: Tensor, segments: Segments, step: int) -> Selection:
+        if segments.pool:
+            return pooled(x, segments, lambda span, whole: self.select(span, whole, step))
+        if segments.capacity == 0 or segments.numel == 0:
+            return empty_selection(x.device)
+        return segmented_view(x, segments).top()

@@ -1,0 +1,138 @@
+"""Statistics of, and selections from, a span that is cut into segments: what every sparsifier is written with.
+
+A threshold policy only turns the statistics of a segment into a threshold. It sees tensors of one number per segment,
+on the device of the span, so that it is written once, for CPU and accelerators, and never waits for the device.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_safusion.sparsify.base import Segments, Selection
+
+#: The bits of a float32 without its sign. As integers they order magnitudes as the floats do, and NaN above infinity.
+MAGNITUDE_BITS = 0x7FFFFFFF
+
+
+def device_constant(array: np.ndarray, device: torch.device) -> Tensor:
+    """Copies a small host array to ``device`` without making the host wait."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+class SegmentedView(ABC):
+    """Reads a span segment by segment.
+
+    Every result of shape [M] is a tensor on the device of ``x``; its entries for segments with quota 0 or without
+    elements carry no meaning. Magnitudes are ordered by their bits, so NaN counts as larger than infinity and, at equal
+    magnitude, the element with the lowest index comes first: both backends select exactly the same elements.
+
+    Args:
+        x: float32 [N], contiguous. Not changed.
+        segments: The cut of ``x`` and the quotas.
+
+    Raises:
+        TypeError: If ``x`` is not a contiguous float32 vector.
+        ValueError: If the segments do not cover ``x``.
+    """
+
+    def __init__(self, x: Tensor, segments: Segments) -> None:
+        if x.dtype != torch.float32 or x.dim() != 1 or not x.is_contiguous():
+            raise TypeError(
+                f"selection reads a contiguous float32 vector, got {x.dtype} of shape {tuple(x.shape)} and strides"
+                f" {x.stride()}: convert it with x.float().contiguous().view(-1)"
+            )
+        if x.numel() != segments.numel:
+            raise ValueError(f"segments of {segments.numel} elements do not fit a span of {x.numel()}")
+        self.x = x
+        self.segments = segments
+
+    @property
+    def sizes(self) -> Tensor:
+        """float64 [M], elements of each segment."""
+        return self._constants()[0]
+
+    @property
+    def quotas(self) -> Tensor:
+        """float64 [M], room of each segment."""
+        return self._constants()[1]
+
+    def _constants(self) -> tuple[Tensor, Tensor]:
+        key = ("sizes and quotas", self.x.device)
+        if key not in self.segments.cache:
+            arrays = (self.segments.sizes, self.segments.quotas)
+            sizes, quotas = (device_constant(array.astype(np.float64), self.x.device) for array in arrays)
+            self.segments.cache[key] = (sizes, quotas)
+        constants: tuple[Tensor, Tensor] = self.segments.cache[key]
+        return constants
+
+    def sampled_abs(self, stride: Sequence[int], start: Sequence[int]) -> list[Tensor]:
+        """Magnitudes of every ``stride[s]``-th element of segment ``s``, from its element ``start[s]`` on."""
+        edges = self.segments.edges.tolist()
+        return [
+            self.x[low + offset : high : step].abs() if low + offset < high else self.x[:0]
+            for low, high, step, offset in zip(edges[:-1], edges[1:], stride, start, strict=True)
+        ]
+
+    @abstractmethod
+    def sums(self) -> Tensor:
+        """float64 [M], sum of the signed elements."""
+
+    @abstractmethod
+    def abs_sums(self) -> Tensor:
+        """float64 [M], sum of the magnitudes."""
+
+    @abstractmethod
+    def square_sums(self) -> Tensor:
+        """float64 [M], sum of the squares."""
+
+    @abstractmethod
+    def log_abs_sums(self) -> tuple[Tensor, Tensor]:
+        """float64 [M], sum of ln |x| over the non-zero elements, and int64 [M], how many these are."""
+
+    @abstractmethod
+    def abs_max(self) -> Tensor:
+        """float32 [M], largest magnitude."""
+
+    @abstractmethod
+    def count_above(self, thresholds: Tensor) -> Tensor:
+        """int64 [M], elements with a magnitude strictly above ``thresholds`` (float32 [M])."""
+
+    @abstractmethod
+    def tail_moments(self, thresholds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Moments of the exceedances ``y = |x| - threshold`` over the elements above ``thresholds`` (float32 [M]).
+
+        Returns:
+            Their number (int64 [M]), their sum and the sum of their squares (float64 [M]).
+        """
+
+    @abstractmethod
+    def kth_largest(self, k: Tensor | np.ndarray) -> Tensor:
+        """float32 [M], exact ``k``-th largest magnitude; ``k`` is int [M] in 0..size, 0 gives +infinity."""
+
+    @abstractmethod
+    def take(self, thresholds: Tensor, *, inclusive: bool = False) -> Selection:
+        """Selects the elements above a threshold, at most the quota and at least one of every segment with a quota.
+
+        A segment with more than its quota keeps exactly its quota largest; one with none sends its largest element. A
+        threshold that is NaN selects none.
+
+        Args:
+            thresholds: float32 [M].
+            inclusive: Selects magnitudes equal to the threshold too.
+        """
+
+    @abstractmethod
+    def top(self) -> Selection:
+        """Selects exactly the quota largest elements of every segment."""
+
+    @abstractmethod
+    def merge(self, floors: Selection, others: Selection, room: int) -> Selection:
+        """All of ``floors`` (which has no padding), and the ``room`` largest of ``others`` that are not among them."""

@@ -1,0 +1,294 @@
+"""The Lightning strategy: lifecycle only, no tensor arithmetic."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from lightning_safusion.__about__ import __version__
+from lightning_safusion.comm.torch_transport import TorchTransport, default_transport
+from lightning_safusion.comm.transport import Transport
+from lightning_safusion.fusion.controller import Controller
+from lightning_safusion.fusion.ddp import DDPHook
+from lightning_safusion.fusion.engine import EngineSettings, build_controller, check_equal
+from lightning_safusion.fusion.layout import TensorSpec, specs_from_parameters
+from lightning_safusion.fusion.planning import CollectiveChoice
+from lightning_safusion.fusion.policy import FusionPolicy, resolve_fusion
+from lightning_safusion.fusion.quota import QuotaRule, Scope
+from lightning_safusion.sparsify.base import Sparsifier
+from lightning_safusion.sparsify.memory import Memory, resolve_memory
+from lightning_safusion.sparsify.registry import resolve_sparsifier
+from lightning_safusion.sparsify.schedule import DensitySchedule, resolve_density
+from lightning_safusion.systems import resolve_system
+
+# What torch.compile takes for the bucket size when it splits graphs; the real buckets hold one parameter each.
+_COMPILE_BUCKET_BYTES = 25 * 1024 * 1024
+
+# Options of DDP that would take its communication out of this strategy's hands. LightningCLI passes every option with
+# its default, so only other values are refused.
+_REFUSED_OPTIONS = {
+    "ddp_comm_hook": "the strategy is the communication hook; use DDPStrategy for another one",
+    "ddp_comm_state": "the strategy is the communication hook; use DDPStrategy for another one",
+    "ddp_comm_wrapper": "the wire format is chosen with wire='bf16' or wire='fp16'",
+    "model_averaging_period": "gradients are exchanged in every step; use DDPStrategy for post-local SGD",
+    "skip_all_reduce_unused_params": "every parameter must reach the communication hook",
+    "bucket_cap_mb_list": "every parameter has a bucket of its own; fusion=... decides what is sent together",
+    "delay_all_reduce_named_params": "every parameter must reach the communication hook; use dense=[...] for "
+    "exceptions",
+    "mixed_precision": "use Trainer(precision=...), which this strategy supports",
+}
+
+
+class SAFusionStrategy(DDPStrategy):
+    """Distributed data parallel training that sends sparsified gradients.
+
+    Every gradient tensor is sparsified *before* it is fused into a communication buffer, so that no tensor goes
+    missing from
+    a buffer; every worker closes a buffer after the same tensors, so that nobody waits; buffer sizes follow measured
+    times,
+    so that exchange hides behind backpropagation (SAFusion, HPDC 2025). What is not sent stays in a residual and is
+    sent later.
+
+    Arguments left at None take the part of the chosen ``system``.
+
+    Args:
+        compressor: Chooses the elements to send: ``"topk"``, ``"randomk"``, ``"threshold"``, ``"dgc"``,
+            ``"gaussiank"``,
+            ``"redsync"``, ``"sidco"``, ``"adtopk"``, ``"oktopk"``, ``"none"``, the name of an installed one, or a
+            ``Sparsifier``.
+        density: Share of the elements to send, in (0, 1], or a ``DensitySchedule``.
+        system: A published scheme by name, for example ``"safusion"``, ``"saf-inter"``, ``"saf-naive"``, ``"fgbuff"``,
+            ``"behind"`` or ``"wfbp"``.
+        fusion: Which tensors share a buffer: ``"adaptive"`` (measured times), ``"aligned"`` (a fixed number),
+            ``"naive"``,
+            ``"wfbp"`` (each alone), ``"single"``, ``"behind"`` (aligned, with ``scope="group"``), or a
+            ``FusionPolicy``.
+        scope: ``"tensor"`` selects from every tensor, ahead of fusion; ``"group"`` from the fused buffer, behind it.
+        quota: ``"proportional"`` gives every tensor the density; ``"pooled"`` a quarter of it, and the rest of a
+            buffer's room
+            to its largest elements.
+        dense: Shell patterns of parameter names that always travel dense, for example ``["*.bias"]``.
+        dense_below: Tensors of fewer elements than this travel dense.
+        memory: Error feedback: ``"residual"``, ``"dgc"`` (momentum correction; use plain SGD with it), ``"none"``, or
+            a ``Memory``.
+        collective: ``"auto"`` (dense where that is predicted to be cheaper), ``"allgather"`` (always sparse) or
+            ``"allreduce"``.
+        wire: ``"auto"`` (lossless), ``"bf16"``, ``"fp16"``, ``"fp32"``, or a codec such as ``"block16-bf16"``.
+        transport: Library that carries the bytes: ``"torch"`` (torch.distributed: gloo, NCCL).
+        kwargs: Every argument of :class:`~lightning.pytorch.strategies.DDPStrategy` and of ``DistributedDataParallel``.
+
+    Raises:
+        ValueError: If a name or number is not one of the possible ones.
+        MisconfigurationException: If an option of DDP contradicts this strategy.
+
+    Example::
+
+        Trainer(accelerator="gpu", devices=8, num_nodes=4, strategy=SAFusionStrategy(compressor="gaussiank",
+        density=0.05))
+    """
+
+    def __init__(
+        self,
+        compressor: str | Sparsifier | None = None,
+        density: float | DensitySchedule = 0.05,
+        system: str = "safusion",
+        fusion: str | FusionPolicy | None = None,
+        scope: Scope | None = None,
+        quota: QuotaRule | None = None,
+        dense: list[str] | None = None,
+        dense_below: int | None = None,
+        memory: str | Memory | None = None,
+        collective: CollectiveChoice | None = None,
+        wire: str | None = None,
+        transport: Literal["torch"] = "torch",
+        **kwargs: Any,
+    ) -> None:
+        _refuse_options(kwargs)
+        if transport != "torch":
+            raise ValueError(f"transport must be 'torch', got {transport!r}")
+        row = resolve_system(system)
+        if fusion == "behind":
+            scope = scope or "group"
+            dense_below = 0 if dense_below is None else dense_below
+        self.system = row.name
+        self.settings = EngineSettings(
+            compressor=resolve_sparsifier(row.compressor if compressor is None else compressor),
+            density=resolve_density(density),
+            fusion=row.policy() if fusion is None else resolve_fusion(fusion),
+            memory=resolve_memory(row.memory if memory is None else memory),
+            scope=scope or row.scope,
+            quota=quota or row.quota,
+            collective=collective or row.collective,
+            wire=wire or row.wire,
+        )
+        self._dense = list(dense or [])
+        self._dense_below = row.dense_below if dense_below is None else dense_below
+        if self._dense_below < 0:
+            raise ValueError(f"dense_below is a number of elements, 0 or more, got {self._dense_below}")
+        super().__init__(**kwargs)
+        self._transport: Transport | None = None
+        self._controller: Controller | None = None
+        self._hook: DDPHook | None = None
+        self._aside: str | None = None
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        """Registers the names that ``Trainer(strategy=...)`` takes, as DDPStrategy does for ``ddp``."""
+        launchers: dict[str, str] = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+        unused: dict[str, dict[str, bool]] = {
+            "": {},
+            "_find_unused_parameters_false": {"find_unused_parameters": False},
+            "_find_unused_parameters_true": {"find_unused_parameters": True},
+        }
+        for launcher, start_method in launchers.items():
+            for suffix, options in unused.items():
+                name = f"safusion{launcher}{suffix}"
+                if name not in strategy_registry:
+                    description = f"SAFusionStrategy with start_method {start_method!r}"
+                    strategy_registry.register(name, cls, description, start_method=start_method, **options)
+
+    @override
+    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        """Wraps the model so that every parameter has a bucket, and hence a call of the hook, of its own."""
+        if torch._dynamo.config.optimize_ddp == "python_reducer":
+            raise MisconfigurationException(
+                "torch._dynamo.config.optimize_ddp='python_reducer' bypasses DDP's buckets, which this strategy "
+                "works on; set it "
+                "to True (the default) or False."
+            )
+        _refuse_sparse_gradients(model)
+        specs = self._specs(model)
+        group = self._ddp_kwargs.get("process_group")
+        self._transport = default_transport(self._timeout) if group is None else TorchTransport(group, self._timeout)
+        check_equal(self._transport, self._fingerprint(specs))
+        self._aside = self.settings.dense_reason(specs, self._transport.world_size)
+        options = dict(self._ddp_kwargs)
+        if self._aside is None:
+            options["gradient_as_bucket_view"] = True
+            if options.get("bucket_cap_mb") is None:
+                options["bucket_cap_mb"] = 0
+        # On the current stream, whatever the Lightning version: gradient hooks run on the stream of this construction
+        ddp = DistributedDataParallel(module=model, device_ids=self.determine_ddp_device_ids(), **options)
+        if self._aside is None:
+            ddp.bucket_bytes_cap = _COMPILE_BUCKET_BYTES
+        return ddp
+
+    @override
+    def _register_ddp_hooks(self) -> None:
+        """Registers the hook on every device; DDPStrategy does so on CUDA only, and would train dense elsewhere."""
+        if self._aside is not None:
+            rank_zero_info(f"SAFusionStrategy: plain DDP is used, because {self._aside}.")
+            return
+        if not isinstance(self.model, DistributedDataParallel) or self._transport is None:
+            raise RuntimeError("hooks are registered on the wrapped model: call _setup_model first")
+        module = self.model.module
+        measure = not torch.are_deterministic_algorithms_enabled()
+        self._controller = build_controller(
+            self.settings, self._specs(module), self._transport, self.root_device, measure
+        )
+        params = [param for _, param in _trainable(module)]
+        self._hook = DDPHook(self._controller, params, static_graph=bool(self._ddp_kwargs.get("static_graph")))
+        self.model.register_comm_hook(None, self._hook.run)
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        if self._hook is None:
+            return
+        for optimizer in self.optimizers:
+            _refuse_double_momentum(self.settings.memory, optimizer)
+            self._hook.watch(optimizer)
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        super().pre_backward(closure_loss)
+        if self._controller is not None and self.lightning_module is not None:
+            self._controller.epoch = self.lightning_module.current_epoch
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        if self._hook is not None and isinstance(self.model, DistributedDataParallel):
+            self._hook.check_complete(synchronised=self.model.require_backward_grad_sync)
+
+    def report(self) -> dict[str, Any]:
+        """Figures of the latest step on this rank; see :meth:`WindowReport.as_dict` for the keys.
+
+        Also ``system``, ``windows`` (exchanged so far), ``replans`` and ``plain_ddp`` (why plain DDP is used; None if
+        it is not).
+        Before the first step, and with plain DDP, only these.
+        """
+        figures: dict[str, Any] = {"system": self.system, "plain_ddp": self._aside, "windows": 0, "replans": 0}
+        if self._controller is not None:
+            figures |= {"windows": self._controller.windows, "replans": self._controller.planner.replans}
+            if self._controller.report is not None:
+                figures |= self._controller.report.as_dict()
+        return figures
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if self._controller is not None:
+            self._controller.reset()
+        super().on_exception(exception)
+
+    @override
+    def teardown(self) -> None:
+        if self._hook is not None:
+            self._hook.close()
+        if self._transport is not None:
+            self._transport.close()
+        self._hook = self._controller = self._transport = None
+        super().teardown()
+
+    def _specs(self, module: nn.Module) -> tuple[TensorSpec, ...]:
+        return specs_from_parameters(_trainable(module), self._dense, self._dense_below)
+
+    def _fingerprint(self, specs: tuple[TensorSpec, ...]) -> dict[str, str]:
+        tensors = {f"parameter {s.name}": f"{s.shape} {s.dtype}{' dense' if s.dense else ''}" for s in specs}
+        versions = {"lightning_safusion": __version__, "torch": torch.__version__}
+        deterministic = {"deterministic": str(torch.are_deterministic_algorithms_enabled())}
+        return self.settings.describe() | {"system": self.system} | deterministic | versions | tensors
+
+
+def _trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters whose gradients DDP manages, in its order."""
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    return [(name, p) for name, p in module.named_parameters() if p.requires_grad and name not in ignored]
+
+
+def _refuse_options(options: dict[str, Any]) -> None:
+    for name, reason in _REFUSED_OPTIONS.items():
+        value = options.get(name)
+        if value is not None and value is not False:
+            raise MisconfigurationException(f"SAFusionStrategy does not take {name}={value!r}: {reason}.")
+
+
+def _refuse_sparse_gradients(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+            raise MisconfigurationException(
+                f"{name}: {type(module).__name__}(sparse=True) makes sparse gradients, which SAFusionStrategy cannot "
+                f"exchange. Build "
+                "it with sparse=False: its gradient is sparsified on the way."
+            )
+
+
+def _refuse_double_momentum(memory: Memory, optimizer: torch.optim.Optimizer) -> None:
+    if memory.name != "dgc":
+        return
+    momentum = any(group.get("momentum") or "betas" in group for group in optimizer.param_groups)
+    if momentum:
+        raise MisconfigurationException(
+            f"memory='dgc' applies momentum before selection, and {type(optimizer).__name__} would apply it again. Use "
+            "torch.optim.SGD with momentum=0, or memory='residual'."
+        )

@@ -1,0 +1,139 @@
+"""n virtual workers in one process, each with an engine of its own: the whole path without processes or a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_safusion.comm import local_transports
+from lightning_safusion.fusion.controller import Controller
+from lightning_safusion.fusion.engine import EngineSettings, build_controller
+from lightning_safusion.fusion.layout import TensorSpec
+from lightning_safusion.fusion.policy import resolve_fusion
+from lightning_safusion.sparsify import resolve_density, resolve_memory, resolve_sparsifier
+
+#: Uneven on purpose: norms and biases, an empty tensor, one element, and sizes on both sides of 64 Ki.
+SHAPES: tuple[tuple[int, ...], ...] = (
+    (40, 30),
+    (40,),
+    (1,),
+    (64, 9, 3),
+    (64,),
+    (0,),
+    (300, 230),
+    (230,),
+    (7, 11),
+    (3,),
+)
+
+
+def settings(
+    compressor: Any = "topk",
+    density: Any = 0.05,
+    fusion: Any = "aligned",
+    memory: Any = "residual",
+    **options: Any,
+) -> EngineSettings:
+    """Settings from names."""
+    return EngineSettings(
+        resolve_sparsifier(compressor),
+        resolve_density(density),
+        resolve_fusion(fusion),
+        resolve_memory(memory),
+        **options,
+    )
+
+
+def specs(
+    shapes: Sequence[tuple[int, ...]] = SHAPES, dtype: torch.dtype = torch.float32, dense: Sequence[int] = ()
+) -> list[TensorSpec]:
+    """Tensors ``t0``, ``t1``, ... of these shapes."""
+    return [TensorSpec(f"t{i}", i, shape, int(np.prod(shape)), dtype, i in dense) for i, shape in enumerate(shapes)]
+
+
+class Cluster:
+    """Engines of ``world_size`` workers over in-process transports.
+
+    Args:
+        world_size: Workers.
+        make_settings: Called once per worker: parts hold state.
+        tensors: The gradients' description.
+        order: Registration indices in ready order; the reverse of registration by default.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        make_settings: Callable[[], EngineSettings],
+        tensors: Sequence[TensorSpec] | None = None,
+        order: Sequence[int] | None = None,
+        measure: bool = False,
+    ) -> None:
+        self.specs = list(tensors if tensors is not None else specs())
+        self.order = list(order if order is not None else reversed(range(len(self.specs))))
+        self.transports = local_transports(world_size, timeout=20.0)
+        self.pool = ThreadPoolExecutor(world_size)
+        self.settings = [make_settings() for _ in range(world_size)]
+        self.controllers: list[Controller] = self.each(
+            lambda rank: build_controller(
+                self.settings[rank], self.specs, self.transports[rank], torch.device("cpu"), measure
+            )
+        )
+
+    def each(self, fn: Callable[[int], Any]) -> list[Any]:
+        """Calls ``fn(rank)`` on every worker at once."""
+        return list(self.pool.map(fn, range(len(self.transports))))
+
+    def step(
+        self,
+        grads: Sequence[Sequence[Tensor]],
+        fresh: Sequence[Sequence[bool]] | None = None,
+        order: Sequence[int] | None = None,
+    ) -> list[list[Tensor]]:
+        """One backward window.
+
+        Args:
+            grads: By rank and registration index, flat; not changed.
+            fresh: By rank and registration index.
+            order: Registration indices in the order of arrival.
+
+        Returns:
+            What each rank's gradients became.
+        """
+
+        def run(rank: int) -> list[Tensor]:
+            mine = [grad.clone() for grad in grads[rank]]
+            controller = self.controllers[rank]
+            for index in order if order is not None else self.order:
+                controller.push(index, mine[index], fresh[rank][index] if fresh is not None else True)
+            controller.drain()
+            return mine
+
+        return self.each(run)
+
+    def random_grads(self, seed: int) -> list[list[Tensor]]:
+        """Heavy-tailed gradients of very different scales, as real ones are."""
+        generator = torch.Generator().manual_seed(seed)
+        return [
+            [
+                (torch.randn(s.numel, generator=generator) ** 3 * 10.0 ** (s.index % 4 - 2)).to(s.dtype)
+                for s in self.specs
+            ]
+            for _ in self.transports
+        ]
+
+    def residual(self, rank: int, index: int) -> Tensor:
+        """What a rank still holds back of a tensor, float64."""
+        layout = self.controllers[rank].generator.layout
+        place = layout.places[index]
+        start, stop = int(layout.edges[place]), int(layout.edges[place + 1])
+        return self.settings[rank].memory.accumulated(start, stop).double()
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self.pool.shutdown()

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_safusion.comm.calibrate import calibrate
+from lightning_safusion.comm.cost import LinearCost
+from lightning_safusion.comm.local_transport import LocalTransport, local_transports
+from lightning_safusion.comm.torch_transport import SoloTransport, default_transport
+from lightning_safusion.comm.transport import ReduceOp, Work
+from tests.process_group import run_ranks
+
+CPU = torch.device("cpu")
+
+
+class Clock(threading.local):
+    """A virtual clock for every thread, so that no test depends on the speed of the machine."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class SlowTransport(LocalTransport):
+    """A virtual worker on a network of known speed; remembers the sizes that it gathered."""
+
+    def __init__(self, transport: LocalTransport, clock: Clock, cost: LinearCost) -> None:
+        super().__init__(transport.rank, transport._exchange)
+        self.clock = clock
+        self.cost = cost
+        self.sizes: list[int] = []
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
+        self.sizes.append(tensor.nbytes)
+        self.clock.now += self.cost(tensor.nbytes)
+        return super().all_gather(output, tensor)
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+        self.clock.now += 2 * self.cost(tensor.nbytes)
+        return super().all_reduce(tensor, op)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", clock)
+    return clock
+
+
+def calibrate_all(ranks: list[SlowTransport], budget_s: float) -> list[dict[str, LinearCost]]:
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(lambda transport: calibrate(transport, CPU, budget_s), ranks))
+
+
+def on_gloo(rank: int) -> dict[str, LinearCost]:
+    return calibrate(default_transport(), CPU, budget_s=0.2)
+
+
+def test_ranks_agree_bit_for_bit() -> None:
+    first, *others = run_ranks(3, on_gloo)
+    assert all(first == other for other in others)
+    assert set(first) == {"allgather", "allreduce"}
+    for cost in first.values():
+        assert min(cost.fixed, cost.per_byte) >= 0
+
+
+def test_recovers_the_speed_of_a_network(clock: Clock) -> None:
+    true = LinearCost(1e-3, 2e-8)  # 50 MB/s
+    ranks = [SlowTransport(transport, clock, true) for transport in local_transports(3)]
+    results = calibrate_all(ranks, budget_s=10.0)
+    assert set(ranks[0].sizes) == {4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20}
+    for result in results:
+        assert result == results[0]
+        assert result["allgather"].fixed == pytest.approx(1e-3)
+        assert result["allgather"].per_byte == pytest.approx(2e-8)
+        assert result["allreduce"].fixed == pytest.approx(2e-3)
+        assert result["allreduce"].per_byte == pytest.approx(4e-8)
+
+
+def test_the_slowest_rank_counts(clock: Clock) -> None:
+    costs = [LinearCost(1e-5, 1e-10), LinearCost(5e-3, 1e-9)]
+    ranks = [SlowTransport(t, clock, cost) for t, cost in zip(local_transports(2), costs, strict=True)]
+    results = calibrate_all(ranks, budget_s=10.0)
+    assert results[0] == results[1]
+    assert results[0]["allgather"].fixed == pytest.approx(5e-3)
+    assert results[0]["allgather"].per_byte == pytest.approx(1e-9)
+
+
+def test_stops_growing_when_operations_are_slow(clock: Clock) -> None:
+    ranks = [SlowTransport(transport, clock, LinearCost(0.06, 1e-7)) for transport in local_transports(2)]
+    results = calibrate_all(ranks, budget_s=100.0)
+    assert ranks[0].sizes == ranks[1].sizes
+    assert set(ranks[0].sizes) == {4 << 10, 16 << 10}  # the slope needs two sizes
+    assert results[0]["allgather"].per_byte == pytest.approx(1e-7)
+
+
+def test_the_budget_of_rank_0_bounds_the_time(clock: Clock) -> None:
+    costs = [LinearCost(0.01, 0.0), LinearCost(0.001, 0.0)]  # by its own clock, rank 1 has time left
+    ranks = [SlowTransport(t, clock, cost) for t, cost in zip(local_transports(2), costs, strict=True)]
+    calibrate_all(ranks, budget_s=0.3)
+    assert ranks[0].sizes == ranks[1].sizes
+    assert len(ranks[0].sizes) * 0.03 <= 0.3 + 0.03  # the warm-up is not part of the budget
+    assert len(set(ranks[0].sizes)) >= 2
+
+
+def test_one_worker() -> None:
+    assert set(calibrate(SoloTransport(), CPU, budget_s=0.01)) == {"allgather", "allreduce"}
+
+
+@pytest.mark.parametrize("sizes", [[4096], [4096, 4096], [8192, 4096], [4096, 4099]])
+def test_sizes_must_rise(sizes: list[int]) -> None:
+    with pytest.raises(ValueError, match="rising multiples of 4"):
+        calibrate(SoloTransport(), CPU, sizes=sizes)

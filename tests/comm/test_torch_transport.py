@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_safusion.comm.torch_transport import SoloTransport, TorchTransport, default_transport
+from tests.process_group import run_ranks
+
+
+def collectives(rank: int) -> dict[str, Any]:
+    transport = default_transport()
+    n = transport.world_size
+    assert isinstance(transport, TorchTransport)
+    result: dict[str, Any] = {"rank": transport.rank, "world": n}
+    message = torch.full((4097,), rank + 1, dtype=torch.uint8)  # neither a multiple of 4 nor of the ranks
+    gathered = torch.zeros(4097 * n, dtype=torch.uint8)
+    works = [transport.all_gather(gathered, message)]
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64):
+        for op in ("sum", "min", "max"):
+            tensor = torch.tensor([rank, -rank, 3 * rank]).to(dtype)
+            works.append(transport.all_reduce(tensor, op))
+            result[f"{dtype}-{op}"] = tensor
+    copied = torch.tensor([rank, rank])
+    works.append(transport.broadcast(copied, source=n - 1))
+    for work in works:
+        work.wait()
+    result = {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in result.items()}
+    result["gathered"] = torch.equal(
+        gathered.view(n, -1), torch.arange(1, n + 1).to(torch.uint8)[:, None].expand(n, 4097)
+    )
+    result["copied"] = copied.tolist()
+    result["objects"] = transport.gather_objects({"rank": rank})
+    return result
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_collectives(world_size: int) -> None:
+    for rank, result in enumerate(run_ranks(world_size, collectives)):
+        assert (result["rank"], result["world"]) == (rank, world_size)
+        assert result["gathered"]
+        assert result["copied"] == [world_size - 1] * 2
+        assert result["objects"] == [{"rank": r} for r in range(world_size)]
+        total, last = sum(range(world_size)), world_size - 1
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64):
+            assert result[f"{dtype}-sum"] == [total, -total, 3 * total]
+            assert result[f"{dtype}-min"] == [0, -last, 0]
+            assert result[f"{dtype}-max"] == [last, 0, 3 * last]
+
+
+def sums(rank: int) -> list[float]:
+    tensor = torch.randn(10_001, generator=torch.Generator().manual_seed(rank))
+    default_transport().all_reduce(tensor).wait()
+    return tensor.tolist()
+
+
+def test_sums_are_bitwise_equal() -> None:
+    first, *others = run_ranks(3, sums)
+    assert all(first == other for other in others)
+
+
+def measured(rank: int) -> dict[str, Any]:
+    transport = default_transport()
+    called: list[float] = []
+    tensor = torch.ones(100)
+    alive = weakref.ref(tensor)
+    start = time.perf_counter()
+    work = transport.all_reduce(tensor)
+    work.on_done(called.append)
+    work.wait()
+    deadline = time.perf_counter() + 10
+    while not called and time.perf_counter() < deadline:
+        time.sleep(0.001)
+    work.wait()  # again, without harm
+    work.on_done(called.append)
+    del tensor
+    gc.collect()
+    return {"calls": len(called), "ordered": start <= called[0] <= called[1], "released": alive() is None}
+
+
+def test_on_done_and_lifetime() -> None:
+    assert run_ranks(2, measured) == [{"calls": 2, "ordered": True, "released": True}] * 2
+
+
+def own_groups(rank: int, as_object: bool) -> list[Any]:
+    transport = TorchTransport(dist.group.WORLD if as_object else None, timeout=timedelta(seconds=20))
+    first, second = transport.subgroup(), transport.subgroup()
+    tensors = [torch.ones(1), torch.full((1,), 10.0)]
+    launches = [lambda: first.all_reduce(tensors[0]), lambda: second.all_reduce(tensors[1])]
+    # each communicator has an order of its own: the ranks launch on the two in different order
+    works = [launch() for launch in (launches if rank == 0 else launches[::-1])]
+    for work in works:
+        work.wait()
+    groups = len(dist.distributed_c10d._world.pg_map)
+    transport.close()
+    transport.close()
+    left = len(dist.distributed_c10d._world.pg_map)
+    again = transport.subgroup()
+    again.all_reduce(tensors[0]).wait()
+    transport.close()
+    return [float(tensors[0]), float(tensors[1]), groups, left]
+
+
+@pytest.mark.parametrize("as_object", [False, True])
+def test_subgroups_are_destroyed_by_close(as_object: bool) -> None:
+    assert run_ranks(2, own_groups, as_object) == [[4.0, 20.0, 3, 1]] * 2
+
+
+def smaller_group(rank: int) -> Any:
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        with pytest.raises(ValueError, match="process 0 is not a member"):
+            TorchTransport(group)
+        return None
+    transport = TorchTransport(group)
+    tensor = torch.tensor([float(rank)])
+    transport.broadcast(tensor, source=1).wait()
+    with pytest.raises(ValueError, match="needs all 3 processes, the process group has 2"):
+        transport.subgroup()
+    return transport.rank, transport.world_size, float(tensor), transport.gather_objects(rank)
+
+
+def test_smaller_groups() -> None:
+    assert run_ranks(3, smaller_group) == [None, (0, 2, 2.0, [1, 2]), (1, 2, 2.0, [1, 2])]
+
+
+def close_after_the_default_group(rank: int) -> bool:
+    transport = TorchTransport()
+    transport.subgroup()
+    dist.destroy_process_group()
+    transport.close()
+    return True
+
+
+def test_close_after_the_default_group_is_gone() -> None:
+    assert run_ranks(2, close_after_the_default_group) == [True, True]
+
+
+def dead_peer(rank: int) -> str:
+    transport = TorchTransport(timeout=timedelta(seconds=1)).subgroup()
+    if rank == 1:
+        time.sleep(2)
+        return ""
+    try:
+        transport.all_reduce(torch.ones(1)).wait()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_wait_raises_the_error_of_the_backend() -> None:
+    assert "imed out" in run_ranks(2, dead_peer)[0]
+
+
+def test_a_single_process_needs_no_group() -> None:
+    transport = default_transport()
+    assert isinstance(transport, SoloTransport)
+    called: list[float] = []
+    tensor, gathered = torch.tensor([1.0, 2.0]), torch.zeros(2)
+    work = transport.all_gather(gathered, tensor)
+    work.on_done(called.append)
+    work.wait()
+    transport.all_reduce(tensor, "max").wait()
+    transport.broadcast(tensor).wait()
+    assert gathered.tolist() == tensor.tolist() == [1.0, 2.0]
+    assert transport.gather_objects("x") == ["x"]
+    assert len(called) == 1
+    transport.subgroup().close()
+    transport.close()
+
+
+def test_torch_transport_without_a_group_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="init_process_group first"):
+        TorchTransport()

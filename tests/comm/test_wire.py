@@ -1,0 +1,289 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_safusion.comm.wire import Codec, _pack_bits, _pack_bits_on_device, available_wires, resolve_codec
+from lightning_safusion.sparsify.base import Selection
+
+EXPLICIT = [wire for wire in available_wires() if "-" in wire]
+SPANS = [1, 2, 31, 32, 33, 1000, 65535, 65536, 65537, 200_000]
+
+
+def draw(numel: int, count: int, seed: int = 0) -> Selection:
+    """A random selection whose values all value dtypes hold exactly."""
+    rng = np.random.default_rng(seed)
+    indices = np.sort(rng.choice(numel, count, replace=False))
+    values = rng.integers(1, 128, count) * rng.choice([-0.25, 0.25], count)
+    return Selection(torch.from_numpy(indices), torch.from_numpy(values).float(), count)
+
+
+def on_accelerator(selection: Selection, length: int) -> Selection:
+    """The same selection as an accelerator would give it: padded, and the count in a tensor."""
+    extra = length - selection.indices.numel()
+    anywhere = (
+        selection.indices[:1].expand(extra) if selection.indices.numel() else torch.zeros(extra, dtype=torch.int64)
+    )
+    return Selection(
+        torch.cat([selection.indices, anywhere]),
+        torch.cat([selection.values, torch.zeros(extra)]),
+        torch.tensor([selection.indices.numel()]),
+    )
+
+
+def message(codec: Codec, garbage: int = 255) -> Tensor:
+    return torch.full((codec.nbytes,), garbage, dtype=torch.uint8)
+
+
+def scattered(codec: Codec, indices: Tensor, values: Tensor) -> Tensor:
+    """The dense span; padding adds 0 to it."""
+    return torch.bincount(indices, values, minlength=codec.numel)
+
+
+def check_round_trip(codec: Codec, selection: Selection) -> None:
+    out = message(codec)
+    sent = codec.encode(selection, out)
+    torch.testing.assert_close(sent, selection.values, rtol=0, atol=0)
+
+    indices, values = codec.decode(out)
+    assert indices.dtype == torch.int64
+    assert values.dtype == torch.float32
+    assert bool((indices.diff() > 0).all())
+    if codec.layout == "dense":
+        assert len(indices) == codec.numel
+    else:
+        assert torch.equal(indices, selection.indices)
+        assert torch.equal(values, selection.values)
+    expected = scattered(codec, selection.indices, selection.values)
+    assert torch.equal(scattered(codec, indices, values), expected)
+
+    indices, values = codec.decode_padded(out)
+    assert len(indices) == (codec.numel if codec.layout == "dense" else codec.capacity)
+    assert bool(((indices >= 0) & (indices < codec.numel)).all())
+    assert torch.equal(scattered(codec, indices, values), expected)
+
+
+@pytest.mark.parametrize("wire", EXPLICIT)
+@pytest.mark.parametrize("numel", SPANS)
+def test_decode_inverts_encode(wire: str, numel: int) -> None:
+    capacity = max(1, numel // 10)
+    codec = resolve_codec(wire, numel, capacity, torch.float32)
+    for count in {0, 1, capacity // 2, capacity}:
+        check_round_trip(codec, draw(numel, count, seed=count))
+
+
+@pytest.mark.parametrize("wire", EXPLICIT)
+@pytest.mark.parametrize("numel", [1, 33, 65537])
+def test_decode_inverts_encode_of_a_full_span(wire: str, numel: int) -> None:
+    check_round_trip(resolve_codec(wire, numel, numel, torch.float32), draw(numel, numel))
+
+
+@pytest.mark.parametrize("wire", EXPLICIT)
+def test_positions_at_the_edges_of_blocks(wire: str) -> None:
+    indices = torch.tensor([0, 65535, 65536, 131071, 196607, 196608, 199_999])  # the second block has one entry less
+    selection = Selection(indices, torch.arange(1.0, 8.0), 7)
+    check_round_trip(resolve_codec(wire, 200_000, 9, torch.float32), selection)
+
+
+@pytest.mark.parametrize("layout", ["block16", "coo", "bitmap"])
+def test_positions_above_two_to_the_24(layout: str) -> None:
+    """Test T16: float32 could not hold these positions."""
+    numel = 2**24 + 70_001
+    indices = torch.tensor([2**24 - 1, 2**24, 2**24 + 1, 2**24 + 3, numel - 2, numel - 1])
+    selection = Selection(indices, torch.arange(1.0, 7.0), 6)
+    codec = resolve_codec(f"{layout}-bf16", numel, 8, torch.float32)
+    out = message(codec)
+    codec.encode(selection, out)
+    for decoded, values in (codec.decode_cut(out), codec.decode_padded(out)):
+        assert torch.equal(decoded[:6], indices)
+        assert torch.equal(values[:6], selection.values)
+
+
+def test_positions_above_two_to_the_31() -> None:
+    numel = 2**31 + 100_000
+    indices = torch.tensor([5, 2**31 - 1, 2**31, numel - 1])
+    codec = resolve_codec("block16-fp32", numel, 5, torch.float32)
+    out = message(codec)
+    codec.encode(Selection(indices, torch.ones(4), 4), out)
+    assert torch.equal(codec.decode_cut(out)[0], indices)
+    assert torch.equal(codec.decode_padded(out)[0][:4], indices)
+
+
+def test_coo_refuses_long_spans() -> None:
+    with pytest.raises(ValueError, match=r"2147483648 elements.*use block16"):
+        resolve_codec("coo-fp32", 2**31, 10, torch.float32)
+    assert resolve_codec("coo-fp32", 2**31 - 1, 10, torch.float32).nbytes == 84
+    assert resolve_codec("fp32", 2**40, 10, torch.float32).name == "block16-fp32"
+
+
+@pytest.mark.parametrize("wire", EXPLICIT)
+@pytest.mark.parametrize("count", [0, 1, 150, 170])
+def test_accelerator_selections_give_the_same_bytes(wire: str, count: int) -> None:
+    codec = resolve_codec(wire, 70_001, 171, torch.float32)
+    selection = draw(70_001, count)
+    exact, padded = message(codec, 255), message(codec, 170)
+    codec.encode(selection, exact)
+    sent = codec.encode(on_accelerator(selection, 170), padded)
+    assert torch.equal(exact, padded)
+    assert torch.equal(sent[:count], selection.values)
+    assert not sent[count:].any()
+
+
+def test_bits_are_packed_alike_on_all_devices() -> None:
+    mask = torch.randn(8 * 1000, generator=torch.Generator().manual_seed(0)) > 0
+    assert torch.equal(_pack_bits_on_device(mask), _pack_bits(mask))
+
+
+@pytest.mark.parametrize("wire", EXPLICIT)
+def test_every_byte_is_written(wire: str) -> None:
+    for numel, capacity in ((7, 3), (65537, 5), (100, 0)):
+        codec = resolve_codec(wire, numel, capacity, torch.float32)
+        selection = draw(numel, min(capacity, 2))
+        first, second = message(codec, 0), message(codec, 255)
+        codec.encode(selection, first)
+        codec.encode(selection, second)
+        assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("wire", EXPLICIT)
+def test_non_finite_values_survive(wire: str) -> None:
+    values = torch.tensor([1.0, float("nan"), float("inf"), float("-inf"), 2.0])
+    codec = resolve_codec(wire, 10, 5, torch.float32)
+    out = message(codec)
+    sent = codec.encode(Selection(torch.arange(2, 7), values, 5), out)
+    torch.testing.assert_close(sent, values, equal_nan=True, rtol=0, atol=0)
+    dense = torch.zeros(10)
+    indices, decoded = codec.decode(out)
+    dense[indices] = decoded
+    torch.testing.assert_close(dense[2:7], values, equal_nan=True, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("wire", [wire for wire in EXPLICIT if not wire.endswith("fp32")])
+def test_sent_is_what_receivers_decode(wire: str) -> None:
+    codec = resolve_codec(wire, 5000, 500, torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    indices = torch.randperm(5000, generator=generator)[:500].sort().values
+    values = torch.randn(500, generator=generator) * torch.logspace(-9, 9, 500)
+    out = message(codec)
+    sent = codec.encode(Selection(indices, values, 500), out)
+    assert not torch.equal(sent, values)
+    assert torch.equal(scattered(codec, *codec.decode(out)), scattered(codec, indices, sent))
+
+
+@pytest.mark.parametrize(("value", "limit"), [("fp16", 65504.0), ("bf16", torch.finfo(torch.bfloat16).max)])
+@pytest.mark.parametrize("layout", ["block16", "dense"])
+def test_sixteen_bits_saturate(layout: str, value: str, limit: float) -> None:
+    codec = resolve_codec(f"{layout}-{value}", 4, 4, torch.float32)
+    largest = torch.finfo(torch.float32).max
+    sent = codec.encode(Selection(torch.arange(4), torch.tensor([largest, -largest, 1.0, 0.0]), 4), message(codec))
+    assert sent.tolist() == [limit, -limit, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(("value", "roundoff"), [("bf16", 2.0**-8), ("fp16", 2.0**-11)])
+@pytest.mark.parametrize("layout", ["block16", "coo", "bitmap", "dense"])
+def test_rounded_top_k_contracts(layout: str, value: str, roundoff: float) -> None:
+    """Test T17: ||x - Q(T(x))||^2 <= (1 - (1 - u^2) k / d) ||x||^2 (rounding is orthogonal to what was not sent)."""
+    d, k = 10_000, 100
+    x = torch.randn(d, generator=torch.Generator().manual_seed(3))
+    indices = x.abs().topk(k).indices.sort().values
+    codec = resolve_codec(f"{layout}-{value}", d, k, torch.float32)
+    out = message(codec)
+    codec.encode(Selection(indices, x[indices], k), out)
+    error = x.double() - scattered(codec, *codec.decode(out)).double()
+    assert error.square().sum() <= (1 - (1 - roundoff**2) * k / d) * x.double().square().sum()
+    rounding = error[indices].norm() / x[indices].double().norm()
+    assert 0 < rounding <= roundoff
+
+
+def test_sizes_follow_the_formulas() -> None:
+    d, k = 1_000_000, 10_000
+    for value, width in (("fp32", 4), ("bf16", 2), ("fp16", 2)):
+        sizes = {
+            layout: resolve_codec(f"{layout}-{value}", d, k, torch.float32).nbytes
+            for layout in ("dense", "block16", "coo", "bitmap")
+        }
+        assert sizes == {
+            "dense": width * d,
+            "block16": 16 * 4 + (width + 2) * k,
+            "coo": 4 + (width + 4) * k,
+            "bitmap": d // 8 + width * k,
+        }
+
+
+@pytest.mark.parametrize(
+    ("layout", "bits"),
+    [
+        ("block16", {0.1: 16.005, 0.05: 16.010, 0.01: 16.049, 0.001: 16.488}),
+        ("bitmap", {0.1: 10, 0.05: 20, 0.01: 100, 0.001: 1000}),
+        ("coo", {0.1: 32, 0.05: 32, 0.01: 32, 0.001: 32}),
+    ],
+)
+def test_position_bits_per_entry(layout: str, bits: dict[float, float]) -> None:
+    """Bits of position per entry at d = 10^6, computed independently."""
+    for density, expected in bits.items():
+        k = int(1_000_000 * density)
+        codec = resolve_codec(f"{layout}-bf16", 1_000_000, k, torch.float32)
+        assert 8 * codec.nbytes / k - 16 == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("numel", [100_000, 131_073, 1_000_000, 25_000_000])
+def test_block16_bf16_takes_four_bytes_per_entry(numel: int) -> None:
+    capacity = numel // 100
+    assert resolve_codec("bf16", numel, capacity, torch.float32).nbytes <= 4.1 * capacity
+
+
+@pytest.mark.parametrize("wire", EXPLICIT)
+@pytest.mark.parametrize("numel", [0, 1, 5, 65537])
+def test_messages_keep_the_alignment(wire: str, numel: int) -> None:
+    for capacity in range(min(numel, 5) + 1):
+        assert resolve_codec(wire, numel, capacity, torch.float32).nbytes % 4 == 0
+
+
+@pytest.mark.parametrize("wire", EXPLICIT)
+def test_empty_spans(wire: str) -> None:
+    codec = resolve_codec(wire, 0, 0, torch.float32)
+    out = message(codec)
+    codec.encode(Selection(torch.zeros(0, dtype=torch.int64), torch.zeros(0), 0), out)
+    assert [len(part) for part in codec.decode(out)] == [0, 0]
+    assert [len(part) for part in codec.decode_padded(out)] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("wire", "numel", "capacity", "dtype", "name"),
+    [
+        ("auto", 100_000, 1000, torch.float32, "block16-fp32"),
+        ("auto", 100_000, 1000, torch.float64, "block16-fp32"),
+        ("auto", 100_000, 1000, torch.bfloat16, "block16-bf16"),
+        ("auto", 100_000, 1000, torch.float16, "block16-fp16"),
+        ("fp16", 100_000, 1000, torch.bfloat16, "block16-fp16"),
+        ("bf16", 100_000, 10_000, torch.float32, "bitmap-bf16"),
+        ("fp32", 100_000, 100_000, torch.float32, "dense-fp32"),
+        ("fp32", 100_000_000, 100, torch.float32, "coo-fp32"),
+        ("bitmap-fp32", 100_000, 1000, torch.bfloat16, "bitmap-fp32"),
+    ],
+)
+def test_resolve_takes_the_smallest(wire: str, numel: int, capacity: int, dtype: torch.dtype, name: str) -> None:
+    codec = resolve_codec(wire, numel, capacity, dtype)
+    assert codec.name == name
+    if "-" not in wire:
+        others = [other for other in EXPLICIT if other.endswith(name.rpartition("-")[2])]
+        assert codec.nbytes == min(resolve_codec(other, numel, capacity, dtype).nbytes for other in others)
+
+
+def test_every_available_wire_resolves() -> None:
+    names = {resolve_codec(wire, 1000, 10, torch.float32).name for wire in available_wires()}
+    assert names == set(EXPLICIT)
+
+
+def test_errors_name_the_value_and_the_fix() -> None:
+    with pytest.raises(ValueError, match=r"'zip'.*available: auto, fp32, bf16, fp16, dense-fp32"):
+        resolve_codec("zip", 10, 1, torch.float32)
+    with pytest.raises(ValueError, match="between 0 and the 10 elements of the span, got 11"):
+        resolve_codec("auto", 10, 11, torch.float32)
+    codec = resolve_codec("auto", 10, 2, torch.float32)
+    with pytest.raises(ValueError, match="3 entries, the message has room for 2"):
+        codec.encode(draw(10, 3), message(codec))
+    with pytest.raises(ValueError, match=r"uint8 \[12\], got torch.uint8 \[17\]"):
+        codec.decode(torch.zeros(17, dtype=torch.uint8))

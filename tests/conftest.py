@@ -1,0 +1,26 @@
+"""Conditions that every test starts from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """One thread: small tensors gain nothing from more, and a process that has a thread pool must not be forked."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _clean_process() -> Iterator[None]:
+    """Takes back what Lightning and torch.distributed leave in a process: variables and the default process group."""
+    environment = dict(os.environ)
+    yield
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(environment)

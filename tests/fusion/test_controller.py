@@ -1,0 +1,275 @@
+"""Hard windows: bad numbers, stale and half-fresh tensors, gradients thrown away, failing ranks, changing orders.
+
+Covers: NaN and Inf on one rank; a bad step keeps everything; stale tensors untouched; tensors fresh on some ranks
+    only; tensors
+submitted again before their optimizer stepped; an exception in one rank's selection; incomplete windows; order changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_safusion.sparsify import NoMemory, Segments, Selection, TopK
+from tests.cluster import Cluster, settings, specs
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Cluster]]:
+    clusters: list[Cluster] = []
+
+    def build(world_size: int = 2, tensors: Any = None, **options: Any) -> Cluster:
+        clusters.append(Cluster(world_size, lambda: settings(**({"collective": "allgather"} | options)), tensors))
+        return clusters[-1]
+
+    yield build
+    for cluster in clusters:
+        cluster.close()
+
+
+def settle(cluster: Cluster, steps: int = 3) -> None:
+    """Runs until the order is known and plans are used."""
+    for step in range(steps):
+        cluster.step(cluster.random_grads(step))
+
+
+def snapshot(cluster: Cluster) -> list[list[torch.Tensor]]:
+    return [
+        [cluster.residual(rank, i).clone() for i in range(len(cluster.specs))]
+        for rank in range(len(cluster.transports))
+    ]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("fusion", ["aligned", "naive"])
+@pytest.mark.parametrize("collective", ["allgather", "allreduce"])
+def test_a_bad_gradient_is_seen_by_all_ranks_and_poisons_nothing(
+    make: Callable[..., Cluster], fusion: str, collective: str, value: float
+) -> None:
+    cluster = make(2, fusion=fusion, collective=collective)
+    settle(cluster)
+    before = snapshot(cluster)
+    grads = cluster.random_grads(9)
+    grads[1][3][5] = value
+    means = cluster.step(grads)
+    for rank in range(2):
+        assert not torch.isfinite(means[rank][3]).all()
+        assert all(torch.isfinite(means[rank][i]).all() for i in range(len(cluster.specs)) if i != 3)
+    # nothing was taken out of the residuals, and every finite gradient is in them
+    for rank in range(2):
+        for i, (old, new) in enumerate(zip(before[rank], snapshot(cluster)[rank], strict=True)):
+            added = torch.zeros_like(old) if (rank, i) == (1, 3) else grads[rank][i].double()
+            torch.testing.assert_close(new, old + added, rtol=1e-5, atol=1e-6)
+    after = cluster.step(cluster.random_grads(10))
+    assert all(torch.isfinite(mean).all() for mean in after[0])
+
+
+def test_a_large_finite_gradient_is_not_bad(make: Callable[..., Cluster]) -> None:
+    cluster = make(1)
+    grads = cluster.random_grads(0)
+    grads[0][0][:] = 1e30  # the norm overflows float32, no element does
+    means = cluster.step(grads)
+    assert torch.isfinite(means[0][0]).all()
+    assert means[0][0].abs().max() > 1e29
+
+
+@pytest.mark.parametrize(
+    "options", [{"density": 1.0}, {"density": 1.0, "collective": "allreduce"}, {}, {"wire": "fp32"}]
+)
+def test_what_half_precision_cannot_hold_is_sent_later(make: Callable[..., Cluster], options: Any) -> None:
+    cluster = make(2, tensors=specs(((50,),), dtype=torch.float16), **options)
+    held = torch.zeros(50)
+    held[3] = 1e5  # beyond float16
+    for settings_ in cluster.settings:
+        settings_.memory.add(0, 50, held)
+    zero = [[torch.zeros(50, dtype=torch.float16)]] * 2
+    received = sum(cluster.step(zero)[0][0].double() for _ in range(3))
+    assert received[3] + cluster.residual(0, 0)[3] == pytest.approx(1e5)
+    assert cluster.residual(0, 0)[3].abs() < 100
+
+
+def test_a_sum_that_overflows_is_a_bad_step(make: Callable[..., Cluster]) -> None:
+    cluster = make(2, density=1.0, collective="allreduce")
+    settle(cluster)
+    huge = [[torch.full((s.numel,), 3.4e38) for s in cluster.specs]] * 2
+    for settings_ in cluster.settings:
+        settings_.memory.add(0, 1, torch.tensor([3e38]))  # the first residual cannot even take the gradient
+    cluster.step(huge)
+    assert all(cluster.residual(rank, 6).abs().min() > 1e38 for rank in range(2))
+
+
+def test_all_zero_gradients(make: Callable[..., Cluster]) -> None:
+    for compressor in ("topk", "gaussiank", "sidco", "redsync", "dgc", "oktopk", "adtopk", "randomk", "threshold"):
+        cluster = make(2, compressor=compressor)
+        zeros = [[torch.zeros(s.numel) for s in cluster.specs] for _ in range(2)]
+        for _ in range(4):
+            means = cluster.step(zeros)
+        assert all(not mean.any() for mean in means[0])
+
+
+def test_a_stale_tensor_is_left_as_it_is(make: Callable[..., Cluster]) -> None:
+    for options in ({}, {"collective": "allreduce"}, {"fusion": "naive"}, {"scope": "group"}):
+        cluster = make(2, **options)
+        settle(cluster)
+        before = snapshot(cluster)
+        grads = cluster.random_grads(5)
+        stale = [[i not in (2, 6) for i in range(len(cluster.specs))]] * 2
+        means = cluster.step(grads, stale)
+        after = snapshot(cluster)
+        for rank in range(2):
+            for i in (2, 6):
+                assert torch.equal(means[rank][i], grads[rank][i])
+                assert torch.equal(after[rank][i], before[rank][i])
+            assert not torch.equal(means[rank][0], grads[rank][0])
+
+
+@pytest.mark.parametrize("fusion", ["aligned", "naive"])
+def test_a_tensor_fresh_on_some_ranks_is_averaged_as_ddp_does(make: Callable[..., Cluster], fusion: str) -> None:
+    cluster = make(3, fusion=fusion)
+    settle(cluster)
+    before = snapshot(cluster)
+    grads = cluster.random_grads(5)
+    fresh = [[not (rank == 1 and i == 6) for i in range(len(cluster.specs))] for rank in range(3)]
+    grads[1][6].zero_()
+    with pytest.warns(UserWarning, match="computed on some ranks only"):
+        means = cluster.step(grads, fresh)
+    for rank in range(3):
+        torch.testing.assert_close(means[rank][6], sum(g[6] for g in grads) / 3, rtol=1e-5, atol=1e-5)
+        assert torch.equal(means[rank][6], means[0][6])
+        torch.testing.assert_close(cluster.residual(rank, 6), before[rank][6], rtol=1e-4, atol=1e-4)
+    assert_neighbours_conserved(cluster, before, grads, means, skip=6)
+
+
+def assert_neighbours_conserved(cluster: Cluster, before: Any, grads: Any, means: Any, skip: int) -> None:
+    n = len(cluster.transports)
+    for i in range(len(cluster.specs)):
+        if i == skip:
+            continue
+        held = sum(before[rank][i] + grads[rank][i].double() for rank in range(n))
+        left = n * means[0][i].double() + sum(cluster.residual(rank, i) for rank in range(n))
+        torch.testing.assert_close(left, held, rtol=1e-4, atol=1e-3)
+
+
+def test_a_gradient_submitted_again_before_its_optimizer_stepped_carries_no_residual(
+    make: Callable[..., Cluster],
+) -> None:
+    cluster = make(2)
+    for controller in cluster.controllers:
+        controller.track(range(5))
+    everything = range(len(cluster.specs))
+    for step in range(3):
+        cluster.step(cluster.random_grads(step))
+        for controller in cluster.controllers:
+            controller.stepped(everything)
+    cluster.step(cluster.random_grads(3))  # thrown away: no optimizer steps
+    before, grads = snapshot(cluster), cluster.random_grads(4)
+    with pytest.warns(UserWarning, match="toggle_optimizer"):
+        means = cluster.step(grads)
+    for i in range(5):
+        torch.testing.assert_close(means[0][i], (grads[0][i] + grads[1][i]) / 2, rtol=1e-5, atol=1e-5)
+        assert torch.equal(cluster.residual(0, i), before[0][i])
+    # tensors of no optimizer are never waited for
+    assert not torch.equal(cluster.residual(0, 6), before[0][6])
+
+
+class Failing(TopK):
+    """Fails on demand."""
+
+    def __init__(self) -> None:
+        self.fail = False
+
+    def select(self, x: torch.Tensor, segments: Segments, step: int) -> Selection:
+        if self.fail:
+            raise ValueError(f"no selection in step {step}")
+        return super().select(x, segments, step)
+
+
+@pytest.mark.parametrize("fusion", ["aligned", "naive"])
+def test_an_error_on_one_rank_is_raised_on_all_and_nobody_hangs(make: Callable[..., Cluster], fusion: str) -> None:
+    cluster = make(3, fusion=fusion)
+    for controller in cluster.controllers:
+        controller.generator.sparsifier = Failing()
+    settle(cluster)
+    cluster.controllers[1].generator.sparsifier.fail = True
+    grads = cluster.random_grads(4)
+
+    def run(rank: int) -> Exception | None:
+        try:
+            for index in cluster.order:
+                cluster.controllers[rank].push(index, grads[rank][index].clone())
+            cluster.controllers[rank].drain()
+        except (ValueError, RuntimeError) as error:
+            return error
+        return None
+
+    errors = cluster.each(run)
+    assert isinstance(errors[1], ValueError)
+    assert "no selection in step 3" in str(errors[1])
+    assert all("another rank could not select" in str(errors[rank]) for rank in (0, 2))
+
+
+def test_a_window_that_never_completes_is_named_and_forgotten(make: Callable[..., Cluster]) -> None:
+    cluster = make(1)
+    settle(cluster)
+    controller, grads = cluster.controllers[0], cluster.random_grads(3)[0]
+    for index in cluster.order[:4]:
+        controller.push(index, grads[index].clone())
+    assert controller.missing() == [f"t{i}" for i in range(5, -1, -1)]
+    with pytest.raises(RuntimeError, match="t5"):
+        controller.drain()
+    # the same tensors again: a new window, in which nothing of the residual was lost
+    cluster.step(cluster.random_grads(4))
+    assert controller.windows == 4
+
+
+def test_an_order_that_changes_is_followed(make: Callable[..., Cluster]) -> None:
+    cluster = make(2, fusion="adaptive")
+    n = len(cluster.specs)
+    orders = [list(range(n)), list(reversed(range(n))), list(reversed(range(n))), [*range(5, n), *range(5)]]
+    done = [torch.zeros(s.numel, dtype=torch.float64) for s in cluster.specs]
+    given = [torch.zeros(s.numel, dtype=torch.float64) for s in cluster.specs]
+    for step in range(12):
+        grads = cluster.random_grads(step)
+        means = cluster.step(grads, order=orders[min(step // 3, 3)])
+        assert all(torch.equal(a, b) for a, b in zip(*means, strict=True))
+        for i in range(n):
+            done[i] += 2 * means[0][i].double()
+            given[i] += grads[0][i].double() + grads[1][i].double()
+    for i in range(n):
+        total = done[i] + cluster.residual(0, i) + cluster.residual(1, i)
+        torch.testing.assert_close(total, given[i], rtol=0, atol=1e-3)
+    layout = cluster.controllers[0].generator.layout
+    assert [spec.index for spec in layout.specs] == orders[3]
+
+
+def test_density_changes_move_no_state(make: Callable[..., Cluster]) -> None:
+    from lightning_safusion.sparsify import ExponentialRamp
+
+    cluster = make(2, density=ExponentialRamp(0.5, 0.01, 6), fusion="adaptive", collective="auto")
+    sent = []
+    for step in range(8):
+        cluster.step(cluster.random_grads(step))
+        sent.append(cluster.controllers[0].report.as_dict()["achieved_density"])
+    assert sent[1] > sent[3] > sent[5] > 0
+    assert sent[7] == pytest.approx(0.01, rel=0.2)
+
+
+def test_memory_none_sends_only_gradients_of_this_step(make: Callable[..., Cluster]) -> None:
+    cluster = make(1, memory=NoMemory())
+    for step in range(3):
+        grads = cluster.random_grads(step)
+        means = cluster.step(grads)
+        for mean, grad in zip(means[0], grads[0], strict=True):
+            kept = mean != 0
+            assert torch.equal(mean[kept], grad[kept])
+
+
+def test_measured_plans_are_equal_on_all_ranks(make: Callable[..., Cluster]) -> None:
+    cluster = Cluster(3, lambda: settings(fusion="adaptive", collective="auto"), measure=True)
+    settle(cluster, 12)
+    digests = {controller.current_plan().digest for controller in cluster.controllers}
+    assert len(digests) == 1
+    cluster.close()

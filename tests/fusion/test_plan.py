@@ -1,0 +1,67 @@
+"""Plans cover every tensor exactly once, and their digest identifies them in every process."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_safusion.fusion.plan import Group, Plan
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 0), (3, 3), (4, 2), (-1, 2)])
+def test_group_needs_a_tensor(start: int, stop: int) -> None:
+    with pytest.raises(ValueError, match=f"places {start} to {stop}"):
+        Group(start, stop)
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        (Group(1, 3),),  # the first tensor is missing
+        (Group(0, 2), Group(3, 4)),  # a hole
+        (Group(0, 2), Group(1, 4)),  # a tensor twice
+        (Group(2, 4), Group(0, 2)),  # not in ready order
+    ],
+)
+def test_plan_refuses_anything_but_a_partition(groups: tuple[Group, ...]) -> None:
+    with pytest.raises(ValueError, match="missing or comes twice"):
+        Plan(groups)
+
+
+def test_from_counts() -> None:
+    plan = Plan.from_counts([2, 1, 3], "allreduce")
+    assert [(g.start, g.stop, g.collective) for g in plan.groups] == [
+        (0, 2, "allreduce"),
+        (2, 3, "allreduce"),
+        (3, 6, "allreduce"),
+    ]
+    assert plan.num_tensors == 6
+
+
+def test_empty_plan() -> None:
+    assert Plan(()).num_tensors == 0
+
+
+def test_plans_are_values() -> None:
+    first, second = Plan.from_counts([2, 3]), Plan.from_counts([2, 3])
+    assert first == second
+    assert hash(first) == hash(second)
+    assert first.digest == second.digest
+
+
+def test_digest_tells_plans_apart() -> None:
+    plans = [
+        Plan(()),
+        Plan.from_counts([1, 11]),
+        Plan.from_counts([11, 1]),
+        Plan.from_counts([12]),
+        Plan.from_counts([1, 1, 10]),
+        Plan.from_counts([1, 11], "allreduce"),
+        Plan((Group(0, 1, "allreduce"), Group(1, 12))),
+    ]
+    assert len({plan.digest for plan in plans}) == len(plans)
+    # Compared as an int64 tensor across ranks.
+    assert all(0 <= plan.digest < 2**63 for plan in plans)
+
+
+def test_digest_depends_on_nothing_but_the_plan() -> None:
+    assert Plan.from_counts([3, 1, 4], "allreduce").digest == 2137832420264740237

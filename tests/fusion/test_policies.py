@@ -1,0 +1,175 @@
+"""Every policy cuts every model into a partition, purely; names resolve to policies."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from lightning_safusion.fusion.adaptive import Adaptive
+from lightning_safusion.fusion.dp import predict_finish
+from lightning_safusion.fusion.plan import GroupCosts, Plan
+from lightning_safusion.fusion.policy import WFBP, Aligned, FusionPolicy, Naive, Single, resolve_fusion
+from lightning_safusion.fusion.profile import modelled_costs
+
+POLICIES: list[FusionPolicy] = [
+    WFBP(),
+    Single(),
+    Naive(),
+    Aligned(),
+    Aligned(3),
+    Aligned(5, max_elements=1000),
+    Adaptive(),
+    Adaptive(rule="paper"),
+    Adaptive(max_last_share=1.0),
+]
+
+
+def costs_of(numels: list[int], density: float = 0.01, world_size: int = 4) -> GroupCosts:
+    sparse_bytes = [8 * min(n, max(1, int(density * n))) for n in numels]
+    return modelled_costs(numels, sparse_bytes, [4 * n for n in numels], world_size)
+
+
+def random_models() -> list[GroupCosts]:
+    rng = np.random.default_rng(0)
+    models = [[1], [0], [0, 5, 0], [10**9]]
+    models += [rng.lognormal(8, 3, rng.integers(2, 60)).astype(int).tolist() for _ in range(12)]
+    return [costs_of(numels) for numels in models]
+
+
+def counts(plan: Plan) -> list[int]:
+    return [group.stop - group.start for group in plan.groups]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+def test_every_tensor_is_in_exactly_one_buffer(policy: FusionPolicy) -> None:
+    for costs in random_models():
+        assert sum(counts(policy.plan(costs))) == len(costs.numels)  # Plan itself refuses holes and repeats
+    assert policy.plan(costs_of([])) == Plan(())
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+def test_plans_are_pure(policy: FusionPolicy) -> None:
+    models = random_models()
+    first = [policy.plan(costs) for costs in models]
+    again = [policy.plan(costs) for costs in reversed(models)]
+    assert first == again[::-1]
+
+
+def digests_by_name() -> dict[str, int]:
+    numels = [10 ** (i % 6) + i for i in range(80)]
+    costs = modelled_costs(numels, [max(8, n // 12) for n in numels], [4 * n for n in numels], 8)
+    return {name: resolve_fusion(name).plan(costs).digest for name in ("adaptive", "aligned", "wfbp")}
+
+
+def test_plans_are_the_same_in_another_process() -> None:
+    program = inspect.getsource(digests_by_name) + "\nprint(digests_by_name())"
+    imports = """
+from lightning_safusion.fusion.policy import resolve_fusion
+from lightning_safusion.fusion.profile import modelled_costs
+"""
+    path = os.pathsep.join(filter(None, sys.path))
+    result = subprocess.run(
+        [sys.executable, "-c", imports + program],
+        env={**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert ast.literal_eval(result.stdout.splitlines()[-1]) == digests_by_name()
+    assert len(set(digests_by_name().values())) == 3
+
+
+def test_exact_programme_is_never_worse_than_another_policy() -> None:
+    for costs in random_models():
+        best = predict_finish(Adaptive(max_last_share=1.0).plan(costs), costs)
+        for policy in POLICIES:
+            assert best <= predict_finish(policy.plan(costs), costs) * (1 + 1e-12)
+
+
+def test_wfbp_and_single() -> None:
+    costs = costs_of([5, 6, 7])
+    assert counts(WFBP().plan(costs)) == [1, 1, 1]
+    assert counts(Single().plan(costs)) == [3]
+
+
+def test_aligned_counts_tensors() -> None:
+    assert counts(Aligned(3).plan(costs_of([1] * 8))) == [3, 3, 2]
+    assert counts(Aligned(8).plan(costs_of([1] * 8))) == [8]
+    assert counts(Aligned(1).plan(costs_of([1] * 3))) == [1, 1, 1]
+
+
+def test_aligned_bound_closes_early_and_lets_a_large_tensor_travel_alone() -> None:
+    costs = costs_of([4, 4, 4, 100, 1, 1, 0, 10, 0])
+    assert counts(Aligned(4, max_elements=10).plan(costs)) == [2, 1, 1, 3, 2]
+
+
+def test_aligned_depends_on_counts_only() -> None:
+    assert counts(Aligned(4).plan(costs_of([1] * 10))) == counts(Aligned(4).plan(costs_of([10**6] * 10)))
+
+
+def test_each_buffer_gets_the_collective_that_is_cheaper_for_it() -> None:
+    # At 20 % density the all-gather moves more than the all-reduce from 5 workers on, at 0.1 % never here.
+    dense = Aligned(2).plan(costs_of([10**7] * 4, density=0.2, world_size=32))
+    sparse = Aligned(2).plan(costs_of([10**7] * 4, density=0.001, world_size=32))
+    assert {group.collective for group in dense.groups} == {"allreduce"}
+    assert {group.collective for group in sparse.groups} == {"allgather"}
+
+
+def test_only_the_naive_system_streams_and_only_adaptive_measures() -> None:
+    assert [policy.name for policy in POLICIES if policy.streams] == ["naive"]
+    assert {policy.name for policy in POLICIES if policy.needs_costs} == {"adaptive"}
+    assert Naive(128).buffer_elements == 128
+    assert counts(Naive().plan(costs_of([3, 4]))) == [2]
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind"),
+    [("wfbp", WFBP), ("aligned", Aligned), ("behind", Aligned), ("adaptive", Adaptive), ("naive", Naive)]
+    + [("single", Single)],
+)
+def test_names_resolve(spec: str, kind: type[FusionPolicy]) -> None:
+    assert type(resolve_fusion(spec)) is kind
+
+
+def test_a_policy_resolves_to_itself() -> None:
+    class Halves(FusionPolicy):
+        name = "halves"
+
+        def plan(self, costs: GroupCosts) -> Plan:
+            return Plan.from_counts([len(costs.numels) // 2, len(costs.numels) - len(costs.numels) // 2])
+
+    policy = Halves()
+    assert resolve_fusion(policy) is policy
+    assert counts(policy.plan(costs_of([1] * 5))) == [2, 3]
+    assert policy.schedule() is None
+
+
+def test_unknown_names_and_types_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"'adaptve'.*'adaptive', 'aligned', 'behind', 'naive', 'single', 'wfbp'"):
+        resolve_fusion("adaptve")
+    with pytest.raises(TypeError, match="got 8"):
+        resolve_fusion(8)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (Aligned, {"tensors_per_buffer": 0}),
+        (Aligned, {"max_elements": 0}),
+        (Naive, {"buffer_elements": 0}),
+    ],
+)
+def test_bad_options_are_refused_by_value(kind: type[FusionPolicy], options: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(options))} must be .* got 0"):
+        kind(**options)
+
+
+def test_repr_shows_the_options() -> None:
+    assert repr(Aligned(4)) == "Aligned(tensors_per_buffer=4, max_elements=None)"

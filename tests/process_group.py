@@ -1,0 +1,111 @@
+"""Runs a function on several ranks of a real gloo process group, inside a test."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_GRACE = 5.0  # seconds that the other ranks get to report after the first failure
+
+
+def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    """Calls ``fn(rank, *args)`` in ``world_size`` forked processes that share a gloo process group.
+
+    Forked children see closures, fixtures and patched modules of the test; they compute with one thread.
+
+    Args:
+        world_size: Number of processes.
+        fn: Called with the rank first; the default process group is initialised. Its result must be picklable.
+        args: Further arguments.
+        timeout: Seconds for everything, and for each collective.
+
+    Returns:
+        The results in rank order.
+
+    Raises:
+        RuntimeError: If a rank raised or died; the message holds the tracebacks of all ranks that failed.
+        TimeoutError: If a rank did not end in time. No process is left behind in any case.
+    """
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        pipes: dict[Connection, int] = {}
+        processes: list[ForkProcess] = []
+        try:
+            for rank in range(world_size):
+                receiver, sender = context.Pipe()
+                store = os.path.join(folder, "store")
+                process = context.Process(target=_child, args=(sender, rank, world_size, store, timeout, fn, args))
+                process.start()
+                sender.close()
+                processes.append(process)
+                pipes[receiver] = rank
+            results = _collect(pipes, timeout)
+            for pipe, process in zip(pipes, processes, strict=True):
+                pipe.send_bytes(b"all ranks have reported")
+                process.join(_GRACE)
+            return results
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _child(
+    sender: Connection, rank: int, world_size: int, store: str, timeout: float, fn: Callable[..., Any], args: Any
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(store, world_size),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout),
+        )
+        sender.send_bytes(pickle.dumps((True, fn(rank, *args))))
+        # A rank that leaves early closes connections that others may still be opening or reading from.
+        sender.poll(timeout)
+    except BaseException:
+        sender.send_bytes(pickle.dumps((False, traceback.format_exc())))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _collect(pipes: dict[Connection, int], timeout: float) -> list[Any]:
+    deadline = time.monotonic() + timeout
+    results: dict[int, Any] = {}
+    failures: list[str] = []
+    waiting = dict(pipes)
+    while waiting:
+        ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank = waiting.pop(pipe)
+            try:
+                succeeded, value = pickle.loads(pipe.recv_bytes())  # noqa: S301 (from our own child)
+            except EOFError:
+                succeeded, value = False, "the process died without a report\n"
+            if succeeded:
+                results[rank] = value
+            else:
+                failures.append(f"rank {rank} of {len(pipes)} failed:\n{value}")
+                deadline = min(deadline, time.monotonic() + _GRACE)
+    if failures:
+        raise RuntimeError("\n".join(failures))  # in the order of arrival: the cause comes first
+    if waiting:
+        raise TimeoutError(f"ranks {sorted(waiting.values())} of {len(pipes)} did not end within {timeout} s")
+    return [results[rank] for rank in range(len(pipes))]

@@ -1,0 +1,101 @@
+"""Symmetric distributions with known tails: samplers, and exact figures to test estimators against.
+
+``TAIL_THRESHOLDS`` holds the threshold that leaves a share ``DENSITIES`` of the magnitudes; ``MOMENTS`` the mean and
+the standard deviation of the magnitudes and the distributions fitted to them. All figures are those of the
+distributions, not of samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_safusion.sparsify.base import span_segments
+from lightning_safusion.sparsify.select import ThresholdSparsifier, segmented_view
+
+DENSITIES = (0.1, 0.05, 0.01, 0.001)
+
+
+def _signed(magnitudes: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    return magnitudes * rng.choice([-1.0, 1.0], len(magnitudes))
+
+
+def _gpareto(shape: float) -> Callable[[np.random.Generator, int], np.ndarray]:
+    return lambda rng, n: _signed((rng.uniform(size=n) ** -shape - 1) / shape, rng)
+
+
+def _mostly_zero(rng: np.random.Generator, values: np.ndarray) -> np.ndarray:
+    return np.where(rng.uniform(size=len(values)) < 0.9, 0.0, values)
+
+
+SAMPLERS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
+    "gaussian": lambda rng, n: rng.standard_normal(n),
+    "laplace": lambda rng, n: _signed(rng.exponential(size=n), rng),
+    "gamma": lambda rng, n: _signed(rng.gamma(0.5, size=n), rng),
+    "gpareto10": _gpareto(0.1),
+    "gpareto25": _gpareto(0.25),
+    "gpareto40": _gpareto(0.4),
+    "student5": lambda rng, n: rng.standard_t(5, n),
+    "student3": lambda rng, n: rng.standard_t(3, n),
+    "uniform": lambda rng, n: rng.uniform(-1, 1, n),
+    "zeros_gaussian": lambda rng, n: _mostly_zero(rng, rng.standard_normal(n)),
+    "zeros_laplace": lambda rng, n: _mostly_zero(rng, _signed(rng.exponential(size=n), rng)),
+}
+
+
+def sample(name: str, numel: int, seed: int = 0) -> Tensor:
+    """float32 [numel], a seeded sample."""
+    return torch.from_numpy(SAMPLERS[name](np.random.default_rng(seed), numel).astype(np.float32))
+
+
+TAIL_THRESHOLDS: dict[str, tuple[float, float, float, float]] = {
+    "gaussian": (1.644854, 1.959964, 2.575829, 3.290527),
+    "laplace": (2.302585, 2.995732, 4.605170, 6.907755),
+    "gamma": (1.352772, 1.920729, 3.317448, 5.413783),
+    "gpareto10": (2.589254, 3.492828, 5.848932, 9.952623),
+    "gpareto25": (3.113118, 4.458970, 8.649111, 18.493653),
+    "gpareto40": (3.779716, 5.786135, 13.273934, 37.122330),
+    "student5": (2.015048, 2.570582, 4.032143, 6.868827),
+    "student3": (2.353363, 3.182446, 5.840909, 12.923979),
+    "uniform": (0.9, 0.95, 0.99, 0.999),
+    "zeros_gaussian": (0.0, 0.674490, 1.644854, 2.575829),
+    "zeros_laplace": (0.0, 0.693147, 2.302585, 4.605170),
+}
+
+
+class Moments(NamedTuple):
+    """Mean and deviation of the magnitudes; shape and scale of the fitted Pareto and gamma distributions."""
+
+    mean: float
+    std: float
+    gpareto: tuple[float, float]
+    gamma: tuple[float, float]
+
+
+MOMENTS: dict[str, Moments] = {
+    "gaussian": Moments(0.797885, 0.602810, (-0.37597, 1.097865), (1.35509, 0.588805)),
+    "laplace": Moments(1.0, 1.0, (0.0, 1.0), (0.990942, 1.009140)),
+    "gamma": Moments(0.5, 0.707107, (0.25, 0.375), (0.493026, 1.014146)),
+    "gpareto10": Moments(1.111111, 1.242260, (0.1, 1.0), (0.913572, 1.216227)),
+    "gpareto25": Moments(1.333333, 1.885618, (0.25, 1.0), (0.798095, 1.670645)),
+    "gpareto40": Moments(1.666667, 3.726780, (0.4, 1.0), (0.683521, 2.438354)),
+    "student5": Moments(0.949017, 0.875234, (-0.08785, 1.032392), (1.179740, 0.804429)),
+    "student3": Moments(1.102658, 1.335719, (0.15926, 0.927047), (1.037865, 1.062429)),
+    "uniform": Moments(0.5, 0.288675, (-1.0, 1.0), (1.769695, 0.282535)),
+}
+
+
+def found_ratio(sparsifier: ThresholdSparsifier, x: Tensor, density: float, step: int = 0) -> float:
+    """Elements of ``x`` beyond the estimated threshold, before any cut, as a multiple of the quota."""
+    quota = int(density * x.numel() + 1e-6)
+    view = segmented_view(x, span_segments(x.numel(), quota))
+    return view.count_above(sparsifier.thresholds(view, step)).item() / quota
+
+
+def count_tolerance(expected: float, quota: float) -> float:
+    """Five standard deviations of a count around ``expected`` quotas, and 3 %, as a difference of the ratio."""
+    return 5 * (expected / quota) ** 0.5 + 0.03 * expected

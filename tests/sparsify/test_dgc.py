@@ -1,0 +1,148 @@
+"""DGC: the sampled threshold, its law, and what happens where it is off."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_safusion.sparsify.base import Segments, span_segments
+from lightning_safusion.sparsify.dgc import DGC, sample_start, sample_strides
+from lightning_safusion.sparsify.select import segmented_view
+from tests.sparsify.distributions import SAMPLERS, found_ratio, sample
+
+
+@pytest.mark.parametrize(
+    ("numel", "quota", "stride"),
+    [
+        (1_000_000, 1_000, 97),  # the authors' figures: 10 309 samples of 10^6
+        (1_000_000, 100_000, 97),
+        (25_557_032, 25_557, 97),
+        (100_000, 100, 49),  # 2 / density = 2 000 samples are needed
+        (2_000, 2, 1),  # no more elements than samples needed: all of them
+        (1, 1, 1),
+    ],
+)
+def test_stride_is_the_published_one(numel: int, quota: int, stride: int) -> None:
+    assert sample_strides(span_segments(numel, quota), 0.01, 2).tolist() == [stride]
+
+
+def beta_binomial_cdf(draws: int, alpha: int, beta: int) -> np.ndarray:
+    """Distribution function of the beta-binomial law on 0..draws."""
+
+    def log_beta(a: Tensor, b: Tensor) -> Tensor:
+        return torch.lgamma(a) + torch.lgamma(b) - torch.lgamma(a + b)
+
+    j = torch.arange(draws + 1, dtype=torch.float64)
+    a, b = torch.tensor(float(alpha), dtype=torch.float64), torch.tensor(float(beta), dtype=torch.float64)
+    choose = -log_beta(j + 1, draws - j + 1) - math.log(draws + 1)
+    return torch.exp(choose + log_beta(j + a, draws - j + b) - log_beta(a, b)).cumsum(0).numpy()
+
+
+def test_number_found_follows_the_beta_binomial_law() -> None:
+    """N = s + BetaBinomial(d - n; s, n - s + 1) whatever the distribution (Kolmogorov-Smirnov, false alarm 1e-6)."""
+    numel, quota, trials = 5_000, 250, 1_200
+    stride = int(sample_strides(span_segments(numel, quota), 0.01, 2)[0])
+    rng = np.random.default_rng(3)
+    laws: dict[int, np.ndarray] = {}
+    ranks = np.empty(trials)
+    for trial in range(trials):
+        x = torch.from_numpy(rng.standard_t(3, numel).astype(np.float32))
+        view = segmented_view(x, span_segments(numel, quota))
+        found = int(view.count_above(DGC(max_iterations=0).thresholds(view, trial)))
+        samples = len(range(sample_start(0, trial, 0, stride), numel, stride))
+        taken = math.ceil(quota * samples / numel)
+        law = laws.setdefault(samples, beta_binomial_cdf(numel - samples, taken, samples - taken + 1))
+        below, upto = (law[found - taken - 1] if found > taken else 0.0), law[found - taken]
+        ranks[trial] = below + rng.uniform() * (upto - below)
+    ranks.sort()
+    grid = np.arange(trials) / trials
+    distance = max(np.max(ranks - grid), np.max(grid + 1 / trials - ranks))
+    assert distance < math.sqrt(-math.log(0.5e-6) / 2 / trials)
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_whole_sample_gives_the_exact_threshold(name: str) -> None:
+    x = sample(name, 4_000)
+    quota = 200
+    view = segmented_view(x, span_segments(4_000, quota))
+    tau = DGC(sample_ratio=1.0).thresholds(view, 0)
+    assert int(view.count_above(tau)) == quota
+
+
+def test_enough_tail_samples_keep_the_number_found_in_the_band() -> None:
+    """170 sampled tail elements keep N within 0.8 to 1.3 quotas with 99 %; the default 2 do not."""
+    x = sample("laplace", 200_000)
+    careful = [found_ratio(DGC(tail_samples=170, max_iterations=0), x, 0.005, step) for step in range(40)]
+    assert min(careful) >= 0.8
+    assert max(careful) <= 1.3
+    default = [found_ratio(DGC(max_iterations=0), x, 0.005, step) for step in range(40)]
+    assert max(default) > 1.3
+    assert min(default) < 0.8
+
+
+def test_too_high_a_threshold_is_lowered() -> None:
+    x = sample("gaussian", 200_000)
+    raw = [found_ratio(DGC(max_iterations=0), x, 0.002, step) for step in range(40)]
+    lowered = [found_ratio(DGC(), x, 0.002, step) for step in range(40)]
+    assert min(raw) < 0.8 <= min(lowered)
+    assert all(after == before for before, after in zip(raw, lowered, strict=True) if before >= 0.8)
+
+
+@pytest.mark.parametrize("step", range(12))
+def test_re_selection_equals_top_k(step: int) -> None:
+    """Where at least a quota is found, the exact cut among the candidates is Top-k; else N < k are sent."""
+    x = sample("student3", 50_000, seed=step)
+    segments = span_segments(50_000, 100)
+    found = found_ratio(DGC(), x, 0.002, step)
+    selection = DGC().select(x, segments, step)
+    top = segmented_view(x, segments).top()
+    if found >= 1:
+        assert torch.equal(selection.indices, top.indices)
+    else:
+        assert selection.count == round(found * 100)
+        assert set(selection.indices.tolist()) < set(top.indices.tolist())
+
+
+def test_start_depends_on_seed_step_and_key_only() -> None:
+    starts = {sample_start(seed, step, key, 1 << 40) for seed in (0, 1) for step in (0, 1) for key in (0, 1, "a", "b")}
+    assert len(starts) == 16
+    # pinned: the start is the same in every process, also for strings, whose hash() is not
+    assert sample_start(0, 0, "layer.weight", 1 << 40) == 740329784002
+
+
+def test_starts_cover_the_stride_evenly() -> None:
+    counts = np.bincount([sample_start(0, step, 7, 8) for step in range(8_000)], minlength=8)
+    assert counts.min() > 1_000 - 5 * math.sqrt(1_000)
+    assert counts.max() < 1_000 + 5 * math.sqrt(1_000)
+
+
+def test_small_segments_are_sampled_whole_beside_large_ones() -> None:
+    sizes = [1, 30, 0, 100_000, 200]
+    quotas = np.array([1, 3, 0, 1_000, 0])
+    edges = np.concatenate([[0], np.cumsum(sizes)])
+    x = sample("gaussian", int(edges[-1]))
+    segments = Segments(edges, quotas, tuple("abcde"), tuple((size,) for size in sizes))
+    selection = DGC().select(x, segments, 4)
+    counts = np.diff(np.searchsorted(selection.indices.numpy(), edges))
+    assert counts[:3].tolist() == [1, 3, 0]
+    assert 800 <= counts[3] <= 1_000
+    assert counts[4] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"sample_ratio": 0.0}, "sample_ratio"),
+        ({"sample_ratio": 1.5}, "1.5"),
+        ({"tail_samples": 0}, "tail_samples"),
+        ({"lower": 1.0}, "lower"),
+        ({"max_iterations": -1}, "max_iterations"),
+    ],
+)
+def test_arguments_are_checked(arguments: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DGC(**arguments)  # type: ignore[arg-type]

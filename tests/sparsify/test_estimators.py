@@ -1,0 +1,308 @@
+"""What every sparsifier promises, whatever its formula."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_safusion.sparsify.adtopk import ADTopk
+from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier, span_segments
+from lightning_safusion.sparsify.dgc import DGC
+from lightning_safusion.sparsify.gaussiank import GaussianK
+from lightning_safusion.sparsify.identity import NoCompression
+from lightning_safusion.sparsify.oktopk import OkTopk
+from lightning_safusion.sparsify.randomk import RandomK
+from lightning_safusion.sparsify.redsync import RedSync
+from lightning_safusion.sparsify.select import ThresholdSparsifier, segmented_view
+from lightning_safusion.sparsify.select_torch import TorchView
+from lightning_safusion.sparsify.sidco import SIDCo
+from lightning_safusion.sparsify.threshold import Threshold
+from lightning_safusion.sparsify.topk import TopK
+from tests.sparsify.distributions import DENSITIES, SAMPLERS, TAIL_THRESHOLDS, sample
+
+ESTIMATORS: dict[str, Callable[[], ThresholdSparsifier]] = {
+    "dgc": DGC,
+    "gaussiank": GaussianK,
+    "gaussiank-paper": lambda: GaussianK("paper"),
+    "redsync": RedSync,
+    "redsync-trim": lambda: RedSync("trim"),
+    "sidco": SIDCo,
+    "sidco-e": lambda: SIDCo("exponential", stages=2, correct=False),
+    "sidco-gp": lambda: SIDCo("gamma_gpareto"),
+    "sidco-adapt": lambda: SIDCo("exponential", stages=1, correct=False, adapt=True),
+    "oktopk": OkTopk,
+    "oktopk-step": lambda: OkTopk(control="step"),
+}
+ALL: dict[str, Callable[[], Sparsifier]] = {
+    "topk": TopK,
+    "randomk": RandomK,
+    "threshold": Threshold,
+    "adtopk": ADTopk,
+    "none": NoCompression,
+    **ESTIMATORS,
+}
+BY_MAGNITUDE = [name for name in ALL if name != "randomk"]
+# decided by the set of magnitudes alone, not by positions
+BY_DISTRIBUTION = [name for name in BY_MAGNITUDE if name != "dgc"]
+
+SIZES = (3_000, 1, 0, 17, 900, 40, 2_000)
+QUOTAS = (30, 1, 0, 1, 0, 40, 500)
+
+
+def several() -> tuple[Tensor, Segments]:
+    """Seven segments: one empty, one left out, one whose quota is its size."""
+    edges = np.concatenate([[0], np.cumsum(SIZES)])
+    x = torch.cat([sample(name, size, seed=9) for name, size in zip(SAMPLERS, SIZES, strict=False)])
+    return x, Segments(edges, np.array(QUOTAS), tuple(range(7)), tuple((size,) for size in SIZES))
+
+
+def check_contract(x: Tensor, segments: Segments, selection: Selection) -> np.ndarray:
+    """Unique ascending positions with their own values, within every quota, and at least one each; int64 [M] counts."""
+    count = int(selection.count)
+    indices = selection.indices[:count]
+    assert indices.dtype == torch.int64
+    assert bool((indices.diff() > 0).all())
+    assert count == 0 or (int(indices[0]) >= 0 and int(indices[-1]) < x.numel())
+    values = selection.values[:count]
+    assert torch.equal(values.view(torch.int32), x[indices].view(torch.int32))  # bitwise: NaN and -0 too
+    counts = np.diff(np.searchsorted(indices.numpy(), segments.edges))
+    wanted = np.minimum(segments.quotas, segments.sizes)
+    if not segments.pool:
+        assert (counts <= wanted).all()
+    assert (counts >= np.minimum(wanted, 1)).all()
+    assert count <= segments.capacity
+    return counts
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_contract(name: str) -> None:
+    x, segments = several()
+    before = x.clone()
+    sparsifier = ALL[name]()
+    for step in range(3):
+        counts = check_contract(x, segments, sparsifier.select(x, segments, step))
+        if not sparsifier.estimates:
+            assert counts.tolist() == list(QUOTAS)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_contract_with_a_pool(name: str) -> None:
+    x, segments = several()
+    pool = Segments(segments.edges, np.minimum(segments.quotas, 5), segments.keys, segments.shapes, pool=200)
+    sparsifier = ALL[name]()
+    counts = check_contract(x, pool, sparsifier.select(x, pool, 0))
+    assert counts[4] == 0  # quota 0: not even from the pool
+    if name in ("topk", "adtopk"):
+        assert counts.sum() == pool.capacity
+
+
+@pytest.mark.parametrize("name", BY_MAGNITUDE)
+@pytest.mark.parametrize("distribution", ["gaussian", "student3", "uniform", "zeros_laplace"])
+def test_no_larger_element_stays_behind(name: str, distribution: str) -> None:
+    """Threshold consistency, and with it the contraction ||x - C(x)||^2 <= (1 - N/d) ||x||^2."""
+    x = sample(distribution, 20_000)
+    for quota in (20, 1_000, 2_000):
+        selection = ALL[name]().select(x, span_segments(20_000, quota), 0)
+        left = x.clone()
+        left[selection.indices] = 0
+        assert float(selection.values.abs().min()) >= float(left.abs().max())
+        energy = float(x.double().square().sum())
+        share = int(selection.count) / 20_000
+        assert float(left.double().square().sum()) <= (1 - share) * energy * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name != "threshold"])
+@pytest.mark.parametrize("exponent", [-20, -1, 9])
+def test_scaling_by_a_power_of_two_changes_nothing(name: str, exponent: int) -> None:
+    x, segments = several()
+    plain, scaled = ALL[name](), ALL[name]()
+    for step in range(2):
+        one, other = plain.select(x, segments, step), scaled.select(x * 2.0**exponent, segments, step)
+        assert torch.equal(one.indices, other.indices)
+        assert torch.equal(one.values * 2.0**exponent, other.values)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_sign_of_the_gradient_does_not_matter(name: str) -> None:
+    x, segments = several()
+    one, other = ALL[name]().select(x, segments, 0), ALL[name]().select(-x, segments, 0)
+    assert torch.equal(one.indices, other.indices)
+    assert torch.equal(one.values, -other.values)
+
+
+@pytest.mark.parametrize("name", BY_DISTRIBUTION)
+def test_order_of_the_elements_does_not_matter(name: str) -> None:
+    x = sample("laplace", 30_000)
+    order = torch.from_numpy(np.random.default_rng(4).permutation(30_000))
+    segments = span_segments(30_000, 300)
+    plain = ALL[name]().select(x, segments, 0)
+    permuted = ALL[name]().select(x[order], segments, 0)
+    assert sorted(order[permuted.indices].tolist()) == plain.indices.tolist()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_selection_is_reproducible_and_draws_no_global_random_number(name: str) -> None:
+    x, segments = several()
+    torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()
+    runs = []
+    for _ in range(2):
+        sparsifier = ALL[name]()
+        runs.append([sparsifier.select(x, segments, step).indices for step in range(4)])
+    assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
+    assert torch.equal(torch.get_rng_state(), torch_state)
+    assert (np.random.get_state()[1] == numpy_state[1]).all()
+
+
+# -- edge inputs ----------------------------------------------------------------------------------------------------
+
+
+def with_one(value: float) -> Tensor:
+    x = sample("gaussian", 1_000)
+    x[123] = value
+    return x
+
+
+EDGES: dict[str, tuple[Tensor, int]] = {
+    "zeros": (torch.zeros(1_000), 10),
+    "constant": (torch.full((1_000,), 0.7), 10),
+    "constant magnitude": (torch.where(torch.arange(1_000) % 3 == 0, -0.7, 0.7), 10),
+    "one-hot": (torch.nn.functional.one_hot(torch.tensor(500), 1_000).float(), 10),
+    "one element": (torch.tensor([-3.0]), 1),
+    "one zero": (torch.zeros(1), 1),
+    "two elements": (torch.tensor([1.0, -2.0]), 1),
+    "two of two": (torch.tensor([1.0, -2.0]), 2),
+    "all negative": (-sample("gamma", 1_000).abs(), 10),
+    "everything": (sample("gaussian", 1_000), 1_000),
+    "less than one": (sample("gaussian", 1_000), 1),
+    "90 % zeros": (sample("zeros_gaussian", 1_000), 10),
+    "fewer non-zeros than the quota": (torch.where(torch.arange(1_000) < 4, 1.5, 0.0), 10),
+    "NaN": (with_one(math.nan), 10),
+    "Inf": (with_one(math.inf), 10),
+    "-Inf": (with_one(-math.inf), 10),
+    "all NaN": (torch.full((1_000,), math.nan), 10),
+    "all Inf": (torch.full((1_000,), math.inf), 10),
+    "denormals": (sample("gaussian", 1_000) * 1e-41, 10),
+    "huge": (sample("gaussian", 1_000) * 1e37, 10),
+    "bfloat16 ties": (sample("gaussian", 1_000).bfloat16().float(), 10),
+    "float16 ties": (sample("gaussian", 1_000).half().float(), 10),
+    "two values": (torch.where(torch.arange(1_000) % 2 == 0, 1.0, 1e-3), 10),
+    "arithmetic sequence": (torch.arange(1_000).float(), 10),
+}
+
+
+@pytest.mark.parametrize("edge", EDGES)
+@pytest.mark.parametrize("name", ALL)
+def test_edge_inputs(name: str, edge: str) -> None:
+    """Every input ends in a valid selection, also when the same input comes again and again."""
+    x, quota = EDGES[edge]
+    segments = span_segments(x.numel(), quota)
+    sparsifier = ALL[name]()
+    for step in range(6):
+        selection = sparsifier.select(x, segments, step)
+        check_contract(x, segments, selection)
+        if name != "randomk" and bool(torch.isfinite(x).all()) and bool(x.any()):
+            assert float(selection.values.abs().max()) == float(x.abs().max())  # the largest is always sent
+
+
+@pytest.mark.parametrize("edge", ["constant", "constant magnitude", "two values", "denormals", "bfloat16 ties"])
+@pytest.mark.parametrize("name", ["dgc", "gaussiank", "redsync", "redsync-trim", "sidco", "oktopk", "sidco-gp"])
+def test_degenerate_inputs_do_not_starve(name: str, edge: str) -> None:
+    """The default methods send a good part of the quota where the fitted distribution makes no sense."""
+    x, quota = EDGES[edge]
+    selection = ALL[name]().select(x, span_segments(x.numel(), quota), 0)
+    assert int(selection.count) >= quota // 2
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_nothing_to_select(name: str) -> None:
+    for x, segments in [
+        (torch.zeros(0), Segments(np.array([0]), np.zeros(0, np.int64), (), ())),
+        (torch.zeros(0), span_segments(0, 0)),
+        (torch.ones(5), span_segments(5, 0)),
+    ]:
+        selection = ALL[name]().select(x, segments, 0)
+        if name != "none":
+            assert int(selection.count) == 0
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_input_of_another_kind_is_refused(name: str) -> None:
+    with pytest.raises(TypeError, match="contiguous float32"):
+        ALL[name]().select(torch.ones(10)[::2], span_segments(5, 1), 0)
+    with pytest.raises(TypeError, match="float64"):
+        ALL[name]().select(torch.ones(10, dtype=torch.float64), span_segments(10, 1), 0)
+
+
+# -- backends and samplers ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_formulas_agree_on_both_backends(name: str) -> None:
+    """The accelerator's backend, here on a CPU tensor, leads to the same thresholds up to the order of the sums."""
+    x, segments = several()
+    live = torch.from_numpy(segments.quotas > 0)
+    for step in range(2):
+        numpy_tau = ESTIMATORS[name]().thresholds(segmented_view(x, segments), step)
+        torch_tau = ESTIMATORS[name]().thresholds(TorchView(x, segments), step)
+        assert torch_tau.dtype == numpy_tau.dtype == torch.float32
+        assert torch.allclose(torch_tau[live], numpy_tau[live], rtol=1e-5, atol=1e-7)
+
+
+class NoWaiting(TorchDispatchMode):
+    """Refuses the operations for which the host waits for an accelerator."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.overloadpacket.__name__ in ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal"):
+            raise AssertionError(f"{func} waits for the device")
+        return func(*args, **(kwargs or {}))
+
+
+class Accelerated:
+    """A view of the accelerator's backend whose span does not say that it is on the CPU."""
+
+    def __init__(self, view: TorchView) -> None:
+        self._view = view
+        self.x = SimpleNamespace(device=SimpleNamespace(type="accelerator"))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._view, name)
+
+
+@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name not in ("sidco-adapt", "oktopk", "oktopk-step")])
+def test_formulas_never_wait_for_the_device(name: str) -> None:
+    """Without the early ends of the CPU the loops run on, settled segments stay as they are, nothing is read back."""
+    x, segments = several()
+    view = TorchView(x, segments)
+    expected = ESTIMATORS[name]().thresholds(view, 0)
+    with NoWaiting():
+        found = ESTIMATORS[name]().thresholds(Accelerated(view), 0)  # type: ignore[arg-type]
+    live = torch.from_numpy(segments.quotas > 0)
+    assert torch.equal(found[live], expected[live])
+
+
+def test_reused_thresholds_never_wait_for_the_device() -> None:
+    x, segments = several()
+    view, sparsifier = TorchView(x, segments), OkTopk(refresh=2)
+    with NoWaiting():
+        for step in range(3):
+            sparsifier.thresholds(view, step)
+
+
+@pytest.mark.parametrize("name", TAIL_THRESHOLDS)
+def test_samplers_have_the_tabulated_tails(name: str) -> None:
+    """Number beyond the exact threshold within five standard deviations."""
+    x = sample(name, 400_000, seed=6).abs()
+    for density, tau in zip(DENSITIES, TAIL_THRESHOLDS[name], strict=True):
+        found = int((x > tau).sum())
+        assert abs(found / 400_000 - density) <= 5 * math.sqrt(density * (1 - density) / 400_000)

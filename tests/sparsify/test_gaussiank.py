@@ -1,0 +1,127 @@
+"""Gaussian-k: its first threshold, the paper's loop and the bisection that replaces it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_safusion.sparsify.base import span_segments
+from lightning_safusion.sparsify.gaussiank import GaussianK, normal_thresholds
+from lightning_safusion.sparsify.select import segmented_view
+from tests.sparsify.distributions import DENSITIES, SAMPLERS, TAIL_THRESHOLDS, count_tolerance, found_ratio, sample
+
+NUMEL = 1_000_000
+
+# Elements found as multiples of the quota at 10^6 elements, first threshold and after the paper's loop of three trials,
+# computed from the distributions.
+RAW = {
+    "gaussian": (1, 1, 1, 1),
+    "laplace": (0.977, 1.25, 2.62, 9.53),
+    "gamma": (0.914, 1.31, 3.47, 17.0),
+    "gpareto25": (0.692, 0.969, 2.61, 14.1),
+    "student5": (0.871, 1.05, 2.09, 8.11),
+    "student3": (0.652, 0.853, 2.10, 10.7),
+    "uniform": (0.503, 0, 0, 0),
+    "zeros_gaussian": (0.603, 1.07, 4.15, 29.8),
+}
+PAPER_LOOP = {
+    ("laplace", 0.01): 6.51,
+    ("laplace", 0.001): 0.93,
+    ("gamma", 0.01): 0.968,
+    ("gamma", 0.001): 0.342,
+    ("gpareto25", 0.01): 0.918,
+    ("gpareto25", 0.001): 1.29,
+    ("student5", 0.01): 5.49,
+    ("student5", 0.001): 0.212,
+    ("student3", 0.01): 0.681,
+    ("uniform", 0.1): 2.88,
+    ("uniform", 0.05): 3.03,
+    ("uniform", 0.001): 0.0,
+    ("zeros_gaussian", 0.1): 0.795,
+    ("zeros_gaussian", 0.01): 0.668,
+}
+# infinite fourth moments: the deviation of a sample is noise at the rarest density
+NOISY = {("gpareto25", 0.001), ("student3", 0.001)}
+
+
+@pytest.fixture(scope="module")
+def samples() -> dict[str, torch.Tensor]:
+    return {name: sample(name, NUMEL) for name in SAMPLERS}
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_first_threshold_is_the_normal_quantile(place: int) -> None:
+    x = torch.special.ndtri((torch.arange(NUMEL, dtype=torch.float64) + 0.5) / NUMEL).float()
+    view = segmented_view(x, span_segments(NUMEL, int(DENSITIES[place] * NUMEL)))
+    assert float(normal_thresholds(view)) == pytest.approx(TAIL_THRESHOLDS["gaussian"][place], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_number_found_without_refinement(samples: dict[str, torch.Tensor], name: str) -> None:
+    for density, expected in zip(DENSITIES, RAW[name], strict=True):
+        if (name, density) in NOISY:
+            continue
+        found = found_ratio(GaussianK("paper", max_refine=1), samples[name], density)
+        assert abs(found - expected) <= count_tolerance(expected, density * NUMEL)
+
+
+@pytest.mark.parametrize(("case", "expected"), PAPER_LOOP.items(), ids=str)
+def test_paper_loop_is_reproduced_with_its_failures(
+    samples: dict[str, torch.Tensor], case: tuple[str, float], expected: float
+) -> None:
+    name, density = case
+    found = found_ratio(GaussianK("paper"), samples[name], density)
+    assert abs(found - expected) <= count_tolerance(expected, density * NUMEL)
+
+
+@pytest.mark.parametrize("density", DENSITIES)
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_bisection_settles_or_leaves_more_than_the_quota(
+    samples: dict[str, torch.Tensor], name: str, density: float
+) -> None:
+    found = found_ratio(GaussianK(), samples[name], density)
+    assert found >= 2 / 3
+    if name != "uniform" or density > 0.01:  # eight trials do not suffice there, and the exact cut takes over
+        assert found <= 4 / 3
+
+
+@pytest.mark.parametrize("name", ["gaussian", "laplace", "uniform"])
+def test_estimate_in_the_band_is_left_alone(samples: dict[str, torch.Tensor], name: str) -> None:
+    """Both refinements agree with the first threshold where that finds 2/3 to 4/3 of the quota."""
+    density = {"gaussian": 0.01, "laplace": 0.05, "uniform": 0.1}[name]
+    segments = span_segments(NUMEL, int(density * NUMEL))
+    thresholds = [
+        float(sparsifier.thresholds(segmented_view(samples[name], segments), 0))
+        for sparsifier in (GaussianK("paper", max_refine=1), GaussianK("paper"), GaussianK())
+    ]
+    assert (len(set(thresholds)) == 1) == (name != "uniform")  # the raw estimate finds half a quota there
+
+
+@pytest.mark.parametrize("shift", [-0.5, 0.5])
+def test_mean_widens_the_threshold_whatever_its_sign(shift: float) -> None:
+    x = sample("gaussian", 100_000) + shift
+    segments = span_segments(100_000, 1_000)
+    tau = float(normal_thresholds(segmented_view(x, segments)))
+    assert tau == pytest.approx(0.5 + 2.575829, abs=0.02)
+    mirrored = GaussianK().select(-x, segments, 0)
+    assert torch.equal(mirrored.indices, GaussianK().select(x, segments, 0).indices)
+
+
+def test_mostly_zero_segment_sends_its_non_zeros() -> None:
+    x = torch.zeros(10_000)
+    x[torch.arange(5) * 1_000] = torch.tensor([1.0, -2.0, 3.0, -4.0, 5.0])
+    selection = GaussianK().select(x, span_segments(10_000, 100), 0)
+    assert selection.indices.tolist() == [0, 1_000, 2_000, 3_000, 4_000]
+
+
+def test_default_number_of_trials_follows_the_rule() -> None:
+    assert GaussianK("paper").max_refine == 3
+    assert GaussianK().max_refine == 8
+    assert GaussianK(max_refine=5).max_refine == 5
+
+
+def test_arguments_are_checked() -> None:
+    with pytest.raises(ValueError, match="newton"):
+        GaussianK("newton")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="0"):
+        GaussianK(max_refine=0)

@@ -1,0 +1,275 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_safusion.sparsify import DGCMemory, Memory, NoMemory, ResidualMemory, TopK, resolve_memory, span_segments
+
+EDGES = [0, 6, 7, 20, 20, 64]
+CPU = torch.device("cpu")
+
+
+def gradients(step: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(b - a, generator=generator).to(dtype) for a, b in zip(EDGES[:-1], EDGES[1:], strict=True)]
+
+
+def compensate(memory: Memory, grads: list[Tensor], ids: list[int] | None = None) -> None:
+    ids = list(range(len(grads))) if ids is None else ids
+    mine = [grads[i] for i in ids]
+    memory.compensate(ids, mine, [False] * len(ids), torch.stack([g.float().norm() for g in mine]))
+
+
+def bound(memory: Memory) -> Memory:
+    memory.bind(EDGES, CPU)
+    return memory
+
+
+def send(memory: Memory, step: int, wire: torch.dtype = torch.float32) -> Tensor:
+    """Selects 5 elements, rounds them as the wire does, commits them, and returns the update as a dense vector."""
+    x = memory.accumulated(0, 64)
+    selection = TopK().select(x, span_segments(64, 5), step)
+    sent = selection.values.to(wire).float()
+    update = torch.zeros(64).index_add_(0, selection.indices, sent)
+    memory.commit(0, selection.indices, sent)
+    return update
+
+
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_residual_conserves_the_sum_of_gradients(wire: torch.dtype, dtype: torch.dtype) -> None:
+    memory = bound(ResidualMemory())
+    assert memory.conserves
+    total, sent = torch.zeros(64, dtype=torch.float64), torch.zeros(64, dtype=torch.float64)
+    for step in range(60):
+        grads = gradients(step, dtype)
+        total += torch.cat([g.double() for g in grads])
+        compensate(memory, grads)
+        sent += send(memory, step, wire).double()
+        if step % 7 == 0:  # a piece that travels whole, rounded
+            piece = memory.accumulated(7, 20).to(torch.bfloat16).float()
+            sent[7:20] += piece.double()
+            memory.commit_dense(7, 20, piece)
+    torch.testing.assert_close(sent + memory.accumulated(0, 64).double(), total, rtol=0, atol=1e-5 * 60)
+    assert grads[0].dtype == dtype
+
+
+def test_constant_gradient_reaches_every_coordinate() -> None:
+    memory = bound(ResidualMemory())
+    grads = [torch.linspace(0.1, 1, b - a) for a, b in zip(EDGES[:-1], EDGES[1:], strict=True)]
+    reached = torch.zeros(64, dtype=torch.bool)
+    for step in range(200):
+        compensate(memory, grads)
+        reached |= send(memory, step) != 0
+    assert reached.all()
+
+
+def test_rounding_errors_and_decay() -> None:
+    memory = bound(ResidualMemory(decay=0.5))
+    assert not memory.conserves
+    grads = gradients(0)
+    compensate(memory, grads)
+    compensate(memory, grads, [0])
+    torch.testing.assert_close(memory.accumulated(0, 6), 1.5 * grads[0])
+    assert torch.equal(memory.accumulated(7, 20), grads[2])  # not fresh: not decayed
+    memory.add(7, 20, torch.full((13,), 0.25))
+    torch.testing.assert_close(memory.accumulated(7, 20), grads[2] + 0.25)
+
+
+@pytest.mark.parametrize("memory", [ResidualMemory(), DGCMemory()])
+def test_padding_does_no_harm(memory: Memory) -> None:
+    bound(memory)
+    compensate(memory, gradients(0))
+    before = {name: value.clone() for name, value in memory.state_dict().items()}
+    sent = memory.accumulated(7, 64)[3:4].clone()
+    # position 0 is padding only, position 3 is both sent and repeated by padding
+    memory.commit(7, torch.tensor([3, 0, 3, 0]), torch.cat([sent, torch.zeros(3)]))
+    for name, value in memory.state_dict().items():
+        assert value[10] == 0
+        untouched = torch.arange(64) != 10
+        assert torch.equal(value[untouched], before[name][untouched])
+
+
+MEMORIES = {
+    "residual": lambda: ResidualMemory(),
+    "classic": lambda: DGCMemory(),
+    "nesterov": lambda: DGCMemory(nesterov=True),
+    "clipped": lambda: DGCMemory(clip=0.3),
+    "no momentum": lambda: DGCMemory(momentum=0.0),
+    "none": lambda: NoMemory(),
+}
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+def test_withdraw_undoes_compensate(name: str) -> None:
+    memory = bound(MEMORIES[name]())
+    if name != "none":
+        for step in range(3):
+            compensate(memory, gradients(step))
+    before = memory.accumulated(0, 64).clone()
+    later = gradients(9)
+    compensate(memory, later)
+    for tensor in range(5):
+        memory.withdraw(tensor, later[tensor])
+    torch.testing.assert_close(memory.accumulated(0, 64), before, rtol=1e-5, atol=1e-5)
+    # and the future is what it would have been
+    twin = bound(MEMORIES[name]())
+    for step in (0, 1, 2, 4) if name != "none" else (4,):
+        compensate(twin, gradients(step))
+    compensate(memory, gradients(4))
+    torch.testing.assert_close(memory.accumulated(0, 64), twin.accumulated(0, 64), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [n for n in MEMORIES if n != "none"])
+def test_state_moves_with_its_tensor_and_survives_a_checkpoint(name: str) -> None:
+    memory = bound(MEMORIES[name]())
+    for step in range(2):
+        compensate(memory, gradients(step))
+    order = [4, 2, 0, 3, 1]
+    sizes = [EDGES[i + 1] - EDGES[i] for i in order]
+    edges = [0, *torch.tensor(sizes).cumsum(0).tolist()]
+    expected = torch.cat([memory.accumulated(EDGES[i], EDGES[i + 1]) for i in order])
+    memory.permute(order, edges)
+    assert torch.equal(memory.accumulated(0, 64), expected)
+
+    twin = MEMORIES[name]()
+    twin.bind(edges, CPU)
+    twin.load_state_dict({key: value.clone() for key, value in memory.state_dict().items()})
+    grad = torch.ones(sizes[1])
+    for each in (memory, twin):
+        each.compensate([1], [grad], [False], grad.norm()[None])
+    assert torch.equal(memory.accumulated(0, 64), twin.accumulated(0, 64))
+
+
+def test_state_of_another_layout_is_refused() -> None:
+    memory = bound(DGCMemory())
+    with pytest.raises(ValueError, match=r"'momentum' as a vector of 64 elements, got a tensor of shape \(3,\)"):
+        memory.load_state_dict({"momentum": torch.zeros(3), "velocity": torch.zeros(3)})
+    with pytest.raises(ValueError, match="got None"):
+        memory.load_state_dict({"residual": torch.zeros(64)})
+
+
+# -- DGC -------------------------------------------------------------------------------------------------------------
+
+
+def test_dgc_without_momentum_is_the_residual() -> None:
+    dgc, residual = bound(DGCMemory(momentum=0.0, masking=False)), bound(ResidualMemory())
+    for step in range(10):
+        for memory in (dgc, residual):
+            compensate(memory, gradients(step))
+        assert torch.equal(send(dgc, step), send(residual, step))
+
+
+def test_dgc_identity_sent_and_velocity_are_the_summed_momentum() -> None:
+    memory = bound(DGCMemory(momentum=0.9, masking=False))
+    u, momentum, sent = (torch.zeros(64, dtype=torch.float64) for _ in range(3))
+    for step in range(40):
+        grads = gradients(step)
+        momentum = 0.9 * momentum + torch.cat(grads).double()
+        u += momentum
+        compensate(memory, grads)
+        sent += send(memory, step).double()
+        torch.testing.assert_close(sent + memory.accumulated(0, 64).double(), u, rtol=1e-5, atol=1e-4)
+
+
+def test_dgc_masking_zeroes_both_exactly_at_what_was_sent() -> None:
+    memory = bound(DGCMemory())
+    compensate(memory, gradients(0))
+    compensate(memory, gradients(1))
+    before = {name: value.clone() for name, value in memory.state_dict().items()}
+    hit = send(memory, 0) != 0
+    for name, value in memory.state_dict().items():
+        assert (value[hit] == 0).all()
+        assert torch.equal(value[~hit], before[name][~hit])
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_dgc_dense_is_momentum_sgd(nesterov: bool) -> None:
+    memory = bound(DGCMemory(momentum=0.8, nesterov=nesterov))
+    weight = torch.zeros(64, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=1.0, momentum=0.8, nesterov=nesterov)
+    ours = torch.zeros(64)
+    for step in range(12):
+        grads = gradients(step)
+        compensate(memory, grads)
+        update = memory.accumulated(0, 64).clone()
+        memory.commit_dense(0, 64, update)
+        ours -= update
+        weight.grad = torch.cat(grads)
+        optimizer.step()
+        torch.testing.assert_close(ours, weight.detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_dgc_nesterov_closed_form() -> None:
+    memory = bound(DGCMemory(momentum=0.9, nesterov=True))
+    grads = gradients(0)
+    compensate(memory, grads)
+    g = torch.cat(grads)
+    torch.testing.assert_close(memory.state_dict()["momentum"], 0.9 * g)
+    torch.testing.assert_close(memory.accumulated(0, 64), 1.9 * g)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dgc_clips_the_share_of_each_tensor(dtype: torch.dtype) -> None:
+    memory = bound(DGCMemory(momentum=0.0, clip=0.5))
+    memory.world_size = 4
+    grads = [*gradients(0, dtype)[:4], torch.full((44,), 1e-3, dtype=dtype)]
+    grads[1] = torch.zeros(1, dtype=dtype)
+    compensate(memory, grads)
+    for i, grad in enumerate(grads):
+        kept = memory.accumulated(EDGES[i], EDGES[i + 1])
+        norm = float(grad.float().norm())
+        assert float((kept / 4).norm()) <= 0.5 / math.sqrt(4) * (1 + 1e-5)
+        torch.testing.assert_close(kept, grad.float() * min(1.0, 1.0 / max(norm, 1e-30)), rtol=1e-5, atol=0)
+
+
+# -- none ------------------------------------------------------------------------------------------------------------
+
+
+def test_no_memory_shows_only_the_gradients_of_this_window() -> None:
+    memory = bound(NoMemory())
+    first, second = gradients(0), gradients(1)
+    compensate(memory, first, [0, 1])
+    compensate(memory, first, [2, 3, 4])
+    assert torch.equal(memory.accumulated(0, 64), torch.cat(first))
+    send(memory, 0)
+    memory.commit_dense(0, 6, first[0])
+    compensate(memory, second, [4])
+    compensate(memory, second, [1])
+    expected = torch.zeros(64)
+    expected[20:], expected[6:7] = second[4], second[1]
+    assert torch.equal(memory.accumulated(0, 64), expected)
+    assert memory.state_dict() == {}
+
+
+def test_no_memory_forgets_a_window_that_was_never_committed() -> None:
+    memory = bound(NoMemory())
+    compensate(memory, gradients(0))
+    compensate(memory, gradients(1))
+    assert torch.equal(memory.accumulated(0, 64), torch.cat(gradients(1)))
+
+
+@pytest.mark.parametrize(("name", "kind"), [("residual", ResidualMemory), ("dgc", DGCMemory), ("none", NoMemory)])
+def test_resolve_memory(name: str, kind: type[Memory]) -> None:
+    memory = resolve_memory(name)
+    assert type(memory) is kind
+    assert memory.name == name
+    assert resolve_memory(memory) is memory
+
+
+def test_wrong_arguments_are_refused() -> None:
+    wrong: Any = None
+    with pytest.raises(ValueError, match="unknown memory 'ef'"):
+        resolve_memory("ef")
+    with pytest.raises(TypeError, match="got None"):
+        resolve_memory(wrong)
+    with pytest.raises(ValueError, match="got 0"):
+        ResidualMemory(decay=0)
+    with pytest.raises(ValueError, match=r"got 1\.0"):
+        DGCMemory(momentum=1.0)
+    with pytest.raises(ValueError, match="got -1"):
+        DGCMemory(clip=-1)

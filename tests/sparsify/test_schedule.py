@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from lightning_safusion.sparsify import (
+    ConstantDensity,
+    DenseStart,
+    DGCWarmup,
+    ExponentialRamp,
+    LinearRamp,
+    resolve_density,
+)
+
+
+def test_dgc_warmup_of_the_paper() -> None:
+    schedule = DGCWarmup(0.001)
+    assert [schedule(0, e) for e in range(6)] == [0.25, 0.0625, 0.015625, 0.00390625, 0.001, 0.001]
+
+
+def test_dgc_warmup_never_goes_below_its_end() -> None:
+    assert [DGCWarmup(0.05)(0, e) for e in range(5)] == [0.25, 0.0625, 0.05, 0.05, 0.05]
+
+
+@pytest.mark.parametrize(
+    ("epochs", "expected"),
+    [(5, [0.3162, 0.1, 0.0316, 0.01, 0.00316, 0.001]), (4, [0.2512, 0.0631, 0.0158, 0.00398, 0.001])],
+)
+def test_dgc_warmup_spread_evenly(epochs: int, expected: list[float]) -> None:
+    schedule = DGCWarmup(0.001, epochs=epochs, coefficient=None)
+    assert [schedule(0, e) for e in range(epochs + 1)] == pytest.approx(expected, rel=5e-3)
+
+
+def test_dgc_warmup_from_a_list() -> None:
+    schedule = DGCWarmup(0.01, values=[1.0, 1.0, 0.5])
+    assert [schedule(999, e) for e in range(4)] == [1.0, 1.0, 0.5, 0.01]
+
+
+@pytest.mark.parametrize("ramp", [LinearRamp, ExponentialRamp])
+def test_ramps_are_monotone_and_meet_their_ends(ramp: type[LinearRamp] | type[ExponentialRamp]) -> None:
+    for start, end in ((1.0, 0.01), (0.01, 1.0)):
+        values = [ramp(start, end, 100)(step, 0) for step in range(150)]
+        assert values[0] == start
+        assert values[100:] == [end] * 50
+        steps = [b - a for a, b in zip(values[:100], values[1:101], strict=True)]
+        assert all(math.copysign(1, s) == math.copysign(1, end - start) for s in steps)
+        assert all(0 < value <= 1 for value in values)
+    assert LinearRamp(0.2, 0.4, 10)(5, 0) == pytest.approx(0.3)
+    assert ExponentialRamp(0.01, 1.0, 10)(5, 0) == pytest.approx(0.1)
+
+
+def test_dense_start() -> None:
+    schedule = DenseStart(LinearRamp(0.5, 0.1, 10), 3)
+    assert [schedule(step, 0) for step in (0, 2, 3, 10)] == [1.0, 1.0, pytest.approx(0.38), 0.1]
+    assert DenseStart(0.05, 2)(2, 0) == 0.05
+
+
+def test_resolve_density() -> None:
+    schedule = ConstantDensity(0.5)
+    assert resolve_density(schedule) is schedule
+    assert resolve_density(1)(0, 0) == 1.0
+
+
+@pytest.mark.parametrize("density", [0, 0.0, -0.1, 1.5, math.nan, math.inf])
+def test_impossible_densities_are_refused_by_value(density: float) -> None:
+    for make in (
+        resolve_density,
+        ConstantDensity,
+        DGCWarmup,
+        lambda d: LinearRamp(0.5, d, 3),
+        lambda d: DenseStart(d, 1),
+    ):
+        with pytest.raises(ValueError, match=f"got {density}"):
+            make(density)
+
+
+@pytest.mark.parametrize("density", [True, "0.05", None])
+def test_what_is_not_a_number_is_refused(density: Any) -> None:
+    with pytest.raises(TypeError, match=f"got {density!r}"):
+        resolve_density(density)
+
+
+def test_other_arguments_are_checked() -> None:
+    for schedule in (LinearRamp, ExponentialRamp):
+        with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
+            schedule(1.0, 0.1, 0)
+    with pytest.raises(ValueError, match="epochs must not be negative, got -1"):
+        DGCWarmup(0.1, epochs=-1)
+    with pytest.raises(ValueError, match="coefficient must be in"):
+        DGCWarmup(0.1, coefficient=1.5)
+    with pytest.raises(ValueError, match="got 2"):
+        DGCWarmup(0.1, values=[2.0])

@@ -1,0 +1,286 @@
+"""Both selection backends against a brute-force definition, and against each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_safusion.sparsify.base import Segments, Selection, span_segments
+from lightning_safusion.sparsify.select import SegmentedView, ThresholdSparsifier, pooled, segmented_view
+from lightning_safusion.sparsify.select_numpy import NumpyView
+from lightning_safusion.sparsify.select_torch import TorchView
+
+BACKENDS = [pytest.param(NumpyView, id="numpy"), pytest.param(TorchView, id="torch")]
+
+
+def cut(sizes: Sequence[int], quotas: Sequence[int], pool: int = 0) -> Segments:
+    edges = np.cumsum([0, *sizes], dtype=np.int64)
+    return Segments(edges, np.array(quotas, np.int64), tuple(range(len(sizes))), tuple((s,) for s in sizes), pool)
+
+
+def bits_of(x: Tensor) -> np.ndarray:
+    return x.numpy().view(np.int32) & 0x7FFFFFFF
+
+
+def best(x: Tensor, start: int, stop: int, k: int) -> list[int]:
+    """The k largest of a piece, first ones among equals, ascending."""
+    bits = bits_of(x)[start:stop].astype(np.int64)
+    return sorted((np.argsort(-bits, kind="stable")[:k] + start).tolist())
+
+
+def exact_top(x: Tensor, segments: Segments) -> list[int]:
+    pieces = zip(segments.edges[:-1].tolist(), segments.edges[1:].tolist(), segments.quotas.tolist(), strict=True)
+    return [index for start, stop, quota in pieces for index in best(x, start, stop, quota)]
+
+
+def exact_take(x: Tensor, segments: Segments, thresholds: Sequence[float], inclusive: bool = False) -> list[int]:
+    result = []
+    for s, (quota, threshold) in enumerate(zip(segments.quotas.tolist(), thresholds, strict=True)):
+        start, stop = int(segments.edges[s]), int(segments.edges[s + 1])
+        magnitude = x[start:stop].abs()
+        found = int((magnitude >= threshold).sum() if inclusive else (magnitude > threshold).sum())
+        result += best(x, start, stop, min(max(found, 1), quota, stop - start))
+    return result
+
+
+def check(selection: Selection, x: Tensor, expected: Sequence[int]) -> None:
+    assert int(selection.count) == len(expected)
+    assert (selection.values[len(expected) :] == 0).all()  # padding
+    assert ((selection.indices >= 0) & (selection.indices < len(x))).all()
+    assert selection.indices[: len(expected)].tolist() == list(expected)
+    chosen = x[selection.indices[: len(expected)]]
+    assert torch.equal(selection.values[: len(expected)].view(torch.int32), chosen.view(torch.int32))
+
+
+def random_case(seed: int) -> tuple[Tensor, Segments]:
+    """Segments of all sizes (empty, single, beyond a block), quotas from 0 to all, values with ties and zeros."""
+    rng = np.random.default_rng(seed)
+    sizes = rng.choice([0, 1, 2, 7, 300, 5000, 17_000, 70_000, 140_000], size=rng.integers(1, 9))
+    quotas = [int(rng.choice([0, min(1, s), s // 100, s // 3, s])) for s in sizes]
+    x = torch.from_numpy(rng.standard_normal(int(sizes.sum())).astype(np.float32))
+    kind = seed % 5
+    if kind == 1:
+        x = x.bfloat16().float()
+    elif kind == 2:
+        x[torch.from_numpy(rng.random(len(x)) < 0.995)] = 0
+    elif kind == 3:
+        x = -(x.abs() ** 5)
+    elif kind == 4:
+        x = (x * 2).round()
+    return x, cut(sizes.tolist(), quotas)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("seed", range(20))
+def test_top_is_the_exact_top_k_of_every_segment(backend: type[SegmentedView], seed: int) -> None:
+    x, segments = random_case(seed)
+    check(backend(x, segments).top(), x, exact_top(x, segments))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("inclusive", [False, True])
+@pytest.mark.parametrize("seed", range(10))
+def test_take_cuts_to_the_quota_and_sends_at_least_one(
+    backend: type[SegmentedView], inclusive: bool, seed: int
+) -> None:
+    x, segments = random_case(seed)
+    rng = np.random.default_rng(100 + seed)
+    choices = [0.0, 0.5, 1.0, 2.0, 3.0, 1e9, math.inf, math.nan, -1.0]
+    thresholds = torch.tensor(rng.choice(choices, size=len(segments)), dtype=torch.float32)
+    selection = backend(x, segments).take(thresholds, inclusive=inclusive)
+    check(selection, x, exact_take(x, segments, thresholds.tolist(), inclusive))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("seed", range(10))
+def test_kth_largest_and_counts_agree_with_a_sort(backend: type[SegmentedView], seed: int) -> None:
+    x, segments = random_case(seed)
+    view = backend(x, segments)
+    kth = view.kth_largest(segments.quotas)
+    assert torch.equal(kth, view.kth_largest(torch.from_numpy(segments.quotas)))
+    thresholds = torch.full((len(segments),), 0.7)
+    counts = view.count_above(thresholds)
+    thresholds[::2] = 1.5  # counted again in part only
+    recounted = view.count_above(thresholds)
+    for s, quota in enumerate(segments.quotas.tolist()):
+        magnitude = x[segments.edges[s] : segments.edges[s + 1]].abs().sort(descending=True).values
+        if quota:
+            assert kth[s] == magnitude[quota - 1]
+            assert counts[s] == (magnitude > 0.7).sum()
+            assert recounted[s] == (magnitude > thresholds[s]).sum()
+
+
+def test_kth_largest_of_rank_zero_is_infinite_and_beats_the_quota() -> None:
+    x, segments = torch.randn(60_000), cut([20_000, 40_000], [100, 100])
+    for backend in (NumpyView, TorchView):
+        kth = backend(x, segments).kth_largest(np.array([0, 30_000]))
+        assert kth[0] == math.inf
+        assert kth[1] == x[20_000:].abs().sort(descending=True).values[29_999]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("seed", range(5))
+def test_statistics_agree_with_double_precision(backend: type[SegmentedView], seed: int) -> None:
+    x, segments = random_case(seed)
+    view = backend(x, segments)
+    thresholds = torch.rand(len(segments), generator=torch.Generator().manual_seed(seed))
+    number, first, second = view.tail_moments(thresholds)
+    logs, present = view.log_abs_sums()
+    results = (view.sums(), view.abs_sums(), view.square_sums(), view.abs_max())
+    for s, quota in enumerate(segments.quotas.tolist()):
+        piece = x[segments.edges[s] : segments.edges[s + 1]].double()
+        if not quota or not len(piece):
+            continue
+        size, magnitude = len(piece), piece.abs()
+        excess = (magnitude - thresholds[s].double()).clamp(min=0)
+        expected = (piece.sum(), magnitude.sum(), piece.square().sum(), magnitude.max())
+        for result, value in zip(results, expected, strict=True):
+            assert float(result[s]) == pytest.approx(float(value), rel=1e-6, abs=1e-6 * float(magnitude.sum()))
+        assert present[s] == (piece != 0).sum()
+        assert float(logs[s]) == pytest.approx(float(magnitude[magnitude > 0].log().sum()), rel=1e-5, abs=1e-6 * size)
+        assert number[s] == (excess > 0).sum()
+        assert float(first[s]) == pytest.approx(float(excess.sum()), rel=1e-5)
+        assert float(second[s]) == pytest.approx(float(excess.square().sum()), rel=1e-5)
+
+
+SPECIAL = {
+    "zeros": torch.zeros(40_000),
+    "constant": torch.full((40_000,), -0.25),
+    "one-hot": torch.zeros(40_000).index_fill_(0, torch.tensor([31_234]), -3.0),
+    "denormals": torch.arange(40_000).float() * 1e-44,
+    "one NaN": torch.randn(40_000, generator=torch.Generator().manual_seed(1)).index_fill_(
+        0, torch.tensor(9), math.nan
+    ),
+    "infinities": torch.randn(40_000, generator=torch.Generator().manual_seed(2)).index_fill_(
+        0, torch.arange(0, 40_000, 7), -math.inf
+    ),
+    "all NaN": torch.full((40_000,), math.nan),
+    "negative zeros": torch.full((40_000,), -0.0),
+    # every sampled position is large, so that the sampled floor is far too high
+    "periodic": torch.where(torch.arange(40_000) % 17 == 0, 100.0, 1.0) * torch.arange(1, 40_001) / 40_000,
+    "rising": torch.arange(40_000).float(),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", SPECIAL)
+@pytest.mark.parametrize("quota", [1, 3, 400, 30_000, 40_000])
+def test_special_inputs_select_exactly(backend: type[SegmentedView], name: str, quota: int) -> None:
+    x, segments = SPECIAL[name], span_segments(40_000, quota)
+    view = backend(x, segments)
+    check(view.top(), x, best(x, 0, 40_000, quota))
+    for threshold in (0.0, 1.0, math.nan):
+        selection = view.take(torch.tensor([threshold]))
+        assert 1 <= int(selection.count) <= quota
+        if name not in ("one NaN", "all NaN"):
+            check(selection, x, exact_take(x, segments, [threshold]))
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_backends_agree_bitwise(name: str) -> None:
+    x, segments = SPECIAL[name], cut([0, 1, 30_000, 0, 9_000, 999], [0, 1, 700, 0, 0, 333])
+    views = [NumpyView(x, segments), TorchView(x, segments)]
+    for threshold in (0.0, 0.5, 3.0, math.inf):
+        a, b = (view.take(torch.full((6,), threshold)) for view in views)
+        assert torch.equal(a.indices, b.indices[: int(b.count)])
+        a, b = (view.count_above(torch.full((6,), threshold)) for view in views)
+        assert torch.equal(a[[1, 2, 5]], b[[1, 2, 5]])
+    a, b = (view.kth_largest(segments.quotas) for view in views)
+    assert torch.equal(a[[1, 2, 5]].view(torch.int32), b[[1, 2, 5]].view(torch.int32))
+    a, b = (view.abs_max() for view in views)
+    assert torch.equal(a[[1, 2, 5]].view(torch.int32), b[[1, 2, 5]].view(torch.int32))
+
+
+def test_many_small_segments_share_blocks() -> None:
+    rng = np.random.default_rng(0)
+    sizes = rng.integers(0, 400, 2000)
+    quotas = np.minimum(sizes, rng.integers(0, 4, 2000))
+    x = torch.from_numpy(rng.standard_normal(int(sizes.sum())).astype(np.float32))
+    segments = cut(sizes.tolist(), quotas.tolist())
+    view = NumpyView(x, segments)
+    assert len(view._layout.pieces) < len(sizes)
+    check(view.top(), x, exact_top(x, segments))
+
+
+def test_sampled_abs_is_the_strided_magnitude() -> None:
+    x, segments = torch.linspace(-1, 1, 100), cut([60, 0, 40], [1, 0, 1])
+    first, none, last = segmented_view(x, segments).sampled_abs([7, 3, 50], [2, 0, 39])
+    assert torch.equal(first, x[2:60:7].abs())
+    assert len(none) == 0
+    assert torch.equal(last, x[99:].abs())
+
+
+def test_accelerator_selections_have_a_fixed_shape() -> None:
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    selection = TorchView(x, cut([400, 600], [40, 60])).take(torch.tensor([2.0, 3.0]))
+    assert len(selection.indices) == len(selection.values) == 100
+    assert isinstance(selection.count, Tensor)
+    assert 2 < int(selection.count) < 100
+
+
+def test_wrong_input_is_refused_by_name() -> None:
+    segments = span_segments(10, 2)
+    with pytest.raises(TypeError, match="float64"):
+        segmented_view(torch.zeros(10, dtype=torch.float64), segments)
+    with pytest.raises(TypeError, match=r"strides \(2,\)"):
+        segmented_view(torch.zeros(20)[::2], segments)
+    with pytest.raises(ValueError, match="segments of 10 elements do not fit a span of 11"):
+        segmented_view(torch.zeros(11), segments)
+
+
+def exact_choice(x: Tensor, segments: Segments) -> Selection:
+    return segmented_view(x, segments).top()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_pooled_quotas_are_floors_and_the_largest_of_the_rest(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    sizes = rng.choice([0, 1, 30, 800, 20_000], size=7)
+    quotas = [min(int(rng.integers(0, 4)), s) for s in sizes]
+    scale = np.repeat(rng.choice([0.01, 1, 50], size=7), sizes)
+    x = torch.from_numpy((rng.standard_normal(int(sizes.sum())) * scale).astype(np.float32))
+    segments = cut(sizes.tolist(), quotas, pool=int(rng.integers(1, 500)))
+    floors = exact_top(x, segments)
+    eligible = np.repeat(np.array(quotas) > 0, sizes)
+    eligible[floors] = False
+    rest = np.flatnonzero(eligible)
+    order = np.argsort(-bits_of(x)[rest].astype(np.int64), kind="stable")
+    expected = sorted([*floors, *rest[order[: segments.pool]].tolist()]) if floors else []
+    check(pooled(x, segments, exact_choice), x, expected)
+
+
+def test_merge_is_the_same_on_both_backends() -> None:
+    x = torch.randn(50_000, generator=torch.Generator().manual_seed(4)).bfloat16().float()  # ties everywhere
+    segments = cut([10_000, 40_000], [5, 5])
+    for room in (0, 10, 300, 5000):
+        others = TorchView(x, span_segments(50_000, 1000)).top()
+        a, b = (view(x, segments) for view in (NumpyView, TorchView))
+        merged = [view.merge(view.top(), others, room) for view in (a, b)]
+        check(merged[1], x, merged[0].indices.tolist())
+        assert len(merged[0].indices) <= 10 + room == len(merged[1].indices)
+
+
+class Constant(ThresholdSparsifier):
+    """One threshold for everything."""
+
+    name = "constant"
+
+    def thresholds(self, view: SegmentedView, step: int) -> Tensor:
+        return torch.full((len(view.segments),), 1.0, dtype=torch.float64)
+
+
+def test_threshold_policies_get_pools_and_empty_spans_for_free() -> None:
+    x = torch.randn(5000, generator=torch.Generator().manual_seed(5))
+    plain = Constant().select(x, cut([5000], [50]), 0)
+    check(plain, x, exact_take(x, cut([5000], [50]), [1.0]))
+    both = Constant().select(x, cut([1000, 4000], [3, 3], pool=44), 0)
+    assert both.count == 50
+    assert set(exact_top(x, cut([1000, 4000], [3, 3]))) <= set(both.indices.tolist())
+    for segments in (cut([5000], [0]), cut([5000], [0], pool=7)):
+        assert Constant().select(x, segments, 0).count == 0
+    assert Constant().select(x[:0], cut([0, 0], [0, 0]), 0).count == 0

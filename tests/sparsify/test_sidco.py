@@ -1,0 +1,310 @@
+"""SIDCo: fits and quantiles against closed forms, stages against computed counts, control of the stages."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_safusion.sparsify.base import Segments, span_segments
+from lightning_safusion.sparsify.select import segmented_view
+from lightning_safusion.sparsify.sidco import (
+    SIDCo,
+    exponential,
+    gamma,
+    gamma_fit,
+    gamma_tail_quantile,
+    gpareto,
+    gpareto_fit,
+)
+from tests.sparsify.distributions import (
+    DENSITIES,
+    MOMENTS,
+    SAMPLERS,
+    TAIL_THRESHOLDS,
+    count_tolerance,
+    found_ratio,
+    sample,
+)
+
+NUMEL = 1_000_000
+EULER = 0.5772156649015329
+# E ln |X|, for the fit of the gamma distribution
+MEAN_LOG = {"gaussian": -0.5 * (EULER + math.log(2)), "laplace": -EULER, "gamma": -EULER - 2 * math.log(2)}
+
+
+def scalar(value: float) -> Tensor:
+    return torch.tensor([value], dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def samples() -> dict[str, Tensor]:
+    return {name: sample(name, NUMEL) for name in SAMPLERS}
+
+
+# -- fits and quantiles ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MOMENTS)
+def test_pareto_fit(name: str) -> None:
+    figures = MOMENTS[name]
+    shape, scale = gpareto_fit(scalar(figures.mean), scalar(figures.std**2))
+    assert (float(shape), float(scale)) == pytest.approx(figures.gpareto, abs=2e-5)
+
+
+@pytest.mark.parametrize("name", MEAN_LOG)
+def test_gamma_fit(name: str) -> None:
+    shape, scale = gamma_fit(scalar(MOMENTS[name].mean), scalar(MEAN_LOG[name]))
+    assert (float(shape), float(scale)) == pytest.approx(MOMENTS[name].gamma, abs=2e-5)
+
+
+@pytest.mark.parametrize("name", MOMENTS)
+def test_fits_of_a_sample(samples: dict[str, Tensor], name: str) -> None:
+    """The sums of the view lead to the same fits; the noise of heavy tails decides the tolerance."""
+    view = segmented_view(samples[name], span_segments(NUMEL, 1))
+    logs, count = view.log_abs_sums()
+    shape, scale = gamma_fit(view.abs_sums() / count, logs / count)
+    assert (float(shape), float(scale)) == pytest.approx(MOMENTS[name].gamma, rel=0.02)
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_quantiles_are_exact_for_their_own_distribution(place: int) -> None:
+    density = DENSITIES[place]
+    level = scalar(-math.log(density))
+    assert float(exponential(scalar(1.0), level)) == pytest.approx(TAIL_THRESHOLDS["laplace"][place], rel=1e-6)
+    for name, shape in (("gpareto10", 0.1), ("gpareto25", 0.25), ("gpareto40", 0.4), ("uniform", -1.0)):
+        mean, variance = 1 / (1 - shape), 1 / ((1 - shape) ** 2 * (1 - 2 * shape))
+        tau = gpareto(scalar(mean), scalar(variance), level)
+        assert float(tau) == pytest.approx(TAIL_THRESHOLDS[name][place], rel=1e-6)
+    assert float(gpareto(scalar(1.0), scalar(1.0), level)) == pytest.approx(float(level))  # the limit, shape 0
+    quantile = gamma_tail_quantile(scalar(0.5), scalar(density))
+    assert float(quantile) == pytest.approx(TAIL_THRESHOLDS["gamma"][place], rel=1e-6)
+
+
+def test_gamma_quantile_inverts_the_tail_everywhere() -> None:
+    shape, density = torch.meshgrid(
+        torch.logspace(math.log10(0.05), math.log10(5_000), 60, dtype=torch.float64),
+        torch.cat([torch.logspace(-9, -0.01, 60, dtype=torch.float64), torch.tensor([0.99, 0.9999])]),
+        indexing="ij",
+    )
+    y = gamma_tail_quantile(shape.flatten(), density.flatten())
+    tail = torch.special.gammaincc(shape.flatten(), y)
+    assert torch.allclose(tail, density.flatten(), rtol=1e-10, atol=0)
+
+
+def test_gamma_threshold_ignores_exact_zeros() -> None:
+    """Zeros have no logarithm: among nine times as many of them the fit of the others stays as it is."""
+    dense = sample("gamma", 100_000)
+    sparse = torch.zeros(1_000_000)
+    sparse[::10] = dense
+    sidco = SIDCo("gamma_gpareto", stages=1)
+    alone = sidco.thresholds(segmented_view(dense, span_segments(100_000, 1_000)), 0)
+    among = sidco.thresholds(segmented_view(sparse, span_segments(1_000_000, 1_000)), 0)
+    assert float(among) == pytest.approx(float(alone), rel=1e-5)
+    assert float(alone) == pytest.approx(TAIL_THRESHOLDS["gamma"][2], rel=0.02)
+
+
+def test_degenerate_moments_stay_finite() -> None:
+    level = scalar(4.6)
+    assert float(gpareto(scalar(2.0), scalar(0.0), level)) == pytest.approx(2.0)
+    assert math.isfinite(float(gamma(scalar(2.0), scalar(math.log(2.0)), scalar(0.01))))
+
+
+# -- stages ---------------------------------------------------------------------------------------------------------
+
+# Elements found as multiples of the quota, computed from the distributions, by density
+PLAIN: dict[tuple[str, int], dict[str, tuple[float, float, float, float]]] = {
+    ("exponential", 1): {
+        "laplace": (1, 1, 1, 1),
+        "gaussian": (0.66, 0.34, 0.024, 3.6e-5),
+        "gamma": (1.29, 1.67, 3.19, 8.58),
+        "gpareto25": (1.02, 1.25, 2.42, 8.41),
+        "student5": (0.81, 0.72, 0.72, 1.24),
+        "student3": (0.85, 0.91, 1.48, 4.70),
+        "uniform": (0, 0, 0, 0),
+        "zeros_laplace": (0.79, 1.48, 6.3, 50),
+    },
+    ("exponential", 3): {
+        "laplace": (1, 1, 1, 1),
+        "gaussian": (1.21, 1.25, 1.13, 0.70),
+        "gamma": (0.91, 0.90, 0.95, 1.07),
+        "gpareto25": (0.70, 0.65, 0.70, 1.18),
+        "student5": (0.93, 0.88, 0.87, 1.13),
+        "student3": (0.71, 0.64, 0.66, 1.16),
+        "uniform": (1.82, 2.19, 1.17, 0),
+        "zeros_laplace": (0.35, 0.35, 0.35, 0.35),
+    },
+    ("gpareto", 2): {
+        "laplace": (1, 1, 1, 1),
+        "gaussian": (0.94, 0.92, 0.92, 1.22),
+        "gamma": (1.05, 1.08, 1.10, 0.954),
+        "gpareto25": (1, 1, 1, 1),
+        "student5": (0.96, 0.93, 0.88, 0.98),
+        "student3": (1.01, 0.98, 0.91, 0.91),
+        "zeros_gaussian": (0.37, 0.35, 0.37, 0.92),
+    },
+    ("gpareto", 3): {
+        "laplace": (1, 1, 1, 1),
+        "gaussian": (0.96, 0.95, 0.92, 0.90),
+        "gamma": (1.04, 1.05, 1.08, 1.11),
+        "gpareto10": (1, 1, 1, 1),
+        "student5": (0.97, 0.97, 0.93, 0.87),
+        "student3": (1.03, 1.03, 0.99, 0.92),
+        "uniform": (1, 1, 1, 1),
+        "zeros_gaussian": (0.39, 0.37, 0.34, 0.34),
+    },
+    ("gamma_gpareto", 1): {
+        "gaussian": (0.88, 0.63, 0.16, 0.0045),
+        "student3": (0.87, 0.94, 1.55, 5.0),
+    },
+    ("gamma_gpareto", 2): {
+        "gaussian": (1.09, 1.07, 1.06, 1.45),
+        "student3": (0.92, 0.90, 0.83, 0.84),
+    },
+    ("gamma_gpareto", 3): {
+        "gaussian": (1.11, 1.10, 1.06, 1.03),
+        "student3": (0.94, 0.94, 0.90, 0.84),
+    },
+}
+CORRECTED = {
+    "gaussian": (1.01, 1.00, 0.993, 0.986),
+    "laplace": (1, 1, 1, 1),
+    "gpareto25": (1, 1, 1, 1),
+    "gamma": (0.993, 1.0, 1.0, 1.01),
+    "student5": (1.01, 1.01, 0.997, 0.986),
+    "student3": (1.02, 1.02, 1.00, 0.993),
+    "zeros_gaussian": (0.934, 1.01, 0.995, 0.979),
+}
+# infinite fourth moments make the moments of the fit noise at the rarest density
+HEAVY = ("gpareto25", "student3", "uniform")
+
+
+@pytest.mark.parametrize(
+    ("fit", "stages", "name"),
+    [(fit, stages, name) for (fit, stages), table in PLAIN.items() for name in table],
+)
+def test_number_found_by_plain_stages(
+    samples: dict[str, Tensor], fit: Literal["exponential", "gamma_gpareto", "gpareto"], stages: int, name: str
+) -> None:
+    for density, expected in zip(DENSITIES, PLAIN[fit, stages][name], strict=True):
+        if density == 0.001 and name in HEAVY:
+            continue
+        found = found_ratio(SIDCo(fit, stages, correct=False), samples[name], density)
+        assert abs(found - expected) <= count_tolerance(expected, density * NUMEL), (density, found, expected)
+
+
+@pytest.mark.parametrize("stages", [3, 4])
+@pytest.mark.parametrize("name", CORRECTED)
+def test_number_found_by_corrected_stages(samples: dict[str, Tensor], name: str, stages: int) -> None:
+    for density, expected in zip(DENSITIES, CORRECTED[name], strict=True):
+        found = found_ratio(SIDCo(stages=stages), samples[name], density)
+        assert abs(found - expected) <= count_tolerance(expected, density * NUMEL), (density, found, expected)
+
+
+@pytest.mark.parametrize("fit", ["exponential", "gamma_gpareto", "gpareto"])
+def test_correction_heals_what_stages_multiply(
+    samples: dict[str, Tensor], fit: Literal["exponential", "gamma_gpareto", "gpareto"]
+) -> None:
+    plain = found_ratio(SIDCo(fit, 3, correct=False), samples["zeros_laplace"], 0.01)
+    corrected = found_ratio(SIDCo(fit, 3), samples["zeros_laplace"], 0.01)
+    assert plain < 0.5
+    assert 0.9 < corrected < 1.1
+
+
+def test_density_beyond_the_first_stage_uses_one_stage(samples: dict[str, Tensor]) -> None:
+    for density in (0.25, 0.3, 0.5):
+        many = found_ratio(SIDCo("exponential", 4), samples["laplace"], density)
+        assert many == found_ratio(SIDCo("exponential", 1), samples["laplace"], density)
+        assert many == pytest.approx(1, abs=0.02)
+
+
+def test_segments_are_estimated_independently(samples: dict[str, Tensor]) -> None:
+    """Densities on both sides of the first stage, a segment that takes no part, and one that is empty."""
+    names, quotas = ("gaussian", "laplace", "student3", "gamma"), np.array([500, 60_000, 0, 0, 2_000])
+    pieces = [samples[name][:100_000] for name in names]
+    sizes = [100_000, 100_000, 0, 100_000, 100_000]
+    edges = np.concatenate([[0], np.cumsum(sizes)])
+    segments = Segments(edges, quotas, tuple(range(5)), tuple((size,) for size in sizes))
+    together = SIDCo().thresholds(segmented_view(torch.cat(pieces), segments), 0)
+    for place, piece in ((0, pieces[0]), (1, pieces[1]), (4, pieces[3])):
+        alone = SIDCo().thresholds(segmented_view(piece, span_segments(100_000, int(quotas[place]))), 0)
+        assert float(together[place]) == pytest.approx(float(alone), rel=1e-5)
+
+
+# -- control of the number of stages --------------------------------------------------------------------------------
+
+
+def stages_of(sidco: SIDCo) -> list[float]:
+    return sidco.state_dict()["stages"][:, 0].tolist()
+
+
+def test_stages_rise_for_light_tails_until_the_density_is_met() -> None:
+    """A Gaussian under-selects with one exponential stage; every five steps one more is tried."""
+    sidco = SIDCo("exponential", stages=1, correct=False, adapt=True)
+    segments = span_segments(200_000, 200)
+    seen, ratios = [], []
+    for step in range(25):
+        view = segmented_view(sample("gaussian", 200_000, seed=step), segments)
+        ratios.append(int(view.count_above(sidco.thresholds(view, step))) / 200)
+        seen.append(stages_of(sidco)[0])
+    assert seen[3] == 1
+    assert seen[4] == 2
+    assert seen[9] == 3
+    assert seen[14] == seen[19] == 4
+    assert np.mean(ratios[15:20]) == pytest.approx(1.06, abs=0.2)
+
+
+def test_stages_are_kept_per_segment_and_bounded() -> None:
+    """Light tails gain a stage, heavy ones are at 1 already, a segment that takes no part stays where it began."""
+    sidco = SIDCo("exponential", stages=1, correct=False, adapt=True, adapt_every=1)
+    x = torch.cat([sample("uniform", 50_000), sample("student3", 50_000), sample("uniform", 50_000)])
+    segments = Segments(
+        np.array([0, 50_000, 100_000, 150_000]), np.array([5_000, 50, 0]), ("light", "heavy", "idle"), ((50_000,),) * 3
+    )
+    for step in range(8):
+        sidco.select(x, segments, step)
+        light, heavy, idle = stages_of(sidco)
+        assert 1 <= light <= math.ceil(math.log2(10))
+        assert heavy == 1
+        assert idle == 1
+        assert light == 2 or step > 0
+
+
+def test_state_resumes_the_same_thresholds() -> None:
+    segments = span_segments(20_000, 40)
+    straight = SIDCo("exponential", stages=1, correct=False, adapt=True)
+    for step in range(7):
+        straight.select(sample("gaussian", 20_000, seed=step), segments, step)
+    resumed = SIDCo("exponential", stages=1, correct=False, adapt=True)
+    resumed.load_state_dict(straight.state_dict())
+    for step in range(7, 20):
+        view = segmented_view(sample("gaussian", 20_000, seed=step), segments)
+        assert torch.equal(straight.thresholds(view, step), resumed.thresholds(view, step))
+    resumed.load_state_dict({})
+    assert resumed.state_dict() == {}
+
+
+def test_smaller_density_range_clamps_a_loaded_stage_count() -> None:
+    sidco = SIDCo("exponential", stages=1, correct=False, adapt=True)
+    sidco.load_state_dict({"keys": [0], "stages": torch.tensor([[9.0, 0.0, 0.0]], dtype=torch.float64)})
+    x = sample("laplace", 100_000)
+    assert found_ratio(sidco, x, 0.1) == pytest.approx(1, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"fit": "weibull"}, "weibull"),
+        ({"stages": 0}, "stages"),
+        ({"first_ratio": 1.0}, "first_ratio"),
+        ({"adapt_every": 0}, "adapt_every"),
+        ({"adapt_tolerance": 0.0}, "adapt_tolerance"),
+    ],
+)
+def test_arguments_are_checked(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SIDCo(**arguments)  # type: ignore[arg-type]

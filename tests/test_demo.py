@@ -1,0 +1,113 @@
+"""The demo: data and figures by hand, then a whole short run with real processes."""
+
+from __future__ import annotations
+
+import io
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from lightning_safusion.demo import report
+from lightning_safusion.demo.data import DigitsData, load_digits
+from lightning_safusion.demo.events import EpochDone, History, Settings, Started, StepDone
+from lightning_safusion.demo.model import DigitsNet
+from lightning_safusion.demo.run import compare
+from lightning_safusion.demo.train import SYSTEMS
+
+TINY = {"epochs": 1, "batch_size": 64, "widths": (8, 32)}
+
+
+def rows(dataset: torch.utils.data.TensorDataset) -> set[bytes]:
+    """The images with their labels, comparable."""
+    images, labels = dataset.tensors
+    return {image.numpy().tobytes() + bytes([int(label)]) for image, label in zip(images, labels, strict=True)}
+
+
+def step(system: str = "safusion", **changes: float) -> StepDone:
+    figures = {
+        "loss": 1.0, "seconds": 0.1, "exposed_s": 0.01, "bytes_sent": 80.0, "density": 0.1,
+        "tensors": 4, "tensors_missing": 0,
+    }  # fmt: skip
+    return StepDone(system, **{**figures, **changes})
+
+
+def test_split_is_disjoint_complete_and_decided_by_the_seed() -> None:
+    training, validation = load_digits(seed=3)
+    assert (len(training), len(validation)) == (1348, 449)
+    assert not rows(training) & rows(validation)
+    assert float(training.tensors[0].max()) == 1.0
+    again, other = load_digits(seed=3)[0], load_digits(seed=4)[0]
+    assert torch.equal(training.tensors[1], again.tensors[1])
+    assert not torch.equal(training.tensors[1], other.tensors[1])
+
+
+def test_steps_per_epoch_counts_what_the_loader_yields() -> None:
+    data = DigitsData(batch_size=32, seed=0)
+    assert len(data.train_dataloader()) == data.steps_per_epoch(workers=1) == 42
+    assert data.steps_per_epoch(workers=2) == 21
+
+
+def test_the_network_is_uneven() -> None:
+    settings = Settings(systems=("ddp",))
+    sizes = [parameter.numel() for parameter in DigitsNet(settings.widths, settings.lr, steps=1).parameters()]
+    assert min(sizes) <= 16
+    assert max(sizes) > 100_000
+    assert len(sizes) > 50
+
+
+def test_figures_of_a_history() -> None:
+    history = History("safusion")
+    history.add(Started("safusion", steps=4))
+    for figures in (
+        {"seconds": 9.0, "bytes_sent": 900.0, "density": 1.0, "loss": 4.0},  # the first step is no typical step
+        {"seconds": 0.1, "bytes_sent": 80.0, "loss": 2.0, "tensors_missing": 1},
+        {"seconds": 0.3, "bytes_sent": 90.0, "loss": 1.0},
+        {"seconds": 0.2, "bytes_sent": 80.0, "loss": 0.5, "tensors_missing": 3},
+    ):
+        history.add(step(**figures))
+    history.add(EpochDone("safusion", 0.5))
+    history.add(EpochDone("safusion", 0.75))
+    assert history.accuracy == 0.75
+    assert history.missing_share == 4 / 16
+    assert history.density == pytest.approx(0.1)
+    assert history.bytes_sent == 80
+    assert history.step_s == pytest.approx(0.2)
+    assert report.epoch_losses(history) == [3.0, 0.75]
+
+
+def test_a_failed_training_is_reported_with_its_log(tmp_path: Path) -> None:
+    broken = Settings(systems=("ddp",), **{**TINY, "batch_size": 0})
+    with pytest.raises(RuntimeError, match=r"training of 'ddp' failed: .*train\.log"):
+        compare(broken, tmp_path, Console(file=io.StringIO()))
+    assert "Traceback" in (tmp_path / "train.log").read_text()
+
+
+def test_a_short_run_of_every_system(tmp_path: Path) -> None:
+    screen = io.StringIO()
+    settings = Settings(systems=tuple(SYSTEMS), density=0.05, **TINY)
+    histories = {row.system: row for row in compare(settings, tmp_path, Console(file=screen, width=120))}
+
+    assert list(histories) == list(SYSTEMS)
+    for history in histories.values():
+        assert len(history.steps) == DigitsData(64, settings.seed).steps_per_epoch(settings.workers)
+        assert 0 <= history.accuracy <= 1
+        assert all(math.isfinite(each.loss) and each.exposed_s >= 0 for each in history.steps)
+    # The common start: the first loss is computed before anything was exchanged.
+    assert len({history.steps[0].loss for history in histories.values()}) == 1
+
+    dense = histories.pop("ddp")
+    for history in histories.values():
+        assert history.bytes_sent < dense.bytes_sent / 2
+        assert 0 < history.density < 0.2
+    assert histories["safusion"].missing_share == 0
+    assert histories["safusion-no-feedback"].missing_share == 0
+    assert histories["behind-no-feedback"].missing_share > 0
+
+    text = screen.getvalue()
+    assert all(report.LABELS[system] in text for system in SYSTEMS)
+    picture = tmp_path / "curves.png"
+    assert str(picture) in text
+    assert picture.read_bytes().startswith(b"\x89PNG")

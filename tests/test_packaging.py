@@ -1,0 +1,76 @@
+"""What a user installs: the metadata, and the promise that types and the licence come along."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import lightning_safusion
+from lightning_safusion.__about__ import __version__
+from lightning_safusion.comm.cost import break_even_density
+from lightning_safusion.sparsify import Segments
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = Path(lightning_safusion.__file__).parent
+
+
+@pytest.fixture(scope="module")
+def metadata() -> importlib.metadata.PackageMetadata:
+    return importlib.metadata.metadata("lightning-safusion")
+
+
+def test_metadata(metadata: importlib.metadata.PackageMetadata) -> None:
+    assert metadata["Version"] == __version__
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert set(metadata.get_all("Provides-Extra", [])) == {"cli", "plot", "examples", "horovod", "test"}
+
+
+def test_the_command_is_installed() -> None:
+    scripts = importlib.metadata.entry_points(group="console_scripts", name="safusion")
+    assert [script.value for script in scripts] == ["lightning_safusion.cli:main"]
+    (script,) = scripts
+    assert callable(script.load())
+
+
+def test_types_are_shipped() -> None:
+    assert (PACKAGE / "py.typed").is_file()
+
+
+def test_every_direct_dependency_is_pinned_for_the_tests(metadata: importlib.metadata.PackageMetadata) -> None:
+    requirements = [name for name in metadata.get_all("Requires-Dist", []) if "horovod" not in name]
+    names = {re.match(r"[\w-]+", requirement)[0] for requirement in requirements}  # type: ignore[index]
+    pinned = set(re.findall(r"^([\w-]+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    assert names - {"lightning-safusion"} == pinned
+
+
+def test_documents_link_to_files_that_exist() -> None:
+    for document in [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        links = re.findall(r"\]\(((?!https?:|#)[^)#]+)", document.read_text())
+        missing = [link for link in links if not (document.parent / link).exists()]
+        assert not missing, f"{document.name} links to {missing}"
+
+
+def test_the_readme_has_the_break_even_densities_of_the_cost_model() -> None:
+    line = r"^  \| (\d+) \| ([\d.]+) % \| ([\d.]+) % \| ([\d.]+) % \|$"
+    rows = re.findall(line, (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert len(rows) == 7
+    for workers, *percentages in rows:
+        for percentage, (entry, dense) in zip(percentages, [(6, 4), (4, 4), (4, 2)], strict=True):
+            expected = 100 * break_even_density(int(workers), entry, dense)
+            assert float(percentage) == pytest.approx(expected, abs=0.051), (workers, entry, dense)
+
+
+def test_the_compressor_of_the_guide_works() -> None:
+    (source,) = re.findall(r"```python\n(import numpy.*?)```", (ROOT / "docs" / "guide.md").read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(source, names)  # noqa: S102 - the very text that readers copy
+    segments = Segments(np.array([0, 4, 10]), np.array([1, 3]), ("a", "b"), ((4,), (6,)))
+    selection = names["FirstK"]().select(torch.arange(10.0), segments, step=0)
+    assert selection.indices.tolist() == [0, 4, 5, 6]
+    assert selection.values.tolist() == [0.0, 4.0, 5.0, 6.0]
