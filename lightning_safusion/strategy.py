@@ -139,6 +139,7 @@ class SAFusionStrategy(DDPStrategy):
         self._controller: Controller | None = None
         self._hook: DDPHook | None = None
         self._aside: str | None = None
+        self._last_report: dict[str, Any] | None = None  # of a fit that has ended
 
     @classmethod
     @override
@@ -167,6 +168,7 @@ class SAFusionStrategy(DDPStrategy):
                 "to True (the default) or False."
             )
         _refuse_sparse_gradients(model)
+        self._last_report = None
         specs = self._specs(model)
         group = self._ddp_kwargs.get("process_group")
         self._transport = default_transport(self._timeout) if group is None else TorchTransport(group, self._timeout)
@@ -228,6 +230,8 @@ class SAFusionStrategy(DDPStrategy):
         it is not).
         Before the first step, and with plain DDP, only these.
         """
+        if self._last_report is not None:
+            return self._last_report
         figures: dict[str, Any] = {"system": self.system, "plain_ddp": self._aside, "windows": 0, "replans": 0}
         if self._controller is not None:
             figures |= {"windows": self._controller.windows, "replans": self._controller.planner.replans}
@@ -244,6 +248,7 @@ class SAFusionStrategy(DDPStrategy):
     @override
     def teardown(self) -> None:
         if self._hook is not None:
+            self._last_report = self.report()
             self._hook.close()
         if self._transport is not None:
             self._transport.close()

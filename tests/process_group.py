@@ -109,3 +109,13 @@ def _collect(pipes: dict[Connection, int], timeout: float) -> list[Any]:
     if waiting:
         raise TimeoutError(f"ranks {sorted(waiting.values())} of {len(pipes)} did not end within {timeout} s")
     return [results[rank] for rank in range(len(pipes))]
+
+
+def run_alone(fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> Any:
+    """Calls ``fn(*args)`` in a forked process of its own, and returns its result; for what cannot be undone."""
+    return run_ranks(1, lambda rank: _without_group(fn, *args), timeout=timeout)[0]
+
+
+def _without_group(fn: Callable[..., Any], *args: Any) -> Any:
+    dist.destroy_process_group()
+    return fn(*args)

@@ -58,11 +58,11 @@ class DenseAllReduce(Exchange):
     def decode(self, scratch: Tensor) -> tuple[Tensor, Verdict]:
         spec = self.spec
         mean = self._buffer[: spec.numel]
+        finite = all_finite(mean)
         tail = self._buffer[spec.numel :].float().round().cpu().numpy().astype(np.int64)
         fresh, bad, raw = tail[:-1].reshape(len(_COUNTED), spec.num_tensors)
         for tensor in np.flatnonzero(bad):
             mean[spec.edges[tensor] : spec.edges[tensor + 1]] = torch.nan
-        finite = all_finite(mean)
         return mean, Verdict(fresh, bad > 0, raw > 0, failed=bool(tail[-1] > 0), finite=finite)
 
     def release(self, scratch: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -80,6 +81,28 @@ class Verdict:
     failed: bool
     finite: bool
 
+    @classmethod
+    def regular(cls, num_tensors: int, world_size: int, finite: bool) -> Verdict:
+        """Every tensor fresh on all ranks, and nothing wrong: almost every step."""
+        nothing = np.zeros(num_tensors, bool)
+        return cls(np.full(num_tensors, world_size), nothing, nothing, False, finite)
+
+    @classmethod
+    def of(cls, flags: np.ndarray, failed: bool, finite: bool) -> Verdict:
+        """From the flags of all ranks, uint8 [world_size, T]."""
+        return cls(
+            ((flags & TensorFlag.FRESH) != 0).sum(axis=0),
+            ((flags & TensorFlag.BAD) != 0).any(axis=0),
+            ((flags & TensorFlag.RAW) != 0).any(axis=0),
+            failed,
+            finite,
+        )
+
+    def irregular(self, world_size: int) -> np.ndarray:
+        """bool [T]: tensors that must go round again as they are, being raw on some rank or fresh on some ranks
+        only."""
+        return self.raw | ((self.fresh > 0) & (self.fresh < world_size))
+
 
 def saturated(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """The tensor, cut to the range of ``dtype``: what does not fit stays in the residual and is sent later.
@@ -95,7 +118,7 @@ def saturated(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def all_finite(tensor: Tensor) -> bool:
     """Whether no element is NaN or infinite (waits for the device)."""
     # one fast pass; a sum of finite numbers can overflow, so only its "yes" is final
-    return bool(torch.isfinite(tensor.sum(dtype=torch.float32))) or bool(torch.isfinite(tensor).all())
+    return math.isfinite(tensor.sum(dtype=torch.float32).item()) or bool(torch.isfinite(tensor).all())
 
 
 class Exchange(ABC):

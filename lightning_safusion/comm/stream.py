@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.exchange import Exchange, Part, SpanSpec, TensorFlag, Verdict, all_finite, saturated
+from lightning_safusion.comm.exchange import Exchange, Part, SpanSpec, Verdict, all_finite, saturated
 from lightning_safusion.comm.transport import Transport, Work
 from lightning_safusion.comm.wire import Codec, resolve_codec
 from lightning_safusion.sparsify.base import Selection
@@ -34,7 +34,7 @@ class Stream:
     Args:
         transport: A communicator of its own: ranks launch at their own pace.
         edges: int64 [L + 1], element edges of all tensors.
-        capacity: Entries that a buffer holds.
+        capacity: Entries that a buffer holds; at most the elements of all tensors.
         value_dtype: Values on the wire.
         device: Where the gradients live.
     """
@@ -44,7 +44,7 @@ class Stream:
     ) -> None:
         self.transport = transport
         self.edges = edges
-        self.capacity = min(capacity, int(edges[-1]))
+        self.capacity = capacity
         self.value_dtype = value_dtype
         self.device = device
         names = {torch.float32: "coo-fp32", torch.bfloat16: "coo-bf16", torch.float16: "coo-fp16"}
@@ -75,7 +75,7 @@ class Stream:
         Args:
             tensor: Place of the tensor.
             selection: Its elements, positions in the tensor.
-            flag: Its :class:`TensorFlag`.
+            flag: Its ``TensorFlag``.
             failed: This rank could not select.
 
         Returns:
@@ -140,7 +140,7 @@ class Stream:
         scale = 1.0 / self.transport.world_size
         for part in message.received.view(self.transport.world_size, -1).unbind():
             indices, values = self._codec.decode(part[self._entries_at :])
-            self._mean.index_add_(0, indices, values, alpha=scale)
+            self._mean.scatter_add_(0, indices, values * scale)
 
     def mean(self, tensor: int) -> Tensor:
         """float32 view of one tensor's mean."""
@@ -187,12 +187,10 @@ class StreamedTensor(Exchange):
         headers = self.stream.finish()
         flags = headers[:, self.place : self.place + 1]
         mean = self.stream.mean(self.place)
-        bad = ((flags & TensorFlag.BAD) != 0).any(axis=0)
-        finite = all_finite(mean)
-        if bad.any():
+        verdict = Verdict.of(flags, bool(headers[:, -1].any()), all_finite(mean))
+        if verdict.bad.any():
             mean.fill_(torch.nan)
-        fresh, raw = ((flags & TensorFlag.FRESH) != 0).sum(axis=0), ((flags & TensorFlag.RAW) != 0).any(axis=0)
-        return mean, Verdict(fresh, bad, raw, bool(headers[:, -1].any()), finite)
+        return mean, verdict
 
     def release(self, scratch: Tensor) -> None:
         self.stream.mean(self.place).zero_()

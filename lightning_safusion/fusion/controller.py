@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.exchange import Verdict, saturated
+from lightning_safusion.comm.exchange import Verdict, all_finite, saturated
 from lightning_safusion.comm.transport import Transport
 from lightning_safusion.fusion.generator import FusionBuffer, Generator
 from lightning_safusion.fusion.plan import CollectiveName, Group, Plan
@@ -18,6 +18,10 @@ from lightning_safusion.fusion.planning import Planner
 from lightning_safusion.fusion.report import WindowReport
 from lightning_safusion.fusion.window import BufferTimes, Window
 from lightning_safusion.sparsify.schedule import DensitySchedule
+
+# The end of a collective is told by a callback on the backend's thread, which stops the backward's for the
+# interpreter's lock: taken down in every window at first, then in one of 16.
+_TIMED_WINDOWS, _TIMED_EVERY = 64, 16
 
 # Until the order of the gradients is known everything leaves at the end, in pieces that bound the memory of a buffer.
 _UNPLANNED_ELEMENTS = 1 << 25
@@ -98,7 +102,8 @@ class Controller:
         groups: Sequence[Group] = ()
         if self._order_known and not self._dense_window():
             groups = self.planner.plan(self.generator).groups
-        self._window = Window(len(self.generator.layout), groups, self.windows, density)
+        timed = self.windows < _TIMED_WINDOWS or self.windows % _TIMED_EVERY == 0
+        self._window = Window(len(self.generator.layout), groups, self.windows, density, timed)
         return self._window
 
     def _dense_window(self) -> bool:
@@ -116,7 +121,7 @@ class Controller:
         except Exception as error:
             raise self._lost(buffer, error) from error
         times.launched = perf_counter()
-        if buffer.exchange.work is not None:
+        if buffer.exchange.work is not None and window.timed:
             buffer.exchange.work.on_done(times.finish)
         window.inflight.append((buffer, times))
         window.launched = group.stop
@@ -161,7 +166,9 @@ class Controller:
             verdict = self._receive(window, buffer, times, errors)
             failed |= verdict.failed
             good &= verdict.finite and not verdict.bad.any()
-            repairs += [buffer.group.start + int(t) for t in np.flatnonzero(self._irregular(verdict))]
+            repairs += [
+                buffer.group.start + int(t) for t in np.flatnonzero(verdict.irregular(self.transport.world_size))
+            ]
         if failed:
             raise window.error or RuntimeError(
                 "another rank could not select its gradients in this step; see that rank's own error"
@@ -190,10 +197,6 @@ class Controller:
         times.waited, times.decoded = arrived - begin, perf_counter() - arrived
         return verdict
 
-    def _irregular(self, verdict: Verdict) -> np.ndarray:
-        """Tensors that must go round again as they are: raw on some rank, or fresh on some ranks only."""
-        return verdict.raw | ((verdict.fresh > 0) & (verdict.fresh < self.transport.world_size))
-
     def _deliver(
         self,
         window: Window,
@@ -206,7 +209,7 @@ class Controller:
         residuals."""
         edges = buffer.exchange.spec.edges
         pieces = mean.split([b - a for a, b in zip(edges[:-1], edges[1:], strict=True)])
-        regular = np.flatnonzero((verdict.fresh > 0) & ~self._irregular(verdict))
+        regular = np.flatnonzero((verdict.fresh > 0) & ~verdict.irregular(self.transport.world_size))
         grads = window.grads_of(buffer.group)
         if not len(regular):
             return
@@ -233,7 +236,8 @@ class Controller:
         works = []
         for place in places:
             grad = window.grads_of(Group(place, place + 1))[0]
-            if window.fresh[place] and not window.raw[place]:
+            # what is not finite was never added
+            if window.fresh[place] and not window.raw[place] and all_finite(grad):
                 self.generator.memory.withdraw(place, grad)
             grad.mul_(1.0 / self.transport.world_size)
             works.append(self.transport.all_reduce(grad))
@@ -250,7 +254,7 @@ class Controller:
         self._unstepped[exchanged] = self._tracked[exchanged]
 
     def _finish(self, window: Window) -> None:
-        self.report = WindowReport.of(window, self.generator)
+        self.report = WindowReport.of(window, self.generator, self.report)
         if self._order_known and window.in_order:
             self.planner.observe(window, self.generator)
         if not window.in_order:

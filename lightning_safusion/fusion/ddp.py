@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch declares it at run time only
+from torch.distributed import GradBucket
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 

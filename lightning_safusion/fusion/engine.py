@@ -153,6 +153,7 @@ def build_controller(
         measure: Plan with measured times. False: with modelled ones, so that a seeded run repeats bit for bit.
     """
     layout = Layout(tuple(specs))
+    settings.memory.world_size = transport.world_size
     settings.memory.bind(layout.edges.tolist(), device)
     naive = settings.fusion if isinstance(settings.fusion, Naive) else None
     generator = Generator(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_safusion.comm.allgather import SparseAllGather
 from lightning_safusion.comm.allreduce import DenseAllReduce
-from lightning_safusion.comm.exchange import Exchange, Part, SpanSpec, TensorFlag
+from lightning_safusion.comm.exchange import Exchange, Part, SpanSpec, TensorFlag, all_finite
 from lightning_safusion.comm.stream import Stream, StreamedTensor
 from lightning_safusion.comm.transport import Transport
 from lightning_safusion.comm.wire import resolve_codec
@@ -21,6 +21,8 @@ from lightning_safusion.fusion.plan import Group
 from lightning_safusion.fusion.quota import QuotaRule, Scope, TensorQuotas, group_segments, tensor_quotas
 from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier
 from lightning_safusion.sparsify.memory import Memory
+
+_FRESH, _BAD, _RAW = int(TensorFlag.FRESH), int(TensorFlag.BAD), int(TensorFlag.RAW)
 
 
 @dataclass(eq=False)
@@ -164,7 +166,9 @@ class Generator:
         if self._stream_transport is None:
             raise ValueError("buffers that fill at each worker's own pace need a stream_transport")
         dtype = resolve_codec(self.wire, self.layout.numel, 1, torch.float32).value_dtype
-        return Stream(self._stream_transport, self.layout.edges, self.stream_elements, dtype, self.device)
+        # a buffer that can never be full would only carry padding
+        capacity = min(self.stream_elements, max(1, int(self.quotas.counts.sum())))
+        return Stream(self._stream_transport, self.layout.edges, capacity, dtype, self.device)
 
     def merge(
         self, buffer: FusionBuffer, grads: Sequence[Tensor], fresh: np.ndarray, raw: np.ndarray, step: int
@@ -181,11 +185,15 @@ class Generator:
         Returns:
             What packs and launches it. Apart, so that an error in selection is told from a lost peer.
         """
-        taken = np.flatnonzero(fresh & ~raw)
-        flags = torch.from_numpy((fresh * TensorFlag.FRESH + raw * TensorFlag.RAW).astype(np.uint8)).to(self.device)
-        if len(taken):
-            self._compensate(buffer, [grads[int(i)] for i in taken], taken, flags)
-        buffer.absent = [int(i) for i in np.flatnonzero(~fresh | raw)]
+        flags = torch.from_numpy((fresh * _FRESH + raw * _RAW).astype(np.uint8)).to(self.device)
+        taken = fresh & ~raw
+        if taken.all():
+            buffer.absent = []
+            self._compensate(buffer, grads, list(buffer.places), flags)
+        else:
+            buffer.absent = np.flatnonzero(~taken).tolist()
+            present = np.flatnonzero(taken).tolist()
+            self._compensate(buffer, [grads[i] for i in present], [buffer.group.start + i for i in present], flags)
         x = self.memory.accumulated(buffer.start, buffer.stop)
         buffer.selection = self._select(buffer, x, step)
         part = Part(buffer.selection, flags, buffer.absent)
@@ -199,26 +207,26 @@ class Generator:
         x = torch.zeros(buffer.stop - buffer.start, device=self.device)
         buffer.exchange.launch(x, Part(None, flags, buffer.absent, failed=True))
 
-    def _compensate(self, buffer: FusionBuffer, grads: list[Tensor], taken: np.ndarray, flags: Tensor) -> None:
-        if any(grad.dtype == torch.float64 for grad in grads):
-            grads = [grad.float() if grad.dtype == torch.float64 else grad for grad in grads]  # as the memory holds it
-        norms = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32))
-        ids = [buffer.group.start + int(i) for i in taken]
-        dense = buffer.dense[taken].tolist()
-        finite = torch.isfinite(norms)
+    def _compensate(self, buffer: FusionBuffer, grads: Sequence[Tensor], ids: list[int], flags: Tensor) -> None:
+        """Adds fresh gradients to the memory; those that are not finite are flagged instead."""
+        if not grads:
+            return
+        first = buffer.group.start
+        # float64 is added as the memory holds it
+        narrowed = [grad.float() if grad.dtype == torch.float64 else grad for grad in grads]
+        norms = torch.stack(torch._foreach_norm(narrowed, 2, dtype=torch.float32))
         if self.device.type != "cpu":
             # deciding on the host would wait for the device: what is not finite is replaced by zeros there
-            flags[torch.from_numpy(taken).to(self.device)] |= (~finite).to(torch.uint8) * int(TensorFlag.BAD)
-            grads = [torch.where(ok, grad, 0) for ok, grad in zip(finite, grads, strict=True)]
-        elif not bool(finite.all()):
+            finite = torch.isfinite(norms)
+            flags[[i - first for i in ids]] |= (~finite).to(torch.uint8) * _BAD
+            narrowed = [torch.where(ok, grad, 0) for ok, grad in zip(finite, narrowed, strict=True)]
+        elif not all_finite(norms):
             # the norm of finite numbers can overflow: look at the elements before calling a tensor bad
-            good = [i for i, grad in enumerate(grads) if finite[i] or bool(torch.isfinite(grad).all())]
-            bad = sorted(set(range(len(grads))) - set(good))
-            flags[torch.from_numpy(taken[bad])] |= int(TensorFlag.BAD)
-            grads, ids, dense = [grads[i] for i in good], [ids[i] for i in good], [dense[i] for i in good]
-            norms = norms[good]
-        if grads:
-            self.memory.compensate(ids, grads, dense, norms)
+            good = [i for i, grad in enumerate(narrowed) if all_finite(grad)]
+            flags[[ids[i] - first for i in range(len(ids)) if i not in set(good)]] |= _BAD
+            narrowed, ids, norms = [narrowed[i] for i in good], [ids[i] for i in good], norms[good]
+        if narrowed:
+            self.memory.compensate(ids, narrowed, [bool(buffer.dense[i - first]) for i in ids], norms)
 
     def _select(self, buffer: FusionBuffer, x: Tensor, step: int) -> Selection | None:
         if buffer.segments is None:

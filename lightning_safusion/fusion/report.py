@@ -23,6 +23,7 @@ class WindowReport:
         dense_bytes: Bytes of all gradients.
         fresh: bool [L], tensors with a gradient of this window, by place.
         buffers: The buffers, with their times.
+        exchange_s: Seconds of the collectives, summed, in the latest window that took them down.
     """
 
     step: int
@@ -31,11 +32,15 @@ class WindowReport:
     dense_bytes: int
     fresh: np.ndarray
     buffers: tuple[tuple[FusionBuffer, BufferTimes], ...]
+    exchange_s: float
 
     @classmethod
-    def of(cls, window: Window, generator: Generator) -> WindowReport:
-        """Takes down a window that has been drained."""
+    def of(cls, window: Window, generator: Generator, earlier: WindowReport | None) -> WindowReport:
+        """Takes down a window that has been drained; what it did not measure is taken from the ``earlier`` report."""
         layout = generator.layout
+        exchange_s = sum(max(0.0, times.finished - times.launched) for _, times in window.inflight)
+        if not window.timed and earlier is not None:
+            exchange_s = earlier.exchange_s
         return cls(
             window.step,
             window.density,
@@ -43,6 +48,7 @@ class WindowReport:
             sum(spec.numel * spec.dtype.itemsize for spec in layout.specs),
             window.fresh,
             tuple(window.inflight),
+            exchange_s,
         )
 
     def selected(self) -> np.ndarray:
@@ -55,7 +61,8 @@ class WindowReport:
         Keys: ``step``, ``density`` (asked for), ``achieved_density`` (sent / all elements), ``bytes_sent``,
         ``bytes_received``, ``dense_bytes`` (the gradients themselves), ``tensors`` (with a gradient),
         ``tensors_missing``
-        (of these, sent nothing), ``select_s`` (compensation, selection, packing), ``exchange_s`` (collectives, summed),
+        (of these, sent nothing), ``select_s`` (compensation, selection, packing), ``exchange_s`` (collectives, summed;
+        of the latest window in which it was measured),
         ``exposed_s`` (blocked waiting for them), ``decode_s``, ``plan`` (tensors in each buffer), ``collectives`` (of
         each
         buffer). It describes the latest window only while no further one has begun.
@@ -72,7 +79,7 @@ class WindowReport:
             "tensors": int(self.fresh.sum()),
             "tensors_missing": int((self.fresh & (selected == 0)).sum()),
             "select_s": sum(t.launched - t.closed for t in times),
-            "exchange_s": sum(max(0.0, t.finished - t.launched) for t in times),
+            "exchange_s": self.exchange_s,
             "exposed_s": sum(t.waited for t in times),
             "decode_s": sum(t.decoded for t in times),
             "plan": [len(buffer.places) for buffer, _ in self.buffers],

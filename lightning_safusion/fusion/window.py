@@ -45,12 +45,14 @@ class Window:
         groups: Groups of the plan; empty while the order is not known.
         step: Number of the window.
         density: Density in force.
+        timed: Take down when collectives end.
     """
 
     length: int
     groups: Sequence[Group]
     step: int
     density: float
+    timed: bool = True
     grads: list[Tensor | None] = field(init=False)
     fresh: np.ndarray = field(init=False)
     raw: np.ndarray = field(init=False)

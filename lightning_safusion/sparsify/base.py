@@ -128,7 +128,13 @@ class Sparsifier(ABC):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what :meth:`state_dict` returned."""
+        """Restores what :meth:`state_dict` returned.
+
+        Raises:
+            ValueError: If there is state that this sparsifier does not have.
+        """
+        if state:
+            raise ValueError(f"{type(self).__name__} keeps no state, got {sorted(state)}")
 
 
 def span_segments(numel: int, quota: int, key: Hashable = 0) -> Segments:

@@ -1,6 +1,3 @@
-# NOTE FOR THE OWNER OF THIS FILE: the estimators engineer overwrote your original by accident (01:29, through a symlink
-# in a scratch folder). This is a rebuild from the agreed interface, so that imports keep working. Please put your own
-# version back over it; nothing in here has to be kept.
 """Segmented selection: the entry points that sparsifiers are written with."""
 
 from __future__ import annotations

@@ -73,8 +73,9 @@ class NumpyView(SegmentedView):
         # A loop that refines thresholds changes few at a time: the others need not be counted again.
         changed = floors != known if self._counted else np.ones(len(floors), np.bool_)
         counts = np.where(changed, 0, counts)
+        again = changed.tolist()
         for piece in self._layout.pieces:
-            if changed[piece.first : piece.last].any():
+            if any(again[piece.first : piece.last]):
                 add_counts(counts, piece, self._above(piece, floors))
         self._counted = (floors, counts)
         return self._per_segment(counts)

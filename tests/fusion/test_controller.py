@@ -143,6 +143,18 @@ def test_a_tensor_fresh_on_some_ranks_is_averaged_as_ddp_does(make: Callable[...
     assert_neighbours_conserved(cluster, before, grads, means, skip=6)
 
 
+def test_a_bad_tensor_fresh_on_some_ranks_poisons_no_residual(make: Callable[..., Cluster]) -> None:
+    cluster = make(2)
+    settle(cluster)
+    before, grads = snapshot(cluster), cluster.random_grads(5)
+    grads[0][6][2] = float("nan")
+    fresh = [[True] * len(cluster.specs), [i != 6 for i in range(len(cluster.specs))]]
+    with pytest.warns(UserWarning, match="computed on some ranks only"):
+        means = cluster.step(grads, fresh)
+    assert all(torch.isnan(means[rank][6]).any() for rank in range(2))
+    assert all(torch.equal(cluster.residual(rank, 6), before[rank][6]) for rank in range(2))
+
+
 def assert_neighbours_conserved(cluster: Cluster, before: Any, grads: Any, means: Any, skip: int) -> None:
     n = len(cluster.transports)
     for i in range(len(cluster.specs)):

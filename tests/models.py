@@ -1,0 +1,55 @@
+"""Small LightningModules and data that the tests train."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class TinyClassifier(LightningModule):
+    """Two layers with a norm, and tensors of 1 to 8192 elements."""
+
+    def __init__(self, lr: float = 0.1, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.lr = lr
+        self.net = nn.Sequential(nn.Linear(32, 256), nn.LayerNorm(256), nn.ReLU(), nn.Linear(256, 10))
+        self.temperature = nn.Parameter(torch.ones(1))
+        self.losses: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) * self.temperature
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), self.lr, momentum=0.9)
+
+
+def classification(samples: int = 640, batch_size: int = 16) -> DataLoader[Any]:
+    """A task that a linear model can learn, the same in every process."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(samples, 32, generator=generator)
+    y = (x @ torch.randn(32, 10, generator=generator)).argmax(1)
+    return DataLoader(TensorDataset(x, y), batch_size=batch_size)
+
+
+def trainer(strategy: Any, **options: Any) -> Trainer:
+    """A quiet CPU trainer on two devices that writes nothing."""
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 2,
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return Trainer(strategy=strategy, **(defaults | options))

@@ -1,0 +1,264 @@
+"""The strategy in real trainers: registration, refusals, parity with DDP, reports, one worker, mismatched workers."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from lightning_safusion import SYSTEMS, SAFusionStrategy
+from lightning_safusion.sparsify import GaussianK
+from tests.models import TinyClassifier, classification, trainer
+
+FORK = {"start_method": "fork", "process_group_backend": "gloo"}
+
+
+class Outcome(Callback):
+    """Writes what each rank ended with: under fork only files come back."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        strategy = trainer.strategy
+        torch.save(
+            {
+                "parameters": [p.detach().clone() for p in pl_module.parameters()],
+                "losses": getattr(pl_module, "losses", []),
+                "report": strategy.report() if isinstance(strategy, SAFusionStrategy) else {},
+            },
+            self.folder / f"rank{trainer.global_rank}.pt",
+        )
+
+
+def fit(folder: Path, strategy: Any, model: LightningModule | None = None, **options: Any) -> list[dict[str, Any]]:
+    """Trains on two workers; returns what every rank ended with."""
+    folder.mkdir(exist_ok=True)
+    run = trainer(strategy, callbacks=[Outcome(folder)], **options)
+    run.fit(model or TinyClassifier(), classification())
+    return [torch.load(path) for path in sorted(folder.glob("rank*.pt"))]
+
+
+def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_every_system_trains_and_keeps_replicas_equal(tmp_path: Path, system: str) -> None:
+    first, second = fit(tmp_path, SAFusionStrategy(system=system, density=0.1, collective="allgather", **FORK))
+    assert equal(first["parameters"], second["parameters"])
+    assert first["losses"][-1] < 0.8 * first["losses"][0]
+    report = first["report"]
+    assert report["system"] == system
+    assert report["windows"] == 20
+    assert report["bytes_sent"] < 0.35 * report["dense_bytes"]
+    assert report["tensors"] == 7
+    assert sum(report["plan"]) == 7
+    assert report["tensors_missing"] == 0 or SYSTEMS[system].scope == "group"
+
+
+def test_density_1_is_ddp_bit_for_bit(tmp_path: Path) -> None:
+    plain = fit(tmp_path / "ddp", DDPStrategy(**FORK))
+    aside = fit(tmp_path / "aside", SAFusionStrategy(density=1.0, **FORK))
+    forced = fit(tmp_path / "forced", SAFusionStrategy(density=1.0, collective="allgather", **FORK))
+    assert aside[0]["report"]["plain_ddp"] == "everything is sent (density 1)"
+    assert forced[0]["report"]["plain_ddp"] is None
+    for rank in range(2):
+        assert equal(plain[rank]["parameters"], aside[rank]["parameters"])
+        assert equal(plain[rank]["parameters"], forced[rank]["parameters"])
+
+
+def test_a_seeded_deterministic_run_repeats_bit_for_bit(tmp_path: Path) -> None:
+    # in processes of their own: the trainer switches determinism on for the whole process
+    from tests.process_group import run_alone
+
+    runs = [run_alone(_deterministic_fit, tmp_path / str(i)) for i in range(2)]
+    assert runs[0] == runs[1]
+
+
+def _deterministic_fit(folder: Path) -> list[bytes]:
+    outcome = fit(folder, SAFusionStrategy(density=0.05, **FORK), deterministic=True)
+    return [p.numpy().tobytes() for p in outcome[0]["parameters"]]
+
+
+def test_one_worker_trains_like_plain_lightning() -> None:
+    ours, plain = TinyClassifier(), TinyClassifier()
+    strategy = SAFusionStrategy(density=0.01)
+    # Lightning gives every distributed strategy a sampler of its own
+    trainer(strategy, devices=1, use_distributed_sampler=False).fit(ours, classification())
+    trainer("auto", devices=1).fit(plain, classification())
+    assert equal(list(ours.parameters()), list(plain.parameters()))
+    assert strategy.report()["plain_ddp"] == "there is one worker, and nothing to exchange"
+
+
+def test_accumulation_exchanges_once_per_optimizer_step(tmp_path: Path) -> None:
+    strategy = SAFusionStrategy(density=0.1, collective="allgather", **FORK)
+    outcome = fit(tmp_path, strategy, accumulate_grad_batches=4)
+    assert outcome[0]["report"]["windows"] == 5
+    assert equal(outcome[0]["parameters"], outcome[1]["parameters"])
+
+
+def test_sparse_is_refused_where_dense_all_reduce_carries_less(tmp_path: Path) -> None:
+    # two workers: sparse all-gather receives 0.9 * 4 B and a bitmap per element, dense all-reduce 4 B
+    report = fit(tmp_path, SAFusionStrategy(density=0.98, **FORK))[0]["report"]
+    assert "by sparse all-gather" in report["plain_ddp"]
+
+
+class Gan(LightningModule):
+    """Two optimizers, manual optimization, without toggling: each backward also reaches the other's parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization = False
+        self.generator, self.critic = nn.Linear(32, 32), nn.Linear(32, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        for optimizer, sign in ((first, 1.0), (second, -1.0)):
+            optimizer.zero_grad()
+            self.manual_backward(sign * self.critic(self.generator(batch[0])).tanh().mean())
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(m.parameters(), 0.05) for m in (self.generator, self.critic)]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_gradients_that_are_thrown_away_do_not_take_residual_with_them(tmp_path: Path) -> None:
+    plain = fit(tmp_path / "ddp", DDPStrategy(find_unused_parameters=True, **FORK), Gan())
+    ours = fit(
+        tmp_path / "ours",
+        SAFusionStrategy(density=0.2, collective="allgather", find_unused_parameters=True, **FORK),
+        Gan(),
+    )
+    assert equal(ours[0]["parameters"], ours[1]["parameters"])
+    for a, b in zip(ours[0]["parameters"], plain[0]["parameters"], strict=True):
+        assert torch.isfinite(a).all()
+        assert (a - b).abs().max() < 0.2
+
+
+def test_strategy_names_are_registered_on_import() -> None:
+    names = StrategyRegistry.available_strategies()
+    for name in ("safusion", "safusion_spawn", "safusion_fork", "safusion_notebook"):
+        assert {name, f"{name}_find_unused_parameters_true", f"{name}_find_unused_parameters_false"} <= set(names)
+    strategy = trainer("safusion_fork_find_unused_parameters_true").strategy
+    assert isinstance(strategy, SAFusionStrategy)
+    assert strategy._start_method == "fork"
+    assert strategy._ddp_kwargs["find_unused_parameters"] is True
+    SAFusionStrategy.register_strategies(StrategyRegistry)  # a second import path must not fail
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"compressor": "gausiank"}, "gaussiank"),
+        ({"compressor": 3}, "3"),
+        ({"system": "safusoin"}, "'safusion'"),
+        ({"density": 0.0}, "0.0"),
+        ({"density": 1.5}, "1.5"),
+        ({"density": -0.1}, "-0.1"),
+        ({"density": float("nan")}, "nan"),
+        ({"fusion": "timer"}, "adaptive"),
+        ({"memory": "momentum"}, "residual"),
+        ({"scope": "model"}, "'tensor', 'group'"),
+        ({"quota": "equal"}, "'pooled'"),
+        ({"collective": "ring"}, "'allgather'"),
+        ({"wire": "int4"}, "bf16"),
+        ({"dense_below": -1}, "-1"),
+        ({"transport": "mpi"}, "'torch'"),
+        ({"quota": "pooled", "scope": "group"}, "scope='tensor'"),
+        ({"fusion": "naive", "scope": "group"}, "scope='tensor'"),
+        ({"compressor": "none", "density": 0.5, "scope": "everywhere"}, "everywhere"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_value(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError)) as caught:
+        SAFusionStrategy(**options)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ddp_comm_hook": lambda state, bucket: None},
+        {"ddp_comm_wrapper": lambda hook: hook},
+        {"model_averaging_period": 4},
+        {"skip_all_reduce_unused_params": True},
+        {"bucket_cap_mb_list": [0]},
+        {"delay_all_reduce_named_params": [("a", torch.zeros(1))]},
+        {"mixed_precision": object()},
+    ],
+)
+def test_options_that_contradict_the_strategy_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(MisconfigurationException, match=next(iter(options))):
+        SAFusionStrategy(**options)
+    # LightningCLI passes every option with its default
+    SAFusionStrategy(**dict.fromkeys(options))
+
+
+def test_sparse_embedding_gradients_are_refused_by_name(tmp_path: Path) -> None:
+    model = TinyClassifier()
+    model.table = nn.Embedding(10, 4, sparse=True)
+    with pytest.raises(Exception, match="table: Embedding\\(sparse=True\\)"):
+        fit(tmp_path, SAFusionStrategy(**FORK), model)
+
+
+def test_a_dense_pattern_that_matches_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="matches no trainable parameter"):
+        fit(tmp_path, SAFusionStrategy(dense=["encoder.*"], **FORK))
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)])
+def test_dgc_memory_refuses_an_optimizer_with_momentum(tmp_path: Path, optimizer: Any) -> None:
+    model = TinyClassifier()
+    model.configure_optimizers = lambda: optimizer(model.parameters())  # type: ignore[method-assign]
+    with pytest.raises(Exception, match="memory='dgc' applies momentum before selection"):
+        fit(tmp_path, SAFusionStrategy(memory="dgc", **FORK), model)
+
+
+class Different(SAFusionStrategy):
+    """A worker that was started with another density."""
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self.global_rank == 1:
+            from dataclasses import replace
+
+            from lightning_safusion.sparsify import ConstantDensity
+
+            self.settings = replace(self.settings, density=ConstantDensity(0.02))
+
+
+def test_different_settings_are_found_at_set_up_on_all_ranks(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="different settings") as caught:
+        fit(tmp_path, Different(density=0.05, **FORK))
+    assert "0.05" in str(caught.value)
+    assert "0.02" in str(caught.value)
+
+
+def test_the_strategy_can_be_pickled_for_spawn() -> None:
+    strategy = SAFusionStrategy(compressor=GaussianK(), density=0.1, fusion="adaptive", memory="dgc")
+    copy = pickle.loads(pickle.dumps(strategy))  # noqa: S301  our own bytes
+    assert copy.settings.describe() == strategy.settings.describe()
+
+
+def test_python_reducer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", "python_reducer")
+    with pytest.raises(Exception, match="python_reducer"):
+        fit(tmp_path, SAFusionStrategy(**FORK))
+
+
+def test_validation_without_training_needs_no_engine() -> None:
+    model = TinyClassifier()
+    model.validation_step = lambda batch, batch_idx: None  # type: ignore[method-assign]
+    strategy = SAFusionStrategy()
+    trainer(strategy, devices=1).validate(model, classification(), verbose=False)
+    assert strategy.report()["windows"] == 0
