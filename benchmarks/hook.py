@@ -54,9 +54,9 @@ def wrapped(tensors: int, width: int, hook: str, args: argparse.Namespace) -> Ca
         settings = EngineSettings(
             compressor, ConstantDensity(density), policy, ResidualMemory(), collective="allgather"
         )
-        controller = build_controller(
-            settings, specs_from_parameters(parameters), TorchTransport(), torch.device("cpu"), measure=not args.per_buffer
-        )
+        specs = specs_from_parameters(parameters)
+        measure = not args.per_buffer
+        controller = build_controller(settings, specs, TorchTransport(), torch.device("cpu"), measure)
         ddp.register_comm_hook(None, DDPHook(controller, [p for _, p in parameters]).run)
     data = torch.randn(4, width)
 
