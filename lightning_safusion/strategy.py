@@ -196,7 +196,7 @@ class SAFusionStrategy(DDPStrategy):
         module = self.model.module
         measure = not torch.are_deterministic_algorithms_enabled()
         self._controller = build_controller(
-            self.settings, self._specs(module), self._transport, self.root_device, measure
+            self.settings, self._specs(module), self._transport, self.root_device, measure, _announce
         )
         params = [param for _, param in _trainable(module)]
         self._hook = DDPHook(self._controller, params, static_graph=bool(self._ddp_kwargs.get("static_graph")))
@@ -263,6 +263,10 @@ class SAFusionStrategy(DDPStrategy):
         versions = {"lightning_safusion": __version__, "torch": torch.__version__}
         deterministic = {"deterministic": str(torch.are_deterministic_algorithms_enabled())}
         return self.settings.describe() | {"system": self.system} | deterministic | versions | tensors
+
+
+def _announce(text: str) -> None:
+    rank_zero_info(f"SAFusionStrategy: {text}.")
 
 
 def _trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, get_args
 
@@ -142,6 +142,7 @@ def build_controller(
     transport: Transport,
     device: torch.device,
     measure: bool = True,
+    announce: Callable[[str], None] | None = None,
 ) -> Controller:
     """Builds a job's controller. Collective: all ranks call it with equal settings.
 
@@ -151,6 +152,7 @@ def build_controller(
         transport: Communicator of the buffers.
         device: Where the gradients live.
         measure: Plan with measured times. False: with modelled ones, so that a seeded run repeats bit for bit.
+        announce: Told in one line what travels how, whenever that changes.
     """
     layout = Layout(tuple(specs))
     settings.memory.world_size = transport.world_size
@@ -170,5 +172,5 @@ def build_controller(
     )
     wanted = settings.fusion.needs_costs or settings.collective == "auto"
     prior = calibrate(transport, device) if measure and wanted else None
-    planner = Planner(settings.fusion, transport, settings.collective, prior)
+    planner = Planner(settings.fusion, transport, settings.collective, prior, announce)
     return Controller(generator, planner, transport, settings.density, dense_first=settings.collective != "allgather")

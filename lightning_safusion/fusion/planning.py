@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -43,6 +43,7 @@ class Planner:
         prior: Costs of ``"allgather"`` and ``"allreduce"`` before anything else was measured, equal on all ranks; None
             plans
             with modelled costs and never with measured ones (a seeded run then repeats bit for bit).
+        announce: Told in one line what travels how, whenever that changes.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Planner:
         transport: Transport,
         collective: CollectiveChoice = "auto",
         prior: Mapping[str, LinearCost] | None = None,
+        announce: Callable[[str], None] | None = None,
     ) -> None:
         self.policy = policy
         self.transport = transport
@@ -58,6 +60,8 @@ class Planner:
         self.prior = prior
         self.current: Plan | None = None
         self.replans = 0
+        self._announce = announce
+        self._announced: tuple[bool, bool] | None = None
         self._schedule = policy.schedule() if prior is not None else None
         self._profile: AgreedProfile | None = None
         self._recorder: ProfileRecorder | None = None
@@ -68,6 +72,7 @@ class Planner:
         if self.current is None:
             self.current = self._make(self.costs(generator))
             self._verified = False
+            self._tell(self.current, generator)
         return self.current
 
     def invalidate(self, order_changed: bool = False) -> None:
@@ -135,7 +140,24 @@ class Planner:
             self.current = proposed
             self.replans += 1
             generator.keep_only(proposed.groups)
+            self._tell(proposed, generator)
             self._verify(generator.device)
+
+    def _tell(self, plan: Plan, generator: Generator) -> None:
+        """Says which collectives are used, once for each combination: nobody should take a dense run for a sparse
+        one."""
+        dense = sum(group.collective == "allreduce" for group in plan.groups)
+        kinds = (dense > 0, dense < len(plan.groups))
+        if self._announce is None or kinds == self._announced:
+            return
+        self._announced = kinds
+        sparse = len(plan.groups) - dense
+        text = (
+            f"{len(generator.layout)} tensors travel in {len(plan.groups)} buffers, {sparse} sparse and {dense} dense"
+        )
+        if dense and self.collective == "auto" and not generator.quotas.dense.all():
+            text += "; dense ones are predicted to be faster here (collective='allgather' sends every buffer sparse)"
+        self._announce(text)
 
     def _verify(self, device: torch.device) -> None:
         if self.current is None:

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_safusion.comm import local_transports
+from lightning_safusion.fusion.engine import build_controller
 from lightning_safusion.sparsify import NoMemory, Segments, Selection, TopK
 from tests.cluster import Cluster, settings, specs
 
@@ -277,6 +279,18 @@ def test_memory_none_sends_only_gradients_of_this_step(make: Callable[..., Clust
         for mean, grad in zip(means[0], grads[0], strict=True):
             kept = mean != 0
             assert torch.equal(mean[kept], grad[kept])
+
+
+def test_it_says_once_what_travels_how() -> None:
+    said: list[str] = []
+    transports = local_transports(1)
+    options = settings(fusion="aligned", collective="allreduce")
+    controller = build_controller(options, specs(), transports[0], torch.device("cpu"), False, said.append)
+    for _ in range(4):
+        for spec in reversed(specs()):
+            controller.push(spec.index, torch.ones(spec.numel))
+        controller.drain()
+    assert said == ["10 tensors travel in 2 buffers, 0 sparse and 2 dense"]
 
 
 def test_measured_plans_are_equal_on_all_ranks(make: Callable[..., Cluster]) -> None:
