@@ -205,8 +205,12 @@ class SAFusionStrategy(DDPStrategy):
     @override
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
-        if self._hook is None:
+        if self._hook is None or self._controller is None:
             return
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        if scaler is not None:
+            # the factor as it is on the device: get_scale() would wait for it
+            self._controller.loss_scale = scaler._get_scale_async
         for optimizer in self.optimizers:
             _refuse_double_momentum(self.settings.memory, optimizer)
             self._hook.watch(optimizer)

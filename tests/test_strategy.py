@@ -38,10 +38,12 @@ class Outcome(Callback):
         )
 
 
-def fit(folder: Path, strategy: Any, model: LightningModule | None = None, **options: Any) -> list[dict[str, Any]]:
-    """Trains on two workers; returns what every rank ended with."""
+def fit(
+    folder: Path, strategy: Any, model: LightningModule | None = None, extra: Any = (), **options: Any
+) -> list[dict[str, Any]]:
+    """Trains on two workers, with the ``extra`` callbacks (classes); returns what every rank ended with."""
     folder.mkdir(exist_ok=True)
-    run = trainer(strategy, callbacks=[Outcome(folder)], **options)
+    run = trainer(strategy, callbacks=[*(callback() for callback in extra), Outcome(folder)], **options)
     run.fit(model or TinyClassifier(), classification())
     return [torch.load(path) for path in sorted(folder.glob("rank*.pt"))]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_safusion.comm.exchange import Verdict, all_finite, saturated
 from lightning_safusion.comm.transport import Transport
-from lightning_safusion.fusion.generator import FusionBuffer, Generator
+from lightning_safusion.fusion.generator import FusionBuffer, Generator, unscaled
 from lightning_safusion.fusion.plan import CollectiveName, Group, Plan
 from lightning_safusion.fusion.planning import Planner
 from lightning_safusion.fusion.report import WindowReport
@@ -55,6 +55,7 @@ class Controller:
         self.density = density
         self.dense_first = dense_first
         self.epoch = 0
+        self.loss_scale: Callable[[], Tensor | None] | None = None  # read at the first gradient of a window
         self.windows = 0
         self.report: WindowReport | None = None
         self._order_known = False
@@ -103,7 +104,10 @@ class Controller:
         if self._order_known and not self._dense_window():
             groups = self.planner.plan(self.generator).groups
         timed = self.windows < _TIMED_WINDOWS or self.windows % _TIMED_EVERY == 0
-        self._window = Window(len(self.generator.layout), groups, self.windows, density, timed)
+        scale = self.loss_scale() if self.loss_scale is not None else None
+        # a copy: the scaler updates its factor in place
+        scale = scale.detach().clone() if scale is not None else None
+        self._window = Window(len(self.generator.layout), groups, self.windows, density, timed, scale)
         return self._window
 
     def _dense_window(self) -> bool:
@@ -130,7 +134,7 @@ class Controller:
         """Fills and launches; a rank that cannot still takes part, so that no other rank waits for it for ever."""
         try:
             prepared = self.generator.merge(
-                buffer, window.grads_of(buffer.group), window.fresh[part], window.raw[part], window.step
+                buffer, window.grads_of(buffer.group), window.fresh[part], window.raw[part], window.step, window.scale
             )
         except Exception as error:
             window.error = error
@@ -213,10 +217,15 @@ class Controller:
         grads = window.grads_of(buffer.group)
         if not len(regular):
             return
-        torch._foreach_copy_([grads[t] for t in regular], [saturated(pieces[t], grads[t].dtype) for t in regular])
-        for t in regular:
-            if grads[t].itemsize < mean.itemsize:
-                errors.append((buffer.start + edges[t], buffer.start + edges[t + 1], pieces[t] - grads[t]))
+        means = [pieces[t] for t in regular]
+        if window.scale is not None:
+            means = list(torch._foreach_mul(means, window.scale))
+        targets = [grads[t] for t in regular]
+        torch._foreach_copy_(targets, [saturated(m, g.dtype) for m, g in zip(means, targets, strict=True)])
+        for t, exact, held in zip(regular, means, targets, strict=True):
+            if held.itemsize < mean.itemsize:
+                error = exact - held if window.scale is None else unscaled([exact - held], window.scale)[0]
+                errors.append((buffer.start + edges[t], buffer.start + edges[t + 1], error))
 
     def _repair(self, window: Window, places: Sequence[int]) -> None:
         """Averages gradients as DDP does, outside the compressed path, in place; their residuals stay as they were."""
@@ -238,7 +247,8 @@ class Controller:
             grad = window.grads_of(Group(place, place + 1))[0]
             # what is not finite was never added
             if window.fresh[place] and not window.raw[place] and all_finite(grad):
-                self.generator.memory.withdraw(place, grad)
+                added = grad if window.scale is None else unscaled([grad], window.scale)[0]
+                self.generator.memory.withdraw(place, added)
             grad.mul_(1.0 / self.transport.world_size)
             works.append(self.transport.all_reduce(grad))
         for work in works:

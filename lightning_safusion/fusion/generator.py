@@ -171,7 +171,13 @@ class Generator:
         return Stream(self._stream_transport, self.layout.edges, capacity, dtype, self.device)
 
     def merge(
-        self, buffer: FusionBuffer, grads: Sequence[Tensor], fresh: np.ndarray, raw: np.ndarray, step: int
+        self,
+        buffer: FusionBuffer,
+        grads: Sequence[Tensor],
+        fresh: np.ndarray,
+        raw: np.ndarray,
+        step: int,
+        scale: Tensor | None = None,
     ) -> Callable[[], None]:
         """Compensates and selects one group.
 
@@ -181,6 +187,7 @@ class Generator:
             fresh: bool [T], computed in this window.
             raw: bool [T], must travel outside the compressed path.
             step: Number of the window, the same on all ranks.
+            scale: Factor that the gradients carry; the memory holds them without it.
 
         Returns:
             What packs and launches it. Apart, so that an error in selection is told from a lost peer.
@@ -189,11 +196,12 @@ class Generator:
         taken = fresh & ~raw
         if taken.all():
             buffer.absent = []
-            self._compensate(buffer, grads, list(buffer.places), flags)
+            self._compensate(buffer, grads, list(buffer.places), flags, scale)
         else:
             buffer.absent = np.flatnonzero(~taken).tolist()
             present = np.flatnonzero(taken).tolist()
-            self._compensate(buffer, [grads[i] for i in present], [buffer.group.start + i for i in present], flags)
+            places = [buffer.group.start + i for i in present]
+            self._compensate(buffer, [grads[i] for i in present], places, flags, scale)
         x = self.memory.accumulated(buffer.start, buffer.stop)
         buffer.selection = self._select(buffer, x, step)
         part = Part(buffer.selection, flags, buffer.absent)
@@ -207,7 +215,9 @@ class Generator:
         x = torch.zeros(buffer.stop - buffer.start, device=self.device)
         buffer.exchange.launch(x, Part(None, flags, buffer.absent, failed=True))
 
-    def _compensate(self, buffer: FusionBuffer, grads: Sequence[Tensor], ids: list[int], flags: Tensor) -> None:
+    def _compensate(
+        self, buffer: FusionBuffer, grads: Sequence[Tensor], ids: list[int], flags: Tensor, scale: Tensor | None
+    ) -> None:
         """Adds fresh gradients to the memory; those that are not finite are flagged instead."""
         if not grads:
             return
@@ -225,6 +235,9 @@ class Generator:
             good = [i for i, grad in enumerate(narrowed) if all_finite(grad)]
             flags[[ids[i] - first for i in range(len(ids)) if i not in set(good)]] |= _BAD
             narrowed, ids, norms = [narrowed[i] for i in good], [ids[i] for i in good], norms[good]
+        if narrowed and scale is not None:
+            narrowed = unscaled(narrowed, scale)
+            norms = norms / scale
         if narrowed:
             self.memory.compensate(ids, narrowed, [bool(buffer.dense[i - first]) for i in ids], norms)
 
@@ -274,6 +287,12 @@ class Generator:
             self.memory.commit_dense(
                 buffer.start + start, buffer.start + stop, buffer.exchange.sent_dense(start, stop, x)
             )
+
+
+def unscaled(grads: Sequence[Tensor], scale: Tensor) -> list[Tensor]:
+    """Gradients without the factor of the loss; in float32, since the factor is there to save 16-bit ones from
+    underflow."""
+    return list(torch._foreach_mul([grad.float() for grad in grads], scale.reciprocal()))
 
 
 def _dense_runs(

@@ -46,6 +46,7 @@ class Window:
         step: Number of the window.
         density: Density in force.
         timed: Take down when collectives end.
+        scale: Factor of the loss that the gradients carry (one element, on their device); None for 1.
     """
 
     length: int
@@ -53,6 +54,7 @@ class Window:
     step: int
     density: float
     timed: bool = True
+    scale: Tensor | None = None
     grads: list[Tensor | None] = field(init=False)
     fresh: np.ndarray = field(init=False)
     raw: np.ndarray = field(init=False)
