@@ -167,13 +167,14 @@ class SAFusionStrategy(DDPStrategy):
                 "works on; set it "
                 "to True (the default) or False."
             )
-        _refuse_sparse_gradients(model)
         self._last_report = None
         specs = self._specs(model)
         group = self._ddp_kwargs.get("process_group")
         self._transport = default_transport(self._timeout) if group is None else TorchTransport(group, self._timeout)
         check_equal(self._transport, self._fingerprint(specs))
         self._aside = self.settings.dense_reason(specs, self._transport.world_size)
+        if not specs:
+            self._aside = "no parameter has a dense gradient"
         options = dict(self._ddp_kwargs)
         if self._aside is None:
             options["gradient_as_bucket_view"] = True
@@ -198,8 +199,9 @@ class SAFusionStrategy(DDPStrategy):
         self._controller = build_controller(
             self.settings, self._specs(module), self._transport, self.root_device, measure, _announce
         )
-        params = [param for _, param in _trainable(module)]
-        self._hook = DDPHook(self._controller, params, static_graph=bool(self._ddp_kwargs.get("static_graph")))
+        static_graph = bool(self._ddp_kwargs.get("static_graph"))
+        params = [param for _, param in _dense_parameters(module)]
+        self._hook = DDPHook(self._controller, params, _sparse_parameters(module), static_graph)
         self.model.register_comm_hook(None, self._hook.run)
 
     @override
@@ -260,7 +262,7 @@ class SAFusionStrategy(DDPStrategy):
         super().teardown()
 
     def _specs(self, module: nn.Module) -> tuple[TensorSpec, ...]:
-        return specs_from_parameters(_trainable(module), self._dense, self._dense_below)
+        return specs_from_parameters(_dense_parameters(module), self._dense, self._dense_below)
 
     def _fingerprint(self, specs: tuple[TensorSpec, ...]) -> dict[str, str]:
         tensors = {f"parameter {s.name}": f"{s.shape} {s.dtype}{' dense' if s.dense else ''}" for s in specs}
@@ -286,14 +288,17 @@ def _refuse_options(options: dict[str, Any]) -> None:
             raise MisconfigurationException(f"SAFusionStrategy does not take {name}={value!r}: {reason}.")
 
 
-def _refuse_sparse_gradients(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
-            raise MisconfigurationException(
-                f"{name}: {type(module).__name__}(sparse=True) makes sparse gradients, which SAFusionStrategy cannot "
-                f"exchange. Build "
-                "it with sparse=False: its gradient is sparsified on the way."
-            )
+def _dense_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Trainable parameters whose gradients are ordinary tensors."""
+    sparse = {id(param) for _, param in _sparse_parameters(module)}
+    return [(name, param) for name, param in _trainable(module) if id(param) not in sparse]
+
+
+def _sparse_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Trainable parameters whose gradients are sparse tensors: those of which DDP expects it."""
+    tables = [m for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse]
+    weights = {id(table.weight) for table in tables}
+    return [(name, param) for name, param in _trainable(module) if id(param) in weights]
 
 
 def _refuse_double_momentum(memory: Memory, optimizer: torch.optim.Optimizer) -> None:

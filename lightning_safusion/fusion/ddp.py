@@ -6,9 +6,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 from torch.distributed import GradBucket
+from torch.futures import Future
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_safusion.comm.coo_mean import coo_means
 from lightning_safusion.fusion.controller import Controller
 
 
@@ -23,11 +25,20 @@ class DDPHook:
     Args:
         controller: Runs the windows.
         params: Trainable parameters in the order of the controller's registration indices.
+        sparse: Names and parameters whose gradients are sparse tensors; they are not in the controller's layout.
         static_graph: DDP was built with ``static_graph=True``.
     """
 
-    def __init__(self, controller: Controller, params: Iterable[Tensor], static_graph: bool = False) -> None:
+    def __init__(
+        self,
+        controller: Controller,
+        params: Iterable[Tensor],
+        sparse: Iterable[tuple[str, Tensor]] = (),
+        static_graph: bool = False,
+    ) -> None:
         self.controller = controller
+        self._sparse_names = {id(param): name for name, param in sparse}
+        self._sparse: dict[str, tuple[Tensor, Future[Tensor]]] = {}  # submitted in this window
         self._index = {}
         self._fresh: list[bool] = []
         self._handles: list[RemovableHandle] = []
@@ -43,7 +54,7 @@ class DDPHook:
     def _mark_fresh(self, param: Tensor) -> None:
         self._fresh[self._index[id(param)]] = True
 
-    def run(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    def run(self, state: object, bucket: GradBucket) -> Future[Tensor]:
         """The communication hook.
 
         The future is complete at once, holding the bucket itself: DDP reads it after the whole backward pass, and by
@@ -51,26 +62,24 @@ class DDPHook:
         :meth:`_finish` has written the mean into it. (A tensor of any other storage offset would be misread silently.)
         """
         buffer = bucket.buffer()
+        future: Future[Tensor] = Future()
         if buffer.is_sparse:
-            raise RuntimeError(
-                f"parameter {bucket.parameters()[0].shape} has a sparse gradient, which cannot be sparsified again: "
-                f"build its "
-                "embedding with sparse=False"
-            )
-        if torch.is_autocast_enabled(buffer.device.type):
-            # manual_backward runs inside the autocast of training_step
-            with torch.autocast(buffer.device.type, enabled=False):
-                self._push(bucket, buffer)
+            # its mean is another tensor, known when it has been exchanged
+            self._sparse[self._sparse_names[id(bucket.parameters()[0])]] = (buffer, future)
         else:
-            self._push(bucket, buffer)
-        if self.controller.complete:
+            if torch.is_autocast_enabled(buffer.device.type):
+                # manual_backward runs inside the autocast of training_step
+                with torch.autocast(buffer.device.type, enabled=False):
+                    self._push(bucket, buffer)
+            else:
+                self._push(bucket, buffer)
+            future.set_result(buffer)
+        if self.controller.complete and len(self._sparse) == len(self._sparse_names):
             if self._drain_in_hook:
                 self._finish()
             else:
                 # Never wait inside the hook: another rank may need this thread's next collective first (SyncBatchNorm)
                 torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        future.set_result(buffer)
         return future
 
     def _push(self, bucket: GradBucket, buffer: Tensor) -> None:
@@ -92,6 +101,11 @@ class DDPHook:
         device = self.controller.generator.device
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             self.controller.drain()
+            # in the order in which the buckets came, which is the same on all ranks
+            submitted, self._sparse = list(self._sparse.values()), {}
+            means = coo_means(self.controller.transport, [grad for grad, _ in submitted])
+            for (_, future), mean in zip(submitted, means, strict=True):
+                future.set_result(mean)
 
     def check_complete(self, synchronised: bool = True) -> None:
         """Raises if the backward pass that has just ended left gradients unsynchronised.
@@ -107,8 +121,10 @@ class DDPHook:
             # DDP's first bucket holds everything and was never full: the hook has not run at all
             layout = self.controller.generator.layout
             missing = [spec.name for spec in layout.specs if not self._fresh[spec.index]]
+        if self._sparse or self.controller.complete:
+            missing += [name for name in self._sparse_names.values() if name not in self._sparse]
         if missing:
-            self.controller.reset()
+            self.reset()
             raise RuntimeError(
                 f"{len(missing)} parameters got no gradient in this backward pass: {', '.join(missing[:20])}. The "
                 f"gradients of "
@@ -130,4 +146,9 @@ class DDPHook:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets an open window."""
+        self._sparse = {}
         self.controller.reset()

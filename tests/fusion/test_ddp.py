@@ -73,11 +73,13 @@ def wrap(model: nn.Module, options: dict[str, Any] | None, **ddp_options: Any) -
     if options is None:
         return DistributedDataParallel(model, **ddp_options), None
     ddp = DistributedDataParallel(model, **({"bucket_cap_mb": 0, "gradient_as_bucket_view": True} | ddp_options))
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    tables = {id(m.weight) for m in model.modules() if getattr(m, "sparse", False)}
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    named, sparse = ([(n, p) for n, p in trainable if (id(p) in tables) == wanted] for wanted in (False, True))
     controller = build_controller(
         settings(**options), specs_from_parameters(named), default_transport(), torch.device("cpu"), measure=False
     )
-    hook = DDPHook(controller, [p for _, p in named], bool(ddp_options.get("static_graph")))
+    hook = DDPHook(controller, [p for _, p in named], sparse, bool(ddp_options.get("static_graph")))
     ddp.register_comm_hook(None, hook.run)
     return ddp, hook
 
@@ -260,16 +262,56 @@ def test_nothing_is_leaked_after_close() -> None:
     assert all(run_ranks(2, run))
 
 
-def test_sparse_gradients_are_refused_by_name() -> None:
+class Tables(nn.Module):
+    """Sparse embeddings below a dense layer; the tables are the last to get gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.words = nn.Embedding(50, 6, sparse=True)
+        self.bag = nn.EmbeddingBag(30, 6, sparse=True, mode="sum")
+        self.out = nn.Linear(6, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.out(self.words(tokens).mean(1) + self.bag(tokens))
+
+
+@pytest.mark.parametrize("ddp_options", [{}, {"static_graph": True}, {"find_unused_parameters": True}])
+def test_sparse_gradients_are_averaged_as_ddp_does(ddp_options: dict[str, Any]) -> None:
+    def run(rank: int, ours: bool) -> list[Tensor]:
+        ddp, hook = wrap(Tables(), {"density": 1.0, "collective": "allgather"} if ours else None, **ddp_options)
+        optimizer = torch.optim.SGD(ddp.parameters(), 0.003)
+        for step in range(5):
+            ddp(batch(rank, step)).square().sum().backward()
+            if hook is not None:
+                hook.check_complete()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach() for p in ddp.parameters()]
+
+    def both(rank: int) -> float:
+        pairs = zip(run(rank, True), run(rank, False), strict=True)
+        return max(float((a - b).abs().max()) for a, b in pairs)
+
+    assert max(run_ranks(3, both)) < 1e-5
+
+
+def test_an_unused_sparse_table_is_named() -> None:
     def run(rank: int) -> str:
-        ddp, _ = wrap(nn.Embedding(10, 4, sparse=True), {"density": 0.1})
-        try:
-            ddp(torch.tensor([1, 2])).sum().backward()
-        except RuntimeError as error:
-            return str(error)
+        model = Tables()
+        ddp, hook = wrap(model, {"density": 0.5})
+        assert hook is not None
+        for step in range(3):
+            if step == 2:
+                model.words = nn.Embedding(50, 6, sparse=True)  # not the table that DDP knows
+            ddp(batch(rank, step)).sum().backward()
+            try:
+                hook.check_complete()
+            except RuntimeError as error:
+                return f"step {step}: {error}"
         return ""
 
-    assert all("sparse=False" in message for message in run_ranks(2, run))
+    assert all(m.startswith("step 2: 1 parameters") and "words.weight" in m for m in run_ranks(2, run))
 
 
 def test_survivors_of_a_dead_worker_name_the_buffer() -> None:
