@@ -24,6 +24,7 @@ from lightning_safusion.fusion.layout import TensorSpec, specs_from_parameters
 from lightning_safusion.fusion.planning import CollectiveChoice
 from lightning_safusion.fusion.policy import FusionPolicy, resolve_fusion
 from lightning_safusion.fusion.quota import QuotaRule, Scope
+from lightning_safusion.signals import DeferredSignals, requeue_signal
 from lightning_safusion.sparsify.base import Sparsifier
 from lightning_safusion.sparsify.memory import Memory, resolve_memory
 from lightning_safusion.sparsify.registry import resolve_sparsifier
@@ -52,30 +53,25 @@ class SAFusionStrategy(DDPStrategy):
     """Distributed data parallel training that sends sparsified gradients.
 
     Every gradient tensor is sparsified *before* it is fused into a communication buffer, so that no tensor goes
-    missing from
-    a buffer; every worker closes a buffer after the same tensors, so that nobody waits; buffer sizes follow measured
-    times,
-    so that exchange hides behind backpropagation (SAFusion, HPDC 2025). What is not sent stays in a residual and is
-    sent later.
+    missing from a buffer; every worker closes a buffer after the same tensors, so that nobody waits; buffer sizes
+    follow measured times, so that exchange hides behind backpropagation (SAFusion, HPDC 2025). What is not sent stays
+    in a residual and is sent later.
 
     Arguments left at None take the part of the chosen ``system``.
 
     Args:
         compressor: Chooses the elements to send: ``"topk"``, ``"randomk"``, ``"threshold"``, ``"dgc"``,
-            ``"gaussiank"``,
-            ``"redsync"``, ``"sidco"``, ``"adtopk"``, ``"oktopk"``, ``"none"``, the name of an installed one, or a
-            ``Sparsifier``.
+            ``"gaussiank"``, ``"redsync"``, ``"sidco"``, ``"adtopk"``, ``"oktopk"``, ``"none"``, the name of an
+            installed one, or a ``Sparsifier``.
         density: Share of the elements to send, in (0, 1], or a ``DensitySchedule``.
         system: A published scheme by name, for example ``"safusion"``, ``"saf-inter"``, ``"saf-naive"``, ``"fgbuff"``,
             ``"behind"`` or ``"wfbp"``.
         fusion: Which tensors share a buffer: ``"adaptive"`` (measured times), ``"aligned"`` (a fixed number),
-            ``"naive"``,
-            ``"wfbp"`` (each alone), ``"single"``, ``"behind"`` (aligned, with ``scope="group"``), or a
+            ``"naive"``, ``"wfbp"`` (each alone), ``"single"``, ``"behind"`` (aligned, with ``scope="group"``), or a
             ``FusionPolicy``.
         scope: ``"tensor"`` selects from every tensor, ahead of fusion; ``"group"`` from the fused buffer, behind it.
         quota: ``"proportional"`` gives every tensor the density; ``"pooled"`` a quarter of it, and the rest of a
-            buffer's room
-            to its largest elements.
+            buffer's room to its largest elements.
         dense: Shell patterns of parameter names that always travel dense, for example ``["*.bias"]``.
         dense_below: Tensors of fewer elements than this travel dense.
         memory: Error feedback: ``"residual"``, ``"dgc"`` (momentum correction; use plain SGD with it), ``"none"``, or
@@ -92,8 +88,8 @@ class SAFusionStrategy(DDPStrategy):
 
     Example::
 
-        Trainer(accelerator="gpu", devices=8, num_nodes=4, strategy=SAFusionStrategy(compressor="gaussiank",
-        density=0.05))
+        strategy = SAFusionStrategy(compressor="gaussiank", density=0.05)
+        Trainer(accelerator="gpu", devices=8, num_nodes=4, strategy=strategy)
     """
 
     def __init__(
@@ -139,6 +135,7 @@ class SAFusionStrategy(DDPStrategy):
         self._controller: Controller | None = None
         self._hook: DDPHook | None = None
         self._aside: str | None = None
+        self._signals: DeferredSignals | None = None
         self._last_report: dict[str, Any] | None = None  # of a fit that has ended
 
     @classmethod
@@ -229,6 +226,44 @@ class SAFusionStrategy(DDPStrategy):
         if self._hook is not None and isinstance(self.model, DistributedDataParallel):
             self._hook.check_complete(synchronised=self.model.require_backward_grad_sync)
 
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self._controller is not None:
+            controller = self._controller
+
+            def tell(notice: int) -> None:
+                controller.notices |= notice
+
+            self._signals = DeferredSignals(tell, requeue_signal(self.cluster_environment))
+            self._signals.install()
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        if self._signals is not None and self._controller is not None and self._controller.heard:
+            heard, self._controller.heard = self._controller.heard, 0
+            self._signals.deliver(heard)
+
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        if self._signals is not None:
+            self._signals.remove()  # no gradients are exchanged that could carry the news
+
+    @override
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        if self._signals is not None:
+            self._signals.install()
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        if self._signals is not None:
+            self._signals.remove()
+            self._signals = None
+
     def report(self) -> dict[str, Any]:
         """Figures of the latest step on this rank; see :meth:`WindowReport.as_dict` for the keys.
 
@@ -247,6 +282,9 @@ class SAFusionStrategy(DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        if self._signals is not None:
+            self._signals.remove()
+            self._signals = None
         if self._controller is not None:
             self._controller.reset()
         super().on_exception(exception)

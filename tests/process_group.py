@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import socket
 import tempfile
 import time
 import traceback
@@ -119,3 +120,24 @@ def run_alone(fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> Any:
 def _without_group(fn: Callable[..., Any], *args: Any) -> Any:
     dist.destroy_process_group()
     return fn(*args)
+
+
+def run_launched(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    """Calls ``fn(rank, *args)`` in processes that look to Lightning as if a launcher such as torchrun had started them."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    def launched(rank: int) -> Any:
+        os.environ.update(
+            {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "WORLD_SIZE": str(world_size),
+                "LOCAL_RANK": str(rank),
+                "NODE_RANK": "0",
+            }
+        )
+        return _without_group(fn, rank, *args)
+
+    return run_ranks(world_size, launched, timeout=timeout)

@@ -44,7 +44,7 @@ def fit(
     """Trains on two workers, with the ``extra`` callbacks (classes); returns what every rank ended with."""
     folder.mkdir(exist_ok=True)
     run = trainer(strategy, callbacks=[*(callback() for callback in extra), Outcome(folder)], **options)
-    run.fit(model or TinyClassifier(), classification())
+    run.fit(TinyClassifier() if model is None else model, classification())
     return [torch.load(path) for path in sorted(folder.glob("rank*.pt"))]
 
 

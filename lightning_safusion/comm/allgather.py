@@ -23,7 +23,7 @@ def _aligned(nbytes: int) -> int:
 
 
 class SparseAllGather(Exchange):
-    """One packed message per rank and buffer: ``[flags | failed | dense lanes by run | selection]``.
+    """One packed message per rank and buffer: ``[flags | notices | dense lanes by run | selection]``.
 
     Volume per worker: ``(world_size - 1) * message`` bytes received (recursive doubling or ring).
 
@@ -75,7 +75,7 @@ class SparseAllGather(Exchange):
     def launch(self, x: Tensor, part: Part) -> None:
         spec = self.spec
         self._send[: spec.num_tensors].copy_(part.flags)
-        self._send[spec.num_tensors] = int(part.failed)
+        self._send[spec.num_tensors] = part.notices
         if self._lanes:
             torch._foreach_copy_(
                 self._lanes, [saturated(x[start:stop], dtype) for start, stop, dtype in spec.dense_runs]
@@ -117,7 +117,7 @@ class SparseAllGather(Exchange):
         headers = self._headers.cpu().numpy()
         if headers.tobytes() == self._regular_headers:
             return self._regular if finite else replace(self._regular, finite=False)
-        return Verdict.of(headers[:, :-1], bool(headers[:, -1].any()), finite)
+        return Verdict.of(headers[:, :-1], int(np.bitwise_or.reduce(headers[:, -1])), finite)
 
     def release(self, scratch: Tensor) -> None:
         written = sum(len(indices) for indices in self._touched)

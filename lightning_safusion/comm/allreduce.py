@@ -6,7 +6,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.exchange import Exchange, Part, SpanSpec, TensorFlag, Verdict, all_finite, saturated
+from lightning_safusion.comm.exchange import (
+    Exchange,
+    Notice,
+    Part,
+    SpanSpec,
+    TensorFlag,
+    Verdict,
+    all_finite,
+    saturated,
+)
 from lightning_safusion.comm.transport import Transport
 
 _COUNTED = (TensorFlag.FRESH, TensorFlag.BAD, TensorFlag.RAW)
@@ -15,7 +24,7 @@ _COUNTED = (TensorFlag.FRESH, TensorFlag.BAD, TensorFlag.RAW)
 class DenseAllReduce(Exchange):
     """Ring all-reduce of the whole span in one dtype; ``2 (n - 1) / n`` buffers received per worker.
 
-    Every tensor's flags, and this rank's failure, travel as ones behind the data, so that their sums say how
+    Every tensor's flags, and this rank's notices, travel as ones behind the data, so that their sums say how
     many ranks set them: one message, as everywhere.
 
     Args:
@@ -32,7 +41,9 @@ class DenseAllReduce(Exchange):
         self.dtype = dtypes.pop() if narrow else torch.float32
         if self.dtype == torch.float64:
             self.dtype = torch.float32
-        self._buffer = torch.zeros(spec.numel + len(_COUNTED) * spec.num_tensors + 1, dtype=self.dtype, device=device)
+        self._buffer = torch.zeros(
+            spec.numel + len(_COUNTED) * spec.num_tensors + len(Notice), dtype=self.dtype, device=device
+        )
 
     @property
     def bytes_sent(self) -> int:
@@ -49,10 +60,11 @@ class DenseAllReduce(Exchange):
         torch.mul(saturated(x, self.dtype), 1.0 / self.transport.world_size, out=buffer[: spec.numel])
         for tensor in part.absent:
             buffer[spec.edges[tensor] : spec.edges[tensor + 1]] = 0
-        counts = buffer[spec.numel : -1].view(len(_COUNTED), spec.num_tensors)
+        counts, tail = buffer[spec.numel : -len(Notice)].view(len(_COUNTED), spec.num_tensors), buffer[-len(Notice) :]
         for row, flag in zip(counts, _COUNTED, strict=True):
             row.copy_((part.flags & flag) != 0)
-        buffer[-1] = float(part.failed)
+        for bit, notice in enumerate(Notice):
+            tail[bit] = float(bool(part.notices & notice))
         self.work = self.transport.all_reduce(buffer)
 
     def decode(self, scratch: Tensor) -> tuple[Tensor, Verdict]:
@@ -60,10 +72,11 @@ class DenseAllReduce(Exchange):
         mean = self._buffer[: spec.numel]
         finite = all_finite(mean)
         tail = self._buffer[spec.numel :].float().round().cpu().numpy().astype(np.int64)
-        fresh, bad, raw = tail[:-1].reshape(len(_COUNTED), spec.num_tensors)
+        fresh, bad, raw = tail[: -len(Notice)].reshape(len(_COUNTED), spec.num_tensors)
+        notices = sum(int(notice) for notice, count in zip(Notice, tail[-len(Notice) :], strict=True) if count > 0)
         for tensor in np.flatnonzero(bad):
             mean[spec.edges[tensor] : spec.edges[tensor + 1]] = torch.nan
-        return mean, Verdict(fresh, bad > 0, raw > 0, failed=bool(tail[-1] > 0), finite=finite)
+        return mean, Verdict(fresh, bad > 0, raw > 0, notices, finite)
 
     def release(self, scratch: Tensor) -> None:
         """Nothing was written to the scratch."""

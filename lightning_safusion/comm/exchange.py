@@ -24,6 +24,14 @@ class TensorFlag(IntFlag):
     RAW = 4  #: its gradient must travel outside the compressed path (see Controller)
 
 
+class Notice(IntFlag):
+    """What a rank tells all others in the header of its messages, whatever tensors are in them."""
+
+    FAILED = 1  #: it could not fill a message
+    TERMINATE = 2  #: it was asked to end (SIGTERM)
+    REQUEUE = 4  #: it was asked to save and make room (the requeue signal of a cluster)
+
+
 @dataclass(frozen=True)
 class SpanSpec:
     """The static shape of one buffer's exchange; a function of plan and quotas, equal on all ranks.
@@ -54,13 +62,13 @@ class Part:
         selection: The sparse part; None sends nothing of it.
         flags: uint8 [T] of :class:`TensorFlag`, on the span's device.
         absent: Tensors of which this rank sends nothing, 0 to T - 1.
-        failed: This rank could not fill its message; all ranks will be told.
+        notices: Bits of :class:`Notice`; all ranks will be told.
     """
 
     selection: Selection | None
     flags: Tensor
     absent: Sequence[int] = ()
-    failed: bool = False
+    notices: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,30 +79,30 @@ class Verdict:
         fresh: int64 [T], number of ranks with a fresh gradient.
         bad: bool [T], not finite on some rank.
         raw: bool [T], some rank wants it outside the compressed path.
-        failed: Whether a rank could not fill its message.
+        notices: Bits of :class:`Notice` that some rank has set.
         finite: Whether the decoded mean is finite.
     """
 
     fresh: np.ndarray
     bad: np.ndarray
     raw: np.ndarray
-    failed: bool
+    notices: int
     finite: bool
 
     @classmethod
     def regular(cls, num_tensors: int, world_size: int, finite: bool) -> Verdict:
         """Every tensor fresh on all ranks, and nothing wrong: almost every step."""
         nothing = np.zeros(num_tensors, bool)
-        return cls(np.full(num_tensors, world_size), nothing, nothing, False, finite)
+        return cls(np.full(num_tensors, world_size), nothing, nothing, 0, finite)
 
     @classmethod
-    def of(cls, flags: np.ndarray, failed: bool, finite: bool) -> Verdict:
+    def of(cls, flags: np.ndarray, notices: int, finite: bool) -> Verdict:
         """From the flags of all ranks, uint8 [world_size, T]."""
         return cls(
             ((flags & TensorFlag.FRESH) != 0).sum(axis=0),
             ((flags & TensorFlag.BAD) != 0).any(axis=0),
             ((flags & TensorFlag.RAW) != 0).any(axis=0),
-            failed,
+            notices,
             finite,
         )
 

@@ -29,7 +29,7 @@ class _Round:
 class Stream:
     """The rounds of one backward window.
 
-    Message: ``[flags of all tensors | done | failed | entries]``; the flags are complete in a message that says done.
+    Message: ``[flags of all tensors | done | notices | entries]``; the flags are complete in a message that says done.
 
     Args:
         transport: A communicator of its own: ranks launch at their own pace.
@@ -61,7 +61,7 @@ class Stream:
         self._values: list[Tensor] = []
         self._waiting = 0
         self._flags = np.zeros(self._tensors, np.uint8)
-        self._failed = False
+        self._notices = 0
         self._verdict: np.ndarray | None = None  # of a window that has ended
 
     @property
@@ -69,14 +69,14 @@ class Stream:
         """Bytes that this rank has sent in the window."""
         return len(self._rounds) * (self._entries_at + self._codec.nbytes)
 
-    def append(self, tensor: int, selection: Selection, flag: int, failed: bool) -> Tensor:
+    def append(self, tensor: int, selection: Selection, flag: int, notices: int) -> Tensor:
         """Queues what this rank sends of a tensor, and launches every buffer that is full.
 
         Args:
             tensor: Place of the tensor.
             selection: Its elements, positions in the tensor.
             flag: Its ``TensorFlag``.
-            failed: This rank could not select.
+            notices: Bits of ``Notice``.
 
         Returns:
             float32 [count], the values as they will be decoded.
@@ -86,7 +86,7 @@ class Stream:
         count = int(selection.count)
         values = saturated(selection.values[:count], self.value_dtype).to(self.value_dtype).to(torch.float32)
         self._flags[tensor] = flag
-        self._failed |= failed
+        self._notices |= notices
         self._indices.append(selection.indices[:count] + int(self.edges[tensor]))
         self._values.append(values)
         self._waiting += count
@@ -100,7 +100,7 @@ class Stream:
         self._indices, self._values = [indices[taken:]], [values[taken:]]
         self._waiting -= taken
         message = self._round()
-        header = np.concatenate([self._flags, np.array([done and self._waiting == 0, self._failed], np.uint8)])
+        header = np.concatenate([self._flags, np.array([done and self._waiting == 0, self._notices], np.uint8)])
         message.send[: self._tensors + 2].copy_(torch.from_numpy(header))
         self._codec.encode(Selection(indices[:taken], values[:taken], taken), message.send[self._entries_at :])
         self._rounds.append((message, self.transport.all_gather(message.received, message.send)))
@@ -118,7 +118,7 @@ class Stream:
         """Sends what is left and takes part until every rank is done, adding everything up, rank by rank.
 
         Returns:
-            uint8 [world_size, L + 2]: what every rank says of every tensor, that it is done, and whether it failed.
+            uint8 [world_size, L + 2]: what every rank says of every tensor, that it is done, and its notices.
         """
         if self._verdict is not None:
             return self._verdict
@@ -177,7 +177,7 @@ class StreamedTensor(Exchange):
             selection = Selection(torch.arange(self.spec.numel, device=self.device), x, self.spec.numel)
         if selection is None or part.absent:
             selection = Selection(torch.zeros(0, dtype=torch.int64, device=self.device), x[:0], 0)
-        values = self.stream.append(self.place, selection, int(part.flags[0]), part.failed)
+        values = self.stream.append(self.place, selection, int(part.flags[0]), part.notices)
         self._sent = (selection.indices[: len(values)], values)
 
     def wait(self) -> None:
@@ -187,7 +187,7 @@ class StreamedTensor(Exchange):
         headers = self.stream.finish()
         flags = headers[:, self.place : self.place + 1]
         mean = self.stream.mean(self.place)
-        verdict = Verdict.of(flags, bool(headers[:, -1].any()), all_finite(mean))
+        verdict = Verdict.of(flags, int(np.bitwise_or.reduce(headers[:, -1])), all_finite(mean))
         if verdict.bad.any():
             mean.fill_(torch.nan)
         return mean, verdict

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.exchange import Verdict, all_finite, saturated
+from lightning_safusion.comm.exchange import Notice, Verdict, all_finite, saturated
 from lightning_safusion.comm.transport import Transport
 from lightning_safusion.fusion.generator import FusionBuffer, Generator, unscaled
 from lightning_safusion.fusion.plan import CollectiveName, Group, Plan
@@ -57,6 +57,8 @@ class Controller:
         self.epoch = 0
         self.loss_scale: Callable[[], Tensor | None] | None = None  # read at the first gradient of a window
         self.windows = 0
+        self.notices = 0  # what this rank tells all others in its next messages (bits of Notice)
+        self.heard = 0  # what some rank has told all others: the same on all ranks at the end of every window
         self.report: WindowReport | None = None
         self._order_known = False
         self._tracked = np.zeros(len(generator.layout), bool)  # by registration index, as is the next
@@ -119,7 +121,7 @@ class Controller:
         part = slice(group.start, group.stop)
         try:
             if window.error is not None:
-                self.generator.launch_empty(buffer)
+                self.generator.launch_empty(buffer, self.notices)
             else:
                 self._merge(window, buffer, part)
         except Exception as error:
@@ -134,11 +136,17 @@ class Controller:
         """Fills and launches; a rank that cannot still takes part, so that no other rank waits for it for ever."""
         try:
             prepared = self.generator.merge(
-                buffer, window.grads_of(buffer.group), window.fresh[part], window.raw[part], window.step, window.scale
+                buffer,
+                window.grads_of(buffer.group),
+                window.fresh[part],
+                window.raw[part],
+                window.step,
+                window.scale,
+                self.notices,
             )
         except Exception as error:
             window.error = error
-            self.generator.launch_empty(buffer)
+            self.generator.launch_empty(buffer, self.notices)
         else:
             prepared()
 
@@ -164,16 +172,18 @@ class Controller:
             raise RuntimeError(f"drain needs a complete window; tensors not seen: {', '.join(self.missing()[:20])}")
         self._window = None
         repairs: list[int] = []
-        good, failed = True, False
+        good = True
         errors: list[tuple[int, int, Tensor]] = []
         for buffer, times in window.inflight:
             verdict = self._receive(window, buffer, times, errors)
-            failed |= verdict.failed
+            self.heard |= verdict.notices
             good &= verdict.finite and not verdict.bad.any()
             repairs += [
                 buffer.group.start + int(t) for t in np.flatnonzero(verdict.irregular(self.transport.world_size))
             ]
-        if failed:
+        self.notices &= ~self.heard
+        if self.heard & Notice.FAILED:
+            self.heard &= ~Notice.FAILED
             raise window.error or RuntimeError(
                 "another rank could not select its gradients in this step; see that rank's own error"
             )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_safusion.comm.allgather import SparseAllGather
 from lightning_safusion.comm.allreduce import DenseAllReduce
-from lightning_safusion.comm.exchange import Exchange, Part, SpanSpec, TensorFlag, all_finite
+from lightning_safusion.comm.exchange import Exchange, Notice, Part, SpanSpec, TensorFlag, all_finite
 from lightning_safusion.comm.stream import Stream, StreamedTensor
 from lightning_safusion.comm.transport import Transport
 from lightning_safusion.comm.wire import resolve_codec
@@ -178,6 +178,7 @@ class Generator:
         raw: np.ndarray,
         step: int,
         scale: Tensor | None = None,
+        notices: int = 0,
     ) -> Callable[[], None]:
         """Compensates and selects one group.
 
@@ -188,6 +189,7 @@ class Generator:
             raw: bool [T], must travel outside the compressed path.
             step: Number of the window, the same on all ranks.
             scale: Factor that the gradients carry; the memory holds them without it.
+            notices: What this rank tells all others (bits of ``Notice``).
 
         Returns:
             What packs and launches it. Apart, so that an error in selection is told from a lost peer.
@@ -204,16 +206,16 @@ class Generator:
             self._compensate(buffer, [grads[i] for i in present], places, flags, scale)
         x = self.memory.accumulated(buffer.start, buffer.stop)
         buffer.selection = self._select(buffer, x, step)
-        part = Part(buffer.selection, flags, buffer.absent)
+        part = Part(buffer.selection, flags, buffer.absent, notices)
         return lambda: buffer.exchange.launch(x, part)
 
-    def launch_empty(self, buffer: FusionBuffer) -> None:
+    def launch_empty(self, buffer: FusionBuffer, notices: int = 0) -> None:
         """Takes part in a group's collective with nothing, telling all ranks that this one has failed."""
         count = len(buffer.places)
         buffer.selection, buffer.absent = None, list(range(count))
         flags = torch.zeros(count, dtype=torch.uint8, device=self.device)
         x = torch.zeros(buffer.stop - buffer.start, device=self.device)
-        buffer.exchange.launch(x, Part(None, flags, buffer.absent, failed=True))
+        buffer.exchange.launch(x, Part(None, flags, buffer.absent, notices | int(Notice.FAILED)))
 
     def _compensate(
         self, buffer: FusionBuffer, grads: Sequence[Tensor], ids: list[int], flags: Tensor, scale: Tensor | None

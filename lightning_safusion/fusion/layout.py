@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -23,6 +24,8 @@ class TensorSpec:
         numel: Elements on arrival (a complex parameter arrives as twice as many real ones).
         dtype: Floating-point dtype on arrival.
         dense: Always travels whole.
+        strides: Order of the elements on arrival, that of the parameter in memory (``channels_last``), with the pair
+            of a complex number as a last dimension; None if they arrive in logical order.
     """
 
     name: str
@@ -31,6 +34,13 @@ class TensorSpec:
     numel: int
     dtype: torch.dtype
     dense: bool = False
+    strides: tuple[int, ...] | None = None
+
+    def logical(self, flat: Tensor) -> Tensor:
+        """A view of arrived elements [numel] as the parameter: ``shape``, and [..., 2] of a complex one."""
+        real = self.numel == math.prod(self.shape)
+        shape = self.shape if real else (*self.shape, 2)
+        return flat.view(shape) if self.strides is None else flat.as_strided(shape, self.strides)
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,8 +99,13 @@ def specs_from_parameters(
             raise ValueError(f"dense pattern {pattern!r} matches no trainable parameter; names look like {names}")
     specs = []
     for index, (name, p) in enumerate(trainable):
-        numel = p.numel() * (2 if p.is_complex() else 1)
-        dtype = torch.view_as_real(p.detach()).dtype if p.is_complex() else p.dtype
-        whole = numel < dense_below or any(fnmatchcase(name, pattern) for pattern in dense)
-        specs.append(TensorSpec(name, index, tuple(p.shape), numel, dtype, whole))
+        real = torch.view_as_real(p.detach()) if p.is_complex() else p.detach()
+        whole = real.numel() < dense_below or any(fnmatchcase(name, pattern) for pattern in dense)
+        specs.append(TensorSpec(name, index, tuple(p.shape), real.numel(), real.dtype, whole, _strides(real)))
     return tuple(specs)
+
+
+def _strides(real: Tensor) -> tuple[int, ...] | None:
+    """DDP lays a gradient out as its parameter if that has no gaps and no overlaps, and contiguously otherwise."""
+    gapless = torch.empty_like(real, device="meta").stride() == real.stride()
+    return real.stride() if gapless and not real.is_contiguous() else None

@@ -1,0 +1,86 @@
+"""Signals that arrive in the middle of a step of one rank: all ranks act on them before the same batch."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
+
+from lightning_safusion import SAFusionStrategy
+from lightning_safusion.comm.exchange import Notice
+from lightning_safusion.signals import DeferredSignals, requeue_signal
+from tests.models import TinyClassifier, classification, trainer
+from tests.process_group import run_launched
+
+
+class Signalled(TinyClassifier):
+    """Rank 1 is asked to end during its backward pass of batch 7; every rank notes when it learns of it."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def on_after_backward(self) -> None:
+        if self.global_rank == 1 and self.trainer.global_step == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.trainer.received_sigterm:
+            torch.save(self.trainer.global_step, self.folder / f"heard{self.global_rank}.pt")
+
+
+@pytest.mark.parametrize("collective", ["allgather", "auto"])
+def test_all_ranks_hear_of_it_before_the_same_batch(tmp_path: Path, collective: Any) -> None:
+    def train(rank: int) -> str:
+        strategy = SAFusionStrategy(density=0.1, collective=collective)
+        try:
+            trainer(strategy).fit(Signalled(tmp_path), classification())
+        except BaseException as error:  # SystemExit, or what this version of Lightning ends a terminated run with
+            return type(error).__name__
+        return "ended"
+
+    run_launched(2, train)
+    steps = [torch.load(tmp_path / f"heard{rank}.pt") for rank in range(2)]
+    # told in the gradients of the next step, acted on before the batch after it
+    assert steps == [10, 10]
+
+
+def test_handlers_are_put_back_and_nothing_is_swallowed() -> None:
+    told: list[Notice] = []
+    seen: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    try:
+        mine = signal.getsignal(signal.SIGTERM)
+        deferred = DeferredSignals(told.append)
+        deferred.install()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert told == [Notice.TERMINATE]
+        assert seen == []
+        deferred.deliver(Notice.TERMINATE)
+        assert seen == [signal.SIGTERM]
+        os.kill(os.getpid(), signal.SIGTERM)
+        deferred.remove()  # no further step carries the news
+        assert seen == [signal.SIGTERM, signal.SIGTERM]
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_the_requeue_signal_is_the_cluster_environments() -> None:
+    assert requeue_signal(SLURMEnvironment(auto_requeue=True, requeue_signal=signal.SIGHUP)) == signal.SIGHUP
+    assert requeue_signal(SLURMEnvironment(auto_requeue=False)) is None
+    assert requeue_signal(LightningEnvironment()) is None
+
+
+def test_a_module_that_only_validates_installs_nothing() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    model: LightningModule = TinyClassifier()
+    model.validation_step = lambda batch, batch_idx: None  # type: ignore[method-assign]
+    trainer(SAFusionStrategy(), devices=1).validate(model, classification(), verbose=False)
+    assert signal.getsignal(signal.SIGTERM) == before
