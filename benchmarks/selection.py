@@ -1,10 +1,12 @@
-"""Time of selection ahead of fusion against selection behind it, over the gradients of BERT-base.
+"""Time of selection ahead of fusion against selection behind it, over the gradients of a model.
 
-The 199 gradients are cut into buffers of a few tensors in the order in which they become ready. Ahead selects with one
+The gradients are cut into buffers of a few tensors in the order in which they become ready. Ahead selects with one
 segment per tensor, behind with one segment per buffer, at the same capacity. Both are timed in one run, alternately, so
-that a change of clock or cache hits both alike.
+that a change of clock or cache hits both alike. The models are BERT-base, where reading the elements is the cost, and a
+chain of small layers, where the calls are.
 
     python benchmarks/selection.py --sparsifiers topk,gaussiank --density 0.01
+    python benchmarks/selection.py --model small --per-buffer 32
 """
 
 from __future__ import annotations
@@ -29,6 +31,11 @@ def bert_base_shapes() -> list[tuple[int, ...]]:
     attention = 4 * square + [(hidden,), (hidden,)]
     dense = [(feed_forward, hidden), (feed_forward,), (hidden, feed_forward), (hidden,), (hidden,), (hidden,)]
     return embeddings + 12 * (attention + dense) + square
+
+
+def small_shapes() -> list[tuple[int, ...]]:
+    """Shapes of 250 linear layers of 32 features, as in ``benchmarks/hook.py``."""
+    return 250 * [(32, 32), (32,)]
 
 
 def ahead(sparsifier: Sparsifier, shapes: Sequence[tuple[int, ...]], density: float) -> Segments:
@@ -65,27 +72,30 @@ def selection_times(
 
 def main() -> None:
     """Prints one line per sparsifier."""
+    models = {"bert-base": bert_base_shapes, "small": small_shapes}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sparsifiers", default="topk,gaussiank", help="names, separated by commas")
     parser.add_argument("--density", type=float, default=0.01, help="share of the elements")
-    parser.add_argument("--tensors", type=int, default=8, help="tensors per fusion buffer")
+    parser.add_argument("--model", choices=models, default="bert-base")
+    parser.add_argument("--per-buffer", type=int, default=8, help="tensors in each buffer")
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch on the CPU")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
 
-    shapes = bert_base_shapes()[::-1]  # backward visits the last parameters first
-    groups = [shapes[at : at + arguments.tensors] for at in range(0, len(shapes), arguments.tensors)]
+    shapes = models[arguments.model]()[::-1]  # backward visits the last parameters first
+    groups = [shapes[at : at + arguments.per_buffer] for at in range(0, len(shapes), arguments.per_buffer)]
     generator = torch.Generator().manual_seed(0)
     spans = [torch.randn(sum(map(math.prod, group)), generator=generator).to(arguments.device) for group in groups]
     print(f"{len(shapes)} tensors in {len(groups)} buffers, density {arguments.density}, {arguments.device}")
-    print(f"{'sparsifier':12}{'ahead ms':>10}{'behind ms':>11}{'ratio':>8}")
+    print(f"{'sparsifier':12}{'ahead ms':>10}{'behind ms':>11}{'ratio':>8}{'us per tensor':>15}")
     for name in arguments.sparsifiers.split(","):
         sparsifier = resolve_sparsifier(name)
         cuts = [ahead(sparsifier, group, arguments.density) for group in groups]
         before, after = selection_times(sparsifier, spans, cuts, arguments.repetitions)
-        print(f"{name:12}{before * 1e3:10.2f}{after * 1e3:11.2f}{before / after:8.3f}")
+        per_tensor = before / len(shapes) * 1e6
+        print(f"{name:12}{before * 1e3:10.2f}{after * 1e3:11.2f}{before / after:8.3f}{per_tensor:15.2f}")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,77 @@
 """SAFusion for PyTorch Lightning: gradients are sparsified before they are fused."""
 
+from typing import TYPE_CHECKING, NoReturn
+
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_safusion.__about__ import __version__
+from lightning_safusion.fusion.adaptive import Adaptive
+from lightning_safusion.fusion.policy import WFBP, Aligned, FusionPolicy, Naive, Single
+from lightning_safusion.sparsify import (
+    DGC,
+    ADTopk,
+    ConstantDensity,
+    DenseStart,
+    DensitySchedule,
+    DGCMemory,
+    DGCWarmup,
+    ExponentialRamp,
+    GaussianK,
+    LinearRamp,
+    Memory,
+    NoCompression,
+    NoMemory,
+    OkTopk,
+    RandomK,
+    RedSync,
+    ResidualMemory,
+    SIDCo,
+    Sparsifier,
+    Threshold,
+    TopK,
+)
 from lightning_safusion.strategy import SAFusionStrategy
 from lightning_safusion.systems import SYSTEMS, System
 
 # Lightning has no entry points for strategies: the names exist once this package is imported.
 SAFusionStrategy.register_strategies(StrategyRegistry)
 
-__all__ = ["SYSTEMS", "SAFusionStrategy", "System", "__version__"]
+__all__ = [
+    "DGC",
+    "SYSTEMS",
+    "WFBP",
+    "ADTopk",
+    "Adaptive",
+    "Aligned",
+    "ConstantDensity",
+    "DGCMemory",
+    "DGCWarmup",
+    "DenseStart",
+    "DensitySchedule",
+    "ExponentialRamp",
+    "FusionPolicy",
+    "GaussianK",
+    "LinearRamp",
+    "Memory",
+    "Naive",
+    "NoCompression",
+    "NoMemory",
+    "OkTopk",
+    "RandomK",
+    "RedSync",
+    "ResidualMemory",
+    "SAFusionStrategy",
+    "SIDCo",
+    "Single",
+    "Sparsifier",
+    "System",
+    "Threshold",
+    "TopK",
+    "__version__",
+]
+
+if not TYPE_CHECKING:  # to a type checker, a module with __getattr__ has every attribute
+
+    def __getattr__(name: str) -> NoReturn:
+        """Names the alternatives: a misspelt ``class_path`` shows this message and nothing else."""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_safusion import checkpoint as side_files
 from lightning_safusion.__about__ import __version__
 from lightning_safusion.comm.torch_transport import TorchTransport, default_transport
 from lightning_safusion.comm.transport import Transport
@@ -24,11 +29,12 @@ from lightning_safusion.fusion.layout import TensorSpec, specs_from_parameters
 from lightning_safusion.fusion.planning import CollectiveChoice
 from lightning_safusion.fusion.policy import FusionPolicy, resolve_fusion
 from lightning_safusion.fusion.quota import QuotaRule, Scope
+from lightning_safusion.fusion.state import handover, take_over
 from lightning_safusion.signals import DeferredSignals, requeue_signal
 from lightning_safusion.sparsify.base import Sparsifier
 from lightning_safusion.sparsify.memory import Memory, resolve_memory
 from lightning_safusion.sparsify.registry import resolve_sparsifier
-from lightning_safusion.sparsify.schedule import DensitySchedule, resolve_density
+from lightning_safusion.sparsify.schedule import ConstantDensity, DensitySchedule, resolve_density
 from lightning_safusion.systems import resolve_system
 
 # What torch.compile takes for the bucket size when it splits graphs; the real buckets hold one parameter each.
@@ -45,6 +51,7 @@ _REFUSED_OPTIONS = {
     "bucket_cap_mb_list": "every parameter has a bucket of its own; fusion=... decides what is sent together",
     "delay_all_reduce_named_params": "every parameter must reach the communication hook; use dense=[...] for "
     "exceptions",
+    "param_to_hook_all_reduce": "every parameter must reach the communication hook; use dense=[...] for exceptions",
     "mixed_precision": "use Trainer(precision=...), which this strategy supports",
 }
 
@@ -135,6 +142,9 @@ class SAFusionStrategy(DDPStrategy):
         self._controller: Controller | None = None
         self._hook: DDPHook | None = None
         self._aside: str | None = None
+        self._wrapped: list[str] = []  # trainable parameters that DDP knows
+        self._sends_all: str | None = None  # why, although there is an engine
+        self._resumed: tuple[_PATH, dict[str, Any]] | None = None  # checkpoint being restored, our entry in it
         self._signals: DeferredSignals | None = None
         self._last_report: dict[str, Any] | None = None  # of a fit that has ended
 
@@ -165,11 +175,15 @@ class SAFusionStrategy(DDPStrategy):
                 "to True (the default) or False."
             )
         self._last_report = None
+        self._wrapped = [name for name, _ in _trainable(model)]
         specs = self._specs(model)
         group = self._ddp_kwargs.get("process_group")
         self._transport = default_transport(self._timeout) if group is None else TorchTransport(group, self._timeout)
-        check_equal(self._transport, self._fingerprint(specs))
-        self._aside = self.settings.dense_reason(specs, self._transport.world_size)
+        entry = self._resumed[1] if self._resumed is not None else {}
+        check_equal(self._transport, self._fingerprint(specs) | {"checkpoint": str(entry.get("nonce"))})
+        self._aside, self._sends_all = self.settings.dense_reason(specs, self._transport.world_size), None
+        if self._aside is not None and entry.get("holds_back"):
+            self._aside, self._sends_all = None, self._aside
         if not specs:
             self._aside = "no parameter has a dense gradient"
         options = dict(self._ddp_kwargs)
@@ -193,8 +207,13 @@ class SAFusionStrategy(DDPStrategy):
             raise RuntimeError("hooks are registered on the wrapped model: call _setup_model first")
         module = self.model.module
         measure = not torch.are_deterministic_algorithms_enabled()
+        settings = self.settings
+        if self._sends_all is not None:
+            # what the checkpoint has held back leaves with the first gradients, then this is plain DDP in all but name
+            settings = replace(settings, density=ConstantDensity(1.0))
+            _announce(f"everything is sent, because {self._sends_all}; so is what the checkpoint has held back")
         self._controller = build_controller(
-            self.settings, self._specs(module), self._transport, self.root_device, measure, _announce
+            settings, self._specs(module), self._transport, self.root_device, measure, _announce
         )
         static_graph = bool(self._ddp_kwargs.get("static_graph"))
         params = [param for _, param in _dense_parameters(module)]
@@ -204,6 +223,10 @@ class SAFusionStrategy(DDPStrategy):
     @override
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
+        self._bind()
+
+    def _bind(self) -> None:
+        """Ties the engine to what exists only after the model was wrapped: optimizers and the loss scaler."""
         if self._hook is None or self._controller is None:
             return
         scaler = getattr(self.precision_plugin, "scaler", None)
@@ -226,6 +249,44 @@ class SAFusionStrategy(DDPStrategy):
         if self._hook is not None and isinstance(self.model, DistributedDataParallel):
             self._hook.check_complete(synchronised=self.model.require_backward_grad_sync)
 
+    def _follow_trainable(self) -> None:
+        """Wraps the model anew when parameters were frozen or unfrozen since: DDP knows those of its construction only.
+
+        Raises:
+            RuntimeError: If the ranks have different trainable parameters.
+        """
+        if not isinstance(self.model, DistributedDataParallel) or self._transport is None:
+            return
+        module = self.model.module
+        names = [name for name, _ in _trainable(module)]
+        everyone = self._transport.gather_objects(names) if self._transport.world_size > 1 else [names]
+        for rank, theirs in enumerate(everyone):
+            if theirs != everyone[0]:
+                different = sorted(set(theirs) ^ set(everyone[0]))
+                raise RuntimeError(
+                    f"ranks 0 and {rank} have different trainable parameters: {', '.join(different[:20])}. Freeze and "
+                    "unfreeze the same ones on all ranks."
+                )
+        if names != self._wrapped:
+            self._wrap_again(module)
+
+    def _wrap_again(self, module: nn.Module) -> None:
+        state = handover(self._controller) if self._controller is not None else None
+        if self._hook is not None:
+            self._hook.close()
+        self._hook = self._controller = None
+        self.model = module
+        gc.collect()  # the old reducer leaves its hooks on the parameters until it is destroyed
+        self.model = self._setup_model(module)
+        self._register_ddp_hooks()
+        if state is not None:
+            self._take_over(state)
+        self._bind()
+
+    def _take_over(self, state: dict[str, Any]) -> None:
+        if self._controller is not None:
+            take_over(self._controller, state)
+
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
@@ -241,6 +302,8 @@ class SAFusionStrategy(DDPStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
+        if batch_idx == 0:
+            self._follow_trainable()
         if self._signals is not None and self._controller is not None and self._controller.heard:
             heard, self._controller.heard = self._controller.heard, 0
             self._signals.deliver(heard)
@@ -263,6 +326,43 @@ class SAFusionStrategy(DDPStrategy):
         if self._signals is not None:
             self._signals.remove()
             self._signals = None
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        """Writes one side file per rank as well, unless the checkpoint holds weights only; all ranks call it."""
+        if self._controller is not None and "optimizer_states" in checkpoint:
+            # First, so that no main file is ever there before its side files
+            checkpoint[side_files.ENTRY] = side_files.save(self._controller, self.settings.describe(), filepath)
+        elif self.is_global_zero:
+            side_files.remove(filepath)  # of a checkpoint that is overwritten
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        # Lightning before 2.6 does not know weights_only
+        options = {} if weights_only is None else {"weights_only": weights_only}
+        checkpoint = super().load_checkpoint(checkpoint_path, **options)
+        entry = checkpoint.get(side_files.ENTRY)
+        self._resumed = (checkpoint_path, entry) if isinstance(entry, dict) else None
+        return checkpoint
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restores the engine as well: unlike when the checkpoint is loaded, it exists by now."""
+        super().load_optimizer_state_dict(checkpoint)
+        resumed, self._resumed = self._resumed, None
+        if resumed is None or self._controller is None:
+            return
+        path, entry = resumed
+        notes = side_files.restore(self._controller, self.settings.describe(), entry, path)
+        if notes:
+            rank_zero_warn(f"SAFusionStrategy resumes from {path} with differences: {'; '.join(notes)}.")
+
+    @override
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        super().remove_checkpoint(filepath)
+        if self.local_rank == 0:  # of every node: their folders need not be one
+            side_files.remove(filepath)
 
     def report(self) -> dict[str, Any]:
         """Figures of the latest step on this rank; see :meth:`WindowReport.as_dict` for the keys.
@@ -296,7 +396,7 @@ class SAFusionStrategy(DDPStrategy):
             self._hook.close()
         if self._transport is not None:
             self._transport.close()
-        self._hook = self._controller = self._transport = None
+        self._hook = self._controller = self._transport = self._resumed = None
         super().teardown()
 
     def _specs(self, module: nn.Module) -> tuple[TensorSpec, ...]:

@@ -17,6 +17,7 @@ the size of a message is known without looking at the gradient, and they need no
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
@@ -67,10 +68,16 @@ class Codec(ABC):
     def field_bytes(self) -> tuple[int, ...]:
         """Bytes of each field, in an order that aligns every field to its own element size."""
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Size of a message, bytes, a multiple of 4."""
         return _ceil(sum(self.field_bytes), 4) * 4
+
+    @cached_property
+    def _split_sizes(self) -> list[int]:
+        """Bytes of the fields, and of what rounds the size up."""
+        sizes = self.field_bytes
+        return [*sizes, self.nbytes - sum(sizes)]
 
     @abstractmethod
     def encode(self, selection: Selection, out: Tensor) -> Tensor:
@@ -106,22 +113,29 @@ class Codec(ABC):
     def decode_padded(self, message: Tensor) -> tuple[Tensor, Tensor]:
         """:meth:`decode` on any device: a fixed number of entries, so that the host need not know the count."""
 
-    def _check(self, message: Tensor, selection: Selection | None = None) -> None:
-        if message.dtype != torch.uint8 or message.shape != (self.nbytes,):
+    def _check(self, message: Tensor) -> None:
+        if message.dtype != torch.uint8 or message.dim() != 1 or message.numel() != self.nbytes:
             raise ValueError(
                 f"a {self.name} message for {self.capacity} of {self.numel} elements is uint8 [{self.nbytes}], "
                 f"got {message.dtype} {list(message.shape)}"
             )
-        if selection is not None and selection.indices.numel() > self.capacity:
+
+    def _open(self, out: Tensor, selection: Selection) -> tuple[Tensor, ...]:
+        """Views of the fields of a message that is to carry ``selection``; the bytes behind them are zeroed."""
+        self._check(out)
+        if selection.indices.numel() > self.capacity:
             raise ValueError(
                 f"the selection has {selection.indices.numel()} entries, the message has room for {self.capacity}: "
                 "cut the selection to the quotas of its segments"
             )
+        *fields, tail = self._fields(out)
+        if self._split_sizes[-1]:
+            tail.zero_()
+        return tuple(fields)
 
     def _fields(self, message: Tensor) -> tuple[Tensor, ...]:
         """Views of the fields, and of the bytes that round the size up."""
-        sizes = self.field_bytes
-        return message.split([*sizes, message.numel() - sum(sizes)])
+        return message.split(self._split_sizes)
 
     def _quantize(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Values (float32 [L]) in the dtype of the wire, and the same as float32."""
@@ -133,7 +147,8 @@ class Codec(ABC):
         return coded, coded.float()
 
     def _read_values(self, field: Tensor, count: int) -> Tensor:
-        return field.view(self.value_dtype)[:count].float()
+        values = field.view(self.value_dtype)
+        return (values if count == len(values) else values[:count]).float()
 
 
 class DenseCodec(Codec):
@@ -146,15 +161,13 @@ class DenseCodec(Codec):
         return (self.numel * self.value_dtype.itemsize,)
 
     def encode(self, selection: Selection, out: Tensor) -> Tensor:
-        self._check(out, selection)
-        field, tail = self._fields(out)
+        (field,) = self._open(out, selection)
         coded, sent = self._quantize(selection.values)
         # The place behind the span takes the padding, whose own positions are those of other entries.
         span = torch.zeros(self.numel + 1, dtype=self.value_dtype, device=out.device)
         positions = _positions(selection, padding=self.numel)
         span.index_copy_(0, positions, coded[: positions.numel()])
         field.view(self.value_dtype).copy_(span[:-1])
-        tail.zero_()
         return sent
 
     def decode_cut(self, message: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,8 +197,7 @@ class CooCodec(Codec):
         return 4, 4 * self.capacity, self.value_dtype.itemsize * self.capacity
 
     def encode(self, selection: Selection, out: Tensor) -> Tensor:
-        self._check(out, selection)
-        header, indices, values, tail = self._fields(out)
+        header, indices, values = self._open(out, selection)
         coded, sent = self._quantize(selection.values)
         positions = _positions(selection, padding=0)
         if isinstance(selection.count, int):
@@ -194,7 +206,6 @@ class CooCodec(Codec):
             header.view(torch.int32).copy_(selection.count)
         _fill(indices.view(torch.int32), positions)
         _fill(values.view(self.value_dtype), coded[: positions.numel()])
-        tail.zero_()
         return sent
 
     def decode_cut(self, message: Tensor) -> tuple[Tensor, Tensor]:
@@ -216,7 +227,7 @@ class Block16Codec(Codec):
 
     layout = "block16"
 
-    @property
+    @cached_property
     def blocks(self) -> int:
         """Number of blocks of the span."""
         return _ceil(self.numel, 1 << _BLOCK_BITS)
@@ -226,25 +237,31 @@ class Block16Codec(Codec):
         return 4 * self.blocks, self.value_dtype.itemsize * self.capacity, 2 * self.capacity
 
     def encode(self, selection: Selection, out: Tensor) -> Tensor:
-        self._check(out, selection)
-        header, values, offsets, tail = self._fields(out)
+        header, values, offsets = self._open(out, selection)
         coded, sent = self._quantize(selection.values)
         # Padding lies behind the last block: it is counted in no block, and its low 16 bits are 0.
         positions = _positions(selection, padding=self.blocks << _BLOCK_BITS)
-        edges = torch.arange(self.blocks + 1, device=out.device) << _BLOCK_BITS
-        header.view(torch.int32).copy_(torch.searchsorted(positions, edges).diff())
+        header.view(torch.int32).copy_(self._block_counts(positions))
         _fill(values.view(self.value_dtype), coded[: positions.numel()])
         _fill(offsets.view(torch.int16), positions)  # the conversion keeps the low 16 bits
-        tail.zero_()
         return sent
 
     def decode_cut(self, message: Tensor) -> tuple[Tensor, Tensor]:
         header, values, offsets, _ = self._fields(message)
-        counts = header.view(torch.int32).numpy()
-        count = int(counts.sum(dtype=np.int64))
-        indices = np.repeat(np.arange(self.blocks, dtype=np.int64) << _BLOCK_BITS, counts)
-        indices += offsets.numpy().view(np.uint16)[:count]
+        counts = header.numpy().view(np.int32)
+        count = int(counts.sum())
+        indices = offsets.numpy().view(np.uint16)[:count].astype(np.int64)
+        if self.blocks > 1:
+            indices += np.repeat(np.arange(self.blocks) << _BLOCK_BITS, counts)
         return torch.from_numpy(indices), self._read_values(values, count)
+
+    def _block_counts(self, positions: Tensor) -> Tensor:
+        """Entries of each block, from ascending positions; on the CPU a few NumPy calls cost half as much."""
+        if positions.device.type == "cpu":
+            ends = positions.numpy().searchsorted(np.arange(self.blocks + 1) << _BLOCK_BITS)
+            return torch.from_numpy(ends[1:] - ends[:-1])
+        edges = torch.arange(self.blocks + 1, device=positions.device) << _BLOCK_BITS
+        return torch.searchsorted(positions, edges).diff()
 
     def decode_padded(self, message: Tensor) -> tuple[Tensor, Tensor]:
         header, values, offsets, _ = self._fields(message)
@@ -266,8 +283,7 @@ class BitmapCodec(Codec):
         return 4 * _ceil(self.numel, 32), self.value_dtype.itemsize * self.capacity
 
     def encode(self, selection: Selection, out: Tensor) -> Tensor:
-        self._check(out, selection)
-        bits, values, tail = self._fields(out)
+        bits, values = self._open(out, selection)
         coded, sent = self._quantize(selection.values)
         places = 8 * bits.numel()
         mask = torch.zeros(places + 1, dtype=torch.bool, device=out.device)
@@ -275,7 +291,6 @@ class BitmapCodec(Codec):
         mask.index_fill_(0, positions, True)
         bits.copy_(_pack_bits(mask[:places]))
         _fill(values.view(self.value_dtype), coded[: positions.numel()])
-        tail.zero_()
         return sent
 
     def decode_cut(self, message: Tensor) -> tuple[Tensor, Tensor]:
@@ -334,15 +349,19 @@ def _ceil(value: int, unit: int) -> int:
 def _positions(selection: Selection, padding: int) -> Tensor:
     """Positions to be written: the valid ones if the host knows how many, else all, with ``padding`` behind them."""
     if isinstance(selection.count, int):
-        return selection.indices[: selection.count]
+        every = selection.count == selection.indices.numel()
+        return selection.indices if every else selection.indices[: selection.count]
     places = torch.arange(selection.indices.numel(), device=selection.indices.device)
     return selection.indices.masked_fill(places >= selection.count, padding)
 
 
 def _fill(field: Tensor, entries: Tensor) -> None:
     """Writes the entries into the front of a field, and zeros behind them."""
-    field[: entries.numel()].copy_(entries)
-    field[entries.numel() :].zero_()
+    used = entries.numel()
+    if used < field.numel():
+        field[used:].zero_()
+        field = field[:used]
+    field.copy_(entries)
 
 
 def _pack_bits(mask: Tensor) -> Tensor:

@@ -60,9 +60,10 @@ class Controller:
         self.notices = 0  # what this rank tells all others in its next messages (bits of Notice)
         self.heard = 0  # what some rank has told all others: the same on all ranks at the end of every window
         self.report: WindowReport | None = None
-        self._order_known = False
-        self._tracked = np.zeros(len(generator.layout), bool)  # by registration index, as is the next
-        self._unstepped = np.zeros(len(generator.layout), bool)
+        self.order_known = False  # the layout has the order in which gradients arrive
+        self.unstepped = np.zeros(len(generator.layout), bool)  # exchanged, not yet used; by registration index
+        self._tracked = np.zeros(len(generator.layout), bool)  # the same for what an optimizer announces
+        self._first = True  # DDP's first window submits everything at its end, in an order that means nothing
         self._window: Window | None = None
         self._scratch = torch.zeros(0, device=generator.device)
         self._warned = False
@@ -92,7 +93,7 @@ class Controller:
         if self._window is not None and self._window.grads[place] is not None:
             self.reset()  # the last backward never finished, and the model is trained on: a new window begins
         window = self._window or self._begin()
-        group = window.submit(place, grad, fresh, fresh and bool(self._unstepped[index]))
+        group = window.submit(place, grad, fresh, fresh and bool(self.unstepped[index]))
         if group is not None:
             self._launch(window, group)
         if window.complete:
@@ -103,7 +104,7 @@ class Controller:
         if self.generator.set_density(density):
             self.planner.invalidate()
         groups: Sequence[Group] = ()
-        if self._order_known and not self._dense_window():
+        if self.order_known and not self._dense_window():
             groups = self.planner.plan(self.generator).groups
         timed = self.windows < _TIMED_WINDOWS or self.windows % _TIMED_EVERY == 0
         scale = self.loss_scale() if self.loss_scale is not None else None
@@ -151,7 +152,9 @@ class Controller:
             prepared()
 
     def _launch_rest(self, window: Window) -> None:
-        """Launches what no planned group has taken: everything while the order is unknown or has changed."""
+        """Launches planned groups that gradients out of order have kept back; everything if nothing is planned."""
+        for group in window.groups[window.next_group :]:
+            self._launch(window, group)
         edges = self.generator.layout.edges
         collective: CollectiveName = "allreduce" if self._dense_window() else self.planner.fallback(self.generator)
         start = window.launched
@@ -271,18 +274,20 @@ class Controller:
         for start, stop, error in errors:
             self.generator.memory.add(start, stop, error)
         exchanged = [self.generator.layout.specs[p].index for p in np.flatnonzero(window.fresh)]
-        self._unstepped[exchanged] = self._tracked[exchanged]
+        self.unstepped[exchanged] = self._tracked[exchanged]
 
     def _finish(self, window: Window) -> None:
         self.report = WindowReport.of(window, self.generator, self.report)
-        if self._order_known and window.in_order:
+        if self.order_known and window.in_order:
             self.planner.observe(window, self.generator)
-        if not window.in_order:
-            self._adopt_order(window.order)
-        self._order_known = self.windows > 0
+        if not window.in_order and not (self._first and self.order_known):
+            self.adopt_order(window.order)
+        self.order_known |= self.windows > 0 and not self._first
+        self._first = False
         self.windows += 1
 
-    def _adopt_order(self, order: list[int]) -> None:
+    def adopt_order(self, order: list[int]) -> None:
+        """Moves everything to a layout in which place ``j`` holds the tensor that was at place ``order[j]``."""
         layout = self.generator.layout.reordered(order)
         self.generator.memory.permute(order, layout.edges.tolist())
         self.generator.set_layout(layout)
@@ -298,7 +303,7 @@ class Controller:
 
     def stepped(self, indices: Iterable[int]) -> None:
         """Notes that an optimizer has used the gradients of these parameters (registration indices)."""
-        self._unstepped[list(indices)] = False
+        self.unstepped[list(indices)] = False
 
     def reset(self) -> None:
         """Forgets an open window. Nothing is lost: what it had added to the residual stays there."""

@@ -29,8 +29,6 @@ CollectiveChoice = Literal["auto", "allgather", "allreduce"]
 
 # All windows feed one profile: a tensor that a window leaves stale has no arrival in it.
 _KIND = "all"
-# The first windows set up communicators and warm up kernels; their times say nothing of the rest.
-_WARMUP_WINDOWS = 3
 
 
 class Planner:
@@ -127,8 +125,9 @@ class Planner:
         if self._schedule is None:
             return
         if self._recorder is None:
+            # the first windows set up communicators and warm up kernels; their times say nothing of the rest
             self._recorder = ProfileRecorder(len(generator.layout))
-        if window.step >= _WARMUP_WINDOWS:
+        else:
             _record(self._recorder, window)
         due = self._schedule.advance()
         if not due or self.current is None or self._recorder.windows(_KIND) < 2 or self.prior is None:
@@ -174,8 +173,41 @@ class Planner:
         self._verified = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the tuning stands."""
-        return {"schedule": self._schedule.state_dict()} if self._schedule is not None else {}
+        """Where the tuning stands: plain values, the same on all ranks; what it measured since is left out."""
+        plan = self.current.groups if self.current is not None else None
+        return {
+            "plan": None if plan is None else [[group.stop - group.start, group.collective] for group in plan],
+            "profile": None if self._profile is None else self._profile.to_vector().tolist(),
+            "replans": self.replans,
+            "schedule": None if self._schedule is None else self._schedule.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any], generator: Generator) -> None:
+        """Restores what :meth:`state_dict` returned; the layout must have the order it was made for.
+
+        Raises:
+            ValueError: If the plan is of another number of tensors.
+        """
+        self.current, self._recorder, self._profile = None, None, None
+        self.replans = int(state["replans"])
+        if self._schedule is not None and state["schedule"] is not None:
+            self._schedule.load_state_dict(state["schedule"])
+        if state["profile"] is not None:
+            self._profile = AgreedProfile.from_vector(np.array(state["profile"]))
+        if state["plan"] is not None:
+            plan = _plan_of(state["plan"])
+            if plan.num_tensors != len(generator.layout):
+                raise ValueError(f"the plan is of {plan.num_tensors} tensors, the model has {len(generator.layout)}")
+            self.current, self._verified = plan, False
+            self._tell(plan, generator)
+
+
+def _plan_of(counts: list[list[Any]]) -> Plan:
+    groups, place = [], 0
+    for count, collective in counts:
+        groups.append(Group(place, place + int(count), collective))
+        place += int(count)
+    return Plan(tuple(groups))
 
 
 def _entry_bytes(generator: Generator) -> float:

@@ -71,6 +71,9 @@ class DGC(ThresholdSparsifier):
     def _sampled(self, view: SegmentedView, step: int) -> Tensor:
         segments = view.segments
         strides = sample_strides(segments, self.sample_ratio, self.tail_samples)
+        if (strides == 1).all():  # small segments: the sample is everything
+            tau = view.kth_largest(np.minimum(segments.quotas, segments.sizes))
+            return torch.nextafter(tau, torch.zeros_like(tau))
         pairs = zip(segments.keys, strides.tolist(), strict=True)
         starts = np.array([sample_start(self.seed, step, key, stride) for key, stride in pairs], np.int64)
         counts = -(-np.maximum(segments.sizes - starts, 0) // strides)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from lightning_safusion.sparsify.base import Segments
 
 BLOCK = 1 << 16  # elements of a block
 SMALL = 1 << 14  # segments up to this size share blocks, and are never sampled
+_MAXIMA_PER_RANK = 2  # sub-blocks for every element looked for: costs about a quarter more candidates than needed
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,8 +42,44 @@ class Piece:
 
 
 @dataclass(frozen=True, eq=False)
+class SubBlocks:
+    """Small segments cut into sub-blocks, at least as many as each has elements to be found.
+
+    The ``k``-th largest of the maxima of disjoint sub-blocks is never more than the ``k``-th largest element: it is the
+    ``k``-th largest of a subset of the elements.
+
+    Args:
+        places: int64 [S], the small segments among the active ones.
+        counts: int64 [S], sub-blocks of each.
+        offsets: For each piece of small segments, the piece and where its sub-blocks begin in it.
+    """
+
+    places: np.ndarray
+    counts: np.ndarray
+    offsets: tuple[tuple[Piece, np.ndarray], ...]
+
+    @classmethod
+    def of(cls, layout: Pieces, ranks: np.ndarray) -> SubBlocks:
+        """Sub-blocks for finding the ``ranks`` (int64 [A]) largest elements of each active segment."""
+        shared = [piece for piece in layout.pieces if piece.lengths is not None]
+        places = np.concatenate([np.arange(p.first, p.last) for p in shared] or [np.empty(0, np.int64)])
+        sizes = (layout.stops - layout.starts)[places]
+        widths = np.maximum(sizes // (_MAXIMA_PER_RANK * np.maximum(ranks[places], 1)), 1)
+        counts = -(-sizes // widths)
+        numbers = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # within their segment
+        starts = np.repeat(layout.starts[places], counts) + numbers * np.repeat(widths, counts)
+        cuts = np.searchsorted(starts, [piece.stop for piece in shared])
+        offsets = [part - piece.start for piece, part in zip(shared, np.split(starts, cuts), strict=False)]
+        return cls(places, counts, tuple(zip(shared, offsets, strict=True)))
+
+
+@dataclass(frozen=True, eq=False)
 class Pieces:
-    """The active segments (those with elements and a quota; [A]) and the pieces that cover them."""
+    """The active segments ([A]) and the pieces that cover them.
+
+    Active are the segments with elements and a quota, and the small ones without a quota: leaving these out would tear
+    the pieces apart.
+    """
 
     active: np.ndarray
     starts: np.ndarray
@@ -53,12 +91,27 @@ class Pieces:
     def of(cls, segments: Segments) -> Pieces:
         """The layout of ``segments``, worked out once."""
         if "numpy pieces" not in segments.cache:
-            active = np.flatnonzero((segments.quotas > 0) & (segments.sizes > 0))
+            active = np.flatnonzero((segments.sizes > 0) & ((segments.quotas > 0) | (segments.sizes <= SMALL)))
             starts, stops = segments.edges[active], segments.edges[active + 1]
             quotas = np.minimum(segments.quotas[active], stops - starts)
             segments.cache["numpy pieces"] = cls(active, starts, stops, quotas, tuple(_cut(starts, stops)))
         layout: Pieces = segments.cache["numpy pieces"]
         return layout
+
+    @cached_property
+    def idle(self) -> np.ndarray:
+        """bool [A], segments without a quota."""
+        return self.quotas == 0
+
+    @cached_property
+    def large(self) -> list[int]:
+        """Places of the segments that have pieces of their own."""
+        return np.flatnonzero(self.stops - self.starts > SMALL).tolist()
+
+    @cached_property
+    def sub_blocks(self) -> SubBlocks:
+        """Sub-blocks for finding the quota of every segment."""
+        return SubBlocks.of(self, self.quotas)
 
 
 def _cut(starts: np.ndarray, stops: np.ndarray) -> list[Piece]:

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from lightning_safusion.sparsify.select import SegmentedView, ThresholdSparsifier
 
+# Nearly half of a segment exceeds its mean: counting there is dear, and needless once a higher threshold has sufficed.
+_TRIALS_BEFORE_MEAN = 2
+
 
 class RedSync(ThresholdSparsifier):
     """Trims a segment to few candidates, then selects exactly among them.
@@ -62,13 +65,15 @@ class RedSync(ThresholdSparsifier):
         return tau.float()
 
     def _search(self, view: SegmentedView, mean: Tensor, peak: Tensor) -> Tensor:
-        reachable = view.count_above(mean.float()) >= view.quotas
-        tau = torch.where(reachable, mean, 0.0)  # always a threshold that lets a quota through, or 0
+        tau = torch.zeros_like(mean)  # always a threshold that lets a quota through, or 0
         low, high = mean.log(), peak.log()
-        settled = ~reachable | (view.quotas == 0)
-        for _ in range(math.ceil(-math.log2(self.tolerance))):
+        settled = view.quotas == 0
+        for trials in range(math.ceil(-math.log2(self.tolerance))):
             if view.x.device.type == "cpu" and settled.all():
                 break
+            if trials == _TRIALS_BEFORE_MEAN:
+                tau = _lowered_to(mean, tau, view)
+                settled |= tau == 0
             middle = 0.5 * (low + high)
             trial = middle.exp()
             found = view.count_above(trial.float())
@@ -77,3 +82,12 @@ class RedSync(ThresholdSparsifier):
             low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
             settled |= enough & (found <= 2 * view.quotas)
         return tau.float()
+
+
+def _lowered_to(mean: Tensor, tau: Tensor, view: SegmentedView) -> Tensor:
+    """The mean where no threshold has been found yet and the mean lets a quota through, else ``tau``."""
+    missing = tau == 0
+    if view.x.device.type == "cpu" and not missing.any():
+        return tau
+    found = view.count_above(torch.where(missing, mean, tau).float())
+    return torch.where(missing & (found >= view.quotas), mean, tau)

@@ -1,29 +1,85 @@
 """Segmented selection on the CPU.
 
 Memory traffic is the cost, so every pass works in blocks that stay in the L2 cache, and the only arrays of more than a
-block are the candidates. Small neighbouring segments share a block: the cost does not depend on how the span is cut.
+block are the candidates: elements above a floor of their segment, from which every higher threshold is answered
+without reading the span again. Small neighbouring segments share a block: the cost does not depend on how the span is
+cut.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_safusion.sparsify.base import Segments, Selection
-from lightning_safusion.sparsify.pieces import BLOCK, SMALL, Piece, Pieces, add_counts, add_sums
+from lightning_safusion.sparsify.pieces import BLOCK, Piece, Pieces, SubBlocks, add_counts, add_sums
 from lightning_safusion.sparsify.view import MAGNITUDE_BITS, SegmentedView
 
 _SORTED_TOGETHER = 1 << 11  # candidate lists up to this length are ordered by one common sort
 
 
+@dataclass(frozen=True, eq=False)
+class _Candidates:
+    """Some elements of every active segment.
+
+    Args:
+        indices: int64 [C], ascending positions in the span.
+        bits: int32 [C], bits of their magnitudes.
+        counts: int64 [A], how many each active segment has.
+    """
+
+    indices: np.ndarray
+    bits: np.ndarray
+    counts: np.ndarray
+
+    @cached_property
+    def stops(self) -> np.ndarray:
+        """int64 [A], place after the last candidate of each segment."""
+        return self.counts.cumsum()
+
+    def places_above(self, floors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Which of them have bits above the floor (int32 [A]) of their segment, and how many of each segment."""
+        places = (self.bits > floors.repeat(self.counts)).nonzero()[0]
+        return places, _steps(places.searchsorted(self.stops))
+
+
+class _Swept(NamedTuple):
+    """All elements above the lowest floors (int32 [A]) asked for so far: their positions piece by piece, and listed."""
+
+    floors: np.ndarray
+    parts: list[np.ndarray]
+    found: _Candidates
+
+
+def _steps(stops: np.ndarray) -> np.ndarray:
+    """Lengths of parts that follow each other, from the places after their last elements."""
+    lengths = stops.copy()
+    lengths[1:] -= stops[:-1]
+    return lengths
+
+
+def _kth_sorted(bits: np.ndarray, counts: np.ndarray, ranks: np.ndarray) -> np.ndarray:
+    """The ``ranks``-th largest (1 to ``counts``) of every list in ``bits``, by one sort of all lists together."""
+    # the list in the high half of the key, the descending magnitude in the low
+    lists = np.arange(1, len(counts) + 1) << 32
+    keys = np.repeat(lists, counts) - bits
+    keys.sort()
+    kth: np.ndarray = lists - keys[counts.cumsum() - counts + ranks - 1]
+    return kth
+
+
 def _order_floors(thresholds: np.ndarray, inclusive: bool) -> np.ndarray:
     """Integers such that ``bits > floor`` exactly where ``magnitude > threshold`` (``>=`` if inclusive)."""
-    floors = (thresholds.view(np.int32) & MAGNITUDE_BITS) - np.int32(inclusive)
-    floors = np.where(thresholds < 0, -1, floors)
-    return np.where(np.isnan(thresholds), MAGNITUDE_BITS, floors).astype(np.int32)
+    # The sum makes -0.0 a zero; the bits of what is still negative are negative integers.
+    floors: np.ndarray = np.maximum((thresholds + np.float32(0)).view(np.int32) - inclusive, -1)
+    floors[np.isnan(thresholds)] = MAGNITUDE_BITS
+    return floors
 
 
 class NumpyView(SegmentedView):
@@ -34,7 +90,7 @@ class NumpyView(SegmentedView):
         self._layout = Pieces.of(segments)
         self._floats: np.ndarray = x.detach().numpy()
         self._bits: np.ndarray = self._floats.view(np.int32)
-        self._counted: tuple[np.ndarray, np.ndarray] | None = None  # floors and counts of the last count_above
+        self._swept: _Swept | None = None
 
     # -- statistics ------------------------------------------------------------------------------------------------
 
@@ -46,6 +102,15 @@ class NumpyView(SegmentedView):
 
     def square_sums(self) -> Tensor:
         return self._fold(np.square)
+
+    def moments(self, *, magnitudes: bool = False) -> tuple[Tensor, Tensor]:
+        first, second = np.zeros((2, len(self._layout.active)))
+        with np.errstate(over="ignore", invalid="ignore"):
+            for piece in self._layout.pieces:  # both while the block is in the cache
+                block = self._floats[piece.start : piece.stop]
+                add_sums(first, piece, np.abs(block) if magnitudes else block)
+                add_sums(second, piece, np.square(block))
+        return self._per_segment(first), self._per_segment(second)
 
     def log_abs_sums(self) -> tuple[Tensor, Tensor]:
         def logarithms(block: np.ndarray) -> np.ndarray:
@@ -69,16 +134,7 @@ class NumpyView(SegmentedView):
 
     def count_above(self, thresholds: Tensor) -> Tensor:
         floors = self._floors(thresholds)
-        known, counts = self._counted or (floors, np.zeros(len(floors), np.int64))
-        # A loop that refines thresholds changes few at a time: the others need not be counted again.
-        changed = floors != known if self._counted else np.ones(len(floors), np.bool_)
-        counts = np.where(changed, 0, counts)
-        again = changed.tolist()
-        for piece in self._layout.pieces:
-            if any(again[piece.first : piece.last]):
-                add_counts(counts, piece, self._above(piece, floors))
-        self._counted = (floors, counts)
-        return self._per_segment(counts)
+        return self._per_segment(self._swept_down_to(floors).found.places_above(floors)[1])
 
     def tail_moments(self, thresholds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         limits = self._active(thresholds)
@@ -104,25 +160,21 @@ class NumpyView(SegmentedView):
     # -- selection -------------------------------------------------------------------------------------------------
 
     def kth_largest(self, k: Tensor | np.ndarray) -> Tensor:
-        ranks = np.minimum(self._active(k).astype(np.int64), self._layout.stops - self._layout.starts)
-        indices, counts = self._candidates(ranks)
-        kth = np.full(len(ranks), np.float32(np.inf).view(np.int32))
-        wanted = np.flatnonzero(ranks > 0)
-        kth[wanted] = self._kth_bits(self._bits.take(indices) & MAGNITUDE_BITS, counts, ranks, wanted)
-        return self._per_segment(kth.view(np.float32))
+        sizes = self._layout.stops - self._layout.starts
+        ranks = np.where(self._layout.idle, 0, np.minimum(self._active(k).astype(np.int64), sizes))
+        kth = self._kth_bits(self._candidates(ranks, SubBlocks.of(self._layout, ranks)), ranks, ranks > 0)
+        return self._per_segment(np.where(ranks > 0, kth, np.float32(np.inf).view(np.int32)).view(np.float32))
 
     def top(self) -> Selection:
-        return self._trim(*self._candidates(self._layout.quotas))
+        return self._trim(self._candidates(self._layout.quotas, self._layout.sub_blocks))
 
     def take(self, thresholds: Tensor, *, inclusive: bool = False) -> Selection:
-        floors = self._floors(thresholds, inclusive)
-        found = [self._sweep(piece, floors) for piece in self._layout.pieces]
-        indices, counts = self._join(found)
-        empty = np.flatnonzero(counts == 0)
+        found = self._above(self._floors(thresholds, inclusive))
+        empty = np.flatnonzero((found.counts == 0) & ~self._layout.idle)
         if len(empty):
-            indices = np.sort(np.concatenate([indices, [self._largest(place) for place in empty.tolist()]]))
-            counts[empty] = 1
-        return self._trim(indices, counts)
+            largest = [self._largest(place) for place in empty.tolist()]
+            found = self._listed(np.sort(np.concatenate([found.indices, largest])))
+        return self._trim(found)
 
     def merge(self, floors: Selection, others: Selection, room: int) -> Selection:
         kept = floors.indices.numpy()
@@ -139,7 +191,9 @@ class NumpyView(SegmentedView):
         return array[self._layout.active]
 
     def _floors(self, thresholds: Tensor, inclusive: bool = False) -> np.ndarray:
-        return _order_floors(self._active(thresholds).astype(np.float32), inclusive)
+        floors = _order_floors(self._active(thresholds).astype(np.float32), inclusive)
+        floors[self._layout.idle] = MAGNITUDE_BITS
+        return floors
 
     def _per_segment(self, per_active: np.ndarray) -> Tensor:
         result = np.zeros(len(self.segments), per_active.dtype)
@@ -151,21 +205,42 @@ class NumpyView(SegmentedView):
         bits: np.ndarray = self._bits[start:stop:step] & MAGNITUDE_BITS
         return bits
 
-    def _above(self, piece: Piece, floors: np.ndarray) -> np.ndarray:
-        mask: np.ndarray = self._magnitudes(piece.start, piece.stop) > piece.spread(floors)
-        return mask
+    def _above(self, floors: np.ndarray) -> _Candidates:
+        """The elements with bits above the floors (int32 [A]) of their segments."""
+        swept = self._swept_down_to(floors)
+        if swept.floors is floors:
+            return swept.found
+        places, counts = swept.found.places_above(floors)
+        return _Candidates(swept.found.indices.take(places), swept.found.bits.take(places), counts)
 
-    def _sweep(self, piece: Piece, floors: np.ndarray) -> np.ndarray:
-        """int64 positions in the span of the elements of a piece above the floors of their segments."""
-        found = self._above(piece, floors).nonzero()[0]
-        found += piece.start
-        return found
+    def _swept_down_to(self, floors: np.ndarray) -> _Swept:
+        """At least the elements with bits above the floors; reads the span only where no floor was as low so far."""
+        swept = self._swept
+        if swept is None:
+            swept = self._sweep(floors, [True] * len(floors), [])
+        elif (lowered := floors < swept.floors).any():
+            swept = self._sweep(np.minimum(floors, swept.floors), lowered.tolist(), swept.parts)
+        self._swept = swept
+        return swept
 
-    def _join(self, found: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Ascending positions of all pieces, and how many of them each active segment has."""
-        indices = np.concatenate(found) if found else np.empty(0, np.int64)
-        bounds = np.searchsorted(indices, self._layout.stops)
-        return indices, np.diff(bounds, prepend=0)
+    def _sweep(self, floors: np.ndarray, changed: list[bool], known: list[np.ndarray]) -> _Swept:
+        """Reads the pieces with a segment whose floor has changed, and keeps what is known of the others."""
+        parts = []
+        for at, piece in enumerate(self._layout.pieces):
+            if any(changed[piece.first : piece.last]):
+                part = (self._magnitudes(piece.start, piece.stop) > piece.spread(floors)).nonzero()[0]
+                part += piece.start
+            else:
+                part = known[at]
+            parts.append(part)
+        # one piece is the common case of small tensors, and no piece that of a span without quotas
+        indices = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int64), *parts])
+        return _Swept(floors, parts, self._listed(indices))
+
+    def _listed(self, indices: np.ndarray) -> _Candidates:
+        """Ascending positions as candidates."""
+        counts = _steps(indices.searchsorted(self._layout.stops))
+        return _Candidates(indices, self._bits.take(indices) & MAGNITUDE_BITS, counts)
 
     def _largest(self, place: int) -> int:
         """Position of the (first) largest element of an active segment."""
@@ -178,24 +253,35 @@ class NumpyView(SegmentedView):
                 best, position = int(bits[at]), low + at
         return position
 
-    def _candidates(self, ranks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Positions that hold the ``ranks[s]`` largest elements of every active segment, and few others.
+    def _candidates(self, ranks: np.ndarray, sub_blocks: SubBlocks) -> _Candidates:
+        """The ``ranks[s]`` largest elements of every active segment, and few others.
 
-        A strided sample gives a floor that is probably a little too low. The sweep proves it right by finding enough
+        The floor of a large segment is guessed from a strided sample. The sweep proves it right by finding enough
         elements above it; the rare segment where it does not is done again from its exact value.
         """
-        layout = self._layout
-        floors = np.array([self._guess(place, int(rank)) for place, rank in enumerate(ranks)], np.int32)
-        found = [self._sweep(piece, floors) for piece in layout.pieces]
-        indices, counts = self._join(found)
-        short = np.flatnonzero(counts < ranks)
+        floors = np.empty(len(ranks), np.int32)
+        self._sure_floors(floors, ranks, sub_blocks)
+        for place in self._layout.large:
+            floors[place] = self._guess(place, int(ranks[place]))
+        found = self._above(floors)
+        short = np.flatnonzero(found.counts < ranks)
         if len(short) == 0:
-            return indices, counts
-        for place in short.tolist():
-            mine = [at for at, piece in enumerate(layout.pieces) if piece.first == place]
-            repaired = self._exact(place, int(ranks[place]), int(floors[place]))
-            found[mine[0] : mine[-1] + 1] = [repaired] + [repaired[:0]] * (len(mine) - 1)
-        return self._join(found)
+            return found
+        repaired = [self._exact(place, int(ranks[place]), int(floors[place])) for place in short.tolist()]
+        others = np.repeat(found.counts >= ranks, found.counts)
+        return self._listed(np.sort(np.concatenate([found.indices[others], *repaired])))
+
+    def _sure_floors(self, floors: np.ndarray, ranks: np.ndarray, sub_blocks: SubBlocks) -> None:
+        """Fills in floors of the small segments that at least ``ranks`` elements exceed."""
+        if len(sub_blocks.places) == 0:
+            return
+        maxima = [
+            np.maximum.reduceat(self._magnitudes(piece.start, piece.stop), offsets)
+            for piece, offsets in sub_blocks.offsets
+        ]
+        wanted = ranks[sub_blocks.places]
+        kth = _kth_sorted(np.concatenate(maxima), sub_blocks.counts, np.maximum(wanted, 1))
+        floors[sub_blocks.places] = np.where(wanted > 0, kth - 1, MAGNITUDE_BITS)
 
     def _guess(self, place: int, rank: int) -> int:
         """A floor below which the ``rank`` largest elements of an active segment hardly ever reach; -1 takes all."""
@@ -203,7 +289,7 @@ class NumpyView(SegmentedView):
         size = stop - start
         if rank == 0:
             return MAGNITUDE_BITS
-        if size <= SMALL or 2 * rank > size:
+        if 2 * rank > size:
             return -1
         # 128 expected hits put the floor within 9 % (one sigma) of the rank.
         stride = size // min(size // 16, max(1024, 128 * size // rank)) | 1
@@ -227,45 +313,40 @@ class NumpyView(SegmentedView):
         tied = np.flatnonzero(bits == kth)[: rank - len(larger)]
         return np.sort(np.concatenate([larger, tied])) + start
 
-    def _kth_bits(self, bits: np.ndarray, counts: np.ndarray, ranks: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """The ``ranks``-th largest of the candidates ``bits`` of the active segments ``places`` (int32)."""
-        ends = np.cumsum(counts)
-        kth = np.empty(len(places), np.int32)
-        long = counts[places] > _SORTED_TOGETHER
-        for at in np.flatnonzero(long).tolist():
-            place = places[at]
-            mine = bits[ends[place] - counts[place] : ends[place]]
-            kth[at] = np.partition(mine, len(mine) - ranks[place])[len(mine) - ranks[place]]
-        short = places[~long]
+    def _kth_bits(self, found: _Candidates, ranks: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+        """int32 [A], the ``ranks``-th largest of the candidates of the ``wanted`` (bool [A]) segments, -1 elsewhere."""
+        kth = np.full(len(ranks), -1, np.int32)
+        long = found.counts > _SORTED_TOGETHER
+        for place in np.flatnonzero(wanted & long).tolist():
+            mine = found.bits[found.stops[place] - found.counts[place] : found.stops[place]]
+            kth[place] = np.partition(mine, len(mine) - ranks[place])[len(mine) - ranks[place]]
+        short = np.flatnonzero(wanted & ~long)
         if len(short):
-            # One sort for all of them: the segment in the high half of the key, the descending magnitude in the low.
-            member = np.zeros(len(counts), bool)
-            member[short] = True
-            low = (MAGNITUDE_BITS - bits[np.repeat(member, counts)]).astype(np.uint64)
-            lengths = counts[short]
-            keys = np.sort((np.repeat(np.arange(len(short), dtype=np.uint64), lengths) << np.uint64(32)) | low)
-            positions = np.cumsum(lengths) - lengths + ranks[short] - 1
-            kth[~long] = MAGNITUDE_BITS - (keys[positions] & np.uint64(0xFFFFFFFF)).astype(np.int64)
+            bits = found.bits if len(short) == len(ranks) else found.bits[np.repeat(wanted & ~long, found.counts)]
+            kth[short] = _kth_sorted(bits, found.counts[short], ranks[short])
         return kth
 
-    def _trim(self, indices: np.ndarray, counts: np.ndarray) -> Selection:
+    def _trim(self, found: _Candidates) -> Selection:
         """Cuts segments with more candidates than their quota to the largest, at equal magnitude the first."""
         quotas = self._layout.quotas
-        full = np.flatnonzero(counts > quotas)
-        if len(full) == 0:
-            return self._selection(indices)
-        bits = self._bits.take(indices) & MAGNITUDE_BITS
-        kth = np.full(len(counts), -1, np.int32)  # a segment that fits keeps everything
-        kth[full] = self._kth_bits(bits, counts, quotas, full)
-        limits = np.repeat(kth, counts)
-        keep = bits > limits
-        tied = np.flatnonzero(bits == limits)
-        ends = np.cumsum(counts)
-        owners = np.searchsorted(ends, tied, side="right")
-        larger = np.diff(np.searchsorted(keep.nonzero()[0], ends), prepend=0)
+        full = found.counts > quotas
+        if not full.any():
+            return self._selection(found.indices)
+        limits = np.repeat(self._kth_bits(found, quotas, full), found.counts)  # -1: what fits is kept whole
+        kept = (found.bits >= limits).nonzero()[0]
+        if len(kept) > np.minimum(found.counts, quotas).sum():
+            kept = self._first_ties(found, limits)
+        return self._selection(found.indices.take(kept))
+
+    def _first_ties(self, found: _Candidates, limits: np.ndarray) -> np.ndarray:
+        """Places of the candidates above their limits, and of as many of those that equal them as there is room for."""
+        keep = found.bits > limits
+        tied = np.flatnonzero(found.bits == limits)
+        owners = np.searchsorted(found.stops, tied, side="right")
+        larger = _steps(np.searchsorted(keep.nonzero()[0], found.stops))
         order = np.arange(len(tied)) - np.searchsorted(owners, owners)  # rank of a tie within its segment
-        keep[tied[order < (quotas - larger)[owners]]] = True
-        return self._selection(indices.take(keep.nonzero()[0]))
+        keep[tied[order < (self._layout.quotas - larger)[owners]]] = True
+        return np.flatnonzero(keep)
 
     def _selection(self, indices: np.ndarray) -> Selection:
         values = self._floats.take(indices)

@@ -116,16 +116,15 @@ class SIDCo(ThresholdSparsifier):
 
     def _first_stage(self, view: SegmentedView, wanted: Tensor) -> Tensor:
         """Threshold that leaves ``wanted`` elements if the magnitudes follow the first distribution."""
-        total = view.abs_sums()
         if self.fit == "exponential":
-            return exponential(total / view.sizes, torch.log(view.sizes / wanted))
+            return exponential(view.abs_sums() / view.sizes, torch.log(view.sizes / wanted))
         if self.fit == "gpareto":
-            mean, variance = _moments(view.sizes, total, view.square_sums())
+            mean, variance = _moments(view.sizes, *view.moments(magnitudes=True))
             return gpareto(mean, variance, torch.log(view.sizes / wanted))
         # Exact zeros have no logarithm, and are never wanted: the gamma distribution is fitted to the others.
         logs, non_zeros = view.log_abs_sums()
         count = non_zeros.clamp(min=1).double()
-        return gamma(total / count, logs / count, (wanted / count).clamp(max=1))
+        return gamma(view.abs_sums() / count, logs / count, (wanted / count).clamp(max=1))
 
     def _adapted(self, state: Tensor, found: Tensor, view: SegmentedView) -> Tensor:
         stages, total, steps = state.unbind(1)

@@ -93,6 +93,10 @@ class SegmentedView(ABC):
     def square_sums(self) -> Tensor:
         """float64 [M], sum of the squares."""
 
+    def moments(self, *, magnitudes: bool = False) -> tuple[Tensor, Tensor]:
+        """:meth:`sums`, or :meth:`abs_sums` with ``magnitudes``, and :meth:`square_sums`, together."""
+        return self.abs_sums() if magnitudes else self.sums(), self.square_sums()
+
     @abstractmethod
     def log_abs_sums(self) -> tuple[Tensor, Tensor]:
         """float64 [M], sum of ln |x| over the non-zero elements, and int64 [M], how many these are."""

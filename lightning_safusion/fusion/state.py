@@ -1,0 +1,171 @@
+"""The engine's state by parameter name: what outlives a job, an order of tensors and a number of workers.
+
+Two parts. The *common* state is the same on all ranks and made of plain values: counters, order, plan, agreed costs.
+The *local* state is a rank's own: what it has held back of every tensor, in the tensor's logical shape, and what its
+sparsifier has learnt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_safusion.fusion.controller import Controller
+
+
+def common_state(controller: Controller) -> dict[str, Any]:
+    """Counters, order of the tensors, plan and agreed costs: plain values, the same on all ranks."""
+    return {
+        "windows": controller.windows,
+        "density": controller.generator.quotas.density,
+        "tensors": [spec.name for spec in controller.generator.layout.specs],
+        "order_known": controller.order_known,
+        "planner": controller.planner.state_dict(),
+    }
+
+
+def restore_common(controller: Controller, state: Mapping[str, Any], same_job: bool = True) -> None:
+    """Restores what :func:`common_state` returned, and moves the memory to the restored order.
+
+    Args:
+        controller: A new one, or one that trained on after the state was taken.
+        state: The same on all ranks.
+        same_job: Settings and number of workers are the same, so that the plan and its costs still hold.
+    """
+    generator = controller.generator
+    controller.reset()
+    controller.windows = int(state["windows"])
+    controller.order_known = False
+    controller.planner.invalidate(order_changed=True)
+    places = {spec.name: place for place, spec in enumerate(generator.layout.specs)}
+    if sorted(places) != sorted(state["tensors"]):
+        return
+    controller.adopt_order([places[name] for name in state["tensors"]])
+    controller.order_known = bool(state["order_known"])
+    if same_job:
+        generator.set_density(float(state["density"]))
+        controller.planner.load_state_dict(state["planner"], generator)
+
+
+def local_state(controller: Controller) -> dict[str, Any]:
+    """This rank's part.
+
+    Returns:
+        ``memory``: by field (``"residual"``) and parameter name, float32 of the parameter's shape (views, not copies;
+        complex parameters as [..., 2]); ``compressor``; ``unstepped``: names of the tensors whose last exchanged
+        gradient no optimizer has used yet. Plain values and CPU tensors.
+    """
+    generator = controller.generator
+    layout = generator.layout
+    names = {spec.index: spec.name for spec in layout.specs}
+    fields = {field: flat.detach().cpu() for field, flat in generator.memory.state_dict().items()}
+    return {
+        "memory": {field: _by_name(controller, flat) for field, flat in fields.items()},
+        "compressor": _rekeyed(generator.sparsifier.state_dict(), names),
+        "unstepped": [spec.name for spec in layout.specs if controller.unstepped[spec.index]],
+    }
+
+
+def restore_unstepped(controller: Controller, names: Collection[str]) -> None:
+    """Restores the ``unstepped`` part of :func:`local_state`; names that are unknown here are left out."""
+    for spec in controller.generator.layout.specs:
+        controller.unstepped[spec.index] = spec.name in names
+
+
+def restore_sparsifier(controller: Controller, state: Mapping[str, Any]) -> None:
+    """Restores the ``compressor`` part of :func:`local_state`.
+
+    Raises:
+        ValueError: If it is not the state of such a sparsifier.
+    """
+    indices = {spec.name: spec.index for spec in controller.generator.layout.specs}
+    try:
+        controller.generator.sparsifier.load_state_dict(_rekeyed(state, indices))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"not the state of {controller.generator.sparsifier.name!r}: {error!r}") from error
+
+
+class HeldBack:
+    """Memory state under construction for a controller's layout, from one rank's part or as a mean of several.
+
+    Args:
+        controller: Its memory and layout say what there is to restore; tensors that no part has stay zero.
+
+    Attributes:
+        fields: Flat float32 [D] by field, on the device of the gradients.
+    """
+
+    def __init__(self, controller: Controller) -> None:
+        self._controller = controller
+        memory = controller.generator.memory
+        self.fields = {field: torch.zeros_like(flat) for field, flat in memory.state_dict().items()}
+        self._views = {field: _by_name(controller, flat) for field, flat in self.fields.items()}
+
+    def add(self, memory: Mapping[str, Mapping[str, Tensor]], weight: float = 1.0) -> None:
+        """Adds ``weight`` times the ``memory`` part of :func:`local_state`, as far as names and shapes match."""
+        for field, views in self._views.items():
+            saved = memory.get(field, {})
+            for name, view in views.items():
+                if name in saved and saved[name].shape == view.shape:
+                    view.add_(saved[name].to(view.device), alpha=weight)
+
+    def mismatches(self, memory: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
+        """Names of tensors, or fields as a whole, that :meth:`add` leaves out, here or in ``memory``."""
+        names = []
+        for field in {**self._views, **memory}:
+            ours, theirs = self._views.get(field, {}), memory.get(field, {})
+            if not ours or not theirs:
+                names.append(f"{field} (all)")
+                continue
+            common = {name for name in ours if name in theirs and ours[name].shape == theirs[name].shape}
+            names += [name for name in {**ours, **theirs} if name not in common]
+        return list(dict.fromkeys(names))
+
+    def restore(self) -> None:
+        """Puts it in the place of what the memory holds now."""
+        self._controller.generator.memory.load_state_dict(self.fields)
+
+
+def handover(controller: Controller) -> dict[str, Any]:
+    """What a controller over other tensors of the same model needs to go on: copies, since parts are used again."""
+    state = local_state(controller)
+    memory = {field: {name: piece.clone() for name, piece in views.items()} for field, views in state["memory"].items()}
+    counters = {name: getattr(controller, name) for name in ("windows", "epoch", "notices", "heard")}
+    return {**state, "memory": memory, "counters": counters}
+
+
+def take_over(controller: Controller, state: Mapping[str, Any]) -> None:
+    """Goes on where the controller that made ``state`` (:func:`handover`) has stopped.
+
+    Residuals move by name; those of tensors that are no longer there are forgotten. The order is settled anew.
+    """
+    held = HeldBack(controller)
+    held.add(state["memory"])
+    held.restore()
+    restore_sparsifier(controller, state["compressor"])
+    restore_unstepped(controller, state["unstepped"])
+    for name, value in state["counters"].items():
+        setattr(controller, name, value)
+
+
+def _by_name(controller: Controller, flat: Tensor) -> dict[str, Tensor]:
+    """Views of a flat vector in logical order and shape."""
+    layout = controller.generator.layout
+    edges = layout.edges.tolist()
+    return {spec.name: spec.logical(flat[edges[i] : edges[i + 1]]) for i, spec in enumerate(layout.specs)}
+
+
+def _rekeyed(state: Mapping[str, Any], table: Mapping[Any, Hashable]) -> dict[str, Any]:
+    """State of a sparsifier with the keys of its segments replaced: registration indices mean nothing elsewhere."""
+    if "keys" not in state:
+        return dict(state)
+    return {**state, "keys": [_rekey(key, table) for key in state["keys"]]}
+
+
+def _rekey(key: Any, table: Mapping[Any, Hashable]) -> Any:
+    if isinstance(key, tuple) and len(key) > 1:  # ("group", first tensor, elements): a fused segment
+        return (key[0], table.get(key[1], key[1]), *key[2:])
+    return table.get(key, key)

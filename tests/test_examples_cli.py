@@ -1,0 +1,296 @@
+"""LightningCLI: every documented configuration, overrides, round trips, help and errors; and the README's diff."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_safusion as saf
+from examples.cli import DigitsCLI
+from lightning_safusion import SAFusionStrategy
+from tests.process_group import run_alone
+
+ROOT = Path(__file__).parent.parent
+CONFIGS = sorted((ROOT / "examples" / "configs").glob("*.yaml"))
+CLASS = "--trainer.strategy=SAFusionStrategy"
+
+# The same strategy in Python.
+IN_PYTHON: dict[str, Callable[[], SAFusionStrategy]] = {
+    "names": SAFusionStrategy,
+    "parts": lambda: SAFusionStrategy(
+        "gaussiank", 0.05, "safusion", "aligned", quota="pooled", memory="residual", collective="allgather",
+        wire="bf16", dense=["stem.*", "*.bias"],
+    ),
+    "compressor": lambda: SAFusionStrategy(
+        saf.SIDCo(fit="gamma_gpareto", stages=2), 0.01, memory=saf.ResidualMemory(decay=0.99), collective="allgather"
+    ),
+    "schedule": lambda: SAFusionStrategy(
+        density=saf.DenseStart(saf.ExponentialRamp(0.25, 0.01, steps=60), steps=5), collective="allgather"
+    ),
+    "fusion": lambda: SAFusionStrategy(
+        density=0.02, fusion=saf.Adaptive(rule="paper", every=20, freeze_after=200), collective="allgather"
+    ),
+    "dgc": lambda: SAFusionStrategy(
+        "dgc", saf.DGCWarmup(0.001, epochs=4), memory=saf.DGCMemory(momentum=0.9, clip=1.0), collective="allgather"
+    ),
+    "trainer": lambda: SAFusionStrategy(density=0.05, process_group_backend="gloo", timeout=timedelta(minutes=10)),
+}  # fmt: skip
+
+
+class Outcome(Callback):
+    """Writes what each worker ended with: under fork only files come back."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        ddp, strategy = trainer.strategy.model, trainer.strategy
+        assert isinstance(ddp, DistributedDataParallel)
+        assert isinstance(strategy, SAFusionStrategy)
+        outcome = {
+            "parameters": [p.detach().clone() for p in pl_module.parameters()],
+            "report": strategy.report(),
+            "bucket_view": ddp.gradient_as_bucket_view,
+            "steps": trainer.global_step,
+        }
+        torch.save(outcome, self.folder / f"rank{trainer.global_rank}.pt")
+
+
+@pytest.fixture(autouse=True)
+def _no_arguments_of_pytest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LightningCLI warns where a process with arguments of its own passes others."""
+    monkeypatch.setattr(sys, "argv", ["cli.py"])
+
+
+def parse(*args: str | Path) -> DigitsCLI:
+    """Parses and builds everything, trains nothing."""
+    return DigitsCLI([str(arg) for arg in args], run=False)
+
+
+def strategy_of(cli: DigitsCLI) -> SAFusionStrategy:
+    strategy = cli.trainer.strategy
+    assert isinstance(strategy, SAFusionStrategy)
+    return strategy
+
+
+def fit(folder: Path, *args: str | Path) -> list[dict[str, Any]]:
+    """Trains for 6 steps of 2 epochs on two forked workers; returns what each ended with."""
+    folder.mkdir(exist_ok=True)
+    short = [
+        f"--trainer.default_root_dir={folder}", "--trainer.max_steps=6", "--trainer.limit_train_batches=3",
+        "--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false", "--model.widths=[8,16]",
+    ]  # fmt: skip
+    DigitsCLI(["fit", *map(str, args), *short], trainer_defaults={"callbacks": [Outcome(folder)]})
+    return [torch.load(path) for path in sorted(folder.glob("rank*.pt"))]
+
+
+def printed_config(capsys: pytest.CaptureFixture[str], *args: str | Path) -> str:
+    with pytest.raises(SystemExit) as ended:
+        DigitsCLI(["fit", *map(str, args), "--print_config"])
+    assert not ended.value.code
+    return capsys.readouterr().out
+
+
+def run_script(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a script that Lightning starts once more for the second worker."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended
+
+
+def test_every_configuration_is_listed_in_the_guide_and_known_here() -> None:
+    assert [path.stem for path in CONFIGS] == sorted(IN_PYTHON)
+    guide = (ROOT / "docs" / "guide.md").read_text()
+    assert set(re.findall(r"\(\.\./examples/configs/(\w+)\.yaml\)", guide)) == set(IN_PYTHON)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_configuration_means_what_python_says(path: Path) -> None:
+    strategy, expected = strategy_of(parse("--config", path)), IN_PYTHON[path.stem]()
+    assert strategy.settings.describe() == expected.settings.describe()
+    for attribute in ("system", "process_group_backend", "_dense", "_dense_below", "_timeout", "_start_method"):
+        assert getattr(strategy, attribute) == getattr(expected, attribute), attribute
+
+
+@pytest.mark.parametrize("path", [path for path in CONFIGS if path.stem != "names"], ids=lambda path: path.stem)
+def test_a_configuration_trains(path: Path, tmp_path: Path) -> None:
+    first, second = fit(tmp_path, "--config", path, "--trainer.strategy.start_method=fork")
+    assert first["report"]["windows"] == first["steps"] == second["steps"] == 6  # exchanges: one per optimizer step
+    assert first["report"]["plain_ddp"] is None
+    assert first["report"]["tensors"] == len(first["parameters"]) == 32
+    assert all(torch.equal(a, b) for a, b in zip(first["parameters"], second["parameters"], strict=True))
+    assert all(p.isfinite().all() for p in first["parameters"])
+
+
+def test_the_shortest_configuration_trains_as_a_script_and_saves_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [sys.executable, str(ROOT / "examples" / "cli.py"), "fit"]
+    names = ["--config", str(ROOT / "examples" / "configs" / "names.yaml")]
+    short = ["--trainer.max_steps=6", "--trainer.limit_train_batches=3", "--model.widths=[8,16]"]
+    ended = run_script([*command, *names, *short], tmp_path)
+    assert re.search(r"SAFusionStrategy: 32 tensors travel in \d+ buffers", ended.stderr + ended.stdout)
+    (saved,) = tmp_path.glob("lightning_logs/version_0/config.yaml")
+    assert printed_config(capsys, "--config", saved) == saved.read_text()
+    assert printed_config(capsys, *names, *short) == saved.read_text()
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_printed_configuration_gives_itself(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = printed_config(capsys, "--config", path)
+    (tmp_path / "printed.yaml").write_text(printed)
+    assert printed_config(capsys, "--config", tmp_path / "printed.yaml") == printed
+    assert "lightning_safusion.sparsify" not in printed  # classes are named as users name them
+    given, full = yaml.safe_load(path.read_text()), yaml.safe_load(printed)
+    assert _contains(full, given)
+
+
+def _contains(whole: Any, part: Any) -> bool:
+    if isinstance(part, dict):
+        return all(key in whole and _contains(whole[key], value) for key, value in part.items())
+    if isinstance(part, list):
+        return len(whole) == len(part) and all(map(_contains, whole, part))
+    return str(whole) == str(part)  # a number in the file may be printed as 0:10:00
+
+
+def test_the_guides_snippets_are_configurations(tmp_path: Path) -> None:
+    snippets = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "guide.md").read_text(), re.DOTALL)
+    assert snippets
+    for snippet in snippets:
+        (tmp_path / "snippet.yaml").write_text(snippet)
+        parse("--config", tmp_path / "snippet.yaml", "--trainer.accelerator=cpu", "--trainer.num_nodes=1")
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        ([CLASS, "--trainer.strategy.density=0.1"], lambda: SAFusionStrategy(density=0.1)),
+        (["--trainer.strategy=safusion"], SAFusionStrategy),
+        (["--config", "parts", "--trainer.strategy=safusion"], SAFusionStrategy),
+        (
+            [CLASS, "--trainer.strategy.compressor=SIDCo", "--trainer.strategy.compressor.stages=2"],
+            lambda: SAFusionStrategy(saf.SIDCo(stages=2)),
+        ),
+        (
+            ["--config", "compressor", "--trainer.strategy.compressor.stages=1", "--trainer.strategy.memory=none"],
+            lambda: SAFusionStrategy(saf.SIDCo("gamma_gpareto", 1), 0.01, memory="none", collective="allgather"),
+        ),
+        (
+            ["--config", "schedule", "--trainer.strategy.density.density.end=0.02"],
+            lambda: SAFusionStrategy(
+                density=saf.DenseStart(saf.ExponentialRamp(0.25, 0.02, steps=60), 5), collective="allgather"
+            ),
+        ),
+        (
+            [
+                CLASS, "--trainer.strategy.fusion=Aligned", "--trainer.strategy.fusion.tensors_per_buffer=3",
+                '--trainer.strategy.dense=["*.bias"]', "--trainer.strategy.scope=tensor",
+            ],
+            lambda: SAFusionStrategy(fusion=saf.Aligned(3), dense=["*.bias"], scope="tensor"),
+        ),
+    ],
+)  # fmt: skip
+def test_the_command_line_overrides(args: list[str], expected: Callable[[], SAFusionStrategy]) -> None:
+    paths = {path.stem: str(path) for path in CONFIGS}
+    strategy = strategy_of(parse(*(paths.get(arg, arg) for arg in args)))
+    assert strategy.settings.describe() == expected().settings.describe()
+    assert strategy._dense == expected()._dense
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("compressor=gausiank", "unknown compressor 'gausiank'. Did you mean 'gaussiank'? Choose one of topk,"),
+        ("system=safuson", "unknown system 'safuson'; choose one of 'safusion', 'safusion-paper', 'saf-inter',"),
+        ("fusion=adptive", "unknown fusion policy 'adptive': choose one of ['adaptive', 'aligned', 'behind',"),
+        ("memory=residul", "unknown memory 'residul'; choose one of 'residual', 'dgc', 'none'"),
+        ("wire=bf17", "'bf17'"),
+        ("density=2", "density must be in (0, 1], got 2.0"),
+        ("scope=layer", "Literal['tensor', 'group']"),
+        ("collective=alltoall", "Literal['auto', 'allgather', 'allreduce']"),
+        ("transport=mpi", "Literal['torch'"),
+        ("compresor=topk", "Option 'compresor' is not accepted"),
+        ("compressor.class_path=lightning_safusion.GausianK", "no attribute 'GausianK'; it has DGC, SYSTEMS, WFBP,"),
+        ("density.class_path=lightning_safusion.TopK", "does not correspond to a subclass of DensitySchedule"),
+    ],
+)
+def test_a_wrong_name_gives_the_alternatives(option: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises((SystemExit, ValueError)) as ended:
+        parse(CLASS, f"--trainer.strategy.{option}")
+    assert message in str(ended.value) + capsys.readouterr().err
+
+
+def test_help_has_our_texts_and_ddps_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--trainer.strategy.help=SAFusionStrategy")
+    text = " ".join(capsys.readouterr().out.split())
+    for name in ("find_unused_parameters", "static_graph", "process_group_backend", "timeout", "bucket_cap_mb"):
+        assert f"--trainer.strategy.{name}" in text
+    own = [name for name in signature(SAFusionStrategy).parameters if name != "kwargs"]
+    for name in own:
+        described = re.search(rf"^        {name}: (\S.*)$", SAFusionStrategy.__doc__ or "", re.MULTILINE)
+        assert described, f"{name} has no description"
+        assert f"--trainer.strategy.{name}" in text
+        assert described[1].strip() in text, f"the help of {name} lacks its description"
+    for part in ("GaussianK", "DGCWarmup", "Adaptive", "DGCMemory"):
+        assert f"lightning_safusion.{part}" in text  # known subclasses
+
+
+def test_explicit_defaults_of_ddp_change_nothing(tmp_path: Path) -> None:
+    """The CLI passes every argument of DDP, with its default; the strategy must tell a default from a wish."""
+    options = strategy_of(parse(CLASS, "--trainer.strategy.density=0.05"))._ddp_kwargs
+    assert {"bucket_cap_mb", "static_graph", "gradient_as_bucket_view", "mixed_precision"} <= set(options)
+    assert strategy_of(parse(CLASS, "--trainer.strategy.bucket_cap_mb=3"))._ddp_kwargs["bucket_cap_mb"] == 3
+
+    workers = ["--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.deterministic=true"]
+    # in processes of their own: the trainer switches determinism on for the whole process
+    explicit = run_alone(fit, tmp_path / "class", CLASS, "--trainer.strategy.start_method=fork", *workers)
+    implied = run_alone(fit, tmp_path / "name", "--trainer.strategy=safusion_fork", *workers)
+    for one, other in zip(explicit, implied, strict=True):
+        assert one["bucket_view"]
+        assert one["report"]["plan"] == other["report"]["plan"]
+        assert one["report"]["bytes_sent"] == other["report"]["bytes_sent"]
+        assert all(torch.equal(a, b) for a, b in zip(one["parameters"], other["parameters"], strict=True))
+
+
+@pytest.mark.parametrize("option", ["model_averaging_period=4", "skip_all_reduce_unused_params=true"])
+def test_an_option_of_ddp_that_contradicts_the_strategy_is_named(option: str) -> None:
+    with pytest.raises((MisconfigurationException, ValueError), match=option.partition("=")[0]):
+        parse(CLASS, f"--trainer.strategy.{option}")
+
+
+def test_the_diff_of_the_readme_turns_the_ddp_script_into_one_that_runs(tmp_path: Path) -> None:
+    (diff,) = re.findall(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    source = (ROOT / "examples" / "ddp_script.py").read_text()
+    assert source.count('strategy="ddp"') == 1
+    for hunk in re.split(r"^@@.*\n", diff, flags=re.MULTILINE)[1:]:
+        lines = hunk.splitlines(keepends=True)
+        before = "".join(line[1:] for line in lines if line[0] in " -")
+        assert source.count(before) == 1, f"not in the script: {before}"
+        source = source.replace(before, "".join(line[1:] for line in lines if line[0] in " +"))
+    assert "ddp" not in source.split('"""', 2)[2]
+    (tmp_path / "script.py").write_text(source)
+    ended = run_script([sys.executable, "script.py"], tmp_path)
+    accuracy = re.search(r"^accuracy ([\d.]+)$", ended.stdout, re.MULTILINE)
+    assert accuracy, ended.stdout
+    assert float(accuracy[1]) > 0.85  # three pairs of four are in different quadrants: 0.75 is for nothing
+    assert list(tmp_path.glob("lightning_logs/version_0/checkpoints/*.ckpt"))

@@ -1,0 +1,113 @@
+"""Parameters that are frozen or unfrozen while training goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+
+from lightning_safusion import SAFusionStrategy
+from tests.models import classification, trainer
+from tests.process_group import run_launched
+
+
+class Finetuned(LightningModule):
+    """Its backbone is trained from the third epoch on: by unfreezing, or (for a control) by a learning rate of 0
+    before."""
+
+    def __init__(self, freeze: bool, freeze_head: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.freeze, self.freeze_head = freeze, freeze_head
+        self.backbone, self.head = nn.Linear(32, 48), nn.Linear(48, 10)
+        if freeze:
+            self.backbone.requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.backbone(batch[0]).tanh()), batch[1])
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 2:
+            self.backbone.requires_grad_(True)
+            self.optimizers().param_groups[0]["lr"] = 0.1
+        if self.current_epoch == 3 and self.freeze_head:
+            self.head.requires_grad_(False)
+            self.optimizers().zero_grad()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        groups = [{"params": self.backbone.parameters(), "lr": 0.0}, {"params": self.head.parameters(), "lr": 0.1}]
+        return torch.optim.SGD(groups)
+
+
+class Mass(Callback):
+    """What the head has held back, around the epoch in which the model is wrapped again."""
+
+    def __init__(self) -> None:
+        self.held: list[Tensor] = []
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0 and trainer.current_epoch == 2:
+            self.note(trainer)
+
+    def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        if len(self.held) == 1:
+            self.note(trainer)
+
+    def note(self, trainer: Trainer) -> None:
+        from lightning_safusion.fusion.state import local_state
+
+        assert isinstance(trainer.strategy, SAFusionStrategy)
+        assert trainer.strategy._controller is not None
+        self.held.append(local_state(trainer.strategy._controller)["memory"]["residual"]["head.weight"].clone())
+
+
+def train(strategy: Any, callbacks: Any = (), **options: Any) -> list[Tensor]:
+    model = Finetuned(**options)
+    run = trainer(strategy, max_epochs=4, limit_train_batches=6, callbacks=list(callbacks))
+    run.fit(model, classification())
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_unfrozen_parameters_are_exchanged() -> None:
+    def both(rank: int) -> float:
+        plain = train(DDPStrategy(), freeze=False)
+        ours = train(SAFusionStrategy(density=1.0, collective="allgather"), freeze=True)
+        return max(float((a - b).abs().max()) for a, b in zip(ours, plain, strict=True))
+
+    assert max(run_launched(2, both)) <= 2e-6
+
+
+@pytest.mark.parametrize("freeze_head", [False, True])
+@pytest.mark.parametrize("fusion", ["adaptive", "naive"])
+def test_residuals_are_kept_and_replicas_equal(freeze_head: bool, fusion: str) -> None:
+    def sparse(rank: int) -> tuple[list[Tensor], list[Tensor]]:
+        mass = Mass()
+        strategy = SAFusionStrategy(density=0.05, collective="allgather", fusion=fusion, dense_below=0)
+        return train(strategy, [mass], freeze=True, freeze_head=freeze_head), mass.held
+
+    (first, held), (second, _) = run_launched(2, sparse)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert held[0].abs().sum() > 0
+    # one step later most of it is still there
+    assert torch.nn.functional.cosine_similarity(held[0].flatten(), held[1].flatten(), dim=0) > 0.5
+
+
+def test_ranks_that_unfreeze_different_parameters_are_told() -> None:
+    class OneSided(Finetuned):
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1 and self.global_rank == 1:
+                self.backbone.requires_grad_(True)
+
+    def run(rank: int) -> str:
+        try:
+            fitted = trainer(SAFusionStrategy(density=0.1), max_epochs=2, limit_train_batches=3)
+            fitted.fit(OneSided(freeze=True), classification())
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    assert all("backbone.bias, backbone.weight" in message for message in run_launched(2, run))
