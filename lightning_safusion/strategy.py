@@ -145,6 +145,7 @@ class SAFusionStrategy(DDPStrategy):
         self._wrapped: list[str] = []  # trainable parameters that DDP knows
         self._sends_all: str | None = None  # why, although there is an engine
         self._resumed: tuple[_PATH, dict[str, Any]] | None = None  # checkpoint being restored, our entry in it
+        self._ended: Controller | None = None  # of a fit that has ended: it may still be saved
         self._signals: DeferredSignals | None = None
         self._last_report: dict[str, Any] | None = None  # of a fit that has ended
 
@@ -174,7 +175,7 @@ class SAFusionStrategy(DDPStrategy):
                 "works on; set it "
                 "to True (the default) or False."
             )
-        self._last_report = None
+        self._last_report = self._ended = None
         self._wrapped = [name for name, _ in _trainable(model)]
         specs = self._specs(model)
         group = self._ddp_kwargs.get("process_group")
@@ -206,6 +207,7 @@ class SAFusionStrategy(DDPStrategy):
         if not isinstance(self.model, DistributedDataParallel) or self._transport is None:
             raise RuntimeError("hooks are registered on the wrapped model: call _setup_model first")
         module = self.model.module
+        overlap = not self._ddp_kwargs.get("find_unused_parameters")
         measure = not torch.are_deterministic_algorithms_enabled()
         settings = self.settings
         if self._sends_all is not None:
@@ -213,7 +215,7 @@ class SAFusionStrategy(DDPStrategy):
             settings = replace(settings, density=ConstantDensity(1.0))
             _announce(f"everything is sent, because {self._sends_all}; so is what the checkpoint has held back")
         self._controller = build_controller(
-            settings, self._specs(module), self._transport, self.root_device, measure, _announce
+            settings, self._specs(module), self._transport, self.root_device, measure, _announce, overlap
         )
         static_graph = bool(self._ddp_kwargs.get("static_graph"))
         params = [param for _, param in _dense_parameters(module)]
@@ -330,9 +332,12 @@ class SAFusionStrategy(DDPStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         """Writes one side file per rank as well, unless the checkpoint holds weights only; all ranks call it."""
-        if self._controller is not None and "optimizer_states" in checkpoint:
+        controller = self._controller
+        if controller is None and torch.distributed.is_initialized():
+            controller = self._ended
+        if controller is not None and "optimizer_states" in checkpoint:
             # First, so that no main file is ever there before its side files
-            checkpoint[side_files.ENTRY] = side_files.save(self._controller, self.settings.describe(), filepath)
+            checkpoint[side_files.ENTRY] = side_files.save(controller, self.settings.describe(), filepath)
         elif self.is_global_zero:
             side_files.remove(filepath)  # of a checkpoint that is overwritten
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
@@ -394,6 +399,7 @@ class SAFusionStrategy(DDPStrategy):
         if self._hook is not None:
             self._last_report = self.report()
             self._hook.close()
+            self._ended = self._controller
         if self._transport is not None:
             self._transport.close()
         self._hook = self._controller = self._transport = self._resumed = None

@@ -21,7 +21,9 @@ import torch.distributed as dist
 _GRACE = 5.0  # seconds that the other ranks get to report after the first failure
 
 
-def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_ranks(
+    world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, group: bool = True
+) -> list[Any]:
     """Calls ``fn(rank, *args)`` in ``world_size`` forked processes that share a gloo process group.
 
     Forked children see closures, fixtures and patched modules of the test; they compute with one thread.
@@ -31,6 +33,7 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
         fn: Called with the rank first; the default process group is initialised. Its result must be picklable.
         args: Further arguments.
         timeout: Seconds for everything, and for each collective.
+        group: Initialise the process group.
 
     Returns:
         The results in rank order.
@@ -46,7 +49,7 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
         try:
             for rank in range(world_size):
                 receiver, sender = context.Pipe()
-                store = os.path.join(folder, "store")
+                store = os.path.join(folder, "store") if group else None
                 process = context.Process(target=_child, args=(sender, rank, world_size, store, timeout, fn, args))
                 process.start()
                 sender.close()
@@ -64,17 +67,18 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
 
 
 def _child(
-    sender: Connection, rank: int, world_size: int, store: str, timeout: float, fn: Callable[..., Any], args: Any
+    sender: Connection, rank: int, world_size: int, store: str | None, timeout: float, fn: Callable[..., Any], args: Any
 ) -> None:
     torch.set_num_threads(1)
     try:
-        dist.init_process_group(
-            "gloo",
-            store=dist.FileStore(store, world_size),
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout),
-        )
+        if store is not None:
+            dist.init_process_group(
+                "gloo",
+                store=dist.FileStore(store, world_size),
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=timeout),
+            )
         sender.send_bytes(pickle.dumps((True, fn(rank, *args))))
         # A rank that leaves early closes connections that others may still be opening or reading from.
         sender.poll(timeout)
@@ -114,12 +118,7 @@ def _collect(pipes: dict[Connection, int], timeout: float) -> list[Any]:
 
 def run_alone(fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> Any:
     """Calls ``fn(*args)`` in a forked process of its own, and returns its result; for what cannot be undone."""
-    return run_ranks(1, lambda rank: _without_group(fn, *args), timeout=timeout)[0]
-
-
-def _without_group(fn: Callable[..., Any], *args: Any) -> Any:
-    dist.destroy_process_group()
-    return fn(*args)
+    return run_ranks(1, lambda rank: fn(*args), timeout=timeout, group=False)[0]
 
 
 def run_launched(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
@@ -138,6 +137,6 @@ def run_launched(world_size: int, fn: Callable[..., Any], *args: Any, timeout: f
                 "NODE_RANK": "0",
             }
         )
-        return _without_group(fn, rank, *args)
+        return fn(rank, *args)
 
-    return run_ranks(world_size, launched, timeout=timeout)
+    return run_ranks(world_size, launched, timeout=timeout, group=False)

@@ -39,6 +39,9 @@ class Controller:
         transport: Communicator of the buffers.
         density: Density by step and epoch.
         dense_first: Send the first window dense: costs are not known yet, and there is no residual to add.
+        overlap: Launch buffers while gradients still arrive. Not where a tensor is submitted at different points of the
+            backward pass on different ranks (unused on some): the collectives of the model's own backward
+            (SyncBatchNorm) would meet ours in different orders.
     """
 
     def __init__(
@@ -48,12 +51,14 @@ class Controller:
         transport: Transport,
         density: DensitySchedule,
         dense_first: bool = True,
+        overlap: bool = True,
     ) -> None:
         self.generator = generator
         self.planner = planner
         self.transport = transport
         self.density = density
         self.dense_first = dense_first
+        self.overlap = overlap
         self.epoch = 0
         self.loss_scale: Callable[[], Tensor | None] | None = None  # read at the first gradient of a window
         self.windows = 0
@@ -110,7 +115,7 @@ class Controller:
         scale = self.loss_scale() if self.loss_scale is not None else None
         # a copy: the scaler updates its factor in place
         scale = scale.detach().clone() if scale is not None else None
-        self._window = Window(len(self.generator.layout), groups, self.windows, density, timed, scale)
+        self._window = Window(len(self.generator.layout), groups, self.windows, density, timed, not self.overlap, scale)
         return self._window
 
     def _dense_window(self) -> bool:

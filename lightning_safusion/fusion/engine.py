@@ -143,6 +143,7 @@ def build_controller(
     device: torch.device,
     measure: bool = True,
     announce: Callable[[str], None] | None = None,
+    overlap: bool = True,
 ) -> Controller:
     """Builds a job's controller. Collective: all ranks call it with equal settings.
 
@@ -153,6 +154,7 @@ def build_controller(
         device: Where the gradients live.
         measure: Plan with measured times. False: with modelled ones, so that a seeded run repeats bit for bit.
         announce: Told in one line what travels how, whenever that changes.
+        overlap: Launch buffers while gradients still arrive; see :class:`Controller`.
     """
     layout = Layout(tuple(specs))
     settings.memory.world_size = transport.world_size
@@ -173,4 +175,4 @@ def build_controller(
     wanted = settings.fusion.needs_costs or settings.collective == "auto"
     prior = calibrate(transport, device) if measure and wanted else None
     planner = Planner(settings.fusion, transport, settings.collective, prior, announce)
-    return Controller(generator, planner, transport, settings.density, dense_first=settings.collective != "allgather")
+    return Controller(generator, planner, transport, settings.density, settings.collective != "allgather", overlap)

@@ -46,6 +46,7 @@ class Window:
         step: Number of the window.
         density: Density in force.
         timed: Take down when collectives end.
+        hold: Launch nothing before every tensor has been submitted.
         scale: Factor of the loss that the gradients carry (one element, on their device); None for 1.
     """
 
@@ -54,6 +55,7 @@ class Window:
     step: int
     density: float
     timed: bool = True
+    hold: bool = False
     scale: Tensor | None = None
     grads: list[Tensor | None] = field(init=False)
     fresh: np.ndarray = field(init=False)
@@ -86,7 +88,7 @@ class Window:
         self.fresh[place] = fresh
         self.raw[place] = raw
         self.arrived[place] = perf_counter()
-        if not self.in_order or self.next_group == len(self.groups):
+        if self.hold or not self.in_order or self.next_group == len(self.groups):
             return None
         group = self.groups[self.next_group]
         if group.stop != place + 1:

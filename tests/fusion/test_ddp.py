@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import gc
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -77,7 +79,12 @@ def wrap(model: nn.Module, options: dict[str, Any] | None, **ddp_options: Any) -
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     named, sparse = ([(n, p) for n, p in trainable if (id(p) in tables) == wanted] for wanted in (False, True))
     controller = build_controller(
-        settings(**options), specs_from_parameters(named), default_transport(), torch.device("cpu"), measure=False
+        settings(**options),
+        specs_from_parameters(named),
+        default_transport(),
+        torch.device("cpu"),
+        measure=False,
+        overlap=not ddp_options.get("find_unused_parameters"),
     )
     hook = DDPHook(controller, [p for _, p in named], sparse, bool(ddp_options.get("static_graph")))
     ddp.register_comm_hook(None, hook.run)
@@ -260,6 +267,56 @@ def test_nothing_is_leaked_after_close() -> None:
         return alive() is None and not any(hooks)
 
     assert all(run_ranks(2, run))
+
+
+class MeanOverRanks(torch.autograd.Function):
+    """What SyncBatchNorm does to the order of collectives: one in the forward pass, one in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        total = x.sum(0)
+        dist.all_reduce(total)
+        return x - total / (x.shape[0] * dist.get_world_size())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        total = grad.sum(0)
+        dist.all_reduce(total)
+        return grad - total / (grad.shape[0] * dist.get_world_size())
+
+
+class Synchronised(nn.Module):
+    """Its side branch lies before everything else, is registered late, and only some ranks use it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.body, self.scale = nn.Linear(8, 16), nn.Parameter(torch.ones(16))
+        self.side, self.out = nn.Linear(8, 8), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, use_side: bool) -> Tensor:
+        x = x + self.side(x) if use_side else x
+        return self.out(MeanOverRanks.apply(self.body(x)) * self.scale)
+
+
+def test_rank_dependent_use_with_collectives_in_the_backward_pass() -> None:
+    def run(rank: int, options: dict[str, Any] | None) -> list[Tensor]:
+        ddp, _ = wrap(Synchronised(), options, find_unused_parameters=True)
+        optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+        for step in range(8):
+            data = torch.randn(6, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+            ddp(data, (rank + step) % 2 == 0).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach() for p in ddp.parameters()]
+
+    def both(rank: int) -> float:
+        ours = run(rank, {"density": 1.0, "collective": "allgather", "fusion": "wfbp"})
+        return max(float((a - b).abs().max()) for a, b in zip(ours, run(rank, None), strict=True))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        assert max(run_ranks(2, both, timeout=40)) <= 2e-6
 
 
 class Tables(nn.Module):
