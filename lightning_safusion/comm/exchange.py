@@ -178,8 +178,7 @@ class Exchange(ABC):
 
         Returns:
             The mean over ranks (floating [N]; valid until :meth:`release`) and the verdict. Tensors whose gradient was
-            not
-            finite on some rank are not finite in it.
+            not finite on some rank are not finite in it.
         """
 
     @abstractmethod

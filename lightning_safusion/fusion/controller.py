@@ -91,8 +91,7 @@ class Controller:
             index: Registration index of its parameter.
             grad: Flat gradient, any floating dtype; :meth:`drain` writes the mean over ranks into it.
             fresh: Whether it was computed since the last window. A stale tensor sends nothing, and if it is stale on
-                all
-                ranks it is left exactly as it is.
+                all ranks it is left exactly as it is.
         """
         place = self.generator.layout.places[index]
         if self._window is not None and self._window.grads[place] is not None:
@@ -195,8 +194,7 @@ class Controller:
             raise window.error or RuntimeError(
                 "another rank could not select its gradients in this step; see that rank's own error"
             )
-        self._repair(window, repairs)
-        if good:
+        if self._repair(window, repairs) and good:
             self._commit(window, repairs, errors)
         self._finish(window)
 
@@ -245,24 +243,27 @@ class Controller:
                 error = exact - held if window.scale is None else unscaled([exact - held], window.scale)[0]
                 errors.append((buffer.start + edges[t], buffer.start + edges[t + 1], error))
 
-    def _repair(self, window: Window, places: Sequence[int]) -> None:
-        """Averages gradients as DDP does, outside the compressed path, in place; their residuals stay as they were."""
+    def _repair(self, window: Window, places: Sequence[int]) -> bool:
+        """Averages gradients as DDP does, outside the compressed path, in place; their residuals stay as they were.
+
+        Returns:
+            Whether they are finite.
+        """
         if not places:
-            return
+            return True
         if not self._warned and self.transport.rank == 0:
             self._warned = True
             names = self.generator.layout.names(places)
             warnings.warn(
                 f"{len(names)} tensors ({', '.join(names[:3])}, ...) were computed on some ranks only, or computed "
-                f"again before "
-                "their optimizer stepped; such gradients travel dense. Use toggle_optimizer/untoggle_optimizer in "
-                "manual "
+                "again before their optimizer stepped; such gradients travel dense. Use "
+                "toggle_optimizer/untoggle_optimizer in manual "
                 "optimization to keep them out of backward passes whose gradients are thrown away.",
                 stacklevel=2,
             )
+        grads = [window.grads_of(Group(place, place + 1))[0] for place in places]
         works = []
-        for place in places:
-            grad = window.grads_of(Group(place, place + 1))[0]
+        for place, grad in zip(places, grads, strict=True):
             # what is not finite was never added
             if window.fresh[place] and not window.raw[place] and all_finite(grad):
                 added = grad if window.scale is None else unscaled([grad], window.scale)[0]
@@ -271,6 +272,7 @@ class Controller:
             works.append(self.transport.all_reduce(grad))
         for work in works:
             work.wait()
+        return all(map(all_finite, grads))
 
     def _commit(self, window: Window, repairs: Sequence[int], errors: Iterable[tuple[int, int, Tensor]]) -> None:
         for buffer, _ in window.inflight:

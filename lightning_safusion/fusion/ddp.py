@@ -19,8 +19,7 @@ class DDPHook:
 
     Knows nothing of Lightning: ``hook = DDPHook(controller, params, static_graph=...)``, then
     ``ddp.register_comm_hook(None, hook.run)``. It holds no reference to DDP or to the parameters: DDP's C++ reducer
-    holds the
-    hook, and such a cycle would never be collected.
+    holds the hook, and such a cycle would never be collected.
 
     Args:
         controller: Runs the windows.
@@ -58,8 +57,8 @@ class DDPHook:
         """The communication hook.
 
         The future is complete at once, holding the bucket itself: DDP reads it after the whole backward pass, and by
-        then
-        :meth:`_finish` has written the mean into it. (A tensor of any other storage offset would be misread silently.)
+        then :meth:`_finish` has written the mean into it. (A tensor of any other storage offset would be misread
+        silently.)
         """
         buffer = bucket.buffer()
         future: Future[Tensor] = Future()
@@ -127,8 +126,8 @@ class DDPHook:
             self.reset()
             raise RuntimeError(
                 f"{len(missing)} parameters got no gradient in this backward pass: {', '.join(missing[:20])}. The "
-                f"gradients of "
-                "this step are not synchronised. Pass find_unused_parameters=True to the strategy if this is intended."
+                "gradients of this step are not synchronised. Pass find_unused_parameters=True to the strategy if "
+                "this is intended."
             )
 
     def watch(self, optimizer: Optimizer) -> None:

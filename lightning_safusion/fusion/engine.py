@@ -103,8 +103,7 @@ class EngineSettings:
             return None
         return (
             f"at density {density:g} each of {world_size} workers would receive {by_gather:,.0f} bytes per step by "
-            f"sparse "
-            f"all-gather, {by_reduce:,.0f} by dense all-reduce"
+            f"sparse all-gather, {by_reduce:,.0f} by dense all-reduce"
         )
 
 

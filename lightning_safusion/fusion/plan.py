@@ -19,8 +19,7 @@ class Group:
         start: Place of its first tensor in the ready order.
         stop: Place after its last tensor.
         collective: ``"allgather"`` (sparse), ``"allreduce"`` (dense), or ``"stream"`` (sparse, one tensor of a stream
-            of
-            buffers that each worker fills at its own pace).
+            of buffers that each worker fills at its own pace).
     """
 
     start: int

@@ -39,8 +39,7 @@ class Planner:
         transport: Communicator for the agreements (between windows only).
         collective: ``"auto"`` lets each buffer take what is predicted to be cheaper.
         prior: Costs of ``"allgather"`` and ``"allreduce"`` before anything else was measured, equal on all ranks; None
-            plans
-            with modelled costs and never with measured ones (a seeded run then repeats bit for bit).
+            plans with modelled costs and never with measured ones (a seeded run then repeats bit for bit).
         announce: Told in one line what travels how, whenever that changes.
     """
 
@@ -167,8 +166,7 @@ class Planner:
         if bounds.tolist() != [digest, -digest]:
             raise RuntimeError(
                 f"rank {self.transport.rank} holds a fusion plan with hash {digest:#x} that another rank does not "
-                f"have: policy "
-                f"{self.policy!r} is not a pure function of the costs"
+                f"have: policy {self.policy!r} is not a pure function of the costs"
             )
         self._verified = True
 

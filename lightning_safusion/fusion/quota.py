@@ -50,8 +50,7 @@ def group_segments(
     """Segments of the group at places ``[start, stop)``; None if every tensor of it travels dense.
 
     ``scope="tensor"`` is sparsification ahead of fusion (one segment and one quota per tensor), ``scope="group"``
-    behind it
-    (one per run of neighbouring sparse tensors, the whole group if none of it is dense).
+    behind it (one per run of neighbouring sparse tensors, the whole group if none of it is dense).
     """
     edges = layout.edges[start : stop + 1] - layout.edges[start]
     dense = quotas.dense[start:stop]

@@ -60,12 +60,10 @@ class WindowReport:
 
         Keys: ``step``, ``density`` (asked for), ``achieved_density`` (sent / all elements), ``bytes_sent``,
         ``bytes_received``, ``dense_bytes`` (the gradients themselves), ``tensors`` (with a gradient),
-        ``tensors_missing``
-        (of these, sent nothing), ``select_s`` (compensation, selection, packing), ``exchange_s`` (collectives, summed;
-        of the latest window in which it was measured),
-        ``exposed_s`` (blocked waiting for them), ``decode_s``, ``plan`` (tensors in each buffer), ``collectives`` (of
-        each
-        buffer). It describes the latest window only while no further one has begun.
+        ``tensors_missing`` (of these, sent nothing), ``select_s`` (compensation, selection, packing), ``exchange_s``
+        (collectives, summed; of the latest window in which it was measured), ``exposed_s`` (blocked waiting for them),
+        ``decode_s``, ``plan`` (tensors in each buffer), ``collectives`` (of each buffer). It describes the latest window
+        only while no further one has begun.
         """
         selected = self.selected()
         times = [times for _, times in self.buffers]

@@ -1,9 +1,8 @@
 """The engine as a whole: nothing lost, replicas equal, nothing missing, whatever is sent and however.
 
-Covers: conservation for every sparsifier, memory, wire and collective on 1, 2, 3 and 5 workers; bitwise equal
-    replicas; the
-mean at density 1; grouping changes no number; tensors missing ahead and behind; the naive system against the aligned
-one.
+Covers: conservation for every sparsifier, memory, wire and collective on 1, 2, 3 and 5 workers; bitwise equal replicas;
+    the mean at density 1; grouping changes no number; tensors missing ahead and behind; the naive system against the
+    aligned one.
 """
 
 from __future__ import annotations

@@ -1,0 +1,301 @@
+"""State by name: logical order, other orders and models, plan and costs, side files of in-process workers.
+
+Everything here runs on virtual workers; ``tests/test_checkpoint.py`` does the same with real trainers.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lightning_safusion import OkTopk, SIDCo, checkpoint
+from lightning_safusion.comm.cost import LinearCost
+from lightning_safusion.fusion.adaptive import Adaptive
+from lightning_safusion.fusion.layout import specs_from_parameters
+from lightning_safusion.fusion.profile import AgreedProfile
+from lightning_safusion.fusion.state import HeldBack, common_state, local_state, restore_common, restore_sparsifier
+from tests.cluster import Cluster, settings
+
+Make = Callable[..., Cluster]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    clusters: list[Cluster] = []
+
+    def build(world_size: int = 2, tensors: Any = None, measure: bool = False, **options: Any) -> Cluster:
+        parts = {"collective": "allgather"} | options
+        clusters.append(Cluster(world_size, lambda: settings(**parts), tensors, measure=measure))
+        return clusters[-1]
+
+    yield build
+    for cluster in clusters:
+        cluster.close()
+
+
+def train(cluster: Cluster, first: int, last: int) -> list[list[torch.Tensor]]:
+    means = []
+    for step in range(first, last):
+        means = cluster.step(cluster.random_grads(step))
+    return means
+
+
+def save(cluster: Cluster, path: Path | str) -> dict[str, Any]:
+    text = cluster.settings[0].describe()
+    entries = cluster.each(lambda rank: checkpoint.save(cluster.controllers[rank], text, path))
+    assert all(entry == entries[0] for entry in entries)
+    return entries[0]
+
+
+def restore(cluster: Cluster, entry: dict[str, Any], path: Path | str) -> list[list[str]]:
+    text = cluster.settings[0].describe()
+    return cluster.each(lambda rank: checkpoint.restore(cluster.controllers[rank], text, entry, path))
+
+
+def total(cluster: Cluster, index: int) -> torch.Tensor:
+    """What all workers together have held back of a tensor, over their number."""
+    ranks = range(len(cluster.transports))
+    return torch.stack([cluster.residual(rank, index) for rank in ranks]).mean(0)
+
+
+def test_residuals_are_saved_in_logical_order(make: Make) -> None:
+    model = nn.Module()
+    model.conv = nn.Conv2d(3, 4, 2, bias=False).to(memory_format=torch.channels_last)
+    model.turned = nn.Parameter(torch.zeros(5, 3, dtype=torch.complex64).t())
+    model.plain = nn.Parameter(torch.zeros(6))
+    cluster = make(1, specs_from_parameters(model.named_parameters()), density=0.5)
+    names = [spec.name for spec in cluster.specs]
+    for _, p in model.named_parameters():
+        p.grad = torch.randn_like(p)  # in the parameter's memory format, as DDP lays it out
+    memory = cluster.settings[0].memory
+    real = {name: torch.view_as_real(p.grad) if p.is_complex() else p.grad for name, p in model.named_parameters()}
+    flat = [real[name].as_strided((real[name].numel(),), (1,)) for name in names]
+    memory.compensate(range(len(flat)), flat, [False] * len(flat), torch.ones(len(flat)))
+    saved = local_state(cluster.controllers[0])["memory"]["residual"]
+    assert {name: tuple(tensor.shape) for name, tensor in saved.items()} == {
+        "conv.weight": (4, 3, 2, 2),
+        "turned": (3, 5, 2),
+        "plain": (6,),
+    }
+    for name, tensor in saved.items():
+        assert torch.equal(tensor, real[name])
+    # the same model in the usual memory format
+    contiguous = make(1, [replace(spec, strides=None) for spec in cluster.specs])
+    held = HeldBack(contiguous.controllers[0])
+    held.add({"residual": saved})
+    held.restore()
+    for index, name in enumerate(names):
+        assert torch.equal(contiguous.residual(0, index).float(), real[name].flatten())
+
+
+@pytest.mark.parametrize("gapped", [torch.zeros(4, 6)[:, ::2], torch.zeros(1, 3).expand(4, 3)])
+def test_gradients_of_parameters_with_gaps_or_overlaps_arrive_contiguous(gapped: torch.Tensor) -> None:
+    assert specs_from_parameters([("p", gapped.requires_grad_())])[0].strides is None
+
+
+def test_order_and_plan_are_restored(make: Make, tmp_path: Path) -> None:
+    whole, resumed = (make(2, quota="pooled") for _ in range(2))
+    train(whole, 0, 5)
+    entry = save(whole, tmp_path / "a.ckpt")
+    assert restore(resumed, entry, tmp_path / "a.ckpt") == [[], []]
+    controller = resumed.controllers[0]
+    assert controller.current_plan() == whole.controllers[0].current_plan() is not None
+    assert [s.index for s in controller.generator.layout.specs] == whole.order
+    # DDP's first bucket holds everything, in the order of registration: neither order nor plan is lost over it
+    grads = whole.random_grads(5)
+    expected, found = whole.step(grads), resumed.step(grads, order=range(len(whole.specs)))
+    assert [s.index for s in controller.generator.layout.specs] == whole.order
+    assert controller.report is not None
+    assert controller.report.as_dict()["plan"] == whole.controllers[0].report.as_dict()["plan"]
+    for ours, theirs in zip(expected, found, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    for a, b in zip(train(whole, 6, 9)[0], train(resumed, 6, 9)[0], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_agreed_costs_and_the_schedule_are_restored(make: Make) -> None:
+    options = {"fusion": Adaptive(warmup_every=4), "collective": "auto", "density": 0.01}
+    first, second = make(2, measure=True, **options), make(2, measure=True, **options)
+    train(first, 0, 9)
+    states = [common_state(controller) for controller in first.controllers]
+    assert states[0] == states[1]
+    planner = states[0]["planner"]
+    assert planner["schedule"]["windows"] == 7
+    profile = AgreedProfile.from_vector(np.array(planner["profile"]))
+    assert len(profile.arrivals) == len(first.specs)
+    assert isinstance(profile.allgather, LinearCost)
+    second.each(lambda rank: restore_common(second.controllers[rank], states[rank]))
+    assert common_state(second.controllers[0]) == states[0]
+    train(second, 9, 15)  # agrees on costs and verifies the plan, or raises
+
+
+def test_with_other_settings_only_counters_and_order_are_restored(make: Make, tmp_path: Path) -> None:
+    saved = make(2)
+    train(saved, 0, 4)
+    entry = save(saved, tmp_path / "a.ckpt")
+    for other in (make(3), make(2, fusion="wfbp"), make(2, wire="bf16")):
+        assert restore(other, entry, tmp_path / "a.ckpt") == [[]] * len(other.transports)
+        assert other.controllers[0].windows == 4
+        assert other.controllers[0].current_plan() is None
+        assert [s.index for s in other.controllers[0].generator.layout.specs] == saved.order
+        train(other, 4, 6)
+
+
+def test_a_plan_for_another_model_is_refused(make: Make) -> None:
+    cluster = make(1)
+    train(cluster, 0, 3)
+    state = common_state(cluster.controllers[0])["planner"]
+    state["plan"] = state["plan"][:-1]
+    with pytest.raises(ValueError, match=f"the model has {len(cluster.specs)}"):
+        cluster.controllers[0].planner.load_state_dict(state, cluster.controllers[0].generator)
+
+
+@pytest.mark.parametrize("scope", ["tensor", "group"])
+@pytest.mark.parametrize("compressor", [OkTopk, lambda: SIDCo(adapt=True, stages=1, adapt_every=2)])
+def test_learnt_thresholds_follow_their_tensor(make: Make, compressor: Any, scope: str) -> None:
+    first = make(1, fusion="wfbp", compressor=compressor(), scope=scope)
+    train(first, 0, 4)
+    state = local_state(first.controllers[0])["compressor"]
+    assert all("t" in str(key) for key in state["keys"])
+    # the same tensors, registered the other way round
+    turned = [replace(spec, index=i) for i, spec in enumerate(reversed(first.specs))]
+    second = make(1, turned, fusion="wfbp", compressor=compressor(), scope=scope)
+    restore_sparsifier(second.controllers[0], state)
+    last = len(turned) - 1
+    for key in first.settings[0].compressor.state_dict()["keys"]:
+        moved = last - key if isinstance(key, int) else (key[0], last - key[1], key[2])
+        assert moved in second.settings[0].compressor.state_dict()["keys"]
+    assert local_state(second.controllers[0])["compressor"]["keys"] == state["keys"]
+    with pytest.raises(ValueError, match="not the state of"):
+        restore_sparsifier(second.controllers[0], {"keys": ["t1"]})
+
+
+def test_tensors_are_matched_by_name_and_shape(make: Make, tmp_path: Path) -> None:
+    saved = make(2)
+    train(saved, 0, 4)
+    entry = save(saved, tmp_path / "a.ckpt")
+    tensors = list(saved.specs)
+    tensors[1] = replace(tensors[1], name="new")
+    tensors[4] = replace(tensors[4], shape=(8, 8))
+    other = make(2, tensors)
+    notes = restore(other, entry, tmp_path / "a.ckpt")
+    assert notes[0] == notes[1]
+    assert len(notes[0]) == 1
+    assert "t1" in notes[0][0]
+    assert "new" in notes[0][0]
+    assert "t4" in notes[0][0]
+    assert "t2" not in notes[0][0]
+    for index in range(len(tensors)):
+        expected = torch.zeros(tensors[index].numel).double() if index in (1, 4) else saved.residual(1, index)
+        assert torch.equal(other.residual(1, index), expected)
+
+
+@pytest.mark.parametrize("memory", ["residual", "dgc"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_the_sum_held_back_survives_any_number_of_workers(
+    make: Make, tmp_path: Path, world_size: int, memory: str
+) -> None:
+    saved, other = make(3, memory=memory), make(world_size, memory=memory)
+    train(saved, 0, 5)
+    assert restore(other, save(saved, tmp_path / "a.ckpt"), tmp_path / "a.ckpt") == [[]] * world_size
+    for index in range(len(saved.specs)):
+        before, after = total(saved, index), total(other, index)
+        assert not before.numel() or (after - before).abs().max() <= 1e-6 * before.abs().max()
+    assert any(total(saved, index).any() for index in range(len(saved.specs)))
+
+
+def test_a_tensor_that_waits_for_its_optimizer_still_does(make: Make, tmp_path: Path) -> None:
+    saved, other = make(2), make(2)
+    for cluster in (saved, other):
+        cluster.each(lambda rank, c=cluster: c.controllers[rank].track(range(len(c.specs))))
+    train(saved, 0, 1)
+    saved.each(lambda rank: saved.controllers[rank].stepped([0, 1, 2]))
+    restore(other, save(saved, tmp_path / "a.ckpt"), tmp_path / "a.ckpt")
+    assert other.controllers[0].unstepped.tolist() == [False] * 3 + [True] * (len(saved.specs) - 3)
+
+
+def test_an_engine_that_trained_on_goes_back(make: Make, tmp_path: Path) -> None:
+    cluster, straight = make(2, quota="pooled"), make(2, quota="pooled")
+    for start in (0, 4):
+        train(straight, 0, start)
+        train(cluster, 0, start)
+        entry = save(cluster, tmp_path / "a.ckpt")
+        train(cluster, 50, 54)
+        assert restore(cluster, entry, tmp_path / "a.ckpt") == [[], []]
+        for a, b in zip(train(cluster, start, start + 4)[0], train(straight, start, start + 4)[0], strict=True):
+            assert torch.equal(a, b)
+
+
+def test_remote_folders(make: Make) -> None:
+    path = f"memory://{uuid.uuid4().hex}/run/a.ckpt"
+    saved, other = make(2), make(2)
+    train(saved, 0, 3)
+    entry = save(saved, path)
+    assert restore(other, entry, path) == [[], []]
+    assert torch.equal(other.residual(1, 6), saved.residual(1, 6))
+    checkpoint.remove(path)
+    notes = restore(other, entry, path)
+    assert notes[0] == notes[1]
+    assert "rank_00000.pt is missing" in notes[0][0]
+    assert not other.residual(1, 6).any()
+    checkpoint.remove(path)  # nothing there any more
+
+
+def test_links_are_followed_for_reading_and_replaced_in_writing(make: Make, tmp_path: Path) -> None:
+    saved, other = make(1), make(1)
+    train(saved, 0, 3)
+    (tmp_path / "other").mkdir()
+    link = tmp_path / "other" / "last.ckpt"
+    entry = save(saved, tmp_path / "a.ckpt")
+    link.symlink_to(tmp_path / "a.ckpt")
+    assert restore(other, entry, link) == [[]]
+    entry = save(saved, link)
+    assert (tmp_path / "other" / "last.ckpt.safusion").is_dir()
+    assert restore(other, entry, link) == [[]]
+    checkpoint.remove(link)
+    assert (tmp_path / "a.ckpt.safusion").is_dir()
+    assert not (tmp_path / "other" / "last.ckpt.safusion").exists()
+
+
+def test_workers_that_loaded_different_checkpoints_all_begin_with_nothing(make: Make, tmp_path: Path) -> None:
+    cluster = make(2)
+    train(cluster, 0, 3)
+    entries = [save(cluster, tmp_path / name) for name in "ab"]
+    text = cluster.settings[0].describe()
+    notes = cluster.each(
+        lambda rank: checkpoint.restore(cluster.controllers[rank], text, entries[rank], tmp_path / "ab"[rank])
+    )
+    assert notes[0] == notes[1]
+    assert "different checkpoints" in notes[0][0]
+    assert not any(cluster.residual(rank, 6).any() for rank in range(2))
+
+
+def test_an_unknown_format_is_left_alone(make: Make, tmp_path: Path) -> None:
+    cluster = make(1)
+    entry = save(cluster, tmp_path / "a.ckpt")
+    assert "version 99" in restore(cluster, entry | {"format": 99}, tmp_path / "a.ckpt")[0][0]
+
+
+def test_an_interrupted_write_leaves_the_earlier_file(make: Make, tmp_path: Path, monkeypatch: Any) -> None:
+    saved, other = make(1), make(1)
+    train(saved, 0, 3)
+    entry = save(saved, tmp_path / "a.ckpt")
+
+    def interrupted(state: Any, path: str) -> None:
+        Path(path).write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            save(saved, tmp_path / "a.ckpt")
+    assert restore(other, entry, tmp_path / "a.ckpt") == [[]]
+    assert torch.equal(other.residual(0, 6), saved.residual(0, 6))
