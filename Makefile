@@ -17,7 +17,7 @@ demo: $(STAMP)
 	$(BIN)/safusion demo $(DEMO)
 
 test: lint
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n 2
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

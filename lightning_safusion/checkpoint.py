@@ -124,8 +124,7 @@ def restore(
     planned = {key: text for key, text in settings.items() if key not in _NOT_PLANNED_WITH}
     same_job = entry["world_size"] == world_size and planned.items() <= entry["settings"].items()
     restore_common(controller, entry["engine"], same_job)
-    changed = [key for key in ("compressor", "memory") if settings[key] != entry["settings"][key]]
-    notes = [f"the {key} was {entry['settings'][key]} and is {settings[key]}" for key in changed]
+    notes = _changes(entry["settings"], settings)
     part, differences, problems = _restore_memory(controller, entry, path)
     if problems:
         return [
@@ -138,11 +137,21 @@ def restore(
         notes.append(f"what it holds back differs from what this job can take in: {shown}; these begin with nothing")
     if part is not None:
         restore_unstepped(controller, part["unstepped"])
-        if "compressor" not in changed:
+        if settings["compressor"] == entry["settings"]["compressor"]:
             try:
                 restore_sparsifier(controller, part["compressor"])
             except ValueError as error:
                 notes.append(f"the compressor begins anew: {error}")
+    return notes
+
+
+def _changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    notes = []
+    if now["compressor"] != before["compressor"]:
+        notes.append(f"the compressor was {before['compressor']} and is {now['compressor']}, which begins anew")
+    was, is_now = (text["memory"].partition("(")[0] for text in (before, now))
+    if is_now != was:  # its options may change: what it holds keeps its meaning
+        notes.append(f"the memory was {was} and is {is_now}, which takes in only what both of them have")
     return notes
 
 

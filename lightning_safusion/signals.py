@@ -19,10 +19,8 @@ class DeferredSignals:
     """Runs Lightning's signal handlers between two steps, on all ranks alike.
 
     Lightning's handlers save a checkpoint or broadcast: collectives, in the middle of whatever this rank was doing,
-    while
-    other ranks are elsewhere. Held back, a signal is told to all ranks in the header of the next gradients, and every
-    rank,
-    signalled or not, runs its handler before the same batch.
+    while other ranks are elsewhere. Held back, a signal is told to all ranks in the header of the next gradients, and
+    every rank, signalled or not, runs its handler before the same batch.
 
     Args:
         tell: Called with a bit of ``Notice`` when a signal arrives.

@@ -20,8 +20,10 @@ from typing_extensions import override
 
 from lightning_safusion import checkpoint as side_files
 from lightning_safusion.__about__ import __version__
+from lightning_safusion.comm.horovod_transport import HorovodTransport
 from lightning_safusion.comm.torch_transport import TorchTransport, default_transport
 from lightning_safusion.comm.transport import Transport
+from lightning_safusion.environments.horovod import check_horovod, configure_horovod
 from lightning_safusion.fusion.controller import Controller
 from lightning_safusion.fusion.ddp import DDPHook
 from lightning_safusion.fusion.engine import EngineSettings, build_controller, check_equal
@@ -86,7 +88,8 @@ class SAFusionStrategy(DDPStrategy):
         collective: ``"auto"`` (dense where that is predicted to be cheaper), ``"allgather"`` (always sparse) or
             ``"allreduce"``.
         wire: ``"auto"`` (lossless), ``"bf16"``, ``"fp16"``, ``"fp32"``, or a codec such as ``"block16-bf16"``.
-        transport: Library that carries the bytes: ``"torch"`` (torch.distributed: gloo, NCCL).
+        transport: Library that carries the bytes: ``"torch"`` (torch.distributed: gloo, NCCL) or ``"horovod"``, in
+            processes that horovodrun or mpirun has started.
         kwargs: Every argument of :class:`~lightning.pytorch.strategies.DDPStrategy` and of ``DistributedDataParallel``.
 
     Raises:
@@ -112,12 +115,15 @@ class SAFusionStrategy(DDPStrategy):
         memory: str | Memory | None = None,
         collective: CollectiveChoice | None = None,
         wire: str | None = None,
-        transport: Literal["torch"] = "torch",
+        transport: Literal["torch", "horovod"] = "torch",
         **kwargs: Any,
     ) -> None:
         _refuse_options(kwargs)
-        if transport != "torch":
-            raise ValueError(f"transport must be 'torch', got {transport!r}")
+        if transport not in ("torch", "horovod"):
+            raise ValueError(f"transport must be 'torch' or 'horovod', got {transport!r}")
+        self._over_horovod = transport == "horovod"
+        if self._over_horovod:
+            configure_horovod(kwargs)
         row = resolve_system(system)
         if fusion == "behind":
             scope = scope or "group"
@@ -143,7 +149,7 @@ class SAFusionStrategy(DDPStrategy):
         self._hook: DDPHook | None = None
         self._aside: str | None = None
         self._wrapped: list[str] = []  # trainable parameters that DDP knows
-        self._sends_all: str | None = None  # why, although there is an engine
+        self._sends_all: str | None = None  # why the engine does that, instead of stepping aside
         self._resumed: tuple[_PATH, dict[str, Any]] | None = None  # checkpoint being restored, our entry in it
         self._ended: Controller | None = None  # of a fit that has ended: it may still be saved
         self._signals: DeferredSignals | None = None
@@ -172,19 +178,19 @@ class SAFusionStrategy(DDPStrategy):
         if torch._dynamo.config.optimize_ddp == "python_reducer":
             raise MisconfigurationException(
                 "torch._dynamo.config.optimize_ddp='python_reducer' bypasses DDP's buckets, which this strategy "
-                "works on; set it "
-                "to True (the default) or False."
+                "works on; set it to True (the default) or False."
             )
         self._last_report = self._ended = None
         self._wrapped = [name for name, _ in _trainable(model)]
         specs = self._specs(model)
-        group = self._ddp_kwargs.get("process_group")
-        self._transport = default_transport(self._timeout) if group is None else TorchTransport(group, self._timeout)
+        self._transport = self._make_transport(model)
         entry = self._resumed[1] if self._resumed is not None else {}
         check_equal(self._transport, self._fingerprint(specs) | {"checkpoint": str(entry.get("nonce"))})
-        self._aside, self._sends_all = self.settings.dense_reason(specs, self._transport.world_size), None
-        if self._aside is not None and entry.get("holds_back"):
-            self._aside, self._sends_all = None, self._aside
+        reason = self.settings.dense_reason(specs, self._transport.world_size)
+        # DDP's own group is for control where Horovod carries the gradients: those it carries even when all are sent
+        by_engine = self._over_horovod and self._transport.world_size > 1
+        needed = bool(by_engine or entry.get("holds_back") or self._sends_all)
+        self._aside, self._sends_all = (None, reason) if needed else (reason, None)
         if not specs:
             self._aside = "no parameter has a dense gradient"
         options = dict(self._ddp_kwargs)
@@ -197,6 +203,14 @@ class SAFusionStrategy(DDPStrategy):
         if self._aside is None:
             ddp.bucket_bytes_cap = _COMPILE_BUCKET_BYTES
         return ddp
+
+    def _make_transport(self, model: nn.Module) -> Transport:
+        if self._over_horovod:
+            transport = HorovodTransport()
+            check_horovod(model, transport.world_size, self.world_size)
+            return transport
+        group = self._ddp_kwargs.get("process_group")
+        return default_transport(self._timeout) if group is None else TorchTransport(group, self._timeout)
 
     @override
     def _register_ddp_hooks(self) -> None:
@@ -213,7 +227,7 @@ class SAFusionStrategy(DDPStrategy):
         if self._sends_all is not None:
             # what the checkpoint has held back leaves with the first gradients, then this is plain DDP in all but name
             settings = replace(settings, density=ConstantDensity(1.0))
-            _announce(f"everything is sent, because {self._sends_all}; so is what the checkpoint has held back")
+            _announce(f"gradients travel whole, because {self._sends_all}; so does what a checkpoint has held back")
         self._controller = build_controller(
             settings, self._specs(module), self._transport, self.root_device, measure, _announce, overlap
         )
@@ -402,7 +416,7 @@ class SAFusionStrategy(DDPStrategy):
             self._ended = self._controller
         if self._transport is not None:
             self._transport.close()
-        self._hook = self._controller = self._transport = self._resumed = None
+        self._hook = self._controller = self._transport = self._resumed = self._sends_all = None
         super().teardown()
 
     def _specs(self, module: nn.Module) -> tuple[TensorSpec, ...]:

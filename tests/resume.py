@@ -1,4 +1,4 @@
-"""Training whose data depend on the step alone, in Trainers that share one process group: what resuming is tested with."""
+"""Trainers that share one process group, with data that depend on the step alone: what resuming is tested with."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -89,7 +90,12 @@ def saving(path: Path | str, step: int) -> At:
 
 
 def run(
-    strategy: Any, steps: int, *callbacks: Callback, ckpt: Any = None, model: LightningModule | None = None, **options: Any
+    strategy: Any,
+    steps: int,
+    *callbacks: Callback,
+    ckpt: Any = None,
+    model: LightningModule | None = None,
+    **options: Any,
 ) -> Trainer:
     """Trains for ``steps`` steps in all, from a checkpoint if one is given; call it on all ranks of a process group."""
     defaults: dict[str, Any] = {
@@ -99,6 +105,7 @@ def run(
         "use_distributed_sampler": False,
         "callbacks": list(callbacks),
         "limit_val_batches": 0,
+        "enable_checkpointing": any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
     }
     job = trainer(strategy, **(defaults | options))
     data: DataLoader[Any] = DataLoader(range(6))

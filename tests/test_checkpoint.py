@@ -1,22 +1,30 @@
-"""Residuals, counters and tuner state in checkpoints.
+"""Residuals, counters and tuner state in the checkpoints of real trainers.
 
-Covers: resuming bit for bit, with plain DDP as the control.
+Covers: resuming bit for bit, with plain DDP as the control; other numbers of workers; missing, damaged and mixed side
+files; other settings; what Lightning does with checkpoints besides resuming (pruning, links, asynchronous writing,
+weights only, learning-rate search).
 """
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import warnings
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_safusion import Aligned, ConstantDensity, DGCMemory, LinearRamp, OkTopk, SAFusionStrategy, SIDCo
+from lightning_safusion import Aligned, DGCMemory, LinearRamp, OkTopk, SAFusionStrategy, SIDCo
 from tests.process_group import run_ranks
-from tests.resume import InGroup, StepModel, parameters, run, saving
+from tests.resume import InGroup, StepModel, held_back, mass, parameters, run, saving
 
-SPARSE = {"density": 0.1, "collective": "allgather"}
+SPARSE = {"density": 0.1, "collective": "allgather", "dense_below": 0}
 SMALL = {"fusion": Aligned(3)}
 JOBS: dict[str, dict[str, Any]] = {
     "topk": SPARSE | {"compressor": "topk"},
@@ -24,7 +32,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "pooled": SPARSE | SMALL | {"compressor": "topk", "quota": "pooled"},
     "behind": SPARSE | {"system": "behind"},
     "gaussiank": SPARSE | {"compressor": "gaussiank", "wire": "bf16"},
-    "sidco": SPARSE | SMALL | {"compressor": SIDCo(adapt=True), "scope": "group"},
+    "sidco": SPARSE | SMALL | {"compressor": SIDCo("gpareto", 1, 0.25, True, True, 3, 0.01), "scope": "group"},
     "oktopk": SPARSE | {"compressor": OkTopk(refresh=5)},
     "randomk": SPARSE | {"compressor": "randomk"},
     "naive": SPARSE | {"system": "saf-naive"},
@@ -35,8 +43,24 @@ JOBS: dict[str, dict[str, Any]] = {
 }
 
 
-def strategy(**options: Any) -> SAFusionStrategy:
-    return SAFusionStrategy(cluster_environment=InGroup(), process_group_backend="gloo", **options)
+def ours(**options: Any) -> SAFusionStrategy:
+    """A strategy for the process group at hand; its parts keep state, so each gets its own."""
+    return SAFusionStrategy(cluster_environment=InGroup(), process_group_backend="gloo", **deepcopy(SPARSE | options))
+
+
+def ddp() -> DDPStrategy:
+    return DDPStrategy(cluster_environment=InGroup(), process_group_backend="gloo")
+
+
+def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def complaints(caught: list[warnings.WarningMessage]) -> list[str]:
+    return [str(w.message) for w in caught if "SAFusionStrategy" in str(w.message)]
+
+
+# --- resuming -------------------------------------------------------------------------------------------------------
 
 
 def _resume_all(rank: int, folder: Path) -> dict[str, tuple[bool, bool]]:
@@ -44,21 +68,232 @@ def _resume_all(rank: int, folder: Path) -> dict[str, tuple[bool, bool]]:
     for name, options in {"ddp": None, **JOBS}.items():
 
         def fresh(options: Any = options) -> Any:
-            return DDPStrategy(cluster_environment=InGroup()) if options is None else strategy(**options)
+            return ddp() if options is None else ours(**({"collective": None, "dense_below": None} | options))
 
-        model = {"momentum": 0.0 if name == "dgc" else 0.9}
+        momentum = 0.0 if name == "dgc" else 0.9
         path = folder / f"{name}.ckpt"
-        whole = run(fresh(), 9, saving(path, 4), model=StepModel(**model), deterministic=True)
-        resumed = run(fresh(), 9, ckpt=path, model=StepModel(**model), deterministic=True)
-        middle = torch.load(path, weights_only=True)["state_dict"].values()
-        results[name] = (
-            all(torch.equal(a, b) for a, b in zip(parameters(whole), parameters(resumed), strict=True)),
-            all(not torch.equal(a, b) for a, b in zip(parameters(whole), middle, strict=True)),
-        )
+        whole = run(fresh(), 9, saving(path, 4), model=StepModel(momentum), deterministic=True)
+        resumed = run(fresh(), 9, ckpt=path, model=StepModel(momentum), deterministic=True)
+        middle = list(torch.load(path, weights_only=True)["state_dict"].values())
+        results[name] = equal(parameters(whole), parameters(resumed)), equal(parameters(whole), middle)
     return results
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path) -> None:
     for results in run_ranks(2, _resume_all, tmp_path, timeout=120):
-        assert [name for name, (equal, _) in results.items() if not equal] == []
-        assert [name for name, (_, trained) in results.items() if not trained] == []
+        assert [name for name, (same, _) in results.items() if not same] == []
+        assert [name for name, (_, untrained) in results.items() if untrained] == []
+
+
+def _go_on(rank: int, earlier: Path | None, path: Path) -> dict[str, Any]:
+    """Saves at once what an earlier checkpoint becomes on this number of workers, or after 3 steps without one."""
+    steps = 3 if earlier is None else 4
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        job = run(ours(), steps, saving(path, 3), ckpt=earlier)
+    return {"warnings": complaints(caught), "report": job.strategy.report(), "parameters": parameters(job)}
+
+
+def test_what_is_held_back_survives_other_numbers_of_workers(tmp_path: Path) -> None:
+    paths: list[Path | None] = [None, *(tmp_path / f"{i}.ckpt" for i in range(3))]
+    masses = []
+    for earlier, path, world_size in zip(paths, paths[1:], (2, 1, 3), strict=False):
+        assert path is not None
+        results = run_ranks(world_size, _go_on, earlier, path)
+        assert [r["warnings"] for r in results] == [[]] * world_size
+        assert all(equal(results[0]["parameters"], r["parameters"]) for r in results)
+        masses.append(mass(Path(f"{path}.safusion"), world_size))
+    for name, first in masses[0].items():
+        assert first.abs().max() > 0 or first.numel() < 10
+        for later in masses[1:]:
+            torch.testing.assert_close(later[name], first, rtol=0, atol=1e-6 * float(first.abs().max()))
+
+
+def _sent_whole(rank: int, path: Path, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
+    first = run(ours(**options), 4, saving(folder / "after.ckpt", 4), ckpt=path, model=StepModel(momentum=0.0))
+    plain = run(ddp(), 4, ckpt=path, model=StepModel(momentum=0.0))
+    # that checkpoint holds nothing back, so that the next job has no need of an engine
+    last = run(ours(**options), 5, ckpt=folder / "after.ckpt", model=StepModel(momentum=0.0))
+    names = [name for name, _ in first.lightning_module.named_parameters()]
+    step = {n: a - b for n, a, b in zip(names, parameters(first), parameters(plain), strict=True)}
+    return {"step": step, "reasons": [job.strategy.report()["plain_ddp"] for job in (first, last)]}
+
+
+def _three_steps(rank: int, path: Path) -> None:
+    run(ours(), 3, saving(path, 3), model=StepModel(momentum=0.0))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options", "reason"),
+    [
+        (1, {}, "there is one worker, and nothing to exchange"),
+        (2, {"density": 1.0, "collective": "auto"}, "everything is sent (density 1)"),
+    ],
+)
+def test_where_all_is_sent_what_was_held_back_is_applied_once(
+    tmp_path: Path, world_size: int, options: dict[str, Any], reason: str
+) -> None:
+    path = tmp_path / "two.ckpt"
+    run_ranks(2, _three_steps, path)
+    held = mass(Path(f"{path}.safusion"), 2)
+    for rank, result in enumerate(run_ranks(world_size, _sent_whole, path, tmp_path, options)):
+        for name, difference in result["step"].items():
+            torch.testing.assert_close(difference, -0.05 * held[name].float(), rtol=1e-4, atol=1e-6)
+        assert not any(tensor.any() for tensor in held_back(tmp_path / "after.ckpt.safusion", rank).values())
+        assert result["reasons"] == [None, reason]
+
+
+# --- what cannot be restored ----------------------------------------------------------------------------------------
+
+
+def _save_two(rank: int, folder: Path) -> None:
+    run(ours(), 4, saving(folder / "a.ckpt", 3), saving(folder / "b.ckpt", 4))
+
+
+def _resume_damaged(rank: int, folder: Path) -> dict[str, Any]:
+    results = {}
+    cases = {
+        "missing": {},
+        "truncated": {},
+        "foreign": {},
+        "mixed": {},
+        "whole": {},
+        "compressor": {"compressor": "sidco"},
+        "memory": {"memory": "dgc"},
+    }
+    for name, options in cases.items():
+        path, after = folder / name / "a.ckpt", folder / name / "after.ckpt"
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model = StepModel(momentum=0.0)
+            job = run(ours(**options), 5, saving(after, 3), ckpt=path, model=model)
+        side = torch.load(f"{after}.safusion/rank_{rank:05d}.pt", weights_only=True)["memory"]
+        held = max(float(tensor.abs().max()) for field in side.values() for tensor in field.values())
+        results[name] = complaints(caught), held, parameters(job), job.strategy.report()["windows"]
+    return results
+
+
+def test_what_cannot_be_restored_is_said_once_and_begins_with_nothing(tmp_path: Path) -> None:
+    run_ranks(2, _save_two, tmp_path)
+    for name in ("missing", "truncated", "foreign", "mixed", "whole", "compressor", "memory"):
+        _copy(tmp_path, "a.ckpt", tmp_path / name)
+    broken = "a.ckpt.safusion/rank_00001.pt"
+    (tmp_path / "missing" / broken).unlink()
+    (tmp_path / "truncated" / broken).write_bytes((tmp_path / broken).read_bytes()[:-300])
+    torch.save({"residual": 1}, tmp_path / "foreign" / broken)
+    # killed between two ranks' files, when the same name was written again
+    (tmp_path / "mixed" / broken).write_bytes((tmp_path / "b.ckpt.safusion/rank_00001.pt").read_bytes())
+    first, second = run_ranks(2, _resume_damaged, tmp_path, timeout=120)
+    for name, (warned, held, trained, windows) in first.items():
+        others, held_there, trained_there, _ = second[name]
+        assert others == []
+        assert equal(trained, trained_there)
+        assert windows == 5
+        assert len(warned) == (name != "whole")
+        kept = name in ("whole", "compressor")
+        assert (held > 0, held_there > 0) == (kept, kept), name
+    for name, why in (("missing", "is missing"), ("truncated", "is damaged"), ("foreign", "another checkpoint")):
+        assert f"{name}/{broken}" in first[name][0][0]
+        assert why in first[name][0][0]
+    assert "belongs to another checkpoint" in first["mixed"][0][0]
+    assert "the compressor was TopK(" in first["compressor"][0][0]
+    assert "the memory was ResidualMemory and is DGCMemory" in first["memory"][0][0]
+
+
+def _copy(source: Path, name: str, folder: Path) -> None:
+    folder.mkdir()
+    for path in [source / name, *(source / f"{name}.safusion").iterdir()]:
+        target = folder / path.relative_to(source)
+        target.parent.mkdir(exist_ok=True)
+        target.write_bytes(path.read_bytes())
+
+
+# --- Lightning's ways with checkpoints ------------------------------------------------------------------------------
+
+
+def _pruning(rank: int, folder: Path) -> list[str]:
+    options = {"monitor": "step", "mode": "max", "every_n_train_steps": 1}
+    run(ours(), 4, ModelCheckpoint(folder, "{step}", save_top_k=2, save_last="link", **options))
+    link = folder / "last.ckpt"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        job = run(ours(), 5, ckpt=link)
+    assert link.is_symlink()
+    assert job.strategy.report()["windows"] == 5
+    return complaints(caught)
+
+
+def test_pruning_takes_side_files_along_and_links_lead_to_them(tmp_path: Path) -> None:
+    assert run_ranks(2, _pruning, tmp_path) == [[], []]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "last.ckpt",
+        "step=3.ckpt",
+        "step=3.ckpt.safusion",
+        "step=4.ckpt",
+        "step=4.ckpt.safusion",
+    ]
+    sides = sorted(p.name for p in (tmp_path / "step=4.ckpt.safusion").iterdir())
+    assert sides == ["rank_00000.pt", "rank_00001.pt"]
+
+
+def _kinds(rank: int, folder: Path) -> dict[str, Any]:
+    facts: dict[str, Any] = {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        callback = ModelCheckpoint(folder, filename="every", every_n_train_steps=2, save_last=True)
+        job = run(ours(), 4, callback, deterministic=True)
+        job.save_checkpoint(folder / "ended.ckpt")  # after the strategy's teardown
+        run(ours(), 4, saving(folder / "async.ckpt", 2), plugins=[AsyncCheckpointIO()], deterministic=True)
+        job.save_checkpoint(folder / "stale.ckpt")
+        job.save_checkpoint(folder / "stale.ckpt", weights_only=True)
+        whole = parameters(run(ours(), 6, deterministic=True))
+        for name in ("last", "ended", "async"):
+            facts[name] = equal(whole, parameters(run(ours(), 6, ckpt=folder / f"{name}.ckpt", deterministic=True)))
+        job.validate(ckpt_path=folder / "last.ckpt", verbose=False)
+        plain = run(ddp(), 3, saving(folder / "plain.ckpt", 2), deterministic=True)
+        facts["ours from ddp"] = run(ours(), 4, ckpt=folder / "plain.ckpt").strategy.report()["windows"]
+        facts["ddp from ours"] = run(ddp(), 5, ckpt=folder / "last.ckpt").global_step
+        search = LearningRateFinder(num_training_steps=3, update_attr=False, early_stop_threshold=None)
+        searched = run(ours(), 6, search, deterministic=True, default_root_dir=folder)
+        facts["search"] = equal(whole, parameters(searched)), searched.strategy.report()["windows"]
+    facts["differs from ddp"] = not equal(whole, parameters(plain))
+    facts["complaints"] = complaints(caught)
+    return facts
+
+
+def test_every_kind_of_checkpoint_resumes(tmp_path: Path) -> None:
+    for facts in run_ranks(2, _kinds, tmp_path, timeout=120):
+        assert facts == {
+            "last": True,
+            "ended": True,
+            "async": True,
+            "ours from ddp": 2,
+            "ddp from ours": 5,
+            "search": (True, 6),
+            "differs from ddp": True,
+            "complaints": [],
+        }
+    assert {p.name for p in tmp_path.glob("*.safusion")} == {
+        f"{name}.ckpt.safusion" for name in ("every", "last", "ended", "async")
+    }
+    assert "safusion" not in torch.load(tmp_path / "stale.ckpt", weights_only=True)
+
+
+def test_a_checkpoint_opens_without_this_package(tmp_path: Path) -> None:
+    run_ranks(2, _save_two, tmp_path)
+    program = f"""
+import sys, torch
+entry = torch.load({str(tmp_path / "a.ckpt")!r}, weights_only=True)["safusion"]
+side = torch.load({str(tmp_path / "a.ckpt.safusion/rank_00001.pt")!r}, weights_only=True)
+assert entry["nonce"] == side["nonce"] and entry["world_size"] == 2 and entry["engine"]["windows"] == 3
+assert side["memory"]["residual"]["conv.weight"].shape == (8, 3, 3, 3)
+assert not any(name.startswith("lightning") for name in sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path, timeout=60)
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "a.ckpt.safusion").touch()
+    with pytest.raises(RuntimeError, match="no side files could be written") as caught:
+        run_ranks(2, _save_two, tmp_path)
+    assert str(caught.value).count("OSError: no side files") == 2

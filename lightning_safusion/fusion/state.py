@@ -113,13 +113,10 @@ class HeldBack:
                     view.add_(saved[name].to(view.device), alpha=weight)
 
     def mismatches(self, memory: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
-        """Names of tensors, or fields as a whole, that :meth:`add` leaves out, here or in ``memory``."""
+        """Names of tensors that :meth:`add` cannot match, here or in ``memory``; fields must match as a whole."""
         names = []
-        for field in {**self._views, **memory}:
-            ours, theirs = self._views.get(field, {}), memory.get(field, {})
-            if not ours or not theirs:
-                names.append(f"{field} (all)")
-                continue
+        for field in self._views.keys() & memory.keys():
+            ours, theirs = self._views[field], memory[field]
             common = {name for name in ours if name in theirs and ours[name].shape == theirs[name].shape}
             names += [name for name in {**ours, **theirs} if name not in common]
         return list(dict.fromkeys(names))

@@ -62,7 +62,8 @@ class GaussianK(ThresholdSparsifier):
         return tau.float()
 
     def _bisect(self, view: SegmentedView, tau: Tensor) -> Tensor:
-        fewest, most = _FEW * view.quotas, torch.maximum(_MANY * view.quotas, view.quotas + _SPARE)
+        fewest = torch.where(tau == 0, 0.0, _FEW * view.quotas)  # a segment of zeros has no lower threshold
+        most = torch.maximum(_MANY * view.quotas, view.quotas + _SPARE)
         low, high = torch.zeros_like(tau), torch.full_like(tau, math.inf)
         for _ in range(self.max_refine):
             found = view.count_above(tau.float())

@@ -151,3 +151,20 @@ def add_counts(counts: np.ndarray, piece: Piece, mask: np.ndarray) -> None:
         counts[piece.first] += np.count_nonzero(mask)
     else:
         counts[piece.first : piece.last] = np.add.reduceat(mask, piece.offsets, dtype=np.int64)
+
+
+def lengths_between(stops: np.ndarray) -> np.ndarray:
+    """Lengths of parts that follow each other, from the places after their last elements."""
+    lengths = stops.copy()
+    lengths[1:] -= stops[:-1]
+    return lengths
+
+
+def kth_of_lists(bits: np.ndarray, counts: np.ndarray, ranks: np.ndarray) -> np.ndarray:
+    """The ``ranks``-th largest (1 to ``counts``) of every list in ``bits``, by one sort of all lists together."""
+    # the list in the high half of the key, the descending magnitude in the low
+    lists = np.arange(1, len(counts) + 1) << 32
+    keys = np.repeat(lists, counts) - bits
+    keys.sort()
+    kth: np.ndarray = lists - keys[counts.cumsum() - counts + ranks - 1]
+    return kth

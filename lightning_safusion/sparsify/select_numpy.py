@@ -18,7 +18,15 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.sparsify.base import Segments, Selection
-from lightning_safusion.sparsify.pieces import BLOCK, Piece, Pieces, SubBlocks, add_counts, add_sums
+from lightning_safusion.sparsify.pieces import (
+    BLOCK,
+    Pieces,
+    SubBlocks,
+    add_counts,
+    add_sums,
+    kth_of_lists,
+    lengths_between,
+)
 from lightning_safusion.sparsify.view import MAGNITUDE_BITS, SegmentedView
 
 _SORTED_TOGETHER = 1 << 11  # candidate lists up to this length are ordered by one common sort
@@ -46,7 +54,7 @@ class _Candidates:
     def places_above(self, floors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Which of them have bits above the floor (int32 [A]) of their segment, and how many of each segment."""
         places = (self.bits > floors.repeat(self.counts)).nonzero()[0]
-        return places, _steps(places.searchsorted(self.stops))
+        return places, lengths_between(places.searchsorted(self.stops))
 
 
 class _Swept(NamedTuple):
@@ -55,23 +63,6 @@ class _Swept(NamedTuple):
     floors: np.ndarray
     parts: list[np.ndarray]
     found: _Candidates
-
-
-def _steps(stops: np.ndarray) -> np.ndarray:
-    """Lengths of parts that follow each other, from the places after their last elements."""
-    lengths = stops.copy()
-    lengths[1:] -= stops[:-1]
-    return lengths
-
-
-def _kth_sorted(bits: np.ndarray, counts: np.ndarray, ranks: np.ndarray) -> np.ndarray:
-    """The ``ranks``-th largest (1 to ``counts``) of every list in ``bits``, by one sort of all lists together."""
-    # the list in the high half of the key, the descending magnitude in the low
-    lists = np.arange(1, len(counts) + 1) << 32
-    keys = np.repeat(lists, counts) - bits
-    keys.sort()
-    kth: np.ndarray = lists - keys[counts.cumsum() - counts + ranks - 1]
-    return kth
 
 
 def _order_floors(thresholds: np.ndarray, inclusive: bool) -> np.ndarray:
@@ -239,7 +230,7 @@ class NumpyView(SegmentedView):
 
     def _listed(self, indices: np.ndarray) -> _Candidates:
         """Ascending positions as candidates."""
-        counts = _steps(indices.searchsorted(self._layout.stops))
+        counts = lengths_between(indices.searchsorted(self._layout.stops))
         return _Candidates(indices, self._bits.take(indices) & MAGNITUDE_BITS, counts)
 
     def _largest(self, place: int) -> int:
@@ -256,8 +247,9 @@ class NumpyView(SegmentedView):
     def _candidates(self, ranks: np.ndarray, sub_blocks: SubBlocks) -> _Candidates:
         """The ``ranks[s]`` largest elements of every active segment, and few others.
 
-        The floor of a large segment is guessed from a strided sample. The sweep proves it right by finding enough
-        elements above it; the rare segment where it does not is done again from its exact value.
+        The floor of a small segment is sure to let enough through, but for zeros. That of a large one is guessed from a
+        strided sample; the sweep proves it right by finding enough elements above it, and the rare segment where it
+        does not is done again from its exact value.
         """
         floors = np.empty(len(ranks), np.int32)
         self._sure_floors(floors, ranks, sub_blocks)
@@ -267,12 +259,15 @@ class NumpyView(SegmentedView):
         short = np.flatnonzero(found.counts < ranks)
         if len(short) == 0:
             return found
-        repaired = [self._exact(place, int(ranks[place]), int(floors[place])) for place in short.tolist()]
-        others = np.repeat(found.counts >= ranks, found.counts)
-        return self._listed(np.sort(np.concatenate([found.indices[others], *repaired])))
+        # With all non-zeros found, the first zeros fill up: they are among the first ``rank`` elements.
+        more = [
+            self._exact(place, rank) if floors[place] else np.arange(rank) + self._layout.starts[place]
+            for place, rank in zip(short.tolist(), ranks[short].tolist(), strict=True)
+        ]
+        return self._listed(np.unique(np.concatenate([found.indices, *more])))
 
     def _sure_floors(self, floors: np.ndarray, ranks: np.ndarray, sub_blocks: SubBlocks) -> None:
-        """Fills in floors of the small segments that at least ``ranks`` elements exceed."""
+        """Fills in floors of the small segments that ``ranks`` elements exceed, or all that are not zero."""
         if len(sub_blocks.places) == 0:
             return
         maxima = [
@@ -280,8 +275,8 @@ class NumpyView(SegmentedView):
             for piece, offsets in sub_blocks.offsets
         ]
         wanted = ranks[sub_blocks.places]
-        kth = _kth_sorted(np.concatenate(maxima), sub_blocks.counts, np.maximum(wanted, 1))
-        floors[sub_blocks.places] = np.where(wanted > 0, kth - 1, MAGNITUDE_BITS)
+        kth = kth_of_lists(np.concatenate(maxima), sub_blocks.counts, np.maximum(wanted, 1))
+        floors[sub_blocks.places] = np.where(wanted > 0, np.maximum(kth - 1, 0), MAGNITUDE_BITS)
 
     def _guess(self, place: int, rank: int) -> int:
         """A floor below which the ``rank`` largest elements of an active segment hardly ever reach; -1 takes all."""
@@ -304,14 +299,13 @@ class NumpyView(SegmentedView):
         tied = np.count_nonzero(sample >= value) > 4 * deep
         return value if tied else max(value - 1, 0)
 
-    def _exact(self, place: int, rank: int, floor: int) -> np.ndarray:
-        """The ``rank`` largest of a segment in which fewer than ``rank`` elements exceed ``floor``."""
+    def _exact(self, place: int, rank: int) -> np.ndarray:
+        """Positions of the ``rank`` largest elements of an active segment, in no order."""
         start, stop = int(self._layout.starts[place]), int(self._layout.stops[place])
         bits = self._magnitudes(start, stop)
-        kth = 0 if floor == 0 else np.partition(bits, len(bits) - rank)[len(bits) - rank]
+        kth = np.partition(bits, len(bits) - rank)[len(bits) - rank]
         larger = np.flatnonzero(bits > kth)
-        tied = np.flatnonzero(bits == kth)[: rank - len(larger)]
-        return np.sort(np.concatenate([larger, tied])) + start
+        return np.concatenate([larger, np.flatnonzero(bits == kth)[: rank - len(larger)]]) + start
 
     def _kth_bits(self, found: _Candidates, ranks: np.ndarray, wanted: np.ndarray) -> np.ndarray:
         """int32 [A], the ``ranks``-th largest of the candidates of the ``wanted`` (bool [A]) segments, -1 elsewhere."""
@@ -323,7 +317,7 @@ class NumpyView(SegmentedView):
         short = np.flatnonzero(wanted & ~long)
         if len(short):
             bits = found.bits if len(short) == len(ranks) else found.bits[np.repeat(wanted & ~long, found.counts)]
-            kth[short] = _kth_sorted(bits, found.counts[short], ranks[short])
+            kth[short] = kth_of_lists(bits, found.counts[short], ranks[short])
         return kth
 
     def _trim(self, found: _Candidates) -> Selection:
@@ -343,7 +337,7 @@ class NumpyView(SegmentedView):
         keep = found.bits > limits
         tied = np.flatnonzero(found.bits == limits)
         owners = np.searchsorted(found.stops, tied, side="right")
-        larger = _steps(np.searchsorted(keep.nonzero()[0], found.stops))
+        larger = lengths_between(np.searchsorted(keep.nonzero()[0], found.stops))
         order = np.arange(len(tied)) - np.searchsorted(owners, owners)  # rank of a tie within its segment
         keep[tied[order < (self._layout.quotas - larger)[owners]]] = True
         return np.flatnonzero(keep)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
-from lightning_safusion.sparsify.base import span_segments
+from lightning_safusion.sparsify.base import Segments, span_segments
 from lightning_safusion.sparsify.gaussiank import GaussianK, normal_thresholds
 from lightning_safusion.sparsify.select import segmented_view
 from tests.sparsify.distributions import DENSITIES, SAMPLERS, TAIL_THRESHOLDS, count_tolerance, found_ratio, sample
@@ -112,6 +115,41 @@ def test_mostly_zero_segment_sends_its_non_zeros() -> None:
     x[torch.arange(5) * 1_000] = torch.tensor([1.0, -2.0, 3.0, -4.0, 5.0])
     selection = GaussianK().select(x, span_segments(10_000, 100), 0)
     assert selection.indices.tolist() == [0, 1_000, 2_000, 3_000, 4_000]
+
+
+class Counted:
+    """A view that counts how often it counts."""
+
+    def __init__(self, x: torch.Tensor, segments: Segments) -> None:
+        self._view = segmented_view(x, segments)
+        self.counts = 0
+
+    def count_above(self, thresholds: torch.Tensor) -> torch.Tensor:
+        self.counts += 1
+        return self._view.count_above(thresholds)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._view, name)
+
+
+def test_small_quotas_are_not_chased_to_the_very_number() -> None:
+    """For a quota of 1 the paper's bounds leave no number but 1."""
+    x = sample("laplace", 3_200)
+    edges = np.arange(0, 3_201, 32)
+    segments = Segments(edges, np.ones(100, np.int64), tuple(range(100)), ((32,),) * 100)
+    view = Counted(x, segments)
+    tau = GaussianK().thresholds(view, 0)  # type: ignore[arg-type]
+    assert view.counts <= 3
+    found = segmented_view(x, segments).count_above(tau)
+    assert int(found.min()) >= 1
+    largest = x.view(100, 32).abs().argmax(1) + torch.from_numpy(edges[:-1])
+    assert torch.equal(GaussianK().select(x, segments, 0).indices, largest)
+
+
+def test_zeros_end_the_refinement_at_once() -> None:
+    view = Counted(torch.zeros(5_000), span_segments(5_000, 50))
+    assert float(GaussianK().thresholds(view, 0)) == 0  # type: ignore[arg-type]
+    assert view.counts == 1
 
 
 def test_default_number_of_trials_follows_the_rule() -> None:

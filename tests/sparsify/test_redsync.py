@@ -48,6 +48,15 @@ def test_outlier_that_lifts_the_mean_above_the_rest_leaves_top_k(method: str) ->
     assert torch.equal(selection.indices, segmented_view(x, segments).top().indices)
 
 
+def test_threshold_is_the_mean_where_no_higher_one_suffices() -> None:
+    """The quota-th magnitude is above the mean, but below all points of the search."""
+    x = torch.tensor([1.0] * 60 + [0.1] * 39 + [36.0])
+    mean = float(x.double().mean())
+    assert mean < 1 < mean * (36 / mean) ** 2**-10
+    tau = RedSync().thresholds(segmented_view(x, span_segments(100, 61)), 0)
+    assert float(tau) == pytest.approx(mean, rel=1e-6)
+
+
 @pytest.mark.parametrize("step", [0.2, 0.1, 1.0])
 def test_trim_stops_at_the_first_step_that_suffices(step: float) -> None:
     x = sample("laplace", NUMEL)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.sparsify.base import Segments, Selection, span_segments
+from lightning_safusion.sparsify.pieces import Pieces
 from lightning_safusion.sparsify.select import SegmentedView, ThresholdSparsifier, pooled, segmented_view
 from lightning_safusion.sparsify.select_numpy import NumpyView
 from lightning_safusion.sparsify.select_torch import TorchView
@@ -205,6 +206,92 @@ def test_many_small_segments_share_blocks() -> None:
     view = NumpyView(x, segments)
     assert len(view._layout.pieces) < len(sizes)
     check(view.top(), x, exact_top(x, segments))
+
+
+SMALL_KINDS = ["plain", "ties", "zeros", "few non-zeros", "constant", "NaN", "infinities", "denormals", "rising"]
+
+
+def small_segment(kind: str, size: int, rng: np.random.Generator) -> np.ndarray:
+    x = rng.standard_normal(size).astype(np.float32)
+    if kind == "ties":
+        return np.round(x)
+    if kind == "zeros":
+        return x * 0
+    if kind == "few non-zeros":
+        return np.where(rng.random(size) < 0.005, x, -0.0).astype(np.float32)
+    if kind == "constant":
+        return np.full(size, -0.5, np.float32)
+    if kind in ("NaN", "infinities"):
+        return np.where(rng.random(size) < 0.02, np.float32(kind == "NaN" and np.nan or -np.inf), x)
+    if kind == "denormals":
+        return (np.arange(size) % 50 * 1e-44).astype(np.float32)
+    return np.arange(size, dtype=np.float32) if kind == "rising" else x
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", [*SMALL_KINDS, "all"])
+def test_small_segments_select_exactly(backend: type[SegmentedView], kind: str) -> None:
+    """Floors from the maxima of sub-blocks: at every width of a sub-block, with maxima that tie, are zero or NaN."""
+    rng = np.random.default_rng(3)
+    sizes = rng.choice([0, 1, 5, 32, 700, 1024, 3000], 60)
+    quotas = [int(rng.choice([0, min(1, s), s // 100, s // 9, s // 3, s])) for s in sizes]
+    kinds = [SMALL_KINDS[i % len(SMALL_KINDS)] if kind == "all" else kind for i in range(len(sizes))]
+    parts = [small_segment(part, int(size), rng) for part, size in zip(kinds, sizes, strict=True)]
+    x, segments = torch.from_numpy(np.concatenate(parts)), cut(sizes.tolist(), quotas)
+    check(backend(x, segments).top(), x, exact_top(x, segments))
+
+
+@pytest.mark.parametrize("quota", [1, 3, 40, 500, 1000])
+def test_sub_blocks_bound_the_rank_from_below(quota: int) -> None:
+    """The k-th largest maximum is never above the k-th largest element, and not far below it either."""
+    x = torch.randn(3000, generator=torch.Generator().manual_seed(quota))
+    layout = Pieces.of(cut([1000, 2000], [quota, quota]))
+    ((piece, offsets),) = layout.sub_blocks.offsets
+    assert (layout.sub_blocks.counts >= quota).all()
+    maxima = np.maximum.reduceat(bits_of(x)[piece.start : piece.stop], offsets)
+    for part, magnitudes in zip(
+        np.split(maxima, layout.sub_blocks.counts.cumsum()[:1]), x.abs().split([1000, 2000]), strict=True
+    ):
+        floor = np.sort(part)[-quota].view(np.float32)
+        found = int((magnitudes >= float(floor)).sum())
+        assert quota <= found <= 1.5 * quota + 8
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_thresholds_in_any_order_are_answered_as_by_a_fresh_view(seed: int) -> None:
+    """Candidates are remembered from one threshold to the next."""
+    x, segments = random_case(seed)
+    rng = np.random.default_rng(seed)
+    view = NumpyView(x, segments)
+    live = torch.from_numpy(segments.quotas > 0)
+    for _ in range(6):
+        choices = [-1.0, 0.0, 0.5, 1.0, 2.0, 3.0, math.inf, math.nan]
+        thresholds = torch.tensor(rng.choice(choices, size=len(segments)), dtype=torch.float32)
+        fresh = TorchView(x, segments)
+        assert torch.equal(view.count_above(thresholds)[live], fresh.count_above(thresholds)[live])
+        check(view.take(thresholds), x, exact_take(x, segments, thresholds.tolist()))
+        kth = view.kth_largest(segments.quotas)[live]
+        assert torch.equal(kth.view(torch.int32), fresh.kth_largest(segments.quotas)[live].view(torch.int32))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_moments_are_the_sums(backend: type[SegmentedView]) -> None:
+    x, segments = random_case(3)
+    view = backend(x, segments)
+    for magnitudes, first in ((False, view.sums()), (True, view.abs_sums())):
+        for moment, expected in zip(view.moments(magnitudes=magnitudes), (first, view.square_sums()), strict=True):
+            assert torch.equal(moment, expected)
+
+
+def test_small_segments_without_a_quota_do_not_tear_pieces_apart() -> None:
+    x = torch.randn(40_000, generator=torch.Generator().manual_seed(7))
+    segments = cut([1000, 50] * 10 + [29_500], [10, 0] * 10 + [0])
+    view = NumpyView(x, segments)
+    assert len(view._layout.pieces) == 1  # and the large one is not read
+    check(view.top(), x, exact_top(x, segments))
+    for threshold in (-1.0, math.nan, 1.0):
+        selection = view.take(torch.full((21,), threshold))
+        check(selection, x, exact_take(x, segments, [threshold] * 21))
 
 
 def test_sampled_abs_is_the_strided_magnitude() -> None:

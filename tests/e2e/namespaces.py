@@ -1,0 +1,71 @@
+"""Several machines on one: a network namespace each, joined by links of a given rate. Needs root, ``ip`` and ``tc``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.e2e.processes import which
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """A machine of its own as far as the network is concerned; its device is ``eth0``.
+
+    Args:
+        name: Of the network namespace.
+        address: IPv4, reachable from the other namespaces and from nowhere else.
+    """
+
+    name: str
+    address: str
+
+    def command(self, command: Sequence[str | Path]) -> list[str | Path]:
+        """The command line that runs ``command`` inside."""
+        return [which("ip") or "ip", "netns", "exec", self.name, *command]
+
+
+@contextmanager
+def linked_namespaces(count: int, rate: str = "1gbit") -> Iterator[list[Namespace]]:
+    """Makes ``count`` namespaces that reach each other over a bridge, and removes them again.
+
+    Both ends of every link carry at most ``rate`` (token bucket). The bridge has no address: nothing of the host's own
+    network is touched.
+    """
+    # names of network devices have at most 15 characters
+    prefix = f"saf{os.getpid()}"
+    bridge = f"{prefix}b"
+    machines = [Namespace(f"{prefix}n{i}", f"10.71.0.{i + 1}") for i in range(count)]
+    try:
+        _run("ip", "link", "add", bridge, "type", "bridge")
+        _run("ip", "link", "set", bridge, "up")
+        for i, machine in enumerate(machines):
+            _connect(machine, f"{prefix}v{i}", bridge, rate)
+        yield machines
+    finally:
+        for machine in machines:
+            _run("ip", "netns", "delete", machine.name, check=False)  # and with it both ends of the link
+        _run("ip", "link", "delete", bridge, check=False)
+
+
+def _connect(machine: Namespace, device: str, bridge: str, rate: str) -> None:
+    inside = ("ip", "-netns", machine.name)
+    shaped = ("root", "tbf", "rate", rate, "burst", "128kb", "latency", "100ms")
+    _run("ip", "netns", "add", machine.name)
+    _run("ip", "link", "add", device, "type", "veth", "peer", "name", "eth0", "netns", machine.name)
+    _run("ip", "link", "set", device, "master", bridge, "up")
+    _run(*inside, "address", "add", f"{machine.address}/24", "dev", "eth0")
+    _run(*inside, "link", "set", "eth0", "up")
+    _run(*inside, "link", "set", "lo", "up")
+    _run("tc", "qdisc", "add", "dev", device, *shaped)
+    _run("tc", "-netns", machine.name, "qdisc", "add", "dev", "eth0", *shaped)
+
+
+def _run(program: str, *arguments: str, check: bool = True) -> None:
+    done = subprocess.run([which(program) or program, *arguments], capture_output=True, text=True, timeout=20)
+    if check and done.returncode != 0:
+        raise RuntimeError(f"{program} {' '.join(arguments)} ended with {done.returncode}: {done.stderr.strip()}")

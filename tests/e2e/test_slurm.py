@@ -1,0 +1,73 @@
+"""Slurm: real daemons, the example's batch scripts as they are, on CPU."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.e2e.processes import ROOT, started, wait_until
+from tests.e2e.slurm import SlurmCluster
+from tests.e2e.training import LIMIT, OPTIONS, STEPS, assert_same, assert_sparse, command, continued_at, saved_at
+
+pytestmark = pytest.mark.slow
+
+_BATCH = ROOT / "examples" / "slurm"
+# Smaller machines than the scripts ask for; the time must stay longer than what --signal subtracts from it.
+_SMALL = ("--cpus-per-task=1", "--time=30")
+
+
+def _submit(cluster: SlurmCluster, folder: Path, script: str, *sizes: str) -> tuple[str, Path, Path]:
+    """Submits a batch script of the examples; returns the job's number, its output and the training's folder."""
+    (folder / "examples").symlink_to(ROOT / "examples")  # the scripts are submitted from the repository's root
+    options = ("--parsable", "--output=%j.out", *_SMALL, *sizes)
+    number = cluster.run("sbatch", *options, str(_BATCH / script), *OPTIONS, cwd=folder).strip()
+    return number, folder / f"{number}.out", folder / "runs" / number
+
+
+def test_srun_trains_as_popen_does(cluster: SlurmCluster, tmp_path: Path, reference: Path) -> None:
+    srun = ["srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
+    worker = command(tmp_path, "--nodes", "2", "--devices", "1")
+    with started([*srun, *worker], tmp_path / "output", cluster.env) as training:
+        assert_sparse(training.finish(LIMIT))
+    assert_same(tmp_path, reference)
+
+
+@pytest.mark.parametrize(
+    ("script", "sizes"),
+    [
+        ("single_node.sbatch", ("--ntasks-per-node=2", "--gpus-per-node=2")),
+        ("multi_node.sbatch", ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1")),
+    ],
+)
+def test_batch_scripts_train_as_popen_does(
+    cluster: SlurmCluster, tmp_path: Path, reference: Path, script: str, sizes: tuple[str, ...]
+) -> None:
+    number, log, folder = _submit(cluster, tmp_path, script, *sizes)
+    assert_sparse(cluster.finish(number, log, LIMIT))
+    assert_same(folder, reference)
+
+
+def test_a_requeued_job_ends_as_if_nothing_had_happened(cluster: SlurmCluster, tmp_path: Path, reference: Path) -> None:
+    sizes = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1")
+    number, log, folder = _submit(cluster, tmp_path, "requeue.sbatch", *sizes)
+    wait_until(lambda: log.exists() and re.search(r"step 120\b", log.read_text()), LIMIT, lambda: str(cluster.job(number)))
+    cluster.run("scancel", "--signal=SIGUSR1", number)  # what --signal does shortly before the limit
+
+    output = cluster.finish(number, log, LIMIT)
+
+    assert cluster.job(number)["Restarts"] == "1"
+    # the signal reaches the ranks at different points of their steps; both have saved after the same one
+    saved = torch.load(folder / "hpc_ckpt_1.ckpt", weights_only=True)["global_step"]
+    assert 120 <= saved < STEPS
+    assert sorted(path.name for path in (folder / "hpc_ckpt_1.ckpt.safusion").iterdir()) == [
+        "rank_00000.pt",
+        "rank_00001.pt",
+    ]
+    for rank in ("0", "1"):
+        assert saved in saved_at(output)[rank]
+        assert continued_at(output)[rank] == [saved]
+    assert_sparse(output)
+    assert_same(folder, reference)
