@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -31,7 +32,15 @@ from lightning_safusion.fusion.layout import TensorSpec, specs_from_parameters
 from lightning_safusion.fusion.planning import CollectiveChoice
 from lightning_safusion.fusion.policy import FusionPolicy, resolve_fusion
 from lightning_safusion.fusion.quota import QuotaRule, Scope
+from lightning_safusion.fusion.report import nothing_exchanged
 from lightning_safusion.fusion.state import handover, take_over
+from lightning_safusion.parameters import (
+    dense_parameters,
+    refuse_double_momentum,
+    refuse_options,
+    sparse_parameters,
+    trainable,
+)
 from lightning_safusion.signals import DeferredSignals, requeue_signal
 from lightning_safusion.sparsify.base import Sparsifier
 from lightning_safusion.sparsify.memory import Memory, resolve_memory
@@ -41,21 +50,6 @@ from lightning_safusion.systems import resolve_system
 
 # What torch.compile takes for the bucket size when it splits graphs; the real buckets hold one parameter each.
 _COMPILE_BUCKET_BYTES = 25 * 1024 * 1024
-
-# Options of DDP that would take its communication out of this strategy's hands. LightningCLI passes every option with
-# its default, so only other values are refused.
-_REFUSED_OPTIONS = {
-    "ddp_comm_hook": "the strategy is the communication hook; use DDPStrategy for another one",
-    "ddp_comm_state": "the strategy is the communication hook; use DDPStrategy for another one",
-    "ddp_comm_wrapper": "the wire format is chosen with wire='bf16' or wire='fp16'",
-    "model_averaging_period": "gradients are exchanged in every step; use DDPStrategy for post-local SGD",
-    "skip_all_reduce_unused_params": "every parameter must reach the communication hook",
-    "bucket_cap_mb_list": "every parameter has a bucket of its own; fusion=... decides what is sent together",
-    "delay_all_reduce_named_params": "every parameter must reach the communication hook; use dense=[...] for "
-    "exceptions",
-    "param_to_hook_all_reduce": "every parameter must reach the communication hook; use dense=[...] for exceptions",
-    "mixed_precision": "use Trainer(precision=...), which this strategy supports",
-}
 
 
 class SAFusionStrategy(DDPStrategy):
@@ -118,7 +112,7 @@ class SAFusionStrategy(DDPStrategy):
         transport: Literal["torch", "horovod"] = "torch",
         **kwargs: Any,
     ) -> None:
-        _refuse_options(kwargs)
+        refuse_options(kwargs, list(inspect.signature(SAFusionStrategy).parameters))
         if transport not in ("torch", "horovod"):
             raise ValueError(f"transport must be 'torch' or 'horovod', got {transport!r}")
         self._over_horovod = transport == "horovod"
@@ -139,6 +133,8 @@ class SAFusionStrategy(DDPStrategy):
             collective=collective or row.collective,
             wire=wire or row.wire,
         )
+        if isinstance(dense, str):
+            raise TypeError(f"dense is a list of patterns, got the text {dense!r}: write [{dense!r}]")
         self._dense = list(dense or [])
         self._dense_below = row.dense_below if dense_below is None else dense_below
         if self._dense_below < 0:
@@ -149,6 +145,7 @@ class SAFusionStrategy(DDPStrategy):
         self._hook: DDPHook | None = None
         self._aside: str | None = None
         self._wrapped: list[str] = []  # trainable parameters that DDP knows
+        self._dense_for_good: str | None = None  # why plain DDP goes on where the engine has begun
         self._sends_all: str | None = None  # why the engine does that, instead of stepping aside
         self._resumed: tuple[_PATH, dict[str, Any]] | None = None  # checkpoint being restored, our entry in it
         self._ended: Controller | None = None  # of a fit that has ended: it may still be saved
@@ -181,15 +178,15 @@ class SAFusionStrategy(DDPStrategy):
                 "works on; set it to True (the default) or False."
             )
         self._last_report = self._ended = None
-        self._wrapped = [name for name, _ in _trainable(model)]
+        self._wrapped = [name for name, _ in trainable(model)]
         specs = self._specs(model)
         self._transport = self._make_transport(model)
         entry = self._resumed[1] if self._resumed is not None else {}
         check_equal(self._transport, self._fingerprint(specs) | {"checkpoint": str(entry.get("nonce"))})
-        reason = self.settings.dense_reason(specs, self._transport.world_size)
+        reason = self._dense_for_good or self.settings.dense_reason(specs, self._transport.world_size)
         # DDP's own group is for control where Horovod carries the gradients: those it carries even when all are sent
         by_engine = self._over_horovod and self._transport.world_size > 1
-        needed = bool(by_engine or entry.get("holds_back") or self._sends_all)
+        needed = bool(by_engine or entry.get("holds_back") or self._sends_all) and self._dense_for_good is None
         self._aside, self._sends_all = (None, reason) if needed else (reason, None)
         if not specs:
             self._aside = "no parameter has a dense gradient"
@@ -232,8 +229,8 @@ class SAFusionStrategy(DDPStrategy):
             settings, self._specs(module), self._transport, self.root_device, measure, _announce, overlap
         )
         static_graph = bool(self._ddp_kwargs.get("static_graph"))
-        params = [param for _, param in _dense_parameters(module)]
-        self._hook = DDPHook(self._controller, params, _sparse_parameters(module), static_graph)
+        params = [param for _, param in dense_parameters(module)]
+        self._hook = DDPHook(self._controller, params, sparse_parameters(module), static_graph)
         self.model.register_comm_hook(None, self._hook.run)
 
     @override
@@ -243,6 +240,8 @@ class SAFusionStrategy(DDPStrategy):
 
     def _bind(self) -> None:
         """Ties the engine to what exists only after the model was wrapped: optimizers and the loss scaler."""
+        for optimizer in self.optimizers:
+            refuse_double_momentum(self.settings.memory, optimizer)
         if self._hook is None or self._controller is None:
             return
         scaler = getattr(self.precision_plugin, "scaler", None)
@@ -250,7 +249,6 @@ class SAFusionStrategy(DDPStrategy):
             # the factor as it is on the device: get_scale() would wait for it
             self._controller.loss_scale = scaler._get_scale_async
         for optimizer in self.optimizers:
-            _refuse_double_momentum(self.settings.memory, optimizer)
             self._hook.watch(optimizer)
 
     @override
@@ -274,7 +272,7 @@ class SAFusionStrategy(DDPStrategy):
         if not isinstance(self.model, DistributedDataParallel) or self._transport is None:
             return
         module = self.model.module
-        names = [name for name, _ in _trainable(module)]
+        names = [name for name, _ in trainable(module)]
         everyone = self._transport.gather_objects(names) if self._transport.world_size > 1 else [names]
         for rank, theirs in enumerate(everyone):
             if theirs != everyone[0]:
@@ -290,6 +288,8 @@ class SAFusionStrategy(DDPStrategy):
         state = handover(self._controller) if self._controller is not None else None
         if self._hook is not None:
             self._hook.close()
+        if self._transport is not None:
+            self._transport.close()
         self._hook = self._controller = None
         self.model = module
         gc.collect()  # the old reducer leaves its hooks on the parameters until it is destroyed
@@ -302,22 +302,34 @@ class SAFusionStrategy(DDPStrategy):
     def _take_over(self, state: dict[str, Any]) -> None:
         if self._controller is not None:
             take_over(self._controller, state)
+        elif self._signals is not None:
+            self._signals.remove()  # there are no messages of ours left that could carry the news
+
+    def _follow_costs(self) -> None:
+        """Goes on with plain DDP where every buffer has travelled dense for good: the hook would only cost time."""
+        controller = self._controller
+        if controller is None or self._over_horovod or not isinstance(self.model, DistributedDataParallel):
+            return
+        if not controller.can_step_aside():
+            return
+        self._dense_for_good = "its all-reduce has been predicted to be faster for every buffer, review after review"
+        self._wrap_again(self.model.module)
 
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
         if self._controller is not None:
-            controller = self._controller
-
-            def tell(notice: int) -> None:
-                controller.notices |= notice
-
-            self._signals = DeferredSignals(tell, requeue_signal(self.cluster_environment))
+            self._signals = DeferredSignals(self._tell, requeue_signal(self.cluster_environment))
             self._signals.install()
+
+    def _tell(self, notice: int) -> None:
+        if self._controller is not None:
+            self._controller.notices |= notice
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
+        self._follow_costs()
         if batch_idx == 0:
             self._follow_trainable()
         if self._signals is not None and self._controller is not None and self._controller.heard:
@@ -333,7 +345,7 @@ class SAFusionStrategy(DDPStrategy):
     @override
     def on_validation_end(self) -> None:
         super().on_validation_end()
-        if self._signals is not None:
+        if self._signals is not None and self._controller is not None:
             self._signals.install()
 
     @override
@@ -384,20 +396,20 @@ class SAFusionStrategy(DDPStrategy):
             side_files.remove(filepath)
 
     def report(self) -> dict[str, Any]:
-        """Figures of the latest step on this rank; see :meth:`WindowReport.as_dict` for the keys.
+        """Figures of the latest step on this rank, under the keys of :meth:`WindowReport.as_dict`.
 
-        Also ``system``, ``windows`` (exchanged so far), ``replans`` and ``plain_ddp`` (why plain DDP is used; None if
-        it is not).
-        Before the first step, and with plain DDP, only these.
+        Also ``system``, ``windows`` (exchanged so far), ``replans`` and ``plain_ddp``: why plain DDP is used, None if
+        it is not. Before the first step, and with plain DDP, the figures are 0 and the lists empty. Where training runs
+        in other processes (spawn, fork), ask there: in a callback.
         """
         if self._last_report is not None:
             return self._last_report
         figures: dict[str, Any] = {"system": self.system, "plain_ddp": self._aside, "windows": 0, "replans": 0}
-        if self._controller is not None:
-            figures |= {"windows": self._controller.windows, "replans": self._controller.planner.replans}
-            if self._controller.report is not None:
-                figures |= self._controller.report.as_dict()
-        return figures
+        controller = self._controller
+        if controller is None:
+            return figures | nothing_exchanged()
+        figures |= {"windows": controller.windows, "replans": controller.planner.replans}
+        return figures | (controller.report.as_dict() if controller.report is not None else nothing_exchanged())
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -414,13 +426,16 @@ class SAFusionStrategy(DDPStrategy):
             self._last_report = self.report()
             self._hook.close()
             self._ended = self._controller
+            if self._ended is not None:
+                self._ended.release()
         if self._transport is not None:
             self._transport.close()
-        self._hook = self._controller = self._transport = self._resumed = self._sends_all = None
+        self._hook = self._controller = self._transport = self._resumed = None
+        self._sends_all = self._dense_for_good = None
         super().teardown()
 
     def _specs(self, module: nn.Module) -> tuple[TensorSpec, ...]:
-        return specs_from_parameters(_dense_parameters(module), self._dense, self._dense_below)
+        return specs_from_parameters(dense_parameters(module), self._dense, self._dense_below)
 
     def _fingerprint(self, specs: tuple[TensorSpec, ...]) -> dict[str, str]:
         tensors = {f"parameter {s.name}": f"{s.shape} {s.dtype}{' dense' if s.dense else ''}" for s in specs}
@@ -431,40 +446,3 @@ class SAFusionStrategy(DDPStrategy):
 
 def _announce(text: str) -> None:
     rank_zero_info(f"SAFusionStrategy: {text}.")
-
-
-def _trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The parameters whose gradients DDP manages, in its order."""
-    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-    return [(name, p) for name, p in module.named_parameters() if p.requires_grad and name not in ignored]
-
-
-def _refuse_options(options: dict[str, Any]) -> None:
-    for name, reason in _REFUSED_OPTIONS.items():
-        value = options.get(name)
-        if value is not None and value is not False:
-            raise MisconfigurationException(f"SAFusionStrategy does not take {name}={value!r}: {reason}.")
-
-
-def _dense_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Trainable parameters whose gradients are ordinary tensors."""
-    sparse = {id(param) for _, param in _sparse_parameters(module)}
-    return [(name, param) for name, param in _trainable(module) if id(param) not in sparse]
-
-
-def _sparse_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Trainable parameters whose gradients are sparse tensors: those of which DDP expects it."""
-    tables = [m for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse]
-    weights = {id(table.weight) for table in tables}
-    return [(name, param) for name, param in _trainable(module) if id(param) in weights]
-
-
-def _refuse_double_momentum(memory: Memory, optimizer: torch.optim.Optimizer) -> None:
-    if memory.name != "dgc":
-        return
-    momentum = any(group.get("momentum") or "betas" in group for group in optimizer.param_groups)
-    if momentum:
-        raise MisconfigurationException(
-            f"memory='dgc' applies momentum before selection, and {type(optimizer).__name__} would apply it again. Use "
-            "torch.optim.SGD with momentum=0, or memory='residual'."
-        )

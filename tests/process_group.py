@@ -122,7 +122,7 @@ def run_alone(fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> Any:
 
 
 def run_launched(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
-    """Calls ``fn(rank, *args)`` in processes that look to Lightning as if a launcher such as torchrun had started them."""
+    """Calls ``fn(rank, *args)`` in processes that look to Lightning as if torchrun had started them."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -72,7 +72,7 @@ class SparseAllGather(Exchange):
             for offset, (start, stop, dtype) in zip(self._offsets[1:], self.spec.dense_runs, strict=False)
         ]
 
-    def launch(self, x: Tensor, part: Part) -> None:
+    def encode(self, x: Tensor, part: Part) -> None:
         spec = self.spec
         self._send[: spec.num_tensors].copy_(part.flags)
         self._send[spec.num_tensors] = part.notices
@@ -86,6 +86,8 @@ class SparseAllGather(Exchange):
             selection = part.selection or Selection(self._sent[0][:0], self._sent[1][:0], 0)
             values = self.codec.encode(selection, self._send[self._selection])
             self._sent = (selection.indices, values)
+
+    def start(self) -> None:
         self.work = self.transport.all_gather(self._received, self._send)
 
     def _erase(self, start: int, stop: int) -> None:
@@ -112,6 +114,9 @@ class SparseAllGather(Exchange):
         for tensor in np.flatnonzero(verdict.bad):
             scratch[self.spec.edges[tensor] : self.spec.edges[tensor + 1]] = torch.nan
         return scratch, verdict
+
+    def verdict(self) -> Verdict:
+        return self._verdict(finite=True)
 
     def _verdict(self, finite: bool) -> Verdict:
         headers = self._headers.cpu().numpy()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -54,7 +56,7 @@ class DenseAllReduce(Exchange):
         n = self.transport.world_size
         return round(2 * (n - 1) / n * self.bytes_sent)
 
-    def launch(self, x: Tensor, part: Part) -> None:
+    def encode(self, x: Tensor, part: Part) -> None:
         spec, buffer = self.spec, self._buffer
         # dividing before the sum, as DDP does: a sum of float16 gradients could overflow
         torch.mul(saturated(x, self.dtype), 1.0 / self.transport.world_size, out=buffer[: spec.numel])
@@ -65,18 +67,22 @@ class DenseAllReduce(Exchange):
             row.copy_((part.flags & flag) != 0)
         for bit, notice in enumerate(Notice):
             tail[bit] = float(bool(part.notices & notice))
-        self.work = self.transport.all_reduce(buffer)
+
+    def start(self) -> None:
+        self.work = self.transport.all_reduce(self._buffer)
+
+    def verdict(self) -> Verdict:
+        tail = self._buffer[self.spec.numel :].float().round().cpu().numpy().astype(np.int64)
+        fresh, bad, raw = tail[: -len(Notice)].reshape(len(_COUNTED), self.spec.num_tensors)
+        notices = sum(int(notice) for notice, count in zip(Notice, tail[-len(Notice) :], strict=True) if count > 0)
+        return Verdict(fresh, bad > 0, raw > 0, notices, finite=True)
 
     def decode(self, scratch: Tensor) -> tuple[Tensor, Verdict]:
-        spec = self.spec
-        mean = self._buffer[: spec.numel]
-        finite = all_finite(mean)
-        tail = self._buffer[spec.numel :].float().round().cpu().numpy().astype(np.int64)
-        fresh, bad, raw = tail[: -len(Notice)].reshape(len(_COUNTED), spec.num_tensors)
-        notices = sum(int(notice) for notice, count in zip(Notice, tail[-len(Notice) :], strict=True) if count > 0)
-        for tensor in np.flatnonzero(bad):
-            mean[spec.edges[tensor] : spec.edges[tensor + 1]] = torch.nan
-        return mean, Verdict(fresh, bad > 0, raw > 0, notices, finite)
+        mean = self._buffer[: self.spec.numel]
+        verdict = replace(self.verdict(), finite=all_finite(mean))
+        for tensor in np.flatnonzero(verdict.bad):
+            mean[self.spec.edges[tensor] : self.spec.edges[tensor + 1]] = torch.nan
+        return mean, verdict
 
     def release(self, scratch: Tensor) -> None:
         """Nothing was written to the scratch."""

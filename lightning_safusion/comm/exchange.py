@@ -134,7 +134,7 @@ class Exchange(ABC):
 
     Args:
         spec: Shape of the exchange.
-        transport: Communicator; :meth:`launch` must be called in one agreed order on it.
+        transport: Communicator; :meth:`start` must be called in one agreed order on it.
         device: Where the span lives.
     """
 
@@ -155,19 +155,27 @@ class Exchange(ABC):
         """Bytes that one rank receives in one exchange, by the closed form of the collective."""
 
     @abstractmethod
-    def launch(self, x: Tensor, part: Part) -> None:
-        """Encodes this rank's part and starts the collective.
+    def encode(self, x: Tensor, part: Part) -> None:
+        """Packs this rank's part.
 
         Args:
             x: float32 [N], residual plus gradient; not changed, and not needed afterwards.
             part: What this rank sends of it.
         """
 
+    @abstractmethod
+    def start(self) -> None:
+        """Starts the collective with what was packed."""
+
     def wait(self) -> None:
         """Waits for the collective; raises the backend's error if a peer has died."""
         if self.work is not None:
             self.work.wait()
             self.work = None
+
+    @abstractmethod
+    def verdict(self) -> Verdict:
+        """What all ranks said in their headers, once :meth:`wait` has returned (``finite`` is not looked at)."""
 
     @abstractmethod
     def decode(self, scratch: Tensor) -> tuple[Tensor, Verdict]:

@@ -8,7 +8,7 @@ messages until all have.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -160,7 +160,9 @@ class StreamedTensor(Exchange):
         super().__init__(spec, stream.transport, stream.device)
         self.stream = stream
         self.place = place
-        self._sent = (torch.zeros(0, dtype=torch.int64), torch.zeros(0))
+        nothing = Selection(torch.zeros(0, dtype=torch.int64), torch.zeros(0), 0)
+        self._packed = (nothing, 0, 0)
+        self._sent = (nothing.indices, nothing.values)
 
     @property
     def bytes_sent(self) -> int:
@@ -171,23 +173,30 @@ class StreamedTensor(Exchange):
     def bytes_received(self) -> int:
         return self.bytes_sent * (self.transport.world_size - 1)
 
-    def launch(self, x: Tensor, part: Part) -> None:
+    def encode(self, x: Tensor, part: Part) -> None:
         selection = part.selection
         if self.spec.dense_runs and not part.absent:
             selection = Selection(torch.arange(self.spec.numel, device=self.device), x, self.spec.numel)
         if selection is None or part.absent:
             selection = Selection(torch.zeros(0, dtype=torch.int64, device=self.device), x[:0], 0)
-        values = self.stream.append(self.place, selection, int(part.flags[0]), part.notices)
+        self._packed = (selection, int(part.flags[0]), part.notices)
+
+    def start(self) -> None:
+        selection, flag, notices = self._packed
+        values = self.stream.append(self.place, selection, flag, notices)
         self._sent = (selection.indices[: len(values)], values)
 
     def wait(self) -> None:
         self.stream.finish()
 
-    def decode(self, scratch: Tensor) -> tuple[Tensor, Verdict]:
+    def verdict(self) -> Verdict:
         headers = self.stream.finish()
         flags = headers[:, self.place : self.place + 1]
+        return Verdict.of(flags, int(np.bitwise_or.reduce(headers[:, -1])), finite=True)
+
+    def decode(self, scratch: Tensor) -> tuple[Tensor, Verdict]:
         mean = self.stream.mean(self.place)
-        verdict = Verdict.of(flags, int(np.bitwise_or.reduce(headers[:, -1])), all_finite(mean))
+        verdict = replace(self.verdict(), finite=all_finite(mean))
         if verdict.bad.any():
             mean.fill_(torch.nan)
         return mean, verdict

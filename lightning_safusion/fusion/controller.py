@@ -17,7 +17,7 @@ from lightning_safusion.fusion.plan import CollectiveName, Group, Plan
 from lightning_safusion.fusion.planning import Planner
 from lightning_safusion.fusion.report import WindowReport
 from lightning_safusion.fusion.window import BufferTimes, Window
-from lightning_safusion.sparsify.schedule import DensitySchedule
+from lightning_safusion.sparsify.schedule import ConstantDensity, DensitySchedule, check_density
 
 # The end of a collective is told by a callback on the backend's thread, which stops the backward's for the
 # interpreter's lock: taken down in every window at first, then in one of 16.
@@ -104,7 +104,7 @@ class Controller:
             self._launch_rest(window)
 
     def _begin(self) -> Window:
-        density = self.density(self.windows, self.epoch)
+        density = check_density(self.density(self.windows, self.epoch))
         if self.generator.set_density(density):
             self.planner.invalidate()
         groups: Sequence[Group] = ()
@@ -124,11 +124,9 @@ class Controller:
         buffer = self.generator.buffer(group)
         times = BufferTimes(closed=perf_counter())
         part = slice(group.start, group.stop)
+        self._merge(window, buffer, part)
         try:
-            if window.error is not None:
-                self.generator.launch_empty(buffer, self.notices)
-            else:
-                self._merge(window, buffer, part)
+            buffer.exchange.start()
         except Exception as error:
             raise self._lost(buffer, error) from error
         times.launched = perf_counter()
@@ -138,9 +136,12 @@ class Controller:
         window.launched = group.stop
 
     def _merge(self, window: Window, buffer: FusionBuffer, part: slice) -> None:
-        """Fills and launches; a rank that cannot still takes part, so that no other rank waits for it for ever."""
+        """Fills a buffer; a rank that cannot still takes part, so that no other rank waits for it for ever."""
+        if window.error is not None:
+            self.generator.leave_empty(buffer, self.notices)
+            return
         try:
-            prepared = self.generator.merge(
+            self.generator.merge(
                 buffer,
                 window.grads_of(buffer.group),
                 window.fresh[part],
@@ -151,9 +152,7 @@ class Controller:
             )
         except Exception as error:
             window.error = error
-            self.generator.launch_empty(buffer, self.notices)
-        else:
-            prepared()
+            self.generator.leave_empty(buffer, self.notices)
 
     def _launch_rest(self, window: Window) -> None:
         """Launches planned groups that gradients out of order have kept back; everything if nothing is planned."""
@@ -179,7 +178,7 @@ class Controller:
             raise RuntimeError(f"drain needs a complete window; tensors not seen: {', '.join(self.missing()[:20])}")
         self._window = None
         repairs: list[int] = []
-        good = True
+        good = self._forgets_skipped(window)
         errors: list[tuple[int, int, Tensor]] = []
         for buffer, times in window.inflight:
             verdict = self._receive(window, buffer, times, errors)
@@ -198,14 +197,36 @@ class Controller:
             self._commit(window, repairs, errors)
         self._finish(window)
 
-    def _receive(
-        self, window: Window, buffer: FusionBuffer, times: BufferTimes, errors: list[tuple[int, int, Tensor]]
-    ) -> Verdict:
-        begin = perf_counter()
+    def _forgets_skipped(self, window: Window) -> bool:
+        """Under a loss scaler, takes the gradients of a step that it will skip out of the memory again; else True.
+
+        DDP throws such a step away. Kept, the gradients of several skipped steps (scalers begin with some) would reach
+        the optimizer at once. What was held back before stays, sent or not.
+        """
+        if window.scale is None:
+            return True
+        for buffer, _ in window.inflight:
+            self._wait(buffer)
+        if not any(buffer.exchange.verdict().bad.any() for buffer, _ in window.inflight):
+            return True
+        for place in np.flatnonzero(window.fresh & ~window.raw).tolist():
+            grad = window.grads_of(Group(place, place + 1))[0]
+            if all_finite(grad):  # what is not was never added
+                self.generator.memory.withdraw(place, unscaled([grad], window.scale)[0])
+        window.raw |= window.fresh  # nothing of them is left to withdraw
+        return False
+
+    def _wait(self, buffer: FusionBuffer) -> None:
         try:
             buffer.exchange.wait()
         except Exception as error:
             raise self._lost(buffer, error) from error
+
+    def _receive(
+        self, window: Window, buffer: FusionBuffer, times: BufferTimes, errors: list[tuple[int, int, Tensor]]
+    ) -> Verdict:
+        begin = perf_counter()
+        self._wait(buffer)
         arrived = perf_counter()
         size = buffer.stop - buffer.start
         if len(self._scratch) < size:
@@ -300,6 +321,20 @@ class Controller:
         self.generator.set_layout(layout)
         self.planner.invalidate(order_changed=True)
 
+    def can_step_aside(self) -> bool:
+        """Whether plain DDP would do the rest of the job as well: dense for good, and nothing is held back anywhere.
+
+        Collective once every buffer is dense for good; the answer is the same on all ranks.
+        """
+        memory = self.generator.memory
+        settled = isinstance(self.density, ConstantDensity) and memory.name in ("residual", "none")
+        if not (settled and self.planner.dense_for_good):
+            return False
+        held = torch.tensor([float(any(bool(state.any()) for state in memory.state_dict().values()))])
+        held = held.to(self.generator.device)
+        self.transport.all_reduce(held, "max").wait()
+        return not bool(held.item())
+
     def track(self, indices: Iterable[int]) -> None:
         """Announces that :meth:`stepped` will be called whenever these parameters (registration indices) are updated.
 
@@ -316,6 +351,12 @@ class Controller:
         """Forgets an open window. Nothing is lost: what it had added to the residual stays there."""
         self._window = None
         self.generator.forget()
+
+    def release(self) -> None:
+        """Frees buffers and figures; the state that a checkpoint wants stays."""
+        self.reset()
+        self.report = None
+        self._scratch = self._scratch[:0].clone()
 
     def current_plan(self) -> Plan | None:
         """The plan in use; None while the order of the gradients is not known."""

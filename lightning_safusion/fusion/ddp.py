@@ -115,11 +115,14 @@ class DDPHook:
         Raises:
             RuntimeError: With the names of the parameters that got no gradient.
         """
+        layout = self.controller.generator.layout
+        stale = [spec.name for spec in layout.specs if not self._fresh[spec.index]]
         missing = self.controller.missing()
         if not missing and synchronised and any(self._fresh):
             # DDP's first bucket holds everything and was never full: the hook has not run at all
-            layout = self.controller.generator.layout
-            missing = [spec.name for spec in layout.specs if not self._fresh[spec.index]]
+            missing = stale
+        # DDP keeps back all later ones behind the first that is missing: name those that have no gradient, if any
+        missing = [name for name in missing if name in set(stale)] or missing
         if self._sparse or self.controller.complete:
             missing += [name for name in self._sparse_names.values() if name not in self._sparse]
         if missing:
@@ -136,6 +139,8 @@ class DDPHook:
             self._index[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in self._index
         ]
         controller = self.controller
+        if not hasattr(optimizer, "register_step_post_hook"):
+            return  # not one of torch's: when it steps is not known
         controller.track(indices)
         handle = optimizer.register_step_post_hook(lambda *_: controller.stepped(indices))
         self._handles.append(handle)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, get_args
@@ -78,10 +79,10 @@ class EngineSettings:
 
         Sparse all-gather grows with the number of workers, dense all-reduce does not.
         """
+        if self.memory.name == "dgc":
+            return None  # its momentum is part of the algorithm, on any number of workers and at any density
         if world_size == 1:
             return "there is one worker, and nothing to exchange"
-        if self.memory.name == "dgc":
-            return None  # its momentum is part of the algorithm, at any density
         if self.collective == "allreduce":
             return "collective='allreduce' sends every gradient dense"
         if not isinstance(self.density, ConstantDensity) or self.collective != "auto":
@@ -162,7 +163,7 @@ def build_controller(
     generator = Generator(
         layout,
         settings.memory,
-        settings.compressor,
+        copy.deepcopy(settings.compressor),  # what it learns belongs to this job
         transport,
         device,
         settings.scope,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -19,7 +19,7 @@ from lightning_safusion.comm.wire import resolve_codec
 from lightning_safusion.fusion.layout import Layout
 from lightning_safusion.fusion.plan import Group
 from lightning_safusion.fusion.quota import QuotaRule, Scope, TensorQuotas, group_segments, tensor_quotas
-from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier
+from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier, check_selection
 from lightning_safusion.sparsify.memory import Memory
 
 _FRESH, _BAD, _RAW = int(TensorFlag.FRESH), int(TensorFlag.BAD), int(TensorFlag.RAW)
@@ -95,6 +95,8 @@ class Generator:
         self.layout = layout
         self.memory = memory
         self.sparsifier = sparsifier
+        # a broken contract would not raise anywhere: it would train on wrong gradients, the same on all ranks
+        self._checks = not type(sparsifier).__module__.startswith("lightning_safusion.")
         self.transport = transport
         self.device = device
         self.scope = scope
@@ -179,8 +181,8 @@ class Generator:
         step: int,
         scale: Tensor | None = None,
         notices: int = 0,
-    ) -> Callable[[], None]:
-        """Compensates and selects one group.
+    ) -> None:
+        """Compensates, selects and packs one group.
 
         Args:
             buffer: The group's buffer.
@@ -191,8 +193,6 @@ class Generator:
             scale: Factor that the gradients carry; the memory holds them without it.
             notices: What this rank tells all others (bits of ``Notice``).
 
-        Returns:
-            What packs and launches it. Apart, so that an error in selection is told from a lost peer.
         """
         flags = torch.from_numpy((fresh * _FRESH + raw * _RAW).astype(np.uint8)).to(self.device)
         taken = fresh & ~raw
@@ -206,16 +206,15 @@ class Generator:
             self._compensate(buffer, [grads[i] for i in present], places, flags, scale)
         x = self.memory.accumulated(buffer.start, buffer.stop)
         buffer.selection = self._select(buffer, x, step)
-        part = Part(buffer.selection, flags, buffer.absent, notices)
-        return lambda: buffer.exchange.launch(x, part)
+        buffer.exchange.encode(x, Part(buffer.selection, flags, buffer.absent, notices))
 
-    def launch_empty(self, buffer: FusionBuffer, notices: int = 0) -> None:
-        """Takes part in a group's collective with nothing, telling all ranks that this one has failed."""
+    def leave_empty(self, buffer: FusionBuffer, notices: int = 0) -> None:
+        """Packs nothing for a group, and the news that this rank has failed."""
         count = len(buffer.places)
         buffer.selection, buffer.absent = None, list(range(count))
         flags = torch.zeros(count, dtype=torch.uint8, device=self.device)
         x = torch.zeros(buffer.stop - buffer.start, device=self.device)
-        buffer.exchange.launch(x, Part(None, flags, buffer.absent, notices | int(Notice.FAILED)))
+        buffer.exchange.encode(x, Part(None, flags, buffer.absent, notices | int(Notice.FAILED)))
 
     def _compensate(
         self, buffer: FusionBuffer, grads: Sequence[Tensor], ids: list[int], flags: Tensor, scale: Tensor | None
@@ -246,7 +245,12 @@ class Generator:
     def _select(self, buffer: FusionBuffer, x: Tensor, step: int) -> Selection | None:
         if buffer.segments is None:
             return None
-        segments = buffer.segments
+        selection = self._selected(buffer, buffer.segments, x, step)
+        if self._checks:
+            check_selection(selection, buffer.segments, self.sparsifier.name)
+        return selection
+
+    def _selected(self, buffer: FusionBuffer, segments: Segments, x: Tensor, step: int) -> Selection:
         if buffer.absent:
             if self.scope == "group":
                 return self.sparsifier.select(self._without(buffer, x), segments, step)

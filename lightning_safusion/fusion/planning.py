@@ -27,6 +27,9 @@ from lightning_safusion.fusion.window import Window
 
 CollectiveChoice = Literal["auto", "allgather", "allreduce"]
 
+# Reviews in a row that find every buffer dense before that is taken for final.
+_DENSE_REVIEWS = 3
+
 # All windows feed one profile: a tensor that a window leaves stale has no arrival in it.
 _KIND = "all"
 
@@ -63,6 +66,13 @@ class Planner:
         self._profile: AgreedProfile | None = None
         self._recorder: ProfileRecorder | None = None
         self._verified = True
+        self._dense_reviews = 0
+
+    @property
+    def dense_for_good(self) -> bool:
+        """Whether measured times have put every buffer on the dense all-reduce, review after review; same on all
+        ranks."""
+        return self.collective == "auto" and self._dense_reviews >= _DENSE_REVIEWS
 
     def plan(self, generator: Generator) -> Plan:
         """The plan of the next window."""
@@ -140,6 +150,8 @@ class Planner:
             generator.keep_only(proposed.groups)
             self._tell(proposed, generator)
             self._verify(generator.device)
+        dense = all(group.collective == "allreduce" for group in self.current.groups)
+        self._dense_reviews = self._dense_reviews + 1 if dense and not generator.quotas.dense.all() else 0
 
     def _tell(self, plan: Plan, generator: Generator) -> None:
         """Says which collectives are used, once for each combination: nobody should take a dense run for a sparse

@@ -53,17 +53,18 @@ class WindowReport:
 
     def selected(self) -> np.ndarray:
         """int64 [L]: elements that this rank sent of each tensor, by place (waits for the device)."""
-        return np.concatenate([buffer.selected() for buffer, _ in self.buffers])
+        selected = [buffer.selected() for buffer, _ in self.buffers]
+        return np.concatenate(selected) if selected else np.zeros(0, np.int64)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers; seconds, bytes and elements of this rank in this window.
 
         Keys: ``step``, ``density`` (asked for), ``achieved_density`` (sent / all elements), ``bytes_sent``,
-        ``bytes_received``, ``dense_bytes`` (the gradients themselves), ``tensors`` (with a gradient),
-        ``tensors_missing`` (of these, sent nothing), ``select_s`` (compensation, selection, packing), ``exchange_s``
-        (collectives, summed; of the latest window in which it was measured), ``exposed_s`` (blocked waiting for them),
-        ``decode_s``, ``plan`` (tensors in each buffer), ``collectives`` (of each buffer). It describes the latest window
-        only while no further one has begun.
+            ``bytes_received``, ``dense_bytes`` (the gradients themselves), ``tensors`` (with a gradient),
+            ``tensors_missing`` (of these, sent nothing), ``select_s`` (compensation, selection, packing),
+            ``exchange_s`` (collectives, summed; of the latest window in which it was measured), ``exposed_s`` (blocked
+            waiting for them), ``decode_s``, ``plan`` (tensors in each buffer), ``collectives`` (of each buffer). It
+            describes the latest window only while no further one has begun.
         """
         selected = self.selected()
         times = [times for _, times in self.buffers]
@@ -83,3 +84,9 @@ class WindowReport:
             "plan": [len(buffer.places) for buffer, _ in self.buffers],
             "collectives": [buffer.group.collective for buffer, _ in self.buffers],
         }
+
+
+def nothing_exchanged() -> dict[str, Any]:
+    """The keys of :meth:`WindowReport.as_dict` for a step in which this package exchanged nothing."""
+    empty = WindowReport(0, 0.0, 0, 0, np.zeros(0, bool), (), 0.0)
+    return empty.as_dict()

@@ -137,6 +137,34 @@ class Sparsifier(ABC):
             raise ValueError(f"{type(self).__name__} keeps no state, got {sorted(state)}")
 
 
+def check_selection(selection: Selection, segments: Segments, name: str) -> None:
+    """Checks what a sparsifier of somebody else has returned (waits for the device).
+
+    Raises:
+        TypeError: If it is not a selection of the right types.
+        ValueError: If positions are out of range, not ascending or not unique, or their number is not possible.
+    """
+    if not isinstance(selection, Selection):
+        raise TypeError(f"compressor {name!r} returned {type(selection).__name__}; select must return a Selection")
+    indices, values = selection.indices, selection.values
+    if indices.dtype != torch.int64 or values.dtype != torch.float32 or indices.shape != values.shape:
+        raise TypeError(
+            f"compressor {name!r} returned indices {indices.dtype} {tuple(indices.shape)} and values {values.dtype} "
+            f"{tuple(values.shape)}: indices must be int64, values float32, one for one"
+        )
+    count = int(selection.count)
+    least = min(1, int((segments.quotas > 0).sum()))
+    if not least <= count <= min(segments.capacity, len(indices)):
+        raise ValueError(f"compressor {name!r} selected {count} elements; possible are {least} to {segments.capacity}")
+    valid = indices[:count]
+    if count and not (bool((valid[1:] > valid[:-1]).all()) and int(valid[0]) >= 0 and int(valid[-1]) < segments.numel):
+        raise ValueError(
+            f"compressor {name!r} returned positions that are not ascending, unique and below {segments.numel}: sort "
+            f"them "
+            "(indices = indices.sort().values) and take values at the sorted ones"
+        )
+
+
 def span_segments(numel: int, quota: int, key: Hashable = 0) -> Segments:
     """One segment over a whole span: selection behind fusion, and the simplest thing to test with."""
     return Segments(np.array([0, numel], np.int64), np.array([quota], np.int64), (key,), ((numel,),))

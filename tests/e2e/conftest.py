@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
 from tests.e2e.processes import need, started
 from tests.e2e.slurm import SlurmCluster, slurm_cluster
 from tests.e2e.training import LIMIT, assert_sparse, command
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cleaned_up_when_terminated() -> Iterator[None]:
+    """Lets fixtures end their daemons and namespaces when the whole run is stopped, as ``timeout`` does."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        pytest.exit(f"stopped by signal {number}")
+
+    before = signal.signal(signal.SIGTERM, leave)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture(scope="session")

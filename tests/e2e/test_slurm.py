@@ -53,7 +53,9 @@ def test_batch_scripts_train_as_popen_does(
 def test_a_requeued_job_ends_as_if_nothing_had_happened(cluster: SlurmCluster, tmp_path: Path, reference: Path) -> None:
     sizes = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1")
     number, log, folder = _submit(cluster, tmp_path, "requeue.sbatch", *sizes)
-    wait_until(lambda: log.exists() and re.search(r"step 120\b", log.read_text()), LIMIT, lambda: str(cluster.job(number)))
+    wait_until(
+        lambda: log.exists() and re.search(r"step 120\b", log.read_text()), LIMIT, lambda: str(cluster.job(number))
+    )
     cluster.run("scancel", "--signal=SIGUSR1", number)  # what --signal does shortly before the limit
 
     output = cluster.finish(number, log, LIMIT)

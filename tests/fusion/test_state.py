@@ -170,9 +170,9 @@ def test_learnt_thresholds_follow_their_tensor(make: Make, compressor: Any, scop
     second = make(1, turned, fusion="wfbp", compressor=compressor(), scope=scope)
     restore_sparsifier(second.controllers[0], state)
     last = len(turned) - 1
-    for key in first.settings[0].compressor.state_dict()["keys"]:
+    for key in first.controllers[0].generator.sparsifier.state_dict()["keys"]:
         moved = last - key if isinstance(key, int) else (key[0], last - key[1], key[2])
-        assert moved in second.settings[0].compressor.state_dict()["keys"]
+        assert moved in second.controllers[0].generator.sparsifier.state_dict()["keys"]
     assert local_state(second.controllers[0])["compressor"]["keys"] == state["keys"]
     with pytest.raises(ValueError, match="not the state of"):
         restore_sparsifier(second.controllers[0], {"keys": ["t1"]})

@@ -1,0 +1,102 @@
+"""Which of a model's parameters are exchanged, and what is refused before training begins."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_safusion.sparsify.memory import Memory
+
+# Options of DDP that would take its communication out of the strategy's hands. LightningCLI passes every option with
+# its default, so only other values are refused.
+_REFUSED_OPTIONS = {
+    "ddp_comm_hook": "the strategy is the communication hook; use DDPStrategy for another one",
+    "ddp_comm_state": "the strategy is the communication hook; use DDPStrategy for another one",
+    "ddp_comm_wrapper": "the wire format is chosen with wire='bf16' or wire='fp16'",
+    "model_averaging_period": "gradients are exchanged in every step; use DDPStrategy for post-local SGD",
+    "skip_all_reduce_unused_params": "every parameter must reach the communication hook",
+    "bucket_cap_mb_list": "every parameter has a bucket of its own; fusion=... decides what is sent together",
+    "delay_all_reduce_named_params": "every parameter must reach the communication hook; use dense=[...] for "
+    "exceptions",
+    "param_to_hook_all_reduce": "every parameter must reach the hook; use dense=[...] for exceptions",
+    "mixed_precision": "use Trainer(precision=...), which this strategy supports",
+}
+
+
+def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters whose gradients DDP manages, in its order.
+
+    Raises:
+        MisconfigurationException: If one has no shape yet.
+    """
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad and name not in ignored]
+    for name, param in named:
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise MisconfigurationException(
+                f"parameter {name} of a lazy module has no shape yet: run one forward pass on a sample (in setup or "
+                "configure_model) before training."
+            )
+    return named
+
+
+def dense_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Trainable parameters whose gradients are ordinary tensors."""
+    sparse = {id(param) for _, param in sparse_parameters(module)}
+    return [(name, param) for name, param in trainable(module) if id(param) not in sparse]
+
+
+def sparse_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Trainable parameters whose gradients are sparse tensors: those of which DDP expects it."""
+    tables = [m for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse]
+    weights = {id(table.weight) for table in tables}
+    return [(name, param) for name, param in trainable(module) if id(param) in weights]
+
+
+def refuse_options(options: dict[str, Any], own: list[str]) -> None:
+    """Refuses options that contradict the strategy, and names that neither it nor DDP has.
+
+    Args:
+        options: Keyword arguments for DDPStrategy and DistributedDataParallel.
+        own: Names of the strategy's own arguments, for suggestions.
+
+    Raises:
+        MisconfigurationException: If an option contradicts the strategy.
+        TypeError: If there is no such option.
+    """
+    for name, reason in _REFUSED_OPTIONS.items():
+        value = options.get(name)
+        if value is not None and value is not False:
+            raise MisconfigurationException(f"SAFusionStrategy does not take {name}={value!r}: {reason}.")
+    known = {
+        *inspect.signature(DDPStrategy.__init__).parameters,
+        *inspect.signature(DistributedDataParallel).parameters,
+    }
+    for name in options:
+        if name not in known | _REFUSED_OPTIONS.keys():
+            close = difflib.get_close_matches(name, [*own, *known], n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"SAFusionStrategy has no argument {name!r}, nor has DistributedDataParallel.{hint}")
+
+
+def refuse_double_momentum(memory: Memory, optimizer: torch.optim.Optimizer) -> None:
+    """Refuses an optimizer whose momentum would come on top of the memory's.
+
+    Raises:
+        MisconfigurationException: If both have momentum.
+    """
+    if memory.name != "dgc":
+        return
+    momentum = any(group.get("momentum") or "betas" in group for group in optimizer.param_groups)
+    if momentum:
+        raise MisconfigurationException(
+            f"memory='dgc' applies momentum before selection, and {type(optimizer).__name__} would apply it again. Use "
+            "torch.optim.SGD with momentum=0, or memory='residual'."
+        )

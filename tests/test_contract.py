@@ -1,0 +1,154 @@
+"""What a stranger gets wrong: a compressor that breaks the contract, a schedule that returns nonsense, a typing error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_safusion import DensitySchedule, SAFusionStrategy, Segments, Selection, Sparsifier
+from tests.cluster import Cluster, settings
+from tests.models import TinyClassifier, classification, trainer
+from tests.process_group import run_launched
+
+
+class Foreign(Sparsifier):
+    """Somebody's top-k over the whole span; ``spoil`` breaks its result."""
+
+    name = "foreign"
+
+    def __init__(self, spoil: Callable[[Tensor, Tensor], Any] = lambda indices, values: None) -> None:
+        self.spoil = spoil
+
+    def select(self, x: Tensor, segments: Segments, step: int) -> Selection:
+        indices = x.abs().topk(min(segments.capacity, len(x))).indices.sort().values
+        spoiled = self.spoil(indices, x[indices])
+        return Selection(indices, x[indices], len(indices)) if spoiled is None else spoiled
+
+
+def reversed_(i: Tensor, v: Tensor) -> Selection:
+    return Selection(i.flip(0), v.flip(0), len(i))
+
+
+SPOILED: list[tuple[Callable[[Tensor, Tensor], Any], str]] = [
+    (reversed_, "not ascending"),
+    (lambda i, v: Selection(i.clamp(min=int(i[1])), v, len(i)), "unique"),
+    (lambda i, v: Selection(i + 10**6, v, len(i)), "below"),
+    (lambda i, v: Selection(i.int(), v, len(i)), "int64"),
+    (lambda i, v: Selection(i, v.double(), len(i)), "float32"),
+    (lambda i, v: Selection(i, v[:-1], len(i)), "one for one"),
+    (lambda i, v: Selection(i, v, 0), "selected 0 elements"),
+    (lambda i, v: Selection(i, v, len(i) + 1), "possible are"),
+    (lambda i, v: (i, v), "must return a Selection"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "message"), SPOILED)
+def test_a_compressor_that_breaks_the_contract_is_told(spoil: Any, message: str) -> None:
+    cluster = Cluster(1, lambda: settings(compressor=Foreign(spoil), collective="allgather"))
+    with pytest.raises((TypeError, ValueError), match=message) as caught:
+        cluster.step(cluster.random_grads(0))
+    assert "'foreign'" in str(caught.value)
+    cluster.close()
+
+
+def test_one_that_keeps_it_trains() -> None:
+    cluster = Cluster(2, lambda: settings(compressor=Foreign(), collective="allgather"))
+    for step in range(4):
+        means = cluster.step(cluster.random_grads(step))
+        assert all(torch.equal(a, b) for a, b in zip(*means, strict=True))
+    cluster.close()
+
+
+class Nonsense(DensitySchedule):
+    """Returns what it is given."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __call__(self, step: int, epoch: int) -> float:
+        return self.value
+
+
+@pytest.mark.parametrize("value", [0.0, 2.0, float("nan"), "0.1", None])
+def test_a_schedule_that_returns_no_density_is_refused_by_value(value: Any) -> None:
+    cluster = Cluster(1, lambda: settings(density=Nonsense(value)))
+    with pytest.raises((TypeError, ValueError), match="density must be"):
+        cluster.step(cluster.random_grads(0))
+    cluster.close()
+
+
+def test_what_a_compressor_learns_stays_in_its_job() -> None:
+    def fit(rank: int) -> bool:
+        strategy = SAFusionStrategy(compressor="oktopk", density=0.1, collective="allgather")
+        before = strategy.settings.compressor.state_dict()
+        trainer(strategy, limit_train_batches=8).fit(TinyClassifier(), classification())
+        return strategy.settings.compressor.state_dict() == before
+
+    assert all(run_launched(2, fit))
+
+
+def test_dgc_memory_keeps_its_momentum_on_one_worker() -> None:
+    def weights(strategy: Any, momentum: float) -> list[Tensor]:
+        model = TinyClassifier()
+        model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), 0.05, momentum=momentum)  # type: ignore[method-assign]
+        trainer(strategy, devices=1, use_distributed_sampler=False, limit_train_batches=8).fit(model, classification())
+        return [p.detach() for p in model.parameters()]
+
+    def both(rank: int) -> float:
+        ours = weights(SAFusionStrategy(density=1.0, memory="dgc"), 0.0)
+        return max(float((a - b).abs().max()) for a, b in zip(ours, weights("auto", 0.9), strict=True))
+
+    assert run_launched(1, both)[0] < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_plain_ddp_goes_on_where_every_buffer_is_dense_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_safusion.comm import LinearCost
+    from lightning_safusion.fusion import engine
+
+    # a network on which a sparse exchange never pays
+    costs = {"allgather": LinearCost(1.0, 1.0), "allreduce": LinearCost(1e-6, 1e-12)}
+    monkeypatch.setattr(engine, "calibrate", lambda transport, device: costs)
+
+    def run(rank: int) -> tuple[Any, int, list[Tensor]]:
+        model = TinyClassifier()
+        strategy = SAFusionStrategy(density=0.05)
+        trainer(strategy, max_epochs=2).fit(model, classification())
+        report = strategy.report()
+        return report["plain_ddp"], report["bytes_sent"], [p.detach() for p in model.parameters()]
+
+    def plain(rank: int) -> list[Tensor]:
+        model = TinyClassifier()
+        trainer("ddp", max_epochs=2).fit(model, classification())
+        return [p.detach() for p in model.parameters()]
+
+    (reason, sent, first), (_, _, second) = run_launched(2, run)
+    assert "faster for every buffer" in reason
+    assert sent == 0
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    for a, b in zip(first, run_launched(2, plain)[0], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_misspelled_arguments_are_found_at_once() -> None:
+    with pytest.raises(TypeError, match="Did you mean 'density'"):
+        SAFusionStrategy(densty=0.1)
+    with pytest.raises(TypeError, match=r"write \['\*.bias'\]"):
+        SAFusionStrategy(dense="*.bias")  # type: ignore[arg-type]
+
+
+def test_a_lazy_module_is_named() -> None:
+    def run(rank: int) -> str:
+        model = TinyClassifier()
+        model.lazy = nn.LazyLinear(3)
+        try:
+            trainer(SAFusionStrategy(density=0.1)).fit(model, classification())
+        except Exception as error:
+            return str(error)
+        return ""
+
+    assert all("lazy.weight" in message for message in run_launched(2, run))
