@@ -26,6 +26,9 @@ class Regression(LightningModule):
     def on_train_end(self) -> None:
         if self.trainer.is_global_zero and isinstance(self.trainer.strategy, SAFusionStrategy):
             report = self.trainer.strategy.report()
+            if report["plain_ddp"]:  # no network to speak of between two processes of one machine
+                print(f"plain DDP took over: {report['plain_ddp']} (collective='allgather' keeps every buffer sparse)")
+                return
             sparse, buffers = report["collectives"].count("allgather"), len(report["collectives"])
             print(f"{sparse} of {buffers} buffers were cheaper sent sparse here; collective='allgather' forces it")
             print(f"sent {report['bytes_sent']:,} bytes per step where DDP sends {report['dense_bytes']:,}")

@@ -18,7 +18,9 @@ def test_quickstart(tmp_path: Path) -> None:
     loss = re.search(r"^loss ([\d.]+)$", ended.stdout, re.MULTILINE)
     assert loss, ended.stdout
     assert float(loss[1]) < 0.1  # the target's variance is about 0.6
+    if "plain DDP took over" in ended.stdout:  # on the loopback the dense all-reduce may be the cheaper one
+        return
     sent = re.search(r"^sent ([\d,]+) bytes per step where DDP sends ([\d,]+)$", ended.stdout, re.MULTILINE)
     assert sent, ended.stdout
-    # On the loopback the dense all-reduce may be the cheaper one; it carries a few bytes of flags beside the gradients.
+    # a dense buffer carries a few bytes of flags beside the gradients
     assert 0 < int(sent[1].replace(",", "")) < 1.01 * int(sent[2].replace(",", ""))

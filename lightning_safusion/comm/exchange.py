@@ -106,6 +106,10 @@ class Verdict:
             finite,
         )
 
+    def is_regular(self, world_size: int) -> bool:
+        """Whether every tensor is fresh on all ranks, and raw on none."""
+        return bool((self.fresh == world_size).all()) and not self.raw.any()
+
     def irregular(self, world_size: int) -> np.ndarray:
         """bool [T]: tensors that must go round again as they are, being raw on some rank or fresh on some ranks
         only."""

@@ -248,18 +248,22 @@ class Controller:
     ) -> None:
         """Copies the mean into the gradients; notes what narrow ones cannot hold, which goes back into the
         residuals."""
-        edges = buffer.exchange.spec.edges
-        pieces = mean.split([b - a for a, b in zip(edges[:-1], edges[1:], strict=True)])
-        regular = np.flatnonzero((verdict.fresh > 0) & ~verdict.irregular(self.transport.world_size))
-        grads = window.grads_of(buffer.group)
-        if not len(regular):
+        means, targets = list(mean.split(buffer.sizes)), window.grads_of(buffer.group)
+        places = list(range(len(targets)))
+        if not verdict.is_regular(self.transport.world_size):
+            regular = (verdict.fresh > 0) & ~verdict.irregular(self.transport.world_size)
+            places = np.flatnonzero(regular).tolist()
+            means, targets = [means[t] for t in places], [targets[t] for t in places]
+        if not places:
             return
-        means = [pieces[t] for t in regular]
         if window.scale is not None:
             means = list(torch._foreach_mul(means, window.scale))
-        targets = [grads[t] for t in regular]
+        if not buffer.narrow:
+            torch._foreach_copy_(targets, means)
+            return
         torch._foreach_copy_(targets, [saturated(m, g.dtype) for m, g in zip(means, targets, strict=True)])
-        for t, exact, held in zip(regular, means, targets, strict=True):
+        edges = buffer.exchange.spec.edges
+        for t, exact, held in zip(places, means, targets, strict=True):
             if held.itemsize < mean.itemsize:
                 error = exact - held if window.scale is None else unscaled([exact - held], window.scale)[0]
                 errors.append((buffer.start + edges[t], buffer.start + edges[t + 1], error))

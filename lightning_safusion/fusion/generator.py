@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby
 
 import numpy as np
@@ -36,6 +37,7 @@ class FusionBuffer:
         segments: Cut for selection; None if it travels dense.
         exchange: Its collective.
         dense: bool [T], tensors that travel whole.
+        dtypes: What the gradients arrive in.
     """
 
     group: Group
@@ -44,8 +46,19 @@ class FusionBuffer:
     segments: Segments | None
     exchange: Exchange
     dense: np.ndarray
+    dtypes: frozenset[torch.dtype]
     selection: Selection | None = None
     absent: list[int] = field(default_factory=list)
+
+    @cached_property
+    def narrow(self) -> bool:
+        """Whether gradients have fewer bits than the memory, so that a mean may not fit."""
+        return any(dtype.itemsize < 4 for dtype in self.dtypes)
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Elements of its tensors."""
+        return np.diff(self.exchange.spec.edges).tolist()
 
     @property
     def places(self) -> range:
@@ -148,7 +161,8 @@ class Generator:
             segments = group_segments(layout, quotas, group.start, group.stop, self.scope, self.quota_rule)
         runs = _dense_runs(layout, group, edges, dense)
         spec = SpanSpec(stop - start, segments.capacity if segments else 0, edges, runs)
-        return FusionBuffer(group, start, stop, segments, self._exchange(group, spec), dense)
+        dtypes = frozenset(spec.dtype for spec in layout.specs[group.start : group.stop])
+        return FusionBuffer(group, start, stop, segments, self._exchange(group, spec), dense, dtypes)
 
     def _exchange(self, group: Group, spec: SpanSpec) -> Exchange:
         if group.collective == "allreduce":
@@ -223,8 +237,9 @@ class Generator:
         if not grads:
             return
         first = buffer.group.start
-        # float64 is added as the memory holds it
-        narrowed = [grad.float() if grad.dtype == torch.float64 else grad for grad in grads]
+        narrowed = list(grads)
+        if torch.float64 in buffer.dtypes:  # added as the memory holds it
+            narrowed = [grad.float() if grad.dtype == torch.float64 else grad for grad in grads]
         norms = torch.stack(torch._foreach_norm(narrowed, 2, dtype=torch.float32))
         if self.device.type != "cpu":
             # deciding on the host would wait for the device: what is not finite is replaced by zeros there
@@ -240,7 +255,10 @@ class Generator:
             narrowed = unscaled(narrowed, scale)
             norms = norms / scale
         if narrowed:
-            self.memory.compensate(ids, narrowed, [bool(buffer.dense[i - first]) for i in ids], norms)
+            dense: list[bool] = buffer.dense.tolist()
+            if len(ids) < len(dense):
+                dense = [dense[i - first] for i in ids]
+            self.memory.compensate(ids, narrowed, dense, norms)
 
     def _select(self, buffer: FusionBuffer, x: Tensor, step: int) -> Selection | None:
         if buffer.segments is None:

@@ -58,9 +58,9 @@ class Window:
     hold: bool = False
     scale: Tensor | None = None
     grads: list[Tensor | None] = field(init=False)
-    fresh: np.ndarray = field(init=False)
-    raw: np.ndarray = field(init=False)
-    arrived: np.ndarray = field(init=False)
+    fresh: np.ndarray = field(init=False)  # bool [L]
+    raw: np.ndarray = field(init=False)  # bool [L]
+    arrived: list[float] = field(init=False)  # perf_counter seconds [L]
     order: list[int] = field(default_factory=list)
     inflight: list[tuple[FusionBuffer, BufferTimes]] = field(default_factory=list)
     launched: int = 0  # places below this one have left
@@ -71,9 +71,9 @@ class Window:
 
     def __post_init__(self) -> None:
         self.grads = [None] * self.length
-        self.fresh = np.zeros(self.length, bool)
+        self.fresh = np.ones(self.length, bool)
         self.raw = np.zeros(self.length, bool)
-        self.arrived = np.zeros(self.length)
+        self.arrived = [0.0] * self.length
 
     @property
     def complete(self) -> bool:
@@ -85,8 +85,10 @@ class Window:
         self.in_order = self.in_order and place == len(self.order)
         self.order.append(place)
         self.grads[place] = grad
-        self.fresh[place] = fresh
-        self.raw[place] = raw
+        if not fresh:
+            self.fresh[place] = False
+        if raw:
+            self.raw[place] = True
         self.arrived[place] = perf_counter()
         if self.hold or not self.in_order or self.next_group == len(self.groups):
             return None

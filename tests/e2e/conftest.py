@@ -14,9 +14,12 @@ from tests.e2e.slurm import SlurmCluster, slurm_cluster
 from tests.e2e.training import LIMIT, assert_sparse, command
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def cleaned_up_when_terminated() -> Iterator[None]:
-    """Lets fixtures end their daemons and namespaces when the whole run is stopped, as ``timeout`` does."""
+    """Lets fixtures end their daemons and namespaces when the whole run is stopped, as ``timeout`` does.
+
+    Not for the session: later tests look at the handlers of signals.
+    """
 
     def leave(number: int, frame: FrameType | None) -> None:
         pytest.exit(f"stopped by signal {number}")
@@ -35,7 +38,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[SlurmCluster]:
     """A Slurm cluster of two machines with two (make-believe) GPUs each."""
     need("munged", "slurmctld", "slurmd", "srun", "sbatch", "scancel", "scontrol", "sinfo", "squeue")
