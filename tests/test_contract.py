@@ -1,4 +1,4 @@
-"""What a stranger gets wrong: a compressor that breaks the contract, a schedule that returns nonsense, a typing error."""
+"""What a stranger gets wrong: a compressor that breaks the contract, a schedule of nonsense, a misspelled argument."""
 
 from __future__ import annotations
 
