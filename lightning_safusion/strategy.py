@@ -30,8 +30,9 @@ from lightning_safusion.fusion.ddp import DDPHook
 from lightning_safusion.fusion.engine import EngineSettings, build_controller, check_equal
 from lightning_safusion.fusion.layout import TensorSpec, specs_from_parameters
 from lightning_safusion.fusion.planning import CollectiveChoice
-from lightning_safusion.fusion.policy import FusionPolicy, resolve_fusion
+from lightning_safusion.fusion.policy import FusionPolicy
 from lightning_safusion.fusion.quota import QuotaRule, Scope
+from lightning_safusion.fusion.registry import resolve_fusion
 from lightning_safusion.fusion.report import nothing_exchanged
 from lightning_safusion.fusion.state import handover, take_over
 from lightning_safusion.parameters import (

@@ -8,8 +8,9 @@ from types import MappingProxyType
 
 from lightning_safusion.fusion.adaptive import Adaptive
 from lightning_safusion.fusion.planning import CollectiveChoice
-from lightning_safusion.fusion.policy import FusionPolicy, resolve_fusion
+from lightning_safusion.fusion.policy import FusionPolicy
 from lightning_safusion.fusion.quota import QuotaRule, Scope
+from lightning_safusion.fusion.registry import resolve_fusion
 
 # Tensors below this size (norms, biases) are a small share of the bytes; sent whole they are never stale.
 _SMALL = 512

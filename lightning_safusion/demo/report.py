@@ -65,7 +65,7 @@ def plot_curves(histories: Sequence[History]) -> Figure:
     accuracy_axes.legend(loc="lower right")
     # The first epochs would squeeze the differences that matter into a line.
     lowest = min(min(history.accuracies[len(history.accuracies) // 4 :]) for history in histories)
-    accuracy_axes.set_ylim(bottom=max(0.0, lowest - 0.03))
+    accuracy_axes.set_ylim(max(0.0, lowest - 0.03), 1.0)
     for axes in (loss_axes, accuracy_axes):
         axes.grid(alpha=0.3)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from lightning_safusion.fusion.dp import GroupPricer
 from lightning_safusion.fusion.plan import GroupCosts, Plan
-
-if TYPE_CHECKING:
-    from lightning_safusion.fusion.adaptive import ReplanSchedule
+from lightning_safusion.fusion.replan import ReplanSchedule
 
 
 class FusionPolicy(ABC):
@@ -114,30 +112,3 @@ class Naive(FusionPolicy):
 
     def plan(self, costs: GroupCosts) -> Plan:
         return Single().plan(costs)
-
-
-def resolve_fusion(spec: str | FusionPolicy) -> FusionPolicy:
-    """The policy that ``spec`` names, with its default options; a policy is returned as it is.
-
-    Args:
-        spec: ``"adaptive"``, ``"aligned"``, ``"behind"`` (aligned; its scope is a matter of the system), ``"naive"``,
-            ``"single"``, ``"wfbp"``, or a policy.
-
-    Raises:
-        TypeError: If it is neither a name nor a policy.
-        ValueError: If no policy has this name.
-    """
-    # Adaptive is built on this module.
-    from lightning_safusion.fusion.adaptive import Adaptive
-
-    if isinstance(spec, FusionPolicy):
-        return spec
-    if not isinstance(spec, str):
-        raise TypeError(f"fusion must be a name or a FusionPolicy, got {spec!r}")
-    policies: dict[str, type[FusionPolicy]] = {
-        policy.name: policy for policy in (Adaptive, Aligned, Naive, Single, WFBP)
-    }
-    policies["behind"] = Aligned
-    if spec not in policies:
-        raise ValueError(f"unknown fusion policy {spec!r}: choose one of {sorted(policies)} or pass a FusionPolicy")
-    return policies[spec]()

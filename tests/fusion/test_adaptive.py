@@ -7,10 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lightning_safusion.fusion.adaptive import Adaptive, ReplanSchedule, should_switch
+from lightning_safusion.fusion.adaptive import Adaptive, should_switch
 from lightning_safusion.fusion.dp import plan_greedy, plan_optimal, predict_finish
 from lightning_safusion.fusion.plan import Group, GroupCosts, Plan
-from lightning_safusion.fusion.policy import resolve_fusion
+from lightning_safusion.fusion.registry import resolve_fusion
+from lightning_safusion.fusion.replan import ReplanSchedule
 
 
 def model(fixed: float = 3e-4, per_byte: float = 6e-8) -> GroupCosts:

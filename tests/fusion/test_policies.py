@@ -14,8 +14,9 @@ import pytest
 from lightning_safusion.fusion.adaptive import Adaptive
 from lightning_safusion.fusion.dp import predict_finish
 from lightning_safusion.fusion.plan import GroupCosts, Plan
-from lightning_safusion.fusion.policy import WFBP, Aligned, FusionPolicy, Naive, Single, resolve_fusion
+from lightning_safusion.fusion.policy import WFBP, Aligned, FusionPolicy, Naive, Single
 from lightning_safusion.fusion.profile import modelled_costs
+from lightning_safusion.fusion.registry import resolve_fusion
 
 POLICIES: list[FusionPolicy] = [
     WFBP(),
@@ -70,7 +71,7 @@ def digests_by_name() -> dict[str, int]:
 def test_plans_are_the_same_in_another_process() -> None:
     program = inspect.getsource(digests_by_name) + "\nprint(digests_by_name())"
     imports = """
-from lightning_safusion.fusion.policy import resolve_fusion
+from lightning_safusion.fusion.registry import resolve_fusion
 from lightning_safusion.fusion.profile import modelled_costs
 """
     path = os.pathsep.join(filter(None, sys.path))

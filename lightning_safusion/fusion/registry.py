@@ -1,0 +1,30 @@
+"""Fusion policies by name."""
+
+from __future__ import annotations
+
+from lightning_safusion.fusion.adaptive import Adaptive
+from lightning_safusion.fusion.policy import WFBP, Aligned, FusionPolicy, Naive, Single
+
+
+def resolve_fusion(spec: str | FusionPolicy) -> FusionPolicy:
+    """The policy that ``spec`` names, with its default options; a policy is returned as it is.
+
+    Args:
+        spec: ``"adaptive"``, ``"aligned"``, ``"behind"`` (aligned; its scope is a matter of the system), ``"naive"``,
+            ``"single"``, ``"wfbp"``, or a policy.
+
+    Raises:
+        TypeError: If it is neither a name nor a policy.
+        ValueError: If no policy has this name.
+    """
+    if isinstance(spec, FusionPolicy):
+        return spec
+    if not isinstance(spec, str):
+        raise TypeError(f"fusion must be a name or a FusionPolicy, got {spec!r}")
+    policies: dict[str, type[FusionPolicy]] = {
+        policy.name: policy for policy in (Adaptive, Aligned, Naive, Single, WFBP)
+    }
+    policies["behind"] = Aligned
+    if spec not in policies:
+        raise ValueError(f"unknown fusion policy {spec!r}: choose one of {sorted(policies)} or pass a FusionPolicy")
+    return policies[spec]()
