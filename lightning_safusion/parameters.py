@@ -37,7 +37,12 @@ def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
         MisconfigurationException: If one has no shape yet.
     """
     ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad and name not in ignored]
+    # DDP compares "module.parameter", which begins with a dot for parameters of the root
+    named = [
+        (name, p)
+        for name, p in module.named_parameters()
+        if p.requires_grad and (name if "." in name else f".{name}") not in ignored
+    ]
     for name, param in named:
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise MisconfigurationException(

@@ -57,13 +57,18 @@ class DeferredSignals:
                 if number in self._handlers:
                     self._handlers[number](number, None)
 
-    def remove(self) -> None:
-        """Puts the handlers back, and runs those whose signal has been told to nobody."""
+    def remove(self, deliver: bool = True) -> None:
+        """Puts the handlers back.
+
+        Args:
+            deliver: Run those whose signal has been told to nobody. Not where other ranks may be gone: handlers call
+                collectives.
+        """
         for number, handler in self._handlers.items():
             if signal.getsignal(number) == self._hold:
                 signal.signal(number, handler)
         waiting, self._waiting = self._waiting, set()
-        for number in waiting:
+        for number in waiting if deliver else ():
             self._handlers[number](number, None)
         self._handlers = {}
 

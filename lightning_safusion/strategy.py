@@ -415,7 +415,7 @@ class SAFusionStrategy(DDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         if self._signals is not None:
-            self._signals.remove()
+            self._signals.remove(deliver=False)
             self._signals = None
         if self._controller is not None:
             self._controller.reset()

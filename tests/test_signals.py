@@ -68,6 +68,10 @@ def test_handlers_are_put_back_and_nothing_is_swallowed() -> None:
         deferred.remove()  # no further step carries the news
         assert seen == [signal.SIGTERM, signal.SIGTERM]
         assert signal.getsignal(signal.SIGTERM) is mine
+        deferred.install()
+        os.kill(os.getpid(), signal.SIGTERM)
+        deferred.remove(deliver=False)  # other ranks are gone, and a handler would wait for them
+        assert seen == [signal.SIGTERM, signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -1,0 +1,207 @@
+"""What Lightning's own tests ask of its DDP strategy, asked of this one on two CPU workers.
+
+Covers: the process group exists in ``setup``; wrapping for training only; ignored parameters; broadcast of rank 0's
+    weights; the strategy's collectives; gathering with gradients; synchronised logging, early stopping and checkpoints;
+    samplers; final gradients in every hook; overridden clipping; external launchers; backends by name.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DistributedSampler
+
+from lightning_safusion import SAFusionStrategy
+from tests.models import TinyClassifier, classification, trainer
+from tests.process_group import run_launched
+
+SPARSE: dict[str, Any] = {"density": 0.1, "collective": "allgather"}
+
+
+class Observed(TinyClassifier):
+    """Notes what it sees, and differs between ranks before training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, Any] = {}
+
+    def setup(self, stage: str) -> None:
+        self.seen["initialized"] = dist.is_initialized()
+        if stage == "fit":
+            with torch.no_grad():
+                self.net[0].weight.add_(self.global_rank)
+
+    def wrapped(self) -> bool:
+        return isinstance(self.trainer.strategy.model, DistributedDataParallel)
+
+    def equal_on_all_ranks(self, tensor: Tensor) -> bool:
+        everyone = self.all_gather(tensor)
+        return bool((everyone == everyone[0]).all())
+
+    def on_train_start(self) -> None:
+        self.seen["broadcast"] = self.equal_on_all_ranks(self.net[0].weight.detach())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen["wrapped"] = self.wrapped()
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, sync_dist=True, on_step=False, on_epoch=True)
+        together = self.all_gather(loss, sync_grads=True)
+        self.seen["gathered"] = tuple(together.shape)
+        return 0.5 * loss + 0.5 * together.mean()
+
+    def on_after_backward(self) -> None:
+        self.seen["final after backward"] = self.equal_on_all_ranks(self.net[0].weight.grad)
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.seen["final when clipped"] = self.equal_on_all_ranks(self.net[3].weight.grad)
+        self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        self.log("val", loss + self.global_rank, sync_dist=True)
+        self.seen.setdefault("wrapped in validation", self.wrapped())
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen["wrapped in test"] = self.wrapped()
+        self.log("test", float(self.global_rank), sync_dist=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*all_gather is deprecated:FutureWarning")  # Lightning's, in torch 2.13
+def test_hooks_and_collectives(tmp_path: Path) -> None:
+    def run(rank: int) -> tuple[dict[str, Any], dict[str, float]]:
+        model, data = Observed(), classification()
+        stop = EarlyStopping("val", patience=1, stopping_threshold=None, min_delta=100.0)
+        best = ModelCheckpoint(tmp_path, monitor="val")
+        fitted = trainer(
+            SAFusionStrategy(**SPARSE),
+            callbacks=[stop, best],
+            enable_checkpointing=True,
+            max_epochs=5,
+            limit_train_batches=4,
+            num_sanity_val_steps=0,
+        )
+        fitted.fit(model, data, data)
+        model.seen["epochs"] = fitted.current_epoch
+        model.seen["sampler"] = type(fitted.train_dataloader.sampler).__name__
+        metrics = {name: float(value) for name, value in fitted.callback_metrics.items()}
+        metrics |= fitted.test(model, data, ckpt_path="best", verbose=False)[0]
+        return model.seen, metrics
+
+    (first, metrics), (second, others) = run_launched(2, run)
+    for seen in (first, second):
+        assert seen["initialized"]
+        assert seen["wrapped"]
+        assert seen["wrapped in validation"]  # inside fit
+        assert not seen["wrapped in test"]
+        assert seen["broadcast"]
+        assert seen["gathered"] == (2,)
+        assert seen["final after backward"]
+        assert seen["final when clipped"]
+        assert seen["epochs"] == 2  # stopped by both
+        assert seen["sampler"] == DistributedSampler.__name__
+    assert metrics == others
+    assert metrics["test"] == 0.5
+
+
+def test_the_strategys_own_collectives() -> None:
+    def run(rank: int) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+
+        class Asks(TinyClassifier):
+            def on_train_start(self) -> None:
+                strategy = self.trainer.strategy
+                found["mean"] = float(strategy.reduce(torch.tensor(float(rank)), reduce_op="mean"))
+                found["sum"] = float(strategy.reduce(torch.tensor(float(rank)), reduce_op="sum"))
+                found["broadcast"] = strategy.broadcast({"from": rank})
+                found["all"] = strategy.reduce_boolean_decision(rank == 0)
+                found["any"] = strategy.reduce_boolean_decision(rank == 0, all=False)
+                strategy.barrier()
+                found["sampler"] = strategy.distributed_sampler_kwargs
+
+        trainer(SAFusionStrategy(**SPARSE), limit_train_batches=1).fit(Asks(), classification())
+        return found
+
+    for rank, found in enumerate(run_launched(2, run)):
+        assert found == {
+            "mean": 0.5,
+            "sum": 1.0,
+            "broadcast": {"from": 0},
+            "all": False,
+            "any": True,
+            "sampler": {"num_replicas": 2, "rank": rank},
+        }
+
+
+def test_ignored_parameters_are_left_alone() -> None:
+    def run(rank: int) -> tuple[Tensor, list[str]]:
+        model = TinyClassifier()
+        model._ddp_params_and_buffers_to_ignore = ["net.0.bias"]
+        names: list[str] = []
+
+        class Names(SAFusionStrategy):
+            def _register_ddp_hooks(self) -> None:
+                super()._register_ddp_hooks()
+                names.extend(spec.name for spec in self._controller.generator.layout.specs)  # type: ignore[union-attr]
+
+        trainer(Names(**SPARSE), limit_train_batches=4).fit(model, classification())
+        return model.net[0].bias.detach(), names
+
+    (first, names), (second, _) = run_launched(2, run)
+    assert "net.0.bias" not in names
+    assert "temperature" in names
+    assert not torch.equal(first, second)  # trained on local gradients, as in DDP
+
+
+def test_no_sampler_where_none_is_wanted() -> None:
+    def run(rank: int) -> str:
+        fitted = trainer(SAFusionStrategy(**SPARSE), use_distributed_sampler=False, limit_train_batches=2)
+        fitted.fit(TinyClassifier(), classification())
+        return type(fitted.train_dataloader.sampler).__name__
+
+    assert run_launched(2, run) == ["SequentialSampler"] * 2
+
+
+def test_processes_created_elsewhere_are_not_launched_again() -> None:
+    def run(rank: int) -> bool:
+        strategy = trainer(SAFusionStrategy(**SPARSE)).strategy
+        assert isinstance(strategy.cluster_environment, LightningEnvironment)
+        return strategy.cluster_environment.creates_processes_externally
+
+    assert run_launched(2, run) == [True, True]
+
+
+def test_backends_and_options_reach_ddp() -> None:
+    strategy = SAFusionStrategy(process_group_backend="gloo", static_graph=True, timeout=None)
+    assert isinstance(strategy, DDPStrategy)
+    assert strategy.process_group_backend == "gloo"
+    assert strategy._ddp_kwargs["static_graph"] is True
+
+
+@pytest.mark.parametrize("place", ["model", "submodule"])
+def test_compiled_models(place: str) -> None:
+    """With a backend that needs no compiler: what is tested is how graphs, buckets and hooks meet."""
+
+    def train(strategy: Any) -> list[Tensor]:
+        torch._dynamo.reset()
+        model: LightningModule = TinyClassifier()
+        if place == "submodule":
+            model.net = torch.compile(model.net, backend="aot_eager")
+        whole = torch.compile(model, backend="aot_eager") if place == "model" else model
+        trainer(strategy, limit_train_batches=5).fit(whole, classification())
+        return [p.detach().clone() for p in model.parameters()]
+
+    def both(rank: int) -> float:
+        pairs = zip(train(SAFusionStrategy(density=1.0, collective="allgather")), train("ddp"), strict=True)
+        return max(float((a - b).abs().max()) for a, b in pairs)
+
+    assert max(run_launched(2, both, timeout=120)) < 2e-6
