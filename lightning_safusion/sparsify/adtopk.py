@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -58,15 +59,29 @@ class ADTopk(Sparsifier):
     def _top_rows(self, x: Tensor, segments: Segments) -> Selection:
         magnitude = torch.nan_to_num(x.abs(), nan=math.inf, posinf=math.inf)  # NaN counts as largest
         keep = torch.zeros(x.shape, dtype=torch.bool, device=x.device)
-        starts, sizes, quotas = segments.edges[:-1].tolist(), segments.sizes.tolist(), segments.quotas.tolist()
-        for start, size, quota, shape in zip(starts, sizes, quotas, segments.shapes, strict=True):
-            if quota:
-                matrix, axis = self._matrix(shape if math.prod(shape) == size else (size,))
-                moved = magnitude[start : start + size].view(matrix).movedim(axis, -1)
-                chosen = top_per_row(moved.reshape(-1, matrix[axis]), quota)
-                keep[start : start + size].view(matrix).movedim(axis, -1).copy_(chosen.view(moved.shape))
+        for members in self._alike(segments):
+            rows = [piece.rows(magnitude) for piece in members]
+            chosen = top_per_row(torch.cat(rows), sum(piece.quota for piece in members))
+            for piece, part in zip(members, chosen.split([len(block) for block in rows]), strict=True):
+                piece.store(part, keep)
         indices = _positions(keep, segments.capacity)
         return Selection(indices, x[indices], segments.capacity)
+
+    def _alike(self, segments: Segments) -> list[list[_Piece]]:
+        """The segments that send something, those whose rows are of one length and send alike together."""
+        if self.rule not in segments.cache:
+            groups: dict[tuple[int, ...], list[_Piece]] = {}
+            starts, sizes, quotas = segments.edges[:-1].tolist(), segments.sizes.tolist(), segments.quotas.tolist()
+            for start, size, quota, shape in zip(starts, sizes, quotas, segments.shapes, strict=True):
+                if quota:
+                    matrix, axis = self._matrix(shape if math.prod(shape) == size else (size,))
+                    each, rest = divmod(quota, size // matrix[axis])
+                    # a remainder goes to rows of its own tensor
+                    key = (matrix[axis], each) if rest == 0 else (matrix[axis], each, start)
+                    groups.setdefault(key, []).append(_Piece(start, start + size, matrix, axis, quota))
+            segments.cache[self.rule] = list(groups.values())
+        alike: list[list[_Piece]] = segments.cache[self.rule]
+        return alike
 
     def _matrix(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
         """The shape under which a tensor is cut into rows, and the axis along which a row runs."""
@@ -76,6 +91,33 @@ class ADTopk(Sparsifier):
             return (shape[0], math.prod(shape[1:])), 1
         along_first = self.rule == "dim0" or (self.rule == "longer" and shape[0] > shape[1])
         return shape, 0 if along_first else 1
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A segment as rows.
+
+    Args:
+        start, stop: Its elements in the span.
+        matrix: The shape under which it is cut into rows.
+        axis: Along which a row runs.
+        quota: Elements that it sends.
+    """
+
+    start: int
+    stop: int
+    matrix: tuple[int, ...]
+    axis: int
+    quota: int
+
+    def rows(self, span: Tensor) -> Tensor:
+        """Its rows [R, C] of a span [N]."""
+        return span[self.start : self.stop].view(self.matrix).movedim(self.axis, -1).reshape(-1, self.matrix[self.axis])
+
+    def store(self, rows: Tensor, span: Tensor) -> None:
+        """Writes rows [R, C] to where they belong in a span [N]."""
+        moved = span[self.start : self.stop].view(self.matrix).movedim(self.axis, -1)
+        moved.copy_(rows.view(moved.shape))
 
 
 def top_per_row(rows: Tensor, quota: int) -> Tensor:
