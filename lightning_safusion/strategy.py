@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from lightning.fabric.strategies.registry import _StrategyRegistry
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_safusion import checkpoint as side_files
-from lightning_safusion.__about__ import __version__
 from lightning_safusion.comm.horovod_transport import HorovodTransport
 from lightning_safusion.comm.torch_transport import TorchTransport, default_transport
 from lightning_safusion.comm.transport import Transport
 from lightning_safusion.environments.horovod import check_horovod, configure_horovod
-from lightning_safusion.fusion.controller import Controller
 from lightning_safusion.fusion.ddp import DDPHook
-from lightning_safusion.fusion.engine import EngineSettings, build_controller, check_equal
+from lightning_safusion.fusion.engine import EngineSettings, build_controller, check_equal, fingerprint
 from lightning_safusion.fusion.layout import TensorSpec, specs_from_parameters
 from lightning_safusion.fusion.planning import CollectiveChoice
 from lightning_safusion.fusion.policy import FusionPolicy
@@ -42,6 +36,7 @@ from lightning_safusion.parameters import (
     sparse_parameters,
     trainable,
 )
+from lightning_safusion.resumable import ResumableDDPStrategy
 from lightning_safusion.signals import DeferredSignals, requeue_signal
 from lightning_safusion.sparsify.base import Sparsifier
 from lightning_safusion.sparsify.memory import Memory, resolve_memory
@@ -53,7 +48,7 @@ from lightning_safusion.systems import resolve_system
 _COMPILE_BUCKET_BYTES = 25 * 1024 * 1024
 
 
-class SAFusionStrategy(DDPStrategy):
+class SAFusionStrategy(ResumableDDPStrategy):
     """Distributed data parallel training that sends sparsified gradients.
 
     Every gradient tensor is sparsified *before* it is fused into a communication buffer, so that no tensor goes
@@ -142,14 +137,11 @@ class SAFusionStrategy(DDPStrategy):
             raise ValueError(f"dense_below is a number of elements, 0 or more, got {self._dense_below}")
         super().__init__(**kwargs)
         self._transport: Transport | None = None
-        self._controller: Controller | None = None
         self._hook: DDPHook | None = None
         self._aside: str | None = None
         self._wrapped: list[str] = []  # trainable parameters that DDP knows
         self._dense_for_good: str | None = None  # why plain DDP goes on where the engine has begun
         self._sends_all: str | None = None  # why the engine does that, instead of stepping aside
-        self._resumed: tuple[_PATH, dict[str, Any]] | None = None  # checkpoint being restored, our entry in it
-        self._ended: Controller | None = None  # of a fit that has ended: it may still be saved
         self._signals: DeferredSignals | None = None
         self._last_report: dict[str, Any] | None = None  # of a fit that has ended
 
@@ -183,7 +175,8 @@ class SAFusionStrategy(DDPStrategy):
         specs = self._specs(model)
         self._transport = self._make_transport(model)
         entry = self._resumed[1] if self._resumed is not None else {}
-        check_equal(self._transport, self._fingerprint(specs) | {"checkpoint": str(entry.get("nonce"))})
+        checked = {"system": self.system, "checkpoint": str(entry.get("nonce"))}
+        check_equal(self._transport, fingerprint(self.settings, specs) | checked)
         reason = self._dense_for_good or self.settings.dense_reason(specs, self._transport.world_size)
         # DDP's own group is for control where Horovod carries the gradients: those it carries even when all are sent
         by_engine = self._over_horovod and self._transport.world_size > 1
@@ -356,46 +349,6 @@ class SAFusionStrategy(DDPStrategy):
             self._signals.remove()
             self._signals = None
 
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        """Writes one side file per rank as well, unless the checkpoint holds weights only; all ranks call it."""
-        controller = self._controller
-        if controller is None and torch.distributed.is_initialized():
-            controller = self._ended
-        if controller is not None and "optimizer_states" in checkpoint:
-            # First, so that no main file is ever there before its side files
-            checkpoint[side_files.ENTRY] = side_files.save(controller, self.settings.describe(), filepath)
-        elif self.is_global_zero:
-            side_files.remove(filepath)  # of a checkpoint that is overwritten
-        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-
-    @override
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        # Lightning before 2.6 does not know weights_only
-        options = {} if weights_only is None else {"weights_only": weights_only}
-        checkpoint = super().load_checkpoint(checkpoint_path, **options)
-        entry = checkpoint.get(side_files.ENTRY)
-        self._resumed = (checkpoint_path, entry) if isinstance(entry, dict) else None
-        return checkpoint
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restores the engine as well: unlike when the checkpoint is loaded, it exists by now."""
-        super().load_optimizer_state_dict(checkpoint)
-        resumed, self._resumed = self._resumed, None
-        if resumed is None or self._controller is None:
-            return
-        path, entry = resumed
-        notes = side_files.restore(self._controller, self.settings.describe(), entry, path)
-        if notes:
-            rank_zero_warn(f"SAFusionStrategy resumes from {path} with differences: {'; '.join(notes)}.")
-
-    @override
-    def remove_checkpoint(self, filepath: _PATH) -> None:
-        super().remove_checkpoint(filepath)
-        if self.local_rank == 0:  # of every node: their folders need not be one
-            side_files.remove(filepath)
-
     def report(self) -> dict[str, Any]:
         """Figures of the latest step on this rank, under the keys of :meth:`WindowReport.as_dict`.
 
@@ -437,12 +390,6 @@ class SAFusionStrategy(DDPStrategy):
 
     def _specs(self, module: nn.Module) -> tuple[TensorSpec, ...]:
         return specs_from_parameters(dense_parameters(module), self._dense, self._dense_below)
-
-    def _fingerprint(self, specs: tuple[TensorSpec, ...]) -> dict[str, str]:
-        tensors = {f"parameter {s.name}": f"{s.shape} {s.dtype}{' dense' if s.dense else ''}" for s in specs}
-        versions = {"lightning_safusion": __version__, "torch": torch.__version__}
-        deterministic = {"deterministic": str(torch.are_deterministic_algorithms_enabled())}
-        return self.settings.describe() | {"system": self.system} | deterministic | versions | tensors
 
 
 def _announce(text: str) -> None:

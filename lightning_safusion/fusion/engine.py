@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import torch
 
+from lightning_safusion.__about__ import __version__
 from lightning_safusion.comm.calibrate import calibrate
 from lightning_safusion.comm.cost import allgather_bytes, ring_allreduce_bytes
 from lightning_safusion.comm.transport import Transport
@@ -118,6 +119,14 @@ def describe(part: Any) -> str:
     plain = (str, int, float, bool, type(None), list, tuple, DensitySchedule)
     shown = ", ".join(f"{key}={describe(value)}" for key, value in options.items() if isinstance(value, plain))
     return f"{type(part).__name__}({shown})"
+
+
+def fingerprint(settings: EngineSettings, specs: Sequence[TensorSpec]) -> dict[str, str]:
+    """All that must be the same on every rank, as text: settings, versions and the model's tensors."""
+    tensors = {f"parameter {s.name}": f"{s.shape} {s.dtype}{' dense' if s.dense else ''}" for s in specs}
+    versions = {"lightning_safusion": __version__, "torch": torch.__version__}
+    deterministic = {"deterministic": str(torch.are_deterministic_algorithms_enabled())}
+    return settings.describe() | deterministic | versions | tensors
 
 
 def check_equal(transport: Transport, values: dict[str, str]) -> None:
