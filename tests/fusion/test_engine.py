@@ -77,7 +77,7 @@ def test_nothing_is_lost_on_any_wire(make: Callable[..., Cluster], wire: str, co
 
 @pytest.mark.parametrize("compressor", available_sparsifiers())
 def test_nothing_is_lost_in_any_combination(make: Callable[..., Cluster], compressor: str) -> None:
-    """Every sparsifier, wire and collective, on 1, 2, 3 and 5 workers, with the residual memory: the one that conserves."""
+    """Every sparsifier, wire and collective, on 1, 2, 3 and 5 workers, with the memory that conserves."""
     shapes = specs(((40, 30), (40,), (1,), (0,), (90, 70), (7, 11)))
     for wire in available_wires():
         for collective in ("auto", "allgather", "allreduce"):
