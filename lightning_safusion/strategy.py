@@ -141,6 +141,7 @@ class SAFusionStrategy(ResumableDDPStrategy):
         self._aside: str | None = None
         self._wrapped: list[str] = []  # trainable parameters that DDP knows
         self._dense_for_good: str | None = None  # why plain DDP goes on where the engine has begun
+        self._costs_followed = 0  # windows when costs were last looked at
         self._sends_all: str | None = None  # why the engine does that, instead of stepping aside
         self._signals: DeferredSignals | None = None
         self._last_report: dict[str, Any] | None = None  # of a fit that has ended
@@ -304,6 +305,10 @@ class SAFusionStrategy(ResumableDDPStrategy):
         controller = self._controller
         if controller is None or self._over_horovod or not isinstance(self.model, DistributedDataParallel):
             return
+        # once after each window: never among the micro-batches of an accumulation, whose gradients are in DDP's buckets
+        if controller.windows == self._costs_followed:
+            return
+        self._costs_followed = controller.windows
         if not controller.can_step_aside():
             return
         self._dense_for_good = "its all-reduce has been predicted to be faster for every buffer, review after review"

@@ -106,7 +106,10 @@ def test_dgc_memory_keeps_its_momentum_on_one_worker() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_plain_ddp_goes_on_where_every_buffer_is_dense_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_plain_ddp_goes_on_where_every_buffer_is_dense_for_good(
+    monkeypatch: pytest.MonkeyPatch, accumulate: int
+) -> None:
     from lightning_safusion.comm import LinearCost
     from lightning_safusion.fusion import engine
 
@@ -117,13 +120,13 @@ def test_plain_ddp_goes_on_where_every_buffer_is_dense_for_good(monkeypatch: pyt
     def run(rank: int) -> tuple[Any, int, list[Tensor]]:
         model = TinyClassifier()
         strategy = SAFusionStrategy(density=0.05)
-        trainer(strategy, max_epochs=2).fit(model, classification())
+        trainer(strategy, max_epochs=4, accumulate_grad_batches=accumulate).fit(model, classification())
         report = strategy.report()
         return report["plain_ddp"], report["bytes_sent"], [p.detach() for p in model.parameters()]
 
     def plain(rank: int) -> list[Tensor]:
         model = TinyClassifier()
-        trainer("ddp", max_epochs=2).fit(model, classification())
+        trainer("ddp", max_epochs=4, accumulate_grad_batches=accumulate).fit(model, classification())
         return [p.detach() for p in model.parameters()]
 
     (reason, sent, first), (_, _, second) = run_launched(2, run)

@@ -115,10 +115,12 @@ class DDPHook:
         Raises:
             RuntimeError: With the names of the parameters that got no gradient.
         """
+        if not (any(self._fresh) or self._sparse):
+            return  # drained: almost always
         layout = self.controller.generator.layout
         stale = [spec.name for spec in layout.specs if not self._fresh[spec.index]]
         missing = self.controller.missing()
-        if not missing and synchronised and any(self._fresh):
+        if not missing and synchronised:
             # DDP's first bucket holds everything and was never full: the hook has not run at all
             missing = stale
         # DDP keeps back all later ones behind the first that is missing: name those that have no gradient, if any

@@ -206,7 +206,6 @@ class Generator:
             step: Number of the window, the same on all ranks.
             scale: Factor that the gradients carry; the memory holds them without it.
             notices: What this rank tells all others (bits of ``Notice``).
-
         """
         flags = torch.from_numpy((fresh * _FRESH + raw * _RAW).astype(np.uint8)).to(self.device)
         taken = fresh & ~raw
