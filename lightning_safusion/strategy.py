@@ -214,6 +214,8 @@ class SAFusionStrategy(ResumableDDPStrategy):
             raise RuntimeError("hooks are registered on the wrapped model: call _setup_model first")
         module = self.model.module
         overlap = not self._ddp_kwargs.get("find_unused_parameters")
+        static_graph = bool(self._ddp_kwargs.get("static_graph"))
+        deferred = overlap and not static_graph and self._never_waits()
         measure = not torch.are_deterministic_algorithms_enabled()
         settings = self.settings
         if self._sends_all is not None:
@@ -221,12 +223,16 @@ class SAFusionStrategy(ResumableDDPStrategy):
             settings = replace(settings, density=ConstantDensity(1.0))
             _announce(f"gradients travel whole, because {self._sends_all}; so does what a checkpoint has held back")
         self._controller = build_controller(
-            settings, self._specs(module), self._transport, self.root_device, measure, _announce, overlap
+            settings, self._specs(module), self._transport, self.root_device, measure, _announce, overlap, deferred
         )
-        static_graph = bool(self._ddp_kwargs.get("static_graph"))
         params = [param for _, param in dense_parameters(module)]
         self._hook = DDPHook(self._controller, params, sparse_parameters(module), static_graph)
         self.model.register_comm_hook(None, self._hook.run)
+
+    def _never_waits(self) -> bool:
+        """Whether nothing asks the host to wait for an exchange: every tensor has a gradient on all ranks each step."""
+        streams = self.root_device.type == "cuda" and self._transport is not None and self._transport.stream_ordered
+        return streams and self.lightning_module is not None and self.lightning_module.automatic_optimization
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -321,6 +327,10 @@ class SAFusionStrategy(ResumableDDPStrategy):
             self._signals = DeferredSignals(self._tell, requeue_signal(self.cluster_environment))
             self._signals.install()
 
+    def _settle(self) -> None:
+        if self._controller is not None:
+            self._controller.settle()
+
     def _tell(self, notice: int) -> None:
         if self._controller is not None:
             self._controller.notices |= notice
@@ -338,6 +348,7 @@ class SAFusionStrategy(ResumableDDPStrategy):
     @override
     def on_validation_start(self) -> None:
         super().on_validation_start()
+        self._settle()
         if self._signals is not None:
             self._signals.remove()  # no gradients are exchanged that could carry the news
 
@@ -350,6 +361,7 @@ class SAFusionStrategy(ResumableDDPStrategy):
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
+        self._settle()
         if self._signals is not None:
             self._signals.remove()
             self._signals = None

@@ -64,6 +64,8 @@ class Cluster:
         make_settings: Called once per worker: parts hold state.
         tensors: The gradients' description.
         order: Registration indices in ready order; the reverse of registration by default.
+        measure: Plan with measured times.
+        deferred: Let the device decide at the end of a window, as on CUDA.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Cluster:
         tensors: Sequence[TensorSpec] | None = None,
         order: Sequence[int] | None = None,
         measure: bool = False,
+        deferred: bool = False,
     ) -> None:
         self.specs = list(tensors if tensors is not None else specs())
         self.order = list(order if order is not None else reversed(range(len(self.specs))))
@@ -81,7 +84,7 @@ class Cluster:
         self.settings = [make_settings() for _ in range(world_size)]
         self.controllers: list[Controller] = self.each(
             lambda rank: build_controller(
-                self.settings[rank], self.specs, self.transports[rank], torch.device("cpu"), measure
+                self.settings[rank], self.specs, self.transports[rank], torch.device("cpu"), measure, deferred=deferred
             )
         )
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.exchange import Exchange, Part, SpanSpec, TensorFlag, Verdict, all_finite, saturated
+from lightning_safusion.comm.exchange import (
+    Notice,
+    Part,
+    SpanSpec,
+    StreamOrderedExchange,
+    TensorFlag,
+    Verdict,
+    all_finite,
+    saturated,
+)
 from lightning_safusion.comm.transport import Transport
 from lightning_safusion.comm.wire import Codec
 from lightning_safusion.sparsify.base import Selection
@@ -22,7 +30,7 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // 8) * 8  # a float64 lane can only be viewed at a multiple of its size
 
 
-class SparseAllGather(Exchange):
+class SparseAllGather(StreamOrderedExchange):
     """One packed message per rank and buffer: ``[flags | notices | dense lanes by run | selection]``.
 
     Volume per worker: ``(world_size - 1) * message`` bytes received (recursive doubling or ring).
@@ -55,7 +63,7 @@ class SparseAllGather(Exchange):
         self._sent = (empty, empty.to(torch.float32))
         self._touched: list[Tensor] = []
         self._spoiled = False
-        self._regular = Verdict.regular(spec.num_tensors, transport.world_size, finite=True)
+        self._regular = Verdict.regular(spec.num_tensors, transport.world_size)
         self._regular_headers = (bytes([TensorFlag.FRESH]) * spec.num_tensors + b"\0") * transport.world_size
 
     @property
@@ -95,9 +103,9 @@ class SparseAllGather(Exchange):
             if first <= start and stop <= last:
                 lane[start - first : stop - first] = 0
 
-    def decode(self, scratch: Tensor) -> tuple[Tensor, Verdict]:
+    def decode(self, scratch: Tensor) -> Tensor:
         scale = 1.0 / self.transport.world_size
-        runs = [scratch[start:stop] for start, stop, _ in self.spec.dense_runs]
+        runs = self._runs(scratch)
         self._touched = []
         for message, lanes in zip(self._messages, self._received_lanes, strict=True):
             if runs:
@@ -107,22 +115,33 @@ class SparseAllGather(Exchange):
                 indices, values = self.codec.decode(message[self._selection])
                 scratch.scatter_add_(0, indices, values * scale)
                 self._touched.append(indices)
-        # every rank's values were finite when it sent them, but their sum can overflow
-        finite = all(all_finite(scratch[indices]) for indices in self._touched) and all(map(all_finite, runs))
-        verdict = self._verdict(finite)
-        self._spoiled = bool(verdict.bad.any())
-        for tensor in np.flatnonzero(verdict.bad):
-            scratch[self.spec.edges[tensor] : self.spec.edges[tensor + 1]] = torch.nan
-        return scratch, verdict
+        return scratch
 
-    def verdict(self) -> Verdict:
-        return self._verdict(finite=True)
+    def _runs(self, span: Tensor) -> list[Tensor]:
+        return [span[start:stop] for start, stop, _ in self.spec.dense_runs]
 
-    def _verdict(self, finite: bool) -> Verdict:
-        headers = self._headers.cpu().numpy()
-        if headers.tobytes() == self._regular_headers:
-            return self._regular if finite else replace(self._regular, finite=False)
-        return Verdict.of(headers[:, :-1], int(np.bitwise_or.reduce(headers[:, -1])), finite)
+    def is_finite(self, mean: Tensor) -> bool:
+        # only what was written: the rest is zero
+        return all(all_finite(mean[indices]) for indices in self._touched) and all(map(all_finite, self._runs(mean)))
+
+    @property
+    def headers(self) -> Tensor:
+        return self._headers
+
+    def verdict(self, headers: Tensor | None = None) -> Verdict:
+        flags = (self._headers.cpu() if headers is None else headers).numpy()
+        if flags.tobytes() == self._regular_headers:
+            return self._regular
+        return Verdict.of(flags[:, :-1], int(np.bitwise_or.reduce(flags[:, -1])))
+
+    def standing(self) -> tuple[Tensor, Tensor]:
+        flags, notices = self._headers[:, :-1], self._headers[:, -1]
+        regular = (flags == int(TensorFlag.FRESH)).all() & ((notices & int(Notice.FAILED)) == 0).all()
+        return ((flags & int(TensorFlag.BAD)) != 0).any(dim=0), regular
+
+    def poison(self, mean: Tensor, bad: Tensor) -> None:
+        super().poison(mean, bad)
+        self._spoiled = True
 
     def release(self, scratch: Tensor) -> None:
         written = sum(len(indices) for indices in self._touched)
@@ -133,7 +152,7 @@ class SparseAllGather(Exchange):
                 scratch.index_fill_(0, indices, 0.0)
             for start, stop, _ in self.spec.dense_runs:
                 scratch[start:stop].zero_()
-        self._touched = []
+        self._touched, self._spoiled = [], False
 
     def sent(self) -> tuple[Tensor, Tensor]:
         return self._sent

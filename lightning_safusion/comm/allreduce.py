@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_safusion.comm.exchange import (
-    Exchange,
     Notice,
     Part,
     SpanSpec,
+    StreamOrderedExchange,
     TensorFlag,
     Verdict,
-    all_finite,
     saturated,
 )
 from lightning_safusion.comm.transport import Transport
@@ -23,7 +20,7 @@ from lightning_safusion.comm.transport import Transport
 _COUNTED = (TensorFlag.FRESH, TensorFlag.BAD, TensorFlag.RAW)
 
 
-class DenseAllReduce(Exchange):
+class DenseAllReduce(StreamOrderedExchange):
     """Ring all-reduce of the whole span in one dtype; ``2 (n - 1) / n`` buffers received per worker.
 
     Every tensor's flags, and this rank's notices, travel as ones behind the data, so that their sums say how
@@ -71,18 +68,25 @@ class DenseAllReduce(Exchange):
     def start(self) -> None:
         self.work = self.transport.all_reduce(self._buffer)
 
-    def verdict(self) -> Verdict:
-        tail = self._buffer[self.spec.numel :].float().round().cpu().numpy().astype(np.int64)
+    @property
+    def headers(self) -> Tensor:
+        return self._buffer[self.spec.numel :]
+
+    def verdict(self, headers: Tensor | None = None) -> Verdict:
+        tail = (self.headers.cpu() if headers is None else headers).float().round().numpy().astype(np.int64)
         fresh, bad, raw = tail[: -len(Notice)].reshape(len(_COUNTED), self.spec.num_tensors)
         notices = sum(int(notice) for notice, count in zip(Notice, tail[-len(Notice) :], strict=True) if count > 0)
-        return Verdict(fresh, bad > 0, raw > 0, notices, finite=True)
+        return Verdict(fresh, bad > 0, raw > 0, notices)
 
-    def decode(self, scratch: Tensor) -> tuple[Tensor, Verdict]:
-        mean = self._buffer[: self.spec.numel]
-        verdict = replace(self.verdict(), finite=all_finite(mean))
-        for tensor in np.flatnonzero(verdict.bad):
-            mean[self.spec.edges[tensor] : self.spec.edges[tensor + 1]] = torch.nan
-        return mean, verdict
+    def standing(self) -> tuple[Tensor, Tensor]:
+        counts = self.headers[: -len(Notice)].view(len(_COUNTED), self.spec.num_tensors).float().round()
+        failed = self.headers[-len(Notice) :][list(Notice).index(Notice.FAILED)]
+        fresh, bad, raw = counts
+        regular = (fresh == self.transport.world_size).all() & ~(bad + raw > 0).any() & (failed < 0.5)
+        return bad > 0, regular
+
+    def decode(self, scratch: Tensor) -> Tensor:
+        return self._buffer[: self.spec.numel]
 
     def release(self, scratch: Tensor) -> None:
         """Nothing was written to the scratch."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_safusion.comm.transport import Transport, Work
 from lightning_safusion.sparsify.base import Selection
+from lightning_safusion.sparsify.view import device_constant
 
 
 class TensorFlag(IntFlag):
@@ -80,30 +81,27 @@ class Verdict:
         bad: bool [T], not finite on some rank.
         raw: bool [T], some rank wants it outside the compressed path.
         notices: Bits of :class:`Notice` that some rank has set.
-        finite: Whether the decoded mean is finite.
     """
 
     fresh: np.ndarray
     bad: np.ndarray
     raw: np.ndarray
     notices: int
-    finite: bool
 
     @classmethod
-    def regular(cls, num_tensors: int, world_size: int, finite: bool) -> Verdict:
+    def regular(cls, num_tensors: int, world_size: int) -> Verdict:
         """Every tensor fresh on all ranks, and nothing wrong: almost every step."""
         nothing = np.zeros(num_tensors, bool)
-        return cls(np.full(num_tensors, world_size), nothing, nothing, 0, finite)
+        return cls(np.full(num_tensors, world_size), nothing, nothing, 0)
 
     @classmethod
-    def of(cls, flags: np.ndarray, notices: int, finite: bool) -> Verdict:
+    def of(cls, flags: np.ndarray, notices: int) -> Verdict:
         """From the flags of all ranks, uint8 [world_size, T]."""
         return cls(
             ((flags & TensorFlag.FRESH) != 0).sum(axis=0),
             ((flags & TensorFlag.BAD) != 0).any(axis=0),
             ((flags & TensorFlag.RAW) != 0).any(axis=0),
             notices,
-            finite,
         )
 
     def is_regular(self, world_size: int) -> bool:
@@ -147,6 +145,9 @@ class Exchange(ABC):
         self.transport = transport
         self.device = device
         self.work: Work | None = None
+        nonempty = [t for t in range(spec.num_tensors) if spec.edges[t] < spec.edges[t + 1]]
+        self._nonempty = device_constant(np.array(nonempty, np.int64), device)
+        self._firsts = device_constant(np.array([spec.edges[t] for t in nonempty], np.int64), device)
 
     @property
     @abstractmethod
@@ -179,19 +180,27 @@ class Exchange(ABC):
 
     @abstractmethod
     def verdict(self) -> Verdict:
-        """What all ranks said in their headers, once :meth:`wait` has returned (``finite`` is not looked at)."""
+        """What all ranks said in their headers, once :meth:`wait` has returned (waits for the device)."""
 
     @abstractmethod
-    def decode(self, scratch: Tensor) -> tuple[Tensor, Verdict]:
+    def decode(self, scratch: Tensor) -> Tensor:
         """Reads what all ranks sent, adding rank by rank so that every rank gets the same bits.
 
         Args:
             scratch: float32 [N] of zeros that the result may be built in.
 
         Returns:
-            The mean over ranks (floating [N]; valid until :meth:`release`) and the verdict. Tensors whose gradient was
-            not finite on some rank are not finite in it.
+            The mean over ranks, floating [N]; valid until :meth:`release`.
         """
+
+    def is_finite(self, mean: Tensor) -> bool:
+        """Whether the decoded mean is finite (waits for the device): sums of finite numbers can overflow."""
+        return all_finite(mean)
+
+    def poison(self, mean: Tensor, bad: Tensor) -> None:
+        """Makes the tensors in ``bad`` (bool [T], on the device of the span) not finite in the mean."""
+        mark = torch.where(bad[self._nonempty], torch.nan, 0.0).to(mean.dtype)
+        mean.index_add_(0, self._firsts, mark)
 
     @abstractmethod
     def release(self, scratch: Tensor) -> None:
@@ -204,3 +213,28 @@ class Exchange(ABC):
     @abstractmethod
     def sent_dense(self, start: int, stop: int, x: Tensor) -> Tensor:
         """float32 [stop - start]: the dense piece as the receivers decoded it, given the same ``x`` as at launch."""
+
+
+class StreamOrderedExchange(Exchange):
+    """An exchange that can be decoded and judged on the device, while the host goes on."""
+
+    @property
+    @abstractmethod
+    def headers(self) -> Tensor:
+        """What all ranks said, as received, on the device of the span."""
+
+    @abstractmethod
+    def verdict(self, headers: Tensor | None = None) -> Verdict:
+        """See :meth:`Exchange.verdict`.
+
+        Args:
+            headers: A copy of :attr:`headers` in host memory, so that nothing is waited for.
+        """
+
+    @abstractmethod
+    def standing(self) -> tuple[Tensor, Tensor]:
+        """The verdict on the device of the span.
+
+        Returns:
+            bool [T], not finite on some rank; and bool: every rank sent every tensor, and none of them is bad.
+        """

@@ -8,13 +8,13 @@ messages until all have.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.exchange import Exchange, Part, SpanSpec, Verdict, all_finite, saturated
+from lightning_safusion.comm.exchange import Exchange, Part, SpanSpec, Verdict, saturated
 from lightning_safusion.comm.transport import Transport, Work
 from lightning_safusion.comm.wire import Codec, resolve_codec
 from lightning_safusion.sparsify.base import Selection
@@ -192,14 +192,10 @@ class StreamedTensor(Exchange):
     def verdict(self) -> Verdict:
         headers = self.stream.finish()
         flags = headers[:, self.place : self.place + 1]
-        return Verdict.of(flags, int(np.bitwise_or.reduce(headers[:, -1])), finite=True)
+        return Verdict.of(flags, int(np.bitwise_or.reduce(headers[:, -1])))
 
-    def decode(self, scratch: Tensor) -> tuple[Tensor, Verdict]:
-        mean = self.stream.mean(self.place)
-        verdict = replace(self.verdict(), finite=all_finite(mean))
-        if verdict.bad.any():
-            mean.fill_(torch.nan)
-        return mean, verdict
+    def decode(self, scratch: Tensor) -> Tensor:
+        return self.stream.mean(self.place)
 
     def release(self, scratch: Tensor) -> None:
         self.stream.mean(self.place).zero_()

@@ -57,6 +57,7 @@ class SoloTransport(Transport):
 
     rank = 0
     world_size = 1
+    stream_ordered = True
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         output.copy_(tensor)
@@ -104,6 +105,7 @@ class TorchTransport(Transport):
         self.world_size = dist.get_world_size(group)
         if self.rank < 0:
             raise ValueError(f"process {dist.get_rank()} is not a member of the process group {group}")
+        self.stream_ordered = "cuda:nccl" in dist.get_backend_config(group)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         # torch 2.13 renamed the function and warns about its old name.

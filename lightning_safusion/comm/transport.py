@@ -30,10 +30,12 @@ class Transport(ABC):
     Attributes:
         rank: This worker, from 0.
         world_size: Number of workers.
+        stream_ordered: On CUDA, :meth:`Work.wait` makes the current stream wait and not the host (NCCL).
     """
 
     rank: int
     world_size: int
+    stream_ordered: bool = False
 
     @abstractmethod
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 
@@ -10,9 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.exchange import Notice, Verdict, all_finite, saturated
+from lightning_safusion.comm.exchange import Notice
 from lightning_safusion.comm.transport import Transport
-from lightning_safusion.fusion.generator import FusionBuffer, Generator, unscaled
+from lightning_safusion.fusion.deferred import DeferredDrain
+from lightning_safusion.fusion.drain import Drain, lost
+from lightning_safusion.fusion.generator import FusionBuffer, Generator
+from lightning_safusion.fusion.lane import Lane
 from lightning_safusion.fusion.plan import CollectiveName, Group, Plan
 from lightning_safusion.fusion.planning import Planner
 from lightning_safusion.fusion.report import WindowReport
@@ -42,6 +44,8 @@ class Controller:
         overlap: Launch buffers while gradients still arrive. Not where a tensor is submitted at different points of the
             backward pass on different ranks (unused on some): the collectives of the model's own backward
             (SyncBatchNorm) would meet ours in different orders.
+        deferred: Read what the ranks say of their tensors one window late, so that the host never waits for the device.
+            Only where every tensor gets a gradient on all ranks in every window.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class Controller:
         density: DensitySchedule,
         dense_first: bool = True,
         overlap: bool = True,
+        deferred: bool = False,
     ) -> None:
         self.generator = generator
         self.planner = planner
@@ -70,8 +75,9 @@ class Controller:
         self._tracked = np.zeros(len(generator.layout), bool)  # the same for what an optimizer announces
         self._first = True  # DDP's first window submits everything at its end, in an order that means nothing
         self._window: Window | None = None
-        self._scratch = torch.zeros(0, device=generator.device)
-        self._warned = False
+        self._selecting = Lane(generator.device)
+        self._drain = Drain(generator, transport)
+        self._deferred = DeferredDrain(generator, Lane(generator.device)) if deferred else None
 
     @property
     def complete(self) -> bool:
@@ -104,6 +110,7 @@ class Controller:
             self._launch_rest(window)
 
     def _begin(self) -> Window:
+        self.settle()
         density = check_density(self.density(self.windows, self.epoch))
         if self.generator.set_density(density):
             self.planner.invalidate()
@@ -114,24 +121,30 @@ class Controller:
         scale = self.loss_scale() if self.loss_scale is not None else None
         # a copy: the scaler updates its factor in place
         scale = scale.detach().clone() if scale is not None else None
-        self._window = Window(len(self.generator.layout), groups, self.windows, density, timed, not self.overlap, scale)
+        # a scaler waits for the device anyway, and a tensor whose gradient was thrown away needs the host
+        deferred = self._deferred is not None and scale is None and not self.unstepped.any()
+        self._window = Window(
+            len(self.generator.layout), groups, self.windows, density, timed, not self.overlap, deferred, scale
+        )
         return self._window
 
     def _dense_window(self) -> bool:
         return self.dense_first and self.windows == 0
 
     def _launch(self, window: Window, group: Group) -> None:
-        buffer = self.generator.buffer(group)
         times = BufferTimes(closed=perf_counter())
-        part = slice(group.start, group.stop)
-        self._merge(window, buffer, part)
-        try:
-            buffer.exchange.start()
-        except Exception as error:
-            raise self._lost(buffer, error) from error
-        times.launched = perf_counter()
-        if buffer.exchange.work is not None and window.timed:
-            buffer.exchange.work.on_done(times.finish)
+        with self._selecting.fork():
+            buffer = self.generator.buffer(group)
+            self._merge(window, buffer, slice(group.start, group.stop))
+            try:
+                buffer.exchange.start()
+            except Exception as error:
+                raise lost(self.generator, buffer, window, error) from error
+            times.launched = perf_counter()
+            if buffer.exchange.work is not None and window.timed:
+                buffer.exchange.work.on_done(times.finish)
+            if self._deferred is not None and window.deferred:
+                self._deferred.launched(window, buffer)
         window.inflight.append((buffer, times))
         window.launched = group.stop
 
@@ -177,136 +190,46 @@ class Controller:
         if window is None or not window.complete:
             raise RuntimeError(f"drain needs a complete window; tensors not seen: {', '.join(self.missing()[:20])}")
         self._window = None
-        repairs: list[int] = []
-        good = self._forgets_skipped(window)
-        errors: list[tuple[int, int, Tensor]] = []
-        for buffer, times in window.inflight:
-            verdict = self._receive(window, buffer, times, errors)
-            self.heard |= verdict.notices
-            good &= verdict.finite and not verdict.bad.any()
-            repairs += [
-                buffer.group.start + int(t) for t in np.flatnonzero(verdict.irregular(self.transport.world_size))
-            ]
+        self._selecting.join()
+        good = True  # until it is known better
+        if self._deferred is not None and window.deferred:
+            self._deferred.run(window)
+            if window.error is not None:
+                raise window.error
+        else:
+            good, notices = self._drain.run(window)
+            self._hear(window, notices)
+        if good:
+            exchanged = self._exchanged(window)
+            self.unstepped[exchanged] = self._tracked[exchanged]
+        self._finish(window)
+
+    def settle(self) -> None:
+        """Reads what the device decided of the last window, if the host does not know it yet.
+
+        Raises:
+            RuntimeError: If a rank could not fill its message, or some ranks had no gradient of a tensor.
+        """
+        outcome = self._deferred.read() if self._deferred is not None else None
+        if outcome is None:
+            return
+        window, good, notices = outcome
+        self._hear(window, notices)
+        if not good:
+            self.unstepped[self._exchanged(window)] = False
+
+    def _hear(self, window: Window, notices: int) -> None:
+        self.heard |= notices
         self.notices &= ~self.heard
         if self.heard & Notice.FAILED:
             self.heard &= ~Notice.FAILED
             raise window.error or RuntimeError(
                 "another rank could not select its gradients in this step; see that rank's own error"
             )
-        if self._repair(window, repairs) and good:
-            self._commit(window, repairs, errors)
-        self._finish(window)
 
-    def _forgets_skipped(self, window: Window) -> bool:
-        """Under a loss scaler, takes the gradients of a step that it will skip out of the memory again; else True.
-
-        DDP throws such a step away. Kept, the gradients of several skipped steps (scalers begin with some) would reach
-        the optimizer at once. What was held back before stays, sent or not.
-        """
-        if window.scale is None:
-            return True
-        for buffer, _ in window.inflight:
-            self._wait(buffer)
-        if not any(buffer.exchange.verdict().bad.any() for buffer, _ in window.inflight):
-            return True
-        for place in np.flatnonzero(window.fresh & ~window.raw).tolist():
-            grad = window.grads_of(Group(place, place + 1))[0]
-            if all_finite(grad):  # what is not was never added
-                self.generator.memory.withdraw(place, unscaled([grad], window.scale)[0])
-        window.raw |= window.fresh  # nothing of them is left to withdraw
-        return False
-
-    def _wait(self, buffer: FusionBuffer) -> None:
-        try:
-            buffer.exchange.wait()
-        except Exception as error:
-            raise self._lost(buffer, error) from error
-
-    def _receive(
-        self, window: Window, buffer: FusionBuffer, times: BufferTimes, errors: list[tuple[int, int, Tensor]]
-    ) -> Verdict:
-        begin = perf_counter()
-        self._wait(buffer)
-        arrived = perf_counter()
-        size = buffer.stop - buffer.start
-        if len(self._scratch) < size:
-            self._scratch = torch.zeros(size, device=self._scratch.device)
-        scratch = self._scratch[:size]
-        mean, verdict = buffer.exchange.decode(scratch)
-        self._deliver(window, buffer, mean, verdict, errors)
-        buffer.exchange.release(scratch)
-        times.waited, times.decoded = arrived - begin, perf_counter() - arrived
-        return verdict
-
-    def _deliver(
-        self,
-        window: Window,
-        buffer: FusionBuffer,
-        mean: Tensor,
-        verdict: Verdict,
-        errors: list[tuple[int, int, Tensor]],
-    ) -> None:
-        """Copies the mean into the gradients; notes what narrow ones cannot hold, which goes back into the
-        residuals."""
-        means, targets = list(mean.split(buffer.sizes)), window.grads_of(buffer.group)
-        places = list(range(len(targets)))
-        if not verdict.is_regular(self.transport.world_size):
-            regular = (verdict.fresh > 0) & ~verdict.irregular(self.transport.world_size)
-            places = np.flatnonzero(regular).tolist()
-            means, targets = [means[t] for t in places], [targets[t] for t in places]
-        if not places:
-            return
-        if window.scale is not None:
-            means = list(torch._foreach_mul(means, window.scale))
-        if not buffer.narrow:
-            torch._foreach_copy_(targets, means)
-            return
-        torch._foreach_copy_(targets, [saturated(m, g.dtype) for m, g in zip(means, targets, strict=True)])
-        edges = buffer.exchange.spec.edges
-        for t, exact, held in zip(places, means, targets, strict=True):
-            if held.itemsize < mean.itemsize:
-                error = exact - held if window.scale is None else unscaled([exact - held], window.scale)[0]
-                errors.append((buffer.start + edges[t], buffer.start + edges[t + 1], error))
-
-    def _repair(self, window: Window, places: Sequence[int]) -> bool:
-        """Averages gradients as DDP does, outside the compressed path, in place; their residuals stay as they were.
-
-        Returns:
-            Whether they are finite.
-        """
-        if not places:
-            return True
-        if not self._warned and self.transport.rank == 0:
-            self._warned = True
-            names = self.generator.layout.names(places)
-            warnings.warn(
-                f"{len(names)} tensors ({', '.join(names[:3])}, ...) were computed on some ranks only, or computed "
-                "again before their optimizer stepped; such gradients travel dense. Use "
-                "toggle_optimizer/untoggle_optimizer in manual "
-                "optimization to keep them out of backward passes whose gradients are thrown away.",
-                stacklevel=2,
-            )
-        grads = [window.grads_of(Group(place, place + 1))[0] for place in places]
-        works = []
-        for place, grad in zip(places, grads, strict=True):
-            # what is not finite was never added
-            if window.fresh[place] and not window.raw[place] and all_finite(grad):
-                added = grad if window.scale is None else unscaled([grad], window.scale)[0]
-                self.generator.memory.withdraw(place, added)
-            grad.mul_(1.0 / self.transport.world_size)
-            works.append(self.transport.all_reduce(grad))
-        for work in works:
-            work.wait()
-        return all(map(all_finite, grads))
-
-    def _commit(self, window: Window, repairs: Sequence[int], errors: Iterable[tuple[int, int, Tensor]]) -> None:
-        for buffer, _ in window.inflight:
-            withdrawn = [p - buffer.group.start for p in repairs if p in buffer.places and not window.raw[p]]
-            self.generator.commit(buffer, withdrawn)
-        for start, stop, error in errors:
-            self.generator.memory.add(start, stop, error)
-        exchanged = [self.generator.layout.specs[p].index for p in np.flatnonzero(window.fresh)]
-        self.unstepped[exchanged] = self._tracked[exchanged]
+    def _exchanged(self, window: Window) -> list[int]:
+        """Registration indices of the tensors whose gradients a window has exchanged."""
+        return [self.generator.layout.specs[place].index for place in np.flatnonzero(window.fresh)]
 
     def _finish(self, window: Window) -> None:
         self.report = WindowReport.of(window, self.generator, self.report)
@@ -353,23 +276,21 @@ class Controller:
 
     def reset(self) -> None:
         """Forgets an open window. Nothing is lost: what it had added to the residual stays there."""
+        if self._window is not None:
+            self._selecting.synchronize()
         self._window = None
+        if self._deferred is not None:
+            self._deferred.forget()
         self.generator.forget()
 
     def release(self) -> None:
         """Frees buffers and figures; the state that a checkpoint wants stays."""
         self.reset()
         self.report = None
-        self._scratch = self._scratch[:0].clone()
+        self._drain.release()
+        if self._deferred is not None:
+            self._deferred.release()
 
     def current_plan(self) -> Plan | None:
         """The plan in use; None while the order of the gradients is not known."""
         return self.planner.current
-
-    def _lost(self, buffer: FusionBuffer, error: Exception) -> RuntimeError:
-        names = self.generator.layout.names(buffer.places)
-        shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-        return RuntimeError(
-            f"rank {self.transport.rank}: the exchange of the buffer with {shown} failed in step {self.windows}: "
-            f"{error}"
-        )

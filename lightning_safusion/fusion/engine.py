@@ -153,6 +153,7 @@ def build_controller(
     measure: bool = True,
     announce: Callable[[str], None] | None = None,
     overlap: bool = True,
+    deferred: bool = False,
 ) -> Controller:
     """Builds a job's controller. Collective: all ranks call it with equal settings.
 
@@ -164,6 +165,8 @@ def build_controller(
         measure: Plan with measured times. False: with modelled ones, so that a seeded run repeats bit for bit.
         announce: Told in one line what travels how, whenever that changes.
         overlap: Launch buffers while gradients still arrive; see :class:`Controller`.
+        deferred: Never wait for the device within a step; see :class:`Controller`. Without effect where buffers fill at
+            each worker's own pace.
     """
     layout = Layout(tuple(specs))
     settings.memory.world_size = transport.world_size
@@ -184,4 +187,6 @@ def build_controller(
     wanted = settings.fusion.needs_costs or settings.collective == "auto"
     prior = calibrate(transport, device) if measure and wanted else None
     planner = Planner(settings.fusion, transport, settings.collective, prior, announce)
-    return Controller(generator, planner, transport, settings.density, settings.collective != "allgather", overlap)
+    dense_first = settings.collective != "allgather"
+    deferred = deferred and not settings.fusion.streams
+    return Controller(generator, planner, transport, settings.density, dense_first, overlap, deferred)

@@ -22,6 +22,7 @@ from lightning_safusion.fusion.plan import Group
 from lightning_safusion.fusion.quota import QuotaRule, Scope, TensorQuotas, group_segments, tensor_quotas
 from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier, check_selection
 from lightning_safusion.sparsify.memory import Memory
+from lightning_safusion.sparsify.view import device_constant
 
 _FRESH, _BAD, _RAW = int(TensorFlag.FRESH), int(TensorFlag.BAD), int(TensorFlag.RAW)
 
@@ -54,6 +55,11 @@ class FusionBuffer:
     def narrow(self) -> bool:
         """Whether gradients have fewer bits than the memory, so that a mean may not fit."""
         return any(dtype.itemsize < 4 for dtype in self.dtypes)
+
+    @cached_property
+    def all_fresh(self) -> Tensor:
+        """uint8 [T]: the flags of almost every step."""
+        return device_constant(np.full(len(self.places), _FRESH, np.uint8), self.exchange.device)
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -207,16 +213,16 @@ class Generator:
             scale: Factor that the gradients carry; the memory holds them without it.
             notices: What this rank tells all others (bits of ``Notice``).
         """
-        flags = torch.from_numpy((fresh * _FRESH + raw * _RAW).astype(np.uint8)).to(self.device)
         taken = fresh & ~raw
         if taken.all():
             buffer.absent = []
-            self._compensate(buffer, grads, list(buffer.places), flags, scale)
+            flags = self._compensate(buffer, grads, list(buffer.places), buffer.all_fresh, scale)
         else:
+            flags = device_constant((fresh * _FRESH + raw * _RAW).astype(np.uint8), self.device)
             buffer.absent = np.flatnonzero(~taken).tolist()
             present = np.flatnonzero(taken).tolist()
             places = [buffer.group.start + i for i in present]
-            self._compensate(buffer, [grads[i] for i in present], places, flags, scale)
+            flags = self._compensate(buffer, [grads[i] for i in present], places, flags, scale)
         x = self.memory.accumulated(buffer.start, buffer.stop)
         buffer.selection = self._select(buffer, x, step)
         buffer.exchange.encode(x, Part(buffer.selection, flags, buffer.absent, notices))
@@ -231,10 +237,10 @@ class Generator:
 
     def _compensate(
         self, buffer: FusionBuffer, grads: Sequence[Tensor], ids: list[int], flags: Tensor, scale: Tensor | None
-    ) -> None:
-        """Adds fresh gradients to the memory; those that are not finite are flagged instead."""
+    ) -> Tensor:
+        """Adds fresh gradients to the memory; those that are not finite are flagged instead: returns the flags."""
         if not grads:
-            return
+            return flags
         first = buffer.group.start
         narrowed = list(grads)
         if torch.float64 in buffer.dtypes:  # added as the memory holds it
@@ -243,11 +249,13 @@ class Generator:
         if self.device.type != "cpu":
             # deciding on the host would wait for the device: what is not finite is replaced by zeros there
             finite = torch.isfinite(norms)
-            flags[[i - first for i in ids]] |= (~finite).to(torch.uint8) * _BAD
+            flags = flags | _spread((~finite).to(torch.uint8) * _BAD, [i - first for i in ids], len(flags))
             narrowed = [torch.where(ok, grad, 0) for ok, grad in zip(finite, narrowed, strict=True)]
+            norms = torch.where(finite, norms, 0.0)
         elif not all_finite(norms):
             # the norm of finite numbers can overflow: look at the elements before calling a tensor bad
             good = [i for i, grad in enumerate(narrowed) if all_finite(grad)]
+            flags = flags.clone()
             flags[[ids[i] - first for i in range(len(ids)) if i not in set(good)]] |= _BAD
             narrowed, ids, norms = [narrowed[i] for i in good], [ids[i] for i in good], norms[good]
         if narrowed and scale is not None:
@@ -258,6 +266,7 @@ class Generator:
             if len(ids) < len(dense):
                 dense = [dense[i - first] for i in ids]
             self.memory.compensate(ids, narrowed, dense, norms)
+        return flags
 
     def _select(self, buffer: FusionBuffer, x: Tensor, step: int) -> Selection | None:
         if buffer.segments is None:
@@ -284,12 +293,13 @@ class Generator:
             x[edges[tensor] : edges[tensor + 1]] = 0
         return x
 
-    def commit(self, buffer: FusionBuffer, withdrawn: Sequence[int]) -> None:
+    def commit(self, buffer: FusionBuffer, withdrawn: Sequence[int], good: Tensor | None = None) -> None:
         """Takes what was sent out of the memory; called once the whole window has ended well.
 
         Args:
             buffer: The group's buffer.
             withdrawn: Tensors of the group whose part in the message was not used by any rank.
+            good: bool on the device: whether the window ended well, where the host does not know it; None if it did.
         """
         edges = buffer.exchange.spec.edges
         indices, sent = buffer.exchange.sent()
@@ -297,6 +307,8 @@ class Generator:
             for tensor in withdrawn:
                 inside = (indices >= edges[tensor]) & (indices < edges[tensor + 1])
                 sent = torch.where(inside, 0.0, sent)
+            if good is not None:
+                sent = torch.where(good, sent, 0.0)
             self.memory.commit(buffer.start, indices, sent)
         left_out = {*buffer.absent, *withdrawn}
         runs = buffer.exchange.spec.dense_runs
@@ -307,9 +319,18 @@ class Generator:
             pieces = [(start, stop) for start, stop, _ in runs]
         x = self.memory.accumulated(buffer.start, buffer.stop)
         for start, stop in pieces:
-            self.memory.commit_dense(
-                buffer.start + start, buffer.start + stop, buffer.exchange.sent_dense(start, stop, x)
-            )
+            whole = buffer.exchange.sent_dense(start, stop, x)
+            if good is not None:
+                whole = torch.where(good, whole, 0.0)
+            self.memory.commit_dense(buffer.start + start, buffer.start + stop, whole)
+
+
+def _spread(values: Tensor, places: list[int], length: int) -> Tensor:
+    """The values at their places in a vector of zeros, without waiting for the device."""
+    if len(places) == length:
+        return values
+    index = device_constant(np.array(places, np.int64), values.device)
+    return torch.zeros(length, dtype=values.dtype, device=values.device).index_copy_(0, index, values)
 
 
 def unscaled(grads: Sequence[Tensor], scale: Tensor) -> list[Tensor]:

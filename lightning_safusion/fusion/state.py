@@ -18,6 +18,7 @@ from lightning_safusion.fusion.controller import Controller
 
 def common_state(controller: Controller) -> dict[str, Any]:
     """Counters, order of the tensors, plan and agreed costs: plain values, the same on all ranks."""
+    controller.settle()
     return {
         "windows": controller.windows,
         "density": controller.generator.quotas.density,
@@ -58,6 +59,7 @@ def local_state(controller: Controller) -> dict[str, Any]:
         complex parameters as [..., 2]); ``compressor``; ``unstepped``: names of the tensors whose last exchanged
         gradient no optimizer has used yet. Plain values and CPU tensors.
     """
+    controller.settle()
     generator = controller.generator
     layout = generator.layout
     names = {spec.index: spec.name for spec in layout.specs}

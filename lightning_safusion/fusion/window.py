@@ -47,6 +47,7 @@ class Window:
         density: Density in force.
         timed: Take down when collectives end.
         hold: Launch nothing before every tensor has been submitted.
+        deferred: The device decides at its end; the host learns of it later.
         scale: Factor of the loss that the gradients carry (one element, on their device); None for 1.
     """
 
@@ -56,6 +57,7 @@ class Window:
     density: float
     timed: bool = True
     hold: bool = False
+    deferred: bool = False
     scale: Tensor | None = None
     grads: list[Tensor | None] = field(init=False)
     fresh: np.ndarray = field(init=False)  # bool [L]

@@ -1,0 +1,218 @@
+"""The end of a window where the host decides: it waits for every buffer, reads what all ranks said, and acts on it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_safusion.comm.exchange import Notice, Verdict, all_finite, saturated
+from lightning_safusion.comm.transport import Transport
+from lightning_safusion.fusion.generator import FusionBuffer, Generator, unscaled
+from lightning_safusion.fusion.plan import Group
+from lightning_safusion.fusion.window import BufferTimes, Window
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What a narrow gradient could not hold of the mean; it goes back into the memory.
+
+    Args:
+        start: First element in the flat space.
+        stop: Behind the last.
+        error: float32 [stop - start].
+    """
+
+    start: int
+    stop: int
+    error: Tensor
+
+
+class Drain:
+    """Gives the means of a complete window back, and takes what was sent out of the memory.
+
+    Args:
+        generator: Made the buffers.
+        transport: Communicator of the buffers.
+    """
+
+    def __init__(self, generator: Generator, transport: Transport) -> None:
+        self.generator = generator
+        self.transport = transport
+        self._scratch = torch.zeros(0, device=generator.device)
+        self._warned = False
+
+    def release(self) -> None:
+        """Frees what only speeds up the next window."""
+        self._scratch = self._scratch[:0].clone()
+
+    def scratch(self, buffer: FusionBuffer) -> Tensor:
+        """float32 [N] of zeros, the same memory for all buffers."""
+        size = buffer.stop - buffer.start
+        if len(self._scratch) < size:
+            self._scratch = torch.zeros(size, device=self._scratch.device)
+        return self._scratch[:size]
+
+    def run(self, window: Window) -> tuple[bool, int]:
+        """Ends a window.
+
+        Returns:
+            Whether it ended well: what was sent has been taken out of the memory. And the notices (bits of ``Notice``)
+            of all ranks. The same on all ranks.
+
+        Raises:
+            RuntimeError: If a peer is lost (with the buffer's tensors), or a rank could not fill its message.
+        """
+        repairs: list[int] = []
+        notices = 0
+        good = self._forgets_skipped(window)
+        errors: list[Rounding] = []
+        for buffer, times in window.inflight:
+            verdict, finite = self._receive(window, buffer, times, errors)
+            notices |= verdict.notices
+            good &= finite and not verdict.bad.any()
+            repairs += [
+                buffer.group.start + int(t) for t in np.flatnonzero(verdict.irregular(self.transport.world_size))
+            ]
+        if notices & Notice.FAILED:
+            return False, notices
+        good &= self._repair(window, repairs)
+        if good:
+            self._commit(window, repairs, errors)
+        return good, notices
+
+    def _forgets_skipped(self, window: Window) -> bool:
+        """Under a loss scaler, takes the gradients of a step that it will skip out of the memory again; else True.
+
+        DDP throws such a step away. Kept, the gradients of several skipped steps (scalers begin with some) would reach
+        the optimizer at once. What was held back before stays, sent or not.
+        """
+        if window.scale is None:
+            return True
+        for buffer, _ in window.inflight:
+            self._wait(window, buffer)
+        if not any(buffer.exchange.verdict().bad.any() for buffer, _ in window.inflight):
+            return True
+        for place in np.flatnonzero(window.fresh & ~window.raw).tolist():
+            grad = window.grads_of(Group(place, place + 1))[0]
+            if all_finite(grad):  # what is not was never added
+                self.generator.memory.withdraw(place, unscaled([grad], window.scale)[0])
+        window.raw |= window.fresh  # nothing of them is left to withdraw
+        return False
+
+    def _wait(self, window: Window, buffer: FusionBuffer) -> None:
+        try:
+            buffer.exchange.wait()
+        except Exception as error:
+            raise lost(self.generator, buffer, window, error) from error
+
+    def _receive(
+        self, window: Window, buffer: FusionBuffer, times: BufferTimes, errors: list[Rounding]
+    ) -> tuple[Verdict, bool]:
+        begin = perf_counter()
+        self._wait(window, buffer)
+        arrived = perf_counter()
+        scratch = self.scratch(buffer)
+        mean = buffer.exchange.decode(scratch)
+        finite = buffer.exchange.is_finite(mean)
+        verdict = buffer.exchange.verdict()
+        if verdict.bad.any():
+            buffer.exchange.poison(mean, torch.from_numpy(verdict.bad).to(mean.device))
+        regular = None
+        if not verdict.is_regular(self.transport.world_size):
+            regular = (verdict.fresh > 0) & ~verdict.irregular(self.transport.world_size)
+        errors += deliver(window, buffer, mean, regular)
+        buffer.exchange.release(scratch)
+        times.waited, times.decoded = arrived - begin, perf_counter() - arrived
+        return verdict, finite
+
+    def _repair(self, window: Window, places: Sequence[int]) -> bool:
+        """Averages gradients as DDP does, outside the compressed path, in place; their residuals stay as they were.
+
+        Returns:
+            Whether they are finite.
+        """
+        if not places:
+            return True
+        self._warn(places)
+        grads = [window.grads_of(Group(place, place + 1))[0] for place in places]
+        works = []
+        for place, grad in zip(places, grads, strict=True):
+            # what is not finite was never added
+            if window.fresh[place] and not window.raw[place] and all_finite(grad):
+                added = grad if window.scale is None else unscaled([grad], window.scale)[0]
+                self.generator.memory.withdraw(place, added)
+            grad.mul_(1.0 / self.transport.world_size)
+            works.append(self.transport.all_reduce(grad))
+        for work in works:
+            work.wait()
+        return all(map(all_finite, grads))
+
+    def _warn(self, places: Sequence[int]) -> None:
+        if self._warned or self.transport.rank != 0:
+            return
+        self._warned = True
+        names = self.generator.layout.names(places)
+        warnings.warn(
+            f"{len(names)} tensors ({', '.join(names[:3])}, ...) were computed on some ranks only, or computed "
+            "again before their optimizer stepped; such gradients travel dense. Use "
+            "toggle_optimizer/untoggle_optimizer in manual "
+            "optimization to keep them out of backward passes whose gradients are thrown away.",
+            stacklevel=2,
+        )
+
+    def _commit(self, window: Window, repairs: Sequence[int], errors: Iterable[Rounding]) -> None:
+        for buffer, _ in window.inflight:
+            withdrawn = [p - buffer.group.start for p in repairs if p in buffer.places and not window.raw[p]]
+            self.generator.commit(buffer, withdrawn)
+        for rounding in errors:
+            self.generator.memory.add(rounding.start, rounding.stop, rounding.error)
+
+
+def deliver(window: Window, buffer: FusionBuffer, mean: Tensor, chosen: np.ndarray | None = None) -> list[Rounding]:
+    """Copies the mean into the gradients of a buffer.
+
+    Args:
+        window: Holds the gradients.
+        buffer: The buffer.
+        mean: Floating [N].
+        chosen: bool [T], tensors to write; None writes all.
+
+    Returns:
+        What narrow gradients cannot hold.
+    """
+    means, targets = list(mean.split(buffer.sizes)), window.grads_of(buffer.group)
+    places = list(range(len(targets)))
+    if chosen is not None:
+        places = np.flatnonzero(chosen).tolist()
+        means, targets = [means[t] for t in places], [targets[t] for t in places]
+    if not places:
+        return []
+    if window.scale is not None:
+        means = list(torch._foreach_mul(means, window.scale))
+    if not buffer.narrow:
+        torch._foreach_copy_(targets, means)
+        return []
+    torch._foreach_copy_(targets, [saturated(m, g.dtype) for m, g in zip(means, targets, strict=True)])
+    edges = buffer.exchange.spec.edges
+    errors = []
+    for t, exact, held in zip(places, means, targets, strict=True):
+        if held.itemsize < mean.itemsize:
+            error = exact - held if window.scale is None else unscaled([exact - held], window.scale)[0]
+            errors.append(Rounding(buffer.start + edges[t], buffer.start + edges[t + 1], error))
+    return errors
+
+
+def lost(generator: Generator, buffer: FusionBuffer, window: Window, error: Exception) -> RuntimeError:
+    """The error of an exchange that failed, with the names of its tensors."""
+    names = generator.layout.names(buffer.places)
+    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return RuntimeError(
+        f"rank {generator.transport.rank}: the exchange of the buffer with {shown} failed in step {window.step}: "
+        f"{error}"
+    )

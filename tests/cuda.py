@@ -1,0 +1,119 @@
+"""A CUDA device that is not there: fake tensors know their device and shape only, and refuse to show their numbers.
+
+What runs on them runs on a real device without the host ever waiting: reading a number raises, and so does every copy
+between host and device that is not asynchronous. Streams and events have stand-ins that note what was asked of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class NoWaiting(TorchDispatchMode):
+    """Refuses copies between host and device for which the host would wait."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default:
+            source, target = args[0].device.type, torch.device(kwargs.get("device") or args[0].device).type
+            self._check(func, source, target, bool(kwargs.get("non_blocking")))
+        if func is torch.ops.aten.copy_.default:
+            blocking = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
+            self._check(func, args[1].device.type, args[0].device.type, bool(blocking))
+        if func is torch.ops.aten.view.dtype and args[0].device.type == "cuda":  # asks for a driver, even if fake
+            size = args[0].shape[-1] * args[0].itemsize // args[1].itemsize
+            return torch.empty((*args[0].shape[:-1], size), dtype=args[1], device=args[0].device)
+        return func(*args, **kwargs)
+
+    def _check(self, func: Any, source: str, target: str, non_blocking: bool) -> None:
+        if source != target and not non_blocking:
+            raise AssertionError(f"{func} from {source} to {target} makes the host wait")
+
+
+class Unguarded(TorchFunctionMode):
+    """Does by way of the dispatcher what Python bindings do under a device guard, which asks for a driver."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__getitem__ and args[0].device.type == "cuda":
+            return self._view(args[0], args[1])
+        if func is Tensor.__setitem__ and args[0].device.type == "cuda":
+            view, value = self._view(args[0], args[1]), args[2]
+            return torch.ops.aten.copy_(view, value) if isinstance(value, Tensor) else view.fill_(value)
+        func = {Tensor.copy_: torch.ops.aten.copy_, Tensor.__invert__: torch.ops.aten.bitwise_not}.get(func, func)
+        return func(*args, **(kwargs or {}))
+
+    def _view(self, tensor: Tensor, index: Any) -> Tensor:
+        dim = 0
+        for part in index if isinstance(index, tuple) else (index,):
+            if part is None:
+                tensor, dim = tensor.unsqueeze(dim), dim + 1
+            elif isinstance(part, slice):
+                tensor, dim = torch.ops.aten.slice(tensor, dim, part.start, part.stop, part.step or 1), dim + 1
+            elif isinstance(part, int):
+                tensor = tensor.select(dim, part)
+            elif isinstance(part, Tensor):
+                assert part.dtype != torch.bool, "indexing by a mask makes the host wait for the device"
+                tensor, dim = torch.ops.aten.index(tensor, [None] * dim + [part]), dim + 1
+            else:
+                raise AssertionError(f"indexing a device tensor by {part!r} makes the host wait for the device")
+        return tensor
+
+
+class Stream:
+    """Stands in for torch.cuda.Stream; notes who waited for whom."""
+
+    log: list[tuple[Any, ...]] = []
+
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
+        self.device = device
+
+    def wait_stream(self, other: Stream) -> None:
+        Stream.log.append((self, "waits for", other))
+
+    def synchronize(self) -> None:
+        raise AssertionError("the host waits for a stream")
+
+
+class Event:
+    """Stands in for torch.cuda.Event."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.recorded = False
+
+    def record(self, stream: Any = None) -> None:
+        self.recorded = True
+
+    def synchronize(self) -> None:
+        assert self.recorded, "waits for an event that was never recorded"
+
+
+@contextmanager
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    """Inside, tensors on the returned device are fake, and waiting for it fails."""
+    streams = [Stream()]
+
+    @contextmanager
+    def use(stream: Stream) -> Iterator[None]:
+        streams.append(stream)
+        yield
+        streams.pop()
+
+    Stream.log = []
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", use)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: streams[-1])
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, pin_memory=False, **kwargs: empty(*args, **kwargs))
+    with FakeTensorMode(allow_non_fake_inputs=True), NoWaiting(), Unguarded():
+        yield torch.device("cuda", 0)

@@ -1,0 +1,230 @@
+"""Windows that the device ends by itself: the same numbers as where the host decides, and the host never waits.
+
+Covers: gradients and residuals bitwise equal to those of the other drain; bad numbers; an error on one rank; a tensor
+    without a gradient on one rank; notices; a rolled-back and a forgotten window; no waiting, on a CUDA device of fake
+    tensors; the order of streams there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException
+
+from lightning_safusion.comm.exchange import Notice
+from lightning_safusion.comm.torch_transport import SoloTransport
+from lightning_safusion.fusion.controller import Controller
+from lightning_safusion.fusion.engine import build_controller
+from lightning_safusion.fusion.planning import Planner
+from lightning_safusion.sparsify import available_sparsifiers
+from tests.cluster import Cluster, settings, specs
+from tests.cuda import Stream, fake_cuda
+from tests.fusion.test_controller import Failing
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Cluster]]:
+    clusters: list[Cluster] = []
+
+    def build(world_size: int = 2, deferred: bool = True, tensors: Any = None, **options: Any) -> Cluster:
+        options = {"collective": "allgather"} | options
+        clusters.append(Cluster(world_size, lambda: settings(**options), tensors, deferred=deferred))
+        return clusters[-1]
+
+    yield build
+    for cluster in clusters:
+        cluster.close()
+
+
+def snapshot(cluster: Cluster) -> list[torch.Tensor]:
+    return [
+        cluster.residual(rank, i).clone() for rank in range(len(cluster.transports)) for i in range(len(cluster.specs))
+    ]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compressor": "gaussiank"},
+        {"compressor": "oktopk", "fusion": "adaptive"},
+        {"compressor": "none"},
+        {"collective": "allreduce"},
+        {"collective": "auto"},
+        {"memory": "dgc"},
+        {"memory": "none"},
+        {"wire": "bf16"},
+        {"wire": "bitmap-fp16", "world_size": 3},
+        {"scope": "group"},
+        {"tensors": specs(dtype=torch.bfloat16)},
+        {"tensors": specs(dtype=torch.float16), "collective": "allreduce"},
+        {"tensors": specs(dense=(1, 4, 7))},
+        {"tensors": specs(((0,), (0, 3)))},
+    ],
+)
+def test_the_numbers_are_those_of_the_other_drain(make: Callable[..., Cluster], options: Any) -> None:
+    clusters = [make(**options, deferred=deferred) for deferred in (True, False)]
+    for step in range(5):
+        device, host = (cluster.step(cluster.random_grads(step)) for cluster in clusters)
+        for ours, theirs in zip(device, host, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(*map(snapshot, clusters), strict=True))
+
+
+@pytest.mark.parametrize("collective", ["allgather", "allreduce"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_bad_gradient_is_seen_by_all_ranks_and_poisons_nothing(
+    make: Callable[..., Cluster], collective: str, value: float
+) -> None:
+    cluster = make(collective=collective)
+    for step in range(3):
+        cluster.step(cluster.random_grads(step))
+    before = snapshot(cluster)
+    grads = cluster.random_grads(9)
+    grads[1][3][5] = value
+    means = cluster.step(grads)
+    for rank in range(2):
+        assert not torch.isfinite(means[rank][3]).all()
+        assert all(torch.isfinite(means[rank][i]).all() for i in range(len(cluster.specs)) if i != 3)
+    added = [torch.zeros_like(g) if g is grads[1][3] else g for mine in grads for g in mine]
+    for old, new, grad in zip(before, snapshot(cluster), added, strict=True):
+        torch.testing.assert_close(new, old + grad.double(), rtol=1e-5, atol=1e-6)
+    after = cluster.step(cluster.random_grads(10))
+    assert all(torch.isfinite(mean).all() for mean in after[0])
+
+
+def test_a_sum_that_overflows_is_a_bad_step(make: Callable[..., Cluster]) -> None:
+    cluster = make(density=1.0, collective="allreduce")
+    huge = [[torch.full((s.numel,), 3e38) for s in cluster.specs]] * 2
+    for settings_ in cluster.settings:
+        settings_.memory.add(0, 10, torch.full((10,), 1e38))
+    cluster.step(huge)
+    assert all(cluster.residual(rank, 6).abs().min() > 2e38 for rank in range(2))
+
+
+def test_a_bad_step_leaves_no_tensor_waiting_for_its_optimizer(make: Callable[..., Cluster]) -> None:
+    cluster = make()
+    for controller in cluster.controllers:
+        controller.track(range(len(cluster.specs)))
+    cluster.step(cluster.random_grads(0))
+    assert all(controller.unstepped.all() for controller in cluster.controllers)
+    for controller in cluster.controllers:
+        controller.stepped(range(len(cluster.specs)))
+    grads = cluster.random_grads(1)
+    grads[0][0][0] = torch.nan
+    cluster.step(grads)
+    for controller in cluster.controllers:
+        controller.settle()
+        assert not controller.unstepped.any()
+
+
+def test_an_error_on_one_rank_is_raised_there_and_one_window_later_elsewhere(make: Callable[..., Cluster]) -> None:
+    cluster = make()
+    cluster.controllers[1].generator.sparsifier = failing = Failing()
+    cluster.step(cluster.random_grads(0))
+    failing.fail = True
+    before = cluster.residual(0, 0).clone()
+    grads = cluster.random_grads(1)
+
+    def run(rank: int) -> list[str]:
+        errors = []
+        for _ in range(2 - rank):
+            try:
+                for index in cluster.order:
+                    cluster.controllers[rank].push(index, grads[rank][index].clone())
+                cluster.controllers[rank].drain()
+            except (RuntimeError, ValueError) as error:
+                errors.append(str(error))
+        return errors
+
+    first, second = cluster.each(run)
+    assert len(second) == 1
+    assert "another rank could not select" in first[0]
+    torch.testing.assert_close(cluster.residual(0, 0), before + grads[0][0].double(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_tensor_without_gradient_on_one_rank_is_an_error_with_its_name(make: Callable[..., Cluster]) -> None:
+    cluster = make()
+    cluster.step(cluster.random_grads(0))
+    fresh = [[not (rank == 1 and i == 6) for i in range(len(cluster.specs))] for rank in range(2)]
+    cluster.step(cluster.random_grads(1), fresh)
+    for controller in cluster.controllers:
+        with pytest.raises(RuntimeError, match=r"\(t6\) got a gradient on some ranks only .* find_unused_parameters"):
+            controller.settle()
+
+
+def test_notices_are_heard_when_the_window_is_settled(make: Callable[..., Cluster]) -> None:
+    cluster = make()
+    cluster.step(cluster.random_grads(0))
+    cluster.controllers[0].notices = int(Notice.TERMINATE)
+    cluster.step(cluster.random_grads(1))
+    assert [controller.heard for controller in cluster.controllers] == [0, 0]
+    cluster.step(cluster.random_grads(2))
+    assert [controller.heard for controller in cluster.controllers] == [int(Notice.TERMINATE)] * 2
+    assert cluster.controllers[0].notices == 0
+
+
+def test_a_forgotten_window_says_nothing_later(make: Callable[..., Cluster]) -> None:
+    cluster = make()
+    grads = cluster.random_grads(0)
+    grads[0][0][0] = torch.nan
+    cluster.step(grads)
+    for controller in cluster.controllers:
+        controller.reset()
+        controller.settle()
+    assert torch.isfinite(cluster.step(cluster.random_grads(1))[0][0]).all()
+
+
+def windows(controller: Controller, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+    for _ in range(4):
+        for spec in reversed(specs()):
+            controller.push(spec.index, torch.zeros(spec.numel, device=device, dtype=dtype))
+        controller.drain()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        *((torch.float32, {"compressor": name}) for name in available_sparsifiers()),
+        (torch.float32, {"memory": "dgc"}),
+        (torch.float32, {"scope": "group"}),
+        (torch.float32, {"collective": "allreduce"}),
+        (torch.bfloat16, {"wire": "bf16"}),
+        (torch.bfloat16, {"wire": "bitmap-fp32", "memory": "none"}),
+        (torch.float16, {"wire": "coo-fp16", "collective": "auto"}),
+    ],
+)
+def test_the_host_never_waits_for_a_cuda_device(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(Planner, "_verify", lambda *_: None)  # waits, once for every new plan
+    # the numbers that the host reads one window later do not exist here
+    monkeypatch.setattr("lightning_safusion.fusion.deferred.DeferredDrain.read", lambda _: None)
+    described = specs(dtype=dtype, dense=(1, 4))
+    with fake_cuda(monkeypatch) as device:
+        chosen = settings(**({"collective": "allgather"} | options))
+        windows(build_controller(chosen, described, SoloTransport(), device, False, deferred=True), device, dtype)
+
+
+def test_the_drain_where_the_host_decides_does_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Planner, "_verify", lambda *_: None)
+    with fake_cuda(monkeypatch) as device, pytest.raises(DataDependentOutputException):
+        windows(build_controller(settings(), specs(), SoloTransport(), device, measure=False), device)
+
+
+def test_each_stream_waits_for_the_one_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Planner, "_verify", lambda *_: None)
+    monkeypatch.setattr("lightning_safusion.fusion.deferred.DeferredDrain.read", lambda _: None)
+    with fake_cuda(monkeypatch) as device:
+        chosen = settings(collective="allgather")
+        controller = build_controller(chosen, specs(), SoloTransport(), device, measure=False, deferred=True)
+        windows(controller, device)
+        backward = torch.cuda.current_stream()
+        waits = [(who, whom) for who, _, whom in Stream.log]
+    select, decode = waits[0][0], waits[1][0]
+    buffers = len(controller.current_plan().groups)  # type: ignore[union-attr]
+    one_window = [(select, backward), (decode, select)] * buffers + [(backward, select), (backward, decode)]
+    assert len({backward, select, decode}) == 3
+    assert waits[-len(one_window) :] == one_window

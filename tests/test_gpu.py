@@ -1,0 +1,113 @@
+"""On a CUDA device: NCCL with streams, gloo, and a hot path that never makes the host wait. Skipped without one.
+
+Covers: one worker over NCCL with the hook in place, against plain training and against the CPU; two workers that share
+    the device over gloo; ``set_sync_debug_mode("error")`` through whole steps; Trainer runs with the strategy.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_safusion import SAFusionStrategy
+from lightning_safusion.comm.torch_transport import TorchTransport
+from lightning_safusion.fusion.ddp import DDPHook
+from lightning_safusion.fusion.engine import build_controller
+from lightning_safusion.fusion.layout import specs_from_parameters
+from tests.cluster import settings
+from tests.models import TinyClassifier, classification, trainer
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+DEVICE = torch.device("cuda", 0)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 96), nn.LayerNorm(96), nn.Linear(96, 8))
+
+
+def train(
+    rank: int, backend: str, device: torch.device, steps: int = 12, quiet: int = 8, **options: Any
+) -> list[Tensor]:
+    """Steps of SGD with the hook; from step ``quiet`` on a wait for the device is an error."""
+    model = network().to(device)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0, gradient_as_bucket_view=True)
+    params = list(model.named_parameters())
+    chosen = settings(**({"collective": "allgather"} | options))
+    nccl = backend == "nccl"
+    specs = specs_from_parameters(params)
+    controller = build_controller(chosen, specs, TorchTransport(), device, measure=False, deferred=nccl)
+    hook = DDPHook(controller, [param for _, param in params])
+    ddp.register_comm_hook(None, hook.run)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    generator = torch.Generator().manual_seed(rank)
+    data = torch.randn(steps, 32, 64, generator=generator).to(device)
+    for step in range(steps):
+        if nccl and step == quiet:
+            torch.cuda.set_sync_debug_mode("error")
+        optimizer.zero_grad()
+        ddp(data[step]).square().mean().backward()
+        optimizer.step()
+    if nccl:
+        torch.cuda.set_sync_debug_mode("default")
+    controller.settle()
+    hook.close()
+    return [param.detach().cpu() for param in model.parameters()]
+
+
+def over(rank: int, backend: str, world_size: int, folder: str, **options: Any) -> list[Tensor]:
+    torch.cuda.set_device(DEVICE)
+    dist.init_process_group(backend, init_method=f"file://{folder}/{backend}", rank=rank, world_size=world_size)
+    try:
+        return train(rank, backend, DEVICE, **options)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("compressor", ["topk", "gaussiank", "none"])
+def test_nccl_streams_give_the_numbers_of_the_cpu(tmp_path: Path, compressor: str) -> None:
+    density = 1.0 if compressor == "none" else 0.05
+    on_gpu = over(0, "nccl", 1, str(tmp_path), compressor=compressor, density=density)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/cpu", rank=0, world_size=1)
+    try:
+        on_cpu = train(0, "gloo", torch.device("cpu"), compressor=compressor, density=density)
+    finally:
+        dist.destroy_process_group()
+    for ours, theirs in zip(on_gpu, on_cpu, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+
+
+def share_the_device(rank: int, folder: str) -> None:
+    torch.save(over(rank, "gloo", 2, folder, compressor="gaussiank"), f"{folder}/{rank}.pt")
+
+
+def test_two_workers_on_one_device_over_gloo(tmp_path: Path) -> None:
+    torch.multiprocessing.start_processes(share_the_device, (str(tmp_path),), nprocs=2, start_method="spawn")
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+class PlainSGD(TinyClassifier):
+    """Its momentum is the memory's."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.02)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "16-mixed"])
+def test_a_trainer_on_one_device_over_nccl(precision: Any) -> None:
+    # this memory keeps the hook in place with one worker
+    strategy = SAFusionStrategy(compressor="topk", density=0.1, memory="dgc", collective="allgather")
+    model = PlainSGD()
+    trainer(strategy, accelerator="gpu", devices=1, precision=precision).fit(model, classification())
+    assert strategy.report()["plain_ddp"] is None
+    assert strategy.report()["windows"] > 30
+    assert all(torch.isfinite(param).all() for param in model.parameters())
+    assert sum(model.losses[-10:]) < sum(model.losses[:10])
