@@ -95,6 +95,11 @@ class Event:
     def synchronize(self) -> None:
         assert self.recorded, "waits for an event that was never recorded"
 
+    def elapsed_time(self, end: Event) -> float:
+        assert self.recorded
+        assert end.recorded
+        return 0.0
+
 
 @contextmanager
 def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
@@ -111,6 +116,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "stream", use)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: streams[-1])
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
     empty = torch.empty

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from time import perf_counter
 
 import numpy as np
 import torch
@@ -11,14 +10,16 @@ from torch import Tensor
 
 from lightning_safusion.comm.exchange import Notice
 from lightning_safusion.comm.transport import Transport
+from lightning_safusion.fusion.clock import clock_for
 from lightning_safusion.fusion.deferred import DeferredDrain
 from lightning_safusion.fusion.drain import Drain, lost
+from lightning_safusion.fusion.events import Observer, WindowEvents
 from lightning_safusion.fusion.generator import FusionBuffer, Generator
 from lightning_safusion.fusion.lane import Lane
 from lightning_safusion.fusion.plan import CollectiveName, Group, Plan
 from lightning_safusion.fusion.planning import Planner
 from lightning_safusion.fusion.report import WindowReport
-from lightning_safusion.fusion.window import BufferTimes, Window
+from lightning_safusion.fusion.window import BufferTimes, Window, unmarked
 from lightning_safusion.sparsify.schedule import ConstantDensity, DensitySchedule, check_density
 
 # The end of a collective is told by a callback on the backend's thread, which stops the backward's for the
@@ -70,6 +71,10 @@ class Controller:
         self.notices = 0  # what this rank tells all others in its next messages (bits of Notice)
         self.heard = 0  # what some rank has told all others: the same on all ranks at the end of every window
         self.report: WindowReport | None = None
+        self.clock = clock_for(generator.device)
+        self.observers: list[Observer] = []
+        self._unobserved: WindowReport | None = None  # its times are not known yet
+        self._timed: WindowEvents | None = None  # of the latest window that took everything down
         self.order_known = False  # the layout has the order in which gradients arrive
         self.unstepped = np.zeros(len(generator.layout), bool)  # exchanged, not yet used; by registration index
         self._tracked = np.zeros(len(generator.layout), bool)  # the same for what an optimizer announces
@@ -117,14 +122,25 @@ class Controller:
         groups: Sequence[Group] = ()
         if self.order_known and not self._dense_window():
             groups = self.planner.plan(self.generator).groups
-        timed = self.windows < _TIMED_WINDOWS or self.windows % _TIMED_EVERY == 0
+        surveyed = self.windows < _TIMED_WINDOWS or self.windows % _TIMED_EVERY == 0
+        timed = surveyed or bool(self.observers)
+        mark = self.clock.mark if timed or self.clock.instant else unmarked
         scale = self.loss_scale() if self.loss_scale is not None else None
         # a copy: the scaler updates its factor in place
         scale = scale.detach().clone() if scale is not None else None
         # a scaler waits for the device anyway, and a tensor whose gradient was thrown away needs the host
         deferred = self._deferred is not None and scale is None and not self.unstepped.any()
         self._window = Window(
-            len(self.generator.layout), groups, self.windows, density, timed, not self.overlap, deferred, scale
+            len(self.generator.layout),
+            groups,
+            self.windows,
+            density,
+            mark,
+            surveyed=surveyed,
+            timed=timed,
+            hold=not self.overlap,
+            deferred=deferred,
+            scale=scale,
         )
         return self._window
 
@@ -132,37 +148,36 @@ class Controller:
         return self.dense_first and self.windows == 0
 
     def _launch(self, window: Window, group: Group) -> None:
-        times = BufferTimes(closed=perf_counter())
+        times = BufferTimes()
         with self._selecting.fork():
+            times.closed = window.mark()
             buffer = self.generator.buffer(group)
-            self._merge(window, buffer, slice(group.start, group.stop))
+            self._merge(window, buffer, times)
             try:
                 buffer.exchange.start()
             except Exception as error:
                 raise lost(self.generator, buffer, window, error) from error
-            times.launched = perf_counter()
-            if buffer.exchange.work is not None and window.timed:
+            times.launched = window.mark()
+            if buffer.exchange.work is not None and window.timed and not self.transport.stream_ordered:
                 buffer.exchange.work.on_done(times.finish)
             if self._deferred is not None and window.deferred:
-                self._deferred.launched(window, buffer)
+                self._deferred.launched(window, buffer, times)
         window.inflight.append((buffer, times))
         window.launched = group.stop
 
-    def _merge(self, window: Window, buffer: FusionBuffer, part: slice) -> None:
+    def _merge(self, window: Window, buffer: FusionBuffer, times: BufferTimes) -> None:
         """Fills a buffer; a rank that cannot still takes part, so that no other rank waits for it for ever."""
         if window.error is not None:
             self.generator.leave_empty(buffer, self.notices)
             return
         try:
-            self.generator.merge(
-                buffer,
-                window.grads_of(buffer.group),
-                window.fresh[part],
-                window.raw[part],
-                window.step,
-                window.scale,
-                self.notices,
+            part = slice(buffer.group.start, buffer.group.stop)
+            grads = window.grads_of(buffer.group)
+            flags = self.generator.select(
+                buffer, grads, window.fresh[part], window.raw[part], window.step, window.scale
             )
+            times.selected = window.mark()
+            self.generator.pack(buffer, flags, self.notices)
         except Exception as error:
             window.error = error
             self.generator.leave_empty(buffer, self.notices)
@@ -202,6 +217,7 @@ class Controller:
         if good:
             exchanged = self._exchanged(window)
             self.unstepped[exchanged] = self._tracked[exchanged]
+        window.drained = window.mark()
         self._finish(window)
 
     def settle(self) -> None:
@@ -211,12 +227,14 @@ class Controller:
             RuntimeError: If a rank could not fill its message, or some ranks had no gradient of a tensor.
         """
         outcome = self._deferred.read() if self._deferred is not None else None
-        if outcome is None:
-            return
-        window, good, notices = outcome
-        self._hear(window, notices)
-        if not good:
-            self.unstepped[self._exchanged(window)] = False
+        if outcome is not None:
+            window, good, notices = outcome
+            self._hear(window, notices)
+            if not good:
+                self.unstepped[self._exchanged(window)] = False
+        report, self._unobserved = self._unobserved, None
+        if report is not None:
+            self._observe(report)
 
     def _hear(self, window: Window, notices: int) -> None:
         self.heard |= notices
@@ -232,14 +250,29 @@ class Controller:
         return [self.generator.layout.specs[place].index for place in np.flatnonzero(window.fresh)]
 
     def _finish(self, window: Window) -> None:
-        self.report = WindowReport.of(window, self.generator, self.report)
-        if self.order_known and window.in_order:
-            self.planner.observe(window, self.generator)
+        self.report = WindowReport(window, self.generator, self.clock, self._timed)
+        window.planned = self.order_known and window.in_order
+        if self.clock.instant:
+            self._observe(self.report)
+        else:
+            self._unobserved = self.report
         if not window.in_order and not (self._first and self.order_known):
             self.adopt_order(window.order)
         self.order_known |= self.windows > 0 and not self._first
         self._first = False
         self.windows += 1
+
+    def _observe(self, report: WindowReport) -> None:
+        """Hands the times of a window to the planner and to all observers."""
+        window = report.window
+        if window.planned:
+            # observers may differ between ranks: the planner, whose agreements are collective, does not look at them
+            known = self.clock.instant or window.surveyed
+            self.planner.observe(report.events if known else None, self.generator)
+        if window.timed:
+            self._timed = report.events
+            for observer in self.observers:
+                observer.observe(report.events)
 
     def adopt_order(self, order: list[int]) -> None:
         """Moves everything to a layout in which place ``j`` holds the tensor that was at place ``order[j]``."""
@@ -278,7 +311,7 @@ class Controller:
         """Forgets an open window. Nothing is lost: what it had added to the residual stays there."""
         if self._window is not None:
             self._selecting.synchronize()
-        self._window = None
+        self._window = self._unobserved = None
         if self._deferred is not None:
             self._deferred.forget()
         self.generator.forget()

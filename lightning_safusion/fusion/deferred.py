@@ -17,7 +17,7 @@ from lightning_safusion.comm.exchange import Notice, StreamOrderedExchange, Verd
 from lightning_safusion.fusion.drain import Rounding, deliver, lost
 from lightning_safusion.fusion.generator import FusionBuffer, Generator
 from lightning_safusion.fusion.lane import Lane
-from lightning_safusion.fusion.window import Window
+from lightning_safusion.fusion.window import BufferTimes, Window
 
 
 class _Mailbox:
@@ -73,7 +73,7 @@ class DeferredDrain:
         """Frees what only speeds up the next window."""
         self._scratch = self._scratch[:0].clone()
 
-    def launched(self, window: Window, buffer: FusionBuffer) -> None:
+    def launched(self, window: Window, buffer: FusionBuffer, times: BufferTimes) -> None:
         """Queues everything that follows the exchange of a buffer: decoding, judging, writing the gradients."""
         exchange = _stream_ordered(buffer)
         with self.lane.fork():
@@ -81,6 +81,7 @@ class DeferredDrain:
                 exchange.wait()
             except Exception as error:
                 raise lost(self.generator, buffer, window, error) from error
+            times.finished = times.arrived = window.mark()
             size = buffer.stop - buffer.start
             if len(self._scratch) < size:
                 self._scratch = torch.zeros(size, device=self._scratch.device)
@@ -92,9 +93,13 @@ class DeferredDrain:
             exchange.poison(mean, bad)
             self._errors += deliver(window, buffer, mean)
             exchange.release(scratch)
+            times.decoded = window.mark()
 
     def run(self, window: Window) -> None:
         """Takes what was sent out of the memory if the device finds the window good; the verdict is read later."""
+        awaited = window.mark()
+        for _, times in window.inflight:
+            times.awaited = awaited
         self.lane.join()
         good, errors = self._good, self._errors
         self.forget()

@@ -192,7 +192,7 @@ class Generator:
         capacity = min(self.stream_elements, max(1, int(self.quotas.counts.sum())))
         return Stream(self._stream_transport, self.layout.edges, capacity, dtype, self.device)
 
-    def merge(
+    def select(
         self,
         buffer: FusionBuffer,
         grads: Sequence[Tensor],
@@ -200,9 +200,8 @@ class Generator:
         raw: np.ndarray,
         step: int,
         scale: Tensor | None = None,
-        notices: int = 0,
-    ) -> None:
-        """Compensates, selects and packs one group.
+    ) -> Tensor:
+        """Compensates one group and selects from it.
 
         Args:
             buffer: The group's buffer.
@@ -211,7 +210,9 @@ class Generator:
             raw: bool [T], must travel outside the compressed path.
             step: Number of the window, the same on all ranks.
             scale: Factor that the gradients carry; the memory holds them without it.
-            notices: What this rank tells all others (bits of ``Notice``).
+
+        Returns:
+            uint8 [T], the flags of its tensors, for :meth:`pack`.
         """
         taken = fresh & ~raw
         if taken.all():
@@ -223,8 +224,18 @@ class Generator:
             present = np.flatnonzero(taken).tolist()
             places = [buffer.group.start + i for i in present]
             flags = self._compensate(buffer, [grads[i] for i in present], places, flags, scale)
+        buffer.selection = self._select(buffer, self.memory.accumulated(buffer.start, buffer.stop), step)
+        return flags
+
+    def pack(self, buffer: FusionBuffer, flags: Tensor, notices: int = 0) -> None:
+        """Writes what was selected into the buffer's message.
+
+        Args:
+            buffer: The group's buffer.
+            flags: What :meth:`select` returned.
+            notices: What this rank tells all others (bits of ``Notice``).
+        """
         x = self.memory.accumulated(buffer.start, buffer.stop)
-        buffer.selection = self._select(buffer, x, step)
         buffer.exchange.encode(x, Part(buffer.selection, flags, buffer.absent, notices))
 
     def leave_empty(self, buffer: FusionBuffer, notices: int = 0) -> None:

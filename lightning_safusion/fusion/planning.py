@@ -12,6 +12,7 @@ from lightning_safusion.comm.cost import LINKS, LinearCost
 from lightning_safusion.comm.transport import Transport
 from lightning_safusion.comm.wire import resolve_codec
 from lightning_safusion.fusion.adaptive import should_switch
+from lightning_safusion.fusion.events import WindowEvents
 from lightning_safusion.fusion.generator import Generator
 from lightning_safusion.fusion.plan import CollectiveName, Group, GroupCosts, Plan
 from lightning_safusion.fusion.policy import FusionPolicy, Single
@@ -23,7 +24,6 @@ from lightning_safusion.fusion.profile import (
     modelled_costs,
     service_seconds,
 )
-from lightning_safusion.fusion.window import Window
 
 CollectiveChoice = Literal["auto", "allgather", "allreduce"]
 
@@ -123,8 +123,12 @@ class Planner:
         lines = {name: (self.prior[name].fixed, self.prior[name].per_byte) for name in ("allgather", "allreduce")}
         return GroupCosts(**arguments, ready=modelled.ready, sparse=lines["allgather"], dense=lines["allreduce"])
 
-    def observe(self, window: Window, generator: Generator) -> None:
+    def observe(self, events: WindowEvents | None, generator: Generator) -> None:
         """Takes in a planned window that has ended; may agree on a new plan. Called at the same point on all ranks.
+
+        Args:
+            events: What happened in it; None, on all ranks, if that was not taken down.
+            generator: Makes the buffers.
 
         Raises:
             RuntimeError: If ranks hold different plans.
@@ -136,8 +140,8 @@ class Planner:
         if self._recorder is None:
             # the first windows set up communicators and warm up kernels; their times say nothing of the rest
             self._recorder = ProfileRecorder(len(generator.layout))
-        else:
-            _record(self._recorder, window)
+        elif events is not None:
+            _record(self._recorder, events)
         due = self._schedule.advance()
         if not due or self.current is None or self._recorder.windows(_KIND) < 2 or self.prior is None:
             return
@@ -233,16 +237,12 @@ def _entry_bytes(generator: Generator) -> float:
     return resolve_codec(generator.wire, numel, capacity, torch.float32).nbytes / capacity
 
 
-def _record(recorder: ProfileRecorder, window: Window) -> None:
-    buffers = [(buffer, times) for buffer, times in window.inflight if buffer.group.collective != "stream"]
-    selections = [
-        SelectionTime(buffer.group.stop, buffer.stop - buffer.start, times.launched - times.closed)
-        for buffer, times in buffers
-    ]
-    recorder.record_window(_KIND, np.where(window.fresh, window.arrived, np.nan), selections)
-    ends = [times.finished or np.nan for _, times in buffers]
-    seconds = service_seconds([times.launched for _, times in buffers], ends)
-    for (buffer, times), duration in zip(buffers, seconds, strict=True):
-        recorder.record_exchange(buffer.group.collective, buffer.exchange.bytes_sent, duration)
-        if buffer.group.collective == "allgather":
-            recorder.record_decode(buffer.exchange.bytes_sent, times.decoded)
+def _record(recorder: ProfileRecorder, events: WindowEvents) -> None:
+    buffers = [buffer for buffer in events.buffers if buffer.collective != "stream"]
+    selections = [SelectionTime(each.places.stop, each.elements, each.launched - each.closed) for each in buffers]
+    recorder.record_window(_KIND, events.ready, selections, delays=not events.beside)
+    seconds = service_seconds([each.launched for each in buffers], [each.finished for each in buffers])
+    for each, duration in zip(buffers, seconds, strict=True):
+        recorder.record_exchange(each.collective, each.bytes_sent, duration)
+        if each.collective == "allgather":
+            recorder.record_decode(each.bytes_sent, each.decoded - each.arrived)

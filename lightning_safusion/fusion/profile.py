@@ -66,14 +66,19 @@ class ProfileRecorder:
         self._num_exchanges = 0
 
     def record_window(
-        self, kind: Hashable, arrivals: Sequence[float] | np.ndarray, selections: Iterable[SelectionTime] = ()
+        self,
+        kind: Hashable,
+        arrivals: Sequence[float] | np.ndarray,
+        selections: Iterable[SelectionTime] = (),
+        delays: bool = True,
     ) -> None:
         """Adds the gradients' arrival times in one window, at best with the selections that delayed them.
 
         Args:
             kind: Names windows that have the same fresh tensors, such as the set of their places.
             arrivals: Seconds at which each gradient arrived, counted from any origin; NaN if it did not [L].
-            selections: Selections of the window; the time of each is taken off the arrivals behind it, so that the
+            selections: Selections of the window.
+            delays: They ran between the gradients: the time of each is taken off the arrivals behind it, so that the
                 profile does not depend on the plan it was measured with.
 
         Raises:
@@ -83,7 +88,7 @@ class ProfileRecorder:
         if times.shape != (self.num_tensors,):
             raise ValueError(f"expected one arrival time for each of {self.num_tensors} tensors, got {times.shape}")
         for selection in selections:
-            if _measured(selection.seconds):
+            if delays and _measured(selection.seconds):
                 times[selection.stop :] -= selection.seconds
             self._add(self._selections, selection.elements, selection.seconds)
         if not np.isnan(times).all():  # such a window still counts: other ranks may have seen gradients in it

@@ -2,58 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lightning_safusion.fusion.clock import Clock
+from lightning_safusion.fusion.events import BufferEvents, WindowEvents, resolve_events
+
 if TYPE_CHECKING:
-    from lightning_safusion.fusion.generator import FusionBuffer, Generator
-    from lightning_safusion.fusion.window import BufferTimes, Window
+    from lightning_safusion.fusion.generator import Generator
+    from lightning_safusion.fusion.window import Window
 
 
-@dataclass(frozen=True, eq=False)
 class WindowReport:
     """What one window sent and where its time went; made into plain numbers only when asked.
 
     Args:
-        step: Number of the window.
-        density: Density asked for.
-        numel: Elements of all gradients.
-        dense_bytes: Bytes of all gradients.
-        fresh: bool [L], tensors with a gradient of this window, by place.
-        buffers: The buffers, with their times.
-        exchange_s: Seconds of the collectives, summed, in the latest window that took them down.
+        window: A window that has been drained.
+        generator: Made its buffers.
+        clock: Its marks are of this clock.
+        timed: The latest window that took everything down; what this one did not measure is taken from there.
     """
 
-    step: int
-    density: float
-    numel: int
-    dense_bytes: int
-    fresh: np.ndarray
-    buffers: tuple[tuple[FusionBuffer, BufferTimes], ...]
-    exchange_s: float
+    def __init__(self, window: Window, generator: Generator, clock: Clock, timed: WindowEvents | None = None) -> None:
+        self.window = window
+        self.layout = generator.layout
+        self._clock = clock
+        self._timed = timed
 
-    @classmethod
-    def of(cls, window: Window, generator: Generator, earlier: WindowReport | None) -> WindowReport:
-        """Takes down a window that has been drained; what it did not measure is taken from the ``earlier`` report."""
-        layout = generator.layout
-        exchange_s = sum(max(0.0, times.finished - times.launched) for _, times in window.inflight)
-        if not window.timed and earlier is not None:
-            exchange_s = earlier.exchange_s
-        return cls(
-            window.step,
-            window.density,
-            layout.numel,
-            sum(spec.numel * spec.dtype.itemsize for spec in layout.specs),
-            window.fresh,
-            tuple(window.inflight),
-            exchange_s,
-        )
+    @cached_property
+    def events(self) -> WindowEvents:
+        """When things happened (waits for the device)."""
+        return resolve_events(self.window, self.layout, self._clock)
 
     def selected(self) -> np.ndarray:
         """int64 [L]: elements that this rank sent of each tensor, by place (waits for the device)."""
-        selected = [buffer.selected() for buffer, _ in self.buffers]
+        selected = [buffer.selected() for buffer, _ in self.window.inflight]
         return np.concatenate(selected) if selected else np.zeros(0, np.int64)
 
     def as_dict(self) -> dict[str, Any]:
@@ -66,27 +53,40 @@ class WindowReport:
             waiting for them), ``decode_s``, ``plan`` (tensors in each buffer), ``collectives`` (of each buffer). It
             describes the latest window only while no further one has begun.
         """
-        selected = self.selected()
-        times = [times for _, times in self.buffers]
+        selected, fresh = self.selected(), self.window.fresh
+        buffers = [buffer for buffer, _ in self.window.inflight]
+        timed = self.events if self.window.timed or self._timed is None else self._timed
         return {
-            "step": self.step,
-            "density": self.density,
-            "achieved_density": float(selected.sum() / max(1, self.numel)),
-            "bytes_sent": sum(buffer.exchange.bytes_sent for buffer, _ in self.buffers),
-            "bytes_received": sum(buffer.exchange.bytes_received for buffer, _ in self.buffers),
-            "dense_bytes": self.dense_bytes,
-            "tensors": int(self.fresh.sum()),
-            "tensors_missing": int((self.fresh & (selected == 0)).sum()),
-            "select_s": sum(t.launched - t.closed for t in times),
-            "exchange_s": self.exchange_s,
-            "exposed_s": sum(t.waited for t in times),
-            "decode_s": sum(t.decoded for t in times),
-            "plan": [len(buffer.places) for buffer, _ in self.buffers],
-            "collectives": [buffer.group.collective for buffer, _ in self.buffers],
+            "step": self.window.step,
+            "density": self.window.density,
+            "achieved_density": float(selected.sum() / max(1, self.layout.numel)),
+            "bytes_sent": sum(buffer.exchange.bytes_sent for buffer in buffers),
+            "bytes_received": sum(buffer.exchange.bytes_received for buffer in buffers),
+            "dense_bytes": sum(spec.numel * spec.dtype.itemsize for spec in self.layout.specs),
+            "tensors": int(fresh.sum()),
+            "tensors_missing": int((fresh & (selected == 0)).sum()),
+            **_seconds((self.events if self._clock.instant else timed).buffers),
+            "exchange_s": _total(each.finished - each.launched for each in timed.buffers),
+            "plan": [len(buffer.places) for buffer in buffers],
+            "collectives": [buffer.group.collective for buffer in buffers],
         }
+
+
+def _seconds(buffers: Sequence[BufferEvents]) -> dict[str, float]:
+    return {
+        "select_s": _total(each.launched - each.closed for each in buffers),
+        "exposed_s": _total(each.exposed for each in buffers),
+        "decode_s": _total(each.decoded - each.arrived for each in buffers),
+    }
+
+
+def _total(spans: Iterable[float]) -> float:
+    """Their sum; what was not measured counts as nothing."""
+    return float(sum(max(0.0, span) for span in spans if not math.isnan(span)))
 
 
 def nothing_exchanged() -> dict[str, Any]:
     """The keys of :meth:`WindowReport.as_dict` for a step in which this package exchanged nothing."""
-    empty = WindowReport(0, 0.0, 0, 0, np.zeros(0, bool), (), 0.0)
-    return empty.as_dict()
+    numbers = dict.fromkeys(("step", "bytes_sent", "bytes_received", "dense_bytes", "tensors", "tensors_missing"), 0)
+    figures = dict.fromkeys(("density", "achieved_density", "exchange_s"), 0.0)
+    return {**numbers, **figures, **_seconds(()), "plan": [], "collectives": []}

@@ -2,38 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import nan
 from time import perf_counter
 
 import numpy as np
 from torch import Tensor
 
+from lightning_safusion.fusion.clock import Mark
 from lightning_safusion.fusion.generator import FusionBuffer
 from lightning_safusion.fusion.plan import Group
 
 
 @dataclass(eq=False)
 class BufferTimes:
-    """When things happened to one buffer, ``perf_counter`` seconds.
+    """When things happened to one buffer: marks of the controller's clock, NaN while unknown.
 
-    Args:
-        closed: Its last gradient had arrived; selection begins.
-        launched: Its collective was started.
-        finished: The collective ended (as the backend says; on NCCL, when it was enqueued); 0 while unknown.
-        waited: Seconds that the autograd thread was blocked waiting for it.
-        decoded: Seconds of decoding and delivering.
+    See :class:`BufferEvents` for their meaning; ``finished`` may be set by a callback on any thread.
     """
 
-    closed: float
-    launched: float = 0.0
-    finished: float = 0.0
-    waited: float = 0.0
-    decoded: float = 0.0
+    closed: Mark = nan
+    selected: Mark = nan
+    launched: Mark = nan
+    finished: Mark = nan
+    awaited: Mark = nan
+    arrived: Mark = nan
+    decoded: Mark = nan
 
     def finish(self, now: float) -> None:
-        """Notes the end of the collective (callback of the transport, any thread)."""
+        """Notes the end of the collective (callback of the transport)."""
         self.finished = now
+
+
+def unmarked() -> Mark:
+    """In place of a clock's mark where nobody wants to know."""
+    return nan
 
 
 @dataclass(eq=False)
@@ -45,7 +49,9 @@ class Window:
         groups: Groups of the plan; empty while the order is not known.
         step: Number of the window.
         density: Density in force.
-        timed: Take down when collectives end.
+        mark: Takes down the moment.
+        surveyed: All ranks take down when collectives end.
+        timed: This rank takes down when collectives end.
         hold: Launch nothing before every tensor has been submitted.
         deferred: The device decides at its end; the host learns of it later.
         scale: Factor of the loss that the gradients carry (one element, on their device); None for 1.
@@ -55,6 +61,8 @@ class Window:
     groups: Sequence[Group]
     step: int
     density: float
+    mark: Callable[[], Mark] = perf_counter
+    surveyed: bool = True
     timed: bool = True
     hold: bool = False
     deferred: bool = False
@@ -62,20 +70,21 @@ class Window:
     grads: list[Tensor | None] = field(init=False)
     fresh: np.ndarray = field(init=False)  # bool [L]
     raw: np.ndarray = field(init=False)  # bool [L]
-    arrived: list[float] = field(init=False)  # perf_counter seconds [L]
+    arrived: list[Mark] = field(init=False)  # [L]
+    drained: Mark = nan
     order: list[int] = field(default_factory=list)
     inflight: list[tuple[FusionBuffer, BufferTimes]] = field(default_factory=list)
     launched: int = 0  # places below this one have left
     next_group: int = 0
     in_order: bool = True
-    closed: bool = False
+    planned: bool = False  # its groups were those of a plan
     error: Exception | None = None
 
     def __post_init__(self) -> None:
         self.grads = [None] * self.length
         self.fresh = np.ones(self.length, bool)
         self.raw = np.zeros(self.length, bool)
-        self.arrived = [0.0] * self.length
+        self.arrived = [nan] * self.length
 
     @property
     def complete(self) -> bool:
@@ -91,7 +100,7 @@ class Window:
             self.fresh[place] = False
         if raw:
             self.raw[place] = True
-        self.arrived[place] = perf_counter()
+        self.arrived[place] = self.mark()
         if self.hold or not self.in_order or self.next_group == len(self.groups):
             return None
         group = self.groups[self.next_group]

@@ -204,7 +204,7 @@ def test_bytes_per_kept_element_with_bf16_values(make: Callable[..., Cluster]) -
         )
         for step in range(3):
             cluster.step(cluster.random_grads(step))
-        buffers = cluster.controllers[0].report.buffers
+        buffers = cluster.controllers[0].report.window.inflight
         slots = sum(buffer.segments.capacity for buffer, _ in buffers)
         assert sum(buffer.exchange.bytes_sent for buffer, _ in buffers) / slots <= 4.5
 

@@ -1,0 +1,162 @@
+"""What observers are told of a window.
+
+Covers: the order of the moments of every buffer and window; a collective that takes a known time and a selection that
+    does; stale tensors; nothing is taken down that nobody asked for; figures of a report agree with the events.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_safusion.comm.local_transport import LocalWork
+from lightning_safusion.fusion.clock import HostClock
+from lightning_safusion.fusion.events import WindowEvents
+from lightning_safusion.sparsify import Segments, Selection, TopK
+from tests.cluster import Cluster, settings
+
+
+class Recorder:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.windows: list[WindowEvents] = []
+
+    def observe(self, events: WindowEvents) -> None:
+        self.windows.append(events)
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Cluster]]:
+    clusters: list[Cluster] = []
+
+    def build(deferred: bool = False, **options: Any) -> Cluster:
+        options = {"collective": "allgather", "fusion": "aligned"} | options
+        clusters.append(Cluster(2, lambda: settings(**options), deferred=deferred))
+        return clusters[-1]
+
+    yield build
+    for cluster in clusters:
+        cluster.close()
+
+
+def observed(cluster: Cluster, steps: int = 4, **step: Any) -> WindowEvents:
+    """The last of some windows, as rank 0 was told."""
+    recorders = [Recorder() for _ in cluster.controllers]
+    for controller, recorder in zip(cluster.controllers, recorders, strict=True):
+        controller.observers.append(recorder)
+    for number in range(steps):
+        cluster.step(cluster.random_grads(number), **step)
+    assert [events.step for events in recorders[0].windows] == list(range(steps))
+    return recorders[0].windows[-1]
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("fusion", ["aligned", "wfbp"])
+@pytest.mark.parametrize("collective", ["allgather", "allreduce"])
+def test_moments_are_in_order(make: Callable[..., Cluster], collective: str, fusion: str, deferred: bool) -> None:
+    before = time.perf_counter()
+    events = observed(make(deferred, collective=collective, fusion=fusion))
+    assert len(events.buffers) == (10 if fusion == "wfbp" else 2)
+    assert before < events.ready[0]
+    assert (np.diff(events.ready) > 0).all()
+    for buffer in events.buffers:
+        moments = [buffer.closed, buffer.selected, buffer.launched]
+        assert events.ready[buffer.places[-1]] < moments[0]
+        assert moments == sorted(moments)
+        assert buffer.launched <= buffer.finished
+        assert buffer.arrived <= buffer.decoded <= events.drained
+        assert buffer.collective == collective
+    assert [place for buffer in events.buffers for place in buffer.places] == list(range(10))
+    assert sum(buffer.elements for buffer in events.buffers) == events.layout.numel
+
+
+def test_a_slow_exchange_is_exposed_and_a_slow_selection_is_not(
+    make: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = make()
+    wait = LocalWork.wait
+
+    def slow(work: LocalWork) -> None:
+        time.sleep(0.05)
+        wait(work)
+
+    monkeypatch.setattr(LocalWork, "wait", slow)
+    events = observed(cluster)
+    assert all(0.05 <= buffer.exposed < 0.2 for buffer in events.buffers)
+    assert all(buffer.launched - buffer.closed < 0.05 for buffer in events.buffers)
+
+
+class SlowTopK(TopK):
+    """Takes its time."""
+
+    def select(self, x: torch.Tensor, segments: Segments, step: int) -> Selection:
+        time.sleep(0.05)
+        return super().select(x, segments, step)
+
+
+def test_selection_and_packing_are_told_apart(make: Callable[..., Cluster]) -> None:
+    events = observed(make(compressor=SlowTopK()))
+    for buffer in events.buffers:
+        assert buffer.selected - buffer.closed >= 0.05
+        assert buffer.launched - buffer.selected < 0.05
+
+
+def test_a_stale_tensor_was_never_ready(make: Callable[..., Cluster]) -> None:
+    fresh = [[index != 4 for index in range(10)]] * 2
+    events = observed(make(), fresh=fresh)
+    names = events.layout.names(np.flatnonzero(np.isnan(events.ready)))
+    assert names == ["t4"]
+
+
+def test_the_report_is_the_sum_of_the_events(make: Callable[..., Cluster]) -> None:
+    cluster = make()
+    events = observed(cluster)
+    report = cluster.controllers[0].report
+    assert report is not None
+    figures = report.as_dict()
+    assert figures["exposed_s"] == pytest.approx(sum(buffer.exposed for buffer in events.buffers))
+    assert figures["select_s"] == pytest.approx(sum(b.launched - b.closed for b in events.buffers))
+    assert figures["exchange_s"] == pytest.approx(sum(b.finished - b.launched for b in events.buffers))
+    assert figures["bytes_sent"] == sum(buffer.bytes_sent for buffer in events.buffers)
+
+
+class Counting(HostClock):
+    """Knows its moments only later, as a device's clock does."""
+
+    instant = False
+
+    def __init__(self) -> None:
+        self.marks = 0
+
+    def mark(self) -> float:
+        self.marks += 1
+        return super().mark()
+
+
+def test_a_clock_that_costs_something_is_asked_only_if_somebody_listens(
+    make: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_safusion.fusion.controller._TIMED_WINDOWS", 2)
+    monkeypatch.setattr("lightning_safusion.fusion.controller._TIMED_EVERY", 1000)
+    cluster = make(deferred=True)
+    clocks = [Counting() for _ in cluster.controllers]
+    for controller, clock in zip(cluster.controllers, clocks, strict=True):
+        controller.clock = clock
+    for step in range(6):
+        cluster.step(cluster.random_grads(step))
+        if step == 2:
+            after_two = clocks[0].marks
+    assert clocks[0].marks == after_two > 0
+    recorder = Recorder()
+    cluster.controllers[0].observers.append(recorder)
+    cluster.step(cluster.random_grads(6))
+    assert recorder.windows == []  # known when the next window begins
+    cluster.step(cluster.random_grads(7))
+    assert [events.step for events in recorder.windows] == [6]
+    assert recorder.windows[0].beside
