@@ -53,6 +53,8 @@ class DDPHook:
     def _mark_fresh(self, param: Tensor) -> None:
         self._fresh[self._index[id(param)]] = True
 
+    # Manual optimization in a compiled training_step runs the backward pass in there: Dynamo would trace all of this.
+    @torch.compiler.disable
     def run(self, state: object, bucket: GradBucket) -> Future[Tensor]:
         """The communication hook.
 
@@ -94,6 +96,7 @@ class DDPHook:
             self.controller.push(index, buffer[start:stop], self._fresh[index])
             start = stop
 
+    @torch.compiler.disable
     def _finish(self) -> None:
         self._drain_in_hook = False
         self._fresh = [False] * len(self._fresh)

@@ -1,0 +1,222 @@
+"""The part of the strategy that wraps the model and ties the engine to it."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from lightning_safusion.comm.horovod_transport import HorovodTransport
+from lightning_safusion.comm.torch_transport import TorchTransport, default_transport
+from lightning_safusion.comm.transport import Transport
+from lightning_safusion.environments.horovod import check_horovod
+from lightning_safusion.fusion.ddp import DDPHook
+from lightning_safusion.fusion.engine import build_controller, check_equal, fingerprint
+from lightning_safusion.fusion.events import Observer
+from lightning_safusion.fusion.layout import TensorSpec, specs_from_parameters
+from lightning_safusion.fusion.state import handover, take_over
+from lightning_safusion.parameters import dense_parameters, refuse_double_momentum, sparse_parameters, trainable
+from lightning_safusion.resumable import ResumableDDPStrategy
+from lightning_safusion.signals import DeferredSignals
+from lightning_safusion.sparsify.schedule import ConstantDensity
+
+# What torch.compile takes for the bucket size when it splits graphs; the real buckets hold one parameter each.
+_COMPILE_BUCKET_BYTES = 25 * 1024 * 1024
+
+
+class EngineDDPStrategy(ResumableDDPStrategy):
+    """DDP whose gradients an engine exchanges, for as long as that pays; plain DDP otherwise.
+
+    Args:
+        dense: Shell patterns of parameter names that always travel dense.
+        dense_below: Tensors of fewer elements than this travel dense.
+        over_horovod: Horovod carries the gradients.
+        kwargs: Arguments of DDPStrategy.
+    """
+
+    system: str
+
+    def __init__(self, dense: list[str], dense_below: int, over_horovod: bool, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._dense = dense
+        self._dense_below = dense_below
+        self._over_horovod = over_horovod
+        self._transport: Transport | None = None
+        self._hook: DDPHook | None = None
+        self._signals: DeferredSignals | None = None
+        self._observers: list[Observer] = []  # of every controller of this strategy
+        self._aside: str | None = None  # why plain DDP is used
+        self._wrapped: list[str] = []  # trainable parameters that DDP knows
+        self._dense_for_good: str | None = None  # why plain DDP goes on where the engine has begun
+        self._costs_followed = 0  # windows when costs were last looked at
+        self._sends_all: str | None = None  # why the engine does that, instead of stepping aside
+
+    @override
+    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        """Wraps the model so that every parameter has a bucket, and hence a call of the hook, of its own."""
+        if torch._dynamo.config.optimize_ddp == "python_reducer":
+            raise MisconfigurationException(
+                "torch._dynamo.config.optimize_ddp='python_reducer' bypasses DDP's buckets, which this strategy "
+                "works on; set it to True (the default) or False."
+            )
+        self._ended = None
+        self._wrapped = [name for name, _ in trainable(model)]
+        specs = self._specs(model)
+        self._transport = self._make_transport(model)
+        entry = self._resumed[1] if self._resumed is not None else {}
+        checked = {"system": self.system, "checkpoint": str(entry.get("nonce"))}
+        check_equal(self._transport, fingerprint(self.settings, specs) | checked)
+        reason = self._dense_for_good or self.settings.dense_reason(specs, self._transport.world_size)
+        # DDP's own group is for control where Horovod carries the gradients: those it carries even when all are sent
+        by_engine = self._over_horovod and self._transport.world_size > 1
+        needed = bool(by_engine or entry.get("holds_back") or self._sends_all) and self._dense_for_good is None
+        self._aside, self._sends_all = (None, reason) if needed else (reason, None)
+        if not specs:
+            self._aside = "no parameter has a dense gradient"
+        options = dict(self._ddp_kwargs)
+        if self._aside is None:
+            options["gradient_as_bucket_view"] = True
+            if options.get("bucket_cap_mb") is None:
+                options["bucket_cap_mb"] = 0
+        # On the current stream, whatever the Lightning version: gradient hooks run on the stream of this construction
+        ddp = DistributedDataParallel(module=model, device_ids=self.determine_ddp_device_ids(), **options)
+        if self._aside is None:
+            ddp.bucket_bytes_cap = _COMPILE_BUCKET_BYTES
+        return ddp
+
+    def _make_transport(self, model: nn.Module) -> Transport:
+        if self._over_horovod:
+            transport = HorovodTransport()
+            check_horovod(model, transport.world_size, self.world_size)
+            return transport
+        group = self._ddp_kwargs.get("process_group")
+        return default_transport(self._timeout) if group is None else TorchTransport(group, self._timeout)
+
+    @override
+    def _register_ddp_hooks(self) -> None:
+        """Registers the hook on every device; DDPStrategy does so on CUDA only, and would train dense elsewhere."""
+        if self._aside is not None:
+            rank_zero_info(f"SAFusionStrategy: plain DDP is used, because {self._aside}.")
+            return
+        if not isinstance(self.model, DistributedDataParallel) or self._transport is None:
+            raise RuntimeError("hooks are registered on the wrapped model: call _setup_model first")
+        module = self.model.module
+        overlap = not self._ddp_kwargs.get("find_unused_parameters")
+        static_graph = bool(self._ddp_kwargs.get("static_graph"))
+        deferred = overlap and not static_graph and self._never_waits()
+        measure = not torch.are_deterministic_algorithms_enabled()
+        settings = self.settings
+        if self._sends_all is not None:
+            # what the checkpoint has held back leaves with the first gradients, then this is plain DDP in all but name
+            settings = replace(settings, density=ConstantDensity(1.0))
+            _announce(f"gradients travel whole, because {self._sends_all}; so does what a checkpoint has held back")
+        self._controller = build_controller(
+            settings, self._specs(module), self._transport, self.root_device, measure, _announce, overlap, deferred
+        )
+        self._controller.observers = self._observers
+        params = [param for _, param in dense_parameters(module)]
+        self._hook = DDPHook(self._controller, params, sparse_parameters(module), static_graph)
+        self.model.register_comm_hook(None, self._hook.run)
+
+    def _never_waits(self) -> bool:
+        """Whether nothing asks the host to wait for an exchange: every tensor has a gradient on all ranks each step."""
+        streams = self.root_device.type == "cuda" and self._transport is not None and self._transport.stream_ordered
+        return streams and self.lightning_module is not None and self.lightning_module.automatic_optimization
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        self._bind()
+
+    def _bind(self) -> None:
+        """Ties the engine to what exists only after the model was wrapped: optimizers and the loss scaler."""
+        for optimizer in self.optimizers:
+            refuse_double_momentum(self.settings.memory, optimizer)
+        if self._hook is None or self._controller is None:
+            return
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        if scaler is not None:
+            # the factor as it is on the device: get_scale() would wait for it
+            self._controller.loss_scale = scaler._get_scale_async
+        for optimizer in self.optimizers:
+            self._hook.watch(optimizer)
+
+    @property
+    def _ddp(self) -> DistributedDataParallel | None:
+        """The wrapped model, also where it has been compiled since; None outside training."""
+        model = getattr(self.model, "_orig_mod", self.model)
+        return model if isinstance(model, DistributedDataParallel) else None
+
+    def _follow_trainable(self) -> None:
+        """Wraps the model anew when parameters were frozen or unfrozen since: DDP knows those of its construction only.
+
+        Raises:
+            RuntimeError: If the ranks have different trainable parameters.
+        """
+        if self._ddp is None or self._transport is None:
+            return
+        module = self._ddp.module
+        names = [name for name, _ in trainable(module)]
+        everyone = self._transport.gather_objects(names) if self._transport.world_size > 1 else [names]
+        for rank, theirs in enumerate(everyone):
+            if theirs != everyone[0]:
+                different = sorted(set(theirs) ^ set(everyone[0]))
+                raise RuntimeError(
+                    f"ranks 0 and {rank} have different trainable parameters: {', '.join(different[:20])}. Freeze and "
+                    "unfreeze the same ones on all ranks."
+                )
+        if names != self._wrapped:
+            self._wrap_again(module)
+
+    def _wrap_again(self, module: nn.Module) -> None:
+        state = handover(self._controller) if self._controller is not None else None
+        if self._hook is not None:
+            self._hook.close()
+        if self._transport is not None:
+            self._transport.close()
+        self._hook = self._controller = None
+        compiles = getattr(self.model, "dynamo_ctx", None)  # what torch.compile was asked to do, if it was
+        self.model = module
+        gc.collect()  # the old reducer leaves its hooks on the parameters until it is destroyed
+        self.model = self._setup_model(module)
+        self._register_ddp_hooks()
+        if state is not None:
+            self._take_over(state)
+        self._bind()
+        if compiles is not None:
+            self.model = compiles(self.model)
+
+    def _take_over(self, state: dict[str, Any]) -> None:
+        if self._controller is not None:
+            take_over(self._controller, state)
+        elif self._signals is not None:
+            self._signals.remove()  # there are no messages of ours left that could carry the news
+
+    def _follow_costs(self) -> None:
+        """Goes on with plain DDP where every buffer has travelled dense for good: the hook would only cost time."""
+        controller = self._controller
+        if controller is None or self._over_horovod or self._ddp is None:
+            return
+        # once after each window: never among the micro-batches of an accumulation, whose gradients are in DDP's buckets
+        if controller.windows == self._costs_followed:
+            return
+        self._costs_followed = controller.windows
+        if not controller.can_step_aside():
+            return
+        self._dense_for_good = "its all-reduce has been predicted to be faster for every buffer, review after review"
+        self._wrap_again(self._ddp.module)
+
+    def _specs(self, module: nn.Module) -> tuple[TensorSpec, ...]:
+        return specs_from_parameters(dense_parameters(module), self._dense, self._dense_below)
+
+
+def _announce(text: str) -> None:
+    rank_zero_info(f"SAFusionStrategy: {text}.")
