@@ -14,6 +14,7 @@ from lightning_safusion.environments.horovod import configure_horovod
 from lightning_safusion.fusion.clock import Clock, clock_for
 from lightning_safusion.fusion.engine import EngineSettings
 from lightning_safusion.fusion.events import Observer
+from lightning_safusion.fusion.plan import GroupCosts, Plan
 from lightning_safusion.fusion.planning import CollectiveChoice
 from lightning_safusion.fusion.policy import FusionPolicy
 from lightning_safusion.fusion.quota import QuotaRule, Scope
@@ -155,7 +156,10 @@ class SAFusionStrategy(EngineDDPStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        if self._controller is not None:
+        self._hold_signals()
+
+    def _hold_signals(self) -> None:
+        if self._controller is not None and self._signals is None:
             self._signals = DeferredSignals(self._tell, requeue_signal(self.cluster_environment))
             self._signals.install()
 
@@ -170,6 +174,7 @@ class SAFusionStrategy(EngineDDPStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
+        self._hold_signals()  # again where a learning-rate finder has trained, and ended, inside of this training
         self._follow_costs()
         if batch_idx == 0:
             self._follow_trainable()
@@ -215,6 +220,17 @@ class SAFusionStrategy(EngineDDPStrategy):
         if self._plain_clock is None:
             self._plain_clock = clock_for(self.root_device)
         return self._plain_clock
+
+    @property
+    def plan(self) -> Plan | None:
+        """Which tensors share a buffer; None with plain DDP, and while the order of the gradients is not known."""
+        return self._controller.current_plan() if self._controller is not None else None
+
+    @property
+    def costs(self) -> GroupCosts | None:
+        """What plans are made from, the same on all ranks; None with plain DDP."""
+        controller = self._controller
+        return controller.planner.costs(controller.generator) if controller is not None else None
 
     def report(self) -> dict[str, Any]:
         """Figures of the latest step on this rank, under the keys of :meth:`WindowReport.as_dict`.

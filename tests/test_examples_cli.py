@@ -153,9 +153,7 @@ def test_the_shortest_configuration_trains_as_a_script_and_saves_itself(
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_a_printed_configuration_gives_itself(
-    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_printed_configuration_gives_itself(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     printed = printed_config(capsys, "--config", path)
     (tmp_path / "printed.yaml").write_text(printed)
     assert printed_config(capsys, "--config", tmp_path / "printed.yaml") == printed

@@ -6,20 +6,30 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_safusion import SAFusionStrategy
 from lightning_safusion.fusion.controller import Controller
 from lightning_safusion.fusion.ddp import DDPHook
+from lightning_safusion.fusion.state import local_state
 from tests.models import TinyClassifier, classification, trainer
 from tests.process_group import run_launched
 
@@ -103,49 +113,143 @@ def test_a_trainer_after_one_that_failed() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+#: What a Trainer can be asked for, made anew for every training; and the steps that it then takes.
+FEATURES: dict[str, tuple[Callable[[], dict[str, Any]], int]] = {
+    "swa": (lambda: {"callbacks": [StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)]}, 12),
+    "ema": (lambda: {"callbacks": [EMAWeightAveraging(decay=0.9)]}, 12),
+    "accumulation scheduler": (lambda: {"callbacks": [GradientAccumulationScheduler({0: 1, 1: 2})]}, 9),
+    "barebones": (lambda: {"barebones": True}, 12),
+    "anomaly detection": (lambda: {"detect_anomaly": True}, 12),
+    "overfit_batches": (lambda: {"overfit_batches": 3}, 6),
+    "fast_dev_run": (lambda: {"fast_dev_run": 3}, 3),
+    "max_time": (lambda: {"max_time": {"seconds": 4}}, 4),
+    "max_steps": (lambda: {"max_steps": 7}, 7),
+    "limit_batches": (lambda: {"limit_train_batches": 0.4, "limit_val_batches": 0.1}, 16),
+    "sanity check": (lambda: {"num_sanity_val_steps": -1}, 12),
+    "val_check_interval": (lambda: {"val_check_interval": 2}, 12),
+}
+
+
+class Clock:
+    """A second passes whenever rank 0 asks; on other ranks time stands still."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.now = rank, 0.0
+
+    def monotonic(self) -> float:
+        self.now += self.rank == 0
+        return self.now
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("what", ["swa", "ema", "barebones", "anomaly", "scheduler"])
-def test_features_that_look_at_weights_and_gradients(what: str) -> None:
-    def run(rank: int) -> list[Tensor]:
-        callbacks: list[Callback] = []
-        options: dict[str, Any] = {"limit_train_batches": 6, "max_epochs": 2}
-        if what == "swa":
-            callbacks = [StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)]
-        elif what == "ema":
-            callbacks = [EMAWeightAveraging(decay=0.9)]
-        elif what == "scheduler":
-            from lightning.pytorch.callbacks import GradientAccumulationScheduler
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features_of_the_trainer(monkeypatch: pytest.MonkeyPatch, feature: str) -> None:
+    make, steps = FEATURES[feature]
 
-            callbacks = [GradientAccumulationScheduler({0: 1, 1: 2})]
-        elif what == "anomaly":
-            options["detect_anomaly"] = True
-        if what == "barebones":
-            from lightning.pytorch import Trainer
+    def train(rank: int, strategy: Any) -> list[Tensor]:
+        monkeypatch.setattr("lightning.pytorch.callbacks.timer.time", Clock(rank))
+        model, data = Evaluated(), classification()
+        run = trainer(strategy, **({"limit_train_batches": 6, "max_epochs": 2} | make()))
+        run.fit(model, data, data)
+        assert run.global_step == steps
+        return [*(p.detach() for p in model.parameters()), torch.tensor(model.losses), *run.callback_metrics.values()]
 
-            fitted = Trainer(
-                accelerator="cpu", devices=2, strategy=SAFusionStrategy(**SPARSE), barebones=True, **options
-            )
-        else:
-            fitted = trainer(SAFusionStrategy(**SPARSE), callbacks=callbacks, **options)
-        model = TinyClassifier()
-        fitted.fit(model, classification())
-        return [p.detach() for p in model.parameters()]
+    def run(rank: int) -> tuple[float, list[Tensor]]:
+        pairs = zip(train(rank, SAFusionStrategy(density=1.0, collective="allgather")), train(rank, "ddp"), strict=True)
+        difference = torch.stack([(a - b).abs().max() for a, b in pairs]).max()
+        return float(difference), train(rank, SAFusionStrategy(**SPARSE))[:7]
 
-    first, second = run_launched(2, run)
+    (difference, first), (other, second) = run_launched(2, run)
+    assert difference <= 2e-6
+    assert other <= 2e-6
     assert all(torch.equal(a, b) and bool(torch.isfinite(a).all()) for a, b in zip(first, second, strict=True))
 
 
-def test_the_learning_rate_finder_leaves_no_trace() -> None:
-    def run(rank: int) -> tuple[list[Tensor], list[Tensor]]:
-        results = []
-        for search in (False, True):
-            model = TinyClassifier()
-            fitted = trainer(SAFusionStrategy(**SPARSE), limit_train_batches=6)
-            if search:
-                Tuner(fitted).lr_find(model, classification(), num_training=8, update_attr=False)
-            fitted.fit(model, classification())
-            results.append([p.detach() for p in model.parameters()])
-        return results[0], results[1]
+class FromTheStep(TinyClassifier):
+    """Its data depend on step and rank only: a loader that begins anew changes nothing."""
 
-    for plain, searched in run_launched(2, run):
-        assert all(torch.equal(a, b) for a, b in zip(plain, searched, strict=True))
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        generator = torch.Generator().manual_seed(2 * self.trainer.global_step + self.global_rank)
+        x = torch.randn(16, 32, generator=generator)
+        return nn.functional.cross_entropy(self(x), x[:, :10].argmax(1))
+
+
+class HeldBack(Callback):
+    """Notes what is held back at the end."""
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        controller = getattr(trainer.strategy, "_controller", None)
+        residual = local_state(controller)["memory"]["residual"] if controller is not None else {}
+        self.tensors = [held.clone() for held in residual.values()]
+
+
+class Searches(LearningRateFinder):
+    """Searches when the fit starts, or within it, as Lightning's documentation shows."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__(num_training_steps=8, update_attr=False)
+        self.when = when
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.when == "fit start":
+            self.lr_find(trainer, pl_module)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.when == "second epoch" and trainer.current_epoch == 1:
+            self.lr_find(trainer, pl_module)
+
+
+@pytest.mark.parametrize("when", ["before", "fit start", "second epoch"])
+def test_the_learning_rate_finder_leaves_no_trace(tmp_path: Path, when: str) -> None:
+    def train(strategy: Any, search: bool) -> tuple[list[Tensor], int]:
+        model, held, finder = FromTheStep(), HeldBack(), Searches(when if search else "never")
+        callbacks = [held, finder] if when != "before" else [held]
+        run = trainer(strategy, limit_train_batches=6, max_epochs=3, callbacks=callbacks, default_root_dir=tmp_path)
+        found = None
+        if search and when == "before":
+            found = Tuner(run).lr_find(model, classification(), num_training=8, update_attr=False)
+        run.fit(model, classification())
+        found = found or finder.optimal_lr
+        tensors = [*(p.detach() for p in model.parameters()), *held.tensors]
+        return tensors, len(found.results["loss"]) if found is not None else 0
+
+    def run(rank: int) -> list[tuple[int, int]]:
+        seen = []
+        for make in (lambda: "ddp", lambda: SAFusionStrategy(**SPARSE)):
+            (plain, none), (searched, steps) = train(make(), False), train(make(), True)
+            assert none == 0
+            seen.append((steps, sum(torch.equal(a, b) for a, b in zip(plain, searched, strict=True))))
+        return seen
+
+    # within a fit Lightning 2.6 ends the search after one step
+    steps = 1 if when == "second epoch" else 8
+    # seven parameters; then seven and what is held back of each
+    assert run_launched(2, run) == [[(steps, 7), (steps, 14)]] * 2
+
+
+class Scalable(TinyClassifier):
+    """Makes its own loader, of a size that can be searched for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_size = 2
+
+    def train_dataloader(self) -> Any:
+        return classification(batch_size=self.batch_size)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_batch_size_finder_is_refused_as_with_ddp(world_size: int) -> None:
+    def run(rank: int) -> list[str]:
+        said = []
+        for make in (lambda: "ddp", lambda: SAFusionStrategy(**SPARSE)):
+            with pytest.raises(MisconfigurationException) as told:
+                trainer(make(), devices=world_size, callbacks=[BatchSizeFinder(max_trials=2)]).fit(Scalable())
+            with pytest.raises(ValueError, match="distributed") as tuned:
+                Tuner(trainer(make(), devices=world_size)).scale_batch_size(Scalable(), max_trials=2)
+            said += [str(told.value), str(tuned.value)]
+        return said
+
+    for said in run_launched(world_size, run):
+        assert said[:2] == said[2:]
+        assert all("not supported with distributed strategies" in message for message in said)

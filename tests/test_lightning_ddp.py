@@ -2,7 +2,8 @@
 
 Covers: the process group exists in ``setup``; wrapping for training only; ignored parameters; broadcast of rank 0's
     weights; the strategy's collectives; gathering with gradients; synchronised logging, early stopping and checkpoints;
-    samplers; final gradients in every hook; overridden clipping; external launchers; backends by name.
+    samplers; final gradients in every hook; overridden clipping; external launchers; backends by name; compiled models,
+    before and after wrapping; synchronised batch norms.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
@@ -187,21 +188,88 @@ def test_backends_and_options_reach_ddp() -> None:
     assert strategy._ddp_kwargs["static_graph"] is True
 
 
-@pytest.mark.parametrize("place", ["model", "submodule"])
+def test_sync_batchnorm_on_cpu_is_refused_as_with_ddp() -> None:
+    def run(rank: int) -> list[str]:
+        said = []
+        for strategy in ("ddp", SAFusionStrategy(**SPARSE)):
+            model = TinyClassifier()
+            model.net.insert(1, nn.BatchNorm1d(256))
+            with pytest.raises(ValueError, match="SyncBatchNorm layers only work with GPU modules") as caught:
+                trainer(strategy, sync_batchnorm=True).fit(model, classification())
+            said.append(str(caught.value))
+        return said
+
+    for plain, ours in run_launched(2, run):
+        assert plain == ours
+
+
+class CompilesWrapped(Callback):
+    """Compiles DDP itself, which splits the graph along its buckets."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        trainer.strategy.model = torch.compile(trainer.strategy.model, backend="aot_eager")
+
+
+class Compilable(TinyClassifier):
+    """Can be compiled without a break of the graph; under manual optimization with its backward pass."""
+
+    def __init__(self, manual: bool = False) -> None:
+        super().__init__()
+        self.automatic_optimization = not manual
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        if self.automatic_optimization:
+            return self.loss(batch)
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.both_passes(batch)
+        optimizer.step()
+        return None
+
+    def loss(self, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def both_passes(self, batch: Any) -> None:
+        self.manual_backward(self.loss(batch))
+
+
+@pytest.mark.parametrize("place", ["model", "submodule", "wrapped", "both passes"])
 def test_compiled_models(place: str) -> None:
     """With a backend that needs no compiler: what is tested is how graphs, buckets and hooks meet."""
 
     def train(strategy: Any) -> list[Tensor]:
         torch._dynamo.reset()
-        model: LightningModule = TinyClassifier()
+        model: LightningModule = Compilable(manual=place == "both passes")
         if place == "submodule":
             model.net = torch.compile(model.net, backend="aot_eager")
+        if place == "both passes":  # Dynamo is active when DDP calls the communication hook
+            model.both_passes = torch.compile(model.both_passes, backend="aot_eager")
         whole = torch.compile(model, backend="aot_eager") if place == "model" else model
-        trainer(strategy, limit_train_batches=5).fit(whole, classification())
+        callbacks = [CompilesWrapped()] if place == "wrapped" else []
+        trainer(strategy, limit_train_batches=5, callbacks=callbacks).fit(whole, classification())
         return [p.detach().clone() for p in model.parameters()]
 
-    def both(rank: int) -> float:
+    def run(rank: int) -> tuple[float, list[Tensor]]:
         pairs = zip(train(SAFusionStrategy(density=1.0, collective="allgather")), train("ddp"), strict=True)
-        return max(float((a - b).abs().max()) for a, b in pairs)
+        return max(float((a - b).abs().max()) for a, b in pairs), train(
+            SAFusionStrategy(density=0.05, collective="allgather")
+        )
 
-    assert max(run_launched(2, both, timeout=120)) < 2e-6
+    (difference, first), (other, second) = run_launched(2, run, timeout=120)
+    assert max(difference, other) < 2e-6
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_a_missing_parameter_is_named_where_the_wrapped_model_is_compiled() -> None:
+    def run(rank: int) -> str:
+        torch._dynamo.reset()
+        model = Compilable()
+        model.spare = nn.Linear(3, 3)
+        try:
+            trainer(SAFusionStrategy(**SPARSE), callbacks=[CompilesWrapped()]).fit(model, classification())
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    for message in run_launched(2, run, timeout=120):
+        assert "2 parameters got no gradient in this backward pass: spare.weight, spare.bias" in message

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
 
 from lightning_safusion import SAFusionStrategy
@@ -35,12 +36,24 @@ class Signalled(TinyClassifier):
             torch.save(self.trainer.global_step, self.folder / f"heard{self.global_rank}.pt")
 
 
-@pytest.mark.parametrize("collective", ["allgather", "auto"])
-def test_all_ranks_hear_of_it_before_the_same_batch(tmp_path: Path, collective: Any) -> None:
+class Searches(LearningRateFinder):
+    """A training inside of the training, which begins and ends as any other."""
+
+    def on_fit_start(self, *args: Any) -> None:
+        """Not yet."""
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.lr_find(trainer, pl_module)
+
+
+@pytest.mark.parametrize(("collective", "search"), [("allgather", False), ("auto", False), ("allgather", True)])
+def test_all_ranks_hear_of_it_before_the_same_batch(tmp_path: Path, collective: Any, search: bool) -> None:
     def train(rank: int) -> str:
         strategy = SAFusionStrategy(density=0.1, collective=collective)
+        callbacks = [Searches(num_training_steps=4, update_attr=False)] if search else []
         try:
-            trainer(strategy).fit(Signalled(tmp_path), classification())
+            run = trainer(strategy, callbacks=callbacks, default_root_dir=tmp_path)
+            run.fit(Signalled(tmp_path), classification())
         except BaseException as error:  # SystemExit, or what this version of Lightning ends a terminated run with
             return type(error).__name__
         return "ended"

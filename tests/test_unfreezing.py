@@ -11,6 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
 from lightning_safusion import SAFusionStrategy
+from tests.ledger import Ledger, assert_balanced
 from tests.models import classification, trainer
 from tests.process_group import run_launched
 
@@ -94,6 +95,40 @@ def test_residuals_are_kept_and_replicas_equal(freeze_head: bool, fusion: str) -
     assert held[0].abs().sum() > 0
     # one step later most of it is still there
     assert torch.nn.functional.cosine_similarity(held[0].flatten(), held[1].flatten(), dim=0) > 0.5
+
+
+@pytest.mark.parametrize("freeze_head", [False, True])
+def test_nothing_is_lost_when_the_model_is_wrapped_again(freeze_head: bool) -> None:
+    def sparse(rank: int) -> Ledger:
+        ledger = Ledger()
+        strategy = SAFusionStrategy(density=0.05, collective="allgather", dense_below=0)
+        train(strategy, [ledger], freeze=True, freeze_head=freeze_head)
+        return ledger
+
+    # what is held back of a tensor is forgotten when it is frozen
+    names = [f"{module}.{kind}" for module in ("backbone", "head")[: 2 - freeze_head] for kind in ("weight", "bias")]
+    mine, theirs = run_launched(2, sparse)
+    assert_balanced(mine, theirs, to="used", names=names)
+
+
+def test_unfreezing_is_followed_where_the_wrapped_model_is_compiled() -> None:
+    class CompilesWrapped(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            trainer.strategy.model = torch.compile(trainer.strategy.model, backend="aot_eager")
+
+        def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            compiled.append(isinstance(trainer.strategy.model, torch._dynamo.OptimizedModule))
+
+    compiled: list[bool] = []
+
+    def both(rank: int) -> tuple[float, list[bool]]:
+        plain = train(DDPStrategy(), freeze=False)
+        ours = train(SAFusionStrategy(density=1.0, collective="allgather"), [CompilesWrapped()], freeze=True)
+        return max(float((a - b).abs().max()) for a, b in zip(ours, plain, strict=True)), compiled
+
+    for difference, compiled_again in run_launched(2, both, timeout=120):
+        assert difference <= 2e-6
+        assert compiled_again == [True]
 
 
 def test_ranks_that_unfreeze_different_parameters_are_told() -> None:

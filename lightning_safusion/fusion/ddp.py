@@ -19,7 +19,8 @@ class DDPHook:
 
     Knows nothing of Lightning: ``hook = DDPHook(controller, params, static_graph=...)``, then
     ``ddp.register_comm_hook(None, hook.run)``. It holds no reference to DDP or to the parameters: DDP's C++ reducer
-    holds the hook, and such a cycle would never be collected.
+    holds the hook, and such a cycle would never be collected. With ``torch.compile``, set ``ddp.bucket_bytes_cap`` to
+    DDP's usual 25 MiB after ``bucket_cap_mb=0``: graphs are split by it.
 
     Args:
         controller: Runs the windows.

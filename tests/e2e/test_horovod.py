@@ -1,4 +1,4 @@
-"""horovodrun: the transport, and trainings that end as those do that Lightning starts over torch.distributed."""
+"""horovodrun and mpirun: the transport, and trainings that end as those do that Lightning itself starts."""
 
 from __future__ import annotations
 
@@ -15,54 +15,94 @@ import torch
 
 from tests.e2e.horovod_collectives import DTYPES
 from tests.e2e.horovod_training import CASES
-from tests.e2e.processes import ROOT, environment, started
+from tests.e2e.processes import ROOT, environment, need, started
 
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
+# Open MPI refuses root, and more processes than cores, unless told otherwise; other mpiruns do not know these.
+OPEN_MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",  # from version 5 on
+}
+
+LAUNCHERS = ["horovodrun", "mpirun"]
 
 
-def _has_horovod(python: str) -> bool:
-    return subprocess.run([python, "-c", "import horovod.torch"], capture_output=True, check=False).returncode == 0
+def _has_horovod(python: str, mpi: bool) -> bool:
+    works = "import horovod.torch as hvd; " + ("raise SystemExit(not hvd.mpi_built())" if mpi else "")
+    return subprocess.run([python, "-c", works], capture_output=True, check=False).returncode == 0
+
+
+def _beside(folder: Path) -> str:
+    """A new interpreter that sees the packages of this one behind its own."""
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    python = str(folder / "bin" / "python")
+    packages = subprocess.run(
+        [python, "-c", "import site; print(site.getsitepackages()[0])"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    Path(packages, "beside.pth").write_text("\n".join(site.getsitepackages()))
+    return python
+
+
+def _has_mpi_headers() -> bool:
+    probe = ["mpicxx", "-fsyntax-only", "-x", "c++", "-"]
+    return shutil.which("mpicxx") is not None and (
+        subprocess.run(probe, input=b"#include <mpi.h>", capture_output=True, check=False).returncode == 0
+    )
+
+
+def _interpreter(folder: Path, mpi: bool = False) -> str:
+    """An interpreter with Horovod: this one, or one beside it.
+
+    The script builds Horovod where its cache has no wheel for this Python and torch, which takes some minutes.
+    """
+    if _has_horovod(sys.executable, mpi):
+        return sys.executable
+    if shutil.which("c++") is None:
+        pytest.skip("Horovod is not installed, and building it needs a C++ compiler")
+    python = _beside(folder)
+    script = [ROOT / "scripts" / "install_horovod.sh", *(["--mpi"] if mpi else []), python]
+    installed = subprocess.run(script, capture_output=True, text=True, check=False)
+    if mpi and installed.returncode != 0 and not _has_mpi_headers():
+        pytest.skip("Horovod is not installed with MPI, and building it needs MPI's headers (libopenmpi-dev)")
+    assert installed.returncode == 0, installed.stdout + installed.stderr
+    return python
 
 
 @pytest.fixture(scope="session")
 def python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An interpreter with Horovod: this one, or one beside it that sees its packages.
-
-    The script builds Horovod where its cache has no wheel for this Python and torch, which takes some minutes.
-    """
-    if _has_horovod(sys.executable):
-        return sys.executable
-    if shutil.which("c++") is None:
-        pytest.skip("Horovod is not installed, and building it needs a C++ compiler")
-    folder = tmp_path_factory.mktemp("venv")
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    beside = str(folder / "bin" / "python")
-    packages = subprocess.run(
-        [beside, "-c", "import site; print(site.getsitepackages()[0])"], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    Path(packages, "beside.pth").write_text("\n".join(site.getsitepackages()))
-    installed = subprocess.run(
-        [ROOT / "scripts" / "install_horovod.sh", beside], capture_output=True, text=True, check=False
-    )
-    assert installed.returncode == 0, installed.stdout + installed.stderr
-    return beside
+    """An interpreter with Horovod."""
+    return _interpreter(tmp_path_factory.mktemp("venv"))
 
 
-def horovodrun(python: str, processes: int, log: Path, *command: str | Path) -> None:
-    """Runs a script of this folder as a user would."""
-    run = [python, "-m", "horovod.runner.launch", "-np", str(processes), python, *command]
-    env = environment(HOROVOD_GLOO_IFACE="lo")
+@pytest.fixture(scope="session")
+def mpi_python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An interpreter with Horovod over MPI."""
+    need("mpirun", root=False)
+    return _interpreter(tmp_path_factory.mktemp("venv"), mpi=True)
+
+
+def launch(request: pytest.FixtureRequest, launcher: str, processes: int, log: Path, *command: str | Path) -> None:
+    """Runs a script of this folder as a user would, to its end."""
+    if launcher == "horovodrun":
+        python = request.getfixturevalue("python")
+        run = [python, "-m", "horovod.runner.launch", "-np", str(processes), python, *command]
+        env = environment(HOROVOD_GLOO_IFACE="lo")
+    else:
+        run = ["mpirun", "-np", str(processes), request.getfixturevalue("mpi_python"), *command]
+        env = environment(**OPEN_MPI)
     with started(run, log, env) as program:
         program.finish(120)
 
 
-@pytest.fixture(scope="module")
-def collectives(python: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+@pytest.fixture(scope="module", params=LAUNCHERS)
+def collectives(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """By rank: what three workers have seen."""
     folder = tmp_path_factory.mktemp("collectives")
-    horovodrun(python, 3, folder / "output", HERE / "horovod_collectives.py", folder)
+    launch(request, request.param, 3, folder / "output", HERE / "horovod_collectives.py", folder)
     return [json.loads((folder / f"collectives{rank}.json").read_text()) for rank in range(3)]
 
 
@@ -103,41 +143,45 @@ def test_on_done_and_lifetime(collectives: list[dict[str, Any]]) -> None:
 
 
 @pytest.fixture(scope="module")
-def trainings(python: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """By transport: folder with the outcome of all cases."""
-    folders = {transport: tmp_path_factory.mktemp(transport) for transport in ("horovod", "torch")}
-    script = HERE / "horovod_training.py"
-    horovodrun(python, 2, folders["horovod"] / "output", script, folders["horovod"], "horovod")
-    with started([sys.executable, script, folders["torch"], "torch"], folders["torch"] / "output") as program:
+def by_torch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the outcome of all cases over torch.distributed."""
+    folder = tmp_path_factory.mktemp("torch")
+    with started([sys.executable, HERE / "horovod_training.py", folder, "torch"], folder / "output") as program:
         program.finish(120)
-    return folders
+    return folder
+
+
+@pytest.fixture(scope="module", params=LAUNCHERS)
+def by_horovod(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the outcome of all cases over Horovod."""
+    folder = tmp_path_factory.mktemp("horovod")
+    launch(request, request.param, 2, folder / "output", HERE / "horovod_training.py", folder, "horovod")
+    return folder
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_training_is_that_of_popen(trainings: dict[str, Path], case: str) -> None:
+def test_training_is_that_of_popen(by_horovod: Path, by_torch: Path, case: str) -> None:
     for rank in (0, 1):
         mine, expected = (
-            torch.load(trainings[transport] / f"{case}{rank}.pt", weights_only=False)
-            for transport in ("horovod", "torch")
+            torch.load(folder / f"{case}{rank}.pt", weights_only=False) for folder in (by_horovod, by_torch)
         )
         # a sum of two numbers has no order in which to round differently
         torch.testing.assert_close(mine["state"], expected["state"], rtol=0, atol=0)
         assert mine["figures"]["carrier"] == "gloo"
 
 
-def test_horovod_carries_what_is_dense(trainings: dict[str, Path]) -> None:
-    figures = {
-        transport: torch.load(folder / "dense0.pt", weights_only=False)["figures"]
-        for transport, folder in trainings.items()
-    }
-    assert figures["torch"]["plain_ddp"] is not None
-    assert figures["horovod"]["plain_ddp"] is None
-    assert set(figures["horovod"]["collectives"]) == {"allreduce"}
+def test_horovod_carries_what_is_dense(by_horovod: Path, by_torch: Path) -> None:
+    mine, expected = (
+        torch.load(folder / "dense0.pt", weights_only=False)["figures"] for folder in (by_horovod, by_torch)
+    )
+    assert expected["plain_ddp"] is not None
+    assert mine["plain_ddp"] is None
+    assert set(mine["collectives"]) == {"allreduce"}
 
 
-def test_refusals_reach_every_worker(trainings: dict[str, Path]) -> None:
+def test_refusals_reach_every_worker(by_horovod: Path) -> None:
     for rank in (0, 1):
-        devices, sync_batchnorm = (trainings["horovod"] / f"refusals{rank}").read_text().splitlines()
+        devices, sync_batchnorm = (by_horovod / f"refusals{rank}").read_text().splitlines()
         assert "give it devices=2, num_nodes=1" in devices
         assert "SyncBatchNorm (net.1)" in sync_batchnorm
 

@@ -102,6 +102,7 @@ def train(
     accumulate: int = 1,
     spare_ranks: Sequence[int] = (),
     autocast: bool = False,
+    compiled: bool = False,
     **ddp_options: Any,
 ) -> list[Tensor]:
     """Trains and returns all parameters; checks that the gradients are equal on all ranks after every backward."""
@@ -109,11 +110,16 @@ def train(
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1, momentum=0.9)
     if hook is not None:
         hook.watch(optimizer)
+    model = ddp
+    if compiled:
+        torch._dynamo.reset()
+        ddp.bucket_bytes_cap = 25 << 20  # by which Dynamo splits graphs
+        model = torch.compile(ddp, backend="aot_eager")
     for step in range(steps):
         for micro in range(accumulate):
             ddp.require_backward_grad_sync = micro == accumulate - 1
             tokens = batch(rank, accumulate * step + micro)
-            logits = ddp(tokens, use_spare=rank in spare_ranks)
+            logits = model(tokens, use_spare=rank in spare_ranks)
             loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):  # as Lightning's manual_backward
                 loss.backward()
@@ -140,6 +146,9 @@ CASES: dict[str, dict[str, Any]] = {
     "large buckets": {"bucket_cap_mb": 25},
     "middle buckets": {"bucket_cap_mb": 0.003},
     "no bucket view": {"gradient_as_bucket_view": False},
+    "compiled": {"compiled": True},
+    "compiled, accumulation": {"compiled": True, "accumulate": 3},
+    "compiled, unused": {"compiled": True, "mode": "unused", "find_unused_parameters": True},
 }
 
 
@@ -167,7 +176,9 @@ def test_density_1_equals_ddp_bitwise_on_two_workers() -> None:
     assert all(run_ranks(2, both))
 
 
-@pytest.mark.parametrize("case", ["plain", "accumulation", "static graph", "unused", "complex", "reentrant checkpoint"])
+@pytest.mark.parametrize(
+    "case", ["plain", "accumulation", "static graph", "unused", "complex", "reentrant checkpoint", "compiled"]
+)
 @pytest.mark.parametrize("fusion", ["adaptive", "naive"])
 def test_sparse_training_keeps_replicas_equal(case: str, fusion: str) -> None:
     def run(rank: int) -> list[Tensor]:

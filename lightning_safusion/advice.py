@@ -1,0 +1,196 @@
+"""What a job's figures say in plain words: how much of the exchange shows, and what another choice would change.
+
+Everything is predicted with the agreed costs that the plan was made from (see :class:`GroupCosts`), and added to the
+measured time of a step: measured step + predicted finish of the alternative - predicted finish of the plan in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from lightning_safusion.fusion.dp import plan_optimal, predict_finish
+from lightning_safusion.fusion.plan import Group, GroupCosts, Plan
+
+_DDP_BUCKET_BYTES = 25 * 1024 * 1024  # DistributedDataParallel's default, in its dtype
+_HIDDEN = 0.02  # share of the step below which the exchange counts as hidden
+_DENSITIES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3)
+
+Level = Literal["good", "hint", "warning"]
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One remark.
+
+    Args:
+        level: ``"good"``: nothing to do; ``"hint"``: could be better; ``"warning"``: something is wrong.
+        text: A sentence or two.
+    """
+
+    level: Level
+    text: str
+
+
+@dataclass(frozen=True)
+class JobFigures:
+    """What the remarks are made from.
+
+    Args:
+        step_s: Seconds of a step, median.
+        exposed_s: Seconds of it in which nothing but the exchange went on.
+        density: Density asked for.
+        bytes_sent: Bytes that one worker sends in a step.
+        missing_rate: Share of the gradient tensors of which nothing was sent; None if that was not counted.
+        slowest_rank: Rank whose own work takes longest, and how much longer than the median's, in seconds; None if
+            that was not measured.
+        plan: The plan in use; None if there is none, as with plain DDP.
+        costs: What it was made from.
+    """
+
+    step_s: float
+    exposed_s: float
+    density: float
+    bytes_sent: float
+    missing_rate: float | None = None
+    slowest_rank: tuple[int, float] | None = None
+    plan: Plan | None = None
+    costs: GroupCosts | None = None
+
+
+def advise(figures: JobFigures) -> list[Advice]:
+    """Remarks on a job, the most important ones first."""
+    remarks = [_exposure(figures)]
+    if figures.plan is not None and figures.costs is not None and figures.costs.world_size > 1:
+        remarks += [_against_ddp(figures, figures.plan, figures.costs)]
+        remarks += _density(figures, figures.plan, figures.costs)
+        remarks += _regrouping(figures, figures.plan, figures.costs)
+    remarks += _missing(figures) + _straggler(figures)
+    order: list[Level] = ["warning", "hint", "good"]
+    return sorted(remarks, key=lambda remark: order.index(remark.level))
+
+
+def ddp_plan(costs: GroupCosts, bucket_bytes: float = _DDP_BUCKET_BYTES) -> Plan:
+    """The buckets of plain DDP: dense, closed when they hold ``bucket_bytes``."""
+    groups, start, held = [], 0, 0.0
+    for place, nbytes in enumerate(costs.dense_bytes):
+        held += nbytes
+        if held >= bucket_bytes or place == len(costs.dense_bytes) - 1:
+            groups.append(Group(start, place + 1, "allreduce"))
+            start, held = place + 1, 0.0
+    return Plan(tuple(groups))
+
+
+def scaled(costs: GroupCosts, *, sparse: float = 1.0, dense: float = 1.0) -> GroupCosts:
+    """The costs with other message sizes: factors on the sparse and the dense bytes."""
+    return replace(
+        costs,
+        sparse_bytes=tuple(nbytes * sparse for nbytes in costs.sparse_bytes),
+        dense_bytes=tuple(nbytes * dense for nbytes in costs.dense_bytes),
+    )
+
+
+def step_with(figures: JobFigures, plan: Plan, costs: GroupCosts) -> float:
+    """Predicted seconds of a step with another plan or other costs; not less than a step that exchanges nothing."""
+    if figures.plan is None or figures.costs is None:
+        raise ValueError("predictions need the plan in use and its costs")
+    change = predict_finish(plan, costs) - predict_finish(figures.plan, figures.costs)
+    return max(figures.step_s - figures.exposed_s, figures.step_s + change)
+
+
+def _exposure(figures: JobFigures) -> Advice:
+    share = figures.exposed_s / figures.step_s if figures.step_s > 0 else 0.0
+    text = f"{figures.exposed_s * 1e3:.1f} ms of exchange are exposed, {share:.1%} of a step."
+    if share <= _HIDDEN:
+        return Advice("good", f"The exchange hides behind the backward pass: {text}")
+    return Advice("hint", text)
+
+
+def _against_ddp(figures: JobFigures, plan: Plan, costs: GroupCosts) -> Advice:
+    whole, half = (
+        step_with(figures, ddp_plan(costs, _DDP_BUCKET_BYTES * f), scaled(costs, dense=f)) for f in (1.0, 0.5)
+    )
+    ratio = half / figures.step_s
+    predicted = f"plain DDP {whole * 1e3:.1f} ms, DDP with bf16 compression {half * 1e3:.1f} ms"
+    if ratio >= 1.05:
+        return Advice("good", f"At this bandwidth bf16 DDP would be {ratio:.1f} times slower (predicted: {predicted}).")
+    if ratio <= 0.95:
+        return Advice(
+            "warning",
+            f"bf16 DDP would be {1 / ratio:.1f} times faster here (predicted: {predicted}): use "
+            'collective="auto", or strategy="ddp" with bf16_compress_hook.',
+        )
+    return Advice("hint", f"bf16 DDP would be about as fast (predicted: {predicted}).")
+
+
+def _density(figures: JobFigures, plan: Plan, costs: GroupCosts) -> list[Advice]:
+    """The lowest density that still buys time, or the highest that costs none."""
+    if not any(group.collective == "allgather" for group in plan.groups) or not 0 < figures.density < 1:
+        return []
+    steps = {d: step_with(figures, plan, scaled(costs, sparse=d / figures.density)) for d in _DENSITIES}
+    if figures.exposed_s > _HIDDEN * figures.step_s:
+        useful = [d for d in _DENSITIES if d < figures.density and steps[d] < 0.98 * figures.step_s]
+        if not useful:
+            return []
+        best = max(useful, key=lambda d: (round(-steps[d] / figures.step_s, 2), d))
+        saved = figures.bytes_sent * (1 - best / figures.density)
+        faster = figures.step_s / steps[best]
+        return [
+            Advice(
+                "hint",
+                f"density {best:g} would save {saved / 1e6:.2f} MB per worker and step, and make steps {faster:.2f} "
+                "times faster (predicted); check the accuracy.",
+            )
+        ]
+    free = [d for d in _DENSITIES if d > figures.density and steps[d] <= 1.01 * figures.step_s]
+    if not free:
+        return []
+    return [Advice("hint", f"density {max(free):g} would cost no time here (predicted), and lose less.")]
+
+
+def _regrouping(figures: JobFigures, plan: Plan, costs: GroupCosts) -> list[Advice]:
+    best = plan_optimal(costs)
+    faster = figures.step_s / step_with(figures, best, costs)
+    if best == plan or faster < 1.02:
+        return []
+    return [
+        Advice(
+            "hint",
+            f"{len(best.groups)} buffers in place of {len(plan.groups)} would make steps {faster:.2f} times faster "
+            '(predicted): use fusion="adaptive".',
+        )
+    ]
+
+
+def _missing(figures: JobFigures) -> list[Advice]:
+    if not figures.missing_rate:
+        return []
+    return [
+        Advice(
+            "warning",
+            f"{figures.missing_rate:.1%} of the gradient tensors send nothing in a step: they are selected behind "
+            'fusion. scope="tensor" selects from every tensor.',
+        )
+    ]
+
+
+def _straggler(figures: JobFigures) -> list[Advice]:
+    if figures.slowest_rank is None:
+        return []
+    rank, behind = figures.slowest_rank
+    if behind <= 0.05 * figures.step_s:
+        return []
+    return [
+        Advice(
+            "hint",
+            f"All workers wait for rank {rank}, whose own work takes {behind * 1e3:.1f} ms longer than that of the "
+            "median worker: look at its data loading and its machine.",
+        )
+    ]
+
+
+def busiest(seconds: Sequence[float]) -> tuple[int, float]:
+    """The rank with the most seconds of its own, and by how much it exceeds the median."""
+    rank = max(range(len(seconds)), key=seconds.__getitem__)
+    return rank, seconds[rank] - sorted(seconds)[len(seconds) // 2]
