@@ -153,11 +153,11 @@ class Controller:
             times.closed = window.mark()
             buffer = self.generator.buffer(group)
             self._merge(window, buffer, times)
+            times.launched = window.mark()  # before: it may have ended by the time that the call returns
             try:
                 buffer.exchange.start()
             except Exception as error:
                 raise lost(self.generator, buffer, window, error) from error
-            times.launched = window.mark()
             if buffer.exchange.work is not None and window.timed and not self.transport.stream_ordered:
                 buffer.exchange.work.on_done(times.finish)
             if self._deferred is not None and window.deferred:

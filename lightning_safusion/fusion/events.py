@@ -30,7 +30,7 @@ class BufferEvents:
         bytes_received: Bytes that this rank received, by the closed form of the collective.
         closed: Its last gradient had arrived; selection begins.
         selected: Selection had ended; packing begins.
-        launched: The message was packed, and its collective was started.
+        launched: The message was packed, and its collective begins.
         finished: The collective had ended; NaN if this window did not take that down.
         awaited: The backward pass began to wait for it.
         arrived: It was waited for no longer; decoding begins.

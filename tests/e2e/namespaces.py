@@ -56,7 +56,9 @@ def _connect(machine: Namespace, device: str, bridge: str, rate: str) -> None:
     inside = ("ip", "-netns", machine.name)
     shaped = ("root", "tbf", "rate", rate, "burst", "128kb", "latency", "100ms")
     _run("ip", "netns", "add", machine.name)
-    _run("ip", "link", "add", device, "type", "veth", "peer", "name", "eth0", "netns", machine.name)
+    # Linux 6.18 refuses the name of a device of the host for a peer in another namespace: renamed there
+    _run("ip", "link", "add", device, "type", "veth", "peer", "name", f"{device}p", "netns", machine.name)
+    _run(*inside, "link", "set", f"{device}p", "name", "eth0")
     _run("ip", "link", "set", device, "master", bridge, "up")
     _run(*inside, "address", "add", f"{machine.address}/24", "dev", "eth0")
     _run(*inside, "link", "set", "eth0", "up")
