@@ -43,8 +43,9 @@ def build_parser() -> tuple[ArgumentParser, dict[str, Callable[..., Any]]]:
         message = 'the command line needs jsonargparse: pip install "lightning-safusion[cli]"'
         raise ModuleNotFoundError(message) from error
     from lightning_safusion.demo import run_demo
+    from lightning_safusion.systems import print_systems
 
-    commands: dict[str, Callable[..., Any]] = {"demo": run_demo}
+    commands: dict[str, Callable[..., Any]] = {"demo": run_demo, "systems": print_systems}
     parser = ArgumentParser(prog="safusion", description="Sparsification ahead of tensor fusion.", version=__version__)
     subcommands = parser.add_subcommands()
     for name, function in commands.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -104,4 +105,20 @@ def refuse_double_momentum(memory: Memory, optimizer: torch.optim.Optimizer) -> 
         raise MisconfigurationException(
             f"memory='dgc' applies momentum before selection, and {type(optimizer).__name__} would apply it again. Use "
             "torch.optim.SGD with momentum=0, or memory='residual'."
+        )
+
+
+def refuse_parts(system: str, parts: Mapping[str, Any], transport: str) -> None:
+    """Refuses parts of the engine where a system has none of them.
+
+    Raises:
+        MisconfigurationException: With the names of what was given.
+    """
+    given = [name for name, value in parts.items() if value is not None]
+    if transport != "torch":
+        given.append("transport")
+    if given:
+        raise MisconfigurationException(
+            f"system={system!r} is plain DDP with a hook of torch: it has no {', '.join(given)}. Leave them out, or "
+            "choose another system."
         )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any, Literal
 
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch import Trainer
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_safusion.environments.horovod import configure_horovod
@@ -20,7 +22,7 @@ from lightning_safusion.fusion.policy import FusionPolicy
 from lightning_safusion.fusion.quota import QuotaRule, Scope
 from lightning_safusion.fusion.registry import resolve_fusion
 from lightning_safusion.fusion.report import nothing_exchanged
-from lightning_safusion.parameters import refuse_options
+from lightning_safusion.parameters import refuse_options, refuse_parts
 from lightning_safusion.signals import DeferredSignals, requeue_signal
 from lightning_safusion.sparsify.base import Sparsifier
 from lightning_safusion.sparsify.memory import Memory, resolve_memory
@@ -93,9 +95,22 @@ class SAFusionStrategy(EngineDDPStrategy):
         refuse_options(kwargs, list(inspect.signature(SAFusionStrategy).parameters))
         if transport not in ("torch", "horovod"):
             raise ValueError(f"transport must be 'torch' or 'horovod', got {transport!r}")
+        row = resolve_system(system)
+        if row.ddp_hook is not None:
+            parts = {
+                "compressor": compressor,
+                "fusion": fusion,
+                "scope": scope,
+                "quota": quota,
+                "dense": dense,
+                "dense_below": dense_below,
+                "memory": memory,
+                "collective": collective,
+                "wire": wire,
+            }
+            refuse_parts(row.name, parts, transport)
         if transport == "horovod":
             configure_horovod(kwargs)
-        row = resolve_system(system)
         if fusion == "behind":
             scope = scope or "group"
             dense_below = 0 if dense_below is None else dense_below
@@ -109,13 +124,14 @@ class SAFusionStrategy(EngineDDPStrategy):
             quota=quota or row.quota,
             collective=collective or row.collective,
             wire=wire or row.wire,
+            own_buffers=row.own_buffers and collective is None,
         )
         if isinstance(dense, str):
             raise TypeError(f"dense is a list of patterns, got the text {dense!r}: write [{dense!r}]")
         dense_below = row.dense_below if dense_below is None else dense_below
         if dense_below < 0:
             raise ValueError(f"dense_below is a number of elements, 0 or more, got {dense_below}")
-        super().__init__(list(dense or []), dense_below, transport == "horovod", **kwargs)
+        super().__init__(list(dense or []), dense_below, transport == "horovod", row.ddp_hook, row.elastic, **kwargs)
         self._last_report: dict[str, Any] | None = None  # of a fit that has ended
         self._plain_clock: Clock | None = None  # where no engine has one
 
@@ -154,6 +170,30 @@ class SAFusionStrategy(EngineDDPStrategy):
             self._hook.check_complete(synchronised=ddp.require_backward_grad_sync)
 
     @override
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: nn.Module | None = None, **kwargs: Any
+    ) -> Any:
+        if self._elastic is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        # with automatic optimization the closure is the forward and backward pass, which hide the exchange
+        self._elastic.begin(optimizer)
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._elastic.finish()
+        return result
+
+    def _swap_centre(self) -> None:
+        """Puts the centre in the place of this worker's weights, or back."""
+        if self._elastic is not None and self.lightning_module is not None:
+            self._elastic.swap(self.lightning_module.parameters())
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        state = super().lightning_module_state_dict()
+        if self._elastic is not None and self.lightning_module is not None:
+            state |= self._elastic.centres(self.lightning_module.named_parameters())
+        return state
+
+    @override
     def on_train_start(self) -> None:
         super().on_train_start()
         self._hold_signals()
@@ -185,6 +225,7 @@ class SAFusionStrategy(EngineDDPStrategy):
     @override
     def on_validation_start(self) -> None:
         super().on_validation_start()
+        self._swap_centre()
         self._settle()
         if self._signals is not None:
             self._signals.remove()  # no gradients are exchanged that could carry the news
@@ -192,12 +233,15 @@ class SAFusionStrategy(EngineDDPStrategy):
     @override
     def on_validation_end(self) -> None:
         super().on_validation_end()
+        self._swap_centre()
         if self._signals is not None and self._controller is not None:
             self._signals.install()
 
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
+        self._swap_centre()
+        self._elastic = None
         self._settle()
         if self._signals is not None:
             self._signals.remove()
@@ -268,5 +312,5 @@ class SAFusionStrategy(EngineDDPStrategy):
         if self._transport is not None:
             self._transport.close()
         self._hook = self._controller = self._transport = self._resumed = None
-        self._sends_all = self._dense_for_good = self._plain_clock = None
+        self._sends_all = self._dense_for_good = self._plain_clock = self._elastic = None
         super().teardown()

@@ -6,6 +6,11 @@ import difflib
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from lightning_safusion.ddp_hooks import DDPHookName
 from lightning_safusion.fusion.adaptive import Adaptive
 from lightning_safusion.fusion.planning import CollectiveChoice
 from lightning_safusion.fusion.policy import FusionPolicy
@@ -32,6 +37,9 @@ class System:
         collective: ``"auto"``, ``"allgather"`` or ``"allreduce"``.
         wire: Wire format.
         dense_below: Tensors of fewer elements travel dense.
+        own_buffers: Its dense buffers are the point: plain DDP never takes their place.
+        ddp_hook: In place of the engine, DDP with this communication hook; the other parts mean nothing then.
+        elastic: Workers train on their own, held together by a centre (Sync EASGD); replicas are not equal.
     """
 
     name: str
@@ -45,6 +53,14 @@ class System:
     collective: CollectiveChoice = "auto"
     wire: str = "auto"
     dense_below: int = 0
+    own_buffers: bool = False
+    ddp_hook: DDPHookName | None = None
+    elastic: bool = False
+
+    @property
+    def replicates(self) -> bool:
+        """Whether all workers hold the same weights after every step."""
+        return not self.elastic
 
     def policy(self) -> FusionPolicy:
         """The grouping policy with this row's options."""
@@ -105,6 +121,54 @@ _ROWS = (
         "wfbp",
         collective="allgather",
     ),
+    System(
+        "wfbp-dense",
+        "no fusion: every tensor is reduced alone as soon as it is ready, whole",
+        "Poseidon, USENIX ATC 2017",
+        "wfbp",
+        compressor="none",
+        memory="none",
+        collective="allreduce",
+        own_buffers=True,
+    ),
+    System(
+        "syncea",
+        "one buffer for the whole model, selected from at the end of the backward pass",
+        "the single-buffer baseline that FGBuff, SAFusion and SSFusion call SyncEA; no elastic averaging (see easgd)",
+        "single",
+        scope="group",
+        collective="allgather",
+    ),
+    System(
+        "easgd",
+        "workers train on their own weights, which a centre pulls together once per step",
+        "Sync EASGD, SC 2017; the centre moves 0.9 of the way to the workers' mean",
+        "single",
+        ddp_hook="local",
+        elastic=True,
+    ),
+    System("ddp", "plain DDP: dense buckets of 25 MiB", "PyTorch DDP, VLDB 2020", "single", ddp_hook="none"),
+    System(
+        "ddp-bf16",
+        "plain DDP whose buckets travel as bfloat16: the honest dense baseline",
+        "torch's bf16_compress_hook",
+        "single",
+        ddp_hook="bf16",
+    ),
+    System(
+        "ddp-fp16",
+        "plain DDP whose buckets travel as float16",
+        "torch's fp16_compress_hook",
+        "single",
+        ddp_hook="fp16",
+    ),
+    System(
+        "powersgd",
+        "plain DDP with rank-1 approximations of the gradients, after ten dense steps",
+        "PowerSGD, NeurIPS 2019; torch's powerSGD_hook",
+        "single",
+        ddp_hook="powersgd",
+    ),
 )
 
 #: All systems by name.
@@ -122,3 +186,13 @@ def resolve_system(name: str) -> System:
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise ValueError(f"unknown system {name!r}; choose one of {', '.join(map(repr, SYSTEMS))}.{hint}")
     return SYSTEMS[name]
+
+
+def print_systems() -> None:
+    """Prints the systems that ``SAFusionStrategy(system=...)`` takes."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_lines=False)
+    for heading in ("system", "what it decides", "source"):
+        table.add_column(heading, overflow="fold")
+    for row in SYSTEMS.values():
+        table.add_row(f"[bold]{row.name}[/bold]", row.summary, row.source)
+    Console().print(table)

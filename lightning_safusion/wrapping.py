@@ -17,6 +17,8 @@ from typing_extensions import override
 from lightning_safusion.comm.horovod_transport import HorovodTransport
 from lightning_safusion.comm.torch_transport import TorchTransport, default_transport
 from lightning_safusion.comm.transport import Transport
+from lightning_safusion.ddp_hooks import DDPHookName, ddp_hook_options, register_ddp_hook
+from lightning_safusion.elastic import ElasticAverage
 from lightning_safusion.environments.horovod import check_horovod
 from lightning_safusion.fusion.ddp import DDPHook
 from lightning_safusion.fusion.engine import build_controller, check_equal, fingerprint
@@ -39,13 +41,26 @@ class EngineDDPStrategy(ResumableDDPStrategy):
         dense: Shell patterns of parameter names that always travel dense.
         dense_below: Tensors of fewer elements than this travel dense.
         over_horovod: Horovod carries the gradients.
+        ddp_hook: DDP with this communication hook, in place of the engine.
+        elastic: Workers train on their own, held together by a centre.
         kwargs: Arguments of DDPStrategy.
     """
 
     system: str
 
-    def __init__(self, dense: list[str], dense_below: int, over_horovod: bool, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        dense: list[str],
+        dense_below: int,
+        over_horovod: bool,
+        ddp_hook: DDPHookName | None = None,
+        elastic: bool = False,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(**kwargs)
+        self._ddp_hook = ddp_hook
+        self._is_elastic = elastic
+        self._elastic: ElasticAverage | None = None
         self._dense = dense
         self._dense_below = dense_below
         self._over_horovod = over_horovod
@@ -82,6 +97,9 @@ class EngineDDPStrategy(ResumableDDPStrategy):
         if not specs:
             self._aside = "no parameter has a dense gradient"
         options = dict(self._ddp_kwargs)
+        if self._ddp_hook is not None:
+            self._aside, self._sends_all = f"system={self.system!r} is DDP with another hook", None
+            options = ddp_hook_options(self._ddp_hook, options.get("process_group")) | options
         if self._aside is None:
             options["gradient_as_bucket_view"] = True
             if options.get("bucket_cap_mb") is None:
@@ -105,6 +123,10 @@ class EngineDDPStrategy(ResumableDDPStrategy):
         """Registers the hook on every device; DDPStrategy does so on CUDA only, and would train dense elsewhere."""
         if self._aside is not None:
             rank_zero_info(f"SAFusionStrategy: plain DDP is used, because {self._aside}.")
+            if self._ddp_hook is not None and isinstance(self.model, DistributedDataParallel):
+                register_ddp_hook(self.model, self._ddp_hook, self._ddp_kwargs.get("process_group"))
+            if self._is_elastic and self._transport is not None:
+                self._elastic = ElasticAverage(self._transport)
             return
         if not isinstance(self.model, DistributedDataParallel) or self._transport is None:
             raise RuntimeError("hooks are registered on the wrapped model: call _setup_model first")

@@ -43,6 +43,7 @@ class EngineSettings:
         quota: ``"proportional"`` or ``"pooled"``.
         collective: ``"auto"``, ``"allgather"`` or ``"allreduce"``.
         wire: Wire format by name.
+        own_buffers: Dense buffers are the point: plain DDP, whose own are other ones, never takes their place.
 
     Raises:
         ValueError: If a choice is unknown, or two do not go together.
@@ -56,6 +57,7 @@ class EngineSettings:
     quota: QuotaRule = "proportional"
     collective: CollectiveChoice = "auto"
     wire: str = "auto"
+    own_buffers: bool = False
 
     def __post_init__(self) -> None:
         _choice("scope", self.scope, get_args(Scope))
@@ -84,7 +86,7 @@ class EngineSettings:
             return None  # its momentum is part of the algorithm, on any number of workers and at any density
         if world_size == 1:
             return "there is one worker, and nothing to exchange"
-        if self.collective == "allreduce":
+        if self.collective == "allreduce" and not self.own_buffers:
             return "collective='allreduce' sends every gradient dense"
         if not isinstance(self.density, ConstantDensity) or self.collective != "auto":
             return None

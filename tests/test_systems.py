@@ -1,0 +1,100 @@
+"""Every row of the table of systems, in real training.
+
+Covers: each row trains two workers, reports figures, keeps replicas as its flag says; dense rows give what DDP gives;
+    the plain ones are refused parts that they have none of; the centre of the elastic one; the printed table.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+from lightning_safusion import SYSTEMS, SAFusionStrategy
+from lightning_safusion.cli import main
+from lightning_safusion.comm import local_transports
+from lightning_safusion.elastic import ElasticAverage
+from tests.models import TinyClassifier, classification, trainer
+from tests.process_group import run_launched
+
+
+def fit(system: str | None, **options: Any) -> tuple[list[Tensor], list[float], dict[str, Any]]:
+    """Final weights, losses and figures of this worker; plain DDP for None."""
+    strategy = "ddp" if system is None else SAFusionStrategy(system=system, **options)
+    model = TinyClassifier()
+    trainer(strategy, max_epochs=2).fit(model, classification())
+    report = strategy.report() if isinstance(strategy, SAFusionStrategy) else {}
+    return [param.detach().clone() for param in model.parameters()], model.losses, report
+
+
+def fit_all(rank: int, systems: list[str | None]) -> dict[str | None, Any]:
+    return {system: fit(system) for system in systems}
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str | None, Any]]:
+    return run_launched(2, fit_all, [None, *SYSTEMS], timeout=240)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_every_system_trains(results: list[dict[str | None, Any]], system: str) -> None:
+    (first, losses, report), (second, _, _) = (result[system] for result in results)
+    assert sum(losses[-10:]) < 0.7 * sum(losses[:10])
+    assert report["system"] == system
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    if SYSTEMS[system].ddp_hook is None:
+        assert report["windows"] == 40
+        assert report["bytes_sent"] > 0
+
+
+@pytest.mark.parametrize(("system", "tolerance"), [("ddp", 0), ("wfbp-dense", 1e-6)])
+def test_dense_systems_give_what_ddp_gives(results: list[dict[str | None, Any]], system: str, tolerance: float) -> None:
+    for ours, theirs in zip(results[0][system][0], results[0][None][0], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("system", ["ddp-bf16", "ddp-fp16"])
+def test_rounded_systems_give_nearly_that(results: list[dict[str | None, Any]], system: str) -> None:
+    assert not torch.equal(results[0][system][0][0], results[0][None][0][0])
+    assert sum(results[0][system][1]) == pytest.approx(sum(results[0][None][1]), rel=0.02)
+
+
+def test_parts_that_plain_systems_have_none_of_are_refused() -> None:
+    with pytest.raises(MisconfigurationException, match="'powersgd' .* has no compressor, wire"):
+        SAFusionStrategy(system="powersgd", compressor="topk", wire="bf16")
+    with pytest.raises(MisconfigurationException, match="has no transport"):
+        SAFusionStrategy(system="easgd", transport="horovod")
+
+
+def test_the_centre_follows_the_mean_of_the_workers() -> None:
+    transports = local_transports(3)
+    params = [nn.Parameter(torch.zeros(4)) for _ in transports]
+    optimizers = [torch.optim.SGD([param], lr=1.0) for param in params]
+    averages = [ElasticAverage(transport, share=0.6) for transport in transports]
+    weights, centre = torch.zeros(3), 0.0
+    for step in range(5):
+        for average, optimizer in zip(averages, optimizers, strict=True):
+            average.begin(optimizer)
+        for rank, (param, optimizer) in enumerate(zip(params, optimizers, strict=True)):
+            param.grad = torch.full((4,), float(rank + step))
+            optimizer.step()
+        for average in averages:
+            average.finish()
+        apart = weights - centre
+        weights, centre = weights - torch.arange(3) - step - 0.2 * apart, centre + 0.2 * float(apart.sum())
+        torch.testing.assert_close(torch.stack([param[0].detach() for param in params]), weights)
+    assert not torch.equal(params[0], params[1])
+    for average, param in zip(averages, params, strict=True):
+        average.swap([param])
+        torch.testing.assert_close(param.detach(), torch.full((4,), centre))
+        average.swap([param])
+    torch.testing.assert_close(torch.stack([param[0].detach() for param in params]), weights)
+
+
+def test_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["systems"])
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in SYSTEMS)
