@@ -5,6 +5,12 @@ from typing import TYPE_CHECKING, NoReturn
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_safusion.__about__ import __version__
+from lightning_safusion.callbacks import (
+    BufferSizeTuner,
+    OverlapProfiler,
+    ReplicaConsistencyCheck,
+    TensorMissingRateMonitor,
+)
 from lightning_safusion.fusion.adaptive import Adaptive
 from lightning_safusion.fusion.policy import WFBP, Aligned, FusionPolicy, Naive, Single
 from lightning_safusion.sparsify import (
@@ -45,6 +51,7 @@ __all__ = [
     "ADTopk",
     "Adaptive",
     "Aligned",
+    "BufferSizeTuner",
     "ConstantDensity",
     "DGCMemory",
     "DGCWarmup",
@@ -59,8 +66,10 @@ __all__ = [
     "NoCompression",
     "NoMemory",
     "OkTopk",
+    "OverlapProfiler",
     "RandomK",
     "RedSync",
+    "ReplicaConsistencyCheck",
     "ResidualMemory",
     "SAFusionStrategy",
     "SIDCo",
@@ -69,6 +78,7 @@ __all__ = [
     "Selection",
     "Sparsifier",
     "System",
+    "TensorMissingRateMonitor",
     "Threshold",
     "TopK",
     "__version__",

@@ -62,13 +62,18 @@ class JobFigures:
 def advise(figures: JobFigures) -> list[Advice]:
     """Remarks on a job, the most important ones first."""
     remarks = [_exposure(figures)]
-    if figures.plan is not None and figures.costs is not None and figures.costs.world_size > 1:
+    if figures.plan is not None and figures.costs is not None and predictable(figures.plan, figures.costs):
         remarks += [_against_ddp(figures, figures.plan, figures.costs)]
         remarks += _density(figures, figures.plan, figures.costs)
         remarks += _regrouping(figures, figures.plan, figures.costs)
     remarks += _missing(figures) + _straggler(figures)
     order: list[Level] = ["warning", "hint", "good"]
     return sorted(remarks, key=lambda remark: order.index(remark.level))
+
+
+def predictable(plan: Plan, costs: GroupCosts) -> bool:
+    """Whether the cost model knows such a plan: streams fill at each worker's own pace, one worker waits for nobody."""
+    return costs.world_size > 1 and all(group.collective != "stream" for group in plan.groups)
 
 
 def ddp_plan(costs: GroupCosts, bucket_bytes: float = _DDP_BUCKET_BYTES) -> Plan:
@@ -191,6 +196,6 @@ def _straggler(figures: JobFigures) -> list[Advice]:
 
 
 def busiest(seconds: Sequence[float]) -> tuple[int, float]:
-    """The rank with the most seconds of its own, and by how much it exceeds the median."""
+    """The rank with the most seconds of its own, and by how much it exceeds the (lower) median."""
     rank = max(range(len(seconds)), key=seconds.__getitem__)
-    return rank, seconds[rank] - sorted(seconds)[len(seconds) // 2]
+    return rank, seconds[rank] - sorted(seconds)[(len(seconds) - 1) // 2]

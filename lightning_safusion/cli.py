@@ -43,14 +43,21 @@ def build_parser() -> tuple[ArgumentParser, dict[str, Callable[..., Any]]]:
         message = 'the command line needs jsonargparse: pip install "lightning-safusion[cli]"'
         raise ModuleNotFoundError(message) from error
     from lightning_safusion.demo import run_demo
+    from lightning_safusion.profiling.trace import trace
+    from lightning_safusion.report.page import report
     from lightning_safusion.systems import print_systems
 
-    commands: dict[str, Callable[..., Any]] = {"demo": run_demo, "systems": print_systems}
+    commands: dict[str, Callable[..., Any]] = {
+        "demo": run_demo,
+        "systems": print_systems,
+        "trace": trace,
+        "report": report,
+    }
     parser = ArgumentParser(prog="safusion", description="Sparsification ahead of tensor fusion.", version=__version__)
     subcommands = parser.add_subcommands()
     for name, function in commands.items():
         subparser = ArgumentParser()
-        subparser.add_function_arguments(function, as_group=False)
+        subparser.add_function_arguments(function, as_group=False, as_positional=True)
         subcommands.add_subcommand(name, subparser, help=(function.__doc__ or "").partition("\n")[0])
     return parser, commands
 

@@ -21,6 +21,7 @@ from lightning_safusion.fusion.planning import CollectiveChoice
 from lightning_safusion.fusion.policy import FusionPolicy
 from lightning_safusion.fusion.quota import QuotaRule, Scope
 from lightning_safusion.fusion.registry import resolve_fusion
+from lightning_safusion.fusion.replan import Decision
 from lightning_safusion.fusion.report import nothing_exchanged
 from lightning_safusion.parameters import refuse_options, refuse_parts
 from lightning_safusion.signals import DeferredSignals, requeue_signal
@@ -275,6 +276,11 @@ class SAFusionStrategy(EngineDDPStrategy):
         """What plans are made from, the same on all ranks; None with plain DDP."""
         controller = self._controller
         return controller.planner.costs(controller.generator) if controller is not None else None
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """The planner's latest decisions on buffer sizes, oldest first, the same on all ranks; none with plain DDP."""
+        return tuple(self._controller.planner.decisions) if self._controller is not None else ()
 
     def report(self) -> dict[str, Any]:
         """Figures of the latest step on this rank, under the keys of :meth:`WindowReport.as_dict`.

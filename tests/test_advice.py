@@ -95,6 +95,13 @@ def test_plain_ddp_has_no_plan_to_speak_of() -> None:
     assert [remark.level for remark in remarks] == ["good"]
 
 
+def test_streams_are_not_predicted() -> None:
+    job = costs(2e8)
+    streams = Plan(tuple(Group(place, place + 1, "stream") for place in range(20)))
+    (remark,) = advise(JobFigures(0.2, 0.1, 0.05, 1e6, plan=streams, costs=job))
+    assert "are exposed" in remark.text
+
+
 @pytest.mark.parametrize("nbytes", [1.0, 3e7, 1e12])
 def test_the_buckets_of_ddp_cover_all_tensors(nbytes: float) -> None:
     job = costs(1e9)

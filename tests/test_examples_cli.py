@@ -47,6 +47,7 @@ IN_PYTHON: dict[str, Callable[[], SAFusionStrategy]] = {
     "dgc": lambda: SAFusionStrategy(
         "dgc", saf.DGCWarmup(0.001, epochs=4), memory=saf.DGCMemory(momentum=0.9, clip=1.0), collective="allgather"
     ),
+    "callbacks": lambda: SAFusionStrategy(density=0.05, system="behind"),
     "trainer": lambda: SAFusionStrategy(density=0.05, process_group_backend="gloo", timeout=timedelta(minutes=10)),
 }  # fmt: skip
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, get_args
 
-from lightning_safusion.fusion.dp import check_share, plan_greedy, plan_optimal, predict_finish
+from lightning_safusion.fusion.dp import NO_BOUNDS, Bounds, check_share, plan_greedy, plan_optimal, predict_finish
 from lightning_safusion.fusion.plan import GroupCosts, Plan
 from lightning_safusion.fusion.policy import FusionPolicy
-from lightning_safusion.fusion.replan import ReplanSchedule
+from lightning_safusion.fusion.replan import Cadence, ReplanSchedule
 
 Rule = Literal["optimal", "paper"]
 
 
 class Adaptive(FusionPolicy):
     """Buffers sized by measured times, the same tensors on all workers (SAFusion, inter- and intra-worker).
+
+    A new plan is kept if the windows with it are shorter by the clock than those before; else the old one comes back.
 
     Args:
         rule: ``"optimal"``: the exact programme. ``"paper"``: the greedy rule of the SAFusion paper.
@@ -23,11 +26,13 @@ class Adaptive(FusionPolicy):
         warmup_threshold: Predicted gain that a new plan must exceed in the warm-up, as a share.
         every: Windows between two reviews afterwards.
         threshold: Predicted gain that a new plan must exceed afterwards, as a share.
+        trial_windows: Windows after a change that are compared with as many before it.
         freeze_after: Windows after which the plan stays; ``None``: never.
     """
 
     name = "adaptive"
     needs_costs = True
+    sizable = True
 
     def __init__(
         self,
@@ -38,6 +43,7 @@ class Adaptive(FusionPolicy):
         warmup_threshold: float = 0.01,
         every: int = 50,
         threshold: float = 0.03,
+        trial_windows: int = 6,
         freeze_after: int | None = None,
     ) -> None:
         if rule not in get_args(Rule):
@@ -45,46 +51,74 @@ class Adaptive(FusionPolicy):
         check_share(max_last_share)
         self.rule = rule
         self.max_last_share = max_last_share
-        self.warmup_windows = warmup_windows
-        self.warmup_every = warmup_every
-        self.warmup_threshold = warmup_threshold
-        self.every = every
-        self.threshold = threshold
-        self.freeze_after = freeze_after
-        self.schedule()  # refuses bad numbers here rather than at the first step
-
-    def plan(self, costs: GroupCosts) -> Plan:
-        if self.rule == "paper":
-            return plan_greedy(costs)
-        return plan_optimal(costs, max_last_share=self.max_last_share)
-
-    def schedule(self) -> ReplanSchedule:
-        return ReplanSchedule(
-            warmup_windows=self.warmup_windows,
-            warmup_every=self.warmup_every,
-            warmup_threshold=self.warmup_threshold,
-            every=self.every,
-            threshold=self.threshold,
-            freeze_after=self.freeze_after,
+        self.cadence = Cadence(
+            warmup_windows, warmup_every, warmup_threshold, every, threshold, trial_windows, freeze_after
         )
 
+    def plan(self, costs: GroupCosts) -> Plan:
+        return self.resized(costs)
 
-def should_switch(current: Plan, proposed: Plan, costs: GroupCosts, threshold: float) -> bool:
-    """Whether ``proposed`` is worth a change: a pure function, so that all ranks decide alike.
+    def resized(self, costs: GroupCosts, bounds: Bounds = NO_BOUNDS) -> Plan:
+        if self.rule == "paper":
+            return plan_greedy(costs, bounds)
+        return plan_optimal(costs, max_last_share=self.max_last_share, bounds=bounds)
+
+    def schedule(self) -> ReplanSchedule:
+        return ReplanSchedule(self.cadence)
+
+
+class Tuned(FusionPolicy):
+    """Another policy, its sizes reviewed while the job runs: what ``BufferSizeTuner`` makes of a strategy's policy.
+
+    The job begins with the policy's own plan, and its sizes follow once times have been measured.
+
+    Args:
+        policy: Its buffers are sized.
+        cadence: When plans are reviewed, and how large a gain is worth a change.
+        bounds: Elements of a buffer.
+
+    Raises:
+        ValueError: If the policy has no sizes to choose, or no buffer can keep the bounds.
+    """
+
+    name = "tuned"
+    needs_costs = True
+    sizable = True
+
+    def __init__(self, policy: FusionPolicy, cadence: Cadence | None = None, bounds: Bounds = NO_BOUNDS) -> None:
+        if not policy.sizable or policy.streams:
+            raise ValueError(f"fusion policy {policy!r} has no sizes to choose: use 'adaptive', 'aligned' or 'behind'")
+        self.policy = policy
+        self.cadence = cadence or Cadence()
+        self.bounds = bounds.check()
+
+    def plan(self, costs: GroupCosts) -> Plan:
+        return self.policy.plan(costs)
+
+    def resized(self, costs: GroupCosts, bounds: Bounds = NO_BOUNDS) -> Plan:
+        return self.policy.resized(costs, self.bounds)
+
+    def schedule(self) -> ReplanSchedule:
+        return ReplanSchedule(self.cadence)
+
+
+def predicted_gain(current: Plan, proposed: Plan, costs: GroupCosts) -> float:
+    """Share of the time to the end of the last exchange that ``proposed`` saves: pure, so that all ranks decide alike.
 
     Args:
         current: The plan in use.
         proposed: What the policy would use now.
         costs: The agreed numbers that both are judged with.
-        threshold: Share of the current finish that the gain must exceed.
 
     Returns:
-        True as well when ``current`` no longer fits: it covers other tensors, or uses a collective that is not allowed.
+        At most 1; infinite when ``current`` no longer fits: it covers other tensors, or uses a collective that is not
+        allowed.
     """
     if current == proposed:
-        return False
+        return 0.0
     allowed = {"allgather": costs.sparse_allowed, "allreduce": costs.dense_allowed}
     fits = all(allowed.get(group.collective, False) for group in current.groups)
     if current.num_tensors != proposed.num_tensors or not fits:
-        return True
-    return predict_finish(proposed, costs) < (1.0 - threshold) * predict_finish(current, costs)
+        return math.inf
+    finish = predict_finish(current, costs)
+    return 1.0 - predict_finish(proposed, costs) / finish if finish > 0 else 0.0

@@ -18,12 +18,13 @@ from lightning_safusion.fusion.generator import FusionBuffer, Generator
 from lightning_safusion.fusion.lane import Lane
 from lightning_safusion.fusion.plan import CollectiveName, Group, Plan
 from lightning_safusion.fusion.planning import Planner
+from lightning_safusion.fusion.ranges import profiler_range
 from lightning_safusion.fusion.report import WindowReport
 from lightning_safusion.fusion.window import BufferTimes, Window, unmarked
 from lightning_safusion.sparsify.schedule import ConstantDensity, DensitySchedule, check_density
 
 # The end of a collective is told by a callback on the backend's thread, which stops the backward's for the
-# interpreter's lock: taken down in every window at first, then in one of 16.
+# interpreter's lock: taken down in every window at first, then in one of 16 and whenever the planner needs it.
 _TIMED_WINDOWS, _TIMED_EVERY = 64, 16
 
 # Until the order of the gradients is known everything leaves at the end, in pieces that bound the memory of a buffer.
@@ -122,7 +123,8 @@ class Controller:
         groups: Sequence[Group] = ()
         if self.order_known and not self._dense_window():
             groups = self.planner.plan(self.generator).groups
-        surveyed = self.windows < _TIMED_WINDOWS or self.windows % _TIMED_EVERY == 0
+        regular = self.windows < _TIMED_WINDOWS or self.windows % _TIMED_EVERY == 0
+        surveyed = regular or self.planner.wants_times
         timed = surveyed or bool(self.observers)
         mark = self.clock.mark if timed or self.clock.instant else unmarked
         scale = self.loss_scale() if self.loss_scale is not None else None
@@ -155,7 +157,8 @@ class Controller:
             self._merge(window, buffer, times)
             times.launched = window.mark()  # before: it may have ended by the time that the call returns
             try:
-                buffer.exchange.start()
+                with profiler_range("exchange", self.generator, buffer):
+                    buffer.exchange.start()
             except Exception as error:
                 raise lost(self.generator, buffer, window, error) from error
             if buffer.exchange.work is not None and window.timed and not self.transport.stream_ordered:
@@ -173,11 +176,12 @@ class Controller:
         try:
             part = slice(buffer.group.start, buffer.group.stop)
             grads = window.grads_of(buffer.group)
-            flags = self.generator.select(
-                buffer, grads, window.fresh[part], window.raw[part], window.step, window.scale
-            )
-            times.selected = window.mark()
-            self.generator.pack(buffer, flags, self.notices)
+            with profiler_range("select", self.generator, buffer):
+                flags = self.generator.select(
+                    buffer, grads, window.fresh[part], window.raw[part], window.step, window.scale
+                )
+                times.selected = window.mark()
+                self.generator.pack(buffer, flags, self.notices)
         except Exception as error:
             window.error = error
             self.generator.leave_empty(buffer, self.notices)

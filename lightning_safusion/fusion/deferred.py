@@ -17,6 +17,7 @@ from lightning_safusion.comm.exchange import Notice, StreamOrderedExchange, Verd
 from lightning_safusion.fusion.drain import Rounding, deliver, lost
 from lightning_safusion.fusion.generator import FusionBuffer, Generator
 from lightning_safusion.fusion.lane import Lane
+from lightning_safusion.fusion.ranges import profiler_range
 from lightning_safusion.fusion.window import BufferTimes, Window
 
 
@@ -82,18 +83,22 @@ class DeferredDrain:
             except Exception as error:
                 raise lost(self.generator, buffer, window, error) from error
             times.finished = times.arrived = window.mark()
-            size = buffer.stop - buffer.start
-            if len(self._scratch) < size:
-                self._scratch = torch.zeros(size, device=self._scratch.device)
-            scratch = self._scratch[:size]
-            mean = exchange.decode(scratch)
-            bad, regular = exchange.standing()
-            good = regular & ~bad.any() & torch.isfinite(mean).all()
-            self._good = good if self._good is None else self._good & good
-            exchange.poison(mean, bad)
-            self._errors += deliver(window, buffer, mean)
-            exchange.release(scratch)
+            with profiler_range("decode", self.generator, buffer):
+                self._decode(window, buffer, exchange)
             times.decoded = window.mark()
+
+    def _decode(self, window: Window, buffer: FusionBuffer, exchange: StreamOrderedExchange) -> None:
+        size = buffer.stop - buffer.start
+        if len(self._scratch) < size:
+            self._scratch = torch.zeros(size, device=self._scratch.device)
+        scratch = self._scratch[:size]
+        mean = exchange.decode(scratch)
+        bad, regular = exchange.standing()
+        good = regular & ~bad.any() & torch.isfinite(mean).all()
+        self._good = good if self._good is None else self._good & good
+        exchange.poison(mean, bad)
+        self._errors += deliver(window, buffer, mean)
+        exchange.release(scratch)
 
     def run(self, window: Window) -> None:
         """Takes what was sent out of the memory if the device finds the window good; the verdict is read later."""

@@ -11,10 +11,72 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from lightning_safusion.fusion.plan import CollectiveName, Group, GroupCosts, Plan
+
+# Seconds that a buffer outside its bounds is charged: more than any exchange, so that the fewest possible are.
+_OUT_OF_BOUNDS = 1e6
+
+
+class Bounds(NamedTuple):
+    """Elements that a buffer may hold.
+
+    Args:
+        min_elements: At least; the last buffer holds what is left.
+        max_elements: At most, but for one larger tensor alone; counts more where both cannot hold. None: no bound.
+    """
+
+    min_elements: int = 0
+    max_elements: int | None = None
+
+    def check(self) -> Bounds:
+        """Returns these bounds.
+
+        Raises:
+            ValueError: If no buffer can keep them.
+        """
+        if self.min_elements < 0:
+            raise ValueError(f"min_elements must not be negative, got {self.min_elements}")
+        if self.max_elements is not None and self.max_elements < max(1, self.min_elements):
+            raise ValueError(
+                f"max_elements must be 1 or more and not below min_elements={self.min_elements}, or None for no "
+                f"bound, got {self.max_elements}"
+            )
+        return self
+
+    def clamp(self, edges: np.ndarray, start: int, stop: int) -> int:
+        """The stop nearest to ``stop`` with which a buffer from ``start`` keeps the bounds.
+
+        Args:
+            edges: Elements before each tensor and in all, int64 [L + 1].
+            start: Place of its first tensor.
+            stop: Place after its last, as wanted.
+        """
+        total = len(edges) - 1
+        stop = max(stop, int(np.searchsorted(edges, edges[start] + self.min_elements)))
+        if self.max_elements is not None:
+            stop = min(stop, int(np.searchsorted(edges, edges[start] + self.max_elements, side="right")) - 1)
+        return min(max(stop, start + 1), total)
+
+    def charge(self, edges: np.ndarray, starts: np.ndarray, stop: int) -> np.ndarray:
+        """Seconds by which the exact programme dislikes the buffers ``[start, stop)``, float64 [S]."""
+        held = edges[stop] - edges[starts]
+        outside = (held < self.min_elements) & (stop < len(edges) - 1)
+        if self.max_elements is not None:
+            outside = outside | ((held > self.max_elements) & (stop - starts > 1))
+        return np.where(outside, _OUT_OF_BOUNDS, 0.0)
+
+
+#: Buffers of any size.
+NO_BOUNDS = Bounds()
+
+
+def element_edges(numels: Sequence[int]) -> np.ndarray:
+    """Elements before each tensor and in all, int64 [L + 1]."""
+    return np.concatenate([[0], np.cumsum(numels, dtype=np.int64)])
 
 
 class GroupPricer:
@@ -130,7 +192,7 @@ def optimal_cuts(
     return stops[::-1]
 
 
-def plan_optimal(costs: GroupCosts, *, max_last_share: float = 0.5) -> Plan:
+def plan_optimal(costs: GroupCosts, *, max_last_share: float = 0.5, bounds: Bounds = NO_BOUNDS) -> Plan:
     """The plan whose last exchange ends first, by the exact programme of :func:`optimal_cuts`.
 
     Args:
@@ -138,16 +200,23 @@ def plan_optimal(costs: GroupCosts, *, max_last_share: float = 0.5) -> Plan:
         max_last_share: Largest share of the model's elements in the last buffer, in (0, 1]; its last tensor is always
             admitted. Nothing hides the last buffer, so a wrong measurement costs most there: the released SAFusion
             planner puts up to 93 % of a model into it. 1 lifts the bound.
+        bounds: Elements of a buffer; as few buffers as possible are outside.
 
     Raises:
         ValueError: If ``max_last_share`` is outside (0, 1] or the costs are not usable.
     """
     check_share(max_last_share)
     pricer = GroupPricer(costs)
-    return pricer.plan(optimal_cuts(costs.ready, pricer.cheapest, _first_last(costs.numels, max_last_share)))
+    edges = element_edges(costs.numels)
+
+    def charged(starts: np.ndarray, stop: int) -> np.ndarray:
+        return pricer.cheapest(starts, stop) + bounds.charge(edges, starts, stop)
+
+    price = pricer.cheapest if bounds == NO_BOUNDS else charged
+    return pricer.plan(optimal_cuts(costs.ready, price, _first_last(costs.numels, max_last_share)))
 
 
-def plan_greedy(costs: GroupCosts) -> Plan:
+def plan_greedy(costs: GroupCosts, bounds: Bounds = NO_BOUNDS) -> Plan:
     """The papers' rule: the next buffer is ready just when the link becomes free.
 
     SAFusion (HPDC 2025, intra-worker buffer sizing) asks of every consecutive pair that the exchange of a buffer
@@ -158,11 +227,13 @@ def plan_greedy(costs: GroupCosts) -> Plan:
 
     Args:
         costs: The agreed numbers.
+        bounds: Elements of a buffer, kept before the rule.
     """
     pricer = GroupPricer(costs)
     total = len(costs.ready)
+    edges = element_edges(costs.numels)
     for first in range(1, total + 1):
-        stops = _covering_stops(costs.ready, pricer, first)
+        stops = _covering_stops(costs.ready, pricer, first, edges, bounds)
         if stops[-1] == total:
             return pricer.plan(stops)
     return Plan(())
@@ -207,14 +278,18 @@ def check_share(max_last_share: float) -> None:
         raise ValueError(f"max_last_share is a share of the model in (0, 1], got {max_last_share}")
 
 
-def _covering_stops(ready: Sequence[float], pricer: GroupPricer, first: int) -> list[int]:
+def _covering_stops(
+    ready: Sequence[float], pricer: GroupPricer, first: int, edges: np.ndarray, bounds: Bounds
+) -> list[int]:
     """Stops of the greedy rule with a first buffer of ``first`` tensors; ends early where a buffer would be empty."""
-    stops, start, stop = [first], 0, first
+    start, stop = 0, bounds.clamp(edges, 0, first)
+    stops = [stop]
     while stop < len(ready):
         busy = pricer.price(pricer.choose(start, stop), start, stop)
-        start, stop = stop, bisect_right(ready, ready[stop - 1] + busy, lo=stop)
-        if start == stop:
+        covered = bisect_right(ready, ready[stop - 1] + busy, lo=stop)
+        if covered == stop and first < len(ready):  # the last try counts, whatever it looks like
             break
+        start, stop = stop, bounds.clamp(edges, stop, covered)
         stops.append(stop)
     return stops
 

@@ -14,6 +14,7 @@ from lightning_safusion.comm.exchange import Notice, Verdict, all_finite, satura
 from lightning_safusion.comm.transport import Transport
 from lightning_safusion.fusion.generator import FusionBuffer, Generator, unscaled
 from lightning_safusion.fusion.plan import Group
+from lightning_safusion.fusion.ranges import profiler_range
 from lightning_safusion.fusion.window import BufferTimes, Window
 
 
@@ -118,6 +119,12 @@ class Drain:
         times.arrived = window.mark()
         if self.transport.stream_ordered:
             times.finished = times.arrived  # no later than this: the backend only tells when it was queued
+        with profiler_range("decode", self.generator, buffer):
+            verdict, finite = self._decode(window, buffer, errors)
+        times.decoded = window.mark()
+        return verdict, finite
+
+    def _decode(self, window: Window, buffer: FusionBuffer, errors: list[Rounding]) -> tuple[Verdict, bool]:
         scratch = self.scratch(buffer)
         mean = buffer.exchange.decode(scratch)
         finite = buffer.exchange.is_finite(mean)
@@ -129,7 +136,6 @@ class Drain:
             regular = (verdict.fresh > 0) & ~verdict.irregular(self.transport.world_size)
         errors += deliver(window, buffer, mean, regular)
         buffer.exchange.release(scratch)
-        times.decoded = window.mark()
         return verdict, finite
 
     def _repair(self, window: Window, places: Sequence[int]) -> bool:

@@ -20,6 +20,7 @@ from lightning_safusion.fusion.layout import Layout, TensorSpec
 from lightning_safusion.fusion.planning import CollectiveChoice, Planner
 from lightning_safusion.fusion.policy import FusionPolicy, Naive
 from lightning_safusion.fusion.quota import QuotaRule, Scope, tensor_quotas
+from lightning_safusion.fusion.replan import Cadence
 from lightning_safusion.sparsify.base import Sparsifier
 from lightning_safusion.sparsify.memory import Memory
 from lightning_safusion.sparsify.schedule import ConstantDensity, DensitySchedule
@@ -118,7 +119,7 @@ def describe(part: Any) -> str:
     if isinstance(part, (list, tuple)):
         return f"[{', '.join(map(describe, part))}]"
     options = {key: value for key, value in sorted(vars(part).items()) if not key.startswith("_")}
-    plain = (str, int, float, bool, type(None), list, tuple, DensitySchedule)
+    plain = (str, int, float, bool, type(None), list, tuple, DensitySchedule, FusionPolicy, Cadence)
     shown = ", ".join(f"{key}={describe(value)}" for key, value in options.items() if isinstance(value, plain))
     return f"{type(part).__name__}({shown})"
 

@@ -42,16 +42,21 @@ def fit_or_scale(samples: Iterable[tuple[float, float]], shape: LinearCost) -> L
 
 
 def fit_exchanges(
-    samples: Mapping[CollectiveName, Samples], prior: Mapping[str, LinearCost]
+    samples: Mapping[CollectiveName, Samples],
+    prior: Mapping[str, LinearCost],
+    known: Mapping[str, LinearCost] | None = None,
 ) -> tuple[LinearCost, LinearCost]:
     """Costs of the all-gather and of the all-reduce.
 
     Args:
         samples: ``(bytes, seconds)`` of each collective; empty for one that was not used.
         prior: Both lines, from a calibration or a model.
+        known: Both lines as fitted before, whose shape samples of one size alone then scale; None takes that of
+            ``prior``.
     """
-    allgather = fit_or_scale(samples["allgather"], prior["allgather"])
-    allreduce = fit_or_scale(samples["allreduce"], prior["allreduce"])
+    shape = known or prior
+    allgather = fit_or_scale(samples["allgather"], shape["allgather"])
+    allreduce = fit_or_scale(samples["allreduce"], shape["allreduce"])
     return (
         allgather or _transferred(prior["allgather"], allreduce, prior["allreduce"]),
         allreduce or _transferred(prior["allreduce"], allgather, prior["allgather"]),

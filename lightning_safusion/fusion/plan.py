@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 CollectiveName = Literal["allgather", "allreduce", "stream"]
 
@@ -59,14 +59,23 @@ class Plan:
         text = ";".join(f"{g.start}-{g.stop}:{g.collective}" for g in self.groups)
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
+    def to_list(self) -> list[list[Any]]:
+        """``[tensors, collective]`` of each group: plain values for a checkpoint."""
+        return [[group.stop - group.start, group.collective] for group in self.groups]
+
+    @classmethod
+    def from_list(cls, groups: Iterable[Sequence[Any]]) -> Plan:
+        """Reads what :meth:`to_list` returned."""
+        result: list[Group] = []
+        for count, collective in groups:
+            place = result[-1].stop if result else 0
+            result.append(Group(place, place + int(count), collective))
+        return cls(tuple(result))
+
     @classmethod
     def from_counts(cls, counts: Sequence[int], collective: CollectiveName = "allgather") -> Plan:
         """Builds a plan from the number of tensors in each group."""
-        groups, place = [], 0
-        for count in counts:
-            groups.append(Group(place, place + count, collective))
-            place += count
-        return cls(tuple(groups))
+        return cls.from_list((count, collective) for count in counts)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -11,12 +13,13 @@ import torch
 from lightning_safusion.comm.cost import LINKS, LinearCost
 from lightning_safusion.comm.transport import Transport
 from lightning_safusion.comm.wire import resolve_codec
-from lightning_safusion.fusion.adaptive import should_switch
+from lightning_safusion.fusion.adaptive import predicted_gain
 from lightning_safusion.fusion.events import WindowEvents
 from lightning_safusion.fusion.generator import Generator
 from lightning_safusion.fusion.plan import CollectiveName, Group, GroupCosts, Plan
 from lightning_safusion.fusion.policy import FusionPolicy, Single
 from lightning_safusion.fusion.profile import (
+    RECENT_WINDOWS,
     AgreedProfile,
     ProfileRecorder,
     SelectionTime,
@@ -24,11 +27,16 @@ from lightning_safusion.fusion.profile import (
     modelled_costs,
     service_seconds,
 )
+from lightning_safusion.fusion.replan import Action, Cadence, Decision, ReplanSchedule, Trials
+from lightning_safusion.fusion.spans import WindowSpans
 
 CollectiveChoice = Literal["auto", "allgather", "allreduce"]
 
 # Reviews in a row that find every buffer dense before that is taken for final.
 _DENSE_REVIEWS = 3
+
+# Decisions that are kept for whoever wants to know.
+_DECISIONS = 64
 
 # All windows feed one profile: a tensor that a window leaves stale has no arrival in it.
 _KIND = "all"
@@ -44,6 +52,9 @@ class Planner:
         prior: Costs of ``"allgather"`` and ``"allreduce"`` before anything else was measured, equal on all ranks; None
             plans with modelled costs and never with measured ones (a seeded run then repeats bit for bit).
         announce: Told in one line what travels how, whenever that changes.
+
+    Attributes:
+        decisions: The latest decisions, oldest first; the same on all ranks.
     """
 
     def __init__(
@@ -62,9 +73,13 @@ class Planner:
         self.replans = 0
         self._announce = announce
         self._announced: tuple[bool, bool] | None = None
-        self._schedule = policy.schedule() if prior is not None else None
+        schedule = policy.schedule() if prior is not None else None
+        self._schedule = schedule or ReplanSchedule(Cadence(freeze_after=0))
+        self.decisions: deque[Decision] = deque(maxlen=_DECISIONS)
         self._profile: AgreedProfile | None = None
         self._recorder: ProfileRecorder | None = None
+        self._trials = Trials()
+        self._spans = WindowSpans(self._schedule.cadence.trial_windows)
         self._verified = True
         self._dense_reviews = 0
 
@@ -73,6 +88,12 @@ class Planner:
         """Whether measured times have put every buffer on the dense all-reduce, review after review; same on all
         ranks."""
         return self.collective == "auto" and self._dense_reviews >= _DENSE_REVIEWS
+
+    @property
+    def wants_times(self) -> bool:
+        """Whether a decision needs to know when the collectives of the next window end; the same on all ranks."""
+        ahead = max(RECENT_WINDOWS, self._schedule.cadence.trial_windows + 1)
+        return self._trials.pending is not None or self._schedule.due_within(ahead)
 
     def plan(self, generator: Generator) -> Plan:
         """The plan of the next window."""
@@ -85,8 +106,11 @@ class Planner:
     def invalidate(self, order_changed: bool = False) -> None:
         """Drops the plan: quotas have changed, or the order (then measured times are void too)."""
         self.current = None
+        self._trials.drop()
+        self._spans.restart()
         if order_changed:
             self._profile = self._recorder = None
+            self._trials.reset()
 
     def fallback(self, generator: Generator) -> CollectiveName:
         """The collective for tensors that no plan covers."""
@@ -95,7 +119,7 @@ class Planner:
     def _make(self, costs: GroupCosts) -> Plan:
         if self.policy.streams and costs.sparse_allowed:
             return Plan(tuple(Group(place, place + 1, "stream") for place in range(len(costs.numels))))
-        return self.policy.plan(costs)
+        return self.policy.plan(costs) if self._profile is None else self.policy.resized(costs)
 
     def costs(self, generator: Generator) -> GroupCosts:
         """The agreed numbers as they stand; a pure function of them and of the quotas."""
@@ -135,27 +159,70 @@ class Planner:
         """
         if not self._verified:
             self._verify(generator.device)
-        if self._schedule is None:
+        if self.prior is None or self._schedule.cadence.freeze_after == 0:
             return
         if self._recorder is None:
             # the first windows set up communicators and warm up kernels; their times say nothing of the rest
             self._recorder = ProfileRecorder(len(generator.layout))
         elif events is not None:
             _record(self._recorder, events)
+            self._spans.add(events)
         due = self._schedule.advance()
-        if not due or self.current is None or self._recorder.windows(_KIND) < 2 or self.prior is None:
+        if self._trials.pending is not None:
+            due = self._spans.full  # no review before the verdict
+        if self.current is None or self._recorder.windows(_KIND) < 2:
             return
-        self._profile = agree(self._recorder, self.transport, _KIND, self.prior, generator.device)
+        if due:
+            self._profile = agree(
+                self._recorder, self.transport, _KIND, self.prior, generator.device, known=self._profile
+            )
+            self._review(self.current, generator)
+        if self._schedule.windows == self._schedule.cadence.freeze_after:
+            self._decide("freeze", self.current, self.current)
+
+    def _review(self, current: Plan, generator: Generator) -> None:
+        """Ends the trial if there is one; changes to the plan that the agreed costs call for, if it promises enough."""
+        seconds = self._spans.agree_median(self.transport, generator.device)
         costs = self.costs(generator)
-        proposed = self._make(costs)
-        if should_switch(self.current, proposed, costs, self._schedule.threshold):
-            self.current = proposed
-            self.replans += 1
-            generator.keep_only(proposed.groups)
-            self._tell(proposed, generator)
-            self._verify(generator.device)
-        dense = all(group.collective == "allreduce" for group in self.current.groups)
+        if self._trials.pending is not None and not self._judge(current, seconds, generator):
+            return
+        proposed = current if self._schedule.over else self._make(costs)
+        gain = predicted_gain(current, proposed, costs)
+        if gain <= self._trials.required(current, costs, self._schedule.threshold):
+            self._decide("stay", current, proposed, gain, None, seconds)
+            self._count_dense(current, generator)
+            return
+        self._change(proposed, generator)
+        self._trials.begin(current, costs, gain, seconds)
+        self._decide("switch", proposed, current, gain, None, seconds)
+
+    def _judge(self, current: Plan, seconds: float, generator: Generator) -> bool:
+        """Keeps the plan on trial, or goes back; returns whether it was kept."""
+        trial, gain = self._trials.judge(seconds)
+        if gain > 0:
+            self._decide("keep", current, trial.previous, trial.promised, gain, seconds)
+            return True
+        self._change(trial.previous, generator)
+        self._decide("revert", trial.previous, current, trial.promised, gain, seconds)
+        return False
+
+    def _count_dense(self, current: Plan, generator: Generator) -> None:
+        dense = all(group.collective == "allreduce" for group in current.groups)
         self._dense_reviews = self._dense_reviews + 1 if dense and not generator.quotas.dense.all() else 0
+
+    def _change(self, plan: Plan, generator: Generator) -> None:
+        self.current = plan
+        self.replans += 1
+        self._spans.restart()
+        generator.keep_only(plan.groups)
+        self._tell(plan, generator)
+        self._verify(generator.device)
+
+    def _decide(self, action: Action, plan: Plan, rival: Plan, *numbers: float | None) -> None:
+        """Notes a decision that has been carried out: predicted and measured gain, and the median window."""
+        known = [None if number is None or not math.isfinite(number) else number for number in numbers]
+        counts = len(plan.groups), len(rival.groups)
+        self.decisions.append(Decision(self._schedule.windows, action, *counts, *known))
 
     def _tell(self, plan: Plan, generator: Generator) -> None:
         """Says which collectives are used, once for each combination: nobody should take a dense run for a sparse
@@ -188,12 +255,12 @@ class Planner:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the tuning stands: plain values, the same on all ranks; what it measured since is left out."""
-        plan = self.current.groups if self.current is not None else None
         return {
-            "plan": None if plan is None else [[group.stop - group.start, group.collective] for group in plan],
+            "plan": None if self.current is None else self.current.to_list(),
             "profile": None if self._profile is None else self._profile.to_vector().tolist(),
             "replans": self.replans,
-            "schedule": None if self._schedule is None else self._schedule.state_dict(),
+            "schedule": self._schedule.state_dict(),
+            "trials": self._trials.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any], generator: Generator) -> None:
@@ -203,25 +270,18 @@ class Planner:
             ValueError: If the plan is of another number of tensors.
         """
         self.current, self._recorder, self._profile = None, None, None
+        self._spans.restart()
         self.replans = int(state["replans"])
-        if self._schedule is not None and state["schedule"] is not None:
-            self._schedule.load_state_dict(state["schedule"])
+        self._schedule.load_state_dict(state["schedule"])
         if state["profile"] is not None:
             self._profile = AgreedProfile.from_vector(np.array(state["profile"]))
         if state["plan"] is not None:
-            plan = _plan_of(state["plan"])
+            plan = Plan.from_list(state["plan"])
             if plan.num_tensors != len(generator.layout):
                 raise ValueError(f"the plan is of {plan.num_tensors} tensors, the model has {len(generator.layout)}")
             self.current, self._verified = plan, False
             self._tell(plan, generator)
-
-
-def _plan_of(counts: list[list[Any]]) -> Plan:
-    groups, place = [], 0
-    for count, collective in counts:
-        groups.append(Group(place, place + int(count), collective))
-        place += int(count)
-    return Plan(tuple(groups))
+        self._trials.load_state_dict(state["trials"])
 
 
 def _entry_bytes(generator: Generator) -> float:

@@ -5,9 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from lightning_safusion.fusion.dp import GroupPricer
+import numpy as np
+
+from lightning_safusion.fusion.dp import NO_BOUNDS, Bounds, GroupPricer, element_edges, predict_finish
 from lightning_safusion.fusion.plan import GroupCosts, Plan
 from lightning_safusion.fusion.replan import ReplanSchedule
+
+# Share of the finish that is not worth more buffers, each of which costs the host some work that no cost line shows.
+_AS_GOOD = 0.01
 
 
 class FusionPolicy(ABC):
@@ -23,6 +28,8 @@ class FusionPolicy(ABC):
     needs_costs: ClassVar[bool] = False
     #: Buffers fill at each worker's own pace, so that the plan says nothing about where they end (SAFusion, naive).
     streams: ClassVar[bool] = False
+    #: Has sizes that can follow measured times: it implements :meth:`resized`.
+    sizable: ClassVar[bool] = False
 
     @abstractmethod
     def plan(self, costs: GroupCosts) -> Plan:
@@ -31,6 +38,15 @@ class FusionPolicy(ABC):
         Args:
             costs: Agreed numbers of the L tensors in ready order.
         """
+
+    def resized(self, costs: GroupCosts, bounds: Bounds = NO_BOUNDS) -> Plan:
+        """The plan with which this policy, its sizes chosen anew, would end first. Pure, as :meth:`plan` is.
+
+        Args:
+            costs: Agreed numbers, measured.
+            bounds: Elements of a buffer.
+        """
+        return self.plan(costs)
 
     def schedule(self) -> ReplanSchedule | None:
         """A new schedule of when to plan again; ``None``: the first plan stays."""
@@ -60,6 +76,7 @@ class Aligned(FusionPolicy):
     """
 
     name = "aligned"
+    sizable = True
 
     def __init__(self, tensors_per_buffer: int = 8, max_elements: int | None = None) -> None:
         if tensors_per_buffer < 1:
@@ -70,17 +87,29 @@ class Aligned(FusionPolicy):
         self.max_elements = max_elements
 
     def plan(self, costs: GroupCosts) -> Plan:
-        stops, start, held = [], 0, 0
-        for place, numel in enumerate(costs.numels):
-            full = place - start == self.tensors_per_buffer
-            too_large = self.max_elements is not None and held + numel > self.max_elements
-            if place > start and (full or too_large):
-                stops.append(place)
-                start, held = place, 0
-            held += numel
-        if costs.numels:
-            stops.append(len(costs.numels))
-        return GroupPricer(costs).plan(stops)
+        bounds = Bounds(max_elements=self.max_elements)
+        return GroupPricer(costs).plan(_even_stops(element_edges(costs.numels), self.tensors_per_buffer, bounds))
+
+    def resized(self, costs: GroupCosts, bounds: Bounds = NO_BOUNDS) -> Plan:
+        """The number of tensors per buffer that ends first; the largest of those that come within 1 % of it."""
+        total = len(costs.numels)
+        edges, pricer = element_edges(costs.numels), GroupPricer(costs)
+        limits = [limit for limit in (self.max_elements, bounds.max_elements) if limit is not None]
+        bounds = Bounds(bounds.min_elements, min(limits, default=None))
+        # the smallest size for each number of buffers: the others only shift the remainder
+        sizes = sorted({-(-total // buffers) for buffers in range(1, total + 1)}, reverse=True)
+        plans = [pricer.plan(_even_stops(edges, size, bounds)) for size in sizes]
+        ends = [predict_finish(plan, costs) for plan in plans]
+        good = (plan for plan, end in zip(plans, ends, strict=True) if end <= (1 + _AS_GOOD) * min(ends))
+        return next(good, pricer.plan([]))
+
+
+def _even_stops(edges: np.ndarray, size: int, bounds: Bounds) -> list[int]:
+    """Stops of buffers of ``size`` tensors each, as far as the bounds permit it."""
+    stops: list[int] = []
+    while (start := stops[-1] if stops else 0) < len(edges) - 1:
+        stops.append(bounds.clamp(edges, start, start + size))
+    return stops
 
 
 class Single(FusionPolicy):

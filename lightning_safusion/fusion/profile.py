@@ -21,7 +21,9 @@ from lightning_safusion.comm.transport import Transport
 from lightning_safusion.fusion.fit import fit_exchanges, fit_or_scale
 from lightning_safusion.fusion.plan import CollectiveName, GroupCosts
 
-_SAMPLES = 256  # measurements kept of each operation: some 50 windows at a handful of buffers each
+_SAMPLES = 256  # measurements kept of each operation
+#: Latest windows whose exchanges are fitted: of a link that changes, older ones would tell what it was.
+RECENT_WINDOWS = 8
 # Shape of the local costs as long as buffers of one size only were measured: a launch, and a pass over memory.
 _SELECT_SHAPE = LinearCost(40e-6, 1e-10)
 _DECODE_SHAPE = LinearCost(40e-6, 1e-10)
@@ -64,6 +66,7 @@ class ProfileRecorder:
         self._exchanges = np.full((3, _SAMPLES), np.inf)  # number; bytes and collective; seconds
         self._exchanges[:2] = -1.0
         self._num_exchanges = 0
+        self._window_starts: deque[int] = deque(maxlen=RECENT_WINDOWS)  # first exchange of each of the latest windows
 
     def record_window(
         self,
@@ -73,6 +76,8 @@ class ProfileRecorder:
         delays: bool = True,
     ) -> None:
         """Adds the gradients' arrival times in one window, at best with the selections that delayed them.
+
+        Exchanges recorded from here on, up to the next window, belong to it.
 
         Args:
             kind: Names windows that have the same fresh tensors, such as the set of their places.
@@ -95,6 +100,7 @@ class ProfileRecorder:
             times -= np.nanmin(times)
         self._arrivals.setdefault(kind, deque(maxlen=self._history)).append(times)
         self._arrivals.move_to_end(kind)
+        self._window_starts.append(self._num_exchanges)
         self._windows[kind] = self._windows.get(kind, 0) + 1
         if len(self._arrivals) > self._max_kinds:
             dropped, _ = self._arrivals.popitem(last=False)
@@ -150,6 +156,8 @@ class ProfileRecorder:
             if line is not None:
                 local[place : place + 2] = line.fixed, line.per_byte
         number, code, seconds = self._exchanges
+        oldest = self._window_starts[0] if self._window_starts else 0
+        seconds = np.where(number >= oldest, seconds, np.inf)
         return np.concatenate([-arrivals, -local, number, -number, code, -code, seconds])
 
 
@@ -172,7 +180,13 @@ class AgreedProfile:
     allreduce: LinearCost
 
     @classmethod
-    def from_minimum(cls, vector: np.ndarray, num_tensors: int, prior: Mapping[str, LinearCost]) -> AgreedProfile:
+    def from_minimum(
+        cls,
+        vector: np.ndarray,
+        num_tensors: int,
+        prior: Mapping[str, LinearCost],
+        known: AgreedProfile | None = None,
+    ) -> AgreedProfile:
         """Reads the minimum over ranks of :meth:`ProfileRecorder.to_vector`.
 
         Args:
@@ -180,6 +194,7 @@ class AgreedProfile:
             num_tensors: Tensors in the ready order (L).
             prior: Costs of ``"allgather"`` and ``"allreduce"`` where the measurements do not tell fixed cost from
                 cost per byte, or do not contain the collective at all.
+            known: Agreed before: exchanges of one size scale its lines rather than those of ``prior``.
 
         Raises:
             ValueError: If no rank has recorded a window of the kind.
@@ -188,7 +203,8 @@ class AgreedProfile:
         if not np.isfinite(arrivals).any():
             raise ValueError("no rank has recorded a window of this kind: record some before they are agreed")
         select_fixed, select_slope, decode_fixed, decode_slope = np.where(np.isfinite(local), -local, 0.0).tolist()
-        allgather, allreduce = fit_exchanges(_agreed_samples(rows.reshape(5, _SAMPLES)), prior)
+        lines = None if known is None else {"allgather": known.allgather, "allreduce": known.allreduce}
+        allgather, allreduce = fit_exchanges(_agreed_samples(rows.reshape(5, _SAMPLES)), prior, lines)
         return cls(
             tuple((-arrivals).tolist()),
             LinearCost(select_fixed, select_slope),
@@ -258,6 +274,7 @@ def agree(
     kind: Hashable,
     prior: Mapping[str, LinearCost],
     device: torch.device | str = "cpu",
+    known: AgreedProfile | None = None,
 ) -> AgreedProfile:
     """Agrees on the profile of one kind of window. Collective; blocks; call it between windows.
 
@@ -267,13 +284,14 @@ def agree(
         kind: The same on all ranks.
         prior: The same on all ranks, such as the result of a calibration.
         device: Where the transport wants its tensors.
+        known: What was agreed before, the same on all ranks.
 
     Raises:
         ValueError: On all ranks, if none has recorded a window of this kind.
     """
     minimum = torch.from_numpy(recorder.to_vector(kind)).to(device)
     transport.all_reduce(minimum, "min").wait()
-    profile = AgreedProfile.from_minimum(minimum.cpu().numpy(), recorder.num_tensors, prior)
+    profile = AgreedProfile.from_minimum(minimum.cpu().numpy(), recorder.num_tensors, prior, known)
     # The fits are floating-point sums, whose last bit may depend on a host's processor: rank 0's are used.
     result = torch.from_numpy(profile.to_vector()).to(device)
     transport.broadcast(result, 0).wait()

@@ -1,61 +1,80 @@
-"""When to plan again."""
+"""When to plan again, and whether a change has kept what it promised. Pure: all ranks decide alike."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lightning_safusion.fusion.dp import predict_finish
+from lightning_safusion.fusion.plan import GroupCosts, Plan
+
+Action = Literal["stay", "switch", "keep", "revert", "freeze"]
 
 
-class ReplanSchedule:
-    """Counts windows and says when to plan again, and how large a gain is worth a change.
+@dataclass(frozen=True)
+class Cadence:
+    """How often plans are reviewed, and how large a gain is worth a change.
 
-    Often and for small gains while the job warms up and its times are still settling, then rarely and for
-    larger ones, so that noise changes nothing. The count is part of the checkpoint.
+    Often and for small gains while the job warms up and its times are still settling, then rarely and for larger ones,
+    so that noise changes nothing. A window is one backward pass that exchanges.
 
     Args:
         warmup_windows: Windows of the warm-up.
-        warmup_every: Windows between two plans in the warm-up.
+        warmup_every: Windows between two reviews in the warm-up.
         warmup_threshold: Predicted gain that a change must exceed in the warm-up, share of the current finish.
-        every: Windows between two plans afterwards.
+        every: Windows between two reviews afterwards.
         threshold: Predicted gain that a change must exceed afterwards.
+        trial_windows: Windows after a change that are compared with as many before it. An even number, by default,
+            sees as many of both kinds where two kinds of window alternate.
         freeze_after: Windows after which the plan stays; ``None``: never.
+
+    Raises:
+        ValueError: If a number is out of range.
     """
 
-    def __init__(
-        self,
-        warmup_windows: int = 50,
-        warmup_every: int = 5,
-        warmup_threshold: float = 0.01,
-        every: int = 50,
-        threshold: float = 0.03,
-        freeze_after: int | None = None,
-    ) -> None:
-        counts = {"warmup_every": warmup_every, "every": every}
-        for name, value in counts.items():
-            if value < 1:
-                raise ValueError(f"{name} must be 1 window or more, got {value}")
-        for name, value in {"warmup_windows": warmup_windows, "freeze_after": freeze_after or 0}.items():
-            if value < 0:
-                raise ValueError(f"{name} must not be negative, got {value}")
-        for name, share in {"warmup_threshold": warmup_threshold, "threshold": threshold}.items():
-            if not 0.0 <= share < 1.0:
-                raise ValueError(f"{name} is a share in [0, 1), got {share}")
-        self.warmup_windows = warmup_windows
-        self.warmup_every = warmup_every
-        self.warmup_threshold = warmup_threshold
-        self.every = every
-        self.steady_threshold = threshold
-        self.freeze_after = freeze_after
+    warmup_windows: int = 50
+    warmup_every: int = 5
+    warmup_threshold: float = 0.01
+    every: int = 50
+    threshold: float = 0.03
+    trial_windows: int = 6
+    freeze_after: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("warmup_every", "every", "trial_windows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be 1 window or more, got {getattr(self, name)}")
+        for name in ("warmup_windows", "freeze_after"):
+            if (getattr(self, name) or 0) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        for name in ("warmup_threshold", "threshold"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"{name} is a share in [0, 1), got {getattr(self, name)}")
+
+
+class ReplanSchedule:
+    """Counts windows and says when to plan again. The count is part of the checkpoint.
+
+    Args:
+        cadence: How often.
+    """
+
+    def __init__(self, cadence: Cadence | None = None) -> None:
+        self.cadence = cadence or Cadence()
         self.windows = 0
 
     @property
-    def warming_up(self) -> bool:
-        """Whether the window counted last belongs to the warm-up."""
-        return self.windows <= self.warmup_windows
+    def threshold(self) -> float:
+        """Gain that a change must exceed after the window counted last."""
+        warming_up = self.windows <= self.cadence.warmup_windows
+        return self.cadence.warmup_threshold if warming_up else self.cadence.threshold
 
     @property
-    def threshold(self) -> float:
-        """Gain that a change must exceed now."""
-        return self.warmup_threshold if self.warming_up else self.steady_threshold
+    def over(self) -> bool:
+        """Whether no plan may be proposed after the window counted last."""
+        return self.cadence.freeze_after is not None and self.windows > self.cadence.freeze_after
 
     def advance(self) -> bool:
         """Counts a window that has ended.
@@ -64,11 +83,19 @@ class ReplanSchedule:
             Whether to plan again before the next one.
         """
         self.windows += 1
-        if self.freeze_after is not None and self.windows > self.freeze_after:
+        return self._due(self.windows)
+
+    def due_within(self, windows: int) -> bool:
+        """Whether one of the next ``windows`` windows ends with a review."""
+        return any(self._due(self.windows + ahead) for ahead in range(1, windows + 1))
+
+    def _due(self, window: int) -> bool:
+        cadence = self.cadence
+        if cadence.freeze_after is not None and window > cadence.freeze_after:
             return False
-        if self.warming_up:
-            return self.windows % self.warmup_every == 0
-        return (self.windows - self.warmup_windows) % self.every == 0
+        if window <= cadence.warmup_windows:
+            return window % cadence.warmup_every == 0
+        return (window - cadence.warmup_windows) % cadence.every == 0
 
     def state_dict(self) -> dict[str, Any]:
         """The count, with which a resumed run plans at the windows at which the interrupted one would have."""
@@ -77,3 +104,135 @@ class ReplanSchedule:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what :meth:`state_dict` returned."""
         self.windows = int(state["windows"])
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a review came to; the same on all ranks.
+
+    Args:
+        window: Planned windows before it.
+        action: ``"stay"``: no plan promises enough. ``"switch"``: to another plan, on trial. ``"keep"``: the trial has
+            ended well. ``"revert"``: it has not, the plan before is back. ``"freeze"``: the plan stays from now on.
+        buffers: Buffers of the plan in force from here on.
+        rival: Buffers of the plan it was compared with.
+        predicted: Share of the backward pass and exchange that the newer of both plans saves by the costs of the
+            review that proposed it; None where ``action`` is ``"freeze"``.
+        measured: Share that it saved by the clock; None while that is not known.
+        seconds: Median window (first gradient to last mean) with the plan in force before the decision; None if no
+            window was measured.
+    """
+
+    window: int
+    action: Action
+    buffers: int
+    rival: int
+    predicted: float | None = None
+    measured: float | None = None
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A plan in use that has yet to show what it promised.
+
+    Args:
+        previous: The plan before it.
+        promised: Predicted gain.
+        finish: What the costs predicted for ``previous`` when its own exchanges were measured.
+        seconds: Median window with ``previous``.
+    """
+
+    previous: Plan
+    promised: float
+    finish: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class BrokenPromise:
+    """A gain that did not come.
+
+    Args:
+        promised: Predicted gain.
+        measured: What came instead, 0 or less.
+        finish: What the costs predicted at that time for the plan that went on.
+    """
+
+    promised: float
+    measured: float
+    finish: float
+
+
+class Trials:
+    """Decides on changes of the plan, by prediction first and then by the clock.
+
+    A predicted gain puts a plan on trial; it is kept if the windows with it are shorter than those before. A gain that
+    did not come shows by how much the costs mislead here, about that plan and about those like it: another change must
+    promise more than that error, until the costs have changed by more than was promised. The threshold comes on top
+    of both.
+    """
+
+    def __init__(self) -> None:
+        self.pending: Trial | None = None
+        self.broken: BrokenPromise | None = None
+
+    def required(self, current: Plan, costs: GroupCosts, threshold: float) -> float:
+        """The predicted gain that a change must exceed now; ``current`` fits the costs if a promise was broken."""
+        if self.broken is not None:
+            now, then = predict_finish(current, costs), self.broken.finish
+            if max(now, then) > (1.0 + self.broken.promised + threshold) * min(now, then):
+                self.broken = None
+        return threshold if self.broken is None else self.broken.promised - self.broken.measured + threshold
+
+    def begin(self, previous: Plan, costs: GroupCosts, promised: float, seconds: float) -> None:
+        """A change was made; without a measured time before it, or where there was no choice, it is final.
+
+        Args:
+            previous: The plan before.
+            costs: The agreed numbers.
+            promised: Predicted gain.
+            seconds: Median window with ``previous``.
+        """
+        self.pending = None
+        if math.isfinite(seconds) and math.isfinite(promised):
+            self.pending = Trial(previous, promised, predict_finish(previous, costs), seconds)
+
+    def judge(self, seconds: float) -> tuple[Trial, float]:
+        """Ends the trial.
+
+        Args:
+            seconds: Median window with the plan on trial; NaN, which counts as no gain, if none was measured.
+
+        Returns:
+            The trial, and the measured gain; the plan before goes on if that is not above 0.
+        """
+        trial, self.pending = self.pending, None
+        if trial is None:
+            raise RuntimeError("no plan is on trial")
+        gain = 1.0 - seconds / trial.seconds if math.isfinite(seconds) else 0.0
+        self.broken = None if gain > 0 else BrokenPromise(trial.promised, gain, trial.finish)
+        return trial, gain
+
+    def drop(self) -> None:
+        """Forgets a trial that cannot be judged: the plan was dropped."""
+        self.pending = None
+
+    def reset(self) -> None:
+        """Forgets everything: the tensors have another order."""
+        self.pending = self.broken = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, the same on all ranks."""
+        trial, broken = self.pending, self.broken
+        numbers = None if trial is None else [trial.promised, trial.finish, trial.seconds]
+        return {
+            "trial": None if trial is None else [trial.previous.to_list(), numbers],
+            "broken": None if broken is None else [broken.promised, broken.measured, broken.finish],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores what :meth:`state_dict` returned."""
+        trial, broken = state["trial"], state["broken"]
+        self.pending = None if trial is None else Trial(Plan.from_list(trial[0]), *map(float, trial[1]))
+        self.broken = None if broken is None else BrokenPromise(*map(float, broken))

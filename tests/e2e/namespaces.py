@@ -19,10 +19,12 @@ class Namespace:
     Args:
         name: Of the network namespace.
         address: IPv4, reachable from the other namespaces and from nowhere else.
+        device: The host's end of its link.
     """
 
     name: str
     address: str
+    device: str
 
     def command(self, command: Sequence[str | Path]) -> list[str | Path]:
         """The command line that runs ``command`` inside."""
@@ -39,12 +41,12 @@ def linked_namespaces(count: int, rate: str = "1gbit") -> Iterator[list[Namespac
     # names of network devices have at most 15 characters
     prefix = f"saf{os.getpid()}"
     bridge = f"{prefix}b"
-    machines = [Namespace(f"{prefix}n{i}", f"10.71.0.{i + 1}") for i in range(count)]
+    machines = [Namespace(f"{prefix}n{i}", f"10.71.0.{i + 1}", f"{prefix}v{i}") for i in range(count)]
     try:
         _run("ip", "link", "add", bridge, "type", "bridge")
         _run("ip", "link", "set", bridge, "up")
-        for i, machine in enumerate(machines):
-            _connect(machine, f"{prefix}v{i}", bridge, rate)
+        for machine in machines:
+            _connect(machine, bridge, rate)
         yield machines
     finally:
         for machine in machines:
@@ -52,9 +54,15 @@ def linked_namespaces(count: int, rate: str = "1gbit") -> Iterator[list[Namespac
         _run("ip", "link", "delete", bridge, check=False)
 
 
-def _connect(machine: Namespace, device: str, bridge: str, rate: str) -> None:
-    inside = ("ip", "-netns", machine.name)
+def shape(machine: Namespace, rate: str) -> None:
+    """Lets both ends of a machine's link carry ``rate`` from now on."""
     shaped = ("root", "tbf", "rate", rate, "burst", "128kb", "latency", "100ms")
+    _run("tc", "qdisc", "replace", "dev", machine.device, *shaped)
+    _run("tc", "-netns", machine.name, "qdisc", "replace", "dev", "eth0", *shaped)
+
+
+def _connect(machine: Namespace, bridge: str, rate: str) -> None:
+    inside, device = ("ip", "-netns", machine.name), machine.device
     _run("ip", "netns", "add", machine.name)
     # Linux 6.18 refuses the name of a device of the host for a peer in another namespace: renamed there
     _run("ip", "link", "add", device, "type", "veth", "peer", "name", f"{device}p", "netns", machine.name)
@@ -63,8 +71,7 @@ def _connect(machine: Namespace, device: str, bridge: str, rate: str) -> None:
     _run(*inside, "address", "add", f"{machine.address}/24", "dev", "eth0")
     _run(*inside, "link", "set", "eth0", "up")
     _run(*inside, "link", "set", "lo", "up")
-    _run("tc", "qdisc", "add", "dev", device, *shaped)
-    _run("tc", "-netns", machine.name, "qdisc", "add", "dev", "eth0", *shaped)
+    shape(machine, rate)
 
 
 def _run(program: str, *arguments: str, check: bool = True) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 import pytest
 
-from lightning_safusion.fusion.adaptive import Adaptive, should_switch
-from lightning_safusion.fusion.dp import plan_greedy, plan_optimal, predict_finish
+from lightning_safusion.fusion.adaptive import Adaptive, Tuned, predicted_gain
+from lightning_safusion.fusion.dp import Bounds, GroupPricer, plan_greedy, plan_optimal, predict_finish
 from lightning_safusion.fusion.plan import Group, GroupCosts, Plan
+from lightning_safusion.fusion.policy import WFBP, Aligned, FusionPolicy, Naive, Single
 from lightning_safusion.fusion.registry import resolve_fusion
-from lightning_safusion.fusion.replan import ReplanSchedule
+from lightning_safusion.fusion.replan import Cadence, ReplanSchedule
 
 
 def model(fixed: float = 3e-4, per_byte: float = 6e-8) -> GroupCosts:
@@ -42,13 +44,13 @@ def noisy(costs: GroupCosts, rng: np.random.Generator, noise: float) -> GroupCos
 
 
 def test_schedule_is_dense_in_the_warm_up_and_sparse_afterwards() -> None:
-    schedule = ReplanSchedule(warmup_windows=20, warmup_every=5, every=50)
+    schedule = ReplanSchedule(Cadence(warmup_windows=20, warmup_every=5, every=50))
     due = [window for window in range(1, 181) if schedule.advance()]
     assert due == [5, 10, 15, 20, 70, 120, 170]
 
 
 def test_threshold_rises_after_the_warm_up() -> None:
-    schedule = ReplanSchedule(warmup_windows=10)
+    schedule = ReplanSchedule(Cadence(warmup_windows=10))
     thresholds = {}
     for window in range(1, 13):
         schedule.advance()
@@ -58,9 +60,9 @@ def test_threshold_rises_after_the_warm_up() -> None:
 
 
 def test_frozen_schedule() -> None:
-    schedule = ReplanSchedule(warmup_windows=20, warmup_every=5, freeze_after=12)
+    schedule = ReplanSchedule(Cadence(warmup_windows=20, warmup_every=5, freeze_after=12))
     assert [window for window in range(1, 200) if schedule.advance()] == [5, 10]
-    assert not any(ReplanSchedule(freeze_after=0).advance() for _ in range(100))
+    assert not any(ReplanSchedule(Cadence(freeze_after=0)).advance() for _ in range(100))
 
 
 def test_schedule_resumes_where_it_was_interrupted() -> None:
@@ -85,7 +87,7 @@ def test_schedule_resumes_where_it_was_interrupted() -> None:
 )
 def test_bad_schedules_are_refused(options: dict[str, float]) -> None:
     name, value = next(iter(options.items()))
-    for kind in (ReplanSchedule, Adaptive):
+    for kind in (Cadence, Adaptive):
         with pytest.raises(ValueError, match=f"{name} .*got {value}"):
             kind(**options)
 
@@ -113,27 +115,25 @@ def test_policy_hands_its_cadence_to_each_schedule() -> None:
     assert resolve_fusion("adaptive").schedule() is not None
 
 
-def test_switches_for_a_gain_above_the_threshold_only() -> None:
+def test_predicted_gain_is_the_share_of_the_finish_that_is_saved() -> None:
     costs = model()
     current, proposed = Plan.from_counts([1] * 60), plan_optimal(costs)
-    gain = 1 - predict_finish(proposed, costs) / predict_finish(current, costs)
-    assert gain > 0
-    assert should_switch(current, proposed, costs, gain * 0.99)
-    assert not should_switch(current, proposed, costs, gain * 1.01)
-    assert not should_switch(proposed, current, costs, 0.0)  # never for the worse
-    assert not should_switch(proposed, proposed, costs, 0.0)
+    gain = predicted_gain(current, proposed, costs)
+    assert 0 < gain == 1 - predict_finish(proposed, costs) / predict_finish(current, costs)
+    assert predicted_gain(proposed, current, costs) < 0
+    assert predicted_gain(proposed, proposed, costs) == 0
 
 
-def test_switches_when_the_current_plan_no_longer_fits() -> None:
+def test_a_plan_that_no_longer_fits_is_left_at_any_price() -> None:
     costs = model()
     proposed = plan_optimal(costs)
-    assert should_switch(Plan.from_counts([30]), proposed, costs, 0.9)
+    assert predicted_gain(Plan.from_counts([30]), proposed, costs) == np.inf
     sparse_only = replace(costs, dense_allowed=False)
     dense = Plan((Group(0, 60, "allreduce"),))
-    assert should_switch(dense, plan_optimal(sparse_only), sparse_only, 0.9)
+    assert predicted_gain(dense, plan_optimal(sparse_only), sparse_only) == np.inf
     stream = Plan((Group(0, 60, "stream"),))
-    assert should_switch(stream, proposed, costs, 0.9)
-    assert not should_switch(stream, stream, costs, 0.0)
+    assert predicted_gain(stream, proposed, costs) == np.inf
+    assert predicted_gain(stream, stream, costs) == 0
 
 
 @pytest.mark.parametrize("rule", ["optimal", "paper"])
@@ -148,13 +148,71 @@ def test_noise_below_half_the_threshold_never_changes_the_plan(rule: str) -> Non
         shaken = noisy(costs, rng, 0.014)
         proposed = policy.plan(shaken)
         proposals.add(proposed.digest)
-        assert not should_switch(current, proposed, shaken, 0.03)
+        assert predicted_gain(current, proposed, shaken) <= 0.03
     assert len(proposals) > 5  # the noise did move the planner
 
 
-def test_follows_a_link_that_becomes_slow() -> None:
-    fast, slow = model(), model(fixed=3e-3, per_byte=1e-6)
-    current = plan_optimal(fast)
-    proposed = plan_optimal(slow)
-    assert should_switch(current, proposed, slow, 0.03)
-    assert not should_switch(proposed, plan_optimal(slow), slow, 0.03)  # and then stays
+def sizes(plan: Plan, costs: GroupCosts) -> list[int]:
+    return [sum(costs.numels[group.start : group.stop]) for group in plan.groups]
+
+
+@pytest.mark.parametrize("policy", [Adaptive(), Adaptive(rule="paper"), Aligned(4)], ids=repr)
+def test_bounds_hold_for_every_rule(policy: FusionPolicy) -> None:
+    costs = model()
+    low, high = Bounds(min_elements=1_000_000), Bounds(max_elements=100_000)
+    assert any(held < 1_000_000 for held in sizes(policy.resized(costs), costs)[:-1])
+    assert any(held > 100_000 for held in sizes(policy.resized(costs), costs))
+    assert all(held >= 1_000_000 for held in sizes(Tuned(policy, bounds=low).resized(costs), costs)[:-1])
+    plan = Tuned(policy, bounds=high).resized(costs)
+    for group, held in zip(plan.groups, sizes(plan, costs), strict=True):
+        assert held <= 100_000 or group.stop - group.start == 1  # a larger tensor alone
+
+
+def test_the_exact_programme_is_the_best_within_bounds() -> None:
+    numels = (30, 40, 50, 20, 60, 10, 40)
+    costs = replace(
+        model(fixed=2e-3, per_byte=1e-4),
+        numels=numels,
+        ready=tuple(np.cumsum([4e-3] * 7).tolist()),
+        sparse_bytes=tuple(float(n) for n in numels),
+        dense_bytes=tuple(4.0 * n for n in numels),
+    )
+    bounds = Bounds(60, 110)
+
+    def keeps(plan: Plan) -> bool:
+        held = sizes(plan, costs)
+        return all(60 <= size <= 110 for size in held[:-1]) and held[-1] <= 110
+
+    pricer = GroupPricer(costs)
+    plans = [pricer.plan([*cuts, 7]) for count in range(7) for cuts in combinations(range(1, 7), count)]
+    best = min(predict_finish(plan, costs) for plan in plans if keeps(plan))
+    plan = plan_optimal(costs, max_last_share=1.0, bounds=bounds)
+    assert keeps(plan)
+    assert predict_finish(plan, costs) == pytest.approx(best)
+    assert not keeps(plan_optimal(costs, max_last_share=1.0))
+
+
+def test_bounds_that_cannot_hold_are_refused() -> None:
+    for bounds, text in (
+        (Bounds(-1), "min_elements.*-1"),
+        (Bounds(5, 4), "min_elements=5.*got 4"),
+        (Bounds(0, 0), "0"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            Tuned(Aligned(), bounds=bounds)
+
+
+def test_aligned_finds_the_best_number_of_tensors() -> None:
+    costs = model()
+    best = min(predict_finish(Aligned(size).plan(costs), costs) for size in range(1, 61))
+    plan = Aligned(1).resized(costs)
+    counts = {group.stop - group.start for group in plan.groups[:-1]}
+    assert len(counts) == 1  # a fixed number
+    assert predict_finish(plan, costs) == pytest.approx(best, rel=0.01)
+    assert Aligned(60).resized(costs) == plan  # whatever it was made with
+
+
+@pytest.mark.parametrize("policy", [Single(), WFBP(), Naive()], ids=repr)
+def test_what_has_no_sizes_cannot_be_tuned(policy: FusionPolicy) -> None:
+    with pytest.raises(ValueError, match=f"{type(policy).__name__}.*no sizes"):
+        Tuned(policy)

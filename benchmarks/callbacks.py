@@ -1,0 +1,126 @@
+"""What a callback costs: steps with it and without it, side by side in one training of two workers.
+
+    $ python benchmarks/callbacks.py
+
+The callback is taken out of the running trainer for a block of steps, put back for the next one, and so on; a block has
+as many steps as the callback takes from one report to the next, so that reports are in the figure. What is printed is
+the ratio of the mean step of a block with the callback to that of its neighbours without it: the median over blocks,
+and the middle half; and the same of processor time, which other programs on the machine disturb less. ``--null``
+compares blocks without the callback with each other: what chance alone does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_safusion import SAFusionStrategy
+from lightning_safusion.callbacks import OverlapProfiler
+
+
+class Alternating(LightningModule):
+    """A chain of layers; takes the callback out and puts it back, and keeps the seconds of every block.
+
+    Args:
+        tensors: Parameter tensors.
+        width: Layers are width x width.
+        block: Steps in a block.
+        null: Leave the callback out in all blocks.
+    """
+
+    def __init__(self, tensors: int, width: int, block: int, null: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(*(nn.Linear(width, width) for _ in range(tensors // 2)))
+        self.block = block
+        self.null = null
+        self.watched: Callback | None = None
+        self.seconds: list[tuple[float, float]] = []
+        self._begin = (0.0, 0.0)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx % self.block:
+            return
+        if batch_idx:
+            wall, processor = (now - begin for now, begin in zip(_now(), self._begin, strict=True))
+            self.seconds.append((wall / self.block, processor / self.block))
+        self._switch(batch_idx // self.block % 2 == 1 and not self.null)
+        self.trainer.strategy.barrier()
+        self._begin = _now()
+
+    def _switch(self, on: bool) -> None:
+        # in a hook of the module: no loop over the trainer's callbacks is under way
+        callbacks = self.trainer.callbacks
+        strategy = self.trainer.strategy
+        assert isinstance(strategy, SAFusionStrategy)
+        if self.watched is None:
+            (self.watched,) = (each for each in callbacks if isinstance(each, OverlapProfiler))
+        if on and self.watched not in callbacks:
+            callbacks.append(self.watched)
+        if not on and self.watched in callbacks:
+            callbacks.remove(self.watched)
+            strategy.remove_observer(self.watched._recorder)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 1e-4)
+
+
+def _now() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
+
+
+def main() -> None:
+    """Prints the ratio, and the length of a step."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tensors", type=int, default=200)
+    parser.add_argument("--width", type=int, default=128, help="layers are width x width")
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--every-n-steps", type=int, default=50, help="steps from report to report, and in a block")
+    parser.add_argument("--pairs", type=int, default=10, help="blocks with the callback")
+    parser.add_argument("--null", action="store_true", help="leave the callback out everywhere")
+    args = parser.parse_args()
+    torch.set_flush_denormal(True)
+    blocks = 2 * args.pairs + 3  # the first two settle
+    steps = blocks * args.every_n_steps + 1
+    model = Alternating(args.tensors, args.width, args.every_n_steps, args.null)
+    data = TensorDataset(torch.randn(args.batch_size, args.width).repeat(2 * steps, 1))
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=SAFusionStrategy(collective="allgather", density=0.05, fusion="aligned"),
+        callbacks=[OverlapProfiler(args.every_n_steps, table=False)],
+        max_steps=steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    torch.set_num_threads(1)
+    trainer.fit(model, DataLoader(data, batch_size=args.batch_size))
+    if trainer.is_global_zero:
+        show(model.seconds[2:], args)
+
+
+def show(seconds: list[tuple[float, float]], args: argparse.Namespace) -> None:
+    """Prints the ratios of each block with the callback to the mean of its neighbours, which are without."""
+    what = "nothing" if args.null else "OverlapProfiler"
+    step = statistics.median(wall for wall, _ in seconds[::2])
+    print(f"{what}, {args.tensors} tensors, {step * 1e3:.1f} ms per step, {len(seconds) // 2} pairs of blocks")
+    for name, column in zip(("time", "processor time"), zip(*seconds, strict=True), strict=True):
+        ratios = [column[i] / statistics.fmean((column[i - 1], column[i + 1])) for i in range(1, len(column) - 1, 2)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        print(f"  {name}: ratio {middle:.4f}, middle half {low:.4f} to {high:.4f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""Which tensors go missing: a callback that samples what every rank sent of every tensor."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from math import isnan
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from rich.console import Console
+from rich.table import Table
+from typing_extensions import override
+
+from lightning_safusion.callbacks.run_directory import run_directory
+from lightning_safusion.metrics.figures import TensorFigures, latest_window, tensor_figures
+from lightning_safusion.metrics.history import MissingRateStatistics
+from lightning_safusion.strategy import SAFusionStrategy
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure, SubFigure
+
+FILE = "missing_rate.json"
+
+
+class TensorMissingRateMonitor(Callback):
+    """Samples how many gradient tensors nothing is sent of, across ranks; for every system.
+
+    A tensor is missing on a rank in a step if it had a gradient and none of its elements was selected. Sampled steps
+    wait for the device and reduce 48 bytes per tensor over the ranks; other steps cost nothing. With plain DDP, where
+    every tensor travels whole, nothing is sampled.
+
+    Keys that are logged, each a share in [0, 1] of the sampled step:
+
+    ========================================  =========================================================================
+    ``safusion/missing_rate``                 tensors of which a rank sent nothing, mean over ranks
+    ``safusion/missing_on_all_ranks``         tensors of which no rank sent anything
+    ``safusion/achieved_density``             elements that a rank sent, mean over ranks
+    ``safusion/compression_error``            energy (squared norm) that stayed behind, of tensors that travel sparse
+    ``safusion/missing_rate/<parameter>``     ranks that sent nothing of this tensor, with ``per_tensor=True``
+    ========================================  =========================================================================
+
+    At the end of training rank 0 prints the tensors that were missing most often, and writes ``missing_rate.json`` for
+    reports (keys: ``MissingRateStatistics.summary``). Where the trainer starts processes of its own (spawn, fork), the
+    statistics are in those: use ``heatmap_file``, or load a checkpoint.
+
+    Args:
+        every_n_steps: Optimizer steps from one sample to the next.
+        per_tensor: Also log every tensor; the step's rate, not a mean.
+        worst: Rows of the table at the end; 0 prints none.
+        heatmap_file: Picture that rank 0 saves at the end of training.
+        columns: Columns of the heat map; neighbours are merged when it is full.
+        dirpath: Directory for ``missing_rate.json``; ``safusion`` in the first logger's directory by default, or in
+            the trainer's ``default_root_dir``.
+
+    Attributes:
+        statistics: What was sampled in this fit; None before the first.
+
+    Raises:
+        ValueError: If ``every_n_steps`` is below 1 or ``worst`` below 0, or ``columns`` is odd or below 2.
+
+    Example::
+
+        monitor = TensorMissingRateMonitor(every_n_steps=20)
+        trainer = Trainer(strategy=SAFusionStrategy(system="behind"), callbacks=[monitor])
+        trainer.fit(model)
+        monitor.heatmap().savefig("missing.png")
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int = 50,
+        per_tensor: bool = False,
+        worst: int = 10,
+        heatmap_file: str | Path | None = None,
+        columns: int = 128,
+        dirpath: str | Path | None = None,
+    ) -> None:
+        if every_n_steps < 1:
+            raise ValueError(f"every_n_steps must be 1 or more, got {every_n_steps}")
+        if worst < 0:
+            raise ValueError(f"worst is a number of rows, 0 or more, got {worst}")
+        MissingRateStatistics((), columns)  # refuses wrong columns now
+        self.every_n_steps = every_n_steps
+        self.per_tensor = per_tensor
+        self.worst = worst
+        self.heatmap_file = Path(heatmap_file) if heatmap_file is not None else None
+        self.columns = columns
+        self.dirpath = dirpath
+        self.statistics: MissingRateStatistics | None = None
+        self._next = 0  # step of the next sample
+        self._started = 0  # step at which this batch began
+        self._stride = 1  # optimizer steps in a batch
+        self._sampling = False
+        self._window: int | None = None  # the latest that was looked at
+        self._figures: TensorFigures | None = None  # of the windows of this batch
+        self._said = False  # that plain DDP is used
+        self._run_dir: Path | None = None
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        if not isinstance(trainer.strategy, SAFusionStrategy):
+            raise MisconfigurationException(
+                f"TensorMissingRateMonitor samples SAFusionStrategy, got {type(trainer.strategy).__name__}: pass "
+                "Trainer(strategy=SAFusionStrategy(...)) or leave the callback out."
+            )
+        self.statistics = MissingRateStatistics([name for name, _ in pl_module.named_parameters()], self.columns)
+        self._said = False
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._run_dir = run_directory(trainer, self.dirpath)
+        self._plan(trainer)
+
+    def _plan(self, trainer: Trainer) -> None:
+        self._next = (trainer.global_step // self.every_n_steps + 1) * self.every_n_steps
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._figures = None
+        self._started = trainer.global_step
+        self._sampling = self._started >= self._next - self._stride
+        self._window = latest_window(_strategy(trainer))
+
+    @override
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # every window of the batch: optimizers that take turns have windows of different tensors
+        if not self._sampling:
+            return
+        window = latest_window(_strategy(trainer))
+        if window == self._window:
+            return  # gradients are being accumulated
+        self._window = window
+        figures = tensor_figures(_strategy(trainer))
+        if figures is not None:
+            self._figures = figures if self._figures is None else self._figures + figures
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._stride = max(self._stride, trainer.global_step - self._started)
+        if not self._sampling or self.statistics is None:
+            return
+        if self._figures is None:
+            self._say_aside(_strategy(trainer))
+            return
+        figures = self._figures.reduced(partial(trainer.strategy.reduce, reduce_op="sum"))
+        self._figures = None
+        self._plan(trainer)
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        values = self.statistics.add(step, figures)
+        if self.per_tensor:
+            rates = (figures.missing / figures.windows).tolist()
+            values |= {f"missing_rate/{n}": r for n, r in zip(figures.names, rates, strict=True) if not isnan(r)}
+        for logger in trainer.loggers:
+            logger.log_metrics({f"safusion/{key}": value for key, value in values.items()}, step=step)
+
+    def _say_aside(self, strategy: SAFusionStrategy) -> None:
+        if self._said or latest_window(strategy) is not None:
+            return
+        self._said = True
+        reason = strategy.report()["plain_ddp"]
+        if reason is not None:
+            rank_zero_info(
+                f"TensorMissingRateMonitor samples nothing from here on: plain DDP sends every tensor whole ({reason})."
+            )
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.is_global_zero or self.statistics is None or not self.statistics.samples:
+            return
+        if self.worst:
+            Console().print(self.table())
+        if self.heatmap_file is not None:
+            self.heatmap_file.parent.mkdir(parents=True, exist_ok=True)
+            self.heatmap().figure.savefig(self.heatmap_file, dpi=120)
+        if self._run_dir is not None:
+            self._run_dir.mkdir(parents=True, exist_ok=True)
+            content = json.dumps(self.statistics.summary(), allow_nan=False)
+            (self._run_dir / FILE).write_text(content, encoding="utf-8")
+
+    def table(self) -> Table:
+        """The tensors that were missing most often, worst first.
+
+        Raises:
+            RuntimeError: If no fit has begun.
+        """
+        statistics = self._sampled()
+        rate = float(statistics.missing.compute()) if statistics.samples else 0.0
+        table = Table(
+            title=f"Tensors missing: {rate:.2%} of {len(statistics.rows())} tensors, in {statistics.samples} steps",
+            caption="missing: nothing was sent, share of ranks and steps; everywhere: no rank sent anything. "
+            "error: energy that stayed behind.",
+        )
+        table.add_column("tensor", overflow="fold")
+        for column in ("missing", "everywhere", "density", "error"):
+            table.add_column(column, justify="right")
+        for row in statistics.worst(self.worst):
+            error = "" if row.error is None else f"{row.error:.1%}"
+            table.add_row(row.name, f"{row.missing:.1%}", f"{row.everywhere:.1%}", f"{row.density:.2%}", error)
+        return table
+
+    def heatmap(self, ax: Axes | None = None) -> Figure | SubFigure:
+        """Draws the missing rate by tensor and step.
+
+        Args:
+            ax: Where to draw; a new figure if there is none.
+
+        Raises:
+            RuntimeError: If no fit has begun.
+            ModuleNotFoundError: If matplotlib is missing.
+            ValueError: If nothing was sampled.
+        """
+        return self._sampled().heatmap(ax)
+
+    def _sampled(self) -> MissingRateStatistics:
+        if self.statistics is None:
+            raise RuntimeError(
+                "there are no statistics in this process: call it after fit; where the trainer starts processes of its "
+                "own (spawn, fork), use heatmap_file, or load_state_dict with the callback's part of a checkpoint"
+            )
+        return self.statistics
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.statistics is None else {"statistics": self.statistics.state_dict()}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if "statistics" not in state_dict:
+            return
+        loaded = MissingRateStatistics.from_state_dict(state_dict["statistics"])
+        if self.statistics is not None and self.statistics.names != loaded.names:
+            different = sorted(set(self.statistics.names) ^ set(loaded.names))
+            rank_zero_warn(
+                f"TensorMissingRateMonitor begins anew: the checkpoint's model differs in {', '.join(different[:8])}."
+            )
+            return
+        self.statistics = loaded
+
+
+def _strategy(trainer: Trainer) -> SAFusionStrategy:
+    if not isinstance(trainer.strategy, SAFusionStrategy):
+        raise TypeError(f"setup found SAFusionStrategy, and now there is {type(trainer.strategy).__name__}")
+    return trainer.strategy

@@ -1,0 +1,193 @@
+"""Buffer sizes that follow measured times: a callback that configures the planner and tells what it decides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from typing_extensions import override
+
+from lightning_safusion.fusion.adaptive import Tuned
+from lightning_safusion.fusion.dp import Bounds
+from lightning_safusion.fusion.replan import Cadence, Decision
+from lightning_safusion.strategy import SAFusionStrategy
+
+
+class BufferSizeTuner(Callback):
+    """Sizes the buffers of any policy that counts tensors while the job runs, and says what came of it.
+
+    Works on ``fusion="adaptive"`` (systems ``safusion``, ``safusion-paper`` and ``fgbuff``; without this callback it
+    sizes itself in the same way, with the defaults below) and on ``"aligned"`` and ``"behind"``, whose fixed number
+    of tensors becomes the start. In a review all ranks agree on what was measured, and predict from it how long the
+    plan in use takes and how long the best of the policy's plans would. A new plan is kept if the windows with it (a
+    window is a backward pass that exchanges: first gradient to last mean) are shorter by the clock than those before.
+    Otherwise the old one comes back, and until the costs have changed a further change must promise that much more.
+    All ranks decide alike. The state is the strategy's and is saved with it: a resumed job goes on where it was, in
+    the middle of a trial too. With ``Trainer(deterministic=True)`` nothing is measured and no size changes; with
+    plain DDP there are none.
+
+    Keys that are logged to every logger, after each decision:
+
+    ============================  =====================================================================================
+    ``safusion/buffers``          buffers of the plan in use from here on
+    ``safusion/predicted_gain``   share of the window that the newer plan saves by the agreed costs
+    ``safusion/measured_gain``    share of the window that it has saved by the clock; when its trial ends
+    ``safusion/window_s``         seconds, median window with the plan in use before the decision
+    ============================  =====================================================================================
+
+    Changes are also told in a line each on rank 0.
+
+    Args:
+        warmup_windows: Windows in which the plan is reviewed often.
+        warmup_every: Windows between two reviews in the warm-up.
+        warmup_threshold: Predicted gain that a change must exceed in the warm-up, share in [0, 1).
+        every: Windows between two reviews afterwards.
+        threshold: Predicted gain that a change must exceed afterwards, share in [0, 1).
+        trial_windows: Windows after a change that are compared with as many before it.
+        freeze_after: Windows after which the plan stays; None: never.
+        min_elements: Elements of the model's tensors that a buffer holds at least; the last one may hold fewer.
+        max_elements: Elements that it holds at most, but for one larger tensor alone. None: no bound.
+
+    Attributes:
+        decisions: All decisions of this fit, on every rank.
+
+    Raises:
+        ValueError: If a number is out of range.
+
+    Example::
+
+        tuner = BufferSizeTuner(every=100, max_elements=2**24)
+        Trainer(strategy=SAFusionStrategy(system="behind"), callbacks=[tuner])
+    """
+
+    def __init__(
+        self,
+        warmup_windows: int = 50,
+        warmup_every: int = 5,
+        warmup_threshold: float = 0.01,
+        every: int = 50,
+        threshold: float = 0.03,
+        trial_windows: int = 6,
+        freeze_after: int | None = None,
+        min_elements: int = 0,
+        max_elements: int | None = None,
+    ) -> None:
+        self.cadence = Cadence(
+            warmup_windows, warmup_every, warmup_threshold, every, threshold, trial_windows, freeze_after
+        )
+        self.bounds = Bounds(min_elements, max_elements).check()
+        self.decisions: list[Decision] = []
+        self._latest: Decision | None = None  # that has been told
+        self._said = False  # that there is nothing to size
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        strategy = _strategy(trainer)
+        policy = strategy.settings.fusion
+        policy = policy.policy if isinstance(policy, Tuned) else policy  # of an earlier fit
+        try:
+            tuned = Tuned(policy, self.cadence, self.bounds)
+        except ValueError as error:
+            raise MisconfigurationException(f"BufferSizeTuner: {error}.") from error
+        strategy.settings = replace(strategy.settings, fusion=tuned)  # the engine is made later
+        self.decisions, self._latest, self._said = [], None, False
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._say_idle(_strategy(trainer))
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._follow(trainer)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._follow(trainer)
+
+    def _follow(self, trainer: Trainer) -> None:
+        """Logs and tells what was decided since."""
+        strategy = _strategy(trainer)
+        if self.decisions and strategy.plan is None:
+            self._say_idle(strategy)  # the engine has stepped aside
+        for decision in _after(strategy.decisions, self._latest):
+            self._latest = decision
+            self.decisions.append(decision)
+            self._log(trainer, decision)
+            if decision.action != "stay":
+                rank_zero_info(f"BufferSizeTuner: window {decision.window}: {describe(decision)}.")
+
+    def _say_idle(self, strategy: SAFusionStrategy) -> None:
+        if self._said:
+            return
+        aside = strategy.report()["plain_ddp"]
+        if aside is not None:
+            reason = f"plain DDP is used, because {aside}"
+        elif torch.are_deterministic_algorithms_enabled():
+            reason = "a deterministic training measures no times; sizes are those of the policy"
+        else:
+            return
+        self._said = True
+        rank_zero_info(f"BufferSizeTuner: nothing is tuned: {reason}.")
+
+    def _log(self, trainer: Trainer, decision: Decision) -> None:
+        values = {
+            "buffers": decision.buffers,
+            "predicted_gain": decision.predicted,
+            "measured_gain": decision.measured,
+            "window_s": decision.seconds,
+        }
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        for logger in trainer.loggers:
+            logger.log_metrics({f"safusion/{key}": float(v) for key, v in values.items() if v is not None}, step=step)
+
+
+def _strategy(trainer: Trainer) -> SAFusionStrategy:
+    if isinstance(trainer.strategy, SAFusionStrategy):
+        return trainer.strategy
+    raise MisconfigurationException(
+        f"BufferSizeTuner sizes the buffers of SAFusionStrategy, got {type(trainer.strategy).__name__}: pass "
+        "Trainer(strategy=SAFusionStrategy(...)) or leave the callback out."
+    )
+
+
+def describe(decision: Decision) -> str:
+    """A decision in plain words."""
+    buffers, rival = _buffers(decision.buffers), _buffers(decision.rival)
+    now = "" if decision.seconds is None else f"{decision.seconds * 1e3:.1f} ms"
+    if decision.action == "switch" and decision.predicted is None:
+        return f"{buffers} instead of {rival}, which no longer fit"
+    if decision.action == "switch":
+        return (
+            f"{buffers} instead of {rival} should shorten a window ({now or 'not measured'}) {_by(decision.predicted)}"
+        )
+    if decision.action in ("keep", "revert"):
+        outcome = f"{buffers} stay" if decision.action == "keep" else f"back to {buffers} from {rival}"
+        return f"{outcome}: a window took {now}, shorter {_by(decision.measured)} ({_by(decision.predicted)} predicted)"
+    if decision.action == "stay":
+        return f"{buffers} stay: another plan ({rival}) would shorten a window {_by(decision.predicted)}"
+    return f"{buffers} from now on"
+
+
+def _buffers(count: int) -> str:
+    return f"{count} buffer" if count == 1 else f"{count} buffers"
+
+
+def _by(gain: float | None) -> str:
+    return "by an unknown share" if gain is None else f"by {100 * gain:.1f} %"
+
+
+def _after(decisions: Sequence[Decision], latest: Decision | None) -> Sequence[Decision]:
+    """The decisions behind ``latest``; all of them where it is not among them."""
+    for place in reversed(range(len(decisions))):
+        if decisions[place] is latest:
+            return decisions[place + 1 :]
+    return decisions

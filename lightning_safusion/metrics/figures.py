@@ -1,0 +1,181 @@
+"""What the latest window did to every tensor: what the metrics are updated with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_safusion.sparsify.memory import NoMemory
+
+if TYPE_CHECKING:
+    from lightning_safusion.fusion.controller import Controller
+    from lightning_safusion.fusion.generator import Generator
+    from lightning_safusion.fusion.layout import Layout
+    from lightning_safusion.fusion.window import Window
+    from lightning_safusion.strategy import SAFusionStrategy
+
+_ROWS = 6
+
+
+@dataclass(frozen=True, eq=False)
+class TensorFigures:
+    """Sums over windows, and over ranks where they have been reduced, for each of T tensors.
+
+    Float64 holds every count below 2^53 exactly, so that one reduction carries counts and energies.
+
+    Args:
+        names: Parameter names, in registration order.
+        sums: float64 [6, T]; the properties name the rows.
+    """
+
+    names: tuple[str, ...]
+    sums: Tensor
+
+    @property
+    def windows(self) -> Tensor:
+        """[T] windows in which the tensor had a gradient that was exchanged as planned."""
+        return self.sums[0]
+
+    @property
+    def missing(self) -> Tensor:
+        """[T] windows of these in which nothing of it was sent."""
+        return self.sums[1]
+
+    @property
+    def elements(self) -> Tensor:
+        """[T] elements that it had in these windows."""
+        return self.sums[2]
+
+    @property
+    def sent(self) -> Tensor:
+        """[T] elements of these that were sent."""
+        return self.sums[3]
+
+    @property
+    def energy(self) -> Tensor:
+        """[T] sum of ``||x||^2``, where ``x`` is what was selected from; 0 in windows in which it travelled whole."""
+        return self.sums[4]
+
+    @property
+    def error(self) -> Tensor:
+        """[T] sum of ``||x - C(x)||^2``, where ``C(x)`` is what the receivers decoded."""
+        return self.sums[5]
+
+    def __add__(self, other: TensorFigures) -> TensorFigures:
+        if self.names != other.names:
+            raise ValueError(
+                f"figures of {len(self.names)} and {len(other.names)} different tensors cannot be added: update a "
+                "metric with each, it adds by name"
+            )
+        return TensorFigures(self.names, self.sums + other.sums)
+
+    def reduced(self, reduce: Callable[[Tensor], Tensor]) -> TensorFigures:
+        """The sum over ranks: one reduction of 48 bytes per tensor.
+
+        Args:
+            reduce: Sums a tensor over ranks, and may do so in place; every rank must call it.
+        """
+        return TensorFigures(self.names, reduce(self.sums.clone()))
+
+    def everywhere(self) -> TensorFigures:
+        """Of figures of one window, reduced over ranks: one window per tensor, missing if no rank sent anything."""
+        some = self.windows > 0
+        sums = torch.zeros_like(self.sums)
+        sums[0], sums[1] = some, some & (self.missing == self.windows)
+        return TensorFigures(self.names, sums)
+
+
+def tensor_figures(strategy: SAFusionStrategy, errors: bool = True) -> TensorFigures | None:
+    """Figures of this rank's latest window; call it between two windows (in ``on_after_backward``, for example).
+
+    Left out, with 0 windows, is what did not go the planned way: tensors without a gradient or without elements, those
+    whose gradient was averaged outside the compressed path, and the whole window if some gradient was not finite.
+
+    Waits for the device. All ranks get the same names.
+
+    Args:
+        strategy: The trainer's strategy.
+        errors: Also fill ``energy`` and ``error``: one pass over the elements of the model.
+
+    Returns:
+        On the strategy's device; None with plain DDP and before the first window.
+    """
+    controller = strategy._controller
+    return None if controller is None else window_figures(controller, errors)
+
+
+def latest_window(strategy: SAFusionStrategy) -> int | None:
+    """Number of the latest window, the same on all ranks; None with plain DDP and before the first."""
+    controller = strategy._controller
+    return None if controller is None or controller.report is None else controller.report.window.step
+
+
+def window_figures(controller: Controller, errors: bool = True) -> TensorFigures | None:
+    """The same, of the engine itself."""
+    if controller.report is None:
+        return None
+    layout, window = controller.report.layout, controller.report.window
+    sizes = np.diff(layout.edges)
+    chosen = _as_planned(controller, window) & (sizes > 0)
+    sent = controller.report.selected()
+    sums = np.zeros((_ROWS, len(layout)), np.float64)
+    sums[:4] = chosen, chosen & (sent == 0), chosen * sizes, chosen * sent
+    if errors:
+        sparse = chosen & ~_whole(window, len(layout))
+        sums[4:] = np.where(sparse, _energies(controller.generator, layout, window), 0.0)
+    order = [layout.places[index] for index in sorted(layout.places)]
+    return TensorFigures(tuple(layout.names(order)), torch.from_numpy(sums[:, order]).to(controller.generator.device))
+
+
+def _as_planned(controller: Controller, window: Window) -> np.ndarray:
+    """bool [L]: what this rank had of a tensor went into its message, and the message was used."""
+    chosen = window.fresh.copy()
+    for buffer, _ in window.inflight:
+        verdict = buffer.exchange.verdict()
+        if verdict.bad.any():
+            return np.zeros_like(chosen)
+        part = slice(buffer.group.start, buffer.group.stop)
+        chosen[part] &= ~verdict.irregular(controller.transport.world_size)
+    return chosen
+
+
+def _whole(window: Window, length: int) -> np.ndarray:
+    """bool [L]: travelled whole."""
+    whole = np.zeros(length, bool)
+    for buffer, _ in window.inflight:
+        whole[buffer.group.start : buffer.group.stop] = buffer.dense
+    return whole
+
+
+def _energies(generator: Generator, layout: Layout, window: Window) -> np.ndarray:
+    """float64 [2, L]: ``||x||^2`` and ``||x - C(x)||^2`` of every tensor that travelled sparse.
+
+    The memory holds ``r = x - C(x)`` once a window has been committed, hence ``||x||^2 = ||r||^2 + 2 <r, C(x)> +
+    ||C(x)||^2``. One that forgets holds ``x`` until the next window, hence ``||x - C(x)||^2 = ||x||^2 - 2 <x, C(x)> +
+    ||C(x)||^2``. ``C(x)`` has few elements: only the first term looks at all of them.
+    """
+    if not window.inflight:
+        return np.zeros((2, len(layout)))
+    forgets = isinstance(generator.memory, NoMemory)
+    now = generator.layout
+    held = generator.memory.accumulated(0, now.numel)
+    tensors = list(held.split(np.diff(now.edges).tolist()))
+    if now is not layout:  # the window has come in an order of its own, to which the memory was moved at its end
+        tensors = [tensors[now.places[spec.index]] for spec in layout.specs]
+        held = torch.cat(tensors)
+    squares = torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float64)).square()
+    pieces = [(buffer.exchange.sent(), buffer.start) for buffer, _ in window.inflight]
+    indices = torch.cat([indices + start for (indices, _), start in pieces])
+    values = torch.cat([values for (_, values), _ in pieces]).double()
+    at = held[indices].double()
+    cross = values * (values + (-2 if forgets else 2) * at)
+    edges = torch.from_numpy(layout.edges).to(held.device)
+    # right: an empty tensor has the edge of its successor, and owns nothing
+    places = torch.searchsorted(edges, indices, right=True) - 1
+    other = squares.index_add(0, places, cross).clamp_(min=0)  # rounding may leave a negative zero
+    return torch.stack([squares, other] if forgets else [other, squares]).cpu().numpy()

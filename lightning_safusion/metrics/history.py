@@ -1,0 +1,201 @@
+"""Statistics of missing tensors over a training: sums by tensor, and a picture over steps of bounded size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from lightning_safusion.metrics.figures import TensorFigures
+from lightning_safusion.metrics.ratios import AchievedDensity, CompressionError, TensorMissingRate
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure, SubFigure
+
+_TICKS = 32
+
+
+@dataclass(frozen=True)
+class TensorRow:
+    """What became of one tensor.
+
+    Args:
+        name: Of the parameter.
+        missing: Share of its gradients of which nothing was sent.
+        everywhere: Share of the sampled windows in which no rank sent anything of it.
+        density: Share of its elements that was sent.
+        error: Share of its energy that was not sent; None if it always travelled whole.
+    """
+
+    name: str
+    missing: float
+    everywhere: float
+    density: float
+    error: float | None
+
+
+class MissingRateStatistics:
+    """Takes in figures that were summed over ranks; knows nothing of trainers.
+
+    Args:
+        names: Parameter names.
+        columns: Columns of the heat map, an even number; two neighbours are merged whenever it is full.
+
+    Raises:
+        ValueError: If ``columns`` is odd or below 2.
+    """
+
+    def __init__(self, names: Sequence[str], columns: int = 128) -> None:
+        if columns < 2 or columns % 2:
+            raise ValueError(f"columns must be an even number, 2 or more, got {columns}")
+        self.names = tuple(names)
+        self.columns = columns
+        self.samples = 0
+        self.missing = TensorMissingRate(names, sync_on_compute=False)
+        self.everywhere = TensorMissingRate(names, sync_on_compute=False)
+        self.density = AchievedDensity(names, sync_on_compute=False)
+        self.error = CompressionError(names, sync_on_compute=False)
+        self._places = {name: place for place, name in enumerate(self.names)}
+        self._stride = 1  # samples in a column
+        self._steps: list[int] = []  # the first of each column
+        self._counts = np.zeros((2, len(self.names), 0), np.int32)  # missing, windows
+
+    def add(self, step: int, figures: TensorFigures) -> dict[str, float]:
+        """Takes in a sample.
+
+        Args:
+            step: Its place in the picture.
+            figures: Summed over ranks.
+
+        Returns:
+            Its own ``missing_rate``, ``missing_on_all_ranks``, ``achieved_density`` and ``compression_error``, without
+            those that it says nothing about.
+        """
+        figures = TensorFigures(figures.names, figures.sums.cpu())
+        everywhere = figures.everywhere()
+        for metric in (self.missing, self.density, self.error):
+            metric.update(figures)
+        self.everywhere.update(everywhere)
+        self._draw(step, figures)
+        ratios = {
+            "missing_rate": (figures.missing, figures.windows),
+            "missing_on_all_ranks": (everywhere.missing, everywhere.windows),
+            "achieved_density": (figures.sent, figures.elements),
+            "compression_error": (figures.error, figures.energy),
+        }
+        return {key: float(part.sum() / whole.sum()) for key, (part, whole) in ratios.items() if whole.sum() > 0}
+
+    def _draw(self, step: int, figures: TensorFigures) -> None:
+        if self.samples == self.columns * self._stride:
+            self._counts = self._counts[..., ::2] + self._counts[..., 1::2]
+            self._steps = self._steps[::2]
+            self._stride *= 2
+        if self.samples % self._stride == 0:
+            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts, shape=(2, len(self.names), 1))], 2)
+            self._steps.append(step)
+        places = [self._places[name] for name in figures.names]
+        counts = np.stack([figures.missing.numpy(), figures.windows.numpy()])
+        self._counts[:, places, -1] += counts.astype(np.int32)
+        self.samples += 1
+
+    def rows(self) -> list[TensorRow]:
+        """The tensors that were exchanged, in registration order."""
+        everywhere, density, error = (m.per_tensor() for m in (self.everywhere, self.density, self.error))
+        return [
+            TensorRow(name, missing, everywhere[name], density[name], error.get(name))
+            for name, missing in self.missing.per_tensor().items()
+        ]
+
+    def worst(self, count: int) -> list[TensorRow]:
+        """The tensors that were missing most often; none that never were."""
+        missing = [row for row in self.rows() if row.missing > 0]
+        return sorted(missing, key=lambda row: (-row.missing, -row.everywhere))[:count]
+
+    def rates(self) -> np.ndarray:
+        """float64 [T, columns so far], the missing rate by tensor and step; NaN where there was no gradient."""
+        missing, windows = self._counts
+        return np.divide(missing, windows, out=np.full(windows.shape, np.nan), where=windows > 0)
+
+    def heatmap(self, ax: Axes | None = None) -> Figure | SubFigure:
+        """Draws the missing rate by tensor (rows, in registration order) and step (columns).
+
+        Args:
+            ax: Where to draw; a new figure if there is none.
+
+        Raises:
+            ModuleNotFoundError: If matplotlib is missing; names the extra that brings it.
+            ValueError: If there is no sample yet.
+        """
+        try:
+            from matplotlib import figure as figures
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError('pictures need matplotlib: pip install "lightning-safusion[plot]"') from error
+        if not self.samples:
+            raise ValueError("nothing was sampled that could be drawn: lower every_n_steps or train longer")
+        if ax is None:
+            height = min(12.0, 2.0 + 0.2 * len(self.names))
+            ax = figures.Figure(figsize=(9.0, height), layout="constrained").subplots()
+        rates = self.rates()
+        image = ax.imshow(rates, aspect="auto", interpolation="nearest", vmin=0, vmax=1, cmap="magma_r")
+        ax.set_facecolor("lightgrey")  # where there was no gradient
+        rows = range(0, len(self.names), -(-len(self.names) // _TICKS))
+        ax.set_yticks(list(rows), [self.names[row] for row in rows], fontsize="x-small")
+        columns = range(0, len(self._steps), -(-len(self._steps) // 8))
+        ax.set_xticks(list(columns), [str(self._steps[column]) for column in columns])
+        ax.set(xlabel="step", title="share of ranks and steps in which nothing of the tensor was sent")
+        owner = ax.figure
+        owner.colorbar(image, ax=ax, label="missing rate")
+        return owner
+
+    def summary(self) -> dict[str, Any]:
+        """Plain numbers for reports; the callback writes them as ``missing_rate.json``.
+
+        Keys: ``version`` (1), ``samples`` (steps that were looked at), ``missing_rate`` (over all tensors; null before
+            the first sample), ``steps`` (the first step of each column of the heat map), and ``tensors``, in
+            registration order: the fields of :class:`TensorRow`, and ``rates``, the missing rate by column (null where
+            there was no gradient).
+        """
+        places = [self._places[row.name] for row in self.rows()]
+        rates = [[None if np.isnan(rate) else rate for rate in row.tolist()] for row in self.rates()[places]]
+        return {
+            "version": 1,
+            "samples": self.samples,
+            "missing_rate": float(self.missing.compute()) if self.samples else None,
+            "steps": list(self._steps),
+            "tensors": [asdict(row) | {"rates": line} for row, line in zip(self.rows(), rates, strict=True)],
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, and tensors of their own."""
+        return {
+            "names": list(self.names),
+            "columns": self.columns,
+            "samples": self.samples,
+            "stride": self._stride,
+            "steps": list(self._steps),
+            "counts": torch.from_numpy(self._counts.copy()),
+            "sums": {name: metric.sums for name, metric in self._metrics().items()},
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> MissingRateStatistics:
+        """What :meth:`state_dict` described."""
+        statistics = cls(state["names"], state["columns"])
+        statistics.samples, statistics._stride = state["samples"], state["stride"]
+        statistics._steps = list(state["steps"])
+        statistics._counts = state["counts"].numpy().copy()  # a checkpoint's tensors belong to the checkpoint
+        for name, metric in statistics._metrics().items():
+            metric.sums = state["sums"][name].clone()
+        return statistics
+
+    def _metrics(self) -> dict[str, TensorMissingRate | AchievedDensity | CompressionError]:
+        return {
+            "missing": self.missing,
+            "everywhere": self.everywhere,
+            "density": self.density,
+            "error": self.error,
+        }

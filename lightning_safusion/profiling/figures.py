@@ -1,0 +1,165 @@
+"""Where the time of steps went, in numbers: of a step, of a rank, and of all ranks together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
+from math import nan
+from typing import Any
+
+import numpy as np
+
+from lightning_safusion.advice import busiest
+from lightning_safusion.profiling.intervals import Interval, intersect, merge, total
+from lightning_safusion.profiling.timeline import StepTimeline
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """Seconds of one step on one rank, or means of such.
+
+    Those of the exchange are NaN in steps in which this package exchanged nothing, as with plain DDP. On the CPU,
+    ``step = data + forward + backward + select + exposed + decode + optimizer + other``. On CUDA selection and decoding
+    run beside the backward pass.
+
+    Args:
+        step_s: The whole step, from the end of the one before it.
+        data_s: Between batches: loading, other callbacks, and Lightning's own messages between workers.
+        forward_s: From the beginning of a batch, or the last backward pass, to the next backward pass.
+        backward_s: Backward passes, without selection, exposed exchange and decoding.
+        select_s: Compensation, selection and packing of all buffers.
+        exchange_s: At least one collective was under way; a worker that others wait for makes it longer.
+        exposed_s: The backward pass stood still for an exchange (non-overlapped communication time, NOCT).
+        decode_s: Reading what arrived.
+        optimizer_s: Gradient clipping and the optimizer's step.
+        other_s: Everything else.
+        work_s: Forward, backward, selection, decoding and optimizer, counted once where they overlap.
+        overlap_ratio: Share of ``exchange_s`` during which the rank computed.
+        bytes_sent: Bytes that this rank handed to its collectives.
+    """
+
+    step_s: float
+    data_s: float
+    forward_s: float
+    backward_s: float
+    select_s: float
+    exchange_s: float
+    exposed_s: float
+    decode_s: float
+    optimizer_s: float
+    other_s: float
+    work_s: float
+    overlap_ratio: float
+    bytes_sent: float
+
+    @classmethod
+    def of(cls, step: StepTimeline) -> StepFigures:
+        """The figures of a step.
+
+        ``overlap_ratio`` is the intersection of merged communication and merged computation, over merged communication
+        (as in HolisticTraceAnalysis, ``get_comm_comp_overlap``).
+        """
+        backward = total(step.spans("backward"))
+        outside = total(step.spans("data", "forward", "optimizer"))
+        exchange = merge(buffer.exchange for buffer in step.buffers)
+        communication = total(exchange)
+        absent = not step.exchanged
+
+        def exchanged(intervals: Sequence[Interval]) -> float:
+            return nan if absent else total(intervals)
+
+        return cls(
+            step_s=step.end - step.begin,
+            data_s=total(step.spans("data")),
+            forward_s=total(step.spans("forward")),
+            backward_s=total(step.backward),
+            select_s=exchanged([b.select for b in step.buffers]),
+            exchange_s=exchanged(exchange),
+            exposed_s=exchanged([b.exposed for b in step.buffers]),
+            decode_s=exchanged([b.decode for b in step.buffers]),
+            optimizer_s=total(step.spans("optimizer")),
+            other_s=max(0.0, step.end - step.begin - backward - outside),
+            work_s=total(step.computing),
+            overlap_ratio=total(intersect(exchange, step.computing)) / communication if communication > 0 else nan,
+            bytes_sent=nan if absent else float(sum(b.events.bytes_sent for b in step.buffers)),
+        )
+
+    @classmethod
+    def mean(cls, figures: Sequence[StepFigures]) -> StepFigures:
+        """The mean of each number; NaN if it is NaN in all of them."""
+        return cls(*nanmean(np.array([astuple(each) for each in figures]).reshape(-1, len(fields(cls)))).tolist())
+
+    def as_dict(self) -> dict[str, float]:
+        """The numbers by name, without those that are NaN."""
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) == value}
+
+
+def nanmean(values: np.ndarray) -> np.ndarray:
+    """float64, means over the first dimension of what is not NaN; NaN where nothing is left."""
+    counts = (~np.isnan(values)).sum(axis=0)
+    return np.where(counts > 0, np.nansum(values, axis=0) / np.maximum(counts, 1), nan)
+
+
+@dataclass(frozen=True)
+class RankFigures:
+    """The means of every rank over the same steps.
+
+    Args:
+        ranks: By rank.
+    """
+
+    ranks: tuple[StepFigures, ...]
+
+    @property
+    def mean(self) -> StepFigures:
+        """The mean over ranks."""
+        return StepFigures.mean(self.ranks)
+
+    @property
+    def slowest(self) -> tuple[int, float]:
+        """The rank whose own work (``work_s``) takes longest, and seconds by which it exceeds the median rank's."""
+        return busiest([each.work_s for each in self.ranks])
+
+    def longest(self, name: str) -> float:
+        """The largest of a figure over ranks."""
+        return float(np.fmax.reduce([getattr(each, name) for each in self.ranks]))
+
+
+def buffer_means(steps: Sequence[StepTimeline]) -> list[dict[str, Any]]:
+    """One row per buffer of the last step's plan, in launch order: means over the steps that had the same plan.
+
+    Keys: ``tensors`` (names), ``collective``, ``elements``, ``capacity``, ``bytes_sent``, ``bytes_received``, ``steps``
+        (averaged), and in seconds ``ready_s`` (the last gradient; from the beginning of the first backward pass),
+        ``select_s``, ``exchange_s``, ``exposed_s``, ``decode_s``.
+    """
+    if not steps or not steps[-1].buffers:
+        return []
+    alike = [step for step in steps if step.plan == steps[-1].plan]
+    means = nanmean(np.array([_buffer_times(step) for step in alike])).tolist()
+    names = ("ready_s", "select_s", "exchange_s", "exposed_s", "decode_s")
+    rows = []
+    for number, last in enumerate(steps[-1].buffers):
+        events = last.events
+        times = means[number]
+        rows.append(
+            {
+                "tensors": list(last.tensors),
+                "collective": events.collective,
+                "elements": events.elements,
+                "capacity": events.capacity,
+                "bytes_sent": events.bytes_sent,
+                "bytes_received": events.bytes_received,
+                "steps": len(alike),
+                **dict(zip(names, times, strict=True)),
+            }
+        )
+    return rows
+
+
+def _buffer_times(step: StepTimeline) -> np.ndarray:
+    """float64 [B, 5]: the times of :func:`buffer_means` in one step."""
+    spans = step.spans("backward")
+    begin = spans[0][0] if spans else step.begin
+    moments = np.array([[*b.select, *b.exchange, *b.exposed, *b.decode] for b in step.buffers])
+    lengths = np.maximum(0.0, moments[:, 1::2] - moments[:, ::2])
+    return np.column_stack([moments[:, 0] - begin, lengths])

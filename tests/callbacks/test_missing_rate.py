@@ -1,0 +1,261 @@
+"""TensorMissingRateMonitor in real trainings on two ranks.
+
+Covers: behind against ahead; agreement with the strategy's report; cadence, accumulation, optimizers that take turns;
+    several loggers and none; plain DDP; freezing; checkpoints; spawned processes; wrong arguments.
+"""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_safusion import Aligned, SAFusionStrategy
+from lightning_safusion.callbacks import TensorMissingRateMonitor
+from tests.models import TinyClassifier, classification, trainer
+from tests.process_group import run_launched
+
+KEYS = {
+    "safusion/missing_rate",
+    "safusion/missing_on_all_ranks",
+    "safusion/achieved_density",
+    "safusion/compression_error",
+}
+
+
+def strategy(system: str = "behind", **options: Any) -> SAFusionStrategy:
+    fixed = {"fusion": Aligned(8), "compressor": "topk", "collective": "allgather", "process_group_backend": "gloo"}
+    return SAFusionStrategy(system=system, **({"density": 0.01} | fixed | options))
+
+
+class Loudest(LightningModule):
+    """The first layer's gradients are far larger than those of the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.loud, self.quiet = nn.Linear(32, 64), nn.Linear(64, 10)
+
+    @override
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loud = self.loud(batch[0])
+        return 1e6 * loud.sum() + nn.functional.cross_entropy(self.quiet(loud.detach()), batch[1])
+
+    @override
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 1e-9)
+
+
+def fit(
+    monitor: TensorMissingRateMonitor, chosen: Any, model: LightningModule | None = None, **options: Any
+) -> Trainer:
+    callbacks = [monitor, *options.pop("callbacks", [])]
+    done = trainer(chosen, callbacks=callbacks, **options)
+    done.fit(model or TinyClassifier(), classification())
+    return done
+
+
+@pytest.mark.parametrize("system", ["behind", "saf-inter"])
+def test_behind_leaves_tensors_out_and_ahead_none(system: str) -> None:
+    def each(rank: int) -> Any:
+        monitor = TensorMissingRateMonitor(every_n_steps=1)
+        fit(monitor, strategy(system, memory="none"), Loudest(), limit_train_batches=6)
+        assert monitor.statistics is not None
+        return monitor.statistics.rows()
+
+    both = run_launched(2, each)
+    assert both[0] == both[1]
+    rows = {row.name: row for row in both[0]}
+    assert list(rows) == ["loud.weight", "loud.bias", "quiet.weight", "quiet.bias"]
+    if system == "behind":
+        # the 64 elements of the loudest tensor leave no room for anything else
+        assert [row.missing for row in rows.values()] == [row.everywhere for row in rows.values()] == [1, 0, 1, 1]
+    else:
+        assert all(row.missing == 0 and row.error is not None for row in rows.values())
+
+
+class Reports(Callback):
+    """What the strategy itself reports of every step."""
+
+    def __init__(self) -> None:
+        self.reports: list[dict[str, Any]] = []
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        assert isinstance(trainer.strategy, SAFusionStrategy)
+        self.reports.append(trainer.strategy.report())
+
+
+def test_rates_agree_with_the_reports_of_all_ranks() -> None:
+    def each(rank: int) -> Any:
+        monitor, reports = TensorMissingRateMonitor(every_n_steps=1), Reports()
+        fit(monitor, strategy(), limit_train_batches=10, callbacks=[reports])
+        assert monitor.statistics is not None
+        return monitor.statistics.rates().mean(axis=0), [r["tensors_missing"] / r["tensors"] for r in reports.reports]
+
+    (rates, first), (_, second) = run_launched(2, each)
+    assert rates.tolist() == pytest.approx([(a + b) / 2 for a, b in zip(first, second, strict=True)])
+    assert 0.2 < rates[-1] < 1
+
+
+@pytest.mark.parametrize(("accumulate", "steps"), [(1, [4, 8, 12, 16, 20]), (3, [4])])
+def test_every_logger_gets_every_nth_optimizer_step(tmp_path: Path, accumulate: int, steps: list[int]) -> None:
+    def each(rank: int) -> None:
+        loggers = [CSVLogger(tmp_path / name, version=0) for name in ("one", "two")]
+        monitor = TensorMissingRateMonitor(every_n_steps=4, per_tensor=True)
+        options = {"accumulate_grad_batches": accumulate, "logger": loggers, "log_every_n_steps": 10**6}
+        fit(monitor, strategy(), default_root_dir=tmp_path, **options)
+
+    run_launched(2, each)
+    for name in ("one", "two"):
+        with open(next((tmp_path / name).rglob("metrics.csv"))) as file:
+            rows = [row for row in csv.DictReader(file) if row["safusion/missing_rate"]]
+        assert [int(row["step"]) for row in rows] == [step - 1 for step in steps]  # as Lightning's own values
+        assert set(rows[0]) >= KEYS
+        names = [name for name, _ in TinyClassifier().named_parameters()]
+        mean = sum(float(rows[0][f"safusion/missing_rate/{name}"]) for name in names) / len(names)
+        assert mean == pytest.approx(float(rows[0]["safusion/missing_rate"]))
+
+
+class TakeTurns(TinyClassifier):
+    """Two optimizers, each with a backward pass of its own in every batch."""
+
+    automatic_optimization = False
+
+    @override
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        optimizers: Any = self.optimizers()
+        for optimizer in optimizers:
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(nn.functional.cross_entropy(self(batch[0]), batch[1]))
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    @override
+    def configure_optimizers(self) -> Any:
+        last = [*self.net[3].parameters(), self.temperature]
+        return [torch.optim.SGD(self.net[:3].parameters(), 0.1), torch.optim.SGD(last, 0.1)]
+
+
+def test_tensors_of_all_optimizers_are_sampled() -> None:
+    def each(rank: int) -> Any:
+        monitor = TensorMissingRateMonitor(every_n_steps=4)
+        chosen = strategy(find_unused_parameters=True)
+        fit(monitor, chosen, TakeTurns(), limit_train_batches=6)
+        assert monitor.statistics is not None
+        return [row.name for row in monitor.statistics.rows()], monitor.statistics.samples
+
+    for names, samples in run_launched(2, each):
+        assert sorted(names) == sorted(name for name, _ in TinyClassifier().named_parameters())
+        assert samples == 3  # global_step counts both optimizers
+
+
+class Unfrozen(TinyClassifier):
+    """The last layer learns from the second epoch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[3].requires_grad_(False)
+
+    @override
+    def on_train_epoch_start(self) -> None:
+        self.net[3].requires_grad_(self.current_epoch > 0)
+
+
+def test_tensors_may_come_later() -> None:
+    def each(rank: int) -> Any:
+        monitor = TensorMissingRateMonitor(every_n_steps=2)
+        fit(monitor, strategy(), Unfrozen(), max_epochs=2, limit_train_batches=4)
+        assert monitor.statistics is not None
+        return torch.from_numpy(monitor.statistics.rates()).isnan().tolist()
+
+    for gaps in run_launched(2, each):
+        names = [name for name, _ in TinyClassifier().named_parameters()]
+        frozen = [name.startswith("net.3") for name in names]
+        assert gaps == [[late, late, False, False] for late in frozen]
+
+
+def test_a_resumed_training_goes_on_with_the_statistics(tmp_path: Path) -> None:
+    def each(rank: int) -> Any:
+        monitor = TensorMissingRateMonitor(every_n_steps=2)
+        first = fit(monitor, strategy(), limit_train_batches=6)
+        first.save_checkpoint(tmp_path / "last.ckpt")
+        again = TensorMissingRateMonitor(every_n_steps=2)
+        second = trainer(strategy(), callbacks=[again], limit_train_batches=6, max_epochs=2)
+        second.fit(TinyClassifier(), classification(), ckpt_path=tmp_path / "last.ckpt", weights_only=True)
+        assert monitor.statistics is not None
+        assert again.statistics is not None
+        return monitor.statistics.rates().tolist(), again.statistics.rates().tolist(), again.statistics.rows()
+
+    results = run_launched(2, each)
+    for before, after, rows in results:
+        assert [row[:3] for row in after] == before
+        assert len(after[0]) == 6
+        assert rows == results[0][2]
+
+
+def test_the_state_of_another_model_is_left_alone() -> None:
+    monitor = TensorMissingRateMonitor(every_n_steps=1)
+    with pytest.raises(RuntimeError, match="there are no statistics in this process"):
+        monitor.heatmap()
+    assert monitor.state_dict() == {}
+    monitor.load_state_dict({})
+    fit(monitor, strategy(), devices=1, limit_train_batches=1)
+    mine = monitor.statistics
+    other = TensorMissingRateMonitor()
+    fit(other, strategy(), Loudest(), devices=1, limit_train_batches=1)
+    with pytest.warns(UserWarning, match=r"begins anew: the checkpoint's model differs in loud.bias, loud.weight"):
+        monitor.load_state_dict(other.state_dict())
+    assert monitor.statistics is mine
+    loaded = TensorMissingRateMonitor()
+    loaded.load_state_dict(other.state_dict())  # without a trainer, to look at it
+    assert loaded.statistics is not None
+    assert loaded.statistics.names[0] == "loud.weight"
+
+
+def test_plain_ddp_is_said_once_and_nothing_is_sampled(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    monitor = TensorMissingRateMonitor(every_n_steps=1, heatmap_file=tmp_path / "none.png")
+    with caplog.at_level("INFO"):
+        fit(monitor, strategy(), devices=1, limit_train_batches=3)
+    said = [record.message for record in caplog.records if "TensorMissingRateMonitor" in record.message]
+    assert len(said) == 1
+    assert "plain DDP sends every tensor whole" in said[0]
+    assert monitor.statistics is not None
+    assert monitor.statistics.samples == 0
+    assert not (tmp_path / "none.png").exists()
+
+
+@pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_processes_of_the_trainer_leave_a_picture_and_a_table(
+    start_method: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    picture = tmp_path / "new" / "missing.png"
+    monitor = TensorMissingRateMonitor(every_n_steps=2, heatmap_file=picture)
+    fit(monitor, strategy(start_method=start_method), limit_train_batches=6)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    printed = capfd.readouterr().out
+    assert printed.count("Tensors missing:") == 1
+    assert "net.1.weight" in printed
+    assert monitor.statistics is None  # this process has trained nothing
+
+
+def test_wrong_arguments_and_strategies_are_refused() -> None:
+    for options, message in [
+        ({"every_n_steps": 0}, "every_n_steps must be 1 or more, got 0"),
+        ({"worst": -1}, "worst is a number of rows, 0 or more, got -1"),
+        ({"columns": 3}, "even number, 2 or more, got 3"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            TensorMissingRateMonitor(**options)
+    with pytest.raises(MisconfigurationException, match="samples SAFusionStrategy, got DDPStrategy"):
+        fit(TensorMissingRateMonitor(), DDPStrategy(process_group_backend="gloo"), devices=1)

@@ -1,0 +1,565 @@
+"""OverlapProfiler in real trainings.
+
+Covers: times against a schedule of sleeps; keys, tables, progress bars, loggers and files; accumulation, manual and
+    several optimizers, validation; which steps are recorded; plain DDP from the beginning and later on; a model that is
+    wrapped anew; spawn; errors; ranges of torch.profiler.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_safusion import Aligned, SAFusionStrategy, Segments, Selection, TopK
+from lightning_safusion.callbacks import OverlapProfiler
+from lightning_safusion.comm import TorchTransport
+from lightning_safusion.comm.transport import Transport, Work
+from lightning_safusion.fusion.clock import HostClock
+from lightning_safusion.profiling import StepFigures, load_timeline, merge_traces
+from tests.models import TinyClassifier, classification, trainer
+from tests.process_group import run_alone, run_launched
+
+SPARSE: dict[str, Any] = {"collective": "allgather", "fusion": "wfbp"}
+
+
+def fit(profiler: OverlapProfiler, model: LightningModule | None = None, **options: Any) -> Trainer:
+    """Trains on two ranks, sparse."""
+    options = {"strategy": SAFusionStrategy(**SPARSE), "callbacks": [profiler], "max_steps": 12} | options
+    fitted = trainer(**options)
+    fitted.fit(model or TinyClassifier(), classification())
+    return fitted
+
+
+# a schedule of sleeps
+
+FORWARD, BACKWARD, SELECT, EXCHANGE, OPTIMIZER, LOAD = 0.04, 0.06, 0.03, 0.1, 0.08, 0.06
+
+
+class Real:
+    """Time as it is; knows how long every sleep has taken."""
+
+    def __init__(self) -> None:
+        self.slept: list[tuple[str, float, float]] = []
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def sleep(self, seconds: float, what: str) -> None:
+        begin = self.now()
+        self.wait(seconds)
+        self.slept.append((what, begin, self.now()))
+
+    def wait(self, seconds: float) -> None:
+        time.sleep(max(0.0, seconds))
+
+
+class Simulated(Real):
+    """Time that passes only while somebody sleeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds = 0.0
+
+    def now(self) -> float:
+        return self.seconds
+
+    def wait(self, seconds: float) -> None:
+        self.seconds += max(0.0, seconds)
+
+
+WATCH = Real()
+
+
+class Sleep(torch.autograd.Function):
+    """Takes a known time in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        WATCH.sleep(FORWARD, "forward_s")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        WATCH.sleep(BACKWARD, "backward_s")
+        return grads[0]
+
+
+class Asleep(nn.Module):
+    """A layer whose gradients are ready after its sleep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = Sleep.apply(self.linear(x))
+        return y
+
+
+class AsleepModel(TinyClassifier):
+    """Three such layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(Asleep(), Asleep(), Asleep())
+        del self.temperature
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.net(x)
+        return y
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return AsleepSGD(self.parameters(), 0.1)
+
+
+class AsleepSGD(torch.optim.SGD):
+    """Takes a known time."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        WATCH.sleep(OPTIMIZER, "optimizer_s")
+        return loss
+
+
+class AsleepTopK(TopK):
+    """Takes a known time."""
+
+    def select(self, x: Tensor, segments: Segments, step: int) -> Selection:
+        WATCH.sleep(SELECT, "select_s")
+        return super().select(x, segments, step)
+
+
+class DelayedWork:
+    """A collective that ends a known time after its start."""
+
+    def __init__(self, work: Work) -> None:
+        self.work, self.end = work, WATCH.now() + EXCHANGE
+
+    def wait(self) -> None:
+        self.work.wait()
+        WATCH.sleep(self.end - WATCH.now(), "exposed_s")
+
+    def on_done(self, callback: Callable[[float], None]) -> None:
+        callback(self.end)
+
+
+class DelayedTransport(TorchTransport):
+    """Its all-gathers take a known time."""
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
+        return DelayedWork(super().all_gather(output, tensor))
+
+
+class DelayedStrategy(SAFusionStrategy):
+    """Exchanges over it."""
+
+    def _make_transport(self, model: nn.Module) -> Transport:
+        return DelayedTransport()
+
+
+class SlowLoader(DataLoader[Any]):
+    """Takes a known time for every batch."""
+
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            WATCH.sleep(LOAD, "data_s")
+            yield batch
+
+
+def asleep(folder: Path) -> OverlapProfiler:
+    """Trains by the schedule."""
+    profiler = OverlapProfiler(9, 6, folder, table=False)
+    options: dict[str, Any] = {"compressor": AsleepTopK(), "collective": "allgather", "density": 0.5, "dense_below": 0}
+    fitted = trainer(DelayedStrategy(fusion=Aligned(2), **options), callbacks=[profiler], max_steps=9)
+    fitted.fit(AsleepModel(), SlowLoader(classification().dataset, batch_size=16))
+    return profiler
+
+
+def test_times_agree_with_a_simulated_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(rank: int) -> Any:
+        monkeypatch.setattr("tests.callbacks.test_overlap.WATCH", Simulated())
+        monkeypatch.setattr("lightning_safusion.fusion.clock.perf_counter", lambda: WATCH.now())
+        step = asleep(tmp_path).steps[-1]
+        origin = step.spans("backward")[0][0]
+        return StepFigures.of(step).as_dict(), [
+            [round(moment - origin, 6) for span in (b.select, b.exchange, b.exposed) for moment in span]
+            for b in step.buffers
+        ]
+
+    for figures, buffers in run_launched(2, run):
+        # 0.06 s of backward and 0.03 s of selection alternate; nothing else takes time
+        assert buffers == [
+            [0.06, 0.09, 0.09, 0.19, 0.27, 0.27],
+            [0.15, 0.18, 0.18, 0.28, 0.27, 0.28],
+            [0.24, 0.27, 0.27, 0.37, 0.28, 0.37],
+        ]
+        assert {key: value for key, value in figures.items() if key != "bytes_sent"} == pytest.approx(
+            {
+                "data_s": LOAD,
+                "forward_s": 3 * FORWARD,
+                "backward_s": 3 * BACKWARD,
+                "select_s": 3 * SELECT,
+                "exchange_s": 0.28,
+                "exposed_s": 0.1,
+                "decode_s": 0.0,
+                "optimizer_s": OPTIMIZER,
+                "other_s": 0.0,
+                "work_s": 3 * FORWARD + 3 * BACKWARD + 3 * SELECT + OPTIMIZER,
+                "overlap_ratio": 0.18 / 0.28,
+                "step_s": LOAD + 3 * FORWARD + 3 * BACKWARD + 3 * SELECT + 0.1 + OPTIMIZER,
+            }
+        )
+
+
+@pytest.mark.slow
+def test_times_agree_with_real_sleeps(tmp_path: Path) -> None:
+    def run(rank: int) -> dict[str, tuple[float, float]]:
+        pairs: dict[str, list[tuple[float, float]]] = {}
+        for step in asleep(tmp_path).steps:
+            figures = StepFigures.of(step).as_dict()
+            for key in ("data_s", "forward_s", "backward_s", "select_s", "exposed_s", "optimizer_s"):
+                slept = [end - begin for what, begin, end in WATCH.slept if what == key and step.begin < end < step.end]
+                pairs.setdefault(key, []).append((figures[key], sum(slept)))
+            for buffer in step.buffers:
+                begin, end = buffer.exchange
+                pairs.setdefault("exchange of a buffer", []).append((end - begin, EXCHANGE))
+        # other programs can make what lies between the sleeps longer in some steps; an error would be in all
+        return {key: min(values, key=lambda pair: abs(pair[0] - pair[1])) for key, values in pairs.items()}
+
+    for pairs in run_launched(2, run):
+        assert {key: measured for key, (measured, _) in pairs.items()} == {
+            key: pytest.approx(slept, rel=0.05, abs=1e-3) for key, (_, slept) in pairs.items()
+        }
+
+
+# what it says, and where
+
+
+def test_ranks_agree_and_every_logger_gets_all_keys(tmp_path: Path) -> None:
+    def run(rank: int) -> tuple[Any, list[int], list[Any]]:
+        loggers = [CSVLogger(tmp_path, name, flush_logs_every_n_steps=1) for name in ("first", "second")]
+        profiler = OverlapProfiler(5, 2)
+        fitted = fit(profiler, logger=loggers, max_steps=14)  # ends among steps that are recorded
+        assert isinstance(fitted.strategy, SAFusionStrategy)
+        numbers = [step.step for step in profiler.steps]
+        return profiler.figures, numbers, fitted.strategy._observers
+
+    results = run_launched(2, run)
+    figures, numbers, _ = results[0]
+    assert figures == results[1][0]
+    assert numbers == [13]
+    assert [observers for *_, observers in results] == [[], []]
+    keys = {f"safusion/{key}" for key in (*StepFigures.mean(()).__dict__, "slowest_rank", "skew_s")}
+    for name in ("first", "second"):
+        (path,) = (tmp_path / name).glob("*/metrics.csv")
+        rows = list(csv.DictReader(path.open()))
+        assert keys <= set(rows[0])
+        assert [row["step"] for row in rows] == ["1", "4", "9", "13"]
+        assert float(rows[-1]["safusion/exposed_s"]) == pytest.approx(figures.mean.exposed_s)
+    (run_dir,) = (tmp_path / "first").glob("*/safusion")
+    assert sorted(path.name for path in run_dir.iterdir()) == [
+        *("overlap.json", "trace_rank_00000.json", "trace_rank_00001.json")
+    ]
+
+
+def test_files_hold_what_was_recorded(tmp_path: Path) -> None:
+    def run(rank: int) -> Any:
+        profiler = OverlapProfiler(5, 3, tmp_path)
+        fitted = fit(profiler)
+        assert profiler.figures is not None
+        shown = fitted.progress_bar_metrics["exposed_ms"]
+        assert shown == pytest.approx(profiler.figures.mean.exposed_s * 1e3, abs=0.006)
+        figure = profiler.plot()
+        assert "exposed" in figure.axes[0].get_title(loc="left")
+        return profiler.steps, profiler.figures
+
+    (mine, figures), (theirs, _) = run_launched(2, run)
+    content = json.loads((tmp_path / "overlap.json").read_text())
+    assert content["world_size"] == 2
+    assert content["plain_ddp"] is None
+    assert [row["step"] for row in content["steps"]] == [0, 1, 2, 3, 4, 7, 8, 9]
+    assert content["mean"] == figures.mean.as_dict()
+    assert content["ranks"] == [each.as_dict() for each in figures.ranks]
+    assert [row["tensors"] for row in content["buffers"]] == [list(tensors) for tensors in mine[-1].plan]
+    assert content["plan"] == [[1, "allgather"]] * 7
+    assert content["settings"]["fusion"] == "WFBP()"
+    assert load_timeline(tmp_path) == mine[-1]
+    events = json.loads(merge_traces(tmp_path).read_text())["traceEvents"]
+    for rank, steps in enumerate((mine, theirs)):
+        forward = [event["dur"] for event in events if event["pid"] == rank and event["name"] == "forward"]
+        assert forward == pytest.approx([(end - begin) * 1e6 for s in steps for begin, end in s.spans("forward")])
+
+
+def test_a_fit_that_ends_between_reports_has_one_at_its_end(tmp_path: Path) -> None:
+    def run(rank: int) -> Any:
+        profiler = OverlapProfiler(5, 3, tmp_path, table=False)
+        fit(profiler, max_steps=9)
+        return [step.step for step in profiler.steps], profiler.figures
+
+    (mine, figures), (theirs, same) = run_launched(2, run)
+    assert mine == theirs == [7, 8]
+    assert figures == same
+
+
+@pytest.mark.parametrize("bar", ["TQDMProgressBar", "RichProgressBar"])
+def test_the_table_is_printed_with_both_progress_bars(
+    bar: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def run(rank: int) -> None:
+        from lightning.pytorch import callbacks
+
+        profiler = OverlapProfiler(10, 2, tmp_path)
+        fit(profiler, callbacks=[profiler, getattr(callbacks, bar)()], enable_progress_bar=True)
+
+    run_launched(2, run)
+    output = capfd.readouterr().out
+    assert output.count("Where the time went") == 3  # after 2 and 10 steps, and at the end; by rank 0 only
+    assert "exposed_ms" in output
+
+
+# kinds of trainings
+
+
+def kinds(profiler: OverlapProfiler) -> list[list[str]]:
+    """Names of the phases of each recorded step."""
+    return [[phase.name for phase in step.phases] for step in profiler.steps]
+
+
+def test_accumulated_batches_belong_to_one_step(tmp_path: Path) -> None:
+    def run(rank: int) -> Any:
+        profiler = OverlapProfiler(4, 2, tmp_path, table=False)
+        fit(profiler, accumulate_grad_batches=2, max_steps=8)
+        return kinds(profiler), [len(step.windows) for step in profiler.steps], [s.step for s in profiler.steps]
+
+    for phases, windows, numbers in run_launched(2, run):
+        batch = ["data", "forward", "backward"]
+        assert phases == [[*batch, *batch, "optimizer"]] * 2
+        assert windows == [1, 1]
+        assert numbers == [6, 7]
+
+
+class TwoOptimizers(TinyClassifier):
+    """Steps two optimizers by hand, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        for optimizer in self.optimizers():
+            self.toggle_optimizer(optimizer)
+            loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        first = [*self.net[0].parameters(), *self.net[1].parameters()]
+        second = [*self.net[3].parameters(), self.temperature]
+        return [torch.optim.SGD(first, 0.1), torch.optim.SGD(second, 0.1)]
+
+
+def test_optimizers_that_take_turns_belong_to_one_step(tmp_path: Path) -> None:
+    def run(rank: int) -> Any:
+        profiler = OverlapProfiler(4, 2, tmp_path, table=False)
+        strategy = SAFusionStrategy(**SPARSE, find_unused_parameters=True)
+        fit(profiler, TwoOptimizers(), strategy=strategy, max_steps=16)
+        return kinds(profiler), [len(step.windows) for step in profiler.steps]
+
+    for phases, windows in run_launched(2, run):
+        assert phases == [["data", *["forward", "backward", "optimizer"] * 2]] * 2
+        assert windows == [2, 2]
+
+
+def test_validation_is_no_part_of_a_step(tmp_path: Path) -> None:
+    class Validated(TinyClassifier):
+        def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+            time.sleep(0.2)
+
+    def run(rank: int) -> Any:
+        profiler = OverlapProfiler(8, 8, tmp_path, table=False)
+        fitted = trainer(
+            SAFusionStrategy(**SPARSE), callbacks=[profiler], max_steps=8, val_check_interval=4, limit_val_batches=1
+        )
+        fitted.fit(Validated(), classification(), classification())
+        return [(step.step, step.phases[0].name) for step in profiler.steps], [
+            step.end - step.begin for step in profiler.steps
+        ]
+
+    for first, lengths in run_launched(2, run):
+        without_data = [number for number, name in first if name != "data"]
+        assert without_data == [0, 4]
+        assert lengths[4] < 0.2
+
+
+def test_with_plain_ddp_phases_are_timed_and_it_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def run(rank: int) -> Any:
+        profiler = OverlapProfiler(5, 2, tmp_path)
+        with caplog.at_level("INFO"):
+            fitted = fit(profiler, strategy=SAFusionStrategy(density=1.0), max_steps=5)
+        assert profiler.figures is not None
+        said = [record.message for record in caplog.records if "OverlapProfiler" in record.message]
+        return profiler.figures.mean.as_dict(), fitted.progress_bar_metrics, said
+
+    (values, bar, said), (*_, by_others) = run_launched(2, run)
+    assert values["backward_s"] > 0
+    assert "exposed_s" not in values
+    assert "exposed_ms" not in bar
+    assert len(said) == 1
+    assert "no exchange: plain DDP is used, because everything is sent" in said[0]
+    assert by_others == []
+    assert "density 1" in json.loads((tmp_path / "overlap.json").read_text())["plain_ddp"]
+
+
+class Unfreezing(TinyClassifier):
+    """Its first layer is trained from the second epoch on, for which the model is wrapped anew."""
+
+    def on_train_epoch_start(self) -> None:
+        self.net[0].requires_grad_(self.current_epoch > 0)
+
+
+def test_a_model_that_is_wrapped_anew_is_followed(tmp_path: Path) -> None:
+    def run(rank: int) -> Any:
+        profiler = OverlapProfiler(6, 6, tmp_path, table=False)
+        model = Unfreezing()
+        model.net[0].requires_grad_(False)
+        fit(profiler, model, limit_train_batches=3, max_steps=6, max_epochs=2)
+        return [sum(len(tensors) for tensors in step.plan) for step in profiler.steps]
+
+    for tensors in run_launched(2, run):
+        assert tensors == [5, 5, 5, 7, 7, 7]
+
+
+def test_files_are_written_by_spawned_processes(tmp_path: Path) -> None:
+    def train() -> str:
+        profiler = OverlapProfiler(4, 2, tmp_path)
+        fit(profiler, strategy=SAFusionStrategy(**SPARSE, start_method="spawn"), max_steps=4)
+        with pytest.raises(RuntimeError, match="load_timeline"):
+            profiler.plot()
+        return str(load_timeline(tmp_path).step)
+
+    assert run_alone(train, timeout=120) == "3"
+    assert merge_traces(tmp_path).exists()
+
+
+def test_after_an_error_files_are_written_too(tmp_path: Path) -> None:
+    class Failing(TinyClassifier):
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+            if batch_idx == 7:
+                raise ValueError("no good")
+            return super().training_step(batch, batch_idx)
+
+    def run(rank: int) -> None:
+        with pytest.raises(ValueError, match="no good"):
+            fit(OverlapProfiler(5, 2, tmp_path), Failing())
+
+    run_launched(2, run)
+    assert load_timeline(tmp_path).step == 4
+    assert merge_traces(tmp_path).exists()
+
+
+def test_a_second_fit_begins_anew(tmp_path: Path) -> None:
+    def run(rank: int) -> Any:
+        profiler = OverlapProfiler(4, 2, tmp_path, table=False)
+        for _ in range(2):
+            fit(profiler, max_steps=4)
+        return [row["step"] for row in json.loads((tmp_path / "overlap.json").read_text())["steps"]] if not rank else []
+
+    assert run_launched(2, run)[0] == [0, 1, 2, 3]
+
+
+def test_ranges_are_there_only_for_a_profiler(tmp_path: Path) -> None:
+    def run(rank: int) -> Any:
+        from lightning_safusion.fusion import ranges
+
+        entered: list[str] = []
+        original = ranges.record_function
+        ranges.record_function = lambda name, args: entered.append(name) or original(name, args)  # type: ignore
+        fit(OverlapProfiler(4, 2, tmp_path, table=False), max_steps=4)
+        silent = list(entered)
+        with torch.profiler.profile() as profile:
+            fit(OverlapProfiler(4, 2, tmp_path, table=False), max_steps=4)
+        counts = {event.key: event.count for event in profile.key_averages() if event.key.startswith("SAFusion::")}
+        return silent, counts
+
+    for silent, counts in run_launched(2, run):
+        assert silent == []
+        # the first two windows, whose order is not known, have one buffer, the other two have seven
+        assert counts == dict.fromkeys(("SAFusion::select", "SAFusion::exchange", "SAFusion::decode"), 2 * 1 + 2 * 7)
+
+
+def test_windows_that_are_told_one_step_late_belong_to_their_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(rank: int) -> Any:
+        monkeypatch.setattr(HostClock, "instant", False)  # as the clock of a CUDA device
+        reports: list[list[int]] = []
+        for every, record, last in ((6, 3, 20), (4, 4, 10)):
+            profiler = OverlapProfiler(every, record, tmp_path, table=False)
+            fit(profiler, max_steps=last)
+            assert all(len(step.windows) == 1 for step in profiler.steps)
+            content = json.loads((tmp_path / "overlap.json").read_text()) if rank == 0 else {"steps": []}
+            reports.append([row["step"] for row in content["steps"]])
+        return reports
+
+    first, _ = run_launched(2, run)
+    # the last window of a fit is told when the fit is over
+    assert first == [[0, 1, 2, 3, 4, 5, 9, 10, 11, 15, 16, 17], [0, 1, 2, 3, 4, 5, 6, 7, 8]]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda_times_are_read_one_step_later(tmp_path: Path) -> None:
+    profiler = OverlapProfiler(6, 3, tmp_path)
+    # with this memory the engine works on one worker, too
+    strategy = SAFusionStrategy(**SPARSE, memory="dgc")
+    fitted = trainer(strategy, accelerator="gpu", devices=1, callbacks=[profiler], max_steps=20)
+    fitted.fit(TinyClassifier(), classification())
+    assert [step.step for step in profiler.steps] == [15, 16, 17]
+    for step in profiler.steps:
+        (window,) = step.windows
+        assert window.beside
+        names = [phase.name for phase in step.phases]
+        assert names == ["data", "forward", "backward", "optimizer"]
+        ((begin, end),) = step.spans("backward")
+        for buffer in window.buffers:
+            assert begin < buffer.events.closed <= buffer.events.launched <= buffer.exchange[1] <= buffer.events.decoded
+            assert buffer.events.decoded <= window.drained <= end
+        figures = StepFigures.of(step)
+        assert 0 <= figures.exposed_s < figures.step_s
+        assert 0 <= figures.overlap_ratio <= 1
+    assert [row["step"] for row in json.loads((tmp_path / "overlap.json").read_text())["steps"]] == [
+        *(0, 1, 2, 3, 4, 5, 9, 10, 11, 15, 16, 17)
+    ]
+
+
+# misuse
+
+
+def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match="every_n_steps must be 1 or more, got 0"):
+        OverlapProfiler(every_n_steps=0)
+    with pytest.raises(ValueError, match="record_steps must be 1 to every_n_steps = 5, got 6"):
+        OverlapProfiler(every_n_steps=5, record_steps=6)
+
+
+def test_another_strategy_is_refused() -> None:
+    with pytest.raises(MisconfigurationException, match=r"got SingleDeviceStrategy: pass Trainer\(strategy=SAFusion"):
+        trainer("auto", devices=1, callbacks=[OverlapProfiler()]).fit(TinyClassifier(), classification())
+
+
+def test_there_is_no_picture_before_a_fit() -> None:
+    with pytest.raises(RuntimeError, match="no step has been recorded in this process"):
+        OverlapProfiler().plot()

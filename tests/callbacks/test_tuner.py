@@ -1,0 +1,355 @@
+"""BufferSizeTuner in real trainings.
+
+Covers: sizes follow from a bad start with every policy that counts tensors; keys in every logger and lines; ranks
+    decide alike; bounds; the freeze; checkpoints; gradient accumulation; spawned processes; a second fit; a model that
+    is wrapped anew; deterministic trainings, plain DDP and other strategies; wrong arguments.
+"""
+
+from __future__ import annotations
+
+import csv
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_safusion import Aligned, SAFusionStrategy
+from lightning_safusion.callbacks import BufferSizeTuner
+from lightning_safusion.callbacks.tuner import describe
+from lightning_safusion.comm.torch_transport import TorchTransport
+from lightning_safusion.comm.transport import Work
+from lightning_safusion.fusion.adaptive import Tuned
+from lightning_safusion.fusion.controller import Controller
+from lightning_safusion.fusion.replan import Decision
+from tests.models import TinyClassifier, classification, trainer
+from tests.process_group import run_launched
+
+
+class Deep(TinyClassifier):
+    """Many tensors."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=0.01)
+        self.net = nn.Sequential(*(nn.Linear(32, 32) for _ in range(7)), nn.Linear(32, 10))
+
+
+class Unfreezes(Deep):
+    """Trains its first layer from the second epoch on."""
+
+    @override
+    def on_train_epoch_start(self) -> None:
+        self.net[0].requires_grad_(self.current_epoch > 0)
+
+
+@dataclass
+class Seen:
+    """What a rank has seen of a fit."""
+
+    decisions: list[Decision]
+    plans: list[list[int]] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    elements: list[int] = field(default_factory=list)  # of each buffer at the end
+    told: list[Decision] = field(default_factory=list)  # by the strategy, at the end
+
+    @property
+    def actions(self) -> list[str]:
+        return [decision.action for decision in self.decisions]
+
+
+class Plans(Callback):
+    """Takes down how many tensors each buffer holds, step by step."""
+
+    def __init__(self) -> None:
+        self.plans: list[list[int]] = []
+        self.told: list[Decision] = []
+        self.elements: list[int] = []
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        assert isinstance(trainer.strategy, SAFusionStrategy)
+        self.plans.append(trainer.strategy.report()["plan"])
+        self.told = list(trainer.strategy.decisions)
+        costs, numels = trainer.strategy.costs, 0
+        self.elements = []
+        for count in self.plans[-1] if costs is not None else []:
+            self.elements.append(sum(costs.numels[numels : numels + count]))
+            numels += count
+
+
+class Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    @override
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def fit(tuner: BufferSizeTuner | None, *more: Callback, model: LightningModule | None = None, **options: Any) -> Seen:
+    """Trains and tells."""
+    chosen = options.pop("strategy", None)
+    if not isinstance(chosen, DDPStrategy):
+        system = {"process_group_backend": "gloo", "fusion": Aligned(1), "collective": "allgather"}
+        chosen = SAFusionStrategy(**(system | (chosen or {})))
+    path = options.pop("ckpt_path", None)
+    plans, handler = Plans(), Lines()
+    callbacks = [*more, *([tuner] if tuner is not None else []), plans]
+    fitting = trainer(chosen, callbacks=callbacks, **({"limit_train_batches": 20} | options))
+    logging.getLogger("lightning.pytorch").addHandler(handler)
+    fitting.fit(model or Deep(), classification(), ckpt_path=path)
+    lines = [line for line in handler.lines if "BufferSizeTuner" in line]
+    return Seen(tuner.decisions if tuner is not None else [], plans.plans, lines, plans.elements, plans.told)
+
+
+class Delayed:
+    """A collective over a slow link: it ends a while after it began, or after the one before it."""
+
+    free = 0.0  # when the link is
+
+    def __init__(self, work: Work, seconds: float) -> None:
+        self._work = work
+        self._end = Delayed.free = max(Delayed.free, time.perf_counter()) + seconds
+
+    def wait(self) -> None:
+        self._work.wait()
+        time.sleep(max(0.0, self._end - time.perf_counter()))
+
+    def on_done(self, callback: Callable[[float], None]) -> None:
+        self._work.on_done(lambda now: callback(max(now, self._end)))
+
+
+def slow_messages(seconds: float) -> None:
+    """Every all-gather of this process costs this much more."""
+    gather = TorchTransport.all_gather
+
+    def slow(self: TorchTransport, output: Tensor, tensor: Tensor) -> Work:
+        return Delayed(gather(self, output, tensor), seconds)
+
+    TorchTransport.all_gather = slow  # type: ignore[method-assign]
+
+
+def quick(**options: Any) -> BufferSizeTuner:
+    """A tuner for trainings of 20 steps."""
+    return BufferSizeTuner(**({"warmup_every": 4, "trial_windows": 3} | options))
+
+
+@pytest.mark.parametrize("system", ["saf-inter", "behind"])
+def test_one_buffer_per_tensor_is_left_where_messages_are_slow(system: str) -> None:
+    def run(rank: int) -> Seen:
+        slow_messages(0.008)
+        return fit(quick(), strategy={"system": system})
+
+    seen = run_launched(2, run)
+    assert seen[0].decisions == seen[1].decisions
+    assert seen[0].plans == seen[1].plans
+    assert seen[0].actions[:2] == ["switch", "keep"]
+    switch, keep = seen[0].decisions[:2]
+    assert switch.rival == 17
+    assert keep.buffers == len(seen[0].plans[9]) < 9
+    assert keep.measured is not None
+    assert keep.measured > 0
+    assert len(seen[0].lines) == sum(action != "stay" for action in seen[0].actions)
+    assert seen[1].lines == []
+    assert "instead of 17 buffers" in seen[0].lines[0]
+
+
+def test_a_gain_that_does_not_come_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    drain = Controller.drain
+
+    def run(rank: int) -> Seen:
+        slow_messages(0.008)
+        return fit(quick())
+
+    def slow(self: Controller) -> None:  # whatever is not one buffer per tensor costs more than anybody can see
+        if len(self._window.inflight) < 17:  # type: ignore[union-attr]
+            time.sleep(0.8)
+        drain(self)
+
+    monkeypatch.setattr(Controller, "drain", slow)
+    seen = run_launched(2, run)
+    assert seen[0].decisions == seen[1].decisions
+    assert seen[0].actions == ["switch", "revert", "stay", "stay"]
+    assert len(seen[0].plans[-1]) == 17
+    assert "back to 17 buffers" in seen[0].lines[1]
+
+
+def test_adaptive_decides_in_the_same_way_without_it() -> None:
+    def run(rank: int) -> Seen:
+        return fit(None, strategy={"fusion": "adaptive"})
+
+    seen = run_launched(2, run)
+    assert seen[0].told == seen[1].told
+    assert {decision.window for decision in seen[0].told} >= {5}
+
+
+def test_every_logger_gets_the_documented_keys(tmp_path: Path) -> None:
+    def run(rank: int) -> Seen:
+        slow_messages(0.008)
+        loggers = [CSVLogger(tmp_path, name=name, version=0) for name in "ab"]
+        return fit(quick(), logger=loggers, log_every_n_steps=1)
+
+    decisions = run_launched(2, run)[0].decisions
+    for name in "ab":
+        with (tmp_path / name / "version_0" / "metrics.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        logged = [float(row["safusion/buffers"]) for row in rows if row.get("safusion/buffers")]
+        measured = [float(row["safusion/measured_gain"]) for row in rows if row.get("safusion/measured_gain")]
+        assert logged[-1] == decisions[-1].buffers
+        assert measured == pytest.approx([d.measured for d in decisions if d.measured is not None])
+        assert {"safusion/predicted_gain", "safusion/window_s"} <= rows[0].keys()
+
+
+def test_bounds_and_freeze_are_kept() -> None:
+    def run(rank: int) -> Seen:
+        slow_messages(0.008)
+        return fit(quick(max_elements=2200, freeze_after=8))
+
+    seen = run_launched(2, run)[0]
+    assert seen.actions.count("freeze") == 1
+    assert max(decision.window for decision in seen.decisions) <= 12  # the verdict on what began before
+    assert seen.plans[10] == seen.plans[-1]
+    assert len(seen.plans[-1]) < 17
+    assert max(seen.elements) <= 2200
+
+
+@pytest.mark.parametrize("steps", [7, 12])  # in the middle of a trial, and behind it
+def test_a_resumed_training_goes_on_where_it_was(tmp_path: Path, steps: int) -> None:
+    def run(rank: int) -> tuple[Seen, Seen]:
+        slow_messages(0.008)
+        saving = ModelCheckpoint(tmp_path, filename="saved", every_n_train_steps=steps)
+        first = fit(quick(freeze_after=5), saving, limit_train_batches=steps, enable_checkpointing=True)
+        path = str(tmp_path / "saved.ckpt")
+        return first, fit(quick(freeze_after=5), max_epochs=2, limit_train_batches=steps, ckpt_path=path)
+
+    first, again = run_launched(2, run)[0]
+    assert first.actions[0] == "switch"
+    assert len(again.plans[0]) == first.decisions[-1].buffers < 17  # from the first step on
+    verdicts = [action for action in first.actions + again.actions if action in ("keep", "revert")]
+    assert len(verdicts) == 1  # the trial goes on, with what it was told before
+    assert all(decision.window > steps for decision in again.decisions)
+
+
+def test_accumulated_gradients_and_a_second_fit() -> None:
+    def run(rank: int) -> list[list[int]]:
+        tuner = quick()
+        strategy = SAFusionStrategy(process_group_backend="gloo", fusion=Aligned(1), collective="allgather")
+        fitting = trainer(strategy, callbacks=[tuner], limit_train_batches=20, accumulate_grad_batches=2)
+        windows = []
+        for _ in range(2):
+            fitting.fit_loop.max_epochs = fitting.current_epoch + 1
+            fitting.fit(Deep(), classification())
+            windows.append([decision.window for decision in tuner.decisions])
+        assert isinstance(strategy.settings.fusion, Tuned)
+        assert isinstance(strategy.settings.fusion.policy, Aligned)  # not tuned twice
+        return windows
+
+    first, second = run_launched(2, run)[1]
+    assert set(first) & {4, 8}
+    assert set(second) & {4, 8}
+    assert max(first) <= 10  # one window for two batches
+
+
+def test_a_model_that_is_wrapped_anew_is_tuned_anew() -> None:
+    def run(rank: int) -> Seen:
+        return fit(quick(), model=Unfreezes(), max_epochs=2, limit_train_batches=10)
+
+    seen = run_launched(2, run)
+    assert seen[0].decisions == seen[1].decisions
+    windows = [decision.window for decision in seen[0].decisions]
+    assert windows != sorted(windows)  # counted from the beginning
+    assert sum(seen[0].plans[0]) == 15
+    assert sum(seen[0].plans[-1]) == 17
+
+
+def test_spawned_processes(tmp_path: Path) -> None:
+    strategy = SAFusionStrategy(
+        start_method="spawn", process_group_backend="gloo", fusion=Aligned(1), collective="allgather"
+    )
+    logger = CSVLogger(tmp_path, version=0)
+    options: dict[str, Any] = {"limit_train_batches": 10, "log_every_n_steps": 1, "logger": logger}
+    trainer(strategy, callbacks=[quick()], **options).fit(Deep(), classification())
+    assert "safusion/buffers" in (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"strategy": {"density": 1.0, "collective": "auto"}}, "plain DDP is used, because everything is sent"),
+        ({"deterministic": True}, "a deterministic training measures no times"),
+    ],
+)
+def test_where_there_is_nothing_to_measure_it_says_so(options: dict[str, Any], text: str) -> None:
+    def run(rank: int) -> Seen:
+        return fit(quick(), **options)
+
+    seen = run_launched(2, run)
+    assert [one.decisions for one in seen] == [[], []]
+    assert len(seen[0].lines) == 1
+    assert text in seen[0].lines[0]
+    assert seen[1].lines == []
+    if "deterministic" in options:
+        assert len(seen[0].plans[-1]) == 17
+
+
+@pytest.mark.parametrize(
+    ("strategy", "text"),
+    [
+        (DDPStrategy(process_group_backend="gloo"), r"DDPStrategy: pass Trainer\(strategy=SAFusionStrategy"),
+        (SAFusionStrategy(fusion="wfbp"), "WFBP.*no sizes to choose: use 'adaptive'"),
+        (SAFusionStrategy(system="saf-naive"), "Naive.*no sizes"),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused_with_the_way_out(strategy: DDPStrategy, text: str) -> None:
+    fitting = trainer(strategy, devices=1, callbacks=[BufferSizeTuner()])
+    with pytest.raises(MisconfigurationException, match=text):
+        BufferSizeTuner().setup(fitting, Deep(), "fit")
+    BufferSizeTuner().setup(fitting, Deep(), "test")  # no work outside of fit
+
+
+@pytest.mark.parametrize(
+    "options", [{"every": 0}, {"threshold": 1.0}, {"trial_windows": 0}, {"freeze_after": -1}, {"min_elements": -1}]
+)
+def test_wrong_numbers_are_refused_at_once(options: dict[str, Any]) -> None:
+    name, value = next(iter(options.items()))
+    with pytest.raises(ValueError, match=f"{name}.*got {value}"):
+        BufferSizeTuner(**options)
+
+
+def test_options_are_part_of_what_ranks_compare() -> None:
+    def run(rank: int) -> str:
+        with pytest.raises(RuntimeError, match="different settings") as error:
+            fit(BufferSizeTuner(every=50 + rank))
+        return str(error.value)
+
+    assert "every=50" in run_launched(2, run)[0]
+
+
+def test_decisions_in_words() -> None:
+    words = [
+        describe(Decision(5, "switch", 3, 1, 0.2, None, 0.05)),
+        describe(Decision(5, "switch", 3, 1, None, None, 0.05)),
+        describe(Decision(12, "revert", 1, 3, 0.2, -0.01, 0.0505)),
+        describe(Decision(9, "stay", 3, 4, 0.004, None, 0.05)),
+        describe(Decision(9, "freeze", 3, 3)),
+    ]
+    assert words == [
+        "3 buffers instead of 1 buffer should shorten a window (50.0 ms) by 20.0 %",
+        "3 buffers instead of 1 buffer, which no longer fit",
+        "back to 1 buffer from 3 buffers: a window took 50.5 ms, shorter by -1.0 % (by 20.0 % predicted)",
+        "3 buffers stay: another plan (4 buffers) would shorten a window by 0.4 %",
+        "3 buffers from now on",
+    ]

@@ -1,0 +1,104 @@
+"""The picture of a step."""
+
+from __future__ import annotations
+
+import sys
+from io import BytesIO
+
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from lightning_safusion.profiling.figures import RankFigures, StepFigures, buffer_means
+from lightning_safusion.profiling.picture import plot_step
+from lightning_safusion.profiling.table import build_table
+from lightning_safusion.profiling.timeline import StepTimeline, WindowTimeline
+from tests.profiling.steps import buffer, cpu_step, cuda_step, plain_step, untold
+
+
+def drawn(figure: object) -> Axes:
+    assert isinstance(figure, Figure)
+    figure.savefig(BytesIO())  # lays it out, and draws it for real
+    return figure.axes[0]
+
+
+def bars(axes: Axes, row: int) -> list[tuple[float, float]]:
+    """Begin and end in milliseconds of the bars in a row."""
+    found = []
+    for collection in axes.collections:
+        for path in collection.get_paths():
+            box = path.get_extents()
+            if box.width and abs((box.y0 + box.y1) / 2 - row) < 0.01:
+                found.append((box.x0, box.x1))
+    return sorted(found)
+
+
+def test_every_buffer_has_a_row_and_the_latest_is_named() -> None:
+    axes = drawn(plot_step(cpu_step()))
+    assert bars(axes, 2) == [(11e3, 12e3), (12e3, 17e3), (15e3, 17e3), (17e3, 18e3)]  # the forward pass began at 1 s
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        *("training", "2 tensors, 0.3 kB", "3 tensors, 0.3 kB")
+    ]
+    (note,) = axes.texts
+    assert note.get_text() == "2000.0 ms exposed: layer2.weight, layer3.weight, layer4.weight"
+    assert note.xy[1] == 2
+    assert axes.get_title(loc="left") == "step 7: 2000.0 ms of exchange exposed, 9% of 23000.0 ms"
+
+
+def test_the_training_row_stops_for_what_is_done_in_the_backward_pass() -> None:
+    on_cpu, on_cuda = (bars(drawn(plot_step(step)), 0) for step in (cpu_step(), cuda_step()))
+    assert (5e3, 6e3) in on_cpu  # selection
+    assert (5e3, 6e3) not in on_cuda
+    assert (3e3, 15e3) in on_cuda  # the backward pass, until it waits
+
+
+@pytest.mark.parametrize("step", [cuda_step(), plain_step(), untold(cpu_step())])
+def test_all_kinds_of_steps_can_be_drawn(step: StepTimeline) -> None:
+    drawn(plot_step(step))
+
+
+def test_many_buffers_have_no_labels_of_their_own() -> None:
+    buffers = tuple(buffer(i, 1, (5 + i, 5.5 + i, 6 + i, 205, 205, 206)) for i in range(200))
+    step = StepTimeline(1, 0.0, 210.0, cpu_step().phases, (WindowTimeline(buffers, 207.0, False),))
+    axes = drawn(plot_step(step))
+    assert axes.get_ylabel() == "buffers in launch order"
+    assert axes.figure.get_size_inches()[1] < 20
+
+
+def test_it_draws_into_given_axes() -> None:
+    figure = Figure()
+    axes = figure.add_subplot()
+    assert plot_step(cpu_step(), axes) is figure
+    assert axes.collections
+
+
+def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ModuleNotFoundError, match=r"lightning-safusion\[plot\]"):
+        plot_step(cpu_step())
+
+
+def shown(steps: list[StepTimeline], ranks: int = 2) -> str:
+    console = Console(width=100)
+    figures = RankFigures((StepFigures.mean([StepFigures.of(step) for step in steps]),) * ranks)
+    with console.capture() as capture:
+        console.print(build_table("Where the time went", figures, buffer_means(steps)))
+    return capture.get()
+
+
+def test_the_table_shows_parts_and_late_buffers() -> None:
+    text = shown([cpu_step()])
+    (exposed,) = [line.split() for line in text.splitlines() if line.strip().startswith("exposed exchange")]
+    assert exposed == ["exposed", "exchange", "2000.00", "2000.00", "8.7%"]
+    assert "75.0% of the exchange overlaps with computation." in text
+    assert "layer2.weight +2" in text
+    assert "layer0.weight" not in text  # was never waited for
+
+
+def test_the_table_of_plain_ddp_leaves_out_what_is_not_known() -> None:
+    text = shown([plain_step()], ranks=1)
+    assert "backward" in text
+    assert "exchange" not in text
+    assert "nan" not in text
+    assert "Rank" not in text

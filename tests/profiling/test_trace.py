@@ -1,0 +1,106 @@
+"""Trace files: what a viewer finds in them, and the command that merges those of all ranks."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_safusion.cli import main
+from lightning_safusion.profiling.trace import LANES, merge_traces, trace_events, write_trace
+from tests.profiling.steps import cpu_step, plain_step, untold
+
+
+def about(rank: int, run: float = 1.0, world_size: int = 2) -> dict[str, Any]:
+    return {
+        "run": run,
+        "rank": rank,
+        "world_size": world_size,
+        "host": "a",
+        "clock_offset_s": 0.0,
+        "clock_error_s": 0.0,
+    }
+
+
+def of(events: list[dict[str, Any]], lane: str, phase: str = "X") -> list[tuple[str, float, float]]:
+    """Name, begin and length in seconds of the bars in a lane."""
+    chosen = [event for event in events if event["ph"] == phase and event["tid"] == LANES[lane]]
+    return [(event["name"], event["ts"] / 1e6, event.get("dur", 0.0) / 1e6) for event in chosen]
+
+
+def test_every_part_has_its_lane() -> None:
+    events = trace_events([cpu_step()], rank=3, host="node7")
+    assert of(events, "training") == [
+        *(("step 7", 0.0, 23.0), ("data", 0.0, 1.0), ("forward", 1.0, 3.0)),
+        *(("backward", 4.0, 16.0), ("optimizer", 20.0, 2.0)),
+    ]
+    first, second = "layer0.weight +1", "layer2.weight +2"
+    assert of(events, "select") == [(first, 6.0, 1.0), (second, 12.0, 1.0)]
+    assert of(events, "exposed") == [(second, 16.0, 2.0)]
+    assert of(events, "decode") == [(first, 15.0, 1.0), (second, 18.0, 1.0)]
+    assert of(events, "exchange", "b") == [(first, 7.0, 0.0), (second, 13.0, 0.0)]
+    assert of(events, "exchange", "e") == [(first, 10.0, 0.0), (second, 18.0, 0.0)]
+    assert [name for name, *_ in of(events, "training", "i")] == [f"layer{i}.weight ready" for i in range(5)]
+    assert {event["pid"] for event in events} == {3}
+    names = {event["args"]["name"] for event in events if event["name"] in ("process_name", "thread_name")}
+    assert names == {"rank 3 on node7", *LANES}
+
+
+def test_collectives_are_told_apart_also_between_steps() -> None:
+    events = trace_events([cpu_step(7), cpu_step(8)], rank=0)
+    begun = Counter(event["id"] for event in events if event["ph"] == "b")
+    assert set(begun.values()) == {1}
+    assert begun == Counter(event["id"] for event in events if event["ph"] == "e")
+
+
+def test_the_counter_holds_the_bytes_under_way() -> None:
+    events = [event for event in trace_events([cpu_step()], 0) if event["ph"] == "C"]
+    levels = [(event["ts"] / 1e6, event["args"]["bytes"]) for event in events]
+    assert levels == [(7.0, 300), (10.0, 0), (13.0, 300), (18.0, 0)]
+
+
+def test_times_are_of_the_first_ranks_clock() -> None:
+    events = trace_events([cpu_step()], rank=1, offset=-5.0)
+    assert of(events, "training")[0] == ("step 7", 5.0, 23.0)
+
+
+@pytest.mark.parametrize("step", [untold(cpu_step()), plain_step()])
+def test_files_are_json_also_where_moments_are_unknown(tmp_path: Path, step: Any) -> None:
+    path = write_trace(tmp_path, trace_events([step], 0), about(0, world_size=1))
+    assert path.name == "trace_rank_00000.json"
+    assert json.loads(path.read_text())["displayTimeUnit"] == "ms"
+
+
+def test_the_command_merges_all_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in range(2):
+        write_trace(tmp_path, trace_events([cpu_step()], rank, offset=100.0 + rank), about(rank))
+    write_trace(tmp_path, trace_events([cpu_step()], 2), about(2, run=0.5, world_size=3))  # of an older run
+    main(["trace", str(tmp_path)])
+    assert "perfetto" in capsys.readouterr().out
+    merged = json.loads((tmp_path / "trace.json").read_text())
+    events = merged["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1}
+    assert min(event["ts"] for event in events if "ts" in event) == 0.0  # rank 1, whose clock is ahead
+    assert of([event for event in events if event["pid"] == 0], "training")[0] == ("step 7", 1.0, 23.0)
+    assert [rank["rank"] for rank in merged["safusion"]["ranks"]] == [0, 1]
+
+
+def test_a_merged_trace_can_be_compressed(tmp_path: Path) -> None:
+    write_trace(tmp_path, trace_events([cpu_step()], 0), about(0, world_size=1))
+    path = merge_traces(tmp_path, tmp_path / "all.json.gz")
+    assert json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no trace_rank_\*.json in .*OverlapProfiler writes"):
+        merge_traces(tmp_path)
+    write_trace(tmp_path, trace_events([cpu_step()], 1), about(1, world_size=4))
+    with pytest.raises(ValueError, match="no trace of rank 0, 2, 3"):
+        merge_traces(tmp_path)
+    (tmp_path / "trace_rank_00000.json").write_text('{"traceEvents": []}')
+    with pytest.raises(ValueError, match="trace_rank_00000.json is no trace of OverlapProfiler"):
+        merge_traces(tmp_path)

@@ -1,0 +1,140 @@
+"""The page: well formed, closed to the outside, escaped, and with the sections that the files call for."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lightning_safusion import cli
+from lightning_safusion.report import load_run, render_page
+from tests.report.document import Document
+from tests.report.runs import NASTY, missing, overlap, write_run
+
+
+def page(folder: Path, **options: object) -> str:
+    return render_page(load_run(write_run(folder, overlap(**options), missing())))  # type: ignore[arg-type]
+
+
+def sections(document: Document) -> list[str | None]:
+    return [attributes["id"] for attributes in document.elements("section")]
+
+
+@pytest.mark.parametrize("options", [{}, {"buffers": 300}, {"aside": "there is one worker"}])
+def test_the_page_is_well_formed(tmp_path: Path, options: dict[str, object]) -> None:
+    document = Document(page(tmp_path, **options))
+    ids = document.values("id")
+    assert len(ids) == len(set(ids))
+    assert set(document.values("aria-labelledby")) <= set(ids)
+    assert len(document.elements("h1")) == 1
+    assert all(attributes.get("scope") in ("row", "col") for attributes in document.elements("th"))
+    assert all(attributes.get("role") == "img" for attributes in document.elements("svg"))
+    assert not re.search(r"\bnan\b|\bNone\b", document.text)
+
+
+def test_nothing_is_asked_of_the_network(tmp_path: Path) -> None:
+    written = page(tmp_path)
+    document = Document(written)
+    assert not document.elements("script")
+    assert not [name for _, attributes in document.tags for name in attributes if name.startswith("on")]
+    for attribute in ("src", "href", "action", "data", "srcset"):
+        assert not [address for address in document.values(attribute) if not address.startswith("data:")]
+    assert not re.search(r"https?:|@import|url\(", written)
+    assert "default-src 'none'" in written
+
+
+def test_names_are_text(tmp_path: Path) -> None:
+    written = page(tmp_path / NASTY.replace("/", "-"))
+    assert NASTY not in written
+    document = Document(written)
+    assert not document.elements("b")
+    assert NASTY in document.text
+
+
+def test_a_section_is_there_only_if_its_file_is(tmp_path: Path) -> None:
+    everything = ["figures", "advice", "timeline", "breakdown", "plan", "tuning", "missing", "settings", "reproduce"]
+    assert sections(Document(page(tmp_path / "all"))) == everything
+    alone = render_page(load_run(write_run(tmp_path / "alone", overlap() | {"decisions": [], "timeline": None})))
+    without = ("timeline", "tuning", "missing")
+    assert sections(Document(alone)) == [name for name in everything if name not in without]
+
+
+def test_the_figures_are_those_of_the_files(tmp_path: Path) -> None:
+    text = Document(page(tmp_path)).text
+    assert "100.0 ms" in text  # the step
+    assert "5.0 ms" in text  # of it exposed
+    assert "5.0% of a step waits for it alone" in text
+    assert "1.5% of the gradients' 8.0 kB" in text  # 2 messages of 60 bytes
+    assert "8.3%" in text  # missing
+    assert "4 tensors in 2 buffers" in text
+    assert "2 buffers instead of 1 buffer" in text
+    assert "+25.0% +20.0%" in " ".join(text.split())  # promised and measured
+    assert "30.00 ms 30.0%" in " ".join(text.split())  # forward
+    assert "The longest wait of this step is 5.0 ms, for buffer 2 (head.weight, " in text
+
+
+def test_the_advice_is_about_this_job(tmp_path: Path) -> None:
+    text = Document(page(tmp_path)).text
+    assert "5.0 ms of exchange are exposed" in text
+    assert "8.3% of the gradient tensors send nothing in a step" in text
+    assert "bf16 DDP would be" in text
+
+
+def test_plain_ddp_says_so(tmp_path: Path) -> None:
+    document = Document(page(tmp_path, aside="there is one worker, and nothing to exchange"))
+    assert "Plain DDP exchanges the gradients: there is one worker, and nothing to exchange." in document.text
+    assert "plan" not in sections(document)
+    assert "this package exchanged nothing in it" in document.text
+    assert "Exposed exchange" not in document.text
+    assert "Sent" not in document.text
+
+
+def test_streams_are_shown_without_predictions(tmp_path: Path) -> None:
+    content = overlap() | {"plan": [[1, "stream"]] * 4}
+    text = Document(render_page(load_run(write_run(tmp_path, content)))).text
+    assert "5.0 ms of exchange are exposed" in text
+    assert "bf16" not in text
+
+
+def test_nothing_recorded_says_so(tmp_path: Path) -> None:
+    content = overlap() | {"mean": {"step_s": 0.1}, "buffers": [], "timeline": None}
+    text = Document(render_page(load_run(write_run(tmp_path, content)))).text
+    assert "No exchange was recorded" in text
+
+
+def test_long_tables_and_lists_of_names_are_folded(tmp_path: Path) -> None:
+    def folded(buffers: int) -> bool:
+        written = page(tmp_path / str(buffers), buffers=buffers)
+        summary = written.index(f"<summary>Buffers ({buffers})")
+        return "open" not in written[:summary].rpartition("<details")[2]
+
+    assert folded(300)
+    assert not folded(2)
+
+
+def test_the_worst_tensors_come_first_and_whole_ones_are_praised(tmp_path: Path) -> None:
+    many = missing(tensors=100)
+    for place, row in enumerate(many["tensors"]):
+        row["missing"], row["rates"] = place / 100, [place / 100] * 4
+    document = Document(render_page(load_run(write_run(tmp_path / "many", None, many))))
+    text = document.text
+    assert text.index(NASTY) < text.index(["layer98.weight", "98.0%"][0])
+    assert "99 of 100 were missing at some time; the 60 worst are drawn" in text
+    none = missing(samples=1)
+    praised = Document(render_page(load_run(write_run(tmp_path / "none", None, none)))).text
+    assert "No tensor went missing in 1 sampled step: something of each of 3 was sent in every step." in praised
+
+
+def test_the_command_writes_where_it_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run")
+    cli.main(["report", str(run)])
+    assert "<h1>" in (run / "report.html").read_text()
+    assert str(run / "report.html") in capsys.readouterr().out
+    cli.main(["report", str(run), "--output", str(tmp_path / "new" / "page.html")])
+    assert (tmp_path / "new" / "page.html").read_text() == (run / "report.html").read_text()
+
+
+def test_the_command_ends_with_a_message(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="safusion: no overlap.json in .*OverlapProfiler"):
+        cli.main(["report", str(tmp_path)])
