@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntFlag
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -139,6 +140,9 @@ class Exchange(ABC):
         transport: Communicator; :meth:`start` must be called in one agreed order on it.
         device: Where the span lives.
     """
+
+    #: What :meth:`sent` returns on all ranks adds up to what was delivered, so that nothing of a gradient is lost.
+    conserves: ClassVar[bool] = True
 
     def __init__(self, spec: SpanSpec, transport: Transport, device: torch.device) -> None:
         self.spec = spec

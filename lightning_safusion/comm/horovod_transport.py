@@ -10,15 +10,15 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.torch_transport import FinishedWork
-from lightning_safusion.comm.transport import ReduceOp, Transport, Work
+from lightning_safusion.comm.torch_transport import FinishedWork, add_up
+from lightning_safusion.comm.transport import ReduceOp, Transport, Work, check_sizes
 
 # Seconds between two looks at an operation. Horovod's own wait spins, and takes the core from the thread that carries
 # the bytes; its background thread itself looks for work once in a millisecond only.
@@ -89,10 +89,11 @@ class HorovodWork:
         watcher: Tells when it has ended.
     """
 
-    def __init__(self, hvd: ModuleType, handle: int, finish: Callable[[Tensor], Any], watcher: Watcher) -> None:
+    def __init__(self, hvd: ModuleType, handle: int, finish: Callable[[Any], Any], watcher: Watcher) -> None:
         self._hvd = hvd
         self._handle: int | None = handle
-        self._finish: Callable[[Tensor], Any] | None = finish
+        self._finish: Callable[[Any], Any] | None = finish
+        self._result: Any = None
         self._watcher = watcher
         self._callbacks: list[Callable[[float], None]] = []
         self._lock = threading.Lock()
@@ -101,8 +102,11 @@ class HorovodWork:
         """Blocks the host until the result is there; raises Horovod's error, the first time."""
         self._end(use=True)
 
-    def discard(self) -> None:
-        """Blocks until the operation has ended, and leaves its result alone: the buffers may have another use now."""
+    def set_aside(self) -> None:
+        """Blocks until the operation has ended, and keeps its result for :meth:`wait`.
+
+        If nobody waits any more, the buffers may have another use now.
+        """
         self._end(use=False)
 
     def on_done(self, callback: Callable[[float], None]) -> None:
@@ -132,11 +136,14 @@ class HorovodWork:
             time.sleep(_POLL_S)
         with self._lock:
             handle, self._handle = self._handle, None
-            finish, self._finish = self._finish, None
-            if handle is not None and finish is not None:
-                result = self._hvd.synchronize(handle)
-                if use:
-                    finish(result)
+            if handle is not None:
+                finish, self._finish = self._finish, None  # an operation that failed has no result
+                self._result = self._hvd.synchronize(handle)
+                self._finish = finish
+            if use and self._finish is not None:
+                finish, self._finish = self._finish, None
+                result, self._result = self._result, None
+                finish(result)
 
 
 class Watcher:
@@ -230,6 +237,27 @@ class HorovodTransport(Transport):
             return FinishedWork()
         return self._launch(f"from{source}", _as_bytes(tensor), _nothing, self._hvd.broadcast_async_, root_rank=source)
 
+    def all_to_all(
+        self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], tensor_sizes: Sequence[int]
+    ) -> Work:
+        check_sizes(output, tensor, output_sizes, tensor_sizes, self.world_size)
+        return self._all_to_all(tensor, tensor_sizes, _as_bytes(output).copy_)
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
+        """See :meth:`Transport.reduce_scatter`; the pieces are sent to their owners and added there, in rank order."""
+
+        def finish(pieces: Tensor) -> None:
+            add_up(output, pieces.view(tensor.dtype).view(self.world_size, -1))
+
+        return self._all_to_all(tensor, [output.numel()] * self.world_size, finish)
+
+    def _all_to_all(self, tensor: Tensor, sizes: Sequence[int], finish: Callable[[Tensor], Any]) -> Work:
+        splits = torch.tensor([size * tensor.itemsize for size in sizes], dtype=torch.int32)
+        # ranks send different numbers of elements, under one name
+        return self._launch(
+            "to_all", _as_bytes(tensor), lambda result: finish(result[0]), self._hvd.alltoall_async, 0, splits=splits
+        )
+
     def gather_objects(self, value: Any) -> list[Any]:
         self._objects += 1
         # By default Horovod names the message after the object's type, and waits for ever if types differ.
@@ -250,16 +278,22 @@ class HorovodTransport(Transport):
         for works in self._under_way.values():
             for work in works:
                 if work.ended():  # what has not may never end: another rank has not launched it
-                    work.discard()
+                    work.set_aside()
         self._under_way.clear()
 
     def _launch(
-        self, kind: str, tensor: Tensor, finish: Callable[[Tensor], Any], collective: Callable[..., int], **options: Any
+        self,
+        kind: str,
+        tensor: Tensor,
+        finish: Callable[[Any], Any],
+        collective: Callable[..., int],
+        numel: int | None = None,
+        **options: Any,
     ) -> Work:
-        key = f"{self._name}.{kind}.{tensor.dtype}.{tensor.numel()}"
+        key = f"{self._name}.{kind}.{tensor.dtype}.{tensor.numel() if numel is None else numel}"
         works = self._under_way.setdefault(key, deque())
         if len(works) == _SLOTS:
-            works.popleft().discard()
+            works.popleft().set_aside()
         launched = self._launched.get(key, 0)
         self._launched[key] = launched + 1
         handle = collective(tensor, name=f"{key}.{launched % _SLOTS}", **options)

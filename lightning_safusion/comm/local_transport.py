@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm.cost import allgather_bytes, ring_allreduce_bytes
-from lightning_safusion.comm.transport import ReduceOp, Transport, Work
+from lightning_safusion.comm.transport import ReduceOp, Transport, Work, check_pairs, check_sizes, group_of
+
+Groups = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -21,13 +23,13 @@ class _Call:
     """What one rank asked for; all ranks must ask for the same."""
 
     kind: str
-    numel: int
+    numel: int | None  # None where it differs from rank to rank
     dtype: torch.dtype | None
-    detail: str | int = ""
+    detail: Any = ""
 
     def __str__(self) -> str:
         detail = f" ({self.detail})" if self.detail != "" else ""
-        return f"{self.kind}{detail} of {self.numel} elements of {self.dtype}"
+        return f"{self.kind}{detail} of {'' if self.numel is None else f'{self.numel} '}elements of {self.dtype}"
 
 
 @dataclass
@@ -51,14 +53,17 @@ class _Exchange:
         self.timeout = timeout
         self.changed = threading.Condition()
         self._operations: dict[int, _Operation] = {}
-        self._children: list[_Exchange] = []
+        self._children: list[dict[tuple[int, ...], _Exchange]] = []
 
-    def child(self, index: int) -> _Exchange:
-        """The ``index``-th communicator made from this one; the first rank that asks makes it."""
+    def child(self, index: int, groups: Groups, mine: tuple[int, ...]) -> _Exchange:
+        """The ``index``-th communicator made from this one, among some ranks; the first rank that asks makes it."""
         with self.changed:
             if index == len(self._children):
-                self._children.append(_Exchange(self.world_size, self.timeout))
-            return self._children[index]
+                self._children.append({group: _Exchange(len(group), self.timeout) for group in groups})
+            children = self._children[index]
+            if tuple(children) != groups:
+                raise ValueError(f"all ranks must pass the same groups, got {groups} and {tuple(children)}")
+            return children[mine]
 
     def launch(self, number: int, rank: int, call: _Call, value: Any) -> _Operation:
         with self.changed:
@@ -74,7 +79,10 @@ class _Exchange:
                 return operation
             del self._operations[number]  # from here on only the works of the ranks keep it
             if operation.error is None:
-                operation.result = _compute(call, [operation.inputs[r] for r in range(self.world_size)])
+                try:
+                    operation.result = _compute(call, [operation.inputs[r] for r in range(self.world_size)])
+                except ValueError as error:
+                    operation.error = f"operation {number}: {error}"
             operation.inputs.clear()
             operation.finished_at = time.perf_counter()
             callbacks, operation.callbacks = operation.callbacks, []
@@ -83,8 +91,8 @@ class _Exchange:
             callback(operation.finished_at)
         return operation
 
-    def finish(self, operation: _Operation) -> Any:
-        """Blocks until all ranks have launched; returns the result."""
+    def finish(self, operation: _Operation) -> list[Any]:
+        """Blocks until all ranks have launched; returns the results of all ranks."""
         with self.changed:
             self.changed.wait_for(lambda: operation.finished_at is not None or operation.error, self.timeout)
             if operation.error is None and operation.finished_at is None:
@@ -97,7 +105,8 @@ class _Exchange:
                 raise TimeoutError(operation.error)
             if operation.error is not None:
                 raise RuntimeError(operation.error)
-            return operation.result
+            results: list[Any] = operation.result
+            return results
 
 
 class LocalWork:
@@ -106,12 +115,14 @@ class LocalWork:
     Args:
         exchange: The communicator.
         operation: The operation.
-        output: Where the result goes.
+        rank: The worker.
+        output: Where its result goes, if it has one.
     """
 
-    def __init__(self, exchange: _Exchange, operation: _Operation, output: Tensor) -> None:
+    def __init__(self, exchange: _Exchange, operation: _Operation, rank: int, output: Tensor) -> None:
         self._exchange = exchange
         self._operation = operation
+        self._rank = rank
         self._output: Tensor | None = output
 
     def wait(self) -> None:
@@ -123,7 +134,9 @@ class LocalWork:
         """
         output, self._output = self._output, None
         if output is not None:
-            output.copy_(self._exchange.finish(self._operation).view_as(output))
+            result = self._exchange.finish(self._operation)[self._rank]
+            if result is not None:
+                output.copy_(result.view_as(output))
 
     def on_done(self, callback: Callable[[float], None]) -> None:
         """See :meth:`Work.on_done`: an operation has ended when the last rank launched it."""
@@ -176,13 +189,46 @@ class LocalTransport(Transport):
         received = 0 if self.rank == source else tensor.nbytes
         return self._launch(_Call("broadcast", tensor.numel(), tensor.dtype, source), tensor, tensor, sent, received)
 
+    def all_to_all(
+        self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], tensor_sizes: Sequence[int]
+    ) -> Work:
+        check_sizes(output, tensor, output_sizes, tensor_sizes, self.world_size)
+        sent = (tensor.numel() - tensor_sizes[self.rank]) * tensor.itemsize
+        received = (output.numel() - output_sizes[self.rank]) * output.itemsize
+        call = _Call("all_to_all", None, tensor.dtype)
+        pieces = tensor.detach().clone().split(list(tensor_sizes))
+        return self._launch(call, (pieces, list(output_sizes)), output, sent, received)
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
+        if tensor.numel() != self.world_size * output.numel() or output.dtype != tensor.dtype:
+            raise ValueError(
+                f"reduce_scatter into {output.numel()} {output.dtype} on {self.world_size} ranks needs "
+                f"{self.world_size * output.numel()} elements, got {tensor.numel()} {tensor.dtype}"
+            )
+        volume = allgather_bytes(self.world_size, output.nbytes)
+        call = _Call("reduce_scatter", tensor.numel(), tensor.dtype, "sum")
+        return self._launch(call, tensor, output, volume, volume)
+
+    def permute(self, output: Tensor, tensor: Tensor, pairs: Sequence[tuple[int, int]]) -> Work:
+        check_pairs(pairs, self.world_size)
+        sent = tensor.nbytes if self.rank in [source for source, _ in pairs] else 0
+        received = output.nbytes if self.rank in [destination for _, destination in pairs] else 0
+        return self._launch(
+            _Call("permute", tensor.numel(), tensor.dtype, tuple(pairs)), tensor, output, sent, received
+        )
+
     def gather_objects(self, value: Any) -> list[Any]:
         operation = self._enter(_Call("gather_objects", 1, None), copy.deepcopy(value))
-        return [copy.deepcopy(theirs) for theirs in self._exchange.finish(operation)]
+        return [copy.deepcopy(theirs) for theirs in self._exchange.finish(operation)[self.rank]]
 
     def subgroup(self) -> LocalTransport:
+        return self.split([range(self.world_size)])
+
+    def split(self, groups: Sequence[Sequence[int]]) -> LocalTransport:
+        mine = tuple(group_of(self.rank, groups, self.world_size))
         self._subgroups += 1
-        return LocalTransport(self.rank, self._exchange.child(self._subgroups - 1))
+        child = self._exchange.child(self._subgroups - 1, tuple(map(tuple, groups)), mine)
+        return LocalTransport(mine.index(self.rank), child)
 
     def close(self) -> None:
         """Nothing to destroy."""
@@ -191,10 +237,12 @@ class LocalTransport(Transport):
         self._launched += 1
         return self._exchange.launch(self._launched - 1, self.rank, call, value)
 
-    def _launch(self, call: _Call, tensor: Tensor, output: Tensor, sent: float, received: float) -> Work:
+    def _launch(self, call: _Call, value: Any, output: Tensor, sent: float, received: float) -> Work:
         self.bytes_sent += sent
         self.bytes_received += received
-        return LocalWork(self._exchange, self._enter(call, tensor.detach().clone()), output.detach())
+        if isinstance(value, Tensor):
+            value = value.detach().clone()
+        return LocalWork(self._exchange, self._enter(call, value), self.rank, output.detach())
 
 
 def local_transports(world_size: int, timeout: float = 30.0) -> list[LocalTransport]:
@@ -213,20 +261,39 @@ def local_transports(world_size: int, timeout: float = 30.0) -> list[LocalTransp
     return [LocalTransport(rank, exchange) for rank in range(world_size)]
 
 
-def _compute(call: _Call, inputs: list[Any]) -> Any:
+def _compute(call: _Call, inputs: list[Any]) -> list[Any]:
+    """The result of every rank; None for a rank that gets none."""
+    n = len(inputs)
     if call.kind == "all_gather":
-        return torch.cat([tensor.flatten() for tensor in inputs])
+        return [torch.cat([tensor.flatten() for tensor in inputs])] * n
     if call.kind == "broadcast":
-        return inputs[int(call.detail)]
+        return [inputs[call.detail]] * n
     if call.kind == "gather_objects":
-        return inputs
+        return [inputs] * n
+    if call.kind == "permute":
+        sources = {destination: source for source, destination in call.detail}
+        return [inputs[sources[rank]] if rank in sources else None for rank in range(n)]
+    if call.kind == "all_to_all":
+        return _delivered(inputs)
     total: Tensor = inputs[0]
     for tensor in inputs[1:]:
         total = _combine(total, tensor, call.detail)
-    return total
+    return list(total.flatten().chunk(n)) if call.kind == "reduce_scatter" and total.numel() else [total] * n
 
 
-def _combine(left: Tensor, right: Tensor, op: str | int) -> Tensor:
+def _delivered(inputs: list[tuple[tuple[Tensor, ...], list[int]]]) -> list[Tensor]:
+    """What every rank receives, from ``(pieces for all ranks, expected sizes)`` of every rank."""
+    results = []
+    for rank, (_, expected) in enumerate(inputs):
+        pieces = [theirs[rank] for theirs, _ in inputs]
+        sizes = [piece.numel() for piece in pieces]
+        if sizes != expected:
+            raise ValueError(f"rank {rank} expects pieces of {expected} elements, the ranks send it {sizes}")
+        results.append(torch.cat(pieces))
+    return results
+
+
+def _combine(left: Tensor, right: Tensor, op: str) -> Tensor:
     if op == "min":
         return torch.minimum(left, right)
     if op == "max":

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_safusion.comm.transport import ReduceOp, Transport, Work
+from lightning_safusion.comm.transport import ReduceOp, Transport, Work, check_pairs, check_sizes, group_of
 
 
 class FinishedWork:
@@ -52,6 +53,42 @@ class TorchWork:
             self._work.get_future().add_done_callback(lambda _: callback(time.perf_counter()))
 
 
+class LastingWork:
+    """Operations that end, for everybody, when they are waited for: the backend tells nobody, or a step is left to do.
+
+    Args:
+        works: The operations.
+        finish: Called once, when all of them have ended well.
+    """
+
+    def __init__(self, works: Sequence[dist.Work], finish: Callable[[], None] | None = None) -> None:
+        self._works: Sequence[dist.Work] = works
+        self._finish = finish
+        self._ended = False
+        self._callbacks: list[Callable[[float], None]] = []
+
+    def wait(self) -> None:
+        """See :meth:`TorchWork.wait`."""
+        if self._ended:
+            return
+        self._ended = True
+        works, self._works = self._works, ()
+        finish, self._finish = self._finish, None
+        for work in works:
+            work.wait()
+        if finish is not None:
+            finish()
+        for callback in self._callbacks:
+            callback(time.perf_counter())
+
+    def on_done(self, callback: Callable[[float], None]) -> None:
+        """Calls ``callback`` at the end of :meth:`wait`."""
+        if self._ended:
+            callback(time.perf_counter())
+        else:
+            self._callbacks.append(callback)
+
+
 class SoloTransport(Transport):
     """One worker, no process group."""
 
@@ -69,10 +106,29 @@ class SoloTransport(Transport):
     def broadcast(self, tensor: Tensor, source: int = 0) -> Work:
         return FinishedWork()
 
+    def all_to_all(
+        self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], tensor_sizes: Sequence[int]
+    ) -> Work:
+        check_sizes(output, tensor, output_sizes, tensor_sizes, 1)
+        output.copy_(tensor)
+        return FinishedWork()
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
+        output.copy_(tensor)
+        return FinishedWork()
+
+    def permute(self, output: Tensor, tensor: Tensor, pairs: Sequence[tuple[int, int]]) -> Work:
+        check_pairs(pairs, 1)
+        return FinishedWork()
+
     def gather_objects(self, value: Any) -> list[Any]:
         return [value]
 
     def subgroup(self) -> Transport:
+        return SoloTransport()
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Transport:
+        group_of(0, groups, 1)
         return SoloTransport()
 
     def close(self) -> None:
@@ -117,8 +173,40 @@ class TorchTransport(Transport):
         return self._launch(dist.all_reduce, tensor, operation)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Work:
-        origin = source if self._group is None else dist.get_global_rank(self._group, source)
-        return self._launch(dist.broadcast, tensor, origin)
+        return self._launch(dist.broadcast, tensor, self._global_rank(source))
+
+    def all_to_all(
+        self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], tensor_sizes: Sequence[int]
+    ) -> Work:
+        check_sizes(output, tensor, output_sizes, tensor_sizes, self.world_size)
+        return self._launch(dist.all_to_all_single, output, tensor, list(output_sizes), list(tensor_sizes))
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
+        """See :meth:`Transport.reduce_scatter`.
+
+        Gloo's own reduces the whole tensor on all ranks, at twice the volume: there the pieces are sent to their owners
+        instead, and added in float32, in rank order.
+        """
+        if tensor.device.type != "cpu":
+            # torch 2.13 renamed the function and warns about its old name.
+            scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+            return self._launch(scatter, output, tensor)
+        pieces = torch.empty_like(tensor)
+        work = dist.all_to_all_single(pieces, tensor, group=self._group, async_op=True)
+        return LastingWork([work], lambda: add_up(output, pieces.view(self.world_size, -1)))
+
+    def permute(self, output: Tensor, tensor: Tensor, pairs: Sequence[tuple[int, int]]) -> Work:
+        check_pairs(pairs, self.world_size)
+        operations = [
+            dist.P2POp(dist.isend, tensor, self._global_rank(destination), self._group)
+            for source, destination in pairs
+            if source == self.rank
+        ] + [
+            dist.P2POp(dist.irecv, output, self._global_rank(source), self._group)
+            for source, destination in pairs
+            if destination == self.rank
+        ]
+        return LastingWork(dist.batch_isend_irecv(operations)) if operations else FinishedWork()
 
     def gather_objects(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.world_size
@@ -131,6 +219,14 @@ class TorchTransport(Transport):
         Raises:
             ValueError: If the process group leaves some processes out.
         """
+        return self.split([range(self.world_size)])
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Transport:
+        """See :meth:`Transport.split`.
+
+        Raises:
+            ValueError: If the process group leaves some processes out, or the groups are not as described.
+        """
         # All processes must take part in new_group. Its use_local_synchronization would lift that, but then torch names
         # the group by its ranks and the number of groups of each process: names differ or repeat, and gloo hangs.
         if self.world_size != dist.get_world_size():
@@ -138,8 +234,9 @@ class TorchTransport(Transport):
                 f"a communicator of its own needs all {dist.get_world_size()} processes, the process group has "
                 f"{self.world_size}: use the default process group, or a system that needs no such communicator"
             )
-        group = dist.new_group(timeout=self._timeout)
-        transport = TorchTransport(group, self._timeout)
+        mine = group_of(self.rank, groups, self.world_size)
+        made = [dist.new_group([self._global_rank(r) for r in group], timeout=self._timeout) for group in groups]
+        transport = TorchTransport(made[list(groups).index(mine)], self._timeout)
         self._subgroups.append(transport)
         return transport
 
@@ -150,9 +247,21 @@ class TorchTransport(Transport):
             if dist.is_initialized():  # else they went with the default group
                 dist.destroy_process_group(transport._group)
 
+    def _global_rank(self, rank: int) -> int:
+        return rank if self._group is None else dist.get_global_rank(self._group, rank)
+
     def _launch(self, collective: Callable[..., dist.Work | None], *args: Any) -> Work:
         work = collective(*args, group=self._group, async_op=True)
         return FinishedWork() if work is None else TorchWork(work)
+
+
+def add_up(output: Tensor, pieces: Tensor) -> None:
+    """Writes the sum over the rows of ``pieces``, in their order; 16-bit floats are added in float32."""
+    narrow = output.is_floating_point() and output.itemsize < 4
+    total = pieces[0].to(torch.float32) if narrow else pieces[0].clone()
+    for piece in pieces[1:]:
+        total += piece
+    output.copy_(total.view_as(output))
 
 
 def default_transport(timeout: timedelta | None = None) -> Transport:

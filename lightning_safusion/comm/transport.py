@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
@@ -57,6 +57,113 @@ class Transport(ABC):
     def subgroup(self) -> Transport:
         """A communicator of its own over the same ranks, for systems whose ranks launch at their own pace."""
 
+    def all_to_all(
+        self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], tensor_sizes: Sequence[int]
+    ) -> Work:
+        """Starts sending a piece of ``tensor`` to every rank, and receives one from each; sizes may differ.
+
+        Whoever implements it takes the destinations in rotation (rank + 1, rank + 2, ...), so that no rank is sent to
+        by all others at once.
+
+        Args:
+            output: One-dimensional; gets the pieces of all ranks, in rank order.
+            tensor: One-dimensional; the pieces for all ranks, in rank order.
+            output_sizes: Elements that come from each rank: what that rank has as its size for this one.
+            tensor_sizes: Elements that go to each rank.
+
+        Raises:
+            NotImplementedError: If the library has no such operation.
+        """
+        raise self._lacks("all_to_all")
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
+        """Starts adding up ``tensor`` [world_size * B] over all ranks; rank ``r`` gets piece ``r`` as ``output`` [B].
+
+        Raises:
+            NotImplementedError: If the library has no such operation.
+        """
+        raise self._lacks("reduce_scatter")
+
+    def permute(self, output: Tensor, tensor: Tensor, pairs: Sequence[tuple[int, int]]) -> Work:
+        """Starts copying ``tensor`` of each source into ``output`` of its destination, point to point.
+
+        All ranks call it with the same pairs, as XLA's CollectivePermute; a rank in no pair does nothing.
+
+        Args:
+            output: Written on destinations only; of the size and dtype of ``tensor``.
+            tensor: Read on sources only.
+            pairs: ``(source, destination)``; no rank is a source twice or a destination twice, none is its own.
+
+        Raises:
+            NotImplementedError: If the library has no point-to-point messages.
+            ValueError: If the pairs are not as described.
+        """
+        raise self._lacks("permute")
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Transport:
+        """A communicator among the ranks of this rank's group. Collective: all ranks pass the same groups.
+
+        Args:
+            groups: Every rank in exactly one group, ranks of a group ascending; its order is that of the new ranks.
+
+        Raises:
+            NotImplementedError: If the library has no communicators of some ranks only.
+            ValueError: If the groups are not as described.
+        """
+        raise self._lacks("split")
+
     @abstractmethod
     def close(self) -> None:
-        """Destroys what :meth:`subgroup` made. Safe to call twice."""
+        """Destroys what :meth:`subgroup` and :meth:`split` made. Safe to call twice."""
+
+    def _lacks(self, operation: str) -> NotImplementedError:
+        return NotImplementedError(
+            f"{type(self).__name__} has no {operation}: use transport='torch', or a collective that does without it"
+        )
+
+
+def group_of(rank: int, groups: Sequence[Sequence[int]], world_size: int) -> Sequence[int]:
+    """The group that a rank is in.
+
+    Raises:
+        ValueError: If not every rank is in exactly one group, or a group is not ascending.
+    """
+    members = [member for group in groups for member in group]
+    if sorted(members) != list(range(world_size)) or any(list(group) != sorted(group) for group in groups):
+        raise ValueError(
+            f"groups must hold each of the ranks 0 to {world_size - 1} once, in ascending order within a group, "
+            f"got {[list(group) for group in groups]}"
+        )
+    return next(group for group in groups if rank in group)
+
+
+def check_pairs(pairs: Sequence[tuple[int, int]], world_size: int) -> None:
+    """Checks the pairs of :meth:`Transport.permute`.
+
+    Raises:
+        ValueError: If a rank is a source or a destination twice, is its own destination, or does not exist.
+    """
+    sources, destinations = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    once = len(set(sources)) == len(pairs) == len(set(destinations))
+    known = all(0 <= rank < world_size for rank in (*sources, *destinations))
+    if not once or not known or any(source == destination for source, destination in pairs):
+        raise ValueError(
+            f"permute needs (source, destination) pairs of different ranks below {world_size}, each a source and a "
+            f"destination once at most, got {list(pairs)}"
+        )
+
+
+def check_sizes(
+    output: Tensor, tensor: Tensor, output_sizes: Sequence[int], tensor_sizes: Sequence[int], world_size: int
+) -> None:
+    """Checks the sizes of :meth:`Transport.all_to_all` as far as one rank can.
+
+    Raises:
+        ValueError: If there is not one size for each rank, or the sizes do not add up to those of the tensors.
+    """
+    for name, buffer, sizes in (("output", output, output_sizes), ("tensor", tensor, tensor_sizes)):
+        if len(sizes) != world_size or sum(sizes) != buffer.numel() or min(sizes) < 0:
+            raise ValueError(
+                f"all_to_all on {world_size} ranks with {name} of {buffer.numel()} elements needs {world_size} sizes "
+                f"that add up to them, got {list(sizes)}"
+            )

@@ -70,6 +70,40 @@ def many(transport: HorovodTransport) -> list[float]:
     return [float(tensor) for tensor in tensors]
 
 
+def pieces(transport: HorovodTransport) -> list[bool]:
+    """Pieces of unequal sizes to all ranks, and shares of a sum; more of both under way than there are names."""
+    rank, n = transport.rank, transport.world_size
+    right, pending = [], []
+    for turn in range(40):
+        sizes = [
+            [(3 * source + destination + turn * (source + 1)) % 5 for destination in range(n)] for source in range(n)
+        ]
+        out, into = sizes[rank], [row[rank] for row in sizes]
+        tensor = torch.cat([torch.full((size,), float(10 * rank + other)) for other, size in enumerate(out)])
+        received = torch.full((sum(into),), -1.0)
+        expected = [float(10 * other + rank) for other, size in enumerate(into) for _ in range(size)]
+        pending.append((transport.all_to_all(received, tensor, into, out), received, expected))
+        share = torch.zeros(2, dtype=torch.bfloat16)
+        total = [float(n * (2 * rank + place) + sum(range(n)) + n * turn) for place in range(2)]
+        tensor = torch.arange(2 * n).bfloat16() + rank + turn
+        pending.append((transport.reduce_scatter(share, tensor), share, total))
+    for work, received, expected in reversed(pending):
+        work.wait()
+        right.append(received.tolist() == expected)
+    return right
+
+
+def lacking(transport: HorovodTransport) -> list[str]:
+    """What is said of operations that Horovod has not."""
+    said = []
+    for call in (lambda: transport.permute(torch.zeros(1), torch.zeros(1), []), lambda: transport.split([])):
+        try:
+            call()
+        except NotImplementedError as error:
+            said.append(str(error))
+    return said
+
+
 def abandoned(transport: HorovodTransport) -> list[float]:
     """An operation that nobody waits for does not write into its buffer once that is used for something else."""
     buffer = torch.zeros(transport.world_size)
@@ -123,6 +157,8 @@ def main(folder: Path) -> None:
         "collectives": collectives(transport),
         "sums": sums(transport),
         "many": many(transport),
+        "pieces": pieces(transport),
+        "lacking": lacking(transport),
         "own_pace": own_pace(transport),
         "measured": measured(transport),
         "costs": [cost.fixed for cost in calibrate(transport, torch.device("cpu"), 0.1).values()],

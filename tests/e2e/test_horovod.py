@@ -130,6 +130,18 @@ def test_names_suffice_for_any_number_of_operations(collectives: list[dict[str, 
     assert all(result["many"] == [3.0 * i for i in range(100)] for result in collectives)
 
 
+def test_pieces_of_any_size_reach_their_owners(collectives: list[dict[str, Any]]) -> None:
+    assert all(result["pieces"] == [True] * 80 for result in collectives)
+
+
+def test_what_horovod_lacks_is_named(collectives: list[dict[str, Any]]) -> None:
+    for result in collectives:
+        assert [text.partition(":")[0] for text in result["lacking"]] == [
+            "HorovodTransport has no permute",
+            "HorovodTransport has no split",
+        ]
+
+
 def test_what_nobody_waits_for_is_not_written(collectives: list[dict[str, Any]]) -> None:
     assert all(result["abandoned"] == [0.0] * 3 for result in collectives)
 

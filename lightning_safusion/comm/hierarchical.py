@@ -1,0 +1,224 @@
+"""Two levels: dense inside a node, sparse between nodes (e.g. Lin et al., Deep Gradient Compression, ICLR 2018)."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightning_safusion.comm.entries import Entries, decoded, encoded, joined, message_sizes
+from lightning_safusion.comm.exchange import Part, SpanSpec, saturated
+from lightning_safusion.comm.multiphase import MultiPhaseExchange
+from lightning_safusion.comm.transport import Transport, Work
+from lightning_safusion.comm.wire import resolve_codec
+
+_INSIDE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class NodeTransports:
+    """Communicators of two levels; made once, shared by all exchanges.
+
+    The first members of all nodes talk to each other, so do the second, and so on, as far as the smallest node goes: so
+    many workers of every node use its network card at once.
+
+    Args:
+        world: All ranks.
+        inside: The ranks of this rank's node.
+        between: The ranks at this rank's place in all nodes; only itself if its place is beyond the smallest node.
+        nodes: Ranks of all nodes.
+    """
+
+    world: Transport
+    inside: Transport
+    between: Transport
+    nodes: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def make(cls, world: Transport, node: Hashable) -> NodeTransports:
+        """Makes the communicators. Collective; the transports are closed with ``world``.
+
+        Args:
+            world: All ranks.
+            node: Name of the node that this rank runs on (its host's name, or number).
+        """
+        names = world.gather_objects(node)
+        members: dict[Hashable, list[int]] = {}
+        for rank, name in enumerate(names):
+            members.setdefault(name, []).append(rank)
+        nodes = tuple(map(tuple, members.values()))
+        width = min(map(len, nodes))
+        rails = [sorted(ranks[place] for ranks in nodes) for place in range(width)]
+        rails += [[rank] for ranks in nodes for rank in ranks[width:]]
+        return cls(world, world.split(nodes), world.split(rails), nodes)
+
+    @property
+    def width(self) -> int:
+        """Workers of a node that talk to other nodes."""
+        return min(map(len, self.nodes))
+
+
+class HierarchicalExchange(MultiPhaseExchange):
+    """Adds up whole spans inside a node, sends the largest sums of every node to all others.
+
+    1. *Inside*: a reduce-scatter of residual plus gradient. Each of the ``w`` workers that talk to other nodes gets the
+       node's sum of one shard. The pieces travel in the dtype ``inside`` and are added in float32.
+    2. *Between*: the ``ceil(capacity / w)`` largest sums of a shard, exactly, go to the owners of that shard in all
+       other nodes: an all-gather.
+    3. *Inside*: every worker gets what the owners have.
+
+    So a node sends ``capacity`` entries, not ``capacity`` for each of its workers: ``(nodes - 1) * S`` bytes cross a
+    node's network card, where a flat all-gather takes ``(workers - workers of the node) * S``.
+
+    This selects from sums which only this collective sees: what the sparsifier chose from this rank's own part is not
+    used, only its number. Every rank keeps its own residual, and takes its own part of every sum that was sent out of
+    it; the residuals of a node add up to what one residual of the node would be. What the wire's rounding took from a
+    sum stays with the owner of its shard.
+
+    Args:
+        spec: Shape of the exchange.
+        transports: Communicators of both levels.
+        device: Where the span lives.
+        wire: Wire format between nodes, by name.
+        dtype: Dtype of the gradients; see :func:`resolve_codec`.
+        inside: Values inside a node.
+
+    Raises:
+        ValueError: If ``inside`` or ``wire`` is unknown.
+    """
+
+    def __init__(
+        self,
+        spec: SpanSpec,
+        transports: NodeTransports,
+        device: torch.device,
+        wire: str = "auto",
+        dtype: torch.dtype = torch.float32,
+        inside: Literal["fp32", "bf16", "fp16"] = "fp32",
+    ) -> None:
+        if inside not in _INSIDE:
+            raise ValueError(f"inside must be one of {', '.join(_INSIDE)}, got {inside!r}")
+        super().__init__(spec, transports.world, device)
+        self.transports = transports
+        width = transports.width
+        self._edges = [spec.numel * shard // width for shard in range(width + 1)]
+        sizes = [high - low for low, high in zip(self._edges, self._edges[1:], strict=False)]
+        self._quotas = [min(size, -(-spec.capacity // width)) for size in sizes]
+        self._codecs = [
+            resolve_codec(wire, size, quota, dtype) if quota else None
+            for size, quota in zip(sizes, self._quotas, strict=True)
+        ]
+        self._sizes = sizes + [0] * (transports.inside.world_size - width)  # of the shard of each worker of the node
+        self._x = torch.zeros(spec.numel if spec.capacity else 0, dtype=_INSIDE[inside], device=device)
+        self._absent: Sequence[int] = ()
+        self._sent = Entries.none(device)
+        self._scattering: tuple[Tensor, Work] | None = None
+        rails = [sorted(ranks[shard] for ranks in transports.nodes) for shard in range(width)]
+        (mine,) = (ranks for ranks in transports.nodes if transports.world.rank in ranks)
+        self._own_messages = [rail.index(mine[shard]) for shard, rail in enumerate(rails)]
+
+    @property
+    def owns_shard(self) -> bool:
+        """Whether this worker talks to other nodes."""
+        return self.transports.inside.rank < self.transports.width
+
+    @property
+    def bytes_sent(self) -> int:
+        return self.lane.bytes_sent + self._x.nbytes + self._message_bytes * (1 + self.transports.between.world_size)
+
+    @property
+    def bytes_received(self) -> int:
+        inside = self.transports.inside
+        own = self._sizes[inside.rank] * self._x.itemsize * (inside.world_size - 1) if len(self._x) else 0
+        nodes = len(self.transports.nodes)
+        others = sum(message_sizes(self._codecs)) - self._message_bytes
+        return self.lane.bytes_received + own + self.bytes_between + nodes * others
+
+    @property
+    def bytes_between(self) -> int:
+        """Bytes that this worker receives from other nodes, without the dense pieces and flags."""
+        return (self.transports.between.world_size - 1) * self._message_bytes
+
+    @property
+    def _message_bytes(self) -> int:
+        return message_sizes(self._codecs)[self.transports.inside.rank] if self.owns_shard else 0
+
+    def sent(self) -> tuple[Tensor, Tensor]:
+        return self._sent.indices, self._sent.values
+
+    def _pack(self, x: Tensor, part: Part) -> None:
+        if not len(self._x):
+            return
+        self._absent = part.absent
+        # an infinity must be seen by all ranks; what is finite and does not fit stays in the residual
+        self._x.copy_(torch.where(x.isinf(), x, saturated(x, self._x.dtype)))
+        for start, stop, _ in self.spec.dense_runs:
+            self._x[start:stop] = 0
+        for tensor in part.absent:
+            self._x[self.spec.edges[tensor] : self.spec.edges[tensor + 1]] = 0
+
+    def _launch_first(self) -> None:
+        inside = self.transports.inside
+        incoming = [self._sizes[inside.rank]] * inside.world_size
+        if len(self._x):
+            self._scattering = self._all_to_all(inside, self._x, self._sizes, incoming)
+
+    def _finish(self) -> Entries:
+        if self._scattering is None:
+            return self._result
+        pieces, work = self._scattering
+        self._scattering = None
+        work.wait()
+        total = torch.zeros(self._sizes[self.transports.inside.rank], device=self.device)
+        for piece in pieces.view(self.transports.inside.world_size, -1):
+            total += piece
+        received, work = self._all_gather(self.transports.inside, self._between(total), self._gathered_sizes)
+        work.wait()
+        return self._added(received, total)
+
+    @property
+    def _gathered_sizes(self) -> list[int]:
+        """Bytes that each worker of the node passes on inside: its shard's messages of all nodes."""
+        nodes = len(self.transports.nodes)
+        passed = [nodes * size for size in message_sizes(self._codecs)]
+        return passed + [0] * (self.transports.inside.world_size - len(passed))
+
+    def _between(self, total: Tensor) -> Tensor:
+        """Sends the largest sums of this worker's shard to other nodes; returns the messages of all nodes."""
+        between = self.transports.between
+        received = torch.zeros(between.world_size * self._message_bytes, dtype=torch.uint8, device=self.device)
+        if self._message_bytes:
+            shard = self.transports.inside.rank
+            everything = Entries(torch.arange(len(total), device=self.device), total)
+            message, _ = encoded([everything.largest(self._quotas[shard])], [self._codecs[shard]], self.device)
+            between.all_gather(received, message).wait()
+        return received
+
+    def _added(self, received: Tensor, total: Tensor) -> Entries:
+        """Adds up the messages of all nodes, shard by shard, and notes what of them came from this rank."""
+        sums, sent = [], []
+        for shard, messages in enumerate(received.split(self._gathered_sizes)[: self.transports.width]):
+            codec, low, high = self._codecs[shard], *self._edges[shard : shard + 2]
+            lists = decoded(messages, [codec] * len(self.transports.nodes))
+            region = torch.zeros(high - low, device=self.device)
+            for entries in lists:
+                region.index_add_(0, entries.indices, entries.values)
+            support = region.nonzero().view(-1)
+            sums.append(Entries(support, region[support]).shifted(low))
+            own = lists[self._own_messages[shard]]
+            values = self._x[low:high][own.indices].float()
+            if shard == self.transports.inside.rank:
+                values += own.values - total[own.indices]
+            sent.append(Entries(own.indices, values).shifted(low))
+        self._sent = self._without_absent(joined(sent))
+        return joined(sums)
+
+    def _without_absent(self, sent: Entries) -> Entries:
+        """Without tensors of which this rank sent nothing: not even a rounding error of theirs is its own."""
+        for tensor in self._absent:
+            low, high = self.spec.edges[tensor : tensor + 2]
+            sent = sent.where((sent.indices < low) | (sent.indices >= high))
+        return sent

@@ -1,0 +1,246 @@
+"""Ok-Topk: sparse all-reduce of a volume that does not grow with the workers (Li and Hoefler, PPoPP 2022)."""
+
+from __future__ import annotations
+
+import math
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_safusion.comm.cost import ring_allreduce_bytes
+from lightning_safusion.comm.entries import Entries, decoded, encoded, joined, message_sizes
+from lightning_safusion.comm.exchange import Part, SpanSpec
+from lightning_safusion.comm.multiphase import MultiPhaseExchange
+from lightning_safusion.comm.transport import Transport, Work
+from lightning_safusion.comm.wire import Codec, resolve_codec
+
+# The threshold follows the number of entries that pass it, as in the authors' VGG trainer: where less than 2/3 or more
+# than 4/3 of the capacity pass, it moves by 0.8 %.
+_FEW, _MANY, _STEP = 2 / 3, 4 / 3, 1.008
+
+# One that is off by more than this factor would take hundreds of such steps: it is found anew.
+_FAR_OFF = 4
+
+
+class OkTopkExchange(MultiPhaseExchange):
+    """Delivers the entries of the sum of all selections whose magnitude reaches a global threshold.
+
+    1. *Split and reduce*: the span is cut into one region for each rank; each rank sends its entries to the owners of
+       their regions, which add them up. The regions are the mean of what the ranks would need to have as many entries
+       in each; agreed anew every ``repartition`` steps.
+    2. *Select*: every ``refresh`` steps all sums are gathered, and the ``capacity`` largest are kept, exactly; their
+       smallest magnitude is the threshold. In between an owner keeps what reaches it, and the threshold follows the
+       number found; where that is off by more than a factor of four, the next step refreshes.
+    3. *Balance*: where the longest list exceeds ``balance`` times the mean, lists are cut anew, into equal ones.
+    4. *Gather*: every rank gets all lists.
+
+    What a rank sent comes out of its residual where it was delivered; elsewhere it stays, and is sent again. As the sum
+    at a delivered position holds what every rank sent, nothing is lost.
+
+    The volume per worker is one to three times ``(n - 1) / n`` messages, and all sums in a step that refreshes. It
+    depends on the data: all ranks tell each other their numbers of entries first, so the host waits for the device at
+    the launch and in :meth:`wait`. Regions and thresholds need a hundred entries for each rank or so to be useful.
+
+    Sums travel in float32, whatever the wire: what rounding took from them, no rank would hold. The authors post their
+    messages in groups of four partners and add while the next group is under way; here a phase is one all-to-all.
+
+    Args:
+        spec: Shape of the exchange.
+        transport: Communicator that can do all-to-all.
+        device: Where the span lives.
+        wire: Wire format by name.
+        dtype: Dtype of the gradients; see :func:`resolve_codec`.
+        refresh: Steps between exact thresholds (tau'); the authors use 32 (VGG, LSTM) and 128 (BERT).
+        repartition: Steps between agreements on the regions (tau); the authors use 64.
+        balance: Ratio of the longest list to the mean above which lists are balanced (the paper's is 4).
+
+    Raises:
+        ValueError: If a period is below 1 step, or the ratio below 1.
+    """
+
+    def __init__(
+        self,
+        spec: SpanSpec,
+        transport: Transport,
+        device: torch.device,
+        wire: str = "auto",
+        dtype: torch.dtype = torch.float32,
+        refresh: int = 32,
+        repartition: int = 64,
+        balance: float = 4.0,
+    ) -> None:
+        if refresh < 1 or repartition < 1:
+            raise ValueError(f"refresh and repartition must be at least 1 step, got {refresh} and {repartition}")
+        if not balance >= 1:
+            raise ValueError(f"balance must be at least 1, got {balance}")
+        super().__init__(spec, transport, device)
+        self.dtype = dtype
+        self.refresh = refresh
+        self.repartition = repartition
+        self.balance = balance
+        self._wire = wire
+        layout, _, _ = wire.rpartition("-")
+        self._sum_wire = f"{layout}-fp32" if layout else "fp32"
+        self._step = 0
+        self._threshold: float | None = None  # None: to be found in the next step
+        self._edges = _equal_edges(spec.numel, transport.world_size)
+        self._local = self._coded = Entries.none(device)
+        self._parts: list[Entries] = []  # of the local entries, by region
+        self._first: tuple[Tensor, Work] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next step depends on; the same on all ranks.
+
+        Keys: ``step``, ``threshold`` (float, or None), ``edges`` (int, world_size + 1 edges of the regions).
+        """
+        return {"step": self._step, "threshold": self._threshold, "edges": list(self._edges)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what :meth:`state_dict` returned, on all ranks.
+
+        Regions of another number of ranks, or of another span, are agreed anew in the next step, as the threshold is.
+        """
+        edges = list(state["edges"])
+        if len(edges) == self.transport.world_size + 1 and edges[-1] == self.spec.numel:
+            self._step, self._threshold, self._edges = state["step"], state["threshold"], edges
+        else:
+            self._step, self._threshold = 0, None
+
+    def sent(self) -> tuple[Tensor, Tensor]:
+        delivered = self._coded.among(self._result)
+        return delivered.indices, delivered.values
+
+    def _pack(self, x: Tensor, part: Part) -> None:
+        self._local = Entries.of(part.selection, self.device)
+
+    def _launch_first(self) -> None:
+        if self.spec.capacity:
+            self._first = self._propose_edges() if self._step % self.repartition == 0 else self._send_counts()
+
+    def _finish(self) -> Entries:
+        if self._first is None:
+            return self._result  # the whole span travels dense
+        (counts, work), self._first = self._first, None
+        work.wait()
+        if self._step % self.repartition == 0:
+            self._edges = [edge // self.transport.world_size for edge in counts.tolist()]
+            counts, work = self._send_counts()
+            work.wait()
+        mine = self._reduce(self._split(counts.tolist()))
+        threshold = None if self._step % self.refresh == 0 else self._threshold
+        self._step += 1
+        return self._refreshed(mine) if threshold is None else self._above(mine, threshold)
+
+    def _propose_edges(self) -> tuple[Tensor, Work]:
+        """Starts adding up the regions that the ranks would like."""
+        wanted = _wanted_edges(self._local, self.spec.numel, self.transport.world_size)
+        edges = torch.tensor(wanted, dtype=torch.int64, device=self.device)
+        self._handed_in += edges.nbytes
+        self._came_in += round(ring_allreduce_bytes(self.transport.world_size, edges.nbytes))
+        return edges, self.transport.all_reduce(edges)
+
+    def _send_counts(self) -> tuple[Tensor, Work]:
+        """Starts telling every owner how many entries it will get."""
+        self._parts = self._local.cut(self._edges)
+        counts = torch.tensor([len(part) for part in self._parts], dtype=torch.int64, device=self.device)
+        ones = [1] * self.transport.world_size
+        return self._all_to_all(self.transport, counts, ones, ones)
+
+    def _split(self, counts: list[int]) -> list[Entries]:
+        """Sends every owner the entries of its region; returns those that this rank gets, ``counts`` from each."""
+        out = [self._codec(self._size(j), len(part), self._wire) for j, part in enumerate(self._parts)]
+        own = self._size(self.transport.rank)
+        into = [self._codec(own, count, self._wire) for count in counts]
+        message, coded = encoded(self._parts, out, self.device)
+        self._coded = Entries(self._local.indices, coded.values)
+        received, work = self._all_to_all(self.transport, message, message_sizes(out), message_sizes(into))
+        work.wait()
+        return decoded(received, into)
+
+    def _size(self, rank: int) -> int:
+        return self._edges[rank + 1] - self._edges[rank]
+
+    def _codec(self, numel: int, count: int, wire: str) -> Codec | None:
+        return resolve_codec(wire, numel, count, self.dtype) if count else None
+
+    def _reduce(self, parts: list[Entries]) -> Entries:
+        """Adds up this rank's region, rank by rank."""
+        region = torch.zeros(self._size(self.transport.rank), device=self.device)
+        for part in parts:
+            region.index_add_(0, part.indices, part.values)
+        support = region.nonzero().view(-1)
+        return Entries(support, region[support])
+
+    def _refreshed(self, mine: Entries) -> Entries:
+        """The largest sums of all, and the threshold that they set."""
+        top = self._gathered(mine, self._counts(mine)).largest(self.spec.capacity)
+        least = float(top.values.abs().min()) if len(top) == self.spec.capacity else 0.0
+        # fewer sums than room, or sums that overflowed, say nothing about the next step
+        self._threshold = least if math.isfinite(least) and least > 0 else None
+        return top
+
+    def _above(self, mine: Entries, threshold: float) -> Entries:
+        """The sums that reach the threshold, which then follows their number."""
+        mine = mine.where(~(mine.values.abs() < threshold))  # NaN must be seen by all
+        counts = self._counts(mine)
+        found = sum(counts)
+        if not self.spec.capacity / _FAR_OFF <= found <= self.spec.capacity * _FAR_OFF:
+            self._threshold = None
+        elif found < _FEW * self.spec.capacity:
+            self._threshold = threshold / _STEP
+        elif found > _MANY * self.spec.capacity:
+            self._threshold = threshold * _STEP
+        if max(counts) * len(counts) > self.balance * found:
+            return self._balanced(mine, counts)
+        return self._gathered(mine, counts)
+
+    def _counts(self, mine: Entries) -> list[int]:
+        """Entries that each rank has."""
+        count = torch.tensor([len(mine)], dtype=torch.int64, device=self.device)
+        counts, work = self._all_gather(self.transport, count, [1] * self.transport.world_size)
+        work.wait()
+        return [int(each) for each in counts.tolist()]
+
+    def _balanced(self, mine: Entries, counts: list[int]) -> Entries:
+        """Gathers lists of equal length: of all entries, in order, every rank passes on one of ``n`` equal pieces."""
+        rank, n = self.transport.rank, self.transport.world_size
+        held = list(accumulate(counts, initial=0))
+        cuts = _equal_edges(held[-1], n)
+        places = [min(max(cut - held[rank], 0), len(mine)) for cut in cuts]
+        pieces = [Entries(mine.indices[a:b], mine.values[a:b]) for a, b in zip(places, places[1:], strict=False)]
+        out = [self._codec(self._size(rank), len(piece), self._sum_wire) for piece in pieces]
+        overlaps = [max(0, min(held[j + 1], cuts[rank + 1]) - max(held[j], cuts[rank])) for j in range(n)]
+        into = [self._codec(self._size(j), overlap, self._sum_wire) for j, overlap in enumerate(overlaps)]
+        message, _ = encoded(pieces, out, self.device)
+        received, work = self._all_to_all(self.transport, message, message_sizes(out), message_sizes(into))
+        work.wait()
+        share = joined([part.shifted(self._edges[j]) for j, part in enumerate(decoded(received, into))])
+        lengths = [b - a for a, b in zip(cuts, cuts[1:], strict=False)]
+        return joined(self._exchanged(share, [(self.spec.numel, length) for length in lengths]))
+
+    def _gathered(self, mine: Entries, counts: list[int]) -> Entries:
+        """The entries of all ranks, each at positions in its own region."""
+        parts = self._exchanged(mine, [(self._size(j), count) for j, count in enumerate(counts)])
+        return joined([part.shifted(self._edges[j]) for j, part in enumerate(parts)])
+
+    def _exchanged(self, mine: Entries, shapes: list[tuple[int, int]]) -> list[Entries]:
+        """All-gathers lists of sums, of ``(elements of the region, entries)`` each."""
+        codecs = [self._codec(numel, count, self._sum_wire) for numel, count in shapes]
+        message, _ = encoded([mine], [codecs[self.transport.rank]], self.device)
+        received, work = self._all_gather(self.transport, message, message_sizes(codecs))
+        work.wait()
+        return decoded(received, codecs)
+
+
+def _equal_edges(numel: int, parts: int) -> list[int]:
+    return [numel * part // parts for part in range(parts + 1)]
+
+
+def _wanted_edges(local: Entries, numel: int, parts: int) -> list[int]:
+    """Edges of regions that hold equally many entries of one rank; equal regions where it has fewer than regions."""
+    share = len(local) // parts
+    if share == 0:
+        return _equal_edges(numel, parts)
+    return [0, *local.indices[share : share * parts : share].tolist(), numel]

@@ -1,0 +1,158 @@
+"""Exchanges of one span on virtual workers, without a generator: what goes in is given, what comes out is returned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_safusion.comm import Transport, local_transports, resolve_codec
+from lightning_safusion.comm.exchange import Exchange, Notice, Part, SpanSpec, TensorFlag, Verdict
+from lightning_safusion.comm.gtopk import GTopKExchange
+from lightning_safusion.comm.hierarchical import HierarchicalExchange, NodeTransports
+from lightning_safusion.comm.oktopk import OkTopkExchange
+from lightning_safusion.sparsify.base import Selection, span_segments
+from lightning_safusion.sparsify.topk import TopK
+
+CPU = torch.device("cpu")
+Build = Callable[[SpanSpec, Transport], Exchange]
+
+
+def span(numel: int, capacity: int, dense: tuple[int, int] | None = None) -> SpanSpec:
+    """A span of one tensor; or of three, the middle one of which travels whole."""
+    if dense is None:
+        return SpanSpec(numel, capacity, (0, numel), ())
+    return SpanSpec(numel, capacity, (0, *dense, numel), ((*dense, torch.float32),))
+
+
+def oktopk(**options: Any) -> Build:
+    return lambda spec, transport: OkTopkExchange(spec, transport, CPU, **options)
+
+
+def gtopk(algorithm: Any = "tree", wire: str = "auto") -> Build:
+    def build(spec: SpanSpec, transport: Transport) -> Exchange:
+        codec = resolve_codec(wire, spec.numel, spec.capacity, torch.float32) if spec.capacity else None
+        return GTopKExchange(spec, transport, CPU, codec, algorithm)
+
+    return build
+
+
+def nodes_of(world_size: int) -> list[int]:
+    """Node of every rank: unequal nodes where the ranks do not divide, and ranks of a node not next to each other."""
+    return [rank % max(1, world_size // 2) for rank in range(world_size)]
+
+
+def hierarchical(nodes: Sequence[int] | None = None, **options: Any) -> Build:
+    def build(spec: SpanSpec, transport: Transport) -> Exchange:
+        names = nodes_of(transport.world_size) if nodes is None else nodes
+        made = NodeTransports.make(transport, names[transport.rank])
+        return HierarchicalExchange(spec, made, CPU, **options)
+
+    return build
+
+
+@dataclass
+class Received:
+    """What one rank got out of an exchange.
+
+    Attributes:
+        mean: float32 [N].
+        sent: float32 [N], what it takes out of its residual.
+        verdict: What all ranks said.
+        finite: Whether the mean is.
+    """
+
+    mean: Tensor
+    sent: Tensor
+    verdict: Verdict
+    finite: bool
+
+
+def part_of(x: Tensor, spec: SpanSpec, flag: int = TensorFlag.FRESH, notices: int = 0) -> Part:
+    """The exact top-k of what does not travel whole."""
+    sparse = x.clone()
+    for start, stop, _ in spec.dense_runs:
+        sparse[start:stop] = 0
+    selection = TopK().select(sparse, span_segments(spec.numel, spec.capacity), 0) if spec.capacity else None
+    if selection is not None and spec.dense_runs:
+        kept = (selection.values != 0).nonzero().view(-1)
+        selection = Selection(selection.indices[kept], selection.values[kept], len(kept))
+    return Part(selection, torch.full((spec.num_tensors,), int(flag), dtype=torch.uint8), (), notices)
+
+
+def failed_part(spec: SpanSpec) -> Part:
+    """What a rank sends that could not select."""
+    return Part(None, torch.zeros(spec.num_tensors, dtype=torch.uint8), range(spec.num_tensors), int(Notice.FAILED))
+
+
+def through(exchange: Exchange, x: Tensor, part: Part | None = None) -> Received:
+    """One exchange, from residual plus gradient to the mean."""
+    exchange.encode(x, part if part is not None else part_of(x, exchange.spec))
+    exchange.start()
+    return end(exchange, x)
+
+
+def end(exchange: Exchange, x: Tensor) -> Received:
+    """The end of an exchange that has been started."""
+    exchange.wait()
+    scratch = torch.zeros(exchange.spec.numel)
+    mean = exchange.decode(scratch)
+    finite = exchange.is_finite(mean)
+    verdict = exchange.verdict()
+    indices, values = exchange.sent()
+    assert len(indices.unique()) == len(indices)
+    sent = torch.zeros(exchange.spec.numel)
+    sent[indices] = values
+    for start, stop, _ in exchange.spec.dense_runs:
+        sent[start:stop] += exchange.sent_dense(start, stop, x)
+    result = Received(mean.clone(), sent, verdict, finite)
+    exchange.release(scratch)
+    assert not scratch.any()
+    return result
+
+
+class Workers:
+    """``world_size`` virtual workers with an exchange each."""
+
+    def __init__(self, world_size: int, spec: SpanSpec, build: Build) -> None:
+        self.spec = spec
+        self.transports = local_transports(world_size, timeout=20.0)
+        self.exchanges: list[Any] = self.each(lambda rank: build(spec, self.transports[rank]))
+
+    def each(self, fn: Callable[[int], Any]) -> list[Any]:
+        with ThreadPoolExecutor(len(self.transports)) as pool:
+            return list(pool.map(fn, range(len(self.transports))))
+
+    def step(self, xs: Sequence[Tensor], parts: Sequence[Part] | None = None) -> list[Received]:
+        """One exchange on all workers."""
+        chosen = parts if parts is not None else [part_of(x, self.spec) for x in xs]
+        return self.each(lambda rank: through(self.exchanges[rank], xs[rank], chosen[rank]))
+
+
+def gradients(world_size: int, numel: int, seed: int = 0) -> list[Tensor]:
+    """Heavy-tailed, and alike on all ranks in part, as real ones are."""
+    generator = torch.Generator().manual_seed(seed)
+    common = torch.randn(numel, generator=generator) ** 3
+    return [common + torch.randn(numel, generator=generator) ** 3 for _ in range(world_size)]
+
+
+def same(results: Sequence[Received]) -> bool:
+    """Whether all ranks got the same bits."""
+    return all(torch.equal(results[0].mean, other.mean) for other in results)
+
+
+def lost(results: Sequence[Received]) -> float:
+    """Largest difference between what ranks take out of their residuals and what was delivered."""
+    delivered = results[0].mean.double() * len(results)
+    taken = torch.stack([result.sent for result in results]).double().sum(0)
+    return float((delivered - taken).abs().max()) if len(delivered) else 0.0
+
+
+def conserved(results: Sequence[Received]) -> bool:
+    """Whether nothing is lost but the last bits of sums."""
+    largest = max((float(result.sent.abs().max()) for result in results if len(result.sent)), default=0.0)
+    return lost(results) <= 1e-6 * len(results) * largest

@@ -1,0 +1,147 @@
+"""The two levels against their definition, and the bytes that cross a node's network card."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_safusion.comm import SoloTransport
+from lightning_safusion.comm.exchange import Part
+from lightning_safusion.comm.hierarchical import HierarchicalExchange, NodeTransports
+from tests.comm.exchanges import (
+    CPU,
+    Received,
+    Workers,
+    conserved,
+    gradients,
+    hierarchical,
+    part_of,
+    same,
+    span,
+    through,
+)
+
+#: Node of every rank.
+CLUSTERS: list[list[int]] = [
+    [0, 0],
+    [0, 1],
+    [0, 0, 1],
+    [1, 0, 1, 0, 0],
+    [0, 0, 0, 0, 1, 1, 1, 1],
+    [0, 1, 1, 0, 2, 2, 2, 3],
+    list(range(8)),
+    [0] * 8,
+]
+
+
+def nodes_in(cluster: list[int]) -> list[list[int]]:
+    """Ranks of every node."""
+    return [[rank for rank, node in enumerate(cluster) if node == name] for name in dict.fromkeys(cluster)]
+
+
+def expected(xs: list[Tensor], cluster: list[int], capacity: int) -> tuple[Tensor, list[Tensor]]:
+    """Sum over all nodes of the largest sums in each shard of a node; and the positions of every node."""
+    width = min(map(len, nodes_in(cluster)))
+    numel = len(xs[0])
+    total, positions = torch.zeros(numel), []
+    for node in nodes_in(cluster):
+        node_sum = torch.stack([xs[rank] for rank in node]).sum(0)
+        chosen = torch.zeros(numel, dtype=torch.bool)
+        for shard in range(width):
+            low, high = numel * shard // width, numel * (shard + 1) // width
+            room = min(high - low, -(-capacity // width))
+            order = node_sum[low:high].abs().argsort(descending=True, stable=True)[:room]
+            chosen[low + order] = True
+        total += torch.where(chosen, node_sum, 0.0)
+        positions.append(chosen)
+    return total, positions
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS, ids=str)
+def test_equals_the_definition(cluster: list[int]) -> None:
+    n = len(cluster)
+    for numel, capacity in [(2000, 50), (2000, 1), (3, 2), (1, 1)]:
+        workers = Workers(n, span(numel, capacity), hierarchical(cluster))
+        for step in range(2):
+            xs = gradients(n, numel, seed=step)
+            results = workers.step(xs)
+            total, positions = expected(xs, cluster, capacity)
+            assert same(results)
+            torch.testing.assert_close(results[0].mean * n, total, atol=1e-4, rtol=1e-5)
+            assert conserved(results)
+            for chosen, node in zip(positions, nodes_in(cluster), strict=True):
+                for rank in node:
+                    torch.testing.assert_close(results[rank].sent, torch.where(chosen, xs[rank], 0.0))
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS, ids=str)
+def test_bytes_are_those_of_the_formulas(cluster: list[int]) -> None:
+    n, numel, capacity = len(cluster), 3600, 96
+    nodes = nodes_in(cluster)
+    width = min(map(len, nodes))
+    workers = Workers(n, span(numel, capacity), hierarchical(cluster, wire="coo-fp32", inside="bf16"))
+    workers.step(gradients(n, numel))
+    shard, message = numel // width, 4 + 8 * capacity // width
+    for node in nodes:
+        into_node = sum(workers.exchanges[rank].transports.between.bytes_received for rank in node)
+        assert into_node == (len(nodes) - 1) * width * message  # (nodes - 1) * S, whatever the workers of the node
+        assert into_node == sum(workers.exchanges[rank].bytes_between for rank in node)
+        for place, rank in enumerate(node):
+            exchange = workers.exchanges[rank]
+            owns = place < width
+            scattered = (len(node) - 1) * shard * 2 if owns else 0
+            between = (len(nodes) - 1) * message if owns else 0
+            gathered = (width - owns) * len(nodes) * message
+            assert exchange.bytes_received == exchange.lane.bytes_received + scattered + between + gathered
+            assert exchange.transports.inside.bytes_received == scattered + gathered
+
+
+@pytest.mark.parametrize(("wire", "inside"), [("bf16", "fp32"), ("fp32", "bf16"), ("fp16", "fp16"), ("auto", "bf16")])
+def test_rounding_stays_with_the_senders(wire: str, inside: Any) -> None:
+    cluster = [0, 1, 0, 1, 1]
+    workers = Workers(5, span(1000, 40), hierarchical(cluster, wire=wire, inside=inside))
+    for step in range(3):
+        assert conserved(workers.step([1e3 * x for x in gradients(5, 1000, seed=step)]))
+
+
+def test_what_does_not_fit_inside_stays_with_the_sender() -> None:
+    workers = Workers(2, span(4, 4), hierarchical([0, 0], inside="fp16"))
+    xs = [torch.tensor([1e6, 0.0, 0.0, 0.0]), torch.tensor([1.0, 2.0, 0.0, 0.0])]
+    results = workers.step(xs)
+    assert results[0].sent.tolist() == [65504.0, 0.0, 0.0, 0.0]
+    assert results[1].sent.tolist() == [1.0, 2.0, 0.0, 0.0]
+    assert (results[0].mean * 2).tolist() == [65505.0, 2.0, 0.0, 0.0]
+
+
+def test_a_tensor_of_which_a_rank_sends_nothing_is_not_charged_to_it() -> None:
+    spec = span(600, 60, dense=(0, 0))
+    spec = type(spec)(600, 60, (0, 300, 600), ())
+    workers = Workers(2, spec, hierarchical([0, 0], wire="bf16"))
+    xs = gradients(2, 600)
+    parts = [part_of(xs[0], spec), part_of(xs[1], spec)]
+    for absent in range(2):
+        parts[1] = Part(parts[1].selection, parts[1].flags, (absent,))
+        results = workers.step(xs, parts)
+        quiet, loud = (slice(0, 300), slice(300, 600)) if absent == 0 else (slice(300, 600), slice(0, 300))
+        assert not results[1].sent[quiet].any()
+        assert results[1].sent[loud].any()
+        assert results[0].sent[quiet].any()
+
+
+def test_a_single_worker() -> None:
+    transports = NodeTransports.make(SoloTransport(), "here")
+    exchange = HierarchicalExchange(span(10, 2), transports, CPU)
+    x = torch.arange(10.0)
+    result: Received = through(exchange, x)
+    assert result.mean.nonzero().view(-1).tolist() == [8, 9]
+    assert torch.equal(result.mean, result.sent)
+
+
+def test_unknown_values() -> None:
+    transports = NodeTransports.make(SoloTransport(), "here")
+    inside: Any = "int8"
+    with pytest.raises(ValueError, match="fp32, bf16, fp16, got 'int8'"):
+        HierarchicalExchange(span(10, 2), transports, CPU, inside=inside)

@@ -1,0 +1,249 @@
+"""What every collective of several phases must do, whatever it delivers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_safusion.comm import default_transport
+from lightning_safusion.comm.exchange import Notice, Part, TensorFlag
+from lightning_safusion.comm.hierarchical import HierarchicalExchange
+from tests.comm.exchanges import (
+    Build,
+    Received,
+    Workers,
+    conserved,
+    end,
+    failed_part,
+    gradients,
+    gtopk,
+    hierarchical,
+    oktopk,
+    part_of,
+    same,
+    span,
+    through,
+)
+from tests.process_group import run_ranks
+
+WORLDS = [1, 2, 3, 5, 8]
+EXACT: dict[str, Build] = {
+    "oktopk": oktopk(),
+    "oktopk-reused": oktopk(refresh=3, repartition=2),
+    "oktopk-balanced": oktopk(refresh=1000, balance=1.0),
+    "oktopk-bf16": oktopk(refresh=3, wire="bf16"),
+    "hierarchical": hierarchical(),
+    "hierarchical-bf16": hierarchical(wire="bf16", inside="bf16"),
+    "hierarchical-fp16": hierarchical(wire="fp16", inside="fp16"),
+}
+ALL: dict[str, Build] = {**EXACT, "gtopk-tree": gtopk("tree"), "gtopk-butterfly": gtopk("butterfly", "bf16")}
+# elements, capacity
+SHAPES = [(4000, 60), (4000, 3), (4000, 3999), (3, 2), (1, 1), (7, 7), (0, 0)]
+
+
+def each_of(builds: dict[str, Build]) -> Any:
+    return pytest.mark.parametrize("build", builds.values(), ids=list(builds))
+
+
+@each_of(ALL)
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_ranks_get_the_same_bits_and_nothing_is_lost(build: Build, world_size: int) -> None:
+    for shape, (numel, capacity) in enumerate(SHAPES):
+        workers = Workers(world_size, span(numel, capacity), build)
+        for step in range(3):
+            xs = gradients(world_size, numel, seed=10 * shape + step)
+            results = workers.step(xs)
+            assert same(results)
+            assert all(result.finite for result in results)
+            assert results[0].verdict.fresh.tolist() == [world_size]
+            if workers.exchanges[0].conserves:
+                assert conserved(results)
+            if step == 0:
+                assert bool(results[0].mean.any()) is (numel > 0)
+
+
+@each_of(ALL)
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_bytes_are_those_that_the_transport_has_moved(build: Build, world_size: int) -> None:
+    workers = Workers(world_size, span(5000, 100, dense=(1000, 1300)), build)
+    for step in range(4):
+        before = [moved(workers, rank) for rank in range(world_size)]
+        workers.step(gradients(world_size, 5000, seed=step))
+        for rank, exchange in enumerate(workers.exchanges):
+            assert exchange.bytes_received == pytest.approx(moved(workers, rank) - before[rank], abs=1.5)
+
+
+def moved(workers: Workers, rank: int) -> float:
+    transports: list[Any] = [workers.transports[rank]]
+    exchange = workers.exchanges[rank]
+    if isinstance(exchange, HierarchicalExchange):
+        transports += [exchange.transports.inside, exchange.transports.between]
+    return sum(transport.bytes_received for transport in transports)
+
+
+@each_of(ALL)
+def test_dense_pieces_travel_whole(build: Build) -> None:
+    workers = Workers(3, span(2000, 20, dense=(500, 900)), build)
+    for step in range(3):
+        xs = gradients(3, 2000, seed=step)
+        results = workers.step(xs)
+        assert same(results)
+        mean = torch.stack(xs).mean(0)[500:900]
+        torch.testing.assert_close(results[0].mean[500:900], mean)
+        assert all(torch.equal(result.sent[500:900], x[500:900]) for result, x in zip(results, xs, strict=True))
+        assert results[0].mean[:500].any() or results[0].mean[900:].any()
+
+
+@each_of(ALL)
+def test_of_an_absent_tensor_nothing_is_sent(build: Build) -> None:
+    spec = span(2000, 20, dense=(500, 900))
+    workers = Workers(3, spec, build)
+    xs = gradients(3, 2000)
+    parts = [part_of(x, spec) for x in xs]
+    parts[1] = Part(parts[1].selection, parts[1].flags, (1,))
+    results = workers.step(xs, parts)
+    torch.testing.assert_close(results[0].mean[500:900], (xs[0] + xs[2])[500:900] / 3)
+
+
+@each_of(ALL)
+def test_a_span_that_travels_whole(build: Build) -> None:
+    workers = Workers(3, span(100, 0, dense=(0, 100)), build)
+    for step in range(2):
+        xs = gradients(3, 100, seed=step)
+        results = workers.step(xs)
+        torch.testing.assert_close(results[1].mean, torch.stack(xs).mean(0))
+        assert conserved(results)
+
+
+@each_of(ALL)
+def test_flags_and_notices_of_every_rank_reach_all(build: Build) -> None:
+    spec = span(900, 30, dense=(300, 350))
+    workers = Workers(3, spec, build)
+    xs = gradients(3, 900)
+    parts = [part_of(x, spec) for x in xs]
+    flags = parts[2].flags.clone()
+    flags[0] = TensorFlag.RAW | TensorFlag.FRESH
+    flags[2] = TensorFlag.BAD | TensorFlag.FRESH
+    parts[2] = Part(parts[2].selection, flags, (), int(Notice.TERMINATE))
+    results = workers.step(xs, parts)
+    for result in results:
+        assert result.verdict.fresh.tolist() == [3, 3, 3]
+        assert result.verdict.bad.tolist() == [False, False, True]
+        assert result.verdict.raw.tolist() == [True, False, False]
+        assert result.verdict.notices == Notice.TERMINATE
+    assert workers.step(xs)[0].verdict.is_regular(3)
+
+
+@each_of(ALL)
+def test_a_bad_tensor_is_spoiled_and_the_scratch_clean_afterwards(build: Build) -> None:
+    workers = Workers(2, span(900, 30, dense=(300, 350)), build)
+    xs = gradients(2, 900)
+
+    def spoiled(rank: int) -> torch.Tensor:
+        exchange = workers.exchanges[rank]
+        exchange.encode(xs[rank], part_of(xs[rank], exchange.spec))
+        exchange.start()
+        exchange.wait()
+        scratch = torch.zeros(900)
+        mean = exchange.decode(scratch)
+        exchange.poison(mean, torch.tensor([False, True, True]))
+        finite = [bool(torch.isfinite(piece).all()) for piece in (mean[:300], mean[300:350], mean[350:])]
+        exchange.release(scratch)
+        assert not scratch.any()
+        return torch.tensor(finite)
+
+    assert workers.each(spoiled)[1].tolist() == [True, False, False]
+
+
+@each_of(ALL)
+def test_a_rank_that_could_not_select_takes_part(build: Build) -> None:
+    spec = span(900, 30, dense=(300, 350))
+    workers = Workers(3, spec, build)
+    xs = [*gradients(2, 900), torch.zeros(900)]
+    for _ in range(2):
+        results = workers.step(xs, [*(part_of(x, spec) for x in xs[:2]), failed_part(spec)])
+        assert same(results)
+        assert all(result.verdict.notices & Notice.FAILED for result in results)
+        assert not results[2].sent.any()
+        assert results[0].mean.any()
+
+
+@each_of(ALL)
+def test_zeros_and_equals(build: Build) -> None:
+    workers = Workers(5, span(100, 10), build)
+    for xs in ([torch.zeros(100)] * 5, [torch.ones(100)] * 5, [torch.full((100,), -2.0)] * 5, gradients(5, 100)):
+        results = workers.step(xs)
+        assert same(results)
+        assert conserved(results) or not workers.exchanges[0].conserves
+    assert results[0].mean.any()
+
+
+@each_of(ALL)
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_every_rank_sees_a_sum_that_is_not_finite(build: Build, bad: float) -> None:
+    workers = Workers(3, span(400, 20), build)
+    for step in range(5):
+        xs = gradients(3, 400, seed=step)
+        if step in (0, 2):
+            xs[step // 2][17] = bad
+        results = workers.step(xs)
+        assert [result.finite for result in results] == [step not in (0, 2)] * 3
+        if results[0].finite and workers.exchanges[0].conserves:
+            assert conserved(results)
+
+
+@each_of(ALL)
+def test_two_are_under_way_at_once(build: Build) -> None:
+    spec = span(1000, 40)
+    workers = Workers(3, spec, build)
+    xs = [gradients(3, 1000, seed=seed) for seed in range(2)]
+    alone = [Workers(3, spec, build).step(each) for each in xs]
+    second = workers.each(lambda rank: build(spec, workers.transports[rank]))
+
+    def both(rank: int) -> list[Received]:
+        pair = [workers.exchanges[rank], second[rank]]
+        for exchange, x in zip(pair, xs, strict=True):
+            exchange.encode(x[rank], part_of(x[rank], spec))
+            exchange.start()
+        return [end(exchange, x[rank]) for exchange, x in zip(pair, xs, strict=True)]
+
+    for results in workers.each(both):
+        for result, expected in zip(results, alone, strict=True):
+            assert torch.equal(result.mean, expected[0].mean)
+
+
+@each_of(ALL)
+def test_waiting_twice_does_no_harm(build: Build) -> None:
+    workers = Workers(2, span(100, 10), build)
+    first = workers.step(gradients(2, 100))
+    moved_before = [moved(workers, rank) for rank in range(2)]
+    workers.each(lambda rank: workers.exchanges[rank].wait())
+    again = workers.each(lambda rank: workers.exchanges[rank].decode(torch.zeros(100)))
+    assert all(torch.equal(mean, result.mean) for mean, result in zip(again, first, strict=True))
+    assert [moved(workers, rank) for rank in range(2)] == moved_before
+
+
+def real(rank: int, names: list[str]) -> list[list[float]]:
+    transport = default_transport()
+    n = transport.world_size
+    means = []
+    for name in names:
+        exchange = ALL[name](span(3000, 50, dense=(100, 130)), transport)
+        for step in range(3):
+            means.append(through(exchange, gradients(n, 3000, seed=step)[rank]).mean.tolist())
+    transport.close()
+    return means
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_real_ranks_get_what_virtual_ones_do(world_size: int) -> None:
+    first, *others = run_ranks(world_size, real, list(ALL), timeout=120)
+    assert all(other == first for other in others)
+    expected = []
+    for build in ALL.values():
+        workers = Workers(world_size, span(3000, 50, dense=(100, 130)), build)
+        expected += [workers.step(gradients(world_size, 3000, seed=step))[0].mean for step in range(3)]
+    for mean, virtual in zip(first, expected, strict=True):
+        torch.testing.assert_close(torch.tensor(mean), virtual)  # gloo adds the dense pieces in another order
