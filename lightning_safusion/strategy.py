@@ -14,10 +14,9 @@ from typing_extensions import override
 
 from lightning_safusion.environments.horovod import configure_horovod
 from lightning_safusion.fusion.clock import Clock, clock_for
-from lightning_safusion.fusion.engine import EngineSettings
+from lightning_safusion.fusion.engine import CollectiveOption, EngineSettings
 from lightning_safusion.fusion.events import Observer
 from lightning_safusion.fusion.plan import GroupCosts, Plan
-from lightning_safusion.fusion.planning import CollectiveChoice
 from lightning_safusion.fusion.policy import FusionPolicy
 from lightning_safusion.fusion.quota import QuotaRule, Scope
 from lightning_safusion.fusion.registry import resolve_fusion
@@ -60,8 +59,8 @@ class SAFusionStrategy(EngineDDPStrategy):
         dense_below: Tensors of fewer elements than this travel dense.
         memory: Error feedback: ``"residual"``, ``"dgc"`` (momentum correction; use plain SGD with it), ``"none"``, or
             a ``Memory``.
-        collective: ``"auto"`` (dense where that is predicted to be cheaper), ``"allgather"`` (always sparse) or
-            ``"allreduce"``.
+        collective: ``"auto"`` (dense where that is predicted to be cheaper), ``"allgather"`` (always sparse),
+            ``"allreduce"``, ``"oktopk"`` (sparse all-reduce) or ``"gtopk"`` (tree).
         wire: ``"auto"`` (lossless), ``"bf16"``, ``"fp16"``, ``"fp32"``, or a codec such as ``"block16-bf16"``.
         transport: Library that carries the bytes: ``"torch"`` (torch.distributed: gloo, NCCL) or ``"horovod"``, in
             processes that horovodrun or mpirun has started.
@@ -88,7 +87,7 @@ class SAFusionStrategy(EngineDDPStrategy):
         dense: list[str] | None = None,
         dense_below: int | None = None,
         memory: str | Memory | None = None,
-        collective: CollectiveChoice | None = None,
+        collective: CollectiveOption | None = None,
         wire: str | None = None,
         transport: Literal["torch", "horovod"] = "torch",
         **kwargs: Any,

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from lightning_safusion.ddp_hooks import DDPHookName
 from lightning_safusion.fusion.adaptive import Adaptive
-from lightning_safusion.fusion.planning import CollectiveChoice
+from lightning_safusion.fusion.engine import CollectiveOption
 from lightning_safusion.fusion.policy import FusionPolicy
 from lightning_safusion.fusion.quota import QuotaRule, Scope
 from lightning_safusion.fusion.registry import resolve_fusion
@@ -34,7 +34,7 @@ class System:
         scope: ``"tensor"`` (ahead of fusion) or ``"group"`` (behind it).
         quota: ``"proportional"`` or ``"pooled"``.
         memory: Error feedback.
-        collective: ``"auto"``, ``"allgather"`` or ``"allreduce"``.
+        collective: ``"auto"``, ``"allgather"``, ``"allreduce"``, ``"oktopk"`` or ``"gtopk"``.
         wire: Wire format.
         dense_below: Tensors of fewer elements travel dense.
         own_buffers: Its dense buffers are the point: plain DDP never takes their place.
@@ -50,7 +50,7 @@ class System:
     scope: Scope = "tensor"
     quota: QuotaRule = "proportional"
     memory: str = "residual"
-    collective: CollectiveChoice = "auto"
+    collective: CollectiveOption = "auto"
     wire: str = "auto"
     dense_below: int = 0
     own_buffers: bool = False
@@ -61,6 +61,11 @@ class System:
     def replicates(self) -> bool:
         """Whether all workers hold the same weights after every step."""
         return not self.elastic
+
+    @property
+    def conserves(self) -> bool:
+        """Whether what a gradient does not bring now comes later: sum of updates + residuals = sum of gradients."""
+        return self.ddp_hook in (None, "none") and self.memory == "residual" and self.collective != "gtopk"
 
     def policy(self) -> FusionPolicy:
         """The grouping policy with this row's options."""
@@ -138,6 +143,23 @@ _ROWS = (
         "single",
         scope="group",
         collective="allgather",
+    ),
+    System(
+        "oktopk",
+        "one buffer; ranks add up regions of it, and keep the largest sums",
+        "Ok-Topk, PPoPP 2022",
+        "single",
+        compressor="oktopk",
+        scope="group",
+        collective="oktopk",
+    ),
+    System(
+        "gtopk",
+        "one buffer; a tree adds selections pairwise and keeps the largest sums (loses mass from 3 workers on)",
+        "gTop-k, ICDCS 2019",
+        "single",
+        scope="group",
+        collective="gtopk",
     ),
     System(
         "easgd",

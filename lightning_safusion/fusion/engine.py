@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -17,6 +17,7 @@ from lightning_safusion.comm.wire import resolve_codec
 from lightning_safusion.fusion.controller import Controller
 from lightning_safusion.fusion.generator import Generator
 from lightning_safusion.fusion.layout import Layout, TensorSpec
+from lightning_safusion.fusion.plan import SparseName
 from lightning_safusion.fusion.planning import CollectiveChoice, Planner
 from lightning_safusion.fusion.policy import FusionPolicy, Naive
 from lightning_safusion.fusion.quota import QuotaRule, Scope, tensor_quotas
@@ -24,6 +25,8 @@ from lightning_safusion.fusion.replan import Cadence
 from lightning_safusion.sparsify.base import Sparsifier
 from lightning_safusion.sparsify.memory import Memory
 from lightning_safusion.sparsify.schedule import ConstantDensity, DensitySchedule
+
+CollectiveOption = Literal["auto", "allgather", "allreduce", "oktopk", "gtopk"]
 
 
 def _choice(name: str, value: str, allowed: Sequence[str]) -> None:
@@ -56,14 +59,14 @@ class EngineSettings:
     memory: Memory
     scope: Scope = "tensor"
     quota: QuotaRule = "proportional"
-    collective: CollectiveChoice = "auto"
+    collective: CollectiveOption = "auto"
     wire: str = "auto"
     own_buffers: bool = False
 
     def __post_init__(self) -> None:
         _choice("scope", self.scope, get_args(Scope))
         _choice("quota", self.quota, get_args(QuotaRule))
-        _choice("collective", self.collective, get_args(CollectiveChoice))
+        _choice("collective", self.collective, get_args(CollectiveOption))
         resolve_codec(self.wire, 64, 1, torch.float32)
         if self.quota == "pooled" and self.scope == "group":
             raise ValueError(
@@ -175,6 +178,13 @@ def build_controller(
     settings.memory.world_size = transport.world_size
     settings.memory.bind(layout.edges.tolist(), device)
     naive = settings.fusion if isinstance(settings.fusion, Naive) else None
+    # to the planner they are sparse exchanges like the all-gather, whose cost stands for theirs
+    sparse: SparseName = "allgather"
+    choice: CollectiveChoice = "allgather"
+    if settings.collective == "oktopk" or settings.collective == "gtopk":
+        sparse = settings.collective
+    else:
+        choice = settings.collective
     generator = Generator(
         layout,
         settings.memory,
@@ -186,10 +196,12 @@ def build_controller(
         settings.wire,
         transport.subgroup() if naive else None,
         naive.buffer_elements if naive else 1,
+        sparse,
     )
     wanted = settings.fusion.needs_costs or settings.collective == "auto"
     prior = calibrate(transport, device) if measure and wanted else None
-    planner = Planner(settings.fusion, transport, settings.collective, prior, announce)
-    dense_first = settings.collective != "allgather"
-    deferred = deferred and not settings.fusion.streams
+    planner = Planner(settings.fusion, transport, choice, prior, announce)
+    dense_first = choice != "allgather"
+    # the others negotiate counts on the host
+    deferred = deferred and not settings.fusion.streams and sparse == "allgather"
     return Controller(generator, planner, transport, settings.density, dense_first, overlap, deferred)

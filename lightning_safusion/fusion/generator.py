@@ -14,11 +14,13 @@ from torch import Tensor
 from lightning_safusion.comm.allgather import SparseAllGather
 from lightning_safusion.comm.allreduce import DenseAllReduce
 from lightning_safusion.comm.exchange import Exchange, Notice, Part, SpanSpec, TensorFlag, all_finite
+from lightning_safusion.comm.gtopk import GTopKExchange
+from lightning_safusion.comm.oktopk import OkTopkExchange
 from lightning_safusion.comm.stream import Stream, StreamedTensor
 from lightning_safusion.comm.transport import Transport
 from lightning_safusion.comm.wire import resolve_codec
 from lightning_safusion.fusion.layout import Layout
-from lightning_safusion.fusion.plan import Group
+from lightning_safusion.fusion.plan import Group, SparseName
 from lightning_safusion.fusion.quota import QuotaRule, Scope, TensorQuotas, group_segments, tensor_quotas
 from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier, check_selection
 from lightning_safusion.sparsify.memory import Memory
@@ -96,6 +98,7 @@ class Generator:
         wire: Wire format by name.
         stream_transport: A communicator of its own for buffers that fill at each worker's own pace; only they need it.
         stream_elements: Entries that such a buffer holds.
+        sparse: What carries the buffers that a plan sends by all-gather.
     """
 
     def __init__(
@@ -110,6 +113,7 @@ class Generator:
         wire: str = "auto",
         stream_transport: Transport | None = None,
         stream_elements: int = 65536,
+        sparse: SparseName = "allgather",
     ) -> None:
         self.layout = layout
         self.memory = memory
@@ -122,6 +126,7 @@ class Generator:
         self.quota_rule = quota
         self.wire = wire
         self.stream_elements = stream_elements
+        self.sparse = sparse
         self.quotas: TensorQuotas = tensor_quotas(layout, sparsifier, 1.0)
         self._buffers: dict[Group, FusionBuffer] = {}
         self._stream: Stream | None = None
@@ -177,11 +182,13 @@ class Generator:
             if self._stream is None:
                 self._stream = self._open_stream()
             return StreamedTensor(spec, self._stream, group.start)
-        codec = None
-        if spec.capacity:
-            dtypes = {s.dtype for s in self.layout.specs[group.start : group.stop]}
-            dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
-            codec = resolve_codec(self.wire, spec.numel, spec.capacity, dtype)
+        dtypes = {s.dtype for s in self.layout.specs[group.start : group.stop]}
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+        if self.sparse == "oktopk":
+            return OkTopkExchange(spec, self.transport, self.device, self.wire, dtype)
+        codec = resolve_codec(self.wire, spec.numel, spec.capacity, dtype) if spec.capacity else None
+        if self.sparse == "gtopk":
+            return GTopKExchange(spec, self.transport, self.device, codec)
         return SparseAllGather(spec, self.transport, self.device, codec)
 
     def _open_stream(self) -> Stream:

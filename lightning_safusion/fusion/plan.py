@@ -10,6 +10,9 @@ from typing import Any, Literal
 
 CollectiveName = Literal["allgather", "allreduce", "stream"]
 
+# What may carry a buffer that a plan calls "allgather": to planners they are alike.
+SparseName = Literal["allgather", "oktopk", "gtopk"]
+
 
 @dataclass(frozen=True)
 class Group:

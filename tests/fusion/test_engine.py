@@ -219,3 +219,18 @@ def test_dgc_memory_at_density_1_is_momentum_sgd(make: Callable[..., Cluster]) -
             buffer.mul_(0.9).add_((grads[0][i] + grads[1][i]) / 2)
             torch.testing.assert_close(means[0][i], buffer, rtol=1e-5, atol=1e-5)
     cluster.close()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("compressor", ["topk", "oktopk"])
+def test_nothing_is_lost_by_the_sparse_all_reduce(
+    make: Callable[..., Cluster], compressor: str, world_size: int
+) -> None:
+    assert_conserved(make(world_size, compressor=compressor, collective="oktopk", fusion="single", scope="group"))
+    assert_conserved(make(world_size, compressor=compressor, collective="oktopk"))
+
+
+def test_the_tree_loses_mass_from_three_workers_on(make: Callable[..., Cluster]) -> None:
+    assert_conserved(make(2, collective="gtopk", fusion="single", scope="group"))
+    with pytest.raises(AssertionError):
+        assert_conserved(make(3, collective="gtopk", fusion="single", scope="group"))
