@@ -45,10 +45,12 @@ def build_parser() -> tuple[ArgumentParser, dict[str, Callable[..., Any]]]:
     from lightning_safusion.demo import run_demo
     from lightning_safusion.profiling.trace import trace
     from lightning_safusion.report.page import report
+    from lightning_safusion.simulate.report import run_plan
     from lightning_safusion.systems import print_systems
 
     commands: dict[str, Callable[..., Any]] = {
         "demo": run_demo,
+        "plan": run_plan,
         "systems": print_systems,
         "trace": trace,
         "report": report,

@@ -1,0 +1,275 @@
+"""Published choices per tensor: compress or not, in how many parts, and where. Pure functions of explicit numbers.
+
+HiPress splits and compresses each gradient by a closed cost model; Espresso and SSFusion try choices out on a
+simulator, which is handed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+#: Elements above which Espresso's release compresses a gradient: with NVLink inside the node, and with PCIe.
+ESPRESSO_COMPRESS_ABOVE = {"nvlink": 2**19, "pcie": 2**20}
+#: Elements above which it lets gradients travel in half precision.
+ESPRESSO_HALF_ABOVE = 2**17
+#: Elements from which a tensor is never selected on the CPU there.
+ESPRESSO_CPU_BELOW = 32 * 2**20
+
+
+@dataclass(frozen=True)
+class PrimitiveCost:
+    """Time of one of HiPress's primitives: ``max(floor, fixed + per_element * x)`` seconds for ``x`` elements.
+
+    Args:
+        fixed: Seconds of any call.
+        per_element: Seconds per element.
+        floor: Least seconds of a call.
+    """
+
+    fixed: float
+    per_element: float
+    floor: float = 0.0
+
+    def __call__(self, elements: float) -> float:
+        """Seconds for ``elements`` elements."""
+        return max(self.floor, self.fixed + self.per_element * elements)
+
+
+@dataclass(frozen=True)
+class Primitives:
+    """Costs of the primitives out of which CaSync (HiPress, SOSP 2021) composes an exchange.
+
+    Args:
+        send: One hop of a ring.
+        gather: All workers to a server.
+        broadcast: A server to all workers.
+        encode: Compression.
+        decode: Decompression, of compressed elements.
+    """
+
+    send: PrimitiveCost
+    gather: PrimitiveCost
+    broadcast: PrimitiveCost
+    encode: PrimitiveCost
+    decode: PrimitiveCost
+
+
+class PartsChoice(NamedTuple):
+    """What HiPress decides for one gradient.
+
+    Args:
+        compress: Whether it is compressed.
+        parts: Parts it is split into.
+        seconds: Predicted time of its exchange.
+    """
+
+    compress: bool
+    parts: int
+    seconds: float
+
+
+def choose_parts(
+    numel: int,
+    world_size: int,
+    ratio: float,
+    costs: Primitives,
+    topology: Literal["ring", "server"] = "ring",
+) -> PartsChoice:
+    """HiPress's selective compression and partitioning (SeCoPa): the cheapest of raw and compressed in 1 to n parts.
+
+    Merging of values is free in this model. A compressed ring encodes again at every hop.
+
+    Args:
+        numel: Elements of the gradient.
+        world_size: Workers (n).
+        ratio: Compressed size over raw size.
+        costs: The primitives.
+        topology: ``"ring"``, or ``"server"`` (parameter servers beside the workers).
+
+    Raises:
+        ValueError: If the topology is unknown, there is no worker, or the ratio is not above 0.
+    """
+    if topology not in ("ring", "server"):
+        raise ValueError(f"unknown topology {topology!r}: choose 'ring' or 'server'")
+    if world_size < 1 or not ratio > 0:
+        raise ValueError(f"need at least one worker and a positive ratio, got {world_size} and {ratio}")
+    seconds = _ring_seconds if topology == "ring" else _server_seconds
+    choices = [
+        PartsChoice(compress, parts, seconds(numel / parts, world_size, parts, ratio if compress else None, costs))
+        for compress in (False, True)
+        for parts in range(1, world_size + 1)
+    ]
+    return min(choices, key=lambda choice: choice.seconds)
+
+
+def _ring_seconds(part: float, n: int, parts: int, ratio: float | None, costs: Primitives) -> float:
+    if ratio is None:
+        return 2 * (n - 1) * costs.send(part)
+    return 2 * (n - 1) * costs.send(ratio * part) + n * costs.encode(part) + n * costs.decode(ratio * part)
+
+
+def _server_seconds(part: float, n: int, parts: int, ratio: float | None, costs: Primitives) -> float:
+    if ratio is None:
+        return costs.gather(part) + costs.broadcast(part)
+    encodes, decodes = min(parts + 1, n), min(n - 1 + parts, 2 * (n - 1))
+    wire = costs.gather(ratio * part) + costs.broadcast(ratio * part)
+    return wire + encodes * costs.encode(part) + decodes * costs.decode(ratio * part)
+
+
+Option = Literal["full", "half", "sparse", "sparse-cpu"]
+
+
+class Trial(NamedTuple):
+    """What a simulated iteration says of a choice of options.
+
+    Args:
+        seconds: Time of the iteration.
+        last_idle: Place of the first tensor after the last moment at which the link waited for a gradient.
+    """
+
+    seconds: float
+    last_idle: int
+
+
+def choose_options(
+    numels: Sequence[int],
+    simulate: Callable[[Sequence[Option]], Trial],
+    fabric: Literal["nvlink", "pcie"] = "nvlink",
+    cpu: bool = True,
+) -> list[Option]:
+    """Espresso's decisions (EuroSys 2023): precision, compression and device of each gradient.
+
+    1. Tensors before the last moment at which the link idles cannot shorten the iteration: they keep full precision,
+       or half precision once that has been settled.
+    2. Sizes propose what the others may become.
+    3. In falling size, later ones first: a tensor is compressed if that shortens the iteration.
+    4. Compressed tensors of equal size, in turn: as many go to the CPU as is best. The release tries all combinations
+       of the counts of all sizes; here the sizes are tried one after the other, from the largest, so that the number
+       of simulations is their sum and not their product.
+
+    Args:
+        numels: Elements of the gradients in ready order [L].
+        simulate: The iteration with one option per tensor.
+        fabric: Connection inside a node; decides from which size compression is tried.
+        cpu: Whether tensors may be selected on the CPU.
+
+    Returns:
+        The option of each tensor [L].
+    """
+    options: list[Option] = ["full"] * len(numels)
+    first = simulate(options).last_idle
+    options = ["half" if i >= first and n > ESPRESSO_HALF_ABOVE else "full" for i, n in enumerate(numels)]
+    best = simulate(options)
+    above = ESPRESSO_COMPRESS_ABOVE[fabric]
+    candidates = [i for i in range(max(first, best.last_idle), len(numels)) if numels[i] > above]
+    for place in sorted(candidates, key=lambda i: (-numels[i], -i)):
+        tried = [*options[:place], "sparse", *options[place + 1 :]]
+        trial = simulate(tried)
+        if trial.seconds < best.seconds:
+            options, best = tried, trial
+    return _offload(numels, options, best.seconds, simulate) if cpu else options
+
+
+def _offload(
+    numels: Sequence[int], options: list[Option], seconds: float, simulate: Callable[[Sequence[Option]], Trial]
+) -> list[Option]:
+    """Moves compressed tensors to the CPU, size by size, the earliest ready ones first."""
+    sizes = {n for n, option in zip(numels, options, strict=True) if option == "sparse" and n < ESPRESSO_CPU_BELOW}
+    for size in sorted(sizes, reverse=True):
+        tried = list(options)
+        for place, numel in enumerate(numels):
+            if numel != size or options[place] != "sparse":
+                continue
+            tried[place] = "sparse-cpu"
+            trial = simulate(tried)
+            if trial.seconds < seconds:
+                seconds, options = trial.seconds, list(tried)
+    return options
+
+
+class Selective(NamedTuple):
+    """What SSFusion decides for one buffer.
+
+    Args:
+        dense: Whether each tensor travels whole [m].
+        density: Density of the others.
+    """
+
+    dense: tuple[bool, ...]
+    density: float
+
+
+def choose_selective(
+    numels: Sequence[int], density: float, seconds: Callable[[Sequence[bool], float], float]
+) -> Selective:
+    """SSFusion's selective sparsification: the size up to which the tensors of a buffer travel whole.
+
+    Tensors at or below a size are sent whole, as long as they fit into ``density`` times the buffer; the others get
+    what is left, so that the buffer as a whole keeps its density. (The release takes the larger of the two densities
+    where the smaller one is meant, and so exceeds the budget.) Of all admissible sizes, that with the shortest
+    ``seconds`` is taken, the smallest of equals.
+
+    Args:
+        numels: Elements of the tensors of the buffer [m].
+        density: Density of the buffer.
+        seconds: Predicted time of the buffer with ``dense`` tensors and a density for the rest.
+
+    Raises:
+        ValueError: If the buffer is empty.
+    """
+    if not numels:
+        raise ValueError("a buffer needs at least one tensor, got none")
+    total = sum(numels)
+    cap = size_cap(numels, density)
+    choices = []
+    for size in [0, *sorted({n for n in numels if 0 < n <= cap})]:
+        dense = tuple(n <= size for n in numels)
+        whole = sum(n for n, is_dense in zip(numels, dense, strict=True) if is_dense)
+        left = max(0.0, (density * total - whole) / (total - whole)) if whole < total else 0.0
+        choices.append(Selective(dense, min(density, left)))
+    return min(choices, key=lambda choice: seconds(*choice))
+
+
+def size_cap(numels: Sequence[int], density: float) -> int:
+    """Largest size up to which all tensors of a buffer can travel whole within ``density`` of its elements."""
+    budget = max(1.0, density * sum(numels))
+    for numel in sorted(numels):
+        if numel >= budget:
+            return numel - 1
+        budget -= numel
+    return max(numels)
+
+
+def choose_offloaded(
+    ready: Sequence[float],
+    sparse: Sequence[bool],
+    gpu_seconds: Sequence[float],
+    cpu_seconds: Sequence[float],
+) -> list[bool]:
+    """SSFusion's offloading within a buffer: the CPU takes a tensor whenever it is free, and never delays the buffer.
+
+    Args:
+        ready: Seconds at which each gradient would be ready without any selection, from the start of the buffer [m].
+        sparse: Whether it is sparsified at all [m].
+        gpu_seconds: Selection on the compute stream [m]; it delays all later gradients.
+        cpu_seconds: Selection on the CPU, copies included [m].
+
+    Returns:
+        Whether each tensor is selected on the CPU [m].
+    """
+    offloaded = [False] * len(ready)
+    spent = cpu_free = 0.0
+    last: int | None = None
+    for place, arrives in enumerate(ready):
+        if not sparse[place]:
+            continue
+        if cpu_free > arrives + spent:
+            spent += gpu_seconds[place]
+        else:
+            offloaded[place], last = True, place
+            cpu_free = arrives + spent + cpu_seconds[place]
+    if last is not None and cpu_free > ready[-1] + spent:
+        offloaded[last] = False
+    return offloaded

@@ -1,0 +1,149 @@
+"""Choices per tensor: HiPress's cost model, Espresso's steps, SSFusion's selective sparsification and offloading."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from lightning_safusion.fusion.choices import (
+    Option,
+    PrimitiveCost,
+    Primitives,
+    Trial,
+    choose_offloaded,
+    choose_options,
+    choose_parts,
+    choose_selective,
+    size_cap,
+)
+
+FREE = PrimitiveCost(0.0, 0.0)
+MIB = 2**20
+
+
+def primitives(send: float, encode: float, fixed: float = 0.0) -> Primitives:
+    line = PrimitiveCost(fixed, send)
+    return Primitives(line, line, line, PrimitiveCost(fixed, encode), FREE)
+
+
+def test_hipress_ring_time_is_the_formula() -> None:
+    costs = Primitives(PrimitiveCost(1.0, 0.5), FREE, FREE, PrimitiveCost(2.0, 0.1), PrimitiveCost(3.0, 0.2))
+    raw = choose_parts(64, 4, 100.0, costs)
+    assert not raw.compress
+    assert raw.parts == 4
+    assert raw.seconds == pytest.approx(2 * 3 * (1 + 0.5 * 16))
+    packed = choose_parts(64, 4, 1e-9, costs)
+    assert packed.compress
+    assert packed.seconds == pytest.approx(2 * 3 * 1 + 4 * (2 + 0.1 * 16) + 4 * 3)
+
+
+def test_hipress_server_time_is_the_formula() -> None:
+    costs = Primitives(
+        FREE, PrimitiveCost(1.0, 4.0), PrimitiveCost(2.0, 4.0), PrimitiveCost(0.5, 0.0), PrimitiveCost(0.25, 0.0)
+    )
+    packed = choose_parts(100, 4, 0.01, costs, "server")
+    times = {k: 3 + 8 * 0.01 * 100 / k + min(k + 1, 4) * 0.5 + min(3 + k, 6) * 0.25 for k in range(1, 5)}
+    assert packed.compress
+    assert packed.seconds == pytest.approx(min(times.values()))
+    assert packed.parts == min(times, key=times.__getitem__)
+
+
+def test_hipress_compresses_where_the_network_is_slow_and_the_gradient_large() -> None:
+    assert choose_parts(10**6, 8, 1 / 16, primitives(send=1e-8, encode=1e-10)).compress
+    assert not choose_parts(10**6, 8, 1 / 16, primitives(send=1e-11, encode=1e-10)).compress
+    assert not choose_parts(10, 8, 1 / 16, primitives(send=1e-8, encode=1e-10, fixed=1e-5)).compress
+
+
+def test_primitives_do_not_go_below_their_floor() -> None:
+    assert PrimitiveCost(1.0, 1.0, floor=5.0)(2) == 5.0
+    assert PrimitiveCost(1.0, 1.0, floor=5.0)(9) == 10.0
+
+
+@pytest.mark.parametrize("arguments", [(1, 0, 0.5), (1, 2, 0.0)])
+def test_hipress_refuses_no_workers_and_no_bytes(arguments: tuple[int, int, float]) -> None:
+    with pytest.raises(ValueError, match="at least one worker"):
+        choose_parts(*arguments, primitives(1.0, 1.0))
+
+
+def test_hipress_names_an_unknown_topology() -> None:
+    with pytest.raises(ValueError, match="'mesh'"):
+        choose_parts(1, 2, 0.5, primitives(1.0, 1.0), "mesh")  # type: ignore[arg-type]
+
+
+def exchange_bound(numels: Sequence[int], last_idle: int = 0, host: float = 0.1):  # type: ignore[no-untyped-def]
+    """A job whose time is what travels, plus 1.5 s for each selection, and ``host`` for each on the host."""
+    seconds = {"full": 4.0 / MIB, "half": 2.0 / MIB, "sparse": 0.0, "sparse-cpu": 0.0}
+    fixed = {"full": 0.0, "half": 0.0, "sparse": 1.5, "sparse-cpu": host}
+
+    def simulate(options: Sequence[Option]) -> Trial:
+        spent = sum(seconds[o] * n + fixed[o] for o, n in zip(options, numels, strict=True))
+        return Trial(spent, last_idle)
+
+    return simulate
+
+
+def test_espresso_proposes_by_size_and_keeps_what_helps() -> None:
+    numels = [1000, 2**18, 2**19 + 1, 4 * MIB]
+    # compression would save the third 1.0 s and cost it 1.5 s
+    assert choose_options(numels, exchange_bound(numels), cpu=False) == ["full", "half", "half", "sparse"]
+
+
+def test_espresso_leaves_tensors_before_the_last_idle_moment_alone() -> None:
+    numels = [4 * MIB] * 4
+    options = choose_options(numels, exchange_bound(numels, last_idle=2), cpu=False)
+    assert options == ["full", "full", "sparse", "sparse"]
+
+
+def test_espresso_compresses_from_a_larger_size_over_pcie() -> None:
+    numels = [2**20 - 1]
+    assert choose_options(numels, exchange_bound(numels), "nvlink", cpu=False) == ["sparse"]
+    assert choose_options(numels, exchange_bound(numels), "pcie", cpu=False) == ["half"]
+
+
+def test_espresso_offloads_as_many_of_a_size_as_is_best() -> None:
+    numels = [4 * MIB] * 3 + [40 * MIB]
+    base = exchange_bound(numels)
+
+    def crowded(options: Sequence[Option]) -> Trial:
+        waiting = max(0, options.count("sparse-cpu") - 2)
+        return Trial(base(options).seconds + 5.0 * waiting, 0)
+
+    assert choose_options(numels, crowded) == ["sparse-cpu", "sparse-cpu", "sparse", "sparse"]
+
+
+def test_size_cap_is_what_fits_into_the_budget() -> None:
+    assert size_cap([64, 64, 256, 1024], 0.1) == 255
+    assert size_cap([100], 0.5) == 99
+    assert size_cap([8, 8, 8], 0.1) == 7
+
+
+def test_ssfusion_pays_for_whole_tensors_with_the_density_of_the_others() -> None:
+    numels = [64, 64, 256, 1024]
+    choice = choose_selective(numels, 0.1, lambda dense, density: -sum(dense))
+    assert choice.dense == (True, True, False, False)
+    kept = sum(n if whole else n * choice.density for n, whole in zip(numels, choice.dense, strict=True))
+    assert kept == pytest.approx(0.1 * sum(numels))
+
+
+def test_ssfusion_keeps_the_density_where_nothing_travels_whole() -> None:
+    choice = choose_selective([64, 64, 256, 1024], 0.1, lambda dense, density: sum(dense))
+    assert choice.dense == (False,) * 4
+    assert choice.density == pytest.approx(0.1)
+
+
+def test_ssfusion_refuses_an_empty_buffer() -> None:
+    with pytest.raises(ValueError, match="none"):
+        choose_selective([], 0.1, lambda dense, density: 0.0)
+
+
+def test_ssfusion_offloads_while_the_host_is_free() -> None:
+    # the host takes 2.5 s, so it is free again for the fourth tensor
+    offloaded = choose_offloaded([1.0, 2.0, 3.0, 4.0, 9.0], [True] * 4 + [False], [0.0] * 5, [2.5] * 5)
+    assert offloaded == [True, False, False, True, False]
+
+
+def test_ssfusion_takes_the_last_tensor_back_if_the_host_would_delay_the_buffer() -> None:
+    assert choose_offloaded([1.0, 2.0], [True, True], [0.5, 0.5], [0.5, 9.0]) == [True, False]
+    # selection on the device delays the gradients after it
+    assert choose_offloaded([1.0, 2.0, 3.0], [True] * 3, [0.0, 2.0, 0.0], [2.5] * 3) == [True, False, False]

@@ -1,0 +1,216 @@
+"""The systems on the clock: what they send, in which order they come out, and what jitter does to them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from lightning_safusion.comm.cost import LINKS
+from lightning_safusion.fusion.dp import plan_optimal, predict_finish
+from lightning_safusion.fusion.planners import SelectionCost
+from lightning_safusion.simulate.cluster import Cluster, Device
+from lightning_safusion.simulate.engine import Iteration, mean_iteration, simulate
+from lightning_safusion.simulate.job import Job, grouped
+from lightning_safusion.simulate.schedule import Planned
+from lightning_safusion.simulate.systems import SIMULATED, buckets, resolve_simulated
+from lightning_safusion.simulate.trace import resolve_trace
+
+load = cache(resolve_trace)
+
+
+def run(name: str, job: Job, iterations: int = 1) -> Iteration:
+    return mean_iteration(job.trace, job.cluster, SIMULATED[name].build(job), iterations)
+
+
+@cache
+def lstm(nodes: int = 4, gpus: int = 1) -> Job:
+    return Job(load("lstm"), Cluster(nodes, gpus, LINKS["1gbit"]), 0.01)
+
+
+@pytest.mark.parametrize("name", SIMULATED)
+@pytest.mark.parametrize("cluster", [(1, 1), (3, 1), (2, 4)])
+def test_every_system_runs_on_every_shape_of_cluster(name: str, cluster: tuple[int, int]) -> None:
+    job = lstm(*cluster)
+    result = run(name, job)
+    assert result.seconds >= job.trace.seconds - 1e-12
+    assert (result.nbytes > 0) == (cluster != (1, 1))
+    schedule = SIMULATED[name].build(job)
+    if isinstance(schedule.launch, Planned):
+        covered = {place for message in schedule.launch.messages for place in message.tensors}
+        assert covered == set(range(len(job.numels)))
+
+
+@pytest.mark.parametrize("name", ["ddp", "wfbp-dense", "horovod-dense", "mgwfbp", "dear"])
+def test_dense_systems_send_everything_once(name: str) -> None:
+    job = lstm()
+    assert run(name, job).nbytes == pytest.approx(2 * 3 / 4 * 4 * job.numels.sum())
+    assert run("ddp-bf16", job).nbytes == pytest.approx(2 * 3 / 4 * 2 * job.numels.sum())
+
+
+@pytest.mark.parametrize("name", ["wfbp", "horovod", "omgs", "cupcake", "syncea", "behind", "fgbuff", "saf-inter"])
+def test_sparse_systems_gather_the_same_entries(name: str) -> None:
+    job = lstm()
+    assert run(name, job).nbytes == pytest.approx(3 * 6 * job.entries.sum())
+
+
+def test_powersgd_sends_factors() -> None:
+    job = lstm()
+    matrices = [tensor.shape for tensor in job.trace.tensors if len(tensor.shape) == 2]
+    vectors = sum(tensor.numel for tensor in job.trace.tensors if len(tensor.shape) == 1)
+    factors = sum(4 * (rows + columns) for rows, columns in matrices)
+    assert run("powersgd", job).nbytes == pytest.approx(2 * 3 / 4 * 4 * (factors + vectors))
+
+
+def test_adtopk_sends_at_least_one_element_of_every_row() -> None:
+    trace = load("resnet-50")
+    job = Job(trace, Cluster(2), 0.001, 4.0)
+    schedule = SIMULATED["adtopk"].build(job)
+    assert isinstance(schedule.launch, Planned)
+    first = next(place for place, tensor in enumerate(trace.tensors) if tensor.name == "conv1.weight")
+    assert trace.tensors[first].shape == (64, 3, 7, 7)
+    # rows of three input channels: one element of each of the 64 x 7 x 7 rows
+    assert schedule.launch.messages[first].cost.nbytes == 64 * 7 * 7 * 4
+    # the density that comes out was computed from the shapes before
+    dense = sum(tensor.numel for tensor in trace.tensors if len(tensor.shape) == 1)
+    matrices = sum(trace.numels) - dense
+    sent = (run("adtopk", job).nbytes - 2 * 1 / 2 * 4 * dense) / 4
+    assert sent / matrices == pytest.approx(0.00246, rel=0.01)
+
+
+def test_buckets_close_with_the_tensor_that_fills_them() -> None:
+    mib = 2.0**20
+    assert buckets([0.5 * mib, 0.5 * mib, 20 * mib, 4 * mib, 30 * mib, mib]) == [2, 5, 6]
+
+
+def test_the_exact_programme_is_not_beaten_by_other_groupings_of_the_same_messages() -> None:
+    for link in ("10gbit", "25gbit"):
+        job = Job(load("resnet-50"), Cluster(16, 1, LINKS[link]), 0.01, 8, "exact", segmented=False)
+        best = run("safusion", job).seconds
+        for name in ("wfbp", "horovod", "saf-inter", "safusion-paper"):
+            assert best <= run(name, job).seconds * (1 + 1e-9)
+
+
+def test_pipelining_overlap_and_merging_pay_where_they_should() -> None:
+    slow = Job(load("bert-base"), Cluster(8, 1, LINKS["10gbit"]), 0.01)
+    assert run("safusion", slow).seconds < run("syncea", slow).seconds
+    assert run("safusion", slow).seconds < run("wfbp", slow).seconds
+    assert run("mgwfbp", slow).seconds < run("wfbp-dense", slow).seconds
+    assert run("dear", slow).seconds < run("ddp", slow).seconds
+    assert run("omgs", slow).seconds < run("cupcake", slow).seconds
+    # messages of 64 workers in a slow network: a sum needs less than all contributions
+    many = replace(slow, cluster=replace(slow.cluster, nodes=64))
+    assert run("oktopk", many).seconds < run("syncea", many).seconds
+
+
+def test_hipress_compresses_what_is_large() -> None:
+    job = Job(load("vgg-19"), Cluster(8, 1, LINKS["10gbit"]), 0.01)
+    schedule = SIMULATED["hipress"].build(job)
+    assert isinstance(schedule.launch, Planned)
+    compressed = {message.tensors[0] for message in schedule.launch.messages if message.select > 0}
+    assert min(job.numels[list(compressed)]) > max(
+        job.numels[place] for place in range(len(job.numels)) if place not in compressed
+    )
+    largest = int(job.numels.argmax())
+    assert sum(message.tensors == (largest,) for message in schedule.launch.messages) > 1
+    assert run("hipress", job).seconds < run("ddp", job).seconds
+
+
+def test_espresso_is_not_slower_than_what_it_started_from() -> None:
+    for link in ("10gbit", "200gbit-rdma"):
+        job = Job(load("bert-base"), Cluster(8, 1, LINKS[link]), 0.01)
+        assert run("espresso", job).seconds <= run("wfbp-dense", job).seconds
+    # nothing to win: nothing is compressed
+    assert run("espresso", Job(load("resnet-50"), Cluster(2, 1, LINKS["200gbit-rdma"]))).select == 0
+
+
+def test_espresso_selects_on_the_host_where_the_device_is_slow() -> None:
+    slow = SelectionCost(5e-3, 0.0)
+    quick = Device(selections={"threshold": slow}, cpu=SelectionCost(1e-5, 0.0), pcie=1e12)
+    schedule = SIMULATED["espresso"].build(Job(load("vgg-19"), Cluster(8, 1, LINKS["10gbit"], device=quick), 0.01))
+    assert schedule.host_select is not None
+    assert any(schedule.host_select)
+
+
+def test_groups_over_a_collective_of_ones_own_are_the_best_ones() -> None:
+    # selection after the exchange inside a node does not delay backward: the plan must not think so either
+    device = Device(selections={"threshold": SelectionCost(0.0, 1e-8)})
+    job = Job(load("resnet-50"), Cluster(8, 1, LINKS["10gbit"], device=device), 0.01)
+    schedule = grouped(job, lambda nbytes, elements: (job.cluster.allgather(nbytes), job.decode_per_byte * nbytes))
+    costs = replace(job.group_costs(), ready=job.group_costs(sparse=False, dense=True).ready)
+    best = predict_finish(plan_optimal(costs), costs) + job.trace.forward_seconds
+    assert simulate(job.trace, job.cluster, schedule).seconds == pytest.approx(best)
+
+
+def test_ssfusion_keeps_its_budget_and_its_lanes() -> None:
+    # one call per tensor, and cheap messages: to leave small tensors whole pays
+    job = Job(load("bert-base"), Cluster(8, 1, LINKS["200gbit-rdma"]), 0.05, segmented=False)
+    one, two = SIMULATED["ssfusion-naive"].build(job), SIMULATED["ssfusion-i"].build(job)
+    assert isinstance(one.launch, Planned)
+    assert isinstance(two.launch, Planned)
+    assert len(two.launch.messages) > len(one.launch.messages)
+    assert run("ssfusion-i", job).nbytes < run("ssfusion-naive", job).nbytes
+    assert run("ssfusion-naive", job).nbytes <= 1.01 * 7 * 6 * 0.05 * job.numels.sum()
+
+
+def test_ssfusion_offloads_only_where_the_host_is_quick_enough() -> None:
+    def host(seconds: float) -> float:
+        device = Device(cpu=replace(Device().cpu, fixed=seconds, per_element=seconds * 1e-6))
+        job = Job(load("bert-base"), Cluster(8, 1, LINKS["10gbit"], device=device), 0.05)
+        schedule = SIMULATED["ssfusion-o"].build(job)
+        assert schedule.host_select is not None
+        return sum(seconds > 0 for seconds in schedule.host_select)
+
+    assert host(1e-5) > 20
+    assert host(10.0) == 0
+
+
+def test_selection_in_one_call_saves_launches() -> None:
+    job = Job(load("bert-large"), Cluster(8), 0.01)
+    apart = replace(job, segmented=False)
+    assert run("saf-inter", apart).select - run("saf-inter", job).select == pytest.approx((393 - 50) * 25e-6)
+
+
+@pytest.mark.parametrize(("trace", "sizes"), [("resnet-152", (2, 8, 16)), ("gpt2-large", (2, 8, 32))])
+def test_alignment_pays_more_with_more_workers(trace: str, sizes: tuple[int, ...]) -> None:
+    """The papers' ablation under jitter: naive, aligned, and aligned with sizes by measured times.
+
+    The gain falls again where the exchange takes longer than everything else: for ResNet-152 above 16 workers.
+    """
+    gains = []
+    for workers in sizes:
+        cluster = Cluster(workers, 1, LINKS["10gbit"], jitter=0.1)
+        job = Job(load(trace), cluster, 0.01, 8, segmented=False)
+        naive, inter, adaptive = (run(name, job, 6) for name in ("saf-naive", "saf-inter", "safusion"))
+        assert adaptive.seconds < inter.seconds * 1.005
+        assert inter.seconds < naive.seconds * 1.005
+        assert inter.nbytes <= naive.nbytes  # the last buffers of the naive system are padded
+        gains.append(naive.seconds / inter.seconds - 1)
+    assert gains == sorted(gains)
+    # the papers claim 12 to 31 % for naive to inter, as the largest over cluster sizes
+    assert 0.05 < gains[-1] < 0.2
+
+
+def test_without_jitter_and_with_equal_quotas_there_is_nothing_to_align() -> None:
+    job = Job(load("bert-large"), Cluster(8, 1, LINKS["10gbit"]), 0.01, 8, segmented=False)
+    schedule = SIMULATED["saf-naive"].build(job)
+    alike = replace(schedule, launch=replace(schedule.launch, spread=0.0))
+    assert simulate(job.trace, job.cluster, alike).waited == pytest.approx(0.0)
+    assert simulate(job.trace, job.cluster, schedule).waited > 0.0
+
+
+def test_unknown_systems_are_named() -> None:
+    with pytest.raises(ValueError, match="Did you mean 'safusion'"):
+        resolve_simulated("safusio")
+
+
+@pytest.mark.parametrize(("field", "value"), [("density", 0.0), ("density", 1.5), ("entry_bytes", 0.0)])
+def test_jobs_refuse_what_makes_no_sense(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=str(value)):
+        replace(lstm(), **{field: value})
+
+
+def test_unknown_selections_are_named() -> None:
+    with pytest.raises(ValueError, match=r"'best'.*'exact'"):
+        replace(lstm(), selection="best")

@@ -1,0 +1,104 @@
+"""Traces: exact shapes, times that add up, files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lightning_safusion.simulate.architectures import Layer
+from lightning_safusion.simulate.trace import TRACE_NAMES, Trace, TraceTensor, model_trace, resolve_trace
+
+# Parameters and tensors of torchvision's and Hugging Face's models.
+KNOWN = {
+    "resnet-50": (25_557_032, 161),
+    "resnet-152": (60_192_808, 467),
+    "vgg-19": (143_667_240, 38),
+    "vit-large": (304_326_632, 392),
+    "bert-base": (109_482_240 + 1538, 201),  # with pooler and a head for question answering
+    "bert-large": (335_141_888 + 2050, 393),
+    "gpt2-large": (774_030_080, 436),
+    "lstm": (37_319_278, 11),
+}
+
+
+@pytest.mark.parametrize("name", TRACE_NAMES)
+def test_models_have_their_known_parameters(name: str) -> None:
+    trace = resolve_trace(name)
+    assert (sum(trace.numels), len(trace.tensors)) == KNOWN[name]
+    assert len({tensor.name for tensor in trace.tensors}) == len(trace.tensors)
+
+
+@pytest.mark.parametrize("name", TRACE_NAMES)
+def test_backward_takes_twice_as_long_as_forward_and_the_source_is_stated(name: str) -> None:
+    trace = resolve_trace(name)
+    assert trace.backward_seconds == pytest.approx(2 * trace.forward_seconds)
+    assert 5e-3 < trace.forward_seconds < 0.1
+    assert "modelled, not measured" in trace.source
+
+
+def test_the_two_published_traces_have_their_published_times() -> None:
+    assert resolve_trace("bert-large").forward_seconds == pytest.approx(50e-3)
+    assert resolve_trace("resnet-50").backward_seconds == pytest.approx(40e-3)
+
+
+def test_work_of_known_models() -> None:
+    # torchvision states multiply-accumulates of one image: 4.09 and 11.51 billion, and 19.63 for VGG-19
+    from lightning_safusion.simulate.architectures import resnet, vgg19
+
+    for layers, billions in ((resnet((3, 4, 6, 3)), 4.09), (resnet((3, 8, 36, 3)), 11.51), (vgg19(), 19.63)):
+        work = sum(layer.work for layer in layers if any(len(shape) > 1 for _, shape in layer.parameters))
+        assert work / 2e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_gradients_come_in_reverse_and_wait_for_layers_without_parameters() -> None:
+    layers = [
+        Layer("first", (("weight", (4, 4)), ("bias", (4,))), 1.0),
+        Layer("attention", (), 2.0),
+        Layer("last", (("weight", (2, 4)),), 1.0),
+    ]
+    trace = model_trace("small", layers, 4.0, 8.0)
+    assert [tensor.name for tensor in trace.tensors] == ["last.weight", "first.bias", "first.weight"]
+    assert [tensor.backward for tensor in trace.tensors] == [2.0, 0.0, 6.0]
+    assert trace.seconds == 12.0
+
+
+def test_traces_survive_a_file(tmp_path: Path) -> None:
+    trace = Trace("job", (TraceTensor("a", (3, 0), 0.25, 0.5), TraceTensor("b", (), 1 / 3)), 0.125, "measured")
+    trace.save(tmp_path / "job.json")
+    assert Trace.load(tmp_path / "job.json") == trace
+    assert resolve_trace(tmp_path / "job.json") == trace
+    assert resolve_trace(trace) is trace
+
+
+@pytest.mark.parametrize("content", ["no JSON", "[]", '{"format": "other", "version": 1}', '{"tensors": []}'])
+def test_other_files_are_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "wrong.json"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"wrong\.json"):
+        Trace.load(path)
+
+
+def test_a_later_version_is_refused(tmp_path: Path) -> None:
+    resolve_trace("lstm").save(tmp_path / "later.json")
+    content = json.loads((tmp_path / "later.json").read_text(encoding="utf-8"))
+    (tmp_path / "later.json").write_text(json.dumps({**content, "version": 2}), encoding="utf-8")
+    with pytest.raises(ValueError, match="version"):
+        Trace.load(tmp_path / "later.json")
+
+
+def test_unknown_names_list_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"'bert-larg'.*'bert-large'"):
+        resolve_trace("bert-larg")
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
+def test_times_that_make_no_sense_are_refused(seconds: float) -> None:
+    with pytest.raises(ValueError, match="'a'"):
+        Trace("job", (TraceTensor("a", (1,), seconds),))
+
+
+def test_a_trace_needs_tensors() -> None:
+    with pytest.raises(ValueError, match="no tensors"):
+        Trace("job", ())
