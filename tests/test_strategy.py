@@ -52,8 +52,12 @@ def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
-def test_every_system_trains_and_keeps_replicas_equal(tmp_path: Path, system: str) -> None:
+# the others, which send everything, are in test_systems.py
+SPARSE = [row.name for row in SYSTEMS.values() if row.ddp_hook is None and row.compressor != "none"]
+
+
+@pytest.mark.parametrize("system", SPARSE)
+def test_every_sparse_system_trains_and_keeps_replicas_equal(tmp_path: Path, system: str) -> None:
     first, second = fit(tmp_path, SAFusionStrategy(system=system, density=0.1, collective="allgather", **FORK))
     assert equal(first["parameters"], second["parameters"])
     assert first["losses"][-1] < 0.8 * first["losses"][0]

@@ -101,6 +101,15 @@ def test_espresso_compresses_from_a_larger_size_over_pcie() -> None:
     assert choose_options(numels, exchange_bound(numels), "pcie", cpu=False) == ["half"]
 
 
+def test_espresso_tries_the_largest_first_and_the_latest_of_equals() -> None:
+    numels = [MIB, 4 * MIB, 4 * MIB, 2 * MIB]
+
+    def once(options: Sequence[Option]) -> Trial:
+        return Trial(abs(options.count("sparse") - 1.0), 0)
+
+    assert choose_options(numels, once, cpu=False) == ["half", "half", "sparse", "half"]
+
+
 def test_espresso_offloads_as_many_of_a_size_as_is_best() -> None:
     numels = [4 * MIB] * 3 + [40 * MIB]
     base = exchange_bound(numels)

@@ -136,7 +136,7 @@ def test_espresso_selects_on_the_host_where_the_device_is_slow() -> None:
 def test_groups_over_a_collective_of_ones_own_are_the_best_ones() -> None:
     # selection after the exchange inside a node does not delay backward: the plan must not think so either
     device = Device(selections={"threshold": SelectionCost(0.0, 1e-8)})
-    job = Job(load("resnet-50"), Cluster(8, 1, LINKS["10gbit"], device=device), 0.01)
+    job = Job(load("bert-base"), Cluster(32, 1, LINKS["25gbit"], device=device), 0.01)
     schedule = grouped(job, lambda nbytes, elements: (job.cluster.allgather(nbytes), job.decode_per_byte * nbytes))
     costs = replace(job.group_costs(), ready=job.group_costs(sparse=False, dense=True).ready)
     best = predict_finish(plan_optimal(costs), costs) + job.trace.forward_seconds
