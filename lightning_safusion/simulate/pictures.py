@@ -45,7 +45,7 @@ def plot_table(rows: Sequence[PlanRow], ax: Axes | None = None) -> Figure | SubF
         ax.annotate(f" {row.speedup:.2f}x", (row.iteration_s * 1e3, place), va="center", fontsize="small")
     ax.margins(x=0.1)
     ax.set_xlabel("ms per iteration (and speed-up over DDP in bf16)")
-    ax.legend(loc="lower right")
+    ax.legend(loc="upper right")
     return ax.figure
 
 
