@@ -161,6 +161,7 @@ class Controller:
                     buffer.exchange.start()
             except Exception as error:
                 raise lost(self.generator, buffer, window, error) from error
+            times.issued = window.mark()
             if buffer.exchange.work is not None and window.timed and not self.transport.stream_ordered:
                 buffer.exchange.work.on_done(times.finish)
             if self._deferred is not None and window.deferred:

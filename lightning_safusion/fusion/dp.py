@@ -2,7 +2,7 @@
 
 All of them price a buffer in the same way, as the cheaper of the collectives that are allowed:
 ``fixed + per_byte * bytes``; and share one model of time: a buffer leaves when its last gradient is ready and the link
-is free (MG-WFBP, Shi et al., INFOCOM 2019, section 4). They are pure functions, so equal costs give equal plans on
+is free (MG-WFBP, Shi et al., INFOCOM 2019, section 4), and its handling delays the gradients behind it. They are pure functions, so equal costs give equal plans on
 every rank.
 """
 
@@ -143,23 +143,25 @@ def optimal_cuts(
     ready: Sequence[float] | np.ndarray,
     cost: Callable[[np.ndarray, int], np.ndarray],
     first_last: int = 0,
+    per_buffer: float = 0.0,
 ) -> list[int]:
-    """Cuts the ready order so that the last exchange ends as early as possible: exact, O(L^2).
+    """Cuts the ready order so that the last exchange ends as early as possible: exact, O(L^2) for each buffer used.
 
-    Forward, ``finish[j]`` is the earliest time at which tensors 0 to j - 1 can have been exchanged::
+    Forward, ``finish[n, j]`` is the earliest time at which tensors 0 to j - 1 can have been exchanged in n buffers::
 
-        finish[j] = min over i < j of  max(finish[i], ready[j - 1]) + cost(i, j)
+        finish[n, j] = min over i < j of  max(finish[n - 1, i], ready[j - 1] + n * per_buffer) + cost(i, j)
 
-    Backward, each buffer is made as large as the deadline of the buffer after it permits. Among all optimal plans
-    this takes the one with the fewest buffers (exactly so where the cost is linear in the bytes), then the
-    earliest cuts: whatever the order of evaluation, every rank finds the same plan. It is also the aim of SAFusion's
-    intra-worker adjustment (HPDC 2025): a buffer is ready just when the link becomes free.
+    as far as n buffers end earlier than fewer do. Backward, each buffer is made as large as the deadline of the buffer
+    after it permits. Among all optimal plans this takes one with the fewest buffers, then the earliest cuts: whatever
+    the order of evaluation, every rank finds the same plan. It is also the aim of SAFusion's intra-worker adjustment
+    (HPDC 2025): a buffer is ready just when the link becomes free.
 
     Args:
         ready: Seconds at which each tensor is ready, rising [L].
         cost: ``cost(starts, stop)`` -> seconds of the buffers ``[start, stop)`` for int64 starts [S], float64 [S].
             Any function that is not negative.
         first_last: First place at which the last buffer may start, 0 to L - 1.
+        per_buffer: Seconds by which each buffer delays everything that is ready from its last tensor on.
 
     Returns:
         The stop of each buffer, rising, the last one L.
@@ -173,22 +175,31 @@ def optimal_cuts(
     if not 0 <= first_last < total:
         raise ValueError(f"the last buffer must start at a place from 0 to {total - 1}, got first_last={first_last}")
     starts = np.arange(total)
-    finish = np.zeros(total + 1)
+    delays = per_buffer * np.arange(1, total + 1)[:, None]
+    finish = np.full((total + 1, total + 1), np.inf)
+    finish[0, 0] = 0.0
+    most = 1  # rows of finish that are in use
     for stop in range(1, total + 1):
         first = first_last if stop == total else 0
         busy = cost(starts[first:stop], stop)
-        finish[stop] = (np.maximum(finish[first:stop], ready[stop - 1]) + busy).min()
+        ends = (np.maximum(finish[:most, first:stop], ready[stop - 1] + delays[:most]) + busy).min(axis=1)
+        best = np.minimum.accumulate(ends)
+        pays = np.flatnonzero(ends < np.concatenate([[np.inf], best[:-1]]))
+        finish[1 + pays, stop] = ends[pays]
+        most = max(most, int(pays[-1]) + 2)
 
-    stops, stop, deadline = [], total, finish[total]
+    count, stop = int(np.argmin(finish[:, total])), total
+    stops, deadline = [], finish[count, total]
     while stop > 0:
         first = first_last if stop == total else 0
         busy = cost(starts[first:stop], stop)
-        ends = np.maximum(finish[first:stop], ready[stop - 1]) + busy
+        count -= 1
+        ends = np.maximum(finish[count, first:stop], ready[stop - 1] + delays[count]) + busy
         choice = int(np.argmax(ends <= deadline))  # the first that is in time
         stops.append(stop)
         stop = first + choice
         # Rounding of the subtraction must not put the deadline before the earliest possible finish.
-        deadline = max(finish[stop], deadline - busy[choice])
+        deadline = max(finish[count, stop], deadline - busy[choice])
     return stops[::-1]
 
 
@@ -213,7 +224,8 @@ def plan_optimal(costs: GroupCosts, *, max_last_share: float = 0.5, bounds: Boun
         return pricer.cheapest(starts, stop) + bounds.charge(edges, starts, stop)
 
     price = pricer.cheapest if bounds == NO_BOUNDS else charged
-    return pricer.plan(optimal_cuts(costs.ready, price, _first_last(costs.numels, max_last_share)))
+    first_last = _first_last(costs.numels, max_last_share)
+    return pricer.plan(optimal_cuts(costs.ready, price, first_last, costs.per_buffer))
 
 
 def plan_greedy(costs: GroupCosts, bounds: Bounds = NO_BOUNDS) -> Plan:
@@ -255,8 +267,8 @@ def predict_finish(plan: Plan, costs: GroupCosts) -> float:
         )
     pricer = GroupPricer(costs)
     free = 0.0
-    for group in plan.groups:
-        begin = max(free, costs.ready[group.stop - 1])
+    for count, group in enumerate(plan.groups, 1):
+        begin = max(free, costs.ready[group.stop - 1] + count * costs.per_buffer)
         free = begin + pricer.price(group.collective, group.start, group.stop)
     return free
 
@@ -320,8 +332,11 @@ def _check(costs: GroupCosts) -> None:
     ready = np.asarray(costs.ready, dtype=np.float64)
     if not np.isfinite(ready).all() or (np.diff(ready) < 0).any():
         raise ValueError(f"ready times must be finite and rising, got {costs.ready}")
-    numbers = (*costs.sparse, *costs.dense, *costs.sparse_bytes, *costs.dense_bytes)
+    numbers = (*costs.sparse, *costs.dense, costs.per_buffer, *costs.sparse_bytes, *costs.dense_bytes)
     if not all(0.0 <= number < float("inf") for number in numbers):
-        raise ValueError(f"costs and bytes must be finite and not negative: sparse={costs.sparse}, dense={costs.dense}")
+        raise ValueError(
+            f"costs and bytes must be finite and not negative: sparse={costs.sparse}, dense={costs.dense}, "
+            f"per_buffer={costs.per_buffer}"
+        )
     if not (costs.sparse_allowed or costs.dense_allowed):
         raise ValueError("no collective is allowed: allow the sparse all-gather, the dense all-reduce, or both")

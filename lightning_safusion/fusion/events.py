@@ -31,6 +31,7 @@ class BufferEvents:
         closed: Its last gradient had arrived; selection begins.
         selected: Selection had ended; packing begins.
         launched: The message was packed, and its collective begins.
+        issued: The call that began it had returned; the backward pass goes on.
         finished: The collective had ended; NaN if this window did not take that down.
         awaited: The backward pass began to wait for it.
         arrived: It was waited for no longer; decoding begins.
@@ -46,6 +47,7 @@ class BufferEvents:
     closed: float
     selected: float
     launched: float
+    issued: float
     finished: float
     awaited: float
     arrived: float
@@ -126,6 +128,7 @@ def _buffer_events(buffer: FusionBuffer, times: BufferTimes, clock: Clock, free:
         clock.seconds(times.closed),
         clock.seconds(times.selected),
         clock.seconds(times.launched),
+        clock.seconds(times.issued),
         finished,
         awaited,
         arrived,

@@ -11,7 +11,7 @@ from typing import Any, Literal
 CollectiveName = Literal["allgather", "allreduce", "stream"]
 
 # What may carry a buffer that a plan calls "allgather": to planners they are alike.
-SparseName = Literal["allgather", "oktopk", "gtopk"]
+SparseName = Literal["allgather", "hybrid", "oktopk", "gtopk"]
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,13 @@ class Group:
         stop: Place after its last tensor.
         collective: ``"allgather"`` (sparse), ``"allreduce"`` (dense), or ``"stream"`` (sparse, one tensor of a stream
             of buffers that each worker fills at its own pace).
+        whole_upto: Tensors of up to this many elements travel whole, and the others send as much less.
     """
 
     start: int
     stop: int
     collective: CollectiveName = "allgather"
+    whole_upto: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.stop:
@@ -59,20 +61,25 @@ class Plan:
     @cached_property
     def digest(self) -> int:
         """63-bit hash, the same in every process for the same plan (compared across ranks before use)."""
-        text = ";".join(f"{g.start}-{g.stop}:{g.collective}" for g in self.groups)
+        text = ";".join(
+            f"{g.start}-{g.stop}:{g.collective}" + (f":{g.whole_upto}" if g.whole_upto else "") for g in self.groups
+        )
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
     def to_list(self) -> list[list[Any]]:
-        """``[tensors, collective]`` of each group: plain values for a checkpoint."""
-        return [[group.stop - group.start, group.collective] for group in self.groups]
+        """``[tensors, collective]`` of each group, and ``whole_upto`` if it is not 0: plain values for a checkpoint."""
+        return [
+            [group.stop - group.start, group.collective, *([group.whole_upto] if group.whole_upto else [])]
+            for group in self.groups
+        ]
 
     @classmethod
     def from_list(cls, groups: Iterable[Sequence[Any]]) -> Plan:
         """Reads what :meth:`to_list` returned."""
         result: list[Group] = []
-        for count, collective in groups:
+        for count, collective, *rest in groups:
             place = result[-1].stop if result else 0
-            result.append(Group(place, place + int(count), collective))
+            result.append(Group(place, place + int(count), collective, *map(int, rest)))
         return cls(tuple(result))
 
     @classmethod
@@ -93,10 +100,18 @@ class GroupCosts:
         sparse_bytes: Bytes that each tensor adds to a sparse message [L].
         dense_bytes: Bytes that each tensor adds to a dense all-reduce [L].
         world_size: Workers.
-        sparse: ``(fixed seconds, seconds per byte of one rank's message)`` of a sparse exchange, decoding included.
+        sparse: ``(fixed seconds, seconds per byte of one rank's message)`` of a sparse exchange.
         dense: ``(fixed seconds, seconds per byte of the buffer)`` of a dense all-reduce.
         dense_allowed: Whether a buffer may take the dense all-reduce.
         sparse_allowed: Whether a buffer may take the sparse all-gather.
+        per_buffer: Seconds that handling one buffer, of whatever size, takes from the backward pass (the calls that
+            select, pack, launch and decode): every gradient from its last one on is that much later.
+        arrivals: Time at which each gradient has been computed, no selection counted [L], rising. Only planners that
+            place selection themselves look at it; empty where there are none.
+        select: Seconds of one selection over ``d`` elements: ``(fixed, per element, per comparison)``, see
+            :class:`~lightning_safusion.fusion.planners.SelectionCost`; for the same planners.
+        quotas: Elements that each tensor may send, all of them where it travels whole [L]; empty where nobody knows.
+        hybrid: What travels whole in a sparse buffer has an all-reduce of its own.
     """
 
     numels: tuple[int, ...]
@@ -108,3 +123,8 @@ class GroupCosts:
     dense: tuple[float, float]
     dense_allowed: bool = True
     sparse_allowed: bool = True
+    per_buffer: float = 0.0
+    arrivals: tuple[float, ...] = ()
+    select: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    quotas: tuple[int, ...] = ()
+    hybrid: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -14,6 +15,7 @@ from lightning_safusion.comm.cost import LINKS, LinearCost
 from lightning_safusion.comm.transport import Transport
 from lightning_safusion.comm.wire import resolve_codec
 from lightning_safusion.fusion.adaptive import predicted_gain
+from lightning_safusion.fusion.dp import GroupPricer
 from lightning_safusion.fusion.events import WindowEvents
 from lightning_safusion.fusion.generator import Generator
 from lightning_safusion.fusion.plan import CollectiveName, Group, GroupCosts, Plan
@@ -28,6 +30,7 @@ from lightning_safusion.fusion.profile import (
     service_seconds,
 )
 from lightning_safusion.fusion.replan import Action, Cadence, Decision, ReplanSchedule, Trials
+from lightning_safusion.fusion.search import CutSearch
 from lightning_safusion.fusion.spans import WindowSpans
 
 CollectiveChoice = Literal["auto", "allgather", "allreduce"]
@@ -36,7 +39,7 @@ CollectiveChoice = Literal["auto", "allgather", "allreduce"]
 _DENSE_REVIEWS = 3
 
 # Decisions that are kept for whoever wants to know.
-_DECISIONS = 64
+_DECISIONS = 512
 
 # All windows feed one profile: a tensor that a window leaves stale has no arrival in it.
 _KIND = "all"
@@ -79,6 +82,7 @@ class Planner:
         self._profile: AgreedProfile | None = None
         self._recorder: ProfileRecorder | None = None
         self._trials = Trials()
+        self._search: CutSearch | None = None
         self._spans = WindowSpans(self._schedule.cadence.trial_windows)
         self._verified = True
         self._dense_reviews = 0
@@ -93,6 +97,8 @@ class Planner:
     def wants_times(self) -> bool:
         """Whether a decision needs to know when the collectives of the next window end; the same on all ranks."""
         ahead = max(RECENT_WINDOWS, self._schedule.cadence.trial_windows + 1)
+        if self._search is not None:
+            return not self._search.over
         return self._trials.pending is not None or self._schedule.due_within(ahead)
 
     def plan(self, generator: Generator) -> Plan:
@@ -105,12 +111,14 @@ class Planner:
 
     def invalidate(self, order_changed: bool = False) -> None:
         """Drops the plan: quotas have changed, or the order (then measured times are void too)."""
-        self.current = None
+        self.current = self._search = None
         self._trials.drop()
         self._spans.restart()
         if order_changed:
             self._profile = self._recorder = None
             self._trials.reset()
+            if not self._schedule.cadence.on_trial:
+                self._schedule.restart()  # the one plan was made for another order
 
     def fallback(self, generator: Generator) -> CollectiveName:
         """The collective for tensors that no plan covers."""
@@ -119,6 +127,10 @@ class Planner:
     def _make(self, costs: GroupCosts) -> Plan:
         if self.policy.streams and costs.sparse_allowed:
             return Plan(tuple(Group(place, place + 1, "stream") for place in range(len(costs.numels))))
+        if self._search is None and self.prior is not None and costs.numels:
+            self._search = self.policy.search(len(costs.numels))
+        if self._search is not None:
+            return GroupPricer(costs).plan(self._search.stops)
         return self.policy.plan(costs) if self._profile is None else self.policy.resized(costs)
 
     def costs(self, generator: Generator) -> GroupCosts:
@@ -136,7 +148,8 @@ class Planner:
             "dense_allowed": self.collective != "allgather",
             "sparse_allowed": self.collective == "allgather" or (self.collective == "auto" and not dense_everywhere),
         }
-        return self._priced(arguments)
+        hybrid = generator.sparse == "hybrid"
+        return replace(self._priced(arguments), quotas=tuple(quotas.counts.tolist()), hybrid=hybrid)
 
     def _priced(self, arguments: dict[str, Any]) -> GroupCosts:
         if self._profile is not None:
@@ -145,7 +158,7 @@ class Planner:
         if self.prior is None:
             return modelled
         lines = {name: (self.prior[name].fixed, self.prior[name].per_byte) for name in ("allgather", "allreduce")}
-        return GroupCosts(**arguments, ready=modelled.ready, sparse=lines["allgather"], dense=lines["allreduce"])
+        return replace(modelled, sparse=lines["allgather"], dense=lines["allreduce"])
 
     def observe(self, events: WindowEvents | None, generator: Generator) -> None:
         """Takes in a planned window that has ended; may agree on a new plan. Called at the same point on all ranks.
@@ -159,6 +172,8 @@ class Planner:
         """
         if not self._verified:
             self._verify(generator.device)
+        if self._search is not None:
+            self._try_next(self._search, events, generator)
         if self.prior is None or self._schedule.cadence.freeze_after == 0:
             return
         if self._recorder is None:
@@ -187,6 +202,9 @@ class Planner:
         if self._trials.pending is not None and not self._judge(current, seconds, generator):
             return
         proposed = current if self._schedule.over else self._make(costs)
+        if not self._schedule.cadence.on_trial:
+            self._adopt(proposed, current, seconds, generator)
+            return
         gain = predicted_gain(current, proposed, costs)
         if gain <= self._trials.required(current, costs, self._schedule.threshold):
             self._decide("stay", current, proposed, gain, None, seconds)
@@ -195,6 +213,22 @@ class Planner:
         self._change(proposed, generator)
         self._trials.begin(current, costs, gain, seconds)
         self._decide("switch", proposed, current, gain, None, seconds)
+
+    def _adopt(self, proposed: Plan, current: Plan, seconds: float, generator: Generator) -> None:
+        """Uses a plan whatever it promises."""
+        if proposed != current:
+            self._change(proposed, generator)
+        self._decide("stay" if proposed == current else "switch", proposed, current, None, None, seconds)
+
+    def _try_next(self, search: CutSearch, events: WindowEvents | None, generator: Generator) -> None:
+        """Takes a window into the search; goes on with the next plan, or with the best one in the end."""
+        if search.over or events is None or self.current is None or not search.add(events):
+            return
+        tried, seconds = self.current, search.advance(self.transport, generator.device)
+        plan = GroupPricer(self.costs(generator)).plan(search.stops)
+        if plan != tried:
+            self._change(plan, generator)
+        self._decide("freeze" if search.over else "try", plan, tried, None, None, seconds)
 
     def _judge(self, current: Plan, seconds: float, generator: Generator) -> bool:
         """Keeps the plan on trial, or goes back; returns whether it was kept."""
@@ -261,6 +295,7 @@ class Planner:
             "replans": self.replans,
             "schedule": self._schedule.state_dict(),
             "trials": self._trials.state_dict(),
+            "search": None if self._search is None else self._search.measured,
         }
 
     def load_state_dict(self, state: dict[str, Any], generator: Generator) -> None:
@@ -282,6 +317,10 @@ class Planner:
             self.current, self._verified = plan, False
             self._tell(plan, generator)
         self._trials.load_state_dict(state["trials"])
+        measured = state.get("search")
+        self._search = None if measured is None else self.policy.search(len(generator.layout))
+        if self._search is not None:
+            self._search.replay(measured)
 
 
 def _entry_bytes(generator: Generator) -> float:
@@ -299,7 +338,7 @@ def _entry_bytes(generator: Generator) -> float:
 
 def _record(recorder: ProfileRecorder, events: WindowEvents) -> None:
     buffers = [buffer for buffer in events.buffers if buffer.collective != "stream"]
-    selections = [SelectionTime(each.places.stop, each.elements, each.launched - each.closed) for each in buffers]
+    selections = [SelectionTime(each.places.stop, each.elements, each.issued - each.closed) for each in buffers]
     recorder.record_window(_KIND, events.ready, selections, delays=not events.beside)
     seconds = service_seconds([each.launched for each in buffers], [each.finished for each in buffers])
     for each, duration in zip(buffers, seconds, strict=True):

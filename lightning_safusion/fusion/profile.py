@@ -30,7 +30,8 @@ _DECODE_SHAPE = LinearCost(40e-6, 1e-10)
 
 
 class SelectionTime(NamedTuple):
-    """The selection of one buffer, run between two gradients by the thread or stream of the backward.
+    """The selection of one buffer, its packing and launch: between two gradients on the thread of the backward pass,
+    or on a stream beside it.
 
     Args:
         stop: Place after the last tensor of the buffer.
@@ -167,7 +168,7 @@ class AgreedProfile:
 
     Args:
         arrivals: Seconds from the first gradient to each, selection not counted; -inf where it never came [L].
-        select: Selection by elements.
+        select: Selection, packing and launch of a buffer, by its elements.
         decode: Decoding of a sparse exchange by the bytes of one rank's message.
         allgather: Sparse exchange by the bytes of one rank's message.
         allreduce: Dense exchange by the bytes of the buffer.
@@ -236,8 +237,8 @@ class AgreedProfile:
     ) -> GroupCosts:
         """The costs that planners take, for tensors in ready order.
 
-        Selection by elements delays the gradients behind it. What it costs per buffer is charged to the exchange, as
-        is decoding. A tensor that never came holds nobody up.
+        Selection by elements and decoding by bytes delay the gradients behind them: decoding runs when all have come,
+        which ends no sooner. What both cost per buffer is ``per_buffer``. A tensor that never came holds nobody up.
 
         Args:
             numels: Elements of each tensor [L].
@@ -251,20 +252,23 @@ class AgreedProfile:
         """
         if len(numels) != len(self.arrivals):
             raise ValueError(f"the profile is of {len(self.arrivals)} tensors, got the sizes of {len(numels)}")
-        ready = np.maximum.accumulate(np.maximum(self.arrivals, 0.0))
+        ready = arrivals = np.maximum.accumulate(np.maximum(self.arrivals, 0.0))
         if sparse_allowed:
             ready = ready + self.select.per_byte * np.cumsum(numels, dtype=np.float64)
-        sparse_fixed = self.allgather.fixed + self.decode.fixed + self.select.fixed
+            ready = ready + self.decode.per_byte * np.cumsum(sparse_bytes, dtype=np.float64)
         return GroupCosts(
             numels=tuple(numels),
             ready=tuple(ready.tolist()),
             sparse_bytes=tuple(sparse_bytes),
             dense_bytes=tuple(dense_bytes),
             world_size=world_size,
-            sparse=(sparse_fixed, self.allgather.per_byte + self.decode.per_byte),
+            sparse=(self.allgather.fixed, self.allgather.per_byte),
             dense=(self.allreduce.fixed, self.allreduce.per_byte),
             dense_allowed=dense_allowed,
             sparse_allowed=sparse_allowed,
+            per_buffer=self.select.fixed + self.decode.fixed,
+            arrivals=tuple(arrivals.tolist()),
+            select=(self.select.fixed, self.select.per_byte, 0.0),
         )
 
 

@@ -25,6 +25,7 @@ class BufferTimes:
     closed: Mark = nan
     selected: Mark = nan
     launched: Mark = nan
+    issued: Mark = nan
     finished: Mark = nan
     awaited: Mark = nan
     arrived: Mark = nan

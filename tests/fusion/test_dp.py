@@ -26,6 +26,7 @@ def make_costs(
     sparse: tuple[float, float] = (1.0, 1.0),
     dense: tuple[float, float] = (1.0, 1.0),
     sparse_bytes: list[float] | None = None,
+    per_buffer: float = 0.0,
     **allowed: bool,
 ) -> GroupCosts:
     return GroupCosts(
@@ -36,6 +37,7 @@ def make_costs(
         world_size=4,
         sparse=sparse,
         dense=dense,
+        per_buffer=per_buffer,
         **allowed,
     )
 
@@ -51,6 +53,7 @@ def random_costs(rng: np.random.Generator, length: int) -> GroupCosts:
         sparse=(float(rng.integers(0, 8)), float(rng.integers(0, 4))),
         dense=(float(rng.integers(0, 8)), float(rng.integers(0, 3)) / 4),
         sparse_bytes=rng.integers(0, 8, length).astype(float).tolist(),
+        per_buffer=float(rng.integers(0, 4)),
         sparse_allowed=sparse_allowed,
         dense_allowed=dense_allowed,
     )
@@ -65,13 +68,13 @@ def all_stops(length: int) -> Iterator[list[int]]:
 def finish_by_hand(stops: list[int], costs: GroupCosts) -> float:
     """The timeline written out, with the cheapest collective of each buffer."""
     free = 0.0
-    for start, stop in pairwise([0, *stops]):
+    for place, (start, stop) in enumerate(pairwise([0, *stops])):
         options = []
         if costs.sparse_allowed:
             options.append(costs.sparse[0] + costs.sparse[1] * sum(costs.sparse_bytes[start:stop]))
         if costs.dense_allowed:
             options.append(costs.dense[0] + costs.dense[1] * sum(costs.dense_bytes[start:stop]))
-        free = max(free, costs.ready[stop - 1]) + min(options)
+        free = max(free, costs.ready[stop - 1] + (place + 1) * costs.per_buffer) + min(options)
     return free
 
 
@@ -104,6 +107,7 @@ def test_optimal_equals_brute_force_on_twelve_tensors_of_real_numbers() -> None:
             numels=rng.lognormal(8, 2, 12).astype(int).tolist(),
             sparse=(rng.uniform(1e-4, 2e-3), 1e-8),
             dense=(rng.uniform(1e-4, 2e-3), 2e-9),
+            per_buffer=rng.uniform(0.0, 1e-3),
         )
         best = min(finish_by_hand(stops, costs) for stops in all_stops(12))
         assert predict_finish(plan_optimal(costs, max_last_share=1.0), costs) == pytest.approx(best, rel=1e-12)
@@ -307,6 +311,7 @@ def test_share_outside_its_range_is_refused(share: float) -> None:
         ({"ready": (0.0, float("nan"))}, "finite and rising"),
         ({"sparse": (-1.0, 0.0)}, "not negative"),
         ({"dense": (float("inf"), 0.0)}, "not negative"),
+        ({"per_buffer": -1e-4}, "not negative"),
         ({"sparse_allowed": False, "dense_allowed": False}, "no collective is allowed"),
     ],
 )

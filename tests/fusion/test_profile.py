@@ -299,8 +299,9 @@ def test_group_costs_add_selection_and_decoding() -> None:
         allreduce=LinearCost(4.0, 0.5),
     )
     costs = profile.group_costs([100, 0, 200], [8, 0, 16], [400, 0, 800], 4)
-    assert costs.ready == pytest.approx((1.0, 2.0, 6.0))
-    assert costs.sparse == (1.75, 5.0)
+    assert costs.ready == pytest.approx((17.0, 18.0, 54.0))
+    assert costs.sparse == (1.0, 3.0)
+    assert costs.per_buffer == 0.75
     assert costs.dense == (4.0, 0.5)
     dense_only = profile.group_costs([100, 0, 200], [8, 0, 16], [400, 0, 800], 4, sparse_allowed=False)
     assert dense_only.ready == (0.0, 1.0, 3.0)

@@ -32,6 +32,7 @@ def buffer(
         "closed": closed,
         "selected": (closed + launched) / 2,
         "launched": launched,
+        "issued": launched,
         "finished": finished,
         "awaited": awaited,
         "arrived": arrived,
