@@ -1,18 +1,21 @@
-"""What a callback costs: steps with it and without it, side by side in one training of two workers.
+"""What the callbacks cost: steps with them and without them, side by side in one training of two workers.
 
     $ python benchmarks/callbacks.py
 
-The callback is taken out of the running trainer for a block of steps, put back for the next one, and so on; a block has
-as many steps as the callback takes from one report to the next, so that reports are in the figure. What is printed is
-the ratio of the mean step of a block with the callback to that of its neighbours without it: the median over blocks,
-and the middle half; and the same of processor time, which other programs on the machine disturb less. ``--null``
-compares blocks without the callback with each other: what chance alone does.
+All callbacks of the package, or those named, are taken out of the running trainer for a block of steps, put back for
+the next one, and so on; a block has as many steps as each callback takes from one report to the next, so that one
+report of each is in every block (by default a replica check and a probe come more rarely). What is printed is the ratio
+of the mean step of a block with them to that of its neighbours without: the median over blocks, and the middle half;
+and the same of processor time, which other programs on the machine disturb less. ``--null`` compares blocks without
+callbacks with each other: what chance alone does. The tuner's reviews are the planner's and go on in all blocks: what
+share of the time they take is printed beside, by a clock round them.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import tempfile
 import time
 from typing import Any
 
@@ -22,17 +25,31 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_safusion import SAFusionStrategy
-from lightning_safusion.callbacks import OverlapProfiler
+from lightning_safusion.callbacks import (
+    BufferSizeTuner,
+    ConvergenceProbe,
+    OverlapProfiler,
+    ReplicaConsistencyCheck,
+    TensorMissingRateMonitor,
+)
+from lightning_safusion.fusion.planning import Planner
+
+WATCHED = {
+    "overlap": OverlapProfiler,
+    "missing": TensorMissingRateMonitor,
+    "replicas": ReplicaConsistencyCheck,
+    "probe": ConvergenceProbe,
+}
 
 
 class Alternating(LightningModule):
-    """A chain of layers; takes the callback out and puts it back, and keeps the seconds of every block.
+    """A chain of layers; takes callbacks out and puts them back, and keeps the seconds of every block.
 
     Args:
         tensors: Parameter tensors.
         width: Layers are width x width.
         block: Steps in a block.
-        null: Leave the callback out in all blocks.
+        null: Leave the callbacks out in all blocks.
     """
 
     def __init__(self, tensors: int, width: int, block: int, null: bool) -> None:
@@ -41,7 +58,7 @@ class Alternating(LightningModule):
         self.net = nn.Sequential(*(nn.Linear(width, width) for _ in range(tensors // 2)))
         self.block = block
         self.null = null
-        self.watched: Callback | None = None
+        self.watched: list[Callback] = []
         self.seconds: list[tuple[float, float]] = []
         self._begin = (0.0, 0.0)
 
@@ -51,22 +68,26 @@ class Alternating(LightningModule):
         if batch_idx:
             wall, processor = (now - begin for now, begin in zip(_now(), self._begin, strict=True))
             self.seconds.append((wall / self.block, processor / self.block))
-        self._switch(batch_idx // self.block % 2 == 1 and not self.null)
+        if self._switch(batch_idx // self.block % 2 == 1 and not self.null):
+            for each in self.watched:  # they have missed it
+                each.on_train_batch_start(self.trainer, self, batch, batch_idx)
         self.trainer.strategy.barrier()
         self._begin = _now()
 
-    def _switch(self, on: bool) -> None:
+    def _switch(self, on: bool) -> bool:
         # in a hook of the module: no loop over the trainer's callbacks is under way
         callbacks = self.trainer.callbacks
         strategy = self.trainer.strategy
         assert isinstance(strategy, SAFusionStrategy)
-        if self.watched is None:
-            (self.watched,) = (each for each in callbacks if isinstance(each, OverlapProfiler))
-        if on and self.watched not in callbacks:
-            callbacks.append(self.watched)
-        if not on and self.watched in callbacks:
-            callbacks.remove(self.watched)
-            strategy.remove_observer(self.watched._recorder)
+        self.watched = self.watched or [each for each in callbacks if type(each) in WATCHED.values()]
+        for each in self.watched:
+            if on and each not in callbacks:
+                callbacks.append(each)
+            if not on and each in callbacks:
+                callbacks.remove(each)
+                if isinstance(each, OverlapProfiler):
+                    strategy.remove_observer(each._recorder)
+        return on
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         return self.net(batch[0]).square().mean()
@@ -79,41 +100,64 @@ def _now() -> tuple[float, float]:
     return time.perf_counter(), time.process_time()
 
 
+def time_reviews() -> list[float]:
+    """Puts a clock round the planner's work between windows; returns the list to which its seconds go."""
+    seconds: list[float] = []
+    observe = Planner.observe
+
+    def timed(planner: Planner, *args: Any) -> None:
+        begin = time.perf_counter()
+        observe(planner, *args)
+        seconds.append(time.perf_counter() - begin)
+
+    Planner.observe = timed  # type: ignore[method-assign]  # for the rest of this process
+    return seconds
+
+
 def main() -> None:
     """Prints the ratio, and the length of a step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("callbacks", nargs="*", help=f"of {', '.join(WATCHED)}; all by default")
     parser.add_argument("--tensors", type=int, default=200)
     parser.add_argument("--width", type=int, default=128, help="layers are width x width")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--every-n-steps", type=int, default=50, help="steps from report to report, and in a block")
-    parser.add_argument("--pairs", type=int, default=10, help="blocks with the callback")
-    parser.add_argument("--null", action="store_true", help="leave the callback out everywhere")
+    parser.add_argument("--pairs", type=int, default=20, help="blocks with the callbacks")
+    parser.add_argument("--null", action="store_true", help="leave the callbacks out everywhere")
     args = parser.parse_args()
     torch.set_flush_denormal(True)
     blocks = 2 * args.pairs + 3  # the first two settle
     steps = blocks * args.every_n_steps + 1
+    made: list[Callback] = []
+    for name in args.callbacks or WATCHED:
+        options = {"table": False} if name == "overlap" else {"worst": 0} if name == "missing" else {}
+        made.append(WATCHED[name](every_n_steps=args.every_n_steps, **options))
     model = Alternating(args.tensors, args.width, args.every_n_steps, args.null)
     data = TensorDataset(torch.randn(args.batch_size, args.width).repeat(2 * steps, 1))
     trainer = Trainer(
         accelerator="cpu",
         devices=2,
         strategy=SAFusionStrategy(collective="allgather", density=0.05, fusion="aligned"),
-        callbacks=[OverlapProfiler(args.every_n_steps, table=False)],
+        callbacks=[*made, BufferSizeTuner()],
         max_steps=steps,
+        default_root_dir=tempfile.mkdtemp(),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
     torch.set_num_threads(1)
+    reviews = time_reviews()
+    begin = time.perf_counter()
     trainer.fit(model, DataLoader(data, batch_size=args.batch_size))
     if trainer.is_global_zero:
         show(model.seconds[2:], args)
+        print(f"  the tuner's reviews: {100 * sum(reviews) / (time.perf_counter() - begin):.2f} % of the time")
 
 
 def show(seconds: list[tuple[float, float]], args: argparse.Namespace) -> None:
     """Prints the ratios of each block with the callback to the mean of its neighbours, which are without."""
-    what = "nothing" if args.null else "OverlapProfiler"
+    what = "nothing" if args.null else ", ".join(args.callbacks or WATCHED)
     step = statistics.median(wall for wall, _ in seconds[::2])
     print(f"{what}, {args.tensors} tensors, {step * 1e3:.1f} ms per step, {len(seconds) // 2} pairs of blocks")
     for name, column in zip(("time", "processor time"), zip(*seconds, strict=True), strict=True):

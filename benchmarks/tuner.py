@@ -32,10 +32,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 from lightning_safusion import Adaptive, Aligned, SAFusionStrategy
+from lightning_safusion.bench.links import Namespace, linked_namespaces, shape
 from lightning_safusion.callbacks import BufferSizeTuner
 from lightning_safusion.fusion.dp import predict_finish
 from lightning_safusion.fusion.events import WindowEvents
-from tests.e2e.namespaces import Namespace, linked_namespaces, shape
 from tests.e2e.processes import Program, environment, started
 
 SLOW, FAST = "100mbit", "1gbit"

@@ -7,12 +7,15 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_safusion.__about__ import __version__
 from lightning_safusion.callbacks import (
     BufferSizeTuner,
+    ConvergenceProbe,
     OverlapProfiler,
     ReplicaConsistencyCheck,
     TensorMissingRateMonitor,
+    TraceRecorder,
 )
 from lightning_safusion.fusion.adaptive import Adaptive
 from lightning_safusion.fusion.policy import WFBP, Aligned, FusionPolicy, Naive, Single
+from lightning_safusion.fusion.selective import Selective
 from lightning_safusion.sparsify import (
     DGC,
     ADTopk,
@@ -53,6 +56,7 @@ __all__ = [
     "Aligned",
     "BufferSizeTuner",
     "ConstantDensity",
+    "ConvergenceProbe",
     "DGCMemory",
     "DGCWarmup",
     "DenseStart",
@@ -75,12 +79,14 @@ __all__ = [
     "SIDCo",
     "Single",
     "Segments",
+    "Selective",
     "Selection",
     "Sparsifier",
     "System",
     "TensorMissingRateMonitor",
     "Threshold",
     "TopK",
+    "TraceRecorder",
     "__version__",
 ]
 

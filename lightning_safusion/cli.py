@@ -42,6 +42,7 @@ def build_parser() -> tuple[ArgumentParser, dict[str, Callable[..., Any]]]:
     except ModuleNotFoundError as error:
         message = 'the command line needs jsonargparse: pip install "lightning-safusion[cli]"'
         raise ModuleNotFoundError(message) from error
+    from lightning_safusion.bench.run import run_bench
     from lightning_safusion.demo import run_demo
     from lightning_safusion.profiling.trace import trace
     from lightning_safusion.report.page import report
@@ -51,6 +52,7 @@ def build_parser() -> tuple[ArgumentParser, dict[str, Callable[..., Any]]]:
     commands: dict[str, Callable[..., Any]] = {
         "demo": run_demo,
         "plan": run_plan,
+        "bench": run_bench,
         "systems": print_systems,
         "trace": trace,
         "report": report,

@@ -9,7 +9,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-DDPHookName = Literal["none", "bf16", "fp16", "powersgd", "local"]
+DDPHookName = Literal["none", "bf16", "fp16", "powersgd", "local", "dear"]
 
 # PowerSGD launches collectives from the callbacks of others. With several buckets their order differs between ranks on
 # gloo, which then reads messages of another size: one bucket holds the whole model there.
@@ -30,13 +30,15 @@ def _local(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch
 
 def ddp_hook_options(name: DDPHookName, group: dist.ProcessGroup | None) -> dict[str, Any]:
     """Arguments of DistributedDataParallel that the hook needs."""
+    if name == "dear":
+        return {"gradient_as_bucket_view": True}
     if name == "powersgd" and "nccl" not in dist.get_backend_config(group):
         return {"bucket_cap_mb": _ONE_BUCKET_MB}
     return {}
 
 
 def register_ddp_hook(ddp: DistributedDataParallel, name: DDPHookName, group: dist.ProcessGroup | None) -> None:
-    """Registers the hook called ``name`` on the wrapped model."""
+    """Registers the hook called ``name`` on the wrapped model; that of ``"dear"`` is a method of :class:`Dear`."""
     if name == "bf16":
         ddp.register_comm_hook(group, _bf16)
     elif name == "fp16":

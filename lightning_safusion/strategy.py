@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -23,6 +25,7 @@ from lightning_safusion.fusion.registry import resolve_fusion
 from lightning_safusion.fusion.replan import Decision
 from lightning_safusion.fusion.report import nothing_exchanged
 from lightning_safusion.parameters import refuse_options, refuse_parts
+from lightning_safusion.settling import reason_to_settle, runs_compiled
 from lightning_safusion.signals import DeferredSignals, requeue_signal
 from lightning_safusion.sparsify.base import Sparsifier
 from lightning_safusion.sparsify.memory import Memory, resolve_memory
@@ -50,18 +53,22 @@ class SAFusionStrategy(EngineDDPStrategy):
         system: A published scheme by name, for example ``"safusion"``, ``"saf-inter"``, ``"saf-naive"``, ``"fgbuff"``,
             ``"behind"`` or ``"wfbp"``.
         fusion: Which tensors share a buffer: ``"adaptive"`` (measured times), ``"aligned"`` (a fixed number),
-            ``"naive"``, ``"wfbp"`` (each alone), ``"single"``, ``"behind"`` (aligned, with ``scope="group"``), or a
-            ``FusionPolicy``.
+            ``"naive"``, ``"wfbp"`` (each alone), ``"single"``, ``"selective"`` (a fixed number of buffers, whose small
+            tensors travel whole), ``"behind"`` (aligned, with ``scope="group"``), or a ``FusionPolicy``.
         scope: ``"tensor"`` selects from every tensor, ahead of fusion; ``"group"`` from the fused buffer, behind it.
         quota: ``"proportional"`` gives every tensor the density; ``"pooled"`` a quarter of it, and the rest of a
             buffer's room to its largest elements.
         dense: Shell patterns of parameter names that always travel dense, for example ``["*.bias"]``.
         dense_below: Tensors of fewer elements than this travel dense.
+        dense_below_ndim: Tensors of fewer dimensions than this travel dense; 2: vectors and scalars.
         memory: Error feedback: ``"residual"``, ``"dgc"`` (momentum correction; use plain SGD with it), ``"none"``, or
             a ``Memory``.
         collective: ``"auto"`` (dense where that is predicted to be cheaper), ``"allgather"`` (always sparse),
-            ``"allreduce"``, ``"oktopk"`` (sparse all-reduce) or ``"gtopk"`` (tree).
+            ``"hybrid"`` (the same, with an all-reduce beside it for what travels whole), ``"hierarchical"`` (dense
+            inside every node, the largest sums of each to the others), ``"allreduce"``,
+            ``"oktopk"`` (sparse all-reduce) or ``"gtopk"`` (tree).
         wire: ``"auto"`` (lossless), ``"bf16"``, ``"fp16"``, ``"fp32"``, or a codec such as ``"block16-bf16"``.
+        offload: Select from tensors on a thread of the host, as they become ready, where that holds nothing up.
         transport: Library that carries the bytes: ``"torch"`` (torch.distributed: gloo, NCCL) or ``"horovod"``, in
             processes that horovodrun or mpirun has started.
         kwargs: Every argument of :class:`~lightning.pytorch.strategies.DDPStrategy` and of ``DistributedDataParallel``.
@@ -86,9 +93,11 @@ class SAFusionStrategy(EngineDDPStrategy):
         quota: QuotaRule | None = None,
         dense: list[str] | None = None,
         dense_below: int | None = None,
+        dense_below_ndim: int | None = None,
         memory: str | Memory | None = None,
         collective: CollectiveOption | None = None,
         wire: str | None = None,
+        offload: bool | None = None,
         transport: Literal["torch", "horovod"] = "torch",
         **kwargs: Any,
     ) -> None:
@@ -104,9 +113,11 @@ class SAFusionStrategy(EngineDDPStrategy):
                 "quota": quota,
                 "dense": dense,
                 "dense_below": dense_below,
+                "dense_below_ndim": dense_below_ndim,
                 "memory": memory,
                 "collective": collective,
                 "wire": wire,
+                "offload": offload,
             }
             refuse_parts(row.name, parts, transport)
         if transport == "horovod":
@@ -125,15 +136,22 @@ class SAFusionStrategy(EngineDDPStrategy):
             collective=collective or row.collective,
             wire=wire or row.wire,
             own_buffers=row.own_buffers and collective is None,
+            offload=row.offload if offload is None else offload,
         )
         if isinstance(dense, str):
             raise TypeError(f"dense is a list of patterns, got the text {dense!r}: write [{dense!r}]")
         dense_below = row.dense_below if dense_below is None else dense_below
         if dense_below < 0:
             raise ValueError(f"dense_below is a number of elements, 0 or more, got {dense_below}")
-        super().__init__(list(dense or []), dense_below, transport == "horovod", row.ddp_hook, row.elastic, **kwargs)
+        ndim = row.dense_below_ndim if dense_below_ndim is None else dense_below_ndim
+        if ndim < 0:
+            raise ValueError(f"dense_below_ndim is a number of dimensions, 0 or more, got {ndim}")
+        over_horovod = transport == "horovod"
+        super().__init__(list(dense or []), dense_below, ndim, over_horovod, row.ddp_hook, row.elastic, **kwargs)
         self._last_report: dict[str, Any] | None = None  # of a fit that has ended
         self._plain_clock: Clock | None = None  # where no engine has one
+        self._compiled: bool | None = None  # a part of the model has been compiled; None: nobody has looked
+        self._settles_because: str | None = None  # why no step reaches into the next forward pass
 
     @classmethod
     @override
@@ -160,6 +178,7 @@ class SAFusionStrategy(EngineDDPStrategy):
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
+        self.settle()  # the backward pass writes where means of the last one are to be written
         if self._controller is not None and self.lightning_module is not None:
             self._controller.epoch = self.lightning_module.current_epoch
 
@@ -173,6 +192,9 @@ class SAFusionStrategy(EngineDDPStrategy):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: nn.Module | None = None, **kwargs: Any
     ) -> Any:
+        if self._dear is not None and self._may_delay(optimizer):
+            step = super().optimizer_step
+            return self._dear.step(optimizer, closure, lambda delaying: step(optimizer, delaying, model, **kwargs))
         if self._elastic is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         # with automatic optimization the closure is the forward and backward pass, which hide the exchange
@@ -180,6 +202,30 @@ class SAFusionStrategy(EngineDDPStrategy):
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._elastic.finish()
         return result
+
+    def _may_delay(self, optimizer: Optimizer) -> bool:
+        """Whether the step of an optimizer may reach into the next forward pass; says once why not."""
+        module = self.lightning_module
+        if module is None:
+            return False
+        if self._compiled is None:
+            self._compiled = self.model is not self._ddp or runs_compiled(module)
+        reason = reason_to_settle(module.trainer, module, optimizer, self._compiled)
+        if reason is not None and reason != self._settles_because:
+            rank_zero_info(f"SAFusionStrategy: gradients are averaged when a backward pass ends, because {reason}.")
+        self._settles_because = reason
+        return reason is None
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        output = super().training_step(*args, **kwargs)
+        self.settle()  # what this forward pass has not used: gradients are emptied next
+        return output
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        self.settle()
+        return super().optimizer_state(optimizer)
 
     def _swap_centre(self) -> None:
         """Puts the centre in the place of this worker's weights, or back."""
@@ -203,7 +249,16 @@ class SAFusionStrategy(EngineDDPStrategy):
             self._signals = DeferredSignals(self._tell, requeue_signal(self.cluster_environment))
             self._signals.install()
 
+    def settle(self) -> None:
+        """Has the last step done, where a part of it waits for the next forward pass (``system="dear"``).
+
+        For code that keeps parameters in a list of its own: whoever takes them from the model has them up to date.
+        """
+        if self._dear is not None:
+            self._dear.settle()
+
     def _settle(self) -> None:
+        self.settle()
         if self._controller is not None:
             self._controller.settle()
 
@@ -304,6 +359,8 @@ class SAFusionStrategy(EngineDDPStrategy):
             self._signals = None
         if self._controller is not None:
             self._controller.reset()
+        if self._dear is not None:
+            self._dear.abandon()
         super().on_exception(exception)
 
     @override
@@ -314,8 +371,11 @@ class SAFusionStrategy(EngineDDPStrategy):
             self._ended = self._controller
             if self._ended is not None:
                 self._ended.release()
+        if self._dear is not None:
+            self._dear.close()
         if self._transport is not None:
             self._transport.close()
         self._hook = self._controller = self._transport = self._resumed = None
         self._sends_all = self._dense_for_good = self._plain_clock = self._elastic = None
+        self._dear = self._settles_because = self._compiled = None
         super().teardown()

@@ -34,9 +34,12 @@ class System:
         scope: ``"tensor"`` (ahead of fusion) or ``"group"`` (behind it).
         quota: ``"proportional"`` or ``"pooled"``.
         memory: Error feedback.
-        collective: ``"auto"``, ``"allgather"``, ``"allreduce"``, ``"oktopk"`` or ``"gtopk"``.
+        collective: ``"auto"``, ``"allgather"``, ``"hybrid"``, ``"hierarchical"``, ``"allreduce"``, ``"oktopk"`` or
+            ``"gtopk"``.
         wire: Wire format.
         dense_below: Tensors of fewer elements travel dense.
+        dense_below_ndim: Tensors of fewer dimensions travel dense.
+        offload: Select from tensors on a thread of the host.
         own_buffers: Its dense buffers are the point: plain DDP never takes their place.
         ddp_hook: In place of the engine, DDP with this communication hook; the other parts mean nothing then.
         elastic: Workers train on their own, held together by a centre (Sync EASGD); replicas are not equal.
@@ -53,6 +56,8 @@ class System:
     collective: CollectiveOption = "auto"
     wire: str = "auto"
     dense_below: int = 0
+    dense_below_ndim: int = 0
+    offload: bool = False
     own_buffers: bool = False
     ddp_hook: DDPHookName | None = None
     elastic: bool = False
@@ -65,7 +70,7 @@ class System:
     @property
     def conserves(self) -> bool:
         """Whether what a gradient does not bring now comes later: sum of updates + residuals = sum of gradients."""
-        return self.ddp_hook in (None, "none") and self.memory == "residual" and self.collective != "gtopk"
+        return self.ddp_hook in (None, "none", "dear") and self.memory == "residual" and self.collective != "gtopk"
 
     def policy(self) -> FusionPolicy:
         """The grouping policy with this row's options."""
@@ -73,6 +78,7 @@ class System:
 
 
 _SAFUSION = "SAFusion, HPDC 2025"
+_SSFUSION = "SSFusion, ICDE 2026"
 _ROWS = (
     System(
         "safusion",
@@ -137,6 +143,63 @@ _ROWS = (
         own_buffers=True,
     ),
     System(
+        "mgwfbp",
+        "a gradient waits for the next one where a message of its own would cost more than the wait, dense",
+        "MG-WFBP, INFOCOM 2019 and TPDS 2021; costs measured in the job, and planned from once",
+        "mgwfbp",
+        compressor="none",
+        memory="none",
+        collective="allreduce",
+        own_buffers=True,
+    ),
+    System(
+        "omgs",
+        "merge, then select over the buffer, where that delays less than the message it saves",
+        "OMGS-SGD, INFOCOM 2020, with its planner, which the release has switched off; costs measured in the job",
+        "omgs",
+        scope="group",
+        collective="allgather",
+    ),
+    System(
+        "cupcake",
+        "two buffers, selected from behind fusion; the cut is searched by trying it out on the running job",
+        "MergeComp, 2021, and Cupcake, MLSys 2023; judged by times that all ranks agree on",
+        "cupcake",
+        scope="group",
+        collective="allgather",
+    ),
+    System(
+        "horovod",
+        "every tensor sparsified ahead of fusion; whatever is ready on all workers at a tick of the clock is fused",
+        "Horovod, 2018: 1 ms and 128 MiB, with sparsification",
+        "horovod",
+        collective="allgather",
+    ),
+    System(
+        "horovod-dense",
+        "whatever is ready on all workers at a tick of the clock is fused, whole",
+        "Horovod, 2018: 1 ms and 128 MiB",
+        "horovod",
+        compressor="none",
+        memory="none",
+        collective="allreduce",
+        own_buffers=True,
+    ),
+    System(
+        "hipress",
+        "every tensor alone: compressed where that is predicted to be faster; whole neighbours are batched",
+        "HiPress, SOSP 2021: its comparison for collectives, without parts of a tensor; costs measured in the job",
+        "hipress",
+        own_buffers=True,
+    ),
+    System(
+        "espresso",
+        "every tensor alone: whole in 32 or 16 bits, or compressed, by simulating the iteration",
+        "Espresso, EuroSys 2023, without its choice of device and of collectives in steps; times measured in the job",
+        "espresso",
+        own_buffers=True,
+    ),
+    System(
         "syncea",
         "one buffer for the whole model, selected from at the end of the backward pass",
         "the single-buffer baseline that FGBuff, SAFusion and SSFusion call SyncEA; no elastic averaging (see easgd)",
@@ -160,6 +223,58 @@ _ROWS = (
         "single",
         scope="group",
         collective="gtopk",
+    ),
+    # Options, as the paper has them: interleaved (compressor=ADTopk(interleave=True)), partial (fusion="selective": the
+    # same mechanism, which with one tensor per buffer, as released, never leaves one whole) and hybrid
+    # (collective="hybrid": the release never launches that all-reduce). Sparse messages are 6 bytes per element and not
+    # 12, and error feedback has no exceptions by name. Thresholds are not carried from step to step.
+    System(
+        "adtopk",
+        "no fusion: every matrix sends the largest elements of each row, vectors travel whole",
+        "ADTopk, HPDC 2024",
+        "wfbp",
+        compressor="adtopk",
+        collective="allgather",
+        dense_below_ndim=2,
+    ),
+    # All of SSFusion's published scripts train without error feedback, since they ignore that option; these rows have
+    # it. Its buffers exceed the density, and its all-reduce is never launched: see Selective and HybridExchange.
+    System(
+        "ssfusion-naive",
+        "ahead of fusion, 20 buffers; small tensors of a buffer travel whole, the others send as much less",
+        f"{_SSFUSION} (selective sparsification)",
+        "selective",
+        collective="allgather",
+    ),
+    System(
+        "ssfusion-o",
+        "the same; a thread of the host selects from tensors while others are computed",
+        f"{_SSFUSION} (selective sparsification, offloaded)",
+        "selective",
+        collective="allgather",
+        offload=True,
+    ),
+    System(
+        "ssfusion-i",
+        "as ssfusion-naive; whole tensors travel by all-reduce, beside the selection and all-gather of the others",
+        f"{_SSFUSION} (interleaved communication)",
+        "selective",
+        collective="hybrid",
+    ),
+    System(
+        "ssfusion",
+        "small tensors of a buffer whole and by all-reduce, the others less dense, selected on a thread of the host",
+        _SSFUSION,
+        "selective",
+        collective="hybrid",
+        offload=True,
+    ),
+    System(
+        "dear",
+        "dense buckets; their reduce-scatter behind the backward pass, their all-gather behind the next forward pass",
+        "DeAR, ICDCS 2023; in DDP's buckets, with any optimizer of torch that treats parameters one by one",
+        "single",
+        ddp_hook="dear",
     ),
     System(
         "easgd",

@@ -18,6 +18,7 @@ from lightning_safusion.comm.horovod_transport import HorovodTransport
 from lightning_safusion.comm.torch_transport import TorchTransport, default_transport
 from lightning_safusion.comm.transport import Transport
 from lightning_safusion.ddp_hooks import DDPHookName, ddp_hook_options, register_ddp_hook
+from lightning_safusion.dear import Dear
 from lightning_safusion.elastic import ElasticAverage
 from lightning_safusion.environments.horovod import check_horovod
 from lightning_safusion.fusion.ddp import DDPHook
@@ -40,6 +41,7 @@ class EngineDDPStrategy(ResumableDDPStrategy):
     Args:
         dense: Shell patterns of parameter names that always travel dense.
         dense_below: Tensors of fewer elements than this travel dense.
+        dense_below_ndim: Tensors of fewer dimensions than this travel dense.
         over_horovod: Horovod carries the gradients.
         ddp_hook: DDP with this communication hook, in place of the engine.
         elastic: Workers train on their own, held together by a centre.
@@ -52,6 +54,7 @@ class EngineDDPStrategy(ResumableDDPStrategy):
         self,
         dense: list[str],
         dense_below: int,
+        dense_below_ndim: int,
         over_horovod: bool,
         ddp_hook: DDPHookName | None = None,
         elastic: bool = False,
@@ -61,8 +64,10 @@ class EngineDDPStrategy(ResumableDDPStrategy):
         self._ddp_hook = ddp_hook
         self._is_elastic = elastic
         self._elastic: ElasticAverage | None = None
+        self._dear: Dear | None = None
         self._dense = dense
         self._dense_below = dense_below
+        self._dense_below_ndim = dense_below_ndim
         self._over_horovod = over_horovod
         self._transport: Transport | None = None
         self._hook: DDPHook | None = None
@@ -99,7 +104,9 @@ class EngineDDPStrategy(ResumableDDPStrategy):
         options = dict(self._ddp_kwargs)
         if self._ddp_hook is not None:
             self._aside, self._sends_all = f"system={self.system!r} is DDP with another hook", None
-            options = ddp_hook_options(self._ddp_hook, options.get("process_group")) | options
+            wanted = ddp_hook_options(self._ddp_hook, options.get("process_group"))
+            # LightningCLI passes every option with its default
+            options |= {name: value for name, value in wanted.items() if options.get(name) in (None, False)}
         if self._aside is None:
             options["gradient_as_bucket_view"] = True
             if options.get("bucket_cap_mb") is None:
@@ -127,6 +134,8 @@ class EngineDDPStrategy(ResumableDDPStrategy):
                 register_ddp_hook(self.model, self._ddp_hook, self._ddp_kwargs.get("process_group"))
             if self._is_elastic and self._transport is not None:
                 self._elastic = ElasticAverage(self._transport)
+            if self._ddp_hook == "dear":
+                self._register_dear()
             return
         if not isinstance(self.model, DistributedDataParallel) or self._transport is None:
             raise RuntimeError("hooks are registered on the wrapped model: call _setup_model first")
@@ -141,12 +150,27 @@ class EngineDDPStrategy(ResumableDDPStrategy):
             settings = replace(settings, density=ConstantDensity(1.0))
             _announce(f"gradients travel whole, because {self._sends_all}; so does what a checkpoint has held back")
         self._controller = build_controller(
-            settings, self._specs(module), self._transport, self.root_device, measure, _announce, overlap, deferred
+            settings,
+            self._specs(module),
+            self._transport,
+            self.root_device,
+            measure,
+            _announce,
+            overlap,
+            deferred,
+            self.node_rank,
         )
         self._controller.observers = self._observers
         params = [param for _, param in dense_parameters(module)]
         self._hook = DDPHook(self._controller, params, sparse_parameters(module), static_graph)
         self.model.register_comm_hook(None, self._hook.run)
+
+    def _register_dear(self) -> None:
+        if isinstance(self.model, DistributedDataParallel) and self._transport is not None:
+            module = self.model.module
+            params = [param for _, param in trainable(module)]
+            self._dear = Dear(module, params, self._transport, bool(self._ddp_kwargs.get("static_graph")))
+            self.model.register_comm_hook(None, self._dear.run)
 
     def _never_waits(self) -> bool:
         """Whether nothing asks the host to wait for an exchange: every tensor has a gradient on all ranks each step."""
@@ -202,9 +226,11 @@ class EngineDDPStrategy(ResumableDDPStrategy):
         state = handover(self._controller) if self._controller is not None else None
         if self._hook is not None:
             self._hook.close()
+        if self._dear is not None:
+            self._dear.close()
         if self._transport is not None:
             self._transport.close()
-        self._hook = self._controller = None
+        self._hook = self._controller = self._dear = None
         compiles = getattr(self.model, "dynamo_ctx", None)  # what torch.compile was asked to do, if it was
         self.model = module
         gc.collect()  # the old reducer leaves its hooks on the parameters until it is destroyed
@@ -237,7 +263,8 @@ class EngineDDPStrategy(ResumableDDPStrategy):
         self._wrap_again(self._ddp.module)
 
     def _specs(self, module: nn.Module) -> tuple[TensorSpec, ...]:
-        return specs_from_parameters(dense_parameters(module), self._dense, self._dense_below)
+        rules = (self._dense, self._dense_below, self._dense_below_ndim)
+        return specs_from_parameters(dense_parameters(module), *rules)
 
 
 def _announce(text: str) -> None:

@@ -66,6 +66,7 @@ class Cluster:
         order: Registration indices in ready order; the reverse of registration by default.
         measure: Plan with measured times.
         deferred: Let the device decide at the end of a window, as on CUDA.
+        nodes: Node of every rank.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Cluster:
         order: Sequence[int] | None = None,
         measure: bool = False,
         deferred: bool = False,
+        nodes: Sequence[int] | None = None,
     ) -> None:
         self.specs = list(tensors if tensors is not None else specs())
         self.order = list(order if order is not None else reversed(range(len(self.specs))))
@@ -84,7 +86,13 @@ class Cluster:
         self.settings = [make_settings() for _ in range(world_size)]
         self.controllers: list[Controller] = self.each(
             lambda rank: build_controller(
-                self.settings[rank], self.specs, self.transports[rank], torch.device("cpu"), measure, deferred=deferred
+                self.settings[rank],
+                self.specs,
+                self.transports[rank],
+                torch.device("cpu"),
+                measure,
+                deferred=deferred,
+                node=nodes[rank] if nodes is not None else None,
             )
         )
 

@@ -109,7 +109,7 @@ def run(
     }
     job = trainer(strategy, **(defaults | options))
     data: DataLoader[Any] = DataLoader(range(6))
-    job.fit(model or StepModel(), data, DataLoader(range(1)), ckpt_path=ckpt)
+    job.fit(StepModel() if model is None else model, data, DataLoader(range(1)), ckpt_path=ckpt)
     return job
 
 

@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_safusion import Aligned, DGCMemory, LinearRamp, OkTopk, SAFusionStrategy, SIDCo
+from lightning_safusion import ADTopk, Aligned, DGCMemory, LinearRamp, OkTopk, SAFusionStrategy, Selective, SIDCo
 from tests.process_group import run_ranks
 from tests.resume import InGroup, StepModel, held_back, mass, parameters, run, saving
 
@@ -36,6 +36,12 @@ JOBS: dict[str, dict[str, Any]] = {
     "oktopk": SPARSE | {"compressor": OkTopk(refresh=5)},
     "randomk": SPARSE | {"compressor": "randomk"},
     "naive": SPARSE | {"system": "saf-naive"},
+    "horovod": SPARSE | {"system": "horovod"},
+    "mgwfbp": {"system": "mgwfbp"},
+    "omgs": SPARSE | {"system": "omgs"},
+    "cupcake": SPARSE | {"system": "cupcake"},
+    "adtopk": {"system": "adtopk", "compressor": ADTopk(interleave=True), "collective": "hybrid"},
+    "ssfusion": {"system": "ssfusion", "fusion": Selective(3)},
     "dgc": SPARSE | {"compressor": "dgc", "memory": DGCMemory(clip=1.0)},
     "none": SPARSE | {"memory": "none"},
     "ramp": SPARSE | SMALL | {"density": LinearRamp(0.3, 0.05, 7), "quota": "pooled"},

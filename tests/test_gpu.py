@@ -1,6 +1,7 @@
 """On a CUDA device: NCCL with streams, gloo, and a hot path that never makes the host wait. Skipped without one.
 
-Covers: one worker over NCCL with the hook in place, against plain training and against the CPU; two workers that share
+Covers: one worker over NCCL with the hook in place, against plain training and against the CPU, with one
+    lane and two, and with selection on the host; two workers that share
     the device over gloo; ``set_sync_debug_mode("error")`` through whole steps; Trainer runs with the strategy.
 """
 
@@ -15,8 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_safusion import SAFusionStrategy
+from lightning_safusion import SAFusionStrategy, Selective
+from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.comm.torch_transport import TorchTransport
+from lightning_safusion.fusion import offload
 from lightning_safusion.fusion.ddp import DDPHook
 from lightning_safusion.fusion.engine import build_controller
 from lightning_safusion.fusion.layout import specs_from_parameters
@@ -78,6 +81,22 @@ def test_nccl_streams_give_the_numbers_of_the_cpu(tmp_path: Path, compressor: st
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/cpu", rank=0, world_size=1)
     try:
         on_cpu = train(0, "gloo", torch.device("cpu"), compressor=compressor, density=density)
+    finally:
+        dist.destroy_process_group()
+    for ours, theirs in zip(on_gpu, on_cpu, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+def test_two_lanes_and_selection_on_the_host_give_them_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offloads: bool
+) -> None:
+    monkeypatch.setattr(offload, "NOMINAL_HOST", LinearCost(0.0, 0.0))  # the host takes all that it may
+    options: dict[str, Any] = {"fusion": Selective(2), "collective": "hybrid"}
+    on_gpu = over(0, "nccl", 1, str(tmp_path), offload=offloads, **options)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/cpu", rank=0, world_size=1)
+    try:
+        on_cpu = train(0, "gloo", torch.device("cpu"), **options)
     finally:
         dist.destroy_process_group()
     for ours, theirs in zip(on_gpu, on_cpu, strict=True):

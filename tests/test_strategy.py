@@ -179,6 +179,7 @@ def test_strategy_names_are_registered_on_import() -> None:
         ({"collective": "ring"}, "'allgather'"),
         ({"wire": "int4"}, "bf16"),
         ({"dense_below": -1}, "-1"),
+        ({"dense_below_ndim": -1}, "dense_below_ndim"),
         ({"transport": "mpi"}, "'torch'"),
         ({"quota": "pooled", "scope": "group"}, "scope='tensor'"),
         ({"fusion": "naive", "scope": "group"}, "scope='tensor'"),

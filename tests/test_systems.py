@@ -51,7 +51,7 @@ def test_every_system_trains(results: list[dict[str | None, Any]], system: str) 
         assert report["bytes_sent"] > 0
 
 
-@pytest.mark.parametrize(("system", "tolerance"), [("ddp", 0), ("wfbp-dense", 1e-6)])
+@pytest.mark.parametrize(("system", "tolerance"), [("ddp", 0), ("dear", 1e-6), ("wfbp-dense", 1e-6)])
 def test_dense_systems_give_what_ddp_gives(results: list[dict[str | None, Any]], system: str, tolerance: float) -> None:
     for ours, theirs in zip(results[0][system][0], results[0][None][0], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)

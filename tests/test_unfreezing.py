@@ -83,7 +83,7 @@ def test_unfrozen_parameters_are_exchanged() -> None:
 
 
 @pytest.mark.parametrize("freeze_head", [False, True])
-@pytest.mark.parametrize("fusion", ["adaptive", "naive"])
+@pytest.mark.parametrize("fusion", ["adaptive", "naive", "horovod", "selective"])
 def test_residuals_are_kept_and_replicas_equal(freeze_head: bool, fusion: str) -> None:
     def sparse(rank: int) -> tuple[list[Tensor], list[Tensor]]:
         mass = Mass()

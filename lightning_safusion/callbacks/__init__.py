@@ -1,8 +1,17 @@
 """Callbacks that show what the strategy does, and check it."""
 
+from lightning_safusion.callbacks.convergence import ConvergenceProbe
 from lightning_safusion.callbacks.missing_rate import TensorMissingRateMonitor
 from lightning_safusion.callbacks.overlap import OverlapProfiler
 from lightning_safusion.callbacks.replicas import ReplicaConsistencyCheck
+from lightning_safusion.callbacks.trace_recorder import TraceRecorder
 from lightning_safusion.callbacks.tuner import BufferSizeTuner
 
-__all__ = ["BufferSizeTuner", "OverlapProfiler", "ReplicaConsistencyCheck", "TensorMissingRateMonitor"]
+__all__ = [
+    "BufferSizeTuner",
+    "ConvergenceProbe",
+    "OverlapProfiler",
+    "ReplicaConsistencyCheck",
+    "TensorMissingRateMonitor",
+    "TraceRecorder",
+]

@@ -8,15 +8,15 @@ from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
 
 from lightning_safusion.callbacks.run_directory import run_directory
-from lightning_safusion.metrics.figures import TensorFigures, latest_window, tensor_figures
+from lightning_safusion.callbacks.sampling import StepSampler
+from lightning_safusion.metrics.figures import TensorFigures, tensor_figures
 from lightning_safusion.metrics.history import MissingRateStatistics
 from lightning_safusion.strategy import SAFusionStrategy
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 FILE = "missing_rate.json"
 
 
-class TensorMissingRateMonitor(Callback):
+class TensorMissingRateMonitor(StepSampler):
     """Samples how many gradient tensors nothing is sent of, across ranks; for every system.
 
     A tensor is missing on a rank in a step if it had a gradient and none of its elements was selected. Sampled steps
@@ -80,104 +80,60 @@ class TensorMissingRateMonitor(Callback):
         columns: int = 128,
         dirpath: str | Path | None = None,
     ) -> None:
-        if every_n_steps < 1:
-            raise ValueError(f"every_n_steps must be 1 or more, got {every_n_steps}")
+        super().__init__(every_n_steps)
         if worst < 0:
             raise ValueError(f"worst is a number of rows, 0 or more, got {worst}")
         MissingRateStatistics((), columns)  # refuses wrong columns now
-        self.every_n_steps = every_n_steps
         self.per_tensor = per_tensor
         self.worst = worst
         self.heatmap_file = Path(heatmap_file) if heatmap_file is not None else None
         self.columns = columns
         self.dirpath = dirpath
         self.statistics: MissingRateStatistics | None = None
-        self._next = 0  # step of the next sample
-        self._started = 0  # step at which this batch began
-        self._stride = 1  # optimizer steps in a batch
-        self._sampling = False
-        self._window: int | None = None  # the latest that was looked at
         self._figures: TensorFigures | None = None  # of the windows of this batch
-        self._said = False  # that plain DDP is used
         self._run_dir: Path | None = None
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage != "fit":
-            return
-        if not isinstance(trainer.strategy, SAFusionStrategy):
-            raise MisconfigurationException(
-                f"TensorMissingRateMonitor samples SAFusionStrategy, got {type(trainer.strategy).__name__}: pass "
-                "Trainer(strategy=SAFusionStrategy(...)) or leave the callback out."
-            )
-        self.statistics = MissingRateStatistics([name for name, _ in pl_module.named_parameters()], self.columns)
-        self._said = False
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit":
+            self.statistics = MissingRateStatistics([name for name, _ in pl_module.named_parameters()], self.columns)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
         self._run_dir = run_directory(trainer, self.dirpath)
-        self._plan(trainer)
-
-    def _plan(self, trainer: Trainer) -> None:
-        self._next = (trainer.global_step // self.every_n_steps + 1) * self.every_n_steps
 
     @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def _forget(self) -> None:
         self._figures = None
-        self._started = trainer.global_step
-        self._sampling = self._started >= self._next - self._stride
-        self._window = latest_window(_strategy(trainer))
 
     @override
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # every window of the batch: optimizers that take turns have windows of different tensors
-        if not self._sampling:
-            return
-        window = latest_window(_strategy(trainer))
-        if window == self._window:
-            return  # gradients are being accumulated
-        self._window = window
-        figures = tensor_figures(_strategy(trainer))
+    def _take(self, strategy: SAFusionStrategy) -> None:
+        figures = tensor_figures(strategy)
         if figures is not None:
             self._figures = figures if self._figures is None else self._figures + figures
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self._stride = max(self._stride, trainer.global_step - self._started)
-        if not self._sampling or self.statistics is None:
-            return
-        if self._figures is None:
-            self._say_aside(_strategy(trainer))
-            return
+    def _values(self, trainer: Trainer, step: int) -> dict[str, float] | None:
+        if self._figures is None or self.statistics is None:
+            return None
         figures = self._figures.reduced(partial(trainer.strategy.reduce, reduce_op="sum"))
         self._figures = None
-        self._plan(trainer)
-        step = trainer.fit_loop.epoch_loop._batches_that_stepped
         values = self.statistics.add(step, figures)
         if self.per_tensor:
             rates = (figures.missing / figures.windows).tolist()
             values |= {f"missing_rate/{n}": r for n, r in zip(figures.names, rates, strict=True) if not isnan(r)}
-        for logger in trainer.loggers:
-            logger.log_metrics({f"safusion/{key}": value for key, value in values.items()}, step=step)
-
-    def _say_aside(self, strategy: SAFusionStrategy) -> None:
-        if self._said or latest_window(strategy) is not None:
-            return
-        self._said = True
-        reason = strategy.report()["plain_ddp"]
-        if reason is not None:
-            rank_zero_info(
-                f"TensorMissingRateMonitor samples nothing from here on: plain DDP sends every tensor whole ({reason})."
-            )
+        return values
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.is_global_zero or self.statistics is None or not self.statistics.samples:
             return
-        if self.worst:
+        if self.worst and self.statistics.worst(1):
             Console().print(self.table())
+        elif self.worst:
+            rank_zero_info(f"TensorMissingRateMonitor: no tensor was missing in {self.statistics.samples} steps.")
         if self.heatmap_file is not None:
             self.heatmap_file.parent.mkdir(parents=True, exist_ok=True)
             self.heatmap().figure.savefig(self.heatmap_file, dpi=120)
@@ -244,9 +200,3 @@ class TensorMissingRateMonitor(Callback):
             )
             return
         self.statistics = loaded
-
-
-def _strategy(trainer: Trainer) -> SAFusionStrategy:
-    if not isinstance(trainer.strategy, SAFusionStrategy):
-        raise TypeError(f"setup found SAFusionStrategy, and now there is {type(trainer.strategy).__name__}")
-    return trainer.strategy

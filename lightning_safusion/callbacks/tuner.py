@@ -165,15 +165,18 @@ def describe(decision: Decision) -> str:
     now = "" if decision.seconds is None else f"{decision.seconds * 1e3:.1f} ms"
     if decision.action == "switch" and decision.predicted is None:
         return f"{buffers} instead of {rival}, which no longer fit"
+    if decision.action == "switch" and decision.predicted is None:
+        return f"{buffers} instead of {rival}, which no longer fit"
     if decision.action == "switch":
-        return (
-            f"{buffers} instead of {rival} should shorten a window ({now or 'not measured'}) {_by(decision.predicted)}"
-        )
+        now = now or "not measured"
+        return f"{buffers} instead of {rival}: a window ({now}) should take {_less(decision.predicted)}"
     if decision.action in ("keep", "revert"):
         outcome = f"{buffers} stay" if decision.action == "keep" else f"back to {buffers} from {rival}"
-        return f"{outcome}: a window took {now}, shorter {_by(decision.measured)} ({_by(decision.predicted)} predicted)"
+        return f"{outcome}: a window took {now}, {_less(decision.measured)} ({_less(decision.predicted)} predicted)"
     if decision.action == "stay":
-        return f"{buffers} stay: another plan ({rival}) would shorten a window {_by(decision.predicted)}"
+        if not decision.predicted:
+            return f"{buffers} stay: no other plan would take less time"
+        return f"{buffers} stay: a window in another plan of {rival} would take {_less(decision.predicted)}"
     return f"{buffers} from now on"
 
 
@@ -181,8 +184,11 @@ def _buffers(count: int) -> str:
     return f"{count} buffer" if count == 1 else f"{count} buffers"
 
 
-def _by(gain: float | None) -> str:
-    return "by an unknown share" if gain is None else f"by {100 * gain:.1f} %"
+def _less(gain: float | None) -> str:
+    """A saving, or the contrary, in words."""
+    if gain is None:
+        return "an unknown time"
+    return f"{100 * abs(gain):.1f} % {'less' if gain >= 0 else 'more'}"
 
 
 def _after(decisions: Sequence[Decision], latest: Decision | None) -> Sequence[Decision]:

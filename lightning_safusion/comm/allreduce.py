@@ -30,16 +30,20 @@ class DenseAllReduce(StreamOrderedExchange):
         spec: Shape of the exchange; the dense runs give the dtype (the wider one where they differ).
         transport: Communicator.
         device: Where the span lives.
+        half: Send float32 as float16. What a rank's own part loses by that stays in its residual; what the sum loses is
+            lost, as with DDP's fp16 hook.
     """
 
-    def __init__(self, spec: SpanSpec, transport: Transport, device: torch.device) -> None:
+    def __init__(self, spec: SpanSpec, transport: Transport, device: torch.device, half: bool = False) -> None:
         super().__init__(spec, transport, device)
         dtypes = {dtype for _, _, dtype in spec.dense_runs}
         # a 16-bit float counts exactly to 256 (bfloat16): enough ranks for flags only below that
-        narrow = len(dtypes) == 1 and transport.world_size <= 256
-        self.dtype = dtypes.pop() if narrow else torch.float32
+        counts = transport.world_size <= 256
+        self.dtype = dtypes.pop() if len(dtypes) == 1 and counts else torch.float32
         if self.dtype == torch.float64:
             self.dtype = torch.float32
+        if self.dtype == torch.float32 and half and counts:
+            self.dtype = torch.float16
         self._buffer = torch.zeros(
             spec.numel + len(_COUNTED) * spec.num_tensors + len(Notice), dtype=self.dtype, device=device
         )

@@ -87,10 +87,17 @@ def _time(transport: Transport, device: torch.device, nbytes: int, turns: int) -
     message = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     gathered = torch.zeros(nbytes * transport.world_size, dtype=torch.uint8, device=device)
     buffer = torch.zeros(nbytes // 4, device=device)
+    token = torch.zeros(1, device=device)
+
+    def timed(launch: Callable[[], Work]) -> float:
+        # a rank may leave a collective while its last bytes are under way: they must not delay the next one
+        transport.all_reduce(token).wait()
+        return _seconds(device, launch)
+
     times = [
         (
-            _seconds(device, lambda: transport.all_gather(gathered, message)),
-            _seconds(device, lambda: transport.all_reduce(buffer)),
+            timed(lambda: transport.all_gather(gathered, message)),
+            timed(lambda: transport.all_reduce(buffer)),
         )
         for _ in range(turns)
     ]

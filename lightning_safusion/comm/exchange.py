@@ -143,6 +143,8 @@ class Exchange(ABC):
 
     #: What :meth:`sent` returns on all ranks adds up to what was delivered, so that nothing of a gradient is lost.
     conserves: ClassVar[bool] = True
+    #: It selects from sums that only it sees: a selection from one rank's part would be thrown away.
+    selects_itself: ClassVar[bool] = False
 
     def __init__(self, spec: SpanSpec, transport: Transport, device: torch.device) -> None:
         self.spec = spec
@@ -162,6 +164,15 @@ class Exchange(ABC):
     @abstractmethod
     def bytes_received(self) -> int:
         """Bytes that one rank receives in one exchange, by the closed form of the collective."""
+
+    def begin(self, x: Tensor, part: Part) -> None:
+        """Starts, ahead of the selection, what needs none; :meth:`encode` and :meth:`start` follow in any case.
+
+        Args:
+            x: As in :meth:`encode`.
+            part: As in :meth:`encode`, without selection and notices.
+        """
+        return  # most collectives have no such part
 
     @abstractmethod
     def encode(self, x: Tensor, part: Part) -> None:

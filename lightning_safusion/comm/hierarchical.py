@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,7 +15,10 @@ from lightning_safusion.comm.exchange import Part, SpanSpec, saturated
 from lightning_safusion.comm.multiphase import MultiPhaseExchange
 from lightning_safusion.comm.transport import Transport, Work
 from lightning_safusion.comm.wire import resolve_codec
+from lightning_safusion.sparsify.base import Segments, span_segments
+from lightning_safusion.sparsify.topk import TopK
 
+_TOP = TopK()
 _INSIDE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -61,22 +65,35 @@ class NodeTransports:
         return min(map(len, self.nodes))
 
 
+def _shard(segments: Segments, low: int, high: int) -> Segments:
+    """The pieces of segments that lie in the elements ``[low, high)`` of a span."""
+    cut = np.clip(segments.edges, low, high)
+    sizes = np.diff(cut)
+    whole = np.maximum(segments.sizes, 1)
+    quotas = np.minimum(sizes, -(-segments.quotas * sizes // whole))
+    room = int((sizes[segments.quotas > 0] - quotas[segments.quotas > 0]).sum())
+    pool = min(room, -(-segments.pool * (high - low) // max(1, segments.numel)))
+    return Segments(cut - low, quotas, segments.keys, tuple((int(size),) for size in sizes), pool)
+
+
 class HierarchicalExchange(MultiPhaseExchange):
     """Adds up whole spans inside a node, sends the largest sums of every node to all others.
 
     1. *Inside*: a reduce-scatter of residual plus gradient. Each of the ``w`` workers that talk to other nodes gets the
        node's sum of one shard. The pieces travel in the dtype ``inside`` and are added in float32.
-    2. *Between*: the ``ceil(capacity / w)`` largest sums of a shard, exactly, go to the owners of that shard in all
-       other nodes: an all-gather.
+    2. *Between*: the largest sums of a shard, exactly, go to the owners of that shard in all other nodes: an
+       all-gather. Each segment of the span has its quota; where a shard's edge cuts it, each piece has its share of
+       that, rounded up.
     3. *Inside*: every worker gets what the owners have.
 
-    So a node sends ``capacity`` entries, not ``capacity`` for each of its workers: ``(nodes - 1) * S`` bytes cross a
-    node's network card, where a flat all-gather takes ``(workers - workers of the node) * S``.
+    So a node sends ``capacity`` entries (one more for every cut), not ``capacity`` for each of its workers:
+    ``(nodes - 1) * S`` bytes cross a node's network card, where a flat all-gather takes
+    ``(workers - workers of the node) * S``.
 
-    This selects from sums which only this collective sees: what the sparsifier chose from this rank's own part is not
-    used, only its number. Every rank keeps its own residual, and takes its own part of every sum that was sent out of
-    it; the residuals of a node add up to what one residual of the node would be. What the wire's rounding took from a
-    sum stays with the owner of its shard.
+    This selects from sums which only this collective sees: what was selected from this rank's own part is not used.
+    Every rank keeps its own residual, and takes its own part of every sum that was sent out of it; the residuals of a
+    node add up to what one residual of the node would be. What the wire's rounding took from a sum stays with the owner
+    of its shard.
 
     Args:
         spec: Shape of the exchange.
@@ -84,11 +101,14 @@ class HierarchicalExchange(MultiPhaseExchange):
         device: Where the span lives.
         wire: Wire format between nodes, by name.
         dtype: Dtype of the gradients; see :func:`resolve_codec`.
-        inside: Values inside a node.
+        inside: Values inside a node; None: those of the wire (fp32 for ``"auto"``).
+        segments: The cut of the span and the quotas; None is one segment.
 
     Raises:
         ValueError: If ``inside`` or ``wire`` is unknown.
     """
+
+    selects_itself = True
 
     def __init__(
         self,
@@ -97,22 +117,25 @@ class HierarchicalExchange(MultiPhaseExchange):
         device: torch.device,
         wire: str = "auto",
         dtype: torch.dtype = torch.float32,
-        inside: Literal["fp32", "bf16", "fp16"] = "fp32",
+        inside: Literal["fp32", "bf16", "fp16"] | None = None,
+        segments: Segments | None = None,
     ) -> None:
-        if inside not in _INSIDE:
+        if inside is not None and inside not in _INSIDE:
             raise ValueError(f"inside must be one of {', '.join(_INSIDE)}, got {inside!r}")
         super().__init__(spec, transports.world, device)
         self.transports = transports
+        values = resolve_codec(wire, 64, 1, torch.float32).value_dtype if inside is None else _INSIDE[inside]
         width = transports.width
         self._edges = [spec.numel * shard // width for shard in range(width + 1)]
         sizes = [high - low for low, high in zip(self._edges, self._edges[1:], strict=False)]
-        self._quotas = [min(size, -(-spec.capacity // width)) for size in sizes]
+        segments = segments or span_segments(spec.numel, spec.capacity)
+        self._segments = [_shard(segments, *self._edges[shard : shard + 2]) for shard in range(width)]
         self._codecs = [
-            resolve_codec(wire, size, quota, dtype) if quota else None
-            for size, quota in zip(sizes, self._quotas, strict=True)
+            resolve_codec(wire, size, shard.capacity, dtype) if shard.capacity else None
+            for size, shard in zip(sizes, self._segments, strict=True)
         ]
         self._sizes = sizes + [0] * (transports.inside.world_size - width)  # of the shard of each worker of the node
-        self._x = torch.zeros(spec.numel if spec.capacity else 0, dtype=_INSIDE[inside], device=device)
+        self._x = torch.zeros(spec.numel if spec.capacity else 0, dtype=values, device=device)
         self._absent: Sequence[int] = ()
         self._sent = Entries.none(device)
         self._scattering: tuple[Tensor, Work] | None = None
@@ -192,8 +215,8 @@ class HierarchicalExchange(MultiPhaseExchange):
         received = torch.zeros(between.world_size * self._message_bytes, dtype=torch.uint8, device=self.device)
         if self._message_bytes:
             shard = self.transports.inside.rank
-            everything = Entries(torch.arange(len(total), device=self.device), total)
-            message, _ = encoded([everything.largest(self._quotas[shard])], [self._codecs[shard]], self.device)
+            chosen = Entries.of(_TOP.select(total, self._segments[shard], 0), self.device)
+            message, _ = encoded([chosen], [self._codecs[shard]], self.device)
             between.all_gather(received, message).wait()
         return received
 

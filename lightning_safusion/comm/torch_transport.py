@@ -227,6 +227,12 @@ class TorchTransport(Transport):
         Raises:
             ValueError: If the process group leaves some processes out, or the groups are not as described.
         """
+        return self._split(groups)
+
+    def host_subgroup(self) -> Transport:
+        return self._split([range(self.world_size)], backend="gloo")
+
+    def _split(self, groups: Sequence[Sequence[int]], backend: str | None = None) -> Transport:
         # All processes must take part in new_group. Its use_local_synchronization would lift that, but then torch names
         # the group by its ranks and the number of groups of each process: names differ or repeat, and gloo hangs.
         if self.world_size != dist.get_world_size():
@@ -235,7 +241,8 @@ class TorchTransport(Transport):
                 f"{self.world_size}: use the default process group, or a system that needs no such communicator"
             )
         mine = group_of(self.rank, groups, self.world_size)
-        made = [dist.new_group([self._global_rank(r) for r in group], timeout=self._timeout) for group in groups]
+        members = [[self._global_rank(r) for r in group] for group in groups]
+        made = [dist.new_group(ranks, timeout=self._timeout, backend=backend) for ranks in members]
         transport = TorchTransport(made[list(groups).index(mine)], self._timeout)
         self._subgroups.append(transport)
         return transport

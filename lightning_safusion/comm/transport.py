@@ -57,6 +57,10 @@ class Transport(ABC):
     def subgroup(self) -> Transport:
         """A communicator of its own over the same ranks, for systems whose ranks launch at their own pace."""
 
+    def host_subgroup(self) -> Transport:
+        """As :meth:`subgroup`, for small tensors in host memory, whatever the device of the gradients."""
+        return self.subgroup()
+
     def all_to_all(
         self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], tensor_sizes: Sequence[int]
     ) -> Work:

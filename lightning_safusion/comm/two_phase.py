@@ -9,38 +9,45 @@ from lightning_safusion.comm.exchange import SpanSpec
 from lightning_safusion.comm.transport import Transport, Work
 
 
-class TwoPhaseAllReduce(DenseAllReduce):
-    """A reduce-scatter during the backward pass, and an all-gather that may wait until the next forward pass.
+class TwoPhaseSum:
+    """The sum of a buffer over all ranks: a reduce-scatter, and an all-gather that may begin and end much later.
 
-    Each phase moves ``(n - 1) / n`` buffers per worker, together what a ring all-reduce does. The buffer, flags and
-    notices included, is padded to a multiple of the number of workers only where it is not one already. What the ranks
-    said is known after the second phase.
+    Each phase moves ``(n - 1) / n`` buffers per worker, together what a ring all-reduce does. The buffer is padded to a
+    multiple of the number of workers only where it is not one already.
 
     Args:
-        spec: Shape of the exchange; the dense runs give the dtype (the wider one where they differ).
+        numel: Elements of the buffer.
+        dtype: Their dtype.
         transport: Communicator.
-        device: Where the span lives.
+        device: Where the buffer lives.
+
+    Attributes:
+        buffer: [numel]; this rank's part before the first phase, the sum of all ranks after the second.
     """
 
-    def __init__(self, spec: SpanSpec, transport: Transport, device: torch.device) -> None:
-        super().__init__(spec, transport, device)
-        share = -(-self._buffer.numel() // transport.world_size)
-        self._padded = torch.zeros(share * transport.world_size, dtype=self.dtype, device=device)
-        self._buffer = self._padded[: self._buffer.numel()]
-        self._share = torch.zeros(share, dtype=self.dtype, device=device)
+    def __init__(self, numel: int, dtype: torch.dtype, transport: Transport, device: torch.device) -> None:
+        share = -(-numel // transport.world_size)
+        self._transport = transport
+        self._padded = torch.zeros(share * transport.world_size, dtype=dtype, device=device)
+        self._share = torch.zeros(share, dtype=dtype, device=device)
+        self._scattering: Work | None = None
         self._gathering: Work | None = None
+        self.buffer = self._padded[:numel]
 
     @property
     def bytes_sent(self) -> int:
+        """Bytes that this rank contributes to one sum."""
         return self._padded.nbytes
 
     @property
     def bytes_received(self) -> int:
-        return 2 * (self.transport.world_size - 1) * self._share.nbytes
+        """Bytes that this rank receives for one sum."""
+        return 2 * (self._transport.world_size - 1) * self._share.nbytes
 
-    def start(self) -> None:
+    def start(self) -> Work:
         """Starts the first phase: every rank gets the sum of its share."""
-        self.work = self.transport.reduce_scatter(self._share, self._padded)
+        self._scattering = self._transport.reduce_scatter(self._share, self._padded)
+        return self._scattering
 
     def start_second(self) -> None:
         """Waits for the first phase and starts the second: every rank gets the shares of all others.
@@ -50,15 +57,53 @@ class TwoPhaseAllReduce(DenseAllReduce):
         Raises:
             RuntimeError: If the first phase has not been started.
         """
-        if self.work is None:
+        if self._scattering is None:
             raise RuntimeError("start_second needs an exchange under way: call start first")
-        super().wait()
-        self._gathering = self.transport.all_gather(self._padded, self._share)
+        scattering, self._scattering = self._scattering, None
+        scattering.wait()
+        self._gathering = self._transport.all_gather(self._padded, self._share)
 
     def wait(self) -> None:
         """Waits for both phases; starts the second, if nobody has done so."""
-        if self.work is not None:
+        if self._scattering is not None:
             self.start_second()
-        if self._gathering is not None:
-            self._gathering.wait()
-            self._gathering = None
+        gathering, self._gathering = self._gathering, None
+        if gathering is not None:
+            gathering.wait()
+
+
+class TwoPhaseAllReduce(DenseAllReduce):
+    """The dense exchange of a span as a :class:`TwoPhaseSum`, flags and notices included.
+
+    What the ranks said is known after the second phase.
+
+    Args:
+        spec: Shape of the exchange; the dense runs give the dtype (the wider one where they differ).
+        transport: Communicator.
+        device: Where the span lives.
+    """
+
+    def __init__(self, spec: SpanSpec, transport: Transport, device: torch.device) -> None:
+        super().__init__(spec, transport, device)
+        self._sum = TwoPhaseSum(self._buffer.numel(), self.dtype, transport, device)
+        self._buffer = self._sum.buffer
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._sum.bytes_sent
+
+    @property
+    def bytes_received(self) -> int:
+        return self._sum.bytes_received
+
+    def start(self) -> None:
+        self.work = self._sum.start()
+
+    def start_second(self) -> None:
+        """See :meth:`TwoPhaseSum.start_second`."""
+        self._sum.start_second()
+
+    def wait(self) -> None:
+        """See :meth:`TwoPhaseSum.wait`."""
+        self.work = None
+        self._sum.wait()

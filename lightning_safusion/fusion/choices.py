@@ -10,6 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import numpy as np
+
+from lightning_safusion.fusion.plan import GroupCosts
+from lightning_safusion.fusion.planners import SelectionCost
+
+#: Exact selection on a device, as long as nothing was measured.
+NOMINAL_SELECTION = SelectionCost(40e-6, 1e-10)
 #: Elements above which Espresso's release compresses a gradient: with NVLink inside the node, and with PCIe.
 ESPRESSO_COMPRESS_ABOVE = {"nvlink": 2**19, "pcie": 2**20}
 #: Elements above which it lets gradients travel in half precision.
@@ -138,6 +145,7 @@ def choose_options(
     simulate: Callable[[Sequence[Option]], Trial],
     fabric: Literal["nvlink", "pcie"] = "nvlink",
     cpu: bool = True,
+    compress: Sequence[bool] | None = None,
 ) -> list[Option]:
     """Espresso's decisions (EuroSys 2023): precision, compression and device of each gradient.
 
@@ -154,6 +162,7 @@ def choose_options(
         simulate: The iteration with one option per tensor.
         fabric: Connection inside a node; decides from which size compression is tried.
         cpu: Whether tensors may be selected on the CPU.
+        compress: Whether each tensor may be compressed at all [L]; by default all may.
 
     Returns:
         The option of each tensor [L].
@@ -163,13 +172,86 @@ def choose_options(
     options = ["half" if i >= first and n > ESPRESSO_HALF_ABOVE else "full" for i, n in enumerate(numels)]
     best = simulate(options)
     above = ESPRESSO_COMPRESS_ABOVE[fabric]
-    candidates = [i for i in range(max(first, best.last_idle), len(numels)) if numels[i] > above]
+    candidates = [
+        i
+        for i in range(max(first, best.last_idle), len(numels))
+        if numels[i] > above and (compress is None or compress[i])
+    ]
     for place in sorted(candidates, key=lambda i: (-numels[i], -i)):
         tried = [*options[:place], "sparse", *options[place + 1 :]]
         trial = simulate(tried)
         if trial.seconds < best.seconds:
             options, best = tried, trial
     return _offload(numels, options, best.seconds, simulate) if cpu else options
+
+
+def choose_compressed(costs: GroupCosts) -> list[bool]:
+    """HiPress's question, compress or not, for exchanges that are one collective each.
+
+    SeCoPa compares ``alpha * send + beta * encode + gamma * decode`` of the synchronisation strategy at hand, with and
+    without compression. Here raw gradients take an all-reduce, compressed ones an all-gather, after one selection; all
+    messages are decoded at once.
+
+    Args:
+        costs: Agreed numbers.
+
+    Returns:
+        Whether each tensor is compressed [L]. One whose quota is the whole tensor is not.
+    """
+    decode_fixed, decode = costs.decode
+    whole = sends_all(costs)
+    compressed = costs.sparse[0] + decode_fixed + (costs.sparse[1] + decode) * np.array(costs.sparse_bytes)
+    compressed = compressed + _encode(costs)(np.array(costs.numels))
+    raw = costs.dense[0] + costs.dense[1] * np.array(costs.dense_bytes)
+    pays = (compressed < raw).tolist()
+    return [
+        costs.sparse_allowed and not all_of_it and (faster or not costs.dense_allowed)
+        for faster, all_of_it in zip(pays, whole, strict=True)
+    ]
+
+
+def sends_all(costs: GroupCosts) -> list[bool]:
+    """Whether the quota of each tensor is the whole tensor [L]; not where nobody knows the quotas."""
+    quotas = costs.quotas or (0,) * len(costs.numels)
+    return [quota >= numel for quota, numel in zip(quotas, costs.numels, strict=True)]
+
+
+def predict_options(costs: GroupCosts, options: Sequence[Option]) -> Trial:
+    """Espresso's simulated iteration: every tensor alone, with one option each; from the start of backward.
+
+    Compression runs on the stream of the backward pass and delays all later gradients; exchanges take the link first
+    come, first served.
+
+    Args:
+        costs: Agreed numbers.
+        options: ``"full"``, ``"half"`` or ``"sparse"`` for each tensor [L].
+
+    Raises:
+        ValueError: If a tensor is to be selected from on the CPU, whose speed the costs do not know.
+    """
+    if "sparse-cpu" in options:
+        raise ValueError("agreed costs say nothing of selection on the CPU: use 'full', 'half' or 'sparse'")
+    encode = _encode(costs)
+    spent = free = 0.0
+    first_busy = 0
+    for place, option in enumerate(options):
+        if option == "sparse":
+            spent += float(encode(costs.numels[place]))
+            nbytes = costs.sparse_bytes[place]
+            seconds = costs.sparse[0] + costs.decode[0] + (costs.sparse[1] + costs.decode[1]) * nbytes
+        else:
+            share = 0.5 if option == "half" else 1.0
+            seconds = costs.dense[0] + costs.dense[1] * share * costs.dense_bytes[place]
+        ready = costs.arrivals[place] + spent
+        if ready > free:
+            first_busy = place
+        free = max(free, ready) + seconds
+    return Trial(max(free, spent + costs.arrivals[-1]) if options else 0.0, first_busy)
+
+
+def _encode(costs: GroupCosts) -> SelectionCost:
+    """Time of a selection; a nominal one as long as nothing was measured, which must not look free."""
+    return SelectionCost(*costs.select) if any(costs.select) else NOMINAL_SELECTION
 
 
 def _offload(

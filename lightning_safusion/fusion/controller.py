@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -10,16 +11,19 @@ from torch import Tensor
 
 from lightning_safusion.comm.exchange import Notice
 from lightning_safusion.comm.transport import Transport
+from lightning_safusion.fusion.buffer import FusionBuffer
 from lightning_safusion.fusion.clock import clock_for
 from lightning_safusion.fusion.deferred import DeferredDrain
 from lightning_safusion.fusion.drain import Drain, lost
 from lightning_safusion.fusion.events import Observer, WindowEvents
-from lightning_safusion.fusion.generator import FusionBuffer, Generator
+from lightning_safusion.fusion.generator import Generator
 from lightning_safusion.fusion.lane import Lane
+from lightning_safusion.fusion.offload import Offloader
 from lightning_safusion.fusion.plan import CollectiveName, Group, Plan
 from lightning_safusion.fusion.planning import Planner
 from lightning_safusion.fusion.ranges import profiler_range
 from lightning_safusion.fusion.report import WindowReport
+from lightning_safusion.fusion.ticks import Ticks
 from lightning_safusion.fusion.window import BufferTimes, Window, unmarked
 from lightning_safusion.sparsify.schedule import ConstantDensity, DensitySchedule, check_density
 
@@ -48,6 +52,8 @@ class Controller:
             (SyncBatchNorm) would meet ours in different orders.
         deferred: Read what the ranks say of their tensors one window late, so that the host never waits for the device.
             Only where every tensor gets a gradient on all ranks in every window.
+        offload: Selects from some tensors on a thread of the host.
+        ticks: Agreement on what is ready; only timer-driven fusion has it.
     """
 
     def __init__(
@@ -59,6 +65,8 @@ class Controller:
         dense_first: bool = True,
         overlap: bool = True,
         deferred: bool = False,
+        offload: Offloader | None = None,
+        ticks: Ticks | None = None,
     ) -> None:
         self.generator = generator
         self.planner = planner
@@ -84,6 +92,8 @@ class Controller:
         self._selecting = Lane(generator.device)
         self._drain = Drain(generator, transport)
         self._deferred = DeferredDrain(generator, Lane(generator.device)) if deferred else None
+        self._offload = offload
+        self._ticks = ticks
 
     @property
     def complete(self) -> bool:
@@ -110,9 +120,13 @@ class Controller:
             self.reset()  # the last backward never finished, and the model is trained on: a new window begins
         window = self._window or self._begin()
         group = window.submit(place, grad, fresh, fresh and bool(self.unstepped[index]))
+        if self._offload is not None and window.groups and self._offload.wants(place):
+            self._take(self._offload, window, place, grad)
         if group is not None:
             self._launch(window, group)
-        if window.complete:
+        if self._ticks is not None and window.ticking:
+            self._fuse(window, self._ticks.poll(window.ready))
+        elif window.complete:
             self._launch_rest(window)
 
     def _begin(self) -> Window:
@@ -122,7 +136,14 @@ class Controller:
             self.planner.invalidate()
         groups: Sequence[Group] = ()
         if self.order_known and not self._dense_window():
-            groups = self.planner.plan(self.generator).groups
+            plan = self.planner.plan(self.generator)
+            groups = plan.groups
+            if self._offload is not None:
+                self._offload.follow(plan, partial(self.planner.costs, self.generator))
+        ticking = self._ticks is not None and bool(groups) and self.overlap
+        if self._ticks is not None and ticking:
+            self._ticks.begin()
+            groups = ()
         regular = self.windows < _TIMED_WINDOWS or self.windows % _TIMED_EVERY == 0
         surveyed = regular or self.planner.wants_times
         timed = surveyed or bool(self.observers)
@@ -140,6 +161,7 @@ class Controller:
             mark,
             surveyed=surveyed,
             timed=timed,
+            ticking=ticking,
             hold=not self.overlap,
             deferred=deferred,
             scale=scale,
@@ -149,43 +171,78 @@ class Controller:
     def _dense_window(self) -> bool:
         return self.dense_first and self.windows == 0
 
+    def _take(self, offload: Offloader, window: Window, place: int, grad: Tensor) -> None:
+        if window.error is not None or not window.fresh[place] or window.raw[place]:
+            return
+        try:
+            with self._selecting.fork():
+                offload.take(window, place, grad)
+        except Exception as error:
+            window.error = error
+
     def _launch(self, window: Window, group: Group) -> None:
         times = BufferTimes()
         with self._selecting.fork():
             times.closed = window.mark()
             buffer = self.generator.buffer(group)
-            self._merge(window, buffer, times)
-            times.launched = window.mark()  # before: it may have ended by the time that the call returns
-            try:
-                with profiler_range("exchange", self.generator, buffer):
-                    buffer.exchange.start()
-            except Exception as error:
-                raise lost(self.generator, buffer, window, error) from error
-            times.issued = window.mark()
-            if buffer.exchange.work is not None and window.timed and not self.transport.stream_ordered:
-                buffer.exchange.work.on_done(times.finish)
-            if self._deferred is not None and window.deferred:
-                self._deferred.launched(window, buffer, times)
-        window.inflight.append((buffer, times))
+            window.unsent.append((buffer, times, self._fill(window, buffer)))
+            self._send(window, keep=int(self._offload is not None and self._offload.late))
         window.launched = group.stop
 
-    def _merge(self, window: Window, buffer: FusionBuffer, times: BufferTimes) -> None:
-        """Fills a buffer; a rank that cannot still takes part, so that no other rank waits for it for ever."""
+    def _fill(self, window: Window, buffer: FusionBuffer) -> Tensor | None:
+        """Selects from the tensors of a buffer, and returns their flags; None if this rank cannot."""
         if window.error is not None:
+            return None
+        try:
+            part = slice(buffer.group.start, buffer.group.stop)
+            grads, fresh, raw = window.grads_of(buffer.group), window.fresh[part], window.raw[part]
+            early, known = ((), None) if self._offload is None else self._offload.taken(buffer)
+            with profiler_range("select", self.generator, buffer):
+                flags = self.generator.select(buffer, grads, fresh, raw, window.step, window.scale, early)
+                return flags if known is None else flags | known
+        except Exception as error:
+            window.error = error
+            return None
+
+    def _send(self, window: Window, keep: int = 0) -> None:
+        """Packs and launches the buffers that have been closed, all but the latest ``keep``."""
+        while len(window.unsent) > keep:
+            self._exchange(window, *window.unsent.pop(0))
+
+    def _exchange(self, window: Window, buffer: FusionBuffer, times: BufferTimes, flags: Tensor | None) -> None:
+        self._pack(window, buffer, times, flags)
+        times.launched = window.mark()  # before: it may have ended by the time that the call returns
+        try:
+            with profiler_range("exchange", self.generator, buffer):
+                buffer.exchange.start()
+        except Exception as error:
+            raise lost(self.generator, buffer, window, error) from error
+        times.issued = window.mark()
+        if buffer.exchange.work is not None and window.timed and not self.transport.stream_ordered:
+            buffer.exchange.work.on_done(times.finish)
+        if self._deferred is not None and window.deferred:
+            self._deferred.launched(window, buffer, times)
+        window.inflight.append((buffer, times))
+
+    def _pack(self, window: Window, buffer: FusionBuffer, times: BufferTimes, flags: Tensor | None) -> None:
+        """Fills a message; a rank that cannot still takes part, so that no other rank waits for it for ever."""
+        if flags is None:
             self.generator.leave_empty(buffer, self.notices)
             return
         try:
-            part = slice(buffer.group.start, buffer.group.stop)
-            grads = window.grads_of(buffer.group)
-            with profiler_range("select", self.generator, buffer):
-                flags = self.generator.select(
-                    buffer, grads, window.fresh[part], window.raw[part], window.step, window.scale
-                )
-                times.selected = window.mark()
-                self.generator.pack(buffer, flags, self.notices)
+            if self._offload is not None:
+                self._offload.collect(buffer)
+            times.selected = window.mark()
+            self.generator.pack(buffer, flags, self.notices)
         except Exception as error:
             window.error = error
             self.generator.leave_empty(buffer, self.notices)
+
+    def _fuse(self, window: Window, ready: int) -> None:
+        """Launches what a tick has found ready on all ranks."""
+        if ready > window.launched:
+            for group in self.planner.fuse(self.generator, window.launched, ready):
+                self._launch(window, group)
 
     def _launch_rest(self, window: Window) -> None:
         """Launches planned groups that gradients out of order have kept back; everything if nothing is planned."""
@@ -199,6 +256,9 @@ class Controller:
             stop = max(start + 1, int(np.searchsorted(edges, limit, side="right")) - 1)
             self._launch(window, Group(start, stop, collective))
             start = stop
+        if window.unsent:
+            with self._selecting.fork():
+                self._send(window)
 
     def drain(self) -> None:
         """Waits for all buffers, writes the means into the gradients, and commits the window if it ended well.
@@ -209,7 +269,14 @@ class Controller:
         window = self._window
         if window is None or not window.complete:
             raise RuntimeError(f"drain needs a complete window; tensors not seen: {', '.join(self.missing()[:20])}")
+        if self._ticks is not None and window.ticking:
+            for ready in self._ticks.rest(window.length):
+                self._fuse(window, ready)
+            # the next window has other buffers
+            self.generator.keep_only([buffer.group for buffer, _ in window.inflight])
         self._window = None
+        if self._offload is not None:
+            self._offload.forget()  # what an error has left
         self._selecting.join()
         good = True  # until it is known better
         if self._deferred is not None and window.deferred:
@@ -314,6 +381,8 @@ class Controller:
 
     def reset(self) -> None:
         """Forgets an open window. Nothing is lost: what it had added to the residual stays there."""
+        if self._offload is not None:
+            self._offload.forget()
         if self._window is not None:
             self._selecting.synchronize()
         self._window = self._unobserved = None
@@ -326,6 +395,8 @@ class Controller:
         self.reset()
         self.report = None
         self._drain.release()
+        if self._offload is not None:
+            self._offload.release()
         if self._deferred is not None:
             self._deferred.release()
 

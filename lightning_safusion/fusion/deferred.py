@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm.exchange import Notice, StreamOrderedExchange, Verdict
-from lightning_safusion.fusion.drain import Rounding, deliver, lost
-from lightning_safusion.fusion.generator import FusionBuffer, Generator
+from lightning_safusion.fusion.buffer import FusionBuffer
+from lightning_safusion.fusion.drain import Rounding, Scratch, deliver, lost
+from lightning_safusion.fusion.generator import Generator
 from lightning_safusion.fusion.lane import Lane
 from lightning_safusion.fusion.ranges import profiler_range
 from lightning_safusion.fusion.window import BufferTimes, Window
@@ -35,7 +36,7 @@ class _Mailbox:
 
     def send(self, tensors: Sequence[Tensor]) -> None:
         """Starts the copies on the current stream."""
-        if [t.shape for t in self._tensors] != [t.shape for t in tensors]:
+        if [(t.shape, t.dtype) for t in self._tensors] != [(t.shape, t.dtype) for t in tensors]:
             self._tensors = [torch.empty(t.shape, dtype=t.dtype, pin_memory=self._pinned) for t in tensors]
         for kept, tensor in zip(self._tensors, tensors, strict=True):
             kept.copy_(tensor, non_blocking=True)
@@ -60,7 +61,7 @@ class DeferredDrain:
     def __init__(self, generator: Generator, lane: Lane) -> None:
         self.generator = generator
         self.lane = lane
-        self._scratch = torch.zeros(0, device=generator.device)
+        self._scratch = Scratch(generator.device)
         self._good: Tensor | None = None
         self._errors: list[Rounding] = []
         self._mailbox: _Mailbox | None = None
@@ -72,7 +73,7 @@ class DeferredDrain:
 
     def release(self) -> None:
         """Frees what only speeds up the next window."""
-        self._scratch = self._scratch[:0].clone()
+        self._scratch.release()
 
     def launched(self, window: Window, buffer: FusionBuffer, times: BufferTimes) -> None:
         """Queues everything that follows the exchange of a buffer: decoding, judging, writing the gradients."""
@@ -88,10 +89,7 @@ class DeferredDrain:
             times.decoded = window.mark()
 
     def _decode(self, window: Window, buffer: FusionBuffer, exchange: StreamOrderedExchange) -> None:
-        size = buffer.stop - buffer.start
-        if len(self._scratch) < size:
-            self._scratch = torch.zeros(size, device=self._scratch.device)
-        scratch = self._scratch[:size]
+        scratch = self._scratch.zeros(buffer.stop - buffer.start)
         mean = exchange.decode(scratch)
         bad, regular = exchange.standing()
         good = regular & ~bad.any() & torch.isfinite(mean).all()

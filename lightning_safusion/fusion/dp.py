@@ -2,8 +2,8 @@
 
 All of them price a buffer in the same way, as the cheaper of the collectives that are allowed:
 ``fixed + per_byte * bytes``; and share one model of time: a buffer leaves when its last gradient is ready and the link
-is free (MG-WFBP, Shi et al., INFOCOM 2019, section 4), and its handling delays the gradients behind it. They are pure functions, so equal costs give equal plans on
-every rank.
+is free (MG-WFBP, Shi et al., INFOCOM 2019, section 4), and handling it delays the gradients behind it. They are pure
+functions, so equal costs give equal plans on every rank.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from lightning_safusion.comm.exchange import Notice, Verdict, all_finite, saturated
 from lightning_safusion.comm.transport import Transport
-from lightning_safusion.fusion.generator import FusionBuffer, Generator, unscaled
+from lightning_safusion.fusion.buffer import FusionBuffer
+from lightning_safusion.fusion.generator import Generator, unscaled
 from lightning_safusion.fusion.plan import Group
 from lightning_safusion.fusion.ranges import profiler_range
 from lightning_safusion.fusion.window import BufferTimes, Window
@@ -33,6 +34,27 @@ class Rounding:
     error: Tensor
 
 
+class Scratch:
+    """Zeros to decode into: the same memory for all buffers of one stream.
+
+    Args:
+        device: Where it lives.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._memory = torch.zeros(0, device=device)
+
+    def zeros(self, numel: int) -> Tensor:
+        """float32 [numel]; whoever takes them leaves zeros behind."""
+        if len(self._memory) < numel:
+            self._memory = torch.zeros(numel, device=self._memory.device)
+        return self._memory[:numel]
+
+    def release(self) -> None:
+        """Frees the memory."""
+        self._memory = self._memory[:0].clone()
+
+
 class Drain:
     """Gives the means of a complete window back, and takes what was sent out of the memory.
 
@@ -44,19 +66,12 @@ class Drain:
     def __init__(self, generator: Generator, transport: Transport) -> None:
         self.generator = generator
         self.transport = transport
-        self._scratch = torch.zeros(0, device=generator.device)
+        self._scratch = Scratch(generator.device)
         self._warned = False
 
     def release(self) -> None:
         """Frees what only speeds up the next window."""
-        self._scratch = self._scratch[:0].clone()
-
-    def scratch(self, buffer: FusionBuffer) -> Tensor:
-        """float32 [N] of zeros, the same memory for all buffers."""
-        size = buffer.stop - buffer.start
-        if len(self._scratch) < size:
-            self._scratch = torch.zeros(size, device=self._scratch.device)
-        return self._scratch[:size]
+        self._scratch.release()
 
     def run(self, window: Window) -> tuple[bool, int]:
         """Ends a window.
@@ -125,7 +140,7 @@ class Drain:
         return verdict, finite
 
     def _decode(self, window: Window, buffer: FusionBuffer, errors: list[Rounding]) -> tuple[Verdict, bool]:
-        scratch = self.scratch(buffer)
+        scratch = self._scratch.zeros(buffer.stop - buffer.start)
         mean = buffer.exchange.decode(scratch)
         finite = buffer.exchange.is_finite(mean)
         verdict = buffer.exchange.verdict()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -12,21 +12,26 @@ import torch
 from lightning_safusion.__about__ import __version__
 from lightning_safusion.comm.calibrate import calibrate
 from lightning_safusion.comm.cost import allgather_bytes, ring_allreduce_bytes
+from lightning_safusion.comm.hierarchical import NodeTransports
 from lightning_safusion.comm.transport import Transport
 from lightning_safusion.comm.wire import resolve_codec
 from lightning_safusion.fusion.controller import Controller
 from lightning_safusion.fusion.generator import Generator
 from lightning_safusion.fusion.layout import Layout, TensorSpec
+from lightning_safusion.fusion.offload import Offloader, selection_costs
 from lightning_safusion.fusion.plan import SparseName
 from lightning_safusion.fusion.planning import CollectiveChoice, Planner
 from lightning_safusion.fusion.policy import FusionPolicy, Naive
+from lightning_safusion.fusion.published import Horovod
 from lightning_safusion.fusion.quota import QuotaRule, Scope, tensor_quotas
 from lightning_safusion.fusion.replan import Cadence
+from lightning_safusion.fusion.selective import Selective
+from lightning_safusion.fusion.ticks import Ticks
 from lightning_safusion.sparsify.base import Sparsifier
 from lightning_safusion.sparsify.memory import Memory
 from lightning_safusion.sparsify.schedule import ConstantDensity, DensitySchedule
 
-CollectiveOption = Literal["auto", "allgather", "allreduce", "oktopk", "gtopk"]
+CollectiveOption = Literal["auto", "allgather", "hybrid", "hierarchical", "allreduce", "oktopk", "gtopk"]
 
 
 def _choice(name: str, value: str, allowed: Sequence[str]) -> None:
@@ -45,9 +50,11 @@ class EngineSettings:
         memory: Error feedback.
         scope: ``"tensor"`` (ahead of fusion) or ``"group"`` (behind it).
         quota: ``"proportional"`` or ``"pooled"``.
-        collective: ``"auto"``, ``"allgather"`` or ``"allreduce"``.
+        collective: ``"auto"``, ``"allgather"``, ``"hybrid"``, ``"hierarchical"``, ``"allreduce"``, ``"oktopk"`` or
+            ``"gtopk"``.
         wire: Wire format by name.
         own_buffers: Dense buffers are the point: plain DDP, whose own are other ones, never takes their place.
+        offload: Select from tensors on a thread of the host where that holds nothing up.
 
     Raises:
         ValueError: If a choice is unknown, or two do not go together.
@@ -62,6 +69,7 @@ class EngineSettings:
     collective: CollectiveOption = "auto"
     wire: str = "auto"
     own_buffers: bool = False
+    offload: bool = False
 
     def __post_init__(self) -> None:
         _choice("scope", self.scope, get_args(Scope))
@@ -71,6 +79,32 @@ class EngineSettings:
         if self.quota == "pooled" and self.scope == "group":
             raise ValueError(
                 "quota='pooled' gives every tensor a floor, which scope='group' has none of: use scope='tensor'"
+            )
+        if self.offload and (self.scope == "group" or self.quota == "pooled" or self.fusion.streams):
+            raise ValueError(
+                "offload=True selects from each tensor alone, as soon as it is ready: it needs scope='tensor', "
+                "quota='proportional' and a fusion other than 'naive'"
+            )
+        if isinstance(self.fusion, Selective) and self.scope == "group":
+            raise ValueError(
+                "fusion='selective' decides for every tensor of a buffer how much it sends: it needs scope='tensor'"
+            )
+        if self.fusion.streams and self.collective in ("hybrid", "hierarchical"):
+            raise ValueError(
+                f"fusion={self.fusion.name!r} has no buffers that could have two lanes or levels: use "
+                "collective='allgather'"
+            )
+        if self.collective == "hierarchical" and (self.compressor.name != "topk" or self.offload):
+            raise ValueError(
+                "collective='hierarchical' selects the largest sums of a node itself: it needs compressor='topk' and "
+                f"offload=False, got {self.compressor.name!r} and {self.offload}"
+            )
+        several_phases = self.collective in ("hierarchical", "oktopk", "gtopk")
+        if isinstance(self.fusion, Horovod) and (self.scope == "group" or several_phases or self.offload):
+            raise ValueError(
+                "fusion='horovod' has other buffers in every step, none of which is known before: it needs "
+                f"scope='tensor', collective='allgather' or 'allreduce' and offload=False, got {self.scope!r}, "
+                f"{self.collective!r} and {self.offload}"
             )
         if self.fusion.streams and self.scope == "group":
             raise ValueError(
@@ -86,6 +120,8 @@ class EngineSettings:
 
         Sparse all-gather grows with the number of workers, dense all-reduce does not.
         """
+        if self.own_buffers and world_size > 1:
+            return None
         if self.memory.name == "dgc":
             return None  # its momentum is part of the algorithm, on any number of workers and at any density
         if world_size == 1:
@@ -160,6 +196,7 @@ def build_controller(
     announce: Callable[[str], None] | None = None,
     overlap: bool = True,
     deferred: bool = False,
+    node: Hashable = None,
 ) -> Controller:
     """Builds a job's controller. Collective: all ranks call it with equal settings.
 
@@ -173,6 +210,7 @@ def build_controller(
         overlap: Launch buffers while gradients still arrive; see :class:`Controller`.
         deferred: Never wait for the device within a step; see :class:`Controller`. Without effect where buffers fill at
             each worker's own pace.
+        node: Name of the node that this rank runs on, for ``collective="hierarchical"``.
     """
     layout = Layout(tuple(specs))
     settings.memory.world_size = transport.world_size
@@ -181,15 +219,21 @@ def build_controller(
     # to the planner they are sparse exchanges like the all-gather, whose cost stands for theirs
     sparse: SparseName = "allgather"
     choice: CollectiveChoice = "allgather"
-    if settings.collective == "oktopk" or settings.collective == "gtopk":
-        sparse = settings.collective
-    else:
+    if settings.collective == "auto" or settings.collective == "allgather" or settings.collective == "allreduce":
         choice = settings.collective
+    else:
+        sparse = settings.collective
+    # launched at each rank's own pace, between the collectives of the model's own backward (SyncBatchNorm)
+    timer = settings.fusion if isinstance(settings.fusion, Horovod) else None
+    ticks = Ticks(transport.host_subgroup(), timer.cycle_s) if timer else None
+    nodes = NodeTransports.make(transport, node) if sparse == "hierarchical" else None
+    if nodes is not None and len(nodes.nodes) == 1 and announce is not None:
+        announce("all workers are on one node, where collective='hierarchical' saves nothing: system='ddp' is faster")
     generator = Generator(
         layout,
         settings.memory,
         copy.deepcopy(settings.compressor),  # what it learns belongs to this job
-        transport,
+        transport.subgroup() if timer else transport,
         device,
         settings.scope,
         settings.quota,
@@ -197,11 +241,16 @@ def build_controller(
         transport.subgroup() if naive else None,
         naive.buffer_elements if naive else 1,
         sparse,
+        transport.subgroup() if sparse == "hybrid" else None,
+        nodes,
     )
     wanted = settings.fusion.needs_costs or settings.collective == "auto"
     prior = calibrate(transport, device) if measure and wanted else None
     planner = Planner(settings.fusion, transport, choice, prior, announce)
     dense_first = choice != "allgather"
     # the others negotiate counts on the host
-    deferred = deferred and not settings.fusion.streams and sparse == "allgather"
-    return Controller(generator, planner, transport, settings.density, dense_first, overlap, deferred)
+    deferred = deferred and not settings.fusion.streams and timer is None and sparse in ("allgather", "hybrid")
+    offload = None
+    if settings.offload:
+        offload = Offloader(generator, *selection_costs(settings.compressor, device, measure))
+    return Controller(generator, planner, transport, settings.density, dense_first, overlap, deferred, offload, ticks)

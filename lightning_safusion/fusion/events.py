@@ -11,7 +11,7 @@ import numpy as np
 from lightning_safusion.fusion.clock import Clock
 
 if TYPE_CHECKING:
-    from lightning_safusion.fusion.generator import FusionBuffer
+    from lightning_safusion.fusion.buffer import FusionBuffer
     from lightning_safusion.fusion.layout import Layout
     from lightning_safusion.fusion.plan import CollectiveName
     from lightning_safusion.fusion.window import BufferTimes, Window

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import groupby
+from threading import Lock
 
 import numpy as np
 import torch
@@ -15,73 +13,28 @@ from lightning_safusion.comm.allgather import SparseAllGather
 from lightning_safusion.comm.allreduce import DenseAllReduce
 from lightning_safusion.comm.exchange import Exchange, Notice, Part, SpanSpec, TensorFlag, all_finite
 from lightning_safusion.comm.gtopk import GTopKExchange
+from lightning_safusion.comm.hierarchical import HierarchicalExchange, NodeTransports
+from lightning_safusion.comm.hybrid import HybridExchange
 from lightning_safusion.comm.oktopk import OkTopkExchange
 from lightning_safusion.comm.stream import Stream, StreamedTensor
 from lightning_safusion.comm.transport import Transport
 from lightning_safusion.comm.wire import resolve_codec
+from lightning_safusion.fusion.buffer import FusionBuffer, dense_runs
 from lightning_safusion.fusion.layout import Layout
 from lightning_safusion.fusion.plan import Group, SparseName
-from lightning_safusion.fusion.quota import QuotaRule, Scope, TensorQuotas, group_segments, tensor_quotas
+from lightning_safusion.fusion.quota import (
+    QuotaRule,
+    Scope,
+    TensorQuotas,
+    group_segments,
+    selective_quotas,
+    tensor_quotas,
+)
 from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier, check_selection
 from lightning_safusion.sparsify.memory import Memory
 from lightning_safusion.sparsify.view import device_constant
 
 _FRESH, _BAD, _RAW = int(TensorFlag.FRESH), int(TensorFlag.BAD), int(TensorFlag.RAW)
-
-
-@dataclass(eq=False)
-class FusionBuffer:
-    """One group's persistent buffer, and what this rank put into it in the current window.
-
-    Args:
-        group: Places of its tensors.
-        start: First element in the flat space.
-        stop: Element after its last.
-        segments: Cut for selection; None if it travels dense.
-        exchange: Its collective.
-        dense: bool [T], tensors that travel whole.
-        dtypes: What the gradients arrive in.
-    """
-
-    group: Group
-    start: int
-    stop: int
-    segments: Segments | None
-    exchange: Exchange
-    dense: np.ndarray
-    dtypes: frozenset[torch.dtype]
-    selection: Selection | None = None
-    absent: list[int] = field(default_factory=list)
-
-    @cached_property
-    def narrow(self) -> bool:
-        """Whether gradients have fewer bits than the memory, so that a mean may not fit."""
-        return any(dtype.itemsize < 4 for dtype in self.dtypes)
-
-    @cached_property
-    def all_fresh(self) -> Tensor:
-        """uint8 [T]: the flags of almost every step."""
-        return device_constant(np.full(len(self.places), _FRESH, np.uint8), self.exchange.device)
-
-    @cached_property
-    def sizes(self) -> list[int]:
-        """Elements of its tensors."""
-        return np.diff(self.exchange.spec.edges).tolist()
-
-    @property
-    def places(self) -> range:
-        """Places of its tensors."""
-        return range(self.group.start, self.group.stop)
-
-    def selected(self) -> np.ndarray:
-        """int64 [T]: elements that each tensor sent in the last window (waits for the device)."""
-        edges = np.asarray(self.exchange.spec.edges)
-        counts = np.where(self.dense, np.diff(edges), 0)
-        if self.selection is not None:
-            count = int(self.selection.count)
-            counts += np.diff(np.searchsorted(self.selection.indices[:count].cpu().numpy(), edges))
-        counts[self.absent] = 0
-        return counts
 
 
 class Generator:
@@ -99,6 +52,8 @@ class Generator:
         stream_transport: A communicator of its own for buffers that fill at each worker's own pace; only they need it.
         stream_elements: Entries that such a buffer holds.
         sparse: What carries the buffers that a plan sends by all-gather.
+        dense_transport: A communicator of its own for what travels whole; only ``sparse="hybrid"`` needs it.
+        nodes: Communicators inside and between nodes; only ``sparse="hierarchical"`` needs them.
     """
 
     def __init__(
@@ -114,10 +69,13 @@ class Generator:
         stream_transport: Transport | None = None,
         stream_elements: int = 65536,
         sparse: SparseName = "allgather",
+        dense_transport: Transport | None = None,
+        nodes: NodeTransports | None = None,
     ) -> None:
         self.layout = layout
         self.memory = memory
         self.sparsifier = sparsifier
+        self._selecting = Lock()  # what a sparsifier learns is not made for two threads
         # a broken contract would not raise anywhere: it would train on wrong gradients, the same on all ranks
         self._checks = not type(sparsifier).__module__.startswith("lightning_safusion.")
         self.transport = transport
@@ -131,6 +89,8 @@ class Generator:
         self._buffers: dict[Group, FusionBuffer] = {}
         self._stream: Stream | None = None
         self._stream_transport = stream_transport
+        self._dense_transport = dense_transport
+        self._nodes = nodes
 
     def set_layout(self, layout: Layout) -> None:
         """Adopts a new order; the memory must have been permuted to it."""
@@ -162,7 +122,8 @@ class Generator:
         return self._buffers[group]
 
     def _build(self, group: Group) -> FusionBuffer:
-        layout, quotas = self.layout, self.quotas
+        layout = self.layout
+        quotas = selective_quotas(layout, self.quotas, group.start, group.stop, group.whole_upto)
         start, stop = int(layout.edges[group.start]), int(layout.edges[group.stop])
         edges = tuple(int(e) - start for e in layout.edges[group.start : group.stop + 1])
         reduce = group.collective == "allreduce"
@@ -170,14 +131,14 @@ class Generator:
         segments = None
         if not dense.all():
             segments = group_segments(layout, quotas, group.start, group.stop, self.scope, self.quota_rule)
-        runs = _dense_runs(layout, group, edges, dense)
+        runs = dense_runs(layout, group, edges, dense)
         spec = SpanSpec(stop - start, segments.capacity if segments else 0, edges, runs)
         dtypes = frozenset(spec.dtype for spec in layout.specs[group.start : group.stop])
-        return FusionBuffer(group, start, stop, segments, self._exchange(group, spec), dense, dtypes)
+        return FusionBuffer(group, start, stop, segments, self._exchange(group, spec, segments), dense, dtypes)
 
-    def _exchange(self, group: Group, spec: SpanSpec) -> Exchange:
+    def _exchange(self, group: Group, spec: SpanSpec, segments: Segments | None) -> Exchange:
         if group.collective == "allreduce":
-            return DenseAllReduce(spec, self.transport, self.device)
+            return DenseAllReduce(spec, self.transport, self.device, group.half)
         if group.collective == "stream":
             if self._stream is None:
                 self._stream = self._open_stream()
@@ -186,9 +147,19 @@ class Generator:
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
         if self.sparse == "oktopk":
             return OkTopkExchange(spec, self.transport, self.device, self.wire, dtype)
+        if self.sparse == "hierarchical":
+            if self._nodes is None:
+                raise ValueError("collective='hierarchical' needs communicators of nodes")
+            return HierarchicalExchange(spec, self._nodes, self.device, self.wire, dtype, segments=segments)
         codec = resolve_codec(self.wire, spec.numel, spec.capacity, dtype) if spec.capacity else None
         if self.sparse == "gtopk":
             return GTopKExchange(spec, self.transport, self.device, codec)
+        if self.sparse == "hybrid" and spec.dense_runs:
+            if self._dense_transport is None:
+                raise ValueError("a lane for what travels whole needs a dense_transport")
+            if codec is None:
+                return DenseAllReduce(spec, self._dense_transport, self.device)
+            return HybridExchange(spec, self.transport, self._dense_transport, self.device, codec)
         return SparseAllGather(spec, self.transport, self.device, codec)
 
     def _open_stream(self) -> Stream:
@@ -207,6 +178,7 @@ class Generator:
         raw: np.ndarray,
         step: int,
         scale: Tensor | None = None,
+        early: Sequence[int] = (),
     ) -> Tensor:
         """Compensates one group and selects from it.
 
@@ -217,21 +189,24 @@ class Generator:
             raw: bool [T], must travel outside the compressed path.
             step: Number of the window, the same on all ranks.
             scale: Factor that the gradients carry; the memory holds them without it.
+            early: Tensors of the group that have been compensated and are selected from already.
 
         Returns:
-            uint8 [T], the flags of its tensors, for :meth:`pack`.
+            uint8 [T], the flags of its tensors, for :meth:`pack`; without those of early ones that are bad.
         """
         taken = fresh & ~raw
-        if taken.all():
+        if taken.all() and not early:
             buffer.absent = []
-            flags = self._compensate(buffer, grads, list(buffer.places), buffer.all_fresh, scale)
+            flags = self.compensate(buffer, grads, list(buffer.places), buffer.all_fresh, scale)
         else:
             flags = device_constant((fresh * _FRESH + raw * _RAW).astype(np.uint8), self.device)
             buffer.absent = np.flatnonzero(~taken).tolist()
-            present = np.flatnonzero(taken).tolist()
+            present = [i for i in np.flatnonzero(taken).tolist() if i not in early]
             places = [buffer.group.start + i for i in present]
-            flags = self._compensate(buffer, [grads[i] for i in present], places, flags, scale)
-        buffer.selection = self._select(buffer, self.memory.accumulated(buffer.start, buffer.stop), step)
+            flags = self.compensate(buffer, [grads[i] for i in present], places, flags, scale)
+        x = self.memory.accumulated(buffer.start, buffer.stop)
+        buffer.exchange.begin(x, Part(None, flags, buffer.absent))
+        buffer.selection = self._select(buffer, x, step, early)
         return flags
 
     def pack(self, buffer: FusionBuffer, flags: Tensor, notices: int = 0) -> None:
@@ -253,10 +228,21 @@ class Generator:
         x = torch.zeros(buffer.stop - buffer.start, device=self.device)
         buffer.exchange.encode(x, Part(None, flags, buffer.absent, notices | int(Notice.FAILED)))
 
-    def _compensate(
+    def compensate(
         self, buffer: FusionBuffer, grads: Sequence[Tensor], ids: list[int], flags: Tensor, scale: Tensor | None
     ) -> Tensor:
-        """Adds fresh gradients to the memory; those that are not finite are flagged instead: returns the flags."""
+        """Adds fresh gradients to the memory; those that are not finite are flagged instead.
+
+        Args:
+            buffer: The group's buffer.
+            grads: Flat gradients of some of its tensors.
+            ids: Their places.
+            flags: uint8 [T]; not changed.
+            scale: Factor that the gradients carry.
+
+        Returns:
+            uint8 [T], the flags with those of bad tensors.
+        """
         if not grads:
             return flags
         first = buffer.group.start
@@ -286,22 +272,39 @@ class Generator:
             self.memory.compensate(ids, narrowed, dense, norms)
         return flags
 
-    def _select(self, buffer: FusionBuffer, x: Tensor, step: int) -> Selection | None:
-        if buffer.segments is None:
+    def _select(self, buffer: FusionBuffer, x: Tensor, step: int, early: Sequence[int]) -> Selection | None:
+        segments = buffer.segments
+        if segments is None or buffer.exchange.selects_itself:
             return None
-        selection = self._selected(buffer, buffer.segments, x, step)
-        if self._checks:
-            check_selection(selection, buffer.segments, self.sparsifier.name)
-        return selection
+        if buffer.absent and self.scope == "group":
+            return self.select_from(self._without(buffer, x), segments, step)
+        if buffer.absent or early:
+            key = ("left", *sorted(early)) if not buffer.absent else None
+            segments = buffer.constants.get(key) or self._left(buffer, segments, early)
+            if key is not None:
+                buffer.constants[key] = segments
+            if early and not segments.capacity:
+                return None
+        return self.select_from(x, segments, step)
 
-    def _selected(self, buffer: FusionBuffer, segments: Segments, x: Tensor, step: int) -> Selection:
-        if buffer.absent:
-            if self.scope == "group":
-                return self.sparsifier.select(self._without(buffer, x), segments, step)
-            absent = np.zeros(len(segments), bool)
-            absent[buffer.absent] = True
-            segments = segments.skipping(absent)
-        return self.sparsifier.select(x, segments, step)
+    def _left(self, buffer: FusionBuffer, segments: Segments, early: Sequence[int]) -> Segments:
+        skip = np.zeros(len(segments), bool)
+        skip[[*buffer.absent, *early]] = True
+        return segments.skipping(skip)
+
+    def select_from(self, x: Tensor, segments: Segments, step: int) -> Selection:
+        """Selects from a span of any device; safe to call on any thread.
+
+        Args:
+            x: float32 [N], residual plus gradient.
+            segments: Its cut.
+            step: Number of the window.
+        """
+        with self._selecting:
+            selection = self.sparsifier.select(x, segments, step)
+        if self._checks:
+            check_selection(selection, segments, self.sparsifier.name)
+        return selection
 
     def _without(self, buffer: FusionBuffer, x: Tensor) -> Tensor:
         """A copy of the span in which absent tensors are zero: a fused segment cannot be skipped in part."""
@@ -321,7 +324,7 @@ class Generator:
         """
         edges = buffer.exchange.spec.edges
         indices, sent = buffer.exchange.sent()
-        if buffer.selection is not None:
+        if buffer.selection is not None or buffer.exchange.selects_itself:
             for tensor in withdrawn:
                 inside = (indices >= edges[tensor]) & (indices < edges[tensor + 1])
                 sent = torch.where(inside, 0.0, sent)
@@ -355,16 +358,3 @@ def unscaled(grads: Sequence[Tensor], scale: Tensor) -> list[Tensor]:
     """Gradients without the factor of the loss; in float32, since the factor is there to save 16-bit ones from
     underflow."""
     return list(torch._foreach_mul([grad.float() for grad in grads], scale.reciprocal()))
-
-
-def _dense_runs(
-    layout: Layout, group: Group, edges: tuple[int, ...], dense: np.ndarray
-) -> tuple[tuple[int, int, torch.dtype], ...]:
-    """Neighbouring dense tensors of one dtype, merged."""
-    tensors = [(bool(dense[i]), layout.specs[group.start + i].dtype) for i in range(len(dense))]
-    runs = []
-    for (whole, dtype), members in groupby(range(len(dense)), key=lambda i: tensors[i]):
-        ids = list(members)
-        if whole and edges[ids[-1] + 1] > edges[ids[0]]:
-            runs.append((edges[ids[0]], edges[ids[-1] + 1], dtype))
-    return tuple(runs)

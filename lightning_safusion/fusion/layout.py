@@ -80,7 +80,10 @@ class Layout:
 
 
 def specs_from_parameters(
-    named_parameters: Iterable[tuple[str, Tensor]], dense: Sequence[str] = (), dense_below: int = 0
+    named_parameters: Iterable[tuple[str, Tensor]],
+    dense: Sequence[str] = (),
+    dense_below: int = 0,
+    dense_below_ndim: int = 0,
 ) -> tuple[TensorSpec, ...]:
     """Describes the gradients of trainable parameters.
 
@@ -88,6 +91,7 @@ def specs_from_parameters(
         named_parameters: Names and parameters, in registration order; frozen ones are left out.
         dense: Shell patterns of names that always travel dense (``"*.bias"``).
         dense_below: Tensors of fewer elements than this travel dense.
+        dense_below_ndim: Tensors of fewer dimensions than this travel dense.
 
     Raises:
         ValueError: If a pattern matches no parameter.
@@ -100,7 +104,8 @@ def specs_from_parameters(
     specs = []
     for index, (name, p) in enumerate(trainable):
         real = torch.view_as_real(p.detach()) if p.is_complex() else p.detach()
-        whole = real.numel() < dense_below or any(fnmatchcase(name, pattern) for pattern in dense)
+        whole = real.numel() < dense_below or p.ndim < dense_below_ndim
+        whole = whole or any(fnmatchcase(name, pattern) for pattern in dense)
         specs.append(TensorSpec(name, index, tuple(p.shape), real.numel(), real.dtype, whole, _strides(real)))
     return tuple(specs)
 

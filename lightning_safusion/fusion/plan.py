@@ -11,7 +11,7 @@ from typing import Any, Literal
 CollectiveName = Literal["allgather", "allreduce", "stream"]
 
 # What may carry a buffer that a plan calls "allgather": to planners they are alike.
-SparseName = Literal["allgather", "hybrid", "oktopk", "gtopk"]
+SparseName = Literal["allgather", "hybrid", "hierarchical", "oktopk", "gtopk"]
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,14 @@ class Group:
         collective: ``"allgather"`` (sparse), ``"allreduce"`` (dense), or ``"stream"`` (sparse, one tensor of a stream
             of buffers that each worker fills at its own pace).
         whole_upto: Tensors of up to this many elements travel whole, and the others send as much less.
+        half: A dense all-reduce of float32 gradients travels as float16.
     """
 
     start: int
     stop: int
     collective: CollectiveName = "allgather"
     whole_upto: int = 0
+    half: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.stop:
@@ -62,14 +64,21 @@ class Plan:
     def digest(self) -> int:
         """63-bit hash, the same in every process for the same plan (compared across ranks before use)."""
         text = ";".join(
-            f"{g.start}-{g.stop}:{g.collective}" + (f":{g.whole_upto}" if g.whole_upto else "") for g in self.groups
+            f"{g.start}-{g.stop}:{g.collective}" + (f":{g.whole_upto}" if g.whole_upto else "") + ":half" * g.half
+            for g in self.groups
         )
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
     def to_list(self) -> list[list[Any]]:
-        """``[tensors, collective]`` of each group, and ``whole_upto`` if it is not 0: plain values for a checkpoint."""
+        """``[tensors, collective, whole_upto, half]`` of each group, without what is 0 at its end: plain values for a
+        checkpoint."""
         return [
-            [group.stop - group.start, group.collective, *([group.whole_upto] if group.whole_upto else [])]
+            [
+                group.stop - group.start,
+                group.collective,
+                *([group.whole_upto] if group.whole_upto or group.half else []),
+                *([1] if group.half else []),
+            ]
             for group in self.groups
         ]
 
@@ -79,7 +88,8 @@ class Plan:
         result: list[Group] = []
         for count, collective, *rest in groups:
             place = result[-1].stop if result else 0
-            result.append(Group(place, place + int(count), collective, *map(int, rest)))
+            whole_upto, half = [*map(int, rest), 0, 0][:2]
+            result.append(Group(place, place + int(count), collective, whole_upto, bool(half)))
         return cls(tuple(result))
 
     @classmethod
@@ -110,6 +120,8 @@ class GroupCosts:
             place selection themselves look at it; empty where there are none.
         select: Seconds of one selection over ``d`` elements: ``(fixed, per element, per comparison)``, see
             :class:`~lightning_safusion.fusion.planners.SelectionCost`; for the same planners.
+        decode: ``(seconds of a buffer, seconds per byte of one rank's message)`` of decoding a sparse exchange; for the
+            same planners.
         quotas: Elements that each tensor may send, all of them where it travels whole [L]; empty where nobody knows.
         hybrid: What travels whole in a sparse buffer has an all-reduce of its own.
     """
@@ -126,5 +138,6 @@ class GroupCosts:
     per_buffer: float = 0.0
     arrivals: tuple[float, ...] = ()
     select: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    decode: tuple[float, float] = (0.0, 0.0)
     quotas: tuple[int, ...] = ()
     hybrid: bool = False

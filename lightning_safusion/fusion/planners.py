@@ -9,7 +9,7 @@ searches over measured times.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -82,6 +82,20 @@ class BehindCosts:
             wrong = [value for value in values if not 0 <= value < math.inf]
             if wrong:
                 raise ValueError(f"{name} must be finite and not negative, got {wrong[0]}")
+
+    @classmethod
+    def of(cls, costs: GroupCosts) -> BehindCosts:
+        """The same numbers as a job has agreed on them; decoding, which these planners leave out, is in none of them.
+
+        Raises:
+            ValueError: If the costs do not say when the gradients were computed.
+        """
+        if len(costs.arrivals) != len(costs.numels):
+            raise ValueError(f"need the arrival of each of {len(costs.numels)} gradients, got {len(costs.arrivals)}")
+        backward = np.diff(np.asarray(costs.arrivals, np.float64), prepend=0.0)
+        return cls(
+            costs.numels, tuple(backward.tolist()), costs.sparse_bytes, SelectionCost(*costs.select), costs.sparse
+        )
 
     def seconds(self, nbytes: np.ndarray | float) -> np.ndarray:
         """Time of an exchange of messages of ``nbytes`` bytes, float64 of the same shape."""
@@ -227,12 +241,7 @@ def plan_pareto(costs: BehindCosts) -> Plan:
 def search_cuts(
     measure: Callable[[Sequence[int]], float], tensors: int, groups: int = 2, tolerance: float = 0.0
 ) -> list[int]:
-    """Cupcake: finds cuts by trying them out; no model of the job and no number of the network is needed.
-
-    MergeComp (Wang et al., 2021) and Cupcake (MLSys 2023). One cut at a time: a binary search that compares a cut with
-    the one two tensors later and goes to the faster side, as the release does; every range of the partition found so
-    far is searched, and the best cut of all stays. It ends when a further cut gains too little. The search is exact
-    where the time falls up to the best cut and rises after it, which measured times need not do.
+    """Cupcake: finds cuts by trying them out, see :func:`cut_search`.
 
     Args:
         measure: Mean seconds of an iteration with the groups that end at the stops given; the same on all ranks.
@@ -246,15 +255,48 @@ def search_cuts(
     Raises:
         ValueError: If there is no tensor, or no group allowed.
     """
+    search = cut_search(tensors, groups, tolerance)
+    stops = next(search)
+    while True:
+        try:
+            stops = search.send(measure(stops))
+        except StopIteration as end:
+            best: list[int] = end.value
+            return best
+
+
+def cut_search(tensors: int, groups: int = 2, tolerance: float = 0.0) -> Generator[list[int], float, list[int]]:
+    """Cupcake's search, one trial at a time; no model of the job and no number of the network is needed.
+
+    MergeComp (Wang et al., 2021) and Cupcake (MLSys 2023). One cut at a time: a binary search that compares a cut with
+    the one two tensors later and goes to the faster side, as the release does; every range of the partition found so
+    far is searched, and the best cut of all stays. It ends when a further cut gains too little. The search is exact
+    where the time falls up to the best cut and rises after it, which measured times need not do.
+
+    Args:
+        tensors: Tensors (L).
+        groups: Largest number of groups.
+        tolerance: Share of the time that a further cut must save.
+
+    Yields:
+        The stop of each group of a partition to try, rising, the last one L; wants the mean seconds of an iteration
+        with it, the same on all ranks.
+
+    Returns:
+        The best partition.
+
+    Raises:
+        ValueError: If there is no tensor, or no group allowed.
+    """
     if tensors < 1 or groups < 1:
         raise ValueError(f"the search needs a tensor and a group, got tensors={tensors} and groups={groups}")
     best = [tensors]
-    seconds = measure(best)
+    seconds = yield best
     while len(best) < groups:
         tried: list[tuple[float, list[int]]] = []
         for low, high in pairwise([0, *best]):
             if high - low > 1:
-                tried.append(_search_one(measure, best, low + 1, high - 1))
+                tried.append((yield from _search_one(best, low + 1, high - 1)))
         if not tried or min(tried)[0] >= seconds * (1.0 - tolerance):
             break
         seconds, best = min(tried)
@@ -272,6 +314,33 @@ def even_cuts(tensors: int, groups: int) -> list[int]:
     return [*(tensors // groups * group for group in range(1, groups)), tensors]
 
 
+def fuse_ready(nbytes: Sequence[float], start: int, stop: int, threshold: float) -> list[tuple[int, int]]:
+    """Horovod: the tensors that are ready at a tick share buffers, front to back, as far as they fit.
+
+    Horovod looks past a tensor that does not fit only as long as both still fit, which is never where all tensors are
+    of one kind: its buffers are then ranges.
+
+    Args:
+        nbytes: Bytes that each tensor adds to a buffer, over all workers where it is gathered [L].
+        start: Place of the first tensor that is ready.
+        stop: Place after the last.
+        threshold: Bytes of a buffer; a larger tensor travels alone, 0 fuses nothing.
+
+    Returns:
+        ``(start, stop)`` of each buffer.
+    """
+    ranges: list[tuple[int, int]] = []
+    held = 0.0
+    for place in range(start, stop):
+        if ranges and held + nbytes[place] <= threshold:
+            ranges[-1] = (ranges[-1][0], place + 1)
+            held += nbytes[place]
+        else:
+            ranges.append((place, place + 1))
+            held = nbytes[place]
+    return ranges
+
+
 def sparse_plan(stops: Iterable[int]) -> Plan:
     """The plan whose groups end at ``stops`` (rising places), all of them over the all-gather."""
     return Plan(tuple(Group(start, stop) for start, stop in pairwise([0, *stops])))
@@ -284,24 +353,23 @@ def _front(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     return order[second[order] < best_before]
 
 
-def _search_one(
-    measure: Callable[[Sequence[int]], float], stops: Sequence[int], low: int, high: int
-) -> tuple[float, list[int]]:
+def _search_one(stops: Sequence[int], low: int, high: int) -> Generator[list[int], float, tuple[float, list[int]]]:
     """The best probe of a binary search for one more stop in ``low`` to ``high``: its seconds, and all stops."""
     probes: dict[int, float] = {}
 
-    def probe(cut: int) -> float:
+    def probe(cut: int) -> Generator[list[int], float, float]:
         if cut not in probes:
-            probes[cut] = measure(sorted([*stops, cut]))
+            probes[cut] = yield sorted([*stops, cut])
         return probes[cut]
 
     left, right = low, high
     while left < right:
         middle = (left + right) // 2
-        if probe(middle) <= probe(min(middle + 2, high)):
+        here = yield from probe(middle)
+        if here <= (yield from probe(min(middle + 2, high))):
             right = middle
         else:
             left = middle + 1
-    probe(left)
+    yield from probe(left)
     seconds, cut = min((seconds, cut) for cut, seconds in probes.items())
     return seconds, sorted([*stops, cut])

@@ -29,6 +29,7 @@ from lightning_safusion.fusion.profile import (
     modelled_costs,
     service_seconds,
 )
+from lightning_safusion.fusion.published import Horovod
 from lightning_safusion.fusion.replan import Action, Cadence, Decision, ReplanSchedule, Trials
 from lightning_safusion.fusion.search import CutSearch
 from lightning_safusion.fusion.spans import WindowSpans
@@ -83,6 +84,7 @@ class Planner:
         self._recorder: ProfileRecorder | None = None
         self._trials = Trials()
         self._search: CutSearch | None = None
+        self._fusing: GroupCosts | None = None  # what buffers are fused by, until it changes
         self._spans = WindowSpans(self._schedule.cadence.trial_windows)
         self._verified = True
         self._dense_reviews = 0
@@ -111,7 +113,7 @@ class Planner:
 
     def invalidate(self, order_changed: bool = False) -> None:
         """Drops the plan: quotas have changed, or the order (then measured times are void too)."""
-        self.current = self._search = None
+        self.current = self._search = self._fusing = None
         self._trials.drop()
         self._spans.restart()
         if order_changed:
@@ -119,6 +121,18 @@ class Planner:
             self._trials.reset()
             if not self._schedule.cadence.on_trial:
                 self._schedule.restart()  # the one plan was made for another order
+
+    def fuse(self, generator: Generator, start: int, stop: int) -> list[Group]:
+        """The buffers of tensors that a timer-driven policy has found ready on all ranks.
+
+        Raises:
+            TypeError: If the policy is another one.
+        """
+        if not isinstance(self.policy, Horovod):
+            raise TypeError(f"fusion={self.policy.name!r} has a plan, and fuses nothing at the ticks of a clock")
+        if self._fusing is None:
+            self._fusing = self.costs(generator)
+        return self.policy.fuse(self._fusing, start, stop)
 
     def fallback(self, generator: Generator) -> CollectiveName:
         """The collective for tensors that no plan covers."""
@@ -310,6 +324,8 @@ class Planner:
         self._schedule.load_state_dict(state["schedule"])
         if state["profile"] is not None:
             self._profile = AgreedProfile.from_vector(np.array(state["profile"]))
+        elif not self._schedule.cadence.on_trial:
+            self._schedule.restart()  # what the one plan was to be made from has not outlived the job
         if state["plan"] is not None:
             plan = Plan.from_list(state["plan"])
             if plan.num_tensors != len(generator.layout):
@@ -317,10 +333,11 @@ class Planner:
             self.current, self._verified = plan, False
             self._tell(plan, generator)
         self._trials.load_state_dict(state["trials"])
-        measured = state.get("search")
-        self._search = None if measured is None else self.policy.search(len(generator.layout))
-        if self._search is not None:
-            self._search.replay(measured)
+        self._search = None
+        if (measured := state.get("search")) is not None:
+            self._search = self.policy.search(len(generator.layout))
+            if self._search is not None:
+                self._search.replay(measured)
 
 
 def _entry_bytes(generator: Generator) -> float:

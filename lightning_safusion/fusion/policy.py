@@ -10,6 +10,7 @@ import numpy as np
 from lightning_safusion.fusion.dp import NO_BOUNDS, Bounds, GroupPricer, element_edges, predict_finish
 from lightning_safusion.fusion.plan import GroupCosts, Plan
 from lightning_safusion.fusion.replan import ReplanSchedule
+from lightning_safusion.fusion.search import CutSearch
 
 # Share of the finish that is not worth more buffers, each of which costs the host some work that no cost line shows.
 _AS_GOOD = 0.01
@@ -24,7 +25,7 @@ class FusionPolicy(ABC):
 
     #: Name in configuration files and reports.
     name: ClassVar[str]
-    #: Wants measured costs; without them the engine passes nominal ones, good enough to choose a collective.
+    #: Wants measured times; without them the engine passes nominal ones, good enough to choose a collective.
     needs_costs: ClassVar[bool] = False
     #: Buffers fill at each worker's own pace, so that the plan says nothing about where they end (SAFusion, naive).
     streams: ClassVar[bool] = False
@@ -50,6 +51,14 @@ class FusionPolicy(ABC):
 
     def schedule(self) -> ReplanSchedule | None:
         """A new schedule of when to plan again; ``None``: the first plan stays."""
+        return None
+
+    def search(self, tensors: int) -> CutSearch | None:
+        """A new search that measures one plan after the other; ``None``: plans come from costs.
+
+        Args:
+            tensors: Tensors of the model (L), at least 1.
+        """
         return None
 
     def __repr__(self) -> str:

@@ -269,6 +269,7 @@ class AgreedProfile:
             per_buffer=self.select.fixed + self.decode.fixed,
             arrivals=tuple(arrivals.tolist()),
             select=(self.select.fixed, self.select.per_byte, 0.0),
+            decode=(self.decode.fixed, self.decode.per_byte),
         )
 
 

@@ -8,7 +8,8 @@ from typing import Literal
 import torch
 from torch.profiler import record_function
 
-from lightning_safusion.fusion.generator import FusionBuffer, Generator
+from lightning_safusion.fusion.buffer import FusionBuffer
+from lightning_safusion.fusion.generator import Generator
 
 _SHOWN_TENSORS = 8
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from lightning_safusion.fusion.adaptive import Adaptive
+from lightning_safusion.fusion.per_tensor import Espresso, HiPress
 from lightning_safusion.fusion.policy import WFBP, Aligned, FusionPolicy, Naive, Single
+from lightning_safusion.fusion.published import MGWFBP, OMGS, Cupcake, Horovod
+from lightning_safusion.fusion.selective import Selective
+
+_POLICIES = (Adaptive, Aligned, Cupcake, Espresso, HiPress, Horovod, MGWFBP, Naive, OMGS, Selective, Single, WFBP)
 
 
 def resolve_fusion(spec: str | FusionPolicy) -> FusionPolicy:
     """The policy that ``spec`` names, with its default options; a policy is returned as it is.
 
     Args:
-        spec: ``"adaptive"``, ``"aligned"``, ``"behind"`` (aligned; its scope is a matter of the system), ``"naive"``,
+        spec: ``"adaptive"``, ``"aligned"``, ``"behind"`` (aligned; its scope is a matter of the system), ``"cupcake"``,
+            ``"espresso"``, ``"hipress"``, ``"horovod"``, ``"mgwfbp"``, ``"naive"``, ``"omgs"``, ``"selective"``,
             ``"single"``, ``"wfbp"``, or a policy.
 
     Raises:
@@ -21,9 +27,7 @@ def resolve_fusion(spec: str | FusionPolicy) -> FusionPolicy:
         return spec
     if not isinstance(spec, str):
         raise TypeError(f"fusion must be a name or a FusionPolicy, got {spec!r}")
-    policies: dict[str, type[FusionPolicy]] = {
-        policy.name: policy for policy in (Adaptive, Aligned, Naive, Single, WFBP)
-    }
+    policies: dict[str, type[FusionPolicy]] = {policy.name: policy for policy in _POLICIES}
     policies["behind"] = Aligned
     if spec not in policies:
         raise ValueError(f"unknown fusion policy {spec!r}: choose one of {sorted(policies)} or pass a FusionPolicy")

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from lightning_safusion.fusion.dp import predict_finish
 from lightning_safusion.fusion.plan import GroupCosts, Plan
 
-Action = Literal["stay", "switch", "keep", "revert", "freeze"]
+Action = Literal["stay", "switch", "keep", "revert", "freeze", "try"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ class Cadence:
         trial_windows: Windows after a change that are compared with as many before it. An even number, by default,
             sees as many of both kinds where two kinds of window alternate.
         freeze_after: Windows after which the plan stays; ``None``: never.
+        on_trial: A new plan must promise more than the threshold, and keep its promise by the clock. False: whatever
+            the policy proposes at a review is used, as published planners that plan once do it.
 
     Raises:
         ValueError: If a number is out of range.
@@ -41,6 +43,12 @@ class Cadence:
     threshold: float = 0.03
     trial_windows: int = 6
     freeze_after: int | None = None
+    on_trial: bool = True
+
+    @classmethod
+    def once(cls, windows: int) -> Cadence:
+        """One plan from what the first ``windows`` windows have measured, and no other."""
+        return cls(warmup_windows=windows, warmup_every=windows, freeze_after=windows, on_trial=False)
 
     def __post_init__(self) -> None:
         for name in ("warmup_every", "every", "trial_windows"):
@@ -70,6 +78,10 @@ class ReplanSchedule:
         """Gain that a change must exceed after the window counted last."""
         warming_up = self.windows <= self.cadence.warmup_windows
         return self.cadence.warmup_threshold if warming_up else self.cadence.threshold
+
+    def restart(self) -> None:
+        """Counts from 0 again."""
+        self.windows = 0
 
     @property
     def over(self) -> bool:
@@ -114,6 +126,7 @@ class Decision:
         window: Planned windows before it.
         action: ``"stay"``: no plan promises enough. ``"switch"``: to another plan, on trial. ``"keep"``: the trial has
             ended well. ``"revert"``: it has not, the plan before is back. ``"freeze"``: the plan stays from now on.
+            ``"try"``: a search measures another plan.
         buffers: Buffers of the plan in force from here on.
         rival: Buffers of the plan it was compared with.
         predicted: Share of the backward pass and exchange that the newer of both plans saves by the costs of the

@@ -48,12 +48,13 @@ class WindowReport:
 
         Keys: ``step``, ``density`` (asked for), ``achieved_density`` (sent / all elements), ``bytes_sent``,
             ``bytes_received``, ``dense_bytes`` (the gradients themselves), ``tensors`` (with a gradient),
-            ``tensors_missing`` (of these, sent nothing), ``select_s`` (compensation, selection, packing),
-            ``exchange_s`` (collectives, summed; of the latest window in which it was measured), ``exposed_s`` (blocked
-            waiting for them), ``decode_s``, ``plan`` (tensors in each buffer), ``collectives`` (of each buffer). It
-            describes the latest window only while no further one has begun.
+            ``tensors_missing`` (of these, have elements and sent none), ``select_s`` (compensation, selection,
+            packing), ``exchange_s`` (collectives, summed; of the latest window in which it was measured), ``exposed_s``
+            (blocked waiting for them), ``decode_s``, ``plan`` (tensors in each buffer), ``collectives`` (of each
+            buffer). It describes the latest window only while no further one has begun.
         """
         selected, fresh = self.selected(), self.window.fresh
+        wanted = fresh & ~self.window.raw & (np.diff(self.layout.edges) > 0)
         buffers = [buffer for buffer, _ in self.window.inflight]
         timed = self.events if self.window.timed or self._timed is None else self._timed
         return {
@@ -64,7 +65,7 @@ class WindowReport:
             "bytes_received": sum(buffer.exchange.bytes_received for buffer in buffers),
             "dense_bytes": sum(spec.numel * spec.dtype.itemsize for spec in self.layout.specs),
             "tensors": int(fresh.sum()),
-            "tensors_missing": int((fresh & (selected == 0)).sum()),
+            "tensors_missing": int((wanted & (selected == 0)).sum()),
             **_seconds((self.events if self._clock.instant else timed).buffers),
             "exchange_s": _total(each.finished - each.launched for each in timed.buffers),
             "plan": [len(buffer.places) for buffer in buffers],

@@ -10,8 +10,8 @@ from time import perf_counter
 import numpy as np
 from torch import Tensor
 
+from lightning_safusion.fusion.buffer import FusionBuffer
 from lightning_safusion.fusion.clock import Mark
-from lightning_safusion.fusion.generator import FusionBuffer
 from lightning_safusion.fusion.plan import Group
 
 
@@ -53,6 +53,7 @@ class Window:
         mark: Takes down the moment.
         surveyed: All ranks take down when collectives end.
         timed: This rank takes down when collectives end.
+        ticking: Buffers are fused from what is ready at ticks of a clock, not by a plan.
         hold: Launch nothing before every tensor has been submitted.
         deferred: The device decides at its end; the host learns of it later.
         scale: Factor of the loss that the gradients carry (one element, on their device); None for 1.
@@ -65,6 +66,7 @@ class Window:
     mark: Callable[[], Mark] = perf_counter
     surveyed: bool = True
     timed: bool = True
+    ticking: bool = False
     hold: bool = False
     deferred: bool = False
     scale: Tensor | None = None
@@ -75,8 +77,10 @@ class Window:
     drained: Mark = nan
     order: list[int] = field(default_factory=list)
     inflight: list[tuple[FusionBuffer, BufferTimes]] = field(default_factory=list)
-    launched: int = 0  # places below this one have left
+    unsent: list[tuple[FusionBuffer, BufferTimes, Tensor | None]] = field(default_factory=list)  # closed, with flags
+    launched: int = 0  # places below this one have left, or are about to
     next_group: int = 0
+    sequential: int = 0  # places below this one were submitted in their order
     in_order: bool = True
     planned: bool = False  # its groups were those of a plan
     error: Exception | None = None
@@ -92,9 +96,16 @@ class Window:
         """Whether every tensor has been submitted."""
         return len(self.order) == self.length
 
+    @property
+    def ready(self) -> int:
+        """Places below this one have been submitted; a gradient out of its order counts when all have."""
+        return self.length if self.complete else self.sequential
+
     def submit(self, place: int, grad: Tensor, fresh: bool, raw: bool) -> Group | None:
         """Takes one gradient; returns the planned group that it completes, if any."""
         self.in_order = self.in_order and place == len(self.order)
+        if self.in_order:
+            self.sequential = place + 1
         self.order.append(place)
         self.grads[place] = grad
         if not fresh:

@@ -121,18 +121,32 @@ def window_figures(controller: Controller, errors: bool = True) -> TensorFigures
         return None
     layout, window = controller.report.layout, controller.report.window
     sizes = np.diff(layout.edges)
-    chosen = _as_planned(controller, window) & (sizes > 0)
+    chosen = as_planned(controller, window) & (sizes > 0)
     sent = controller.report.selected()
     sums = np.zeros((_ROWS, len(layout)), np.float64)
     sums[:4] = chosen, chosen & (sent == 0), chosen * sizes, chosen * sent
     if errors:
-        sparse = chosen & ~_whole(window, len(layout))
+        sparse = chosen & ~travelled_whole(window, len(layout))
         sums[4:] = np.where(sparse, _energies(controller.generator, layout, window), 0.0)
     order = [layout.places[index] for index in sorted(layout.places)]
     return TensorFigures(tuple(layout.names(order)), torch.from_numpy(sums[:, order]).to(controller.generator.device))
 
 
-def _as_planned(controller: Controller, window: Window) -> np.ndarray:
+def held_back(generator: Generator, layout: Layout) -> Tensor:
+    """float32 [D]: the accumulated gradients of the memory in the order of ``layout``.
+
+    A view where that is the layout in force; a copy if a window has come in an order of its own since, to which the
+    memory was moved.
+    """
+    now = generator.layout
+    held = generator.memory.accumulated(0, now.numel)
+    if now is layout:
+        return held
+    tensors = list(held.split(np.diff(now.edges).tolist()))
+    return torch.cat([held[:0], *(tensors[now.places[spec.index]] for spec in layout.specs)])
+
+
+def as_planned(controller: Controller, window: Window) -> np.ndarray:
     """bool [L]: what this rank had of a tensor went into its message, and the message was used."""
     chosen = window.fresh.copy()
     for buffer, _ in window.inflight:
@@ -144,7 +158,7 @@ def _as_planned(controller: Controller, window: Window) -> np.ndarray:
     return chosen
 
 
-def _whole(window: Window, length: int) -> np.ndarray:
+def travelled_whole(window: Window, length: int) -> np.ndarray:
     """bool [L]: travelled whole."""
     whole = np.zeros(length, bool)
     for buffer, _ in window.inflight:
@@ -162,12 +176,8 @@ def _energies(generator: Generator, layout: Layout, window: Window) -> np.ndarra
     if not window.inflight:
         return np.zeros((2, len(layout)))
     forgets = isinstance(generator.memory, NoMemory)
-    now = generator.layout
-    held = generator.memory.accumulated(0, now.numel)
-    tensors = list(held.split(np.diff(now.edges).tolist()))
-    if now is not layout:  # the window has come in an order of its own, to which the memory was moved at its end
-        tensors = [tensors[now.places[spec.index]] for spec in layout.specs]
-        held = torch.cat(tensors)
+    held = held_back(generator, layout)
+    tensors = list(held.split(np.diff(layout.edges).tolist()))
     squares = torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float64)).square()
     pieces = [(buffer.exchange.sent(), buffer.start) for buffer, _ in window.inflight]
     indices = torch.cat([indices + start for (indices, _), start in pieces])

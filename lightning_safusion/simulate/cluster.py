@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from lightning_safusion.comm.cost import LINKS, Link, allgather_bytes, log2_ceil, ring_allreduce_bytes
+from lightning_safusion.comm.cost import LINKS, LinearCost, Link, allgather_bytes, log2_ceil, ring_allreduce_bytes
 from lightning_safusion.fusion.planners import SelectionCost
 
 #: NVLink inside a node: 200 GB/s effective.
@@ -54,6 +54,9 @@ class Device:
         selections: Time of one selection, by kind: ``"exact"`` (top-k by radix select) and ``"threshold"`` (two to
             three sweeps over the memory). Published orders of magnitude for a GPU; measure yours.
         decode: Seconds per entry that is added up after an exchange.
+        decode_fixed: Seconds per exchange with entries to be added up.
+        decodes_last: Decoding waits for the end of backward and occupies the worker (CPU); otherwise it runs beside
+            backward, behind the exchange.
         memory: Bytes per second of the device's memory, read and written.
         pcie: Bytes per second between device and host.
         cpu: One selection on the host.
@@ -68,6 +71,8 @@ class Device:
     pcie: float = 12e9
     cpu: SelectionCost = SelectionCost(100e-6, 1.0e-9)
     contention: float = 0.0
+    decode_fixed: float = 0.0
+    decodes_last: bool = False
 
     def selection(self, kind: str) -> SelectionCost:
         """The cost of a kind of selection.
@@ -93,6 +98,8 @@ class Cluster:
         jitter: Relative standard deviation of computing times: of a worker in an iteration, and of each of its
             gradients.
         seed: Of the jitter.
+        measured: Seconds of ``"allgather"`` by the bytes of a message and of ``"allreduce"`` by those of the buffer, in
+            place of the formulas.
 
     Raises:
         ValueError: If there is no worker, or the jitter is negative.
@@ -105,6 +112,7 @@ class Cluster:
     device: Device = field(default_factory=Device)
     jitter: float = 0.0
     seed: int = 0
+    measured: Mapping[str, LinearCost] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.gpus_per_node < 1:
@@ -121,7 +129,7 @@ class Cluster:
         """Dense all-reduce of a buffer of ``nbytes`` by recursive halving and doubling."""
         half = self.reduce_scatter(nbytes)
         launch = self._link.launch if self.workers > 1 else 0.0
-        return replace(half + half, seconds=2 * half.seconds - launch)
+        return self._timed("allreduce", nbytes, replace(half + half, seconds=2 * half.seconds - launch))
 
     def reduce_scatter(self, nbytes: float) -> CollectiveCost:
         """Half of an all-reduce: the reduce-scatter of a buffer, or the all-gather of its shards."""
@@ -139,7 +147,12 @@ class Cluster:
             return CollectiveCost()
         passing = self._foreign * message if self.nodes > 1 else allgather_bytes(n, message)
         seconds = link.launch + log2_ceil(n) * link.alpha + passing * link.beta
-        return CollectiveCost(seconds, allgather_bytes(n, message), self._foreign * message)
+        formula = CollectiveCost(seconds, allgather_bytes(n, message), self._foreign * message)
+        return self._timed("allgather", message, formula)
+
+    def _timed(self, collective: str, nbytes: float, formula: CollectiveCost) -> CollectiveCost:
+        """What the formula says, with the time that was measured where it was."""
+        return replace(formula, seconds=self.measured[collective](nbytes)) if collective in self.measured else formula
 
     def gtopk(self, message: float) -> CollectiveCost:
         """gTop-k's reduction tree and the broadcast after it (Shi et al., ICDCS 2019)."""

@@ -7,7 +7,6 @@ worker is ready for it. Workers share nothing else, so that their jitter enters 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, log1p, sqrt
 from statistics import fmean
@@ -15,6 +14,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from lightning_safusion.fusion.planners import fuse_ready
 from lightning_safusion.simulate.cluster import Cluster, CollectiveCost
 from lightning_safusion.simulate.schedule import Message, Planned, Schedule, Stream, Timer
 from lightning_safusion.simulate.trace import Trace
@@ -166,6 +166,7 @@ class _Run:
         self.collectives = 0
         self.waited = 0.0
         self.first_busy = 0
+        self.decodes: list[tuple[float, float]] = []  # arrival and duration of what is decoded at the end
 
     def _forward(self, pace: np.ndarray) -> np.ndarray:
         """When each worker's forward pass ends; parameters that settle late hold it up."""
@@ -221,7 +222,12 @@ class _Run:
         if all_ready > self.link_free:
             self.first_busy = message.tensors[0] if message.tensors else 0
         begin = max(all_ready, self.link_free)
-        self.link_free = begin + message.cost.seconds + message.decode
+        self.link_free = begin + message.cost.seconds
+        decode = message.decode + (self.cluster.device.decode_fixed if message.decode > 0 else 0.0)
+        if self.cluster.device.decodes_last:
+            self.decodes.append((self.link_free, decode))
+        else:
+            self.link_free += decode
         self.sent = self.sent + message.cost
         self.collectives += message.collectives
         self.intervals.append(Interval("link", label, begin, self.link_free))
@@ -262,7 +268,7 @@ class _Run:
                 stop = sent
                 while stop < total and everywhere[stop] <= now:
                     stop += 1
-                for begin, close in _fuse(launch.nbytes, sent, stop, launch.threshold):
+                for begin, close in fuse_ready(launch.nbytes, sent, stop, launch.threshold):
                     end += launch.launch
                     places = range(begin, close)
                     self._send(launch.cost(places), self.ready[:, close - 1], f"{begin}-{close - 1}", end)
@@ -285,7 +291,10 @@ class _Run:
             self._send(replace(launch.cost, tensors=(int(closing.max()),)), ready, f"round {number}")
 
     def result(self) -> Iteration:
-        end = max(float(self.clock.max()), float(self.host_free.max()), self.link_free)
+        end = max(float(self.clock.max()), float(self.host_free.max()))
+        for arrived, seconds in self.decodes:
+            end = max(end, arrived) + seconds
+        end = max(end, self.link_free)
         optimizer = self.trace.optimizer
         if optimizer > 0:
             self.intervals.append(Interval("compute", "optimizer", end, end + optimizer))
@@ -300,17 +309,3 @@ class _Run:
             tuple(self.intervals),
             self.first_busy,
         )
-
-
-def _fuse(nbytes: Sequence[float], start: int, stop: int, threshold: float) -> list[tuple[int, int]]:
-    """Ranges that Horovod fuses: front to back, as long as they fit."""
-    ranges: list[tuple[int, int]] = []
-    held = 0.0
-    for place in range(start, stop):
-        if ranges and ranges[-1][1] == place and held + nbytes[place] <= threshold:
-            ranges[-1] = (ranges[-1][0], place + 1)
-            held += nbytes[place]
-        else:
-            ranges.append((place, place + 1))
-            held = nbytes[place]
-    return ranges

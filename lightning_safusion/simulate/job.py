@@ -96,7 +96,8 @@ class Job:
         return self.cluster.workers * self.cluster.device.decode / self.entry_bytes
 
     def group_costs(self, *, sparse: bool = True, dense: bool = False) -> GroupCosts:
-        """Numbers for planners whose timeline does not depend on the grouping: selection is part of being ready.
+        """Numbers for planners whose timeline does not depend on the grouping: selection is part of being ready, and so
+        is decoding where it occupies the worker.
 
         Args:
             sparse: Whether buffers may take the all-gather.
@@ -106,6 +107,10 @@ class Job:
         if sparse:
             share = self.select_cost.per_element * self.numels
             selects = np.where(self.whole, 0.0, share) if self.segmented else self.selects
+        device, decode, per_buffer = self.cluster.device, self.decode_per_byte, 0.0
+        if sparse and device.decodes_last:
+            selects, decode = selects + self.decode_per_byte * self.sparse_bytes, 0.0
+            per_buffer = device.decode_fixed + (self.select_cost.fixed if self.segmented else 0.0)
         gather = line(self.cluster.allgather(_SMALL), self.cluster.allgather(_LARGE))
         reduce = line(self.cluster.allreduce(_SMALL), self.cluster.allreduce(_LARGE))
         return GroupCosts(
@@ -114,22 +119,18 @@ class Job:
             sparse_bytes=tuple(self.sparse_bytes.tolist()),
             dense_bytes=tuple((self.numels * 4.0).tolist()),
             world_size=self.cluster.workers,
-            sparse=(gather.fixed, gather.per_byte + self.decode_per_byte),
+            sparse=(gather.fixed, gather.per_byte + decode),
+            per_buffer=per_buffer,
             dense=(reduce.fixed, reduce.per_byte),
             sparse_allowed=sparse,
             dense_allowed=dense,
+            arrivals=tuple(np.cumsum(self.backward).tolist()),
+            select=(self.select_cost.fixed, self.select_cost.per_element, self.select_cost.per_comparison),
         )
 
     def behind_costs(self) -> BehindCosts:
         """Numbers for planners that know that selection over a buffer delays the gradients after it."""
-        gather = line(self.cluster.allgather(_SMALL), self.cluster.allgather(_LARGE))
-        return BehindCosts(
-            numels=tuple(self.numels.tolist()),
-            backward=tuple(self.backward.tolist()),
-            sparse_bytes=tuple(self.sparse_bytes.tolist()),
-            selection=self.select_cost,
-            exchange=(gather.fixed, gather.per_byte + self.decode_per_byte),
-        )
+        return BehindCosts.of(self.group_costs())
 
     def schedule(self, plan: Plan, *, behind: bool = False) -> Schedule:
         """The iteration of a plan: all-gathers of what was selected, all-reduces in fp32.

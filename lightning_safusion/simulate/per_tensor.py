@@ -17,13 +17,12 @@ from lightning_safusion.fusion.choices import (
     choose_parts,
     choose_selective,
 )
+from lightning_safusion.fusion.per_tensor import HiPress
 from lightning_safusion.fusion.plan import Group
 from lightning_safusion.simulate.engine import simulate
 from lightning_safusion.simulate.job import Job
 from lightning_safusion.simulate.schedule import Message, Planned, Schedule
 
-# Raw gradients of HiPress are batched up to this size in bytes ("bulk synchronisation").
-_BULK = 4 * 2**20
 # Parts of one compressed gradient that are tried.
 _PARTS = (1, 2, 4, 8)
 # SSFusion cuts the tensors into this many buffers, and one for the rest.
@@ -37,6 +36,7 @@ def hipress(job: Job) -> Schedule:
     primitives = _primitives(job)
     messages: list[Message] = []
     raw: list[int] = []
+    bulk = HiPress().bulk_bytes
     for place, numel in enumerate(job.trace.numels):
         ratio = float(job.sparse_bytes[place]) / (4.0 * numel) if numel else 1.0
         choice = choose_parts(numel, job.cluster.workers, ratio, primitives, "server")
@@ -44,7 +44,7 @@ def hipress(job: Job) -> Schedule:
             messages += _in_parts(job, place)
         else:
             raw.append(place)
-        if raw and (job.numels[raw].sum() * 4 >= _BULK or place == len(job.numels) - 1):
+        if raw and (job.numels[raw].sum() * 4 >= bulk or place == len(job.numels) - 1):
             messages.append(job.dense(raw))
             raw = []
     return Schedule(Planned(tuple(messages)), (0.0,) * len(job.numels))

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from lightning_safusion.simulate.calibration import Calibration
 from lightning_safusion.simulate.cluster import Cluster, resolve_link
 from lightning_safusion.simulate.job import Job
 from lightning_safusion.simulate.pictures import plot_sweep, plot_table
@@ -43,6 +44,7 @@ def run_plan(
     selection: str = "threshold",
     jitter: float = 0.0,
     seed: int = 0,
+    calibration: str | None = None,
     systems: list[str] | None = None,
     sweep: str | None = None,
     output: str | None = None,
@@ -59,6 +61,8 @@ def run_plan(
         selection: "exact" (top-k) or "threshold".
         jitter: Relative standard deviation of computing times between workers.
         seed: Of the jitter.
+        calibration: JSON file of "safusion bench --calibrate": its costs replace bandwidth, entry_bytes and those of
+            selection.
         systems: Systems to compare; all by default.
         sweep: Also vary something: "bandwidth", "density" or "nodes", or with values, as in "bandwidth=10gbit,25gbit";
             several are separated by spaces.
@@ -68,7 +72,12 @@ def run_plan(
         ValueError: If a name is unknown or a number makes no sense.
     """
     job_trace = resolve_trace(trace)
-    cluster = Cluster(nodes, gpus_per_node, resolve_link(bandwidth), jitter=jitter, seed=seed)
+    costs = Calibration.load(calibration) if calibration is not None else None
+    if costs is not None:
+        cluster = costs.cluster(nodes, gpus_per_node, jitter, seed)
+        entry_bytes, bandwidth = costs.entry_bytes, f"the rate of {calibration}"
+    else:
+        cluster = Cluster(nodes, gpus_per_node, resolve_link(bandwidth), jitter=jitter, seed=seed)
     options: dict[str, Any] = {"entry_bytes": entry_bytes, "selection": selection}
     over = parse_sweep(sweep) if sweep else {}
     rows = plan_table(job_trace, cluster, density, systems, **options)
@@ -76,6 +85,8 @@ def run_plan(
     console = Console()
     console.print(build_table(rows, job, bandwidth))
     console.print(f"Times of the trace: {job_trace.source or 'not stated'}. Predictions, not measurements.")
+    if costs is not None:
+        console.print(f"Costs: {costs.source}.")
     console.print(verdict(rows))
     settings = settings_yaml(rows, density)
     console.print(settings, markup=False, highlight=False)

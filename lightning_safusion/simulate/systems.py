@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from lightning_safusion.fusion.adaptive import Adaptive
-from lightning_safusion.fusion.planners import plan_mgwfbp, plan_omgs, search_cuts, sparse_plan
+from lightning_safusion.fusion.planners import search_cuts, sparse_plan
 from lightning_safusion.fusion.policy import WFBP, Aligned, Naive, Single
+from lightning_safusion.fusion.published import MGWFBP, OMGS, Cupcake, Horovod
 from lightning_safusion.simulate.cluster import CollectiveCost
 from lightning_safusion.simulate.engine import mean_iteration
 from lightning_safusion.simulate.job import Job, grouped
@@ -107,7 +108,7 @@ def _dense_wfbp(job: Job) -> Schedule:
 
 
 def _mgwfbp(job: Job) -> Schedule:
-    return job.schedule(plan_mgwfbp(job.group_costs(sparse=False, dense=True)))
+    return job.schedule(MGWFBP().plan(job.group_costs(sparse=False, dense=True)))
 
 
 def _dear(job: Job) -> Schedule:
@@ -130,15 +131,21 @@ def _horovod(job: Job) -> Schedule:
     def message(places: Sequence[int]) -> Message:
         return job.sparse(places, select=False)
 
-    return Schedule(Timer(message, tuple((job.sparse_bytes * size).tolist())), tuple(job.selects.tolist()))
+    timer = _timer(message, (job.sparse_bytes * size).tolist())
+    return Schedule(timer, tuple(job.selects.tolist()))
 
 
 def _horovod_dense(job: Job) -> Schedule:
-    return Schedule(Timer(job.dense, tuple((job.numels * 4.0).tolist())), _no_selection(job))
+    return Schedule(_timer(job.dense, (job.numels * 4.0).tolist()), _no_selection(job))
+
+
+def _timer(message: Callable[[Sequence[int]], Message], nbytes: Sequence[float]) -> Timer:
+    policy = Horovod()
+    return Timer(message, tuple(nbytes), policy.cycle_s, policy.threshold_bytes)
 
 
 def _omgs(job: Job) -> Schedule:
-    return job.schedule(plan_omgs(job.behind_costs()), behind=True)
+    return job.schedule(OMGS().plan(job.group_costs()), behind=True)
 
 
 def _cupcake(job: Job) -> Schedule:
@@ -148,7 +155,7 @@ def _cupcake(job: Job) -> Schedule:
         schedule = job.schedule(sparse_plan(stops), behind=True)
         return mean_iteration(job.trace, job.cluster, schedule, iterations=3).seconds
 
-    return job.schedule(sparse_plan(search_cuts(measure, len(job.numels), groups=2)), behind=True)
+    return job.schedule(sparse_plan(search_cuts(measure, len(job.numels), Cupcake().groups)), behind=True)
 
 
 def _syncea(job: Job) -> Schedule:

@@ -344,12 +344,14 @@ def test_decisions_in_words() -> None:
         describe(Decision(5, "switch", 3, 1, None, None, 0.05)),
         describe(Decision(12, "revert", 1, 3, 0.2, -0.01, 0.0505)),
         describe(Decision(9, "stay", 3, 4, 0.004, None, 0.05)),
+        describe(Decision(9, "stay", 3, 3, 0.0, None, 0.05)),
         describe(Decision(9, "freeze", 3, 3)),
     ]
     assert words == [
-        "3 buffers instead of 1 buffer should shorten a window (50.0 ms) by 20.0 %",
+        "3 buffers instead of 1 buffer: a window (50.0 ms) should take 20.0 % less",
         "3 buffers instead of 1 buffer, which no longer fit",
-        "back to 1 buffer from 3 buffers: a window took 50.5 ms, shorter by -1.0 % (by 20.0 % predicted)",
-        "3 buffers stay: another plan (4 buffers) would shorten a window by 0.4 %",
+        "back to 1 buffer from 3 buffers: a window took 50.5 ms, 1.0 % more (20.0 % less predicted)",
+        "3 buffers stay: a window in another plan of 4 buffers would take 0.4 % less",
+        "3 buffers stay: no other plan would take less time",
         "3 buffers from now on",
     ]

@@ -11,6 +11,7 @@ from lightning_safusion.comm.exchange import Exchange, SpanSpec
 from lightning_safusion.comm.two_phase import TwoPhaseAllReduce
 from lightning_safusion.fusion.generator import Generator
 from lightning_safusion.fusion.plan import Group
+from lightning_safusion.sparsify.base import Segments
 from tests.cluster import Cluster, settings, specs
 from tests.comm.exchanges import Build, gtopk, hierarchical, oktopk
 
@@ -27,7 +28,7 @@ BUILDS: dict[str, Build] = {
 def drift(monkeypatch: pytest.MonkeyPatch, build: Build, world_size: int, **options: Any) -> float:
     """Largest share of all gradients of a tensor that was neither delivered nor held back, in eight windows."""
 
-    def exchange(self: Generator, group: Group, spec: SpanSpec) -> Exchange:
+    def exchange(self: Generator, group: Group, spec: SpanSpec, segments: Segments | None) -> Exchange:
         if group.collective == "allreduce":
             return TwoPhaseAllReduce(spec, self.transport, self.device)
         return build(spec, self.transport)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor
 
+from lightning_safusion import SAFusionStrategy
 from lightning_safusion.comm import SoloTransport
-from lightning_safusion.comm.exchange import Part
+from lightning_safusion.comm.exchange import Part, SpanSpec
 from lightning_safusion.comm.hierarchical import HierarchicalExchange, NodeTransports
+from lightning_safusion.sparsify.base import Segments, Selection
+from lightning_safusion.sparsify.topk import TopK
+from tests.cluster import Cluster, settings
 from tests.comm.exchanges import (
     CPU,
     Received,
@@ -23,6 +30,8 @@ from tests.comm.exchanges import (
     span,
     through,
 )
+from tests.process_group import run_ranks
+from tests.resume import At, InGroup, parameters, run
 
 #: Node of every rank.
 CLUSTERS: list[list[int]] = [
@@ -52,7 +61,7 @@ def expected(xs: list[Tensor], cluster: list[int], capacity: int) -> tuple[Tenso
         chosen = torch.zeros(numel, dtype=torch.bool)
         for shard in range(width):
             low, high = numel * shard // width, numel * (shard + 1) // width
-            room = min(high - low, -(-capacity // width))
+            room = min(high - low, -(-capacity * (high - low) // numel))
             order = node_sum[low:high].abs().argsort(descending=True, stable=True)[:room]
             chosen[low + order] = True
         total += torch.where(chosen, node_sum, 0.0)
@@ -131,6 +140,100 @@ def test_a_tensor_of_which_a_rank_sends_nothing_is_not_charged_to_it() -> None:
         assert results[0].sent[quiet].any()
 
 
+@pytest.mark.parametrize("cluster", CLUSTERS, ids=str)
+def test_every_segment_has_its_quota_of_the_sums_of_a_node(cluster: list[int]) -> None:
+    segments = Segments(np.array([0, 700, 703, 2000]), np.array([30, 1, 0]), (0, 1, 2), ((700,), (3,), (1297,)))
+    spec = SpanSpec(2000, segments.capacity, (0, 700, 703, 2000), ((703, 2000, torch.float32),))
+    workers = Workers(len(cluster), spec, hierarchical(cluster, segments=segments))
+    xs = gradients(len(cluster), 2000)
+    total = torch.zeros(703)
+    nodes = nodes_in(cluster)
+    width = min(map(len, nodes))
+    for node in nodes:
+        node_sum = torch.stack([xs[rank] for rank in node]).sum(0)
+        for low, high, quota in [(0, 700, 30), (700, 703, 1)]:
+            edges = [min(max(2000 * shard // width, low), high) for shard in range(width + 1)]
+            for start, stop in pairwise(edges):
+                room = min(stop - start, -(-quota * (stop - start) // (high - low)))
+                chosen = start + node_sum[start:stop].abs().argsort(descending=True, stable=True)[:room]
+                total[chosen] += node_sum[chosen]
+    results = workers.step(xs)
+    torch.testing.assert_close(results[0].mean[:703] * len(cluster), total, atol=1e-4, rtol=1e-5)
+    assert same(results)
+    assert conserved(results)
+
+
+@pytest.mark.parametrize(
+    ("scope", "quota"), [("tensor", "proportional"), ("tensor", "pooled"), ("group", "proportional")]
+)
+def test_under_the_engine_nobody_selects_from_a_part(scope: Any, quota: Any) -> None:
+    nodes = [0, 1, 0, 1, 1]
+    cluster = Cluster(5, lambda: settings(collective="hierarchical", scope=scope, quota=quota), nodes=nodes)
+    for controller in cluster.controllers:
+        controller.generator.sparsifier = _Unused()
+    given = [torch.zeros(spec.numel, dtype=torch.float64) for spec in cluster.specs]
+    delivered = [torch.zeros_like(total) for total in given]
+    for step in range(4):
+        grads = cluster.random_grads(step)
+        means = cluster.step(grads)
+        for index in range(len(given)):
+            given[index] += sum(mine[index].double() for mine in grads)
+            assert all(torch.equal(means[0][index], other[index]) for other in means[1:])
+            delivered[index] += 5 * means[0][index].double()
+            if scope == "tensor" and len(given[index]):
+                assert means[0][index].any()
+    for index, total in enumerate(given):
+        held = sum(cluster.residual(rank, index) for rank in range(5))
+        torch.testing.assert_close(delivered[index] + held, total, rtol=1e-5, atol=1e-4)
+    report = cluster.controllers[0].report
+    assert report is not None
+    figures = report.as_dict()
+    assert figures["achieved_density"] > 0.01
+    assert scope == "group" or figures["tensors_missing"] == 0
+    cluster.close()
+
+
+class _Unused(TopK):
+    def select(self, x: Tensor, segments: Segments, step: int) -> Selection:
+        raise AssertionError("a selection that nobody sends")
+
+
+class Nodes(InGroup):
+    """Three machines, the last two processes on one of them."""
+
+    def node_rank(self) -> int:
+        return [0, 1, 1][self.global_rank()]
+
+
+def train(rank: int) -> tuple[Any, list[Tensor], int]:
+    strategy = SAFusionStrategy(
+        collective="hierarchical", cluster_environment=Nodes(), process_group_backend="gloo", density=0.1
+    )
+    layout: list[Any] = []
+    job = run(strategy, 6, At(3, lambda trainer: layout.append(nodes_of_strategy(trainer))))
+    return layout[0], parameters(job), strategy.report()["windows"]
+
+
+def nodes_of_strategy(trainer: Trainer) -> Any:
+    strategy: Any = trainer.strategy
+    return strategy._controller.generator._nodes.nodes
+
+
+def test_nodes_are_those_of_the_job() -> None:
+    results = run_ranks(3, train)
+    assert [nodes for nodes, _, _ in results] == [((0,), (1, 2))] * 3
+    assert [windows for _, _, windows in results] == [6] * 3
+    for _, weights, _ in results[1:]:
+        assert all(torch.equal(mine, first) for mine, first in zip(weights, results[0][1], strict=True))
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs compressor='topk' .* got 'gaussiank'"):
+        SAFusionStrategy(collective="hierarchical", compressor="gaussiank")
+    with pytest.raises(ValueError, match="'naive' has no buffers .* use collective='allgather'"):
+        SAFusionStrategy(collective="hierarchical", fusion="naive")
+
+
 def test_a_single_worker() -> None:
     transports = NodeTransports.make(SoloTransport(), "here")
     exchange = HierarchicalExchange(span(10, 2), transports, CPU)
@@ -138,6 +241,15 @@ def test_a_single_worker() -> None:
     result: Received = through(exchange, x)
     assert result.mean.nonzero().view(-1).tolist() == [8, 9]
     assert torch.equal(result.mean, result.sent)
+
+
+def test_values_inside_are_those_of_the_wire() -> None:
+    sent = {}
+    for wire in ("auto", "bf16"):
+        workers = Workers(2, span(1000, 10), hierarchical([0, 0], wire=wire))
+        assert conserved(workers.step(gradients(2, 1000)))
+        sent[wire] = workers.exchanges[0].transports.inside.bytes_received
+    assert 1000 <= sent["auto"] - sent["bf16"] < 1100  # 500 elements, and what is smaller of ten entries
 
 
 def test_unknown_values() -> None:

@@ -46,7 +46,7 @@ def snapshot(cluster: Cluster) -> list[list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("fusion", ["aligned", "naive"])
+@pytest.mark.parametrize("fusion", ["aligned", "naive", "horovod"])
 @pytest.mark.parametrize("collective", ["allgather", "allreduce"])
 def test_a_bad_gradient_is_seen_by_all_ranks_and_poisons_nothing(
     make: Callable[..., Cluster], fusion: str, collective: str, value: float
@@ -113,7 +113,7 @@ def test_all_zero_gradients(make: Callable[..., Cluster]) -> None:
 
 
 def test_a_stale_tensor_is_left_as_it_is(make: Callable[..., Cluster]) -> None:
-    for options in ({}, {"collective": "allreduce"}, {"fusion": "naive"}, {"scope": "group"}):
+    for options in ({}, {"collective": "allreduce"}, {"fusion": "naive"}, {"fusion": "horovod"}, {"scope": "group"}):
         cluster = make(2, **options)
         settle(cluster)
         before = snapshot(cluster)
@@ -128,7 +128,7 @@ def test_a_stale_tensor_is_left_as_it_is(make: Callable[..., Cluster]) -> None:
             assert not torch.equal(means[rank][0], grads[rank][0])
 
 
-@pytest.mark.parametrize("fusion", ["aligned", "naive"])
+@pytest.mark.parametrize("fusion", ["aligned", "naive", "horovod"])
 def test_a_tensor_fresh_on_some_ranks_is_averaged_as_ddp_does(make: Callable[..., Cluster], fusion: str) -> None:
     cluster = make(3, fusion=fusion)
     settle(cluster)
@@ -203,7 +203,7 @@ class Failing(TopK):
         return super().select(x, segments, step)
 
 
-@pytest.mark.parametrize("fusion", ["aligned", "naive"])
+@pytest.mark.parametrize("fusion", ["aligned", "naive", "horovod"])
 def test_an_error_on_one_rank_is_raised_on_all_and_nobody_hangs(make: Callable[..., Cluster], fusion: str) -> None:
     cluster = make(3, fusion=fusion)
     for controller in cluster.controllers:

@@ -13,9 +13,11 @@ import pytest
 
 from lightning_safusion.fusion.adaptive import Adaptive
 from lightning_safusion.fusion.dp import predict_finish
+from lightning_safusion.fusion.per_tensor import Espresso, HiPress
 from lightning_safusion.fusion.plan import GroupCosts, Plan
 from lightning_safusion.fusion.policy import WFBP, Aligned, FusionPolicy, Naive, Single
 from lightning_safusion.fusion.profile import modelled_costs
+from lightning_safusion.fusion.published import MGWFBP, OMGS, Cupcake, Horovod
 from lightning_safusion.fusion.registry import resolve_fusion
 
 POLICIES: list[FusionPolicy] = [
@@ -28,6 +30,12 @@ POLICIES: list[FusionPolicy] = [
     Adaptive(),
     Adaptive(rule="paper"),
     Adaptive(max_last_share=1.0),
+    MGWFBP(),
+    OMGS(),
+    Cupcake(),
+    Horovod(threshold_bytes=4096),
+    HiPress(),
+    Espresso(),
 ]
 
 
@@ -123,9 +131,10 @@ def test_each_buffer_gets_the_collective_that_is_cheaper_for_it() -> None:
     assert {group.collective for group in sparse.groups} == {"allgather"}
 
 
-def test_only_the_naive_system_streams_and_only_adaptive_measures() -> None:
+def test_only_the_naive_system_streams_and_others_measure() -> None:
     assert [policy.name for policy in POLICIES if policy.streams] == ["naive"]
-    assert {policy.name for policy in POLICIES if policy.needs_costs} == {"adaptive"}
+    without = {policy.name for policy in POLICIES if not policy.needs_costs}
+    assert without == {"wfbp", "single", "naive", "aligned", "horovod"}
     assert Naive(128).buffer_elements == 128
     assert counts(Naive().plan(costs_of([3, 4]))) == [2]
 
@@ -133,7 +142,8 @@ def test_only_the_naive_system_streams_and_only_adaptive_measures() -> None:
 @pytest.mark.parametrize(
     ("spec", "kind"),
     [("wfbp", WFBP), ("aligned", Aligned), ("behind", Aligned), ("adaptive", Adaptive), ("naive", Naive)]
-    + [("single", Single)],
+    + [("single", Single), ("mgwfbp", MGWFBP), ("omgs", OMGS), ("cupcake", Cupcake), ("horovod", Horovod)]
+    + [("hipress", HiPress), ("espresso", Espresso)],
 )
 def test_names_resolve(spec: str, kind: type[FusionPolicy]) -> None:
     assert type(resolve_fusion(spec)) is kind
@@ -153,7 +163,7 @@ def test_a_policy_resolves_to_itself() -> None:
 
 
 def test_unknown_names_and_types_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"'adaptve'.*'adaptive', 'aligned', 'behind', 'naive', 'single', 'wfbp'"):
+    with pytest.raises(ValueError, match="'adaptve'.*'adaptive', 'aligned', 'behind', .*'single', 'wfbp'"):
         resolve_fusion("adaptve")
     with pytest.raises(TypeError, match="got 8"):
         resolve_fusion(8)  # type: ignore[arg-type]

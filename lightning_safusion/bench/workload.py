@@ -1,0 +1,266 @@
+"""What the workers of a benchmark train: three kinds of networks on random data, and paced ones."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_safusion.simulate.trace import Trace
+
+_CLASSES = 10
+_WORDS = 2000
+
+
+class ConvNet(nn.Module):
+    """Three stages of 3 x 3 convolutions with batch norms, on 32 x 32 images.
+
+    Args:
+        width: Channels of the first stage; the others have twice and four times as many.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        channels = [3, width, width, 2 * width, 2 * width, 4 * width, 4 * width, 4 * width]
+        strides = [2, 1, 2, 1, 2, 1, 1]
+        layers: list[nn.Module] = []
+        for inputs, outputs, stride in zip(channels, channels[1:], strides, strict=False):
+            layers += [nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
+        self.features = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        self.classifier = nn.Linear(4 * width, _CLASSES)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        classes: Tensor = self.classifier(self.features(x))
+        return classes
+
+
+class Transformer(nn.Module):
+    """A causal language model with tied embeddings.
+
+    Args:
+        width: Of the residual stream, a multiple of 32.
+        depth: Blocks.
+        length: Longest sequence.
+    """
+
+    def __init__(self, width: int, depth: int = 6, length: int = 32) -> None:
+        super().__init__()
+        self.words = nn.Embedding(_WORDS, width)
+        self.places = nn.Parameter(torch.zeros(length, width))
+        block = nn.TransformerEncoderLayer(width, width // 32, 4 * width, 0.0, batch_first=True, norm_first=True)
+        self.blocks = nn.TransformerEncoder(block, depth, nn.LayerNorm(width), enable_nested_tensor=False)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        hidden = self.blocks(self.words(x) + self.places[: x.shape[1]], mask, is_causal=True)
+        return nn.functional.linear(hidden, self.words.weight).flatten(0, 1)
+
+
+class LSTM(nn.Module):
+    """A two-layer LSTM language model.
+
+    Args:
+        width: Of embeddings and hidden states.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(_WORDS, width)
+        self.lstm = nn.LSTM(width, width, 2, batch_first=True)
+        self.head = nn.Linear(width, _WORDS)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.lstm(self.words(x))[0])
+        return scores.flatten(0, 1)
+
+
+class Sample(NamedTuple):
+    """A batch of one worker: inputs and the classes that they belong to."""
+
+    inputs: Tensor
+    classes: Tensor
+
+
+def _images(batch_size: int) -> Sample:
+    return Sample(torch.randn(batch_size, 3, 32, 32), torch.randint(_CLASSES, (batch_size,)))
+
+
+def _sentences(batch_size: int) -> Sample:
+    words = torch.randint(_WORDS, (batch_size, 33))
+    return Sample(words[:, :-1], words[:, 1:].flatten())
+
+
+class _Kind(NamedTuple):
+    build: Callable[[int], nn.Module]
+    sample: Callable[[int], Sample]
+    widths: dict[str, int]  # by size
+
+
+_KINDS = {
+    "conv": _Kind(ConvNet, _images, {"tiny": 8, "small": 40, "base": 104}),
+    "transformer": _Kind(Transformer, _sentences, {"tiny": 32, "small": 256, "base": 544}),
+    "lstm": _Kind(LSTM, _sentences, {"tiny": 32, "small": 256, "base": 512}),
+}
+#: Kinds of networks, and sizes of each: at ``"base"`` 4.6, 22.5 and 6.3 million parameters.
+MODELS = tuple(_KINDS)
+SIZES = ("tiny", "small", "base")
+
+
+class Classifier(LightningModule):
+    """A network trained with SGD and momentum on one random batch; every worker has another one.
+
+    Args:
+        kind: One of :data:`MODELS`.
+        size: One of :data:`SIZES`.
+        batch_size: Images or sentences of one worker.
+
+    Raises:
+        ValueError: If there is no such kind or size, or no sample in a batch.
+    """
+
+    def __init__(self, kind: str, size: str, batch_size: int) -> None:
+        super().__init__()
+        if kind not in _KINDS or size not in SIZES:
+            raise ValueError(f"models are {', '.join(MODELS)}, sizes {', '.join(SIZES)}; got {kind!r} and {size!r}")
+        if batch_size < 1:
+            raise ValueError(f"a batch needs a sample or more, got batch_size={batch_size}")
+        self.kind, self.batch_size = kind, batch_size
+        self.net = _KINDS[kind].build(_KINDS[kind].widths[size])
+
+    def batch(self) -> Sample:
+        """Random inputs and classes."""
+        return _KINDS[self.kind].sample(self.batch_size)
+
+    @override
+    def training_step(self, batch: Sample, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.net(batch.inputs), batch.classes)
+
+    @override
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.01, momentum=0.9)
+
+
+class Paced(LightningModule):
+    """Sleeps through the forward and backward pass of a trace; its gradients are random, and of the trace's shapes.
+
+    So that more workers than cores can be studied: the computation of an accelerator costs no processor time, and what
+    selects, packs, exchanges and decodes is real.
+
+    Args:
+        trace: What to sleep through.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+        self.trace = trace
+        self._clock = Sleeper()
+        # in the order of the forward pass
+        self.tensors = nn.ParameterList(nn.Parameter(torch.zeros(t.shape)) for t in reversed(trace.tensors))
+        self._grads = [torch.randn(t.shape) * 1e-3 for t in reversed(trace.tensors)]
+
+    def batch(self) -> Tensor:
+        """Nothing that matters."""
+        return torch.ones(1)
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = batch.detach().requires_grad_()
+        for tensor, param, grad in zip(reversed(self.trace.tensors), self.tensors, self._grads, strict=True):
+            self._clock.sleep(tensor.forward)
+            x = _Pace.apply(x, param, grad, tensor.backward, self._clock)
+        return x.sum()
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self._clock.sleep(self.trace.optimizer)
+
+    @override
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+class Sleeper:
+    """Sleeps whose sum is exact: what one takes too long, the next ones are shorter."""
+
+    def __init__(self) -> None:
+        self._debt = 0.0
+
+    def sleep(self, seconds: float) -> None:
+        """Sleeps, less what was slept too much before."""
+        if seconds <= 0:
+            return
+        due = seconds - self._debt
+        begin = time.perf_counter()
+        if due > 0:
+            time.sleep(due)
+        self._debt = time.perf_counter() - begin - due
+
+
+class _Pace(torch.autograd.Function):
+    """The identity; in backward it sleeps before it hands a given gradient to a parameter."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, x: Tensor, param: Tensor, grad: Tensor, seconds: float, clock: Sleeper) -> Tensor:
+        ctx.grad, ctx.seconds, ctx.clock = grad, seconds, clock
+        return x.view_as(x)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        ctx.clock.sleep(ctx.seconds)
+        return grads[0], ctx.grad, None, None, None
+
+
+class Repeated:
+    """The same batch, again and again.
+
+    Args:
+        batch: What is loaded.
+        steps: How often.
+    """
+
+    def __init__(self, batch: Any, steps: int) -> None:
+        self.batch, self.steps = batch, steps
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([self.batch] * self.steps)
+
+
+def scaled(trace: Trace, factor: float) -> Trace:
+    """The trace with tensors of a ``factor`` of the elements, and the same times.
+
+    Matrices become smaller in both of their first two dimensions, by the root of the factor each. On a link whose rate
+    is scaled by the same factor an exchange takes as long as before, while selection takes that much less.
+
+    Args:
+        trace: What to scale.
+        factor: In (0, 1].
+
+    Raises:
+        ValueError: If the factor is out of range.
+    """
+    if not 0 < factor <= 1:
+        raise ValueError(f"a trace is scaled by a factor in (0, 1], got {factor}")
+    if factor == 1:
+        return trace
+    tensors = []
+    for tensor in trace.tensors:
+        sides = list(tensor.shape)
+        for side in range(min(2, len(sides))):
+            sides[side] = max(1, round(sides[side] * factor ** (1 / min(2, len(sides)))))
+        tensors.append(replace(tensor, shape=tuple(sides)))
+    return Trace(f"{trace.name} x {factor:g}", tuple(tensors), trace.optimizer, f"{trace.source}; sizes x {factor:g}")

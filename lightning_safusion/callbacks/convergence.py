@@ -1,0 +1,88 @@
+"""Whether compression keeps what convergence proofs ask of it: a callback that probes the compressor."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_safusion.callbacks.sampling import StepSampler, sampled_strategy
+from lightning_safusion.metrics.convergence import Before, ConvergenceFigures, convergence_figures
+from lightning_safusion.strategy import SAFusionStrategy
+
+
+class ConvergenceProbe(StepSampler):
+    r"""Measures, per layer and over all, what convergence proofs assume of a compressor; for every system.
+
+    ``x`` is what a rank selects from (gradient plus residual), ``C(x)`` what the receivers decode of it, ``g`` the
+    gradient, and a mean is one over ranks. Of a sampled step, over all tensors that travelled sparse:
+
+    =============================  ====================================================================================
+    ``safusion/contraction``       ``||x - C(x)||^2 / ||x||^2``, energies summed over ranks. Error feedback converges
+                                   if it stays below 1 (Stich et al., NeurIPS 2018); Top-k, and Top-k in every row
+                                   (ADTopk), have at most one minus the density
+    ``safusion/xi``                ``||C(mean x) - mean C(x)|| / ||mean g||``: the distance to what compression of the
+                                   mean would have sent (Alistarh et al., NeurIPS 2018, assumption 1), which is to
+                                   stay bounded
+    ``safusion/coverage``          slices along a tensor's first dimension (output channels, words) of which a rank
+                                   sent something, mean over ranks; of tensors with two dimensions and more
+    =============================  ====================================================================================
+
+    Each also as ``<key>/<parameter>``. ``mean C(x)`` is the gradient that the optimizer gets. A sampled step waits for
+    the device, copies the residual, reduces two vectors of the size of the model over the ranks and selects once more,
+    with a copy of this rank's compressor; other steps cost nothing. With ``memory="dgc"``, which holds a momentum,
+    there is no ``xi``. With plain DDP, where every tensor travels whole, nothing is sampled.
+
+    The released probe of ADTopk compares with the flattened mean, which it leaves uncompressed: what it prints is the
+    norm of the mean residual over that of the mean gradient.
+
+    Args:
+        every_n_steps: Optimizer steps from one sample to the next.
+        per_tensor: Log every tensor, and not only the figures over all.
+
+    Attributes:
+        latest: The latest sample, summed over ranks; None before the first.
+
+    Raises:
+        ValueError: If ``every_n_steps`` is below 1.
+
+    Example::
+
+        probe = ConvergenceProbe(every_n_steps=100)
+        Trainer(strategy=SAFusionStrategy(system="adtopk"), callbacks=[probe])
+    """
+
+    def __init__(self, every_n_steps: int = 100, per_tensor: bool = True) -> None:
+        super().__init__(every_n_steps)
+        self.per_tensor = per_tensor
+        self.latest: ConvergenceFigures | None = None
+        self._before: Before | None = None
+        self._figures: ConvergenceFigures | None = None  # of the windows of this batch
+
+    @override
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        controller = sampled_strategy(trainer)._controller
+        self._before = Before.of(controller) if self._sampling and controller is not None else None
+
+    @override
+    def _forget(self) -> None:
+        self._figures = self._before = None
+
+    @override
+    def _take(self, strategy: SAFusionStrategy) -> None:
+        before, self._before = self._before, None
+        if strategy._controller is None or before is None:
+            return
+        figures = convergence_figures(strategy._controller, before)
+        if figures is not None:
+            self._figures = figures if self._figures is None else self._figures + figures
+
+    @override
+    def _values(self, trainer: Trainer, step: int) -> dict[str, float] | None:
+        if self._figures is None:
+            return None
+        self.latest = self._figures.reduced(partial(trainer.strategy.reduce, reduce_op="sum"))
+        self._figures = None
+        return self.latest.values(self.per_tensor)

@@ -1,0 +1,258 @@
+"""Writes down how long each gradient of a job takes: a callback that records a trace for the simulator."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
+
+from lightning_safusion.fusion.clock import Clock, Mark
+from lightning_safusion.fusion.events import WindowEvents
+from lightning_safusion.fusion.layout import Layout
+from lightning_safusion.simulate.trace import Trace, TraceTensor
+from lightning_safusion.strategy import SAFusionStrategy
+
+
+class TraceRecorder(Callback):
+    """Records the trace of a job on rank 0: when each gradient is ready, and what a step does besides.
+
+    ``safusion plan --trace FILE`` then says what every system would make of this job on another cluster. Of each
+    gradient the trace holds the time since the one before it, without the selection, waiting and decoding of this
+    package; of each layer the time of its forward pass; the rest of a batch, the optimizer's step among it, counts as
+    ``optimizer``. Loading is left out. Medians over the recorded steps. On CUDA times are those of events in the order
+    of the streams.
+
+    Args:
+        path: JSON file to write.
+        record_steps: Steps to record.
+        skip_steps: Steps before them: the first ones open connections, and show the order of the gradients.
+
+    Attributes:
+        trace: What was recorded; None on other ranks and before the last step to record.
+
+    Raises:
+        ValueError: If ``record_steps`` is below 1 or ``skip_steps`` is negative.
+
+    Example::
+
+        Trainer(strategy=SAFusionStrategy(), callbacks=[TraceRecorder("job.json")]).fit(model)
+    """
+
+    def __init__(self, path: str | Path, record_steps: int = 20, skip_steps: int = 10) -> None:
+        if record_steps < 1 or skip_steps < 0:
+            raise ValueError(
+                f"record_steps must be 1 or more and skip_steps 0 or more, got {record_steps} and {skip_steps}"
+            )
+        self.path = Path(path)
+        self.record_steps = record_steps
+        self.skip_steps = skip_steps
+        self.trace: Trace | None = None
+        self._handles: list[RemovableHandle] = []
+        self._step: _Marks | None = None
+        self._batches = 0
+        self._windows: list[WindowEvents] = []
+        self._marked: list[_Marks] = []
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        _strategy(trainer)
+        if trainer.accumulate_grad_batches != 1:
+            raise MisconfigurationException(
+                "TraceRecorder records steps of one batch, got "
+                f"accumulate_grad_batches={trainer.accumulate_grad_batches}: record the job without accumulation."
+            )
+        self.trace, self._step, self._batches = None, None, 0
+        self._windows, self._marked = [], []
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        strategy = _strategy(trainer)
+        reason = strategy.report()["plain_ddp"]
+        if reason is not None:
+            rank_zero_warn(f"TraceRecorder records nothing, for gradients are not seen: {reason}. Use system='wfbp'.")
+        elif trainer.is_global_zero:
+            strategy.add_observer(self)
+            for name, module in pl_module.named_modules():
+                if any(param.requires_grad for param in module.parameters(recurse=False)):
+                    self._handles.append(module.register_forward_pre_hook(self._enters(strategy, name)))
+
+    def _enters(self, strategy: SAFusionStrategy, name: str) -> Any:
+        def mark(module: nn.Module, inputs: Any) -> None:
+            if self._step is not None and self._step.before_backward is None:
+                self._step.layers.append((name, strategy.clock.mark()))
+
+        return mark
+
+    def observe(self, events: WindowEvents) -> None:
+        """Takes in a window."""
+        if self._windows and self._windows[-1].layout is not events.layout:
+            self._windows, self._marked = [], []  # the order has changed: the steps before it tell nothing
+        self._windows.append(events)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._handles and self._batches >= self.skip_steps:
+            self._step = _Marks(_strategy(trainer).clock.mark())
+
+    @override
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        if self._step is not None:
+            self._step.before_backward = _strategy(trainer).clock.mark()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._batches += 1
+        if self._step is not None:
+            self._step.end = _strategy(trainer).clock.mark()
+            self._marked.append(self._step)
+            self._step = None
+            # on CUDA the window of a batch is told during the next one
+            if len(self._marked) > self.record_steps:
+                self._finish(trainer)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._handles:
+            self._finish(trainer)
+
+    def _finish(self, trainer: Trainer) -> None:
+        """Writes the trace of what has been recorded."""
+        strategy, clock = _strategy(trainer), _strategy(trainer).clock
+        self._release(strategy)
+        steps = [times for marks in self._marked if (times := _times(marks, self._windows, clock)) is not None]
+        steps = steps[: self.record_steps]
+        if not steps:
+            rank_zero_warn(
+                f"TraceRecorder has recorded no step of {self._batches}: a step must have one backward pass with all "
+                f"gradients, and {self.skip_steps} steps are skipped."
+            )
+            return
+        module = trainer.lightning_module
+        device = torch.cuda.get_device_name() if strategy.root_device.type == "cuda" else platform.machine() or "cpu"
+        source = (
+            f"recorded: medians of {len(steps)} steps of rank 0 on {device} with torch {torch.__version__}, "
+            f"{trainer.world_size} workers, system {strategy.system}"
+        )
+        self.trace = build_trace(type(module).__name__, self._windows[-1].layout, steps, source)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.trace.save(self.path)
+        rank_zero_info(f"TraceRecorder: {len(steps)} steps written to {self.path}.")
+
+    def _release(self, strategy: SAFusionStrategy) -> None:
+        strategy.remove_observer(self)
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._step = None
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if isinstance(trainer.strategy, SAFusionStrategy):
+            self._release(trainer.strategy)
+
+
+@dataclass
+class _Marks:
+    """Moments of one batch, as its clock takes them."""
+
+    begin: Mark
+    layers: list[tuple[str, Mark]] = field(default_factory=list)  # modules in the order in which they are entered
+    before_backward: Mark = None
+    end: Mark = None
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """One step in seconds.
+
+    Args:
+        backward: Between each gradient and the one before it, by place [L].
+        layers: Forward pass of each module that has parameters, with what follows it, in the order of the first calls.
+        rest: All of the step that is neither of them.
+    """
+
+    backward: np.ndarray
+    layers: dict[str, float]
+    rest: float
+
+    @property
+    def seconds(self) -> float:
+        """The whole step, without selection, exchange and decoding."""
+        return float(self.backward.sum()) + sum(self.layers.values()) + self.rest
+
+
+def _times(marks: _Marks, windows: Sequence[WindowEvents], clock: Clock) -> StepTimes | None:
+    """The times of a step; None if it had not exactly one window with all gradients."""
+    begin, end = clock.seconds(marks.begin), clock.seconds(marks.end)
+    inside = [events for events in windows if begin < events.drained <= end]
+    if len(inside) != 1 or marks.before_backward is None or np.isnan(inside[0].ready).any():
+        return None
+    before = clock.seconds(marks.before_backward)
+    ready, stalls = inside[0].ready - before, 0.0
+    if not inside[0].beside:
+        for buffer in inside[0].buffers:  # selection between two gradients delays those after it
+            stalls += buffer.issued - buffer.closed
+            ready[buffer.places.stop :] -= buffer.issued - buffer.closed
+    stalls += sum(buffer.exposed + buffer.decoded - buffer.arrived for buffer in inside[0].buffers)
+    ready = np.maximum.accumulate(np.maximum(ready, 0.0))
+    layers: dict[str, float] = {}
+    later = [clock.seconds(mark) for _, mark in marks.layers[1:]]  # what comes before the first layer counts as its own
+    for (name, _), start, stop in zip(marks.layers, [begin, *later], [*later, before], strict=False):
+        layers[name] = layers.get(name, 0.0) + stop - start
+    rest = max(0.0, end - before - stalls - float(ready[-1]))
+    return StepTimes(np.diff(ready, prepend=0.0), layers or {"": before - begin}, rest)
+
+
+def build_trace(name: str, layout: Layout, steps: Sequence[StepTimes], source: str) -> Trace:
+    """The medians of recorded steps as a trace, all of them scaled so that their sum is the median of the steps' sums.
+
+    (A sum of medians is too small where times have long tails.) The forward pass of a layer is charged to that of its
+    tensors whose gradient is ready last: it is needed first.
+
+    Args:
+        name: Of the job.
+        layout: Its tensors in ready order.
+        steps: At least one.
+        source: Where the times come from.
+    """
+    backward = np.median([step.backward for step in steps], axis=0)
+    forward = dict.fromkeys(range(len(layout)), 0.0)
+    owners = [spec.name.rpartition(".")[0] for spec in layout.specs]
+    lasts = {owner: place for place, owner in enumerate(owners)}
+    for layer in dict.fromkeys(layer for step in steps for layer in step.layers):
+        # parameters that belong to no recorded module, or are shared: charged to the first tensor of the forward pass
+        place = lasts.get(layer, len(layout) - 1)
+        forward[place] += median(step.layers.get(layer, 0.0) for step in steps)
+    rest = median(step.rest for step in steps)
+    parts = float(backward.sum()) + sum(forward.values()) + rest
+    scale = median(step.seconds for step in steps) / parts if parts > 0 else 1.0
+    tensors = tuple(
+        TraceTensor(spec.name, spec.shape, float(backward[place]) * scale, forward[place] * scale)
+        for place, spec in enumerate(layout.specs)
+    )
+    return Trace(name, tensors, rest * scale, source)
+
+
+def _strategy(trainer: Trainer) -> SAFusionStrategy:
+    if isinstance(trainer.strategy, SAFusionStrategy):
+        return trainer.strategy
+    raise MisconfigurationException(
+        f"TraceRecorder records SAFusionStrategy, got {type(trainer.strategy).__name__}: pass "
+        "Trainer(strategy=SAFusionStrategy(...)) or leave the callback out."
+    )

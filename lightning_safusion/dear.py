@@ -1,0 +1,260 @@
+"""DeAR: the exchange of gradients reaches into the next forward pass (Zhang et al., ICDCS 2023, section III)."""
+
+# No "from __future__ import annotations": DDP compares the hook's annotation with the class itself.
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import GradBucket
+from torch.futures import Future
+from torch.optim import Optimizer
+
+from lightning_safusion.access import ParameterWatch
+from lightning_safusion.comm.coo_mean import coo_means
+from lightning_safusion.comm.transport import Transport
+from lightning_safusion.comm.two_phase import TwoPhaseSum
+
+
+class _Bucket:
+    """One of DDP's buckets whose mean is under way.
+
+    Args:
+        params: The parameters of which it holds the gradients.
+        memory: The bucket itself; the gradients are views of it.
+        total: The exchange.
+    """
+
+    def __init__(self, params: Sequence[Tensor], memory: Tensor, total: TwoPhaseSum) -> None:
+        self.params = params
+        self.total = total
+        self._memory = memory
+
+    def deliver(self) -> None:
+        """Waits for the mean, and writes it into the gradients."""
+        self.total.wait()
+        self._memory.copy_(self.total.buffer)
+
+
+class _DelayedStep:
+    """A step of an optimizer that is made bucket by bucket, with the options that were in force when it was due.
+
+    Args:
+        optimizer: Treats every parameter by itself.
+        pending: The bucket of every parameter, by its id, whose gradient is not there yet.
+    """
+
+    def __init__(self, optimizer: Optimizer, pending: dict[int, _Bucket]) -> None:
+        self._optimizer = optimizer
+        self._dtype = (
+            torch.get_default_dtype()
+        )  # optimizers make their states in it; Lightning may change it in forward
+        # a scheduler will have set the options of the next step by then
+        self._options = [
+            {name: _value(option) for name, option in group.items() if name != "params"}
+            for group in optimizer.param_groups
+        ]
+        self._members: dict[_Bucket | None, list[list[Tensor]]] = {}
+        self._grads: dict[int, Tensor | None] = {}  # by id of the parameter
+        for place, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                bucket = pending.get(id(param))
+                lists = self._members.setdefault(bucket, [[] for _ in self._options])
+                lists[place].append(param)
+                self._grads[id(param)] = param.grad
+
+    def groups(self, bucket: _Bucket | None) -> list[dict[str, Any]]:
+        """Parameter groups of a bucket; for None of all parameters that wait for nothing."""
+        members = self._members.get(bucket, [])
+        return [options | {"params": params} for options, params in zip(self._options, members, strict=False) if params]
+
+    def make(self, bucket: _Bucket) -> None:
+        """Makes the step for the parameters of a bucket."""
+        optimizer, groups = self._optimizer, self.groups(bucket)
+        params = [param for group in groups for param in group["params"]]
+        found = [param.grad for param in params]  # None, if somebody has emptied them meanwhile
+        everything, dtype = optimizer.param_groups, torch.get_default_dtype()
+        try:
+            torch.set_default_dtype(self._dtype)
+            for param in params:
+                param.grad = self._grads[id(param)]
+            optimizer.param_groups = groups
+            optimizer.step()
+        finally:
+            torch.set_default_dtype(dtype)
+            optimizer.param_groups = everything
+            for param, grad in zip(params, found, strict=True):
+                param.grad = grad
+
+
+class Dear:
+    """Reduce-scatters behind the backward pass, all-gathers behind the next forward pass.
+
+    A communication hook starts the reduce-scatter of every bucket. At the end of the backward pass all ranks start the
+    all-gathers, those of the first layers first: in an order that no rank's forward pass can change. Inside
+    :meth:`step` nobody waits for them; whatever takes a parameter of the model afterwards waits for the bucket of that
+    parameter, has the mean written into its gradients and the optimizer's step made for them. Outside of it, gradients
+    are averaged when the backward pass ends, as in DDP.
+
+    Differs from the released code in this: buckets are DDP's (25 MiB, in the order in which gradients become ready) and
+    not modules in forward order; all-gathers queue up at once and are not launched one ahead of the layer that runs;
+    any optimizer that treats parameters one by one; the last step is not lost.
+
+    Args:
+        module: The model that DDP wraps, with ``gradient_as_bucket_view=True``.
+        params: All parameters that DDP manages.
+        transport: Communicator.
+        static_graph: DDP was built with ``static_graph=True``.
+    """
+
+    def __init__(
+        self, module: nn.Module, params: Sequence[nn.Parameter], transport: Transport, static_graph: bool = False
+    ) -> None:
+        self._module: nn.Module | None = module
+        self._count = len(params)
+        self._transport = transport
+        # There DDP calls all hooks and finalizes in one go at first: a callback queued by the last one comes too late.
+        self._ends_in_hook = static_graph
+        self._delays = False
+        self._watch: ParameterWatch | None = None
+        self._totals: dict[tuple[int, ...], TwoPhaseSum] = {}  # of the last window, by the parameters of the bucket
+        self._window: dict[tuple[int, ...], _Bucket] = {}  # of the backward pass that runs
+        self._sparse: list[tuple[Tensor, Future[Tensor]]] = []
+        self._seen: set[int] = set()
+        self._pending: dict[int, _Bucket] = {}  # whose mean has not been delivered, by id of each parameter
+        self._step: _DelayedStep | None = None
+
+    @torch.compiler.disable
+    def run(self, state: object, bucket: GradBucket) -> Future[Tensor]:
+        """The communication hook; its future is complete at once, holding the bucket itself."""
+        params, buffer = bucket.parameters(), bucket.buffer()
+        key = tuple(map(id, params))
+        if not self._seen.isdisjoint(key):
+            self._forget_window()  # the last backward pass never finished
+        self._seen.update(key)
+        future: Future[Tensor] = Future()
+        if buffer.is_sparse:
+            self._sparse.append((buffer, future))  # its mean is another tensor
+        else:
+            total = self._totals.get(key)
+            if total is None or total.buffer.shape != buffer.shape:
+                total = TwoPhaseSum(buffer.numel(), buffer.dtype, self._transport, buffer.device)
+            # dividing before the sum, as DDP does
+            torch.div(buffer, self._transport.world_size, out=total.buffer)
+            total.start()
+            self._window[key] = _Bucket(params, buffer, total)
+            future.set_result(buffer)
+        if len(self._seen) == self._count:
+            if self._ends_in_hook:
+                self._end()
+            else:
+                # never wait in the hook: another rank may need this thread's next collective first (SyncBatchNorm)
+                torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        return future
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def _end(self) -> None:
+        """Ends a backward pass, before DDP finalizes it: all launches are in one order on all ranks."""
+        self._ends_in_hook = False
+        window, self._window = self._window, {}
+        sparse, self._sparse = self._sparse, []
+        self._seen.clear()
+        for bucket in reversed(window.values()):
+            bucket.total.start_second()
+        means = coo_means(self._transport, [grad for grad, _ in sparse])
+        for (_, future), mean in zip(sparse, means, strict=True):
+            future.set_result(mean)
+        self._totals = {key: bucket.total for key, bucket in window.items()}
+        for bucket in window.values():
+            if self._delays:
+                self._pending.update(dict.fromkeys(map(id, bucket.params), bucket))
+            else:
+                bucket.deliver()
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any], run: Callable[[Callable[[], Any]], Any]) -> Any:
+        """Runs an optimizer's step, of which parameters whose gradients are under way have their part later.
+
+        Args:
+            optimizer: Treats every parameter by itself, and has no step hooks.
+            closure: The forward and backward pass.
+            run: Calls ``optimizer.step`` with the closure that it is given.
+
+        Returns:
+            What ``run`` returns.
+        """
+        if self._watch is None and self._module is not None:
+            self._watch = ParameterWatch(self._module, self.settle_parameter)
+
+        def delaying() -> Any:
+            result = closure()
+            if self._pending:
+                self._step = _DelayedStep(optimizer, self._pending)
+                optimizer.param_groups = self._step.groups(None)
+            return result
+
+        everything, last = optimizer.param_groups, self._step
+        self._delays = True
+        try:
+            return run(delaying)
+        except BaseException:
+            if self._step is not last:
+                self._step = None  # it was not made
+            raise
+        finally:
+            self._delays = False
+            optimizer.param_groups = everything
+
+    def settle_parameter(self, param: Tensor) -> None:
+        """Has a parameter, its gradient and its optimizer's state up to date."""
+        if self._pending and id(param) in self._pending:
+            self._settle(self._pending[id(param)])
+
+    def settle(self) -> None:
+        """Has all parameters, gradients and states of the optimizer up to date."""
+        while self._pending:
+            self._settle(next(iter(self._pending.values())))
+
+    def _settle(self, bucket: _Bucket) -> None:
+        for param in bucket.params:
+            del self._pending[id(param)]
+        device = bucket.total.buffer.device.type
+        # This may be anywhere: in a forward pass under autocast, in a validation in inference mode, of which no tensor
+        # may stay behind in an optimizer.
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(device, enabled=False):
+            bucket.deliver()
+            if self._step is not None:
+                self._step.make(bucket)
+        if not self._pending:
+            self._step = None
+
+    def pending(self, param: Tensor) -> bool:
+        """Whether the gradient of a parameter is still under way; asking changes nothing."""
+        return id(param) in self._pending
+
+    def abandon(self) -> None:
+        """After an error: finishes the last complete step if that is possible, and forgets what has not ended."""
+        self._forget_window()
+        try:
+            self.settle()
+        except RuntimeError as error:  # a peer has died
+            self._pending, self._step = {}, None
+            warnings.warn(f"the last step could not be applied to all parameters: {error}", stacklevel=2)
+
+    def _forget_window(self) -> None:
+        self._window, self._sparse = {}, []
+        self._seen.clear()
+        self._totals.clear()  # an exchange that has not ended may still write into them
+
+    def close(self) -> None:
+        """Finishes the last step, and takes everything off the model."""
+        self.abandon()
+        if self._watch is not None:
+            self._watch.close()
+        self._watch = self._module = None
+
+
+def _value(option: Any) -> Any:
+    """A learning rate may be a tensor that schedulers change in place."""
+    return option.detach().clone() if isinstance(option, Tensor) else option

@@ -1,0 +1,134 @@
+"""Agreement of all ranks on what is ready, at ticks of a clock: the coordination of timer-driven fusion (Horovod)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from time import perf_counter, sleep
+
+import torch
+
+from lightning_safusion.comm.transport import Transport, Work
+
+
+class _Question:
+    """One agreement under way: the minimum over ranks of how many tensors each has ready.
+
+    Args:
+        transport: Communicator.
+        ready: Tensors that this rank has ready.
+    """
+
+    def __init__(self, transport: Transport, ready: int) -> None:
+        self.answered = False  # set by a callback on any thread
+        self._count = torch.tensor([ready])
+        self._work: Work = transport.all_reduce(self._count, "min")
+        self._work.on_done(self._note)
+
+    def _note(self, _: float) -> None:
+        self.answered = True
+
+    def answer(self) -> int:
+        """The minimum; waits for it."""
+        self._work.wait()
+        return int(self._count.item())
+
+
+class Ticks:
+    """Asks all ranks what they have ready, whenever a cycle of this rank's clock has passed.
+
+    Horovod's workers combine bit vectors of the tensors that each has queued. Here all ranks submit tensors in one
+    order, so that what is ready everywhere is the minimum of how many each has. Clocks differ between ranks, answers do
+    not: every rank hears the same answers in the same sequence, and asks as long as one is missing some tensor. A rank
+    with nothing new does not ask: the others' question waits for it.
+
+    Questions are asked, and answers noticed, when a gradient arrives; nothing waits before the backward pass has ended.
+    A thread of its own, which Horovod has, would ask between two gradients as well, but launch collectives beside those
+    of the backward pass, and stop it for the interpreter's lock.
+
+    Args:
+        transport: A communicator of its own for tensors in host memory: ranks ask at their own pace.
+        cycle: Seconds from one tick to the next.
+        now: This rank's clock, seconds.
+        pause: Waits for so many seconds.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        cycle: float,
+        now: Callable[[], float] = perf_counter,
+        pause: Callable[[float], None] = sleep,
+    ) -> None:
+        self.transport = transport
+        self.cycle = cycle
+        self._now = now
+        self._pause = pause
+        self._question: _Question | None = None
+        self._due = 0.0
+        self._asked = 0.0
+        self.agreed = 0
+
+    def begin(self) -> None:
+        """A window begins. Ticks go on between windows, so that its first one is somewhere in the next cycle.
+
+        Raises:
+            RuntimeError: If the window before has not ended.
+        """
+        if self._question is not None or self.agreed > 0:
+            raise RuntimeError(
+                "the last backward pass did not finish, and with timer-driven fusion ranks may have sent different "
+                "parts of it: training cannot go on. Start it again from a checkpoint, or use fusion='aligned', whose "
+                "buffers are the same wherever a backward pass stops."
+            )
+        now = self._now()
+        self._due = (math.floor(now / self.cycle) + 1) * self.cycle if self.cycle > 0 else now
+
+    def poll(self, ready: int) -> int:
+        """Asks if it is time, and reads the answer if there is one. Never waits.
+
+        Args:
+            ready: Tensors that this rank has ready, rising from call to call.
+
+        Returns:
+            Tensors that are ready on all ranks, as far as this rank has heard.
+        """
+        if self._question is not None and self._question.answered:
+            self._hear(self._question)
+        if self._question is None and ready > self.agreed and self._now() >= self._due:
+            self._ask(ready)
+        return self.agreed
+
+    def rest(self, total: int) -> Iterator[int]:
+        """The answers that are missing, once the backward pass has ended; waits for them.
+
+        Args:
+            total: Tensors of the model.
+
+        Yields:
+            Tensors that are ready on all ranks, in the end ``total``.
+
+        Raises:
+            RuntimeError: If a rank is lost.
+        """
+        while self.agreed < total:
+            try:
+                if self._question is None:
+                    self._pause(max(0.0, self._due - self._now()))
+                    self._ask(total)
+                if self._question is not None:
+                    self._hear(self._question)
+            except Exception as error:
+                raise RuntimeError(
+                    f"rank {self.transport.rank}: the agreement on which tensors are ready on all ranks failed: {error}"
+                ) from error
+            yield self.agreed
+        self.agreed = 0
+
+    def _ask(self, ready: int) -> None:
+        self._asked = self._now()
+        self._question = _Question(self.transport, ready)
+
+    def _hear(self, question: _Question) -> None:
+        self.agreed, self._question = question.answer(), None
+        self._due = self._asked + self.cycle

@@ -1,0 +1,108 @@
+"""TraceRecorder in real trainings: what it writes, against a model whose layers take a known time."""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+from lightning_safusion import SAFusionStrategy, Segments, Selection, TopK
+from lightning_safusion.callbacks import TraceRecorder
+from lightning_safusion.simulate.report import run_plan
+from lightning_safusion.simulate.trace import Trace, resolve_trace
+from tests.models import TinyClassifier, classification, trainer
+from tests.process_group import run_launched
+
+FORWARD, BACKWARD, SELECT = 0.02, 0.03, 0.05
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        time.sleep(FORWARD)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        time.sleep(BACKWARD)
+        return grads[0]
+
+
+class SleepyClassifier(TinyClassifier):
+    """Sleeps behind the first layer in the forward pass, and before the first layer's gradients in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net[2](_Sleep.apply(self.net[0](x)).relu()) * self.temperature
+
+
+class SlowTopK(TopK):
+    """A selection that takes a known time."""
+
+    def select(self, flat: Tensor, segments: Segments, *args: Any, **kwargs: Any) -> Selection:
+        time.sleep(SELECT)
+        return super().select(flat, segments, *args, **kwargs)
+
+
+def record(path: Path, **options: Any) -> Trace | None:
+    """Trains and records on rank 0."""
+    recorder = TraceRecorder(path, record_steps=4, skip_steps=4)
+    strategy = SAFusionStrategy(collective="allgather", fusion="wfbp", **options)
+    trainer(strategy, callbacks=[recorder], max_steps=10).fit(SleepyClassifier(), classification())
+    return recorder.trace
+
+
+def test_times_are_those_of_the_layers_without_selection(tmp_path: Path) -> None:
+    path = tmp_path / "job.json"
+    zero, one = run_launched(2, lambda rank: record(path, compressor=SlowTopK(), dense_below=2560))
+    assert one is None
+    trace = resolve_trace(str(path))
+    assert trace == zero
+    by_name = {tensor.name: tensor for tensor in trace.tensors}
+    assert set(by_name) == {"temperature", "net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias"}
+    assert by_name["net.0.weight"].shape == (256, 32)
+    # what sleeps in the backward pass delays the gradients of the first layer, the selection of the second does not
+    first = sum(t.backward for name, t in by_name.items() if name.startswith("net.0"))
+    assert first == pytest.approx(BACKWARD, rel=0.25)
+    assert trace.backward_seconds == pytest.approx(first, abs=0.01)
+    # what follows a layer in the forward pass is charged to it, and nothing of the selection to the optimizer
+    assert sum(t.forward for n, t in by_name.items() if n.startswith("net.0")) == pytest.approx(FORWARD, rel=0.25)
+    assert trace.forward_seconds == pytest.approx(FORWARD, rel=0.3)
+    assert trace.optimizer < SELECT / 2
+    assert "2 workers" in trace.source
+
+
+def test_a_recorded_trace_is_a_job_for_the_planner(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "job.json"
+    run_launched(2, lambda rank: record(path))
+    run_plan(trace=str(path), nodes=2, gpus_per_node=1, bandwidth="1gbit", systems=["ddp", "safusion"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "SleepyClassifier" in shown
+    assert "recorded: medians of 4 steps" in shown
+
+
+def test_what_cannot_be_recorded_is_said(tmp_path: Path) -> None:
+    def plain(rank: int) -> Trace | None:
+        recorder = TraceRecorder(tmp_path / "job.json")
+        fitted = trainer(SAFusionStrategy(system="ddp"), callbacks=[recorder], max_steps=2)
+        said = pytest.warns(UserWarning, match="gradients are not seen") if rank == 0 else nullcontext()
+        with said:
+            fitted.fit(TinyClassifier(), classification())
+        return recorder.trace
+
+    assert run_launched(2, plain) == [None, None]
+    with pytest.raises(MisconfigurationException, match="accumulate_grad_batches=2"):
+        trainer(SAFusionStrategy(), devices=1, callbacks=[TraceRecorder("job.json")], accumulate_grad_batches=2).fit(
+            TinyClassifier(), classification()
+        )
+    with pytest.raises(ValueError, match="record_steps must be 1 or more"):
+        TraceRecorder("job.json", record_steps=0)

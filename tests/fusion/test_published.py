@@ -1,0 +1,218 @@
+"""Policies of published systems in a job: when they plan, and from what.
+
+Covers: one plan, equal to the pure planner's on the agreed costs, whatever the clock says later; a new one for another
+    order; Cupcake's search on a simulated job and on virtual workers; resuming both; every row's conservation, replicas
+    and plans on 1, 2, 3 and 5 virtual workers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_safusion.fusion.dp import GroupPricer, predict_finish
+from lightning_safusion.fusion.plan import GroupCosts, Plan
+from lightning_safusion.fusion.planners import (
+    BehindCosts,
+    even_cuts,
+    plan_mgwfbp,
+    plan_omgs,
+    predict_behind,
+    search_cuts,
+)
+from lightning_safusion.fusion.policy import FusionPolicy
+from lightning_safusion.fusion.published import MGWFBP, OMGS, Cupcake
+from lightning_safusion.fusion.registry import resolve_fusion
+from tests.cluster import Cluster, settings
+from tests.fusion.test_engine import run
+from tests.fusion.test_planning import Job, Rank, actions, resumed
+
+PLANNERS: list[tuple[FusionPolicy, str, Callable[[GroupCosts], Plan]]] = [
+    (MGWFBP(), "allreduce", plan_mgwfbp),
+    (MGWFBP("asc", 100), "allreduce", lambda costs: plan_mgwfbp(costs, "asc", 100)),
+    (OMGS(), "allgather", lambda costs: plan_omgs(BehindCosts.of(costs))),
+]
+
+
+@pytest.mark.parametrize(("policy", "collective", "pure"), PLANNERS, ids=["mgwfbp", "asc", "omgs"])
+def test_one_plan_from_agreed_times_and_no_trial(
+    policy: FusionPolicy, collective: str, pure: Callable[[GroupCosts], Plan]
+) -> None:
+    # gradients come slowly and buffers cost more than any planner knows: a trial would end in the plan before
+    rank = Rank(policy, Job(backward=3e-3, hidden=0.05), collective=collective)
+    first = rank.planner.plan(rank.generator)
+    assert first == pure(rank.planner.costs(rank.generator))
+    assert actions(rank.run(12)) == ["switch", "freeze"]
+    costs = rank.planner.costs(rank.generator)
+    assert rank.planner.plan(rank.generator) == pure(costs) != first
+    assert rank.run(80) == []
+    assert not any(rank.timed[12:])
+
+
+@pytest.mark.parametrize(("policy", "collective", "pure"), PLANNERS, ids=["mgwfbp", "asc", "omgs"])
+def test_another_order_is_measured_and_planned_anew(
+    policy: FusionPolicy, collective: str, pure: Callable[[GroupCosts], Plan]
+) -> None:
+    rank = Rank(policy, Job(backward=3e-3), collective=collective)
+    rank.run(20)
+    rank.planner.invalidate()  # another density: the measured times hold
+    assert rank.planner.plan(rank.generator) == pure(rank.planner.costs(rank.generator))
+    assert rank.run(20) == []
+    rank.planner.invalidate(order_changed=True)
+    assert "freeze" in actions(rank.run(12))
+    assert rank.planner.plan(rank.generator) == pure(rank.planner.costs(rank.generator))
+
+
+@pytest.mark.parametrize(("policy", "collective", "pure"), PLANNERS, ids=["mgwfbp", "asc", "omgs"])
+def test_a_resumed_job_keeps_its_plan_or_measures_anew(
+    policy: FusionPolicy, collective: str, pure: Callable[[GroupCosts], Plan]
+) -> None:
+    for windows, made in ((5, ["switch", "freeze"]), (11, ["switch", "freeze"]), (12, []), (30, [])):
+        first = Rank(policy, Job(backward=3e-3), collective=collective)
+        first.run(windows)
+        again = Rank(policy, first.job, collective=collective)
+        again.planner.load_state_dict(json.loads(json.dumps(first.planner.state_dict())), again.generator)
+        assert again.planner.plan(again.generator) == first.planner.plan(first.generator)
+        assert actions(again.run(12)) == made
+        assert again.planner.plan(again.generator) == pure(again.planner.costs(again.generator))
+
+
+def test_measured_costs_are_those_of_the_job() -> None:
+    rank = Rank(OMGS(), Job(backward=3e-3))
+    rank.run(12)
+    measured, true = BehindCosts.of(rank.planner.costs(rank.generator)), rank.true
+    assert measured.backward[1:] == pytest.approx([3e-3] * 59, rel=1e-6)
+    assert measured.exchange == pytest.approx(true.sparse, rel=0.05)
+    assert float(measured.selection(10**6)) == pytest.approx(40e-6 + 1e-4, rel=0.1)
+    plan = rank.planner.plan(rank.generator)
+    for other in (Plan.from_counts([1] * 60), Plan.from_counts([60])):
+        assert predict_behind(plan, measured) < predict_behind(other, measured)
+
+
+def test_behind_costs_need_arrivals() -> None:
+    costs = replace(Rank(OMGS(), Job()).true, arrivals=())
+    with pytest.raises(ValueError, match="arrival of each of 60 gradients, got 0"):
+        BehindCosts.of(costs)
+
+
+# --- Cupcake --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3])
+def test_cupcake_takes_the_steps_of_the_pure_search(groups: int) -> None:
+    rank = Rank(Cupcake(groups, windows=3), Job("1gbit", backward=1e-3))
+    made = rank.run(200)
+    measured, tried = iter(rank.planner.state_dict()["search"]), []
+
+    def measure(stops: Sequence[int]) -> float:
+        tried.append(list(stops))
+        return next(measured)
+
+    best = search_cuts(measure, 60, groups)
+    assert next(measured, None) is None
+    assert actions(made) == ["try"] * (len(tried) - 1) + ["freeze"]
+    assert [stops_of(plan) for plan in rank.plans[: 4 * len(tried) : 4]] == tried
+    assert all(stops_of(plan) == best for plan in rank.plans[4 * len(tried) :])
+    assert rank.timed == [True] * (4 * len(tried)) + [False] * (200 - 4 * len(tried))
+
+
+def test_cupcake_finds_a_good_cut() -> None:
+    rank = Rank(Cupcake(windows=3), Job("1gbit", backward=1e-3))
+    rank.run(60)
+    costs = rank.true
+    ends = [predict_finish(GroupPricer(costs).plan([cut, 60]), costs) for cut in range(1, 60)]
+    assert predict_finish(rank.planner.plan(rank.generator), costs) < 1.02 * min(ends) < 0.9 * max(ends)
+
+
+def stops_of(plan: Plan) -> list[int]:
+    return [group.stop for group in plan.groups]
+
+
+def test_a_search_goes_on_from_a_checkpoint() -> None:
+    whole = Rank(Cupcake(3, windows=3), Job("1gbit", backward=1e-3))
+    whole.run(160)
+    for windows in (1, 10, 21, 159):
+        first = Rank(Cupcake(3, windows=3), Job("1gbit", backward=1e-3))
+        first.run(windows)
+        again = resumed(first)
+        assert again.planner.plan(again.generator) == first.planner.plan(first.generator)
+        again.run(170)
+        assert again.planner.plan(again.generator) == whole.planner.plan(whole.generator)
+        # the windows since the last trial are measured again, and no others are
+        assert again.planner.state_dict()["search"] == pytest.approx(whole.planner.state_dict()["search"])
+
+
+def test_a_search_begins_anew_where_density_or_order_change() -> None:
+    rank = Rank(Cupcake(windows=3), Job("1gbit", backward=1e-3))
+    rank.run(20)
+    for order_changed in (False, True):
+        assert len(rank.planner.state_dict()["search"]) >= 4
+        rank.generator.set_density(0.03 if order_changed else 0.01)
+        rank.planner.invalidate(order_changed)
+        assert rank.planner.state_dict()["search"] is None
+        assert stops_of(rank.planner.plan(rank.generator)) == [60]
+        assert rank.run(20)[-1].action == "try"
+
+
+def test_windows_without_times_are_not_judged() -> None:
+    rank = Rank(Cupcake(windows=2), Job())
+    for _ in range(20):
+        rank.planner.plan(rank.generator)
+        rank.planner.observe(None, rank.generator)
+    assert rank.planner.state_dict()["search"] == []
+
+
+def test_a_plan_that_nobody_has_measured_is_tried_again() -> None:
+    rank = Rank(Cupcake(windows=2), Job())
+    search = rank.policy.search(60)
+    assert search is not None
+    plan = GroupPricer(rank.true).plan(search.stops)
+    seen = rank.job.window(0, plan, rank.true, rank.generator)
+    unseen = replace(seen, ready=np.full(60, np.nan))  # no gradient in these windows
+    assert [search.add(unseen) for _ in range(3)] == [False, False, True]
+    assert math.isnan(search.advance(rank.transport, rank.generator.device))
+    assert (search.stops, search.measured) == ([60], [])
+    assert [search.add(seen) for _ in range(3)] == [False, False, True]
+    assert search.advance(rank.transport, rank.generator.device) == search.measured[0] > 0
+    assert len(search.stops) == 2
+
+
+def test_without_a_clock_cupcake_has_groups_of_equally_many_tensors() -> None:
+    rank = Rank(Cupcake(3), Job())
+    rank.planner.prior = None
+    assert rank.run(100) == []
+    assert stops_of(rank.plans[-1]) == even_cuts(60, 3)
+
+
+# --- on virtual workers ---------------------------------------------------------------------------------------------
+
+ROWS: dict[str, dict[str, Any]] = {
+    "mgwfbp": {"compressor": "none", "collective": "allreduce", "own_buffers": True},
+    "omgs": {"scope": "group", "collective": "allgather"},
+    "cupcake": {"scope": "group", "collective": "allgather"},
+}
+
+
+def quick(name: str) -> FusionPolicy:
+    """The policy, impatient."""
+    return Cupcake(windows=1) if name == "cupcake" else type(resolve_fusion(name))(windows=4)  # type: ignore[call-arg] # the planners take it
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("name", ROWS)
+def test_nothing_is_lost_and_all_ranks_have_the_same_plan(name: str, world_size: int) -> None:
+    cluster = Cluster(world_size, lambda: settings(fusion=quick(name), **ROWS[name]), measure=True)
+    done, given = run(cluster, steps=30)
+    for result, total in zip(done, given, strict=True):
+        torch.testing.assert_close(result, total, rtol=0, atol=2e-5 * float(total.abs().max()) if len(total) else 0)
+    states = {json.dumps(controller.planner.state_dict()) for controller in cluster.controllers}
+    assert len(states) == 1
+    assert cluster.controllers[0].planner.decisions[-1].action == "freeze"
+    cluster.close()

@@ -1,0 +1,272 @@
+"""Selective sparsification (SSFusion; ADTopk's partial one): who travels whole, at whose expense, over which lane.
+
+Covers: the shares of the others against exact fractions; the chosen size against all sizes; plans, their text and hash;
+    conservation, replicas and budgets on 1, 3 and 5 workers, with both lanes and one; bad numbers, missing gradients,
+    errors; a lane of its own gives the same numbers and fewer bytes; the host is not needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_safusion import Segments, Selection, TopK
+from lightning_safusion.fusion.plan import Group, GroupCosts, Plan
+from lightning_safusion.fusion.profile import modelled_costs
+from lightning_safusion.fusion.quota import selective_counts
+from lightning_safusion.fusion.selective import Selective
+from lightning_safusion.sparsify.base import element_quota
+from tests.cluster import Cluster, settings, specs
+
+# two buffers of five: each has small tensors that fit into a twentieth of it
+SHAPES = ((90, 70), (90,), (70, 40), (40,), (7, 11), (64, 9, 3), (64,), (30, 30), (9,), (1,))
+ROWS: list[dict[str, Any]] = [
+    {"fusion": Selective(2), "collective": "allgather"},
+    {"fusion": Selective(2), "collective": "hybrid"},
+    {"fusion": "wfbp", "collective": "hybrid", "compressor": "adtopk"},
+    {"fusion": Selective(2), "collective": "hybrid", "compressor": "adtopk"},
+    {"fusion": Selective(3), "collective": "hybrid", "compressor": "gaussiank", "wire": "bf16"},
+    {"fusion": Selective(2), "collective": "hybrid", "quota": "pooled"},
+]
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Cluster]]:
+    made: list[Cluster] = []
+
+    def build(world_size: int, tensors: Any = None, deferred: bool = False, **options: Any) -> Cluster:
+        tensors = tensors if tensors is not None else specs(SHAPES)
+        made.append(Cluster(world_size, lambda: settings(**options), tensors, deferred=deferred))
+        return made[-1]
+
+    yield build
+    for cluster in made:
+        cluster.close()
+
+
+def costs_of(numels: list[int], density: float, hybrid: bool = False) -> GroupCosts:
+    quotas = tuple(element_quota(n, density) for n in numels)
+    sparse = [6.0 * q + 1 for q in quotas]
+    costs = modelled_costs(numels, sparse, [4.0 * n for n in numels], 4, dense_allowed=False)
+    return replace(costs, quotas=quotas, hybrid=hybrid)
+
+
+def test_the_others_pay_for_whole_tensors_in_proportion() -> None:
+    rng = np.random.default_rng(0)
+    paid = 0
+    for _ in range(200):
+        sizes = rng.integers(0, 5000, rng.integers(1, 12))
+        density = float(rng.uniform(0.001, 0.5))
+        counts = np.array([element_quota(int(n), density) for n in sizes])
+        upto = int(rng.choice(sizes))
+        result = selective_counts(sizes, counts, upto)
+        whole, others = sizes <= upto, (sizes > upto) & (counts < sizes)
+        left = int(counts[sizes > counts].sum() - sizes[whole & (sizes > counts)].sum())
+        if result is None:
+            assert left < others.sum()
+            continue
+        paid += bool(others.any())
+        assert (result[whole] == sizes[whole]).all()
+        assert result[others].sum() == (left if others.any() else 0)
+        spare, room = left - int(others.sum()), int((sizes[others] - 1).sum())
+        for n, count in zip(sizes[others].tolist(), result[others].tolist(), strict=True):
+            exact = 1 + Fraction(spare * (n - 1), max(1, room))
+            assert 1 <= count <= n
+            assert abs(count - exact) < 1
+    assert paid > 50
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_the_size_is_the_best_of_those_that_the_budget_permits(hybrid: bool) -> None:
+    rng = np.random.default_rng(1)
+    chosen = 0
+    for _ in range(30):
+        numels = rng.lognormal(6, 2, 6).astype(int).tolist()
+        # start-up costs on both sides of what an all-reduce of its own saves
+        costs = replace(costs_of(numels, 0.1, hybrid), dense=(float(rng.choice([1e-7, 1e-3])), 1e-9))
+        (group,) = Selective(1).plan(costs).groups
+        sizes, counts = np.array(numels), np.array(costs.quotas)
+        chosen += group.whole_upto > 0
+
+        def seconds(upto: int, sizes: Any = sizes, counts: Any = counts, costs: Any = costs) -> float | None:
+            result = selective_counts(sizes, counts, upto)
+            if result is None:
+                return None
+            whole = result == sizes
+            entries = sum(np.array(costs.sparse_bytes)[counts < sizes]) / counts[counts < sizes].sum()
+            nbytes, kept = 4 * sizes[whole].sum(), result[~whole].sum()
+            if not hybrid:
+                return costs.sparse[0] + costs.sparse[1] * (entries * kept + nbytes)
+            fixed = max(costs.sparse[0], costs.dense[0]) if whole.any() else costs.sparse[0]
+            return fixed + costs.sparse[1] * entries * kept + costs.dense[1] * nbytes
+
+        possible = [s for s in map(seconds, [0, *numels]) if s is not None]
+        assert seconds(group.whole_upto) == pytest.approx(min(possible))
+    assert chosen > 5
+
+
+def test_buffers_have_equally_many_tensors_and_the_budget_of_the_others() -> None:
+    numels = [64, 64, 256, 1024] * 5 + [700]
+    plan = Selective(5).plan(costs_of(numels, 0.1))
+    assert [group.stop - group.start for group in plan.groups] == [4] * 5 + [1]
+    # a tenth of 1408 pays for the 64s, not for the 256: section 7.2 of the specification
+    assert [group.whole_upto for group in plan.groups] == [64] * 5 + [0]
+    assert Selective(40).plan(costs_of(numels, 0.1)).groups[0] == Group(0, 1)
+    with pytest.raises(ValueError, match="buffers must be 1 or more, got 0"):
+        Selective(0)
+
+
+def test_the_size_is_part_of_a_plan() -> None:
+    plan = Plan((Group(0, 3, "allgather", 64), Group(3, 5)))
+    assert Plan.from_list(plan.to_list()) == plan
+    assert plan.digest != Plan((Group(0, 3, "allgather", 65), Group(3, 5))).digest
+    assert Plan((Group(0, 3), Group(3, 5))).to_list() == [[3, "allgather"], [2, "allgather"]]
+
+
+def train(cluster: Cluster, steps: int = 6) -> None:
+    """Nothing is lost, and all ranks get the same bits."""
+    given = [torch.zeros(spec.numel, dtype=torch.float64) for spec in cluster.specs]
+    delivered = [torch.zeros_like(total) for total in given]
+    for step in range(steps):
+        grads = cluster.random_grads(step)
+        fresh = [[True] * len(cluster.specs) for _ in grads]
+        if step == 3:
+            fresh[0][2] = fresh[-1][6] = False  # on some ranks only, if there are others
+            for rank in range(len(grads)):
+                fresh[rank][5] = False  # on no rank
+        means = cluster.step(grads, fresh)
+        for index in range(len(given)):
+            if any(flags[index] for flags in fresh):  # else it is left as it is
+                assert all(torch.equal(mean[index], means[0][index]) for mean in means)
+                delivered[index] += len(grads) * means[0][index].double()
+                # an irregular tensor is averaged as DDP does, whatever a stale one holds
+                irregular = not all(flags[index] for flags in fresh)
+                given[index] += sum(
+                    g[index].double() for g, f in zip(grads, fresh, strict=True) if irregular or f[index]
+                )
+    for index, total in enumerate(given):
+        held = sum(cluster.residual(rank, index) for rank in range(len(cluster.transports)))
+        torch.testing.assert_close(delivered[index] + held, total, rtol=0, atol=2e-5 * float(total.abs().max()))
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 5])
+@pytest.mark.parametrize("options", ROWS, ids=lambda row: f"{row['fusion']}-{row['collective']}")
+def test_nothing_is_lost(make: Callable[..., Cluster], options: dict[str, Any], world_size: int) -> None:
+    train(make(world_size, **options))
+    train(make(world_size, tensors=specs(SHAPES, dense=(0, 3, 6)), **options))
+
+
+@pytest.mark.parametrize("collective", ["allgather", "hybrid"])
+def test_a_buffer_sends_as_much_as_it_would_otherwise(make: Callable[..., Cluster], collective: str) -> None:
+    tensors = specs(SHAPES, dense=(3, 6))  # which travel whole in any case
+    cluster = make(3, tensors, fusion=Selective(2), collective=collective, density=0.05)
+    plain = make(3, tensors, fusion="aligned", collective="allgather", density=0.05)
+    for step in range(3):
+        cluster.step(cluster.random_grads(step))
+        plain.step(plain.random_grads(step))
+    reports = [cluster.controllers[0].report, plain.controllers[0].report]
+    selected, otherwise = (report.selected() for report in reports if report is not None)
+    plan = cluster.controllers[0].current_plan()
+    assert plan is not None
+    layout = cluster.controllers[0].generator.layout
+    sizes = np.diff(layout.edges)
+    for group in plan.groups:
+        part = slice(group.start, group.stop)
+        assert group.whole_upto > 0
+        assert selected[part].sum() == otherwise[part].sum()
+        small = sizes[part] <= group.whole_upto
+        assert (selected[part][small] == sizes[part][small]).all()
+        assert selected[part][small].sum() > otherwise[part][small].sum()
+        large = ~small & (otherwise[part] < sizes[part])
+        assert (selected[part][large] < otherwise[part][large]).all()
+
+
+def test_a_lane_of_its_own_gives_the_same_gradients_and_fewer_bytes(make: Callable[..., Cluster]) -> None:
+    one = make(5, tensors=specs(SHAPES, dense=(0, 3)), fusion=Selective(2), collective="allgather")
+    two = make(5, tensors=specs(SHAPES, dense=(0, 3)), fusion=Selective(2), collective="hybrid")
+    for step in range(4):
+        first, second = one.step(one.random_grads(step)), two.step(two.random_grads(step))
+        for a, b in zip(first[0], second[0], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6 * float(a.abs().max()))
+    received = []
+    for cluster in (one, two):
+        report = cluster.controllers[0].report
+        assert report is not None
+        received.append(report.as_dict()["bytes_received"])
+    assert received[1] < 0.5 * received[0]
+
+
+@pytest.mark.parametrize("options", ROWS[:3], ids=str)
+@pytest.mark.parametrize("index", [0, 3])  # one that travels sparse, and one that may travel whole
+def test_a_bad_gradient_is_seen_by_all_ranks(make: Callable[..., Cluster], options: dict[str, Any], index: int) -> None:
+    cluster = make(3, **options)
+    for step in range(3):
+        cluster.step(cluster.random_grads(step))
+    before = [cluster.residual(rank, 2).clone() for rank in range(3)]
+    grads = cluster.random_grads(9)
+    grads[1][index][5] = float("nan")
+    for mean in cluster.step(grads):
+        assert not mean[index].isfinite().all()
+        assert all(mean[other].isfinite().all() for other in range(len(SHAPES)) if other != index)
+    # a window that is not committed keeps its gradients for the next
+    for rank in range(3):
+        torch.testing.assert_close(cluster.residual(rank, 2), before[rank] + grads[rank][2])
+    assert all(mean[index].isfinite().all() for mean in cluster.step(cluster.random_grads(10)))
+
+
+class Failing(TopK):
+    """Raises in one step on the rank that is told to."""
+
+    name = "failing"
+    at = -1
+
+    def select(self, x: Tensor, segments: Segments, step: int) -> Selection:
+        if step == self.at:
+            raise ArithmeticError("cannot select")
+        return super().select(x, segments, step)
+
+
+@pytest.mark.parametrize("collective", ["allgather", "hybrid"])
+def test_an_error_on_one_rank_is_raised_on_all_and_nobody_hangs(make: Callable[..., Cluster], collective: str) -> None:
+    cluster = make(3, compressor=Failing(), fusion=Selective(2), collective=collective)
+    for step in range(3):
+        cluster.step(cluster.random_grads(step))
+    failing: Any = cluster.controllers[1].generator.sparsifier
+    failing.at = 3
+
+    def run(rank: int) -> str:
+        controller = cluster.controllers[rank]
+        for index in cluster.order:
+            controller.push(index, torch.ones(cluster.specs[index].numel))
+        with pytest.raises((ArithmeticError, RuntimeError)) as caught:
+            controller.drain()
+        return str(caught.value)
+
+    told = cluster.each(run)
+    assert told[1] == "cannot select"
+    assert "another rank could not select" in told[0]
+    failing.at = -1
+    cluster.each(lambda rank: cluster.controllers[rank].reset())
+    assert all(torch.equal(a, b) for a, b in zip(*cluster.step(cluster.random_grads(4))[:2], strict=True))
+
+
+@pytest.mark.parametrize("options", ROWS[:3], ids=str)
+def test_the_host_is_not_needed(make: Callable[..., Cluster], options: dict[str, Any]) -> None:
+    late, now = make(3, deferred=True, **options), make(3, **options)
+    for step in range(5):
+        for a, b in zip(late.step(late.random_grads(step)), now.step(now.random_grads(step)), strict=True):
+            assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_wrong_combinations_are_refused() -> None:
+    with pytest.raises(ValueError, match="needs scope='tensor'"):
+        settings(fusion="selective", scope="group")
+    with pytest.raises(ValueError, match="fusion='naive' has no buffers that could have two lanes"):
+        settings(fusion="naive", collective="hybrid")

@@ -1,0 +1,85 @@
+"""Fitted costs: as a file, as a cluster, and in the planner."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lightning_safusion.comm.cost import LinearCost
+from lightning_safusion.simulate.calibration import Calibration
+from lightning_safusion.simulate.cluster import Cluster, Device
+from lightning_safusion.simulate.engine import simulate
+from lightning_safusion.simulate.job import Job
+from lightning_safusion.simulate.report import run_plan
+from lightning_safusion.simulate.schedule import Message, Planned, Schedule
+from lightning_safusion.simulate.table import run_system
+from lightning_safusion.simulate.trace import Trace, TraceTensor
+
+COSTS = Calibration(
+    workers=4,
+    allgather=LinearCost(3e-3, 3e-6),
+    allreduce=LinearCost(4e-3, 2e-6),
+    select=LinearCost(1e-3, 1e-8),
+    decode=LinearCost(2e-3, 1e-7),
+    entry_bytes=6.0,
+    source="made up",
+)
+TRACE = Trace("job", tuple(TraceTensor(f"t{i}", (1000, 10), 0.01) for i in range(3)), 0.005, "made up")
+
+
+def test_a_file_holds_all_of_it(tmp_path: Path) -> None:
+    COSTS.save(tmp_path / "costs.json")
+    assert Calibration.load(tmp_path / "costs.json") == COSTS
+    (tmp_path / "other.json").write_text('{"format": "x", "version": 1}')
+    with pytest.raises(ValueError, match="expected"):
+        Calibration.load(tmp_path / "other.json")
+    with pytest.raises(ValueError, match="no calibration"):
+        Calibration.load(tmp_path / "missing.json")
+
+
+def test_numbers_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ValueError, match="two workers or more"):
+        replace(COSTS, workers=1)
+    with pytest.raises(ValueError, match="cost of select"):
+        replace(COSTS, select=LinearCost(-1.0, 0.0))
+    with pytest.raises(ValueError, match="entry_bytes=0"):
+        replace(COSTS, entry_bytes=0)
+
+
+def test_the_same_group_takes_what_was_measured_and_another_one_what_follows_from_it() -> None:
+    same = COSTS.cluster(4)
+    assert same.allgather(1000).seconds == pytest.approx(6e-3)
+    assert same.allreduce(1000).seconds == pytest.approx(6e-3)
+    assert same.allgather(1000).nbytes == 3000
+    other = COSTS.cluster(8)
+    # one millisecond for the two rounds more of an all-reduce: alpha; what is left of three is the launch
+    assert other.allgather(1000).seconds == pytest.approx(2e-3 + 3 * 0.5e-3 + 7 * 1000 * 1e-6)
+
+
+def test_decoding_on_the_host_waits_for_the_end_of_backward() -> None:
+    messages = tuple(Message((place,), COSTS.cluster(4).allgather(100), decode=0.01) for place in range(3))
+    schedule = Schedule(Planned(messages), (0.0,) * 3)
+    last = Cluster(4, device=Device(decodes_last=True, decode_fixed=0.001))
+    behind = Cluster(4, device=Device(decode_fixed=0.001))
+    exchange = messages[0].cost.seconds
+    # backward ends at 30 ms, and with it the exchange of the last gradient begins; the others are decoded meanwhile
+    assert simulate(TRACE, last, schedule).seconds == pytest.approx(0.03 + max(2 * 0.011, exchange) + 0.011 + 0.005)
+    # beside backward only the last one's decoding is left
+    chain = 0.01 + 3 * (exchange + 0.011)
+    assert simulate(TRACE, behind, schedule).seconds == pytest.approx(max(chain, 0.03 + exchange + 0.011) + 0.005)
+
+
+def test_the_planner_takes_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    COSTS.save(tmp_path / "costs.json")
+    TRACE.save(tmp_path / "trace.json")
+    options = {"nodes": 4, "gpus_per_node": 1, "systems": ["syncea"], "calibration": str(tmp_path / "costs.json")}
+    run_plan(trace=str(tmp_path / "trace.json"), output=str(tmp_path / "out"), **options)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Costs: made up." in shown
+    # one buffer of 30 000 elements, of which 300 are sent by each of four workers
+    expected = 0.03 + (1e-3 + 3e-4) + (3e-3 + 1800 * 3e-6) + (2e-3 + 1200 * 1e-7) + 0.005
+    job = Job(TRACE, COSTS.cluster(4), 0.01, COSTS.entry_bytes)
+    assert run_system("syncea", job).seconds == pytest.approx(expected)
+    assert f"{expected * 1e3:.1f}" in shown
