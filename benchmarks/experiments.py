@@ -15,7 +15,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_safusion.fusion.planners import SelectionCost
+from lightning_safusion.fusion.behind import SelectionCost
 from lightning_safusion.simulate.cluster import Cluster, Device, resolve_link
 from lightning_safusion.simulate.engine import Iteration
 from lightning_safusion.simulate.job import Job

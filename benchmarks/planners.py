@@ -15,8 +15,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from lightning_safusion.fusion.behind import predict_behind
 from lightning_safusion.fusion.dp import plan_optimal, predict_finish
-from lightning_safusion.fusion.planners import plan_mgwfbp, plan_omgs, plan_pareto, predict_behind
+from lightning_safusion.fusion.planners import plan_mgwfbp, plan_omgs, plan_pareto
 from lightning_safusion.simulate.cluster import Cluster, resolve_link
 from lightning_safusion.simulate.engine import mean_iteration
 from lightning_safusion.simulate.job import Job

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_safusion.naming import suggestion
 from lightning_safusion.sparsify.memory import Memory
 
 # Options of DDP that would take its communication out of the strategy's hands. LightningCLI passes every option with
@@ -87,8 +87,7 @@ def refuse_options(options: dict[str, Any], own: list[str]) -> None:
     }
     for name in options:
         if name not in known | _REFUSED_OPTIONS.keys():
-            close = difflib.get_close_matches(name, [*own, *known], n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
+            hint = suggestion(name, [*own, *known])
             raise TypeError(f"SAFusionStrategy has no argument {name!r}, nor has DistributedDataParallel.{hint}")
 
 
@@ -108,15 +107,38 @@ def refuse_double_momentum(memory: Memory, optimizer: torch.optim.Optimizer) -> 
         )
 
 
-def refuse_parts(system: str, parts: Mapping[str, Any], transport: str) -> None:
+def check_dense_rules(dense: Sequence[str], dense_below: int, dense_below_ndim: int) -> None:
+    """Refuses rules on what travels dense that no tensor could follow.
+
+    Args:
+        dense: Shell patterns of parameter names.
+        dense_below: Least elements of a tensor that is sparsified.
+        dense_below_ndim: Least dimensions of such a tensor.
+
+    Raises:
+        TypeError: If the patterns are one text.
+        ValueError: If a number is negative.
+    """
+    if isinstance(dense, str):
+        raise TypeError(f"dense is a list of patterns, got the text {dense!r}: write [{dense!r}]")
+    if dense_below < 0:
+        raise ValueError(f"dense_below is a number of elements, 0 or more, got {dense_below}")
+    if dense_below_ndim < 0:
+        raise ValueError(f"dense_below_ndim is a number of dimensions, 0 or more, got {dense_below_ndim}")
+
+
+def refuse_parts(system: str, parts: Iterable[str], transport: str) -> None:
     """Refuses parts of the engine where a system has none of them.
+
+    Args:
+        system: Name of the system.
+        parts: Names of the parts that were given.
+        transport: Library that carries the bytes.
 
     Raises:
         MisconfigurationException: With the names of what was given.
     """
-    given = [name for name, value in parts.items() if value is not None]
-    if transport != "torch":
-        given.append("transport")
+    given = [*parts, *(["transport"] if transport != "torch" else [])]
     if given:
         raise MisconfigurationException(
             f"system={system!r} is plain DDP with a hook of torch: it has no {', '.join(given)}. Leave them out, or "

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from lightning.fabric.strategies.registry import _StrategyRegistry
-from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
@@ -15,23 +14,18 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_safusion.environments.horovod import configure_horovod
-from lightning_safusion.fusion.clock import Clock, clock_for
 from lightning_safusion.fusion.engine import CollectiveOption, EngineSettings
-from lightning_safusion.fusion.events import Observer
-from lightning_safusion.fusion.plan import GroupCosts, Plan
 from lightning_safusion.fusion.policy import FusionPolicy
 from lightning_safusion.fusion.quota import QuotaRule, Scope
 from lightning_safusion.fusion.registry import resolve_fusion
-from lightning_safusion.fusion.replan import Decision
-from lightning_safusion.fusion.report import nothing_exchanged
-from lightning_safusion.parameters import refuse_options, refuse_parts
+from lightning_safusion.parameters import check_dense_rules, refuse_options, refuse_parts
 from lightning_safusion.settling import reason_to_settle, runs_compiled
 from lightning_safusion.signals import DeferredSignals, requeue_signal
 from lightning_safusion.sparsify.base import Sparsifier
 from lightning_safusion.sparsify.memory import Memory, resolve_memory
 from lightning_safusion.sparsify.registry import resolve_sparsifier
 from lightning_safusion.sparsify.schedule import DensitySchedule, resolve_density
-from lightning_safusion.systems import resolve_system
+from lightning_safusion.systems import System, resolve_system
 from lightning_safusion.wrapping import EngineDDPStrategy
 
 
@@ -50,11 +44,18 @@ class SAFusionStrategy(EngineDDPStrategy):
             ``"gaussiank"``, ``"redsync"``, ``"sidco"``, ``"adtopk"``, ``"oktopk"``, ``"none"``, the name of an
             installed one, or a ``Sparsifier``.
         density: Share of the elements to send, in (0, 1], or a ``DensitySchedule``.
-        system: A published scheme by name, for example ``"safusion"``, ``"saf-inter"``, ``"saf-naive"``, ``"fgbuff"``,
-            ``"behind"`` or ``"wfbp"``.
+        system: A published scheme by name (``safusion systems`` explains them). SAFusion and its predecessor:
+            ``"safusion"``, ``"safusion-paper"``, ``"saf-inter"``, ``"saf-naive"``, ``"fgbuff"``. Other sparse ones:
+            ``"behind"``, ``"wfbp"``, ``"omgs"``, ``"cupcake"``, ``"horovod"``, ``"hipress"``, ``"espresso"``,
+            ``"syncea"``, ``"oktopk"``, ``"gtopk"``, ``"adtopk"``, ``"ssfusion-naive"``, ``"ssfusion-o"``,
+            ``"ssfusion-i"``, ``"ssfusion"``. Dense ones: ``"wfbp-dense"``, ``"mgwfbp"``, ``"horovod-dense"``. DDP with
+            another hook: ``"dear"``, ``"easgd"``, ``"ddp"``, ``"ddp-bf16"``, ``"ddp-fp16"``, ``"powersgd"``.
         fusion: Which tensors share a buffer: ``"adaptive"`` (measured times), ``"aligned"`` (a fixed number),
-            ``"naive"``, ``"wfbp"`` (each alone), ``"single"``, ``"selective"`` (a fixed number of buffers, whose small
-            tensors travel whole), ``"behind"`` (aligned, with ``scope="group"``), or a ``FusionPolicy``.
+            ``"naive"`` (a fixed capacity, filled at each worker's own pace), ``"wfbp"`` (each alone), ``"single"`` (all
+            in one), ``"selective"`` (a fixed number of buffers, whose small tensors travel whole), ``"mgwfbp"`` and
+            ``"omgs"`` (merged where that saves more than it delays), ``"cupcake"`` (cuts searched by trying them out),
+            ``"horovod"`` (what is ready on all workers at a tick of the clock), ``"hipress"`` and ``"espresso"`` (each
+            alone, whole or compressed), ``"behind"`` (aligned, with ``scope="group"``), or a ``FusionPolicy``.
         scope: ``"tensor"`` selects from every tensor, ahead of fusion; ``"group"`` from the fused buffer, behind it.
         quota: ``"proportional"`` gives every tensor the density; ``"pooled"`` a quarter of it, and the rest of a
             buffer's room to its largest elements.
@@ -105,51 +106,33 @@ class SAFusionStrategy(EngineDDPStrategy):
         if transport not in ("torch", "horovod"):
             raise ValueError(f"transport must be 'torch' or 'horovod', got {transport!r}")
         row = resolve_system(system)
+        parts: dict[str, Any] = {
+            "compressor": compressor,
+            "fusion": fusion,
+            "scope": scope,
+            "quota": quota,
+            "dense": dense,
+            "dense_below": dense_below,
+            "dense_below_ndim": dense_below_ndim,
+            "memory": memory,
+            "collective": collective,
+            "wire": wire,
+            "offload": offload,
+        }
+        given = {name: part for name, part in parts.items() if part is not None}
         if row.ddp_hook is not None:
-            parts = {
-                "compressor": compressor,
-                "fusion": fusion,
-                "scope": scope,
-                "quota": quota,
-                "dense": dense,
-                "dense_below": dense_below,
-                "dense_below_ndim": dense_below_ndim,
-                "memory": memory,
-                "collective": collective,
-                "wire": wire,
-                "offload": offload,
-            }
-            refuse_parts(row.name, parts, transport)
+            refuse_parts(row.name, given, transport)
         if transport == "horovod":
             configure_horovod(kwargs)
         if fusion == "behind":
-            scope = scope or "group"
-            dense_below = 0 if dense_below is None else dense_below
+            given = {"scope": "group", "dense_below": 0} | given
         self.system = row.name
-        self.settings = EngineSettings(
-            compressor=resolve_sparsifier(row.compressor if compressor is None else compressor),
-            density=resolve_density(density),
-            fusion=row.policy() if fusion is None else resolve_fusion(fusion),
-            memory=resolve_memory(row.memory if memory is None else memory),
-            scope=scope or row.scope,
-            quota=quota or row.quota,
-            collective=collective or row.collective,
-            wire=wire or row.wire,
-            own_buffers=row.own_buffers and collective is None,
-            offload=row.offload if offload is None else offload,
-        )
-        if isinstance(dense, str):
-            raise TypeError(f"dense is a list of patterns, got the text {dense!r}: write [{dense!r}]")
-        dense_below = row.dense_below if dense_below is None else dense_below
-        if dense_below < 0:
-            raise ValueError(f"dense_below is a number of elements, 0 or more, got {dense_below}")
-        ndim = row.dense_below_ndim if dense_below_ndim is None else dense_below_ndim
-        if ndim < 0:
-            raise ValueError(f"dense_below_ndim is a number of dimensions, 0 or more, got {ndim}")
+        self.settings = _settings(row, density, given)
+        dense, below = given.get("dense", []), given.get("dense_below", row.dense_below)
+        below_ndim = given.get("dense_below_ndim", row.dense_below_ndim)
+        check_dense_rules(dense, below, below_ndim)
         over_horovod = transport == "horovod"
-        super().__init__(list(dense or []), dense_below, ndim, over_horovod, row.ddp_hook, row.elastic, **kwargs)
-        self._last_report: dict[str, Any] | None = None  # of a fit that has ended
-        self._plain_clock: Clock | None = None  # where no engine has one
+        super().__init__(list(dense), below, below_ndim, over_horovod, row.ddp_hook, row.elastic, **kwargs)
         self._compiled: bool | None = None  # a part of the model has been compiled; None: nobody has looked
         self._settles_because: str | None = None  # why no step reaches into the next forward pass
 
@@ -169,11 +152,6 @@ class SAFusionStrategy(EngineDDPStrategy):
                 if name not in strategy_registry:
                     description = f"SAFusionStrategy with start_method {start_method!r}"
                     strategy_registry.register(name, cls, description, start_method=start_method, **options)
-
-    @override
-    def setup(self, trainer: Trainer) -> None:
-        self._last_report = None
-        super().setup(trainer)
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -302,56 +280,6 @@ class SAFusionStrategy(EngineDDPStrategy):
             self._signals.remove()
             self._signals = None
 
-    def add_observer(self, observer: Observer) -> None:
-        """Has an observer told of every backward window of this rank, in all fits from now on."""
-        self._observers.append(observer)
-
-    def remove_observer(self, observer: Observer) -> None:
-        """Ends that; nothing happens if it is none."""
-        if observer in self._observers:
-            self._observers.remove(observer)
-
-    @property
-    def clock(self) -> Clock:
-        """The clock of this rank's device, whose moments agree with those that observers are told."""
-        if self._controller is not None:
-            return self._controller.clock
-        if self._plain_clock is None:
-            self._plain_clock = clock_for(self.root_device)
-        return self._plain_clock
-
-    @property
-    def plan(self) -> Plan | None:
-        """Which tensors share a buffer; None with plain DDP, and while the order of the gradients is not known."""
-        return self._controller.current_plan() if self._controller is not None else None
-
-    @property
-    def costs(self) -> GroupCosts | None:
-        """What plans are made from, the same on all ranks; None with plain DDP."""
-        controller = self._controller
-        return controller.planner.costs(controller.generator) if controller is not None else None
-
-    @property
-    def decisions(self) -> tuple[Decision, ...]:
-        """The planner's latest decisions on buffer sizes, oldest first, the same on all ranks; none with plain DDP."""
-        return tuple(self._controller.planner.decisions) if self._controller is not None else ()
-
-    def report(self) -> dict[str, Any]:
-        """Figures of the latest step on this rank, under the keys of :meth:`WindowReport.as_dict`.
-
-        Also ``system``, ``windows`` (exchanged so far), ``replans`` and ``plain_ddp``: why plain DDP is used, None if
-        it is not. Before the first step, and with plain DDP, the figures are 0 and the lists empty. Where training runs
-        in other processes (spawn, fork), ask there: in a callback.
-        """
-        if self._last_report is not None:
-            return self._last_report
-        figures: dict[str, Any] = {"system": self.system, "plain_ddp": self._aside, "windows": 0, "replans": 0}
-        controller = self._controller
-        if controller is None:
-            return figures | nothing_exchanged()
-        figures |= {"windows": controller.windows, "replans": controller.planner.replans}
-        return figures | (controller.report.as_dict() if controller.report is not None else nothing_exchanged())
-
     @override
     def on_exception(self, exception: BaseException) -> None:
         if self._signals is not None:
@@ -379,3 +307,19 @@ class SAFusionStrategy(EngineDDPStrategy):
         self._sends_all = self._dense_for_good = self._plain_clock = self._elastic = None
         self._dear = self._settles_because = self._compiled = None
         super().teardown()
+
+
+def _settings(row: System, density: float | DensitySchedule, given: dict[str, Any]) -> EngineSettings:
+    """The parts of a system, with what was given in the places of its own."""
+    return EngineSettings(
+        compressor=resolve_sparsifier(given.get("compressor", row.compressor)),
+        density=resolve_density(density),
+        fusion=resolve_fusion(given["fusion"]) if "fusion" in given else row.policy(),
+        memory=resolve_memory(given.get("memory", row.memory)),
+        scope=given.get("scope", row.scope),
+        quota=given.get("quota", row.quota),
+        collective=given.get("collective", row.collective),
+        wire=given.get("wire", row.wire),
+        own_buffers=row.own_buffers and "collective" not in given,
+        offload=given.get("offload", row.offload),
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -16,6 +15,7 @@ from lightning_safusion.fusion.engine import CollectiveOption
 from lightning_safusion.fusion.policy import FusionPolicy
 from lightning_safusion.fusion.quota import QuotaRule, Scope
 from lightning_safusion.fusion.registry import resolve_fusion
+from lightning_safusion.naming import look_up
 
 # Tensors below this size (norms, biases) are a small share of the bytes; sent whole they are never stale.
 _SMALL = 512
@@ -318,11 +318,7 @@ def resolve_system(name: str) -> System:
     Raises:
         ValueError: If there is none; the message lists the names.
     """
-    if name not in SYSTEMS:
-        close = difflib.get_close_matches(str(name), SYSTEMS, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"unknown system {name!r}; choose one of {', '.join(map(repr, SYSTEMS))}.{hint}")
-    return SYSTEMS[name]
+    return look_up("system", name, SYSTEMS)
 
 
 def print_systems() -> None:

@@ -23,11 +23,10 @@ from lightning_safusion.elastic import ElasticAverage
 from lightning_safusion.environments.horovod import check_horovod
 from lightning_safusion.fusion.ddp import DDPHook
 from lightning_safusion.fusion.engine import build_controller, check_equal, fingerprint
-from lightning_safusion.fusion.events import Observer
 from lightning_safusion.fusion.layout import TensorSpec, specs_from_parameters
 from lightning_safusion.fusion.state import handover, take_over
+from lightning_safusion.observed import ObservedDDPStrategy
 from lightning_safusion.parameters import dense_parameters, refuse_double_momentum, sparse_parameters, trainable
-from lightning_safusion.resumable import ResumableDDPStrategy
 from lightning_safusion.signals import DeferredSignals
 from lightning_safusion.sparsify.schedule import ConstantDensity
 
@@ -35,7 +34,7 @@ from lightning_safusion.sparsify.schedule import ConstantDensity
 _COMPILE_BUCKET_BYTES = 25 * 1024 * 1024
 
 
-class EngineDDPStrategy(ResumableDDPStrategy):
+class EngineDDPStrategy(ObservedDDPStrategy):
     """DDP whose gradients an engine exchanges, for as long as that pays; plain DDP otherwise.
 
     Args:
@@ -47,8 +46,6 @@ class EngineDDPStrategy(ResumableDDPStrategy):
         elastic: Workers train on their own, held together by a centre.
         kwargs: Arguments of DDPStrategy.
     """
-
-    system: str
 
     def __init__(
         self,
@@ -72,8 +69,6 @@ class EngineDDPStrategy(ResumableDDPStrategy):
         self._transport: Transport | None = None
         self._hook: DDPHook | None = None
         self._signals: DeferredSignals | None = None
-        self._observers: list[Observer] = []  # of every controller of this strategy
-        self._aside: str | None = None  # why plain DDP is used
         self._wrapped: list[str] = []  # trainable parameters that DDP knows
         self._dense_for_good: str | None = None  # why plain DDP goes on where the engine has begun
         self._costs_followed = 0  # windows when costs were last looked at

@@ -17,6 +17,8 @@ from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_safusion import kernels
+
 
 class NoWaiting(TorchDispatchMode):
     """Refuses copies between host and device for which the host would wait."""
@@ -113,6 +115,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
         streams.pop()
 
     Stream.log = []
+    monkeypatch.setattr(kernels, "_usable", lambda device: False)  # they read numbers, which fake tensors have not
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "stream", use)

@@ -33,6 +33,25 @@ class TinyClassifier(LightningModule):
         return torch.optim.SGD(self.parameters(), self.lr, momentum=0.9)
 
 
+class TakeTurns(TinyClassifier):
+    """Two optimizers, each with a backward pass of its own in every batch."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # type: ignore[override]  # returns no loss
+        optimizers: Any = self.optimizers()
+        for optimizer in optimizers:
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(nn.functional.cross_entropy(self(batch[0]), batch[1]))
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        last = [*self.net[3].parameters(), self.temperature]
+        return [torch.optim.SGD(self.net[:3].parameters(), 0.1), torch.optim.SGD(last, 0.1)]
+
+
 def classification(samples: int = 640, batch_size: int = 16) -> DataLoader[Any]:
     """A task that a linear model can learn, the same in every process."""
     generator = torch.Generator().manual_seed(3)

@@ -6,6 +6,8 @@ Covers: hidden and exposed exchange; DDP slower, faster and alike; a lower and a
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from lightning_safusion.advice import JobFigures, advise, busiest, ddp_plan, scaled, step_with
@@ -31,8 +33,8 @@ def costs(bytes_per_second: float, density: float = 0.05, world_size: int = 8) -
 def figures(job: GroupCosts, plan: Plan, **options: object) -> JobFigures:
     """As the cost model predicts them: a forward pass of 50 ms, and a backward pass until the last gradient."""
     exposed = max(0.0, predict_finish(plan, job) - job.ready[-1])
-    known = {"density": 0.05, "bytes_sent": sum(job.sparse_bytes)} | options
-    return JobFigures(0.05 + job.ready[-1] + exposed, exposed, plan=plan, costs=job, **known)  # type: ignore[arg-type]
+    known: dict[str, Any] = {"density": 0.05, "bytes_sent": sum(job.sparse_bytes)} | options
+    return JobFigures(0.05 + job.ready[-1] + exposed, exposed, plan=plan, costs=job, **known)
 
 
 def texts(job: JobFigures, level: str) -> list[str]:

@@ -94,7 +94,7 @@ def test_what_a_compressor_learns_stays_in_its_job() -> None:
 def test_dgc_memory_keeps_its_momentum_on_one_worker() -> None:
     def weights(strategy: Any, momentum: float) -> list[Tensor]:
         model = TinyClassifier()
-        model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), 0.05, momentum=momentum)  # type: ignore[method-assign]
+        model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), 0.05, momentum=momentum)  # type: ignore[method-assign]  # another optimizer for this model
         trainer(strategy, devices=1, use_distributed_sampler=False, limit_train_batches=8).fit(model, classification())
         return [p.detach() for p in model.parameters()]
 
@@ -141,7 +141,7 @@ def test_misspelled_arguments_are_found_at_once() -> None:
     with pytest.raises(TypeError, match="Did you mean 'density'"):
         SAFusionStrategy(densty=0.1)
     with pytest.raises(TypeError, match=r"write \['\*.bias'\]"):
-        SAFusionStrategy(dense="*.bias")  # type: ignore[arg-type]
+        SAFusionStrategy(dense="*.bias")  # type: ignore[arg-type]  # what is refused
 
 
 def test_a_lazy_module_is_named() -> None:

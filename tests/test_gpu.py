@@ -2,7 +2,8 @@
 
 Covers: one worker over NCCL with the hook in place, against plain training and against the CPU, with one
     lane and two, and with selection on the host; two workers that share
-    the device over gloo; ``set_sync_debug_mode("error")`` through whole steps; Trainer runs with the strategy.
+    the device over gloo; ``set_sync_debug_mode("error")`` through whole steps; Trainer runs with the strategy;
+    the Triton kernels: who takes them, against the CPU, without waiting, and in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,10 +21,15 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_safusion import SAFusionStrategy, Selective
 from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.comm.torch_transport import TorchTransport
+from lightning_safusion.comm.wire import resolve_codec
 from lightning_safusion.fusion import offload
 from lightning_safusion.fusion.ddp import DDPHook
 from lightning_safusion.fusion.engine import build_controller
 from lightning_safusion.fusion.layout import specs_from_parameters
+from lightning_safusion.kernels import serves
+from lightning_safusion.sparsify.base import Segments, Selection
+from lightning_safusion.sparsify.registry import resolve_sparsifier
+from lightning_safusion.sparsify.select import segmented_view
 from tests.cluster import settings
 from tests.models import TinyClassifier, classification, trainer
 
@@ -130,3 +137,63 @@ def test_a_trainer_on_one_device_over_nccl(precision: Any) -> None:
     assert strategy.report()["windows"] > 30
     assert all(torch.isfinite(param).all() for param in model.parameters())
     assert sum(model.losses[-10:]) < sum(model.losses[:10])
+
+
+def many_tensors() -> tuple[Tensor, Segments]:
+    """A span of tensors of all sizes, one of which fills many chunks."""
+    sizes = np.array([3_000_000, 1, 0, 1024, 65_537, 20_000_000, 300])
+    segments = Segments(
+        np.concatenate([[0], np.cumsum(sizes)]),
+        np.array([30_000, 1, 0, 10, 0, 200_000, 3]),
+        tuple(range(len(sizes))),
+        tuple((size,) for size in sizes.tolist()),
+    )
+    return torch.randn(segments.numel, generator=torch.Generator().manual_seed(7)), segments
+
+
+def test_spans_on_the_device_are_read_by_the_kernels() -> None:
+    pytest.importorskip("triton")
+    x, segments = many_tensors()
+    assert serves(DEVICE)
+    assert type(segmented_view(x.to(DEVICE), segments)).__name__ == "TritonView"
+    assert type(segmented_view(x, segments)).__name__ == "NumpyView"
+
+
+@pytest.mark.parametrize("wire", ["block16-bf16", "coo-fp32", "bitmap-fp16"])
+@pytest.mark.parametrize("compressor", ["topk", "threshold"])
+def test_the_kernels_send_what_the_cpu_sends_without_waiting_and_from_a_graph(compressor: str, wire: str) -> None:
+    pytest.importorskip("triton")
+    x, segments = many_tensors()
+    codec = resolve_codec(wire, segments.numel, segments.capacity, torch.float32)
+    sparsifier = resolve_sparsifier(compressor)
+    expected = torch.empty(codec.nbytes, dtype=torch.uint8)
+    codec.encode(sparsifier.select(x, segments, 0), expected)
+
+    span, out = x.to(DEVICE), torch.empty(codec.nbytes, dtype=torch.uint8, device=DEVICE)
+
+    def work() -> Selection:
+        selection = sparsifier.select(span, segments, 0)
+        codec.encode(selection, out)
+        return selection
+
+    work()  # compiles, and copies the constants
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(20):
+            out.fill_(255)
+            work()
+        positions, values = codec.decode(out)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(out.cpu(), expected)
+    theirs, sent = codec.decode(expected)
+    assert torch.equal(positions[: len(theirs)].cpu(), theirs)
+    assert torch.equal(values[: len(theirs)].cpu(), sent)
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    span.copy_(x.flip(0))
+    graph.replay()
+    codec.encode(sparsifier.select(x.flip(0), segments, 0), expected)
+    assert torch.equal(out.cpu(), expected)

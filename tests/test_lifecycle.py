@@ -178,7 +178,7 @@ class HeldBack(Callback):
     """Notes what is held back at the end."""
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        controller = getattr(trainer.strategy, "_controller", None)
+        controller = getattr(trainer.strategy, "controller", None)
         residual = local_state(controller)["memory"]["residual"] if controller is not None else {}
         self.tensors = [held.clone() for held in residual.values()]
 

@@ -61,7 +61,7 @@ class Watch(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         assert isinstance(trainer.strategy, SAFusionStrategy)
-        controller = trainer.strategy._controller
+        controller = trainer.strategy.controller
         assert controller is not None
         memory = controller.generator.memory
         self.residuals.append(memory.accumulated(0, controller.generator.layout.numel).clone())

@@ -98,6 +98,6 @@ def test_the_requeue_signal_is_the_cluster_environments() -> None:
 def test_a_module_that_only_validates_installs_nothing() -> None:
     before = signal.getsignal(signal.SIGTERM)
     model: LightningModule = TinyClassifier()
-    model.validation_step = lambda batch, batch_idx: None  # type: ignore[method-assign]
+    model.validation_step = lambda batch, batch_idx: None  # type: ignore[method-assign]  # validates nothing
     trainer(SAFusionStrategy(), devices=1).validate(model, classification(), verbose=False)
     assert signal.getsignal(signal.SIGTERM) == before

@@ -93,10 +93,10 @@ def each(rank: int) -> dict[str, Any]:
         held: dict[str, Tensor] = {}
 
         def keep(chosen: SAFusionStrategy = third, held: dict[str, Tensor] = held) -> None:
-            assert chosen._controller is not None
-            held.update(local_state(chosen._controller)["memory"]["residual"])
+            assert chosen.controller is not None
+            held.update(local_state(chosen.controller)["memory"]["residual"])
 
-        plain.on_train_end = keep  # type: ignore[method-assign]
+        plain.on_train_end = keep  # type: ignore[method-assign]  # looks at the end of the fit
         trainer(third, limit_train_batches=14, deterministic=True).fit(plain, classification())
         assert probe.latest is not None
         results[name] = {

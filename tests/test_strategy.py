@@ -219,7 +219,7 @@ def test_a_dense_pattern_that_matches_nothing_is_refused(tmp_path: Path) -> None
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)])
 def test_dgc_memory_refuses_an_optimizer_with_momentum(tmp_path: Path, optimizer: Any) -> None:
     model = TinyClassifier()
-    model.configure_optimizers = lambda: optimizer(model.parameters())  # type: ignore[method-assign]
+    model.configure_optimizers = lambda: optimizer(model.parameters())  # type: ignore[method-assign]  # another optimizer for this model
     with pytest.raises(Exception, match="memory='dgc' applies momentum before selection"):
         fit(tmp_path, SAFusionStrategy(memory="dgc", **FORK), model)
 
@@ -257,7 +257,7 @@ def test_python_reducer_is_refused(tmp_path: Path) -> None:
 
 def test_validation_without_training_needs_no_engine() -> None:
     model = TinyClassifier()
-    model.validation_step = lambda batch, batch_idx: None  # type: ignore[method-assign]
+    model.validation_step = lambda batch, batch_idx: None  # type: ignore[method-assign]  # validates nothing
     strategy = SAFusionStrategy()
     trainer(strategy, devices=1).validate(model, classification(), verbose=False)
     assert strategy.report()["windows"] == 0

@@ -62,8 +62,8 @@ class Mass(Callback):
         from lightning_safusion.fusion.state import local_state
 
         assert isinstance(trainer.strategy, SAFusionStrategy)
-        assert trainer.strategy._controller is not None
-        self.held.append(local_state(trainer.strategy._controller)["memory"]["residual"]["head.weight"].clone())
+        assert trainer.strategy.controller is not None
+        self.held.append(local_state(trainer.strategy.controller)["memory"]["residual"]["head.weight"].clone())
 
 
 def train(strategy: Any, callbacks: Any = (), **options: Any) -> list[Tensor]:

@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_safusion.callbacks.sampling import StepSampler, sampled_strategy
+from lightning_safusion.callbacks.sampling import StepSampler
 from lightning_safusion.metrics.convergence import Before, ConvergenceFigures, convergence_figures
 from lightning_safusion.strategy import SAFusionStrategy
 
@@ -63,7 +63,7 @@ class ConvergenceProbe(StepSampler):
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        controller = sampled_strategy(trainer)._controller
+        controller = self._strategy(trainer).controller
         self._before = Before.of(controller) if self._sampling and controller is not None else None
 
     @override
@@ -73,9 +73,9 @@ class ConvergenceProbe(StepSampler):
     @override
     def _take(self, strategy: SAFusionStrategy) -> None:
         before, self._before = self._before, None
-        if strategy._controller is None or before is None:
+        if strategy.controller is None or before is None:
             return
-        figures = convergence_figures(strategy._controller, before)
+        figures = convergence_figures(strategy.controller, before)
         if figures is not None:
             self._figures = figures if self._figures is None else self._figures + figures
 

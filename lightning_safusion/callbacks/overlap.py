@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from rich.console import RenderableType
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from lightning_safusion.callbacks.base import StrategyCallback
 from lightning_safusion.callbacks.run_directory import run_directory
 from lightning_safusion.callbacks.terminal import print_table
 from lightning_safusion.profiling.figures import RankFigures, StepFigures, buffer_means
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _ROWS = 1000  # recorded steps whose figures are kept for the report
 
 
-class OverlapProfiler(Callback):
+class OverlapProfiler(StrategyCallback):
     """Times every phase of a step and of each buffer, and says how much of the exchange was exposed.
 
     Of every ``every_n_steps`` optimizer steps the last ``record_steps`` are recorded (and the first ones of a fit);
@@ -100,6 +100,8 @@ class OverlapProfiler(Callback):
         profiler.plot().savefig("step.png")
     """
 
+    _purpose = "times"
+
     def __init__(
         self,
         every_n_steps: int = 50,
@@ -134,7 +136,7 @@ class OverlapProfiler(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
-            _strategy(trainer)
+            self._strategy(trainer)
             self.steps, self.figures = [], None
             self._rows.clear()
             self._recorder.clear()
@@ -151,7 +153,7 @@ class OverlapProfiler(Callback):
             if hasattr(optimizer, "register_step_post_hook"):  # not where it is not one of torch's
                 hook = optimizer.register_step_post_hook(lambda *_: self._after_optimizer(trainer))
                 self._handles.append(hook)
-        self._follow(_strategy(trainer))
+        self._follow(self._strategy(trainer))
 
     def _compare_clocks(self, trainer: Trainer) -> None:
         self._clocks = clock_offsets(meet(trainer.strategy.root_device))
@@ -178,33 +180,33 @@ class OverlapProfiler(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._recording:
-            self._recorder.batch_start(_strategy(trainer).clock.mark())
+            self._recorder.batch_start(self._strategy(trainer).clock.mark())
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         if self._recording:
-            self._recorder.before_backward(_strategy(trainer).clock.mark())
+            self._recorder.before_backward(self._strategy(trainer).clock.mark())
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._recording:
-            self._recorder.after_backward(_strategy(trainer).clock.mark())
+            self._recorder.after_backward(self._strategy(trainer).clock.mark())
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         self._stepped = True
         if self._recording:
-            self._recorder.before_optimizer(_strategy(trainer).clock.mark())
+            self._recorder.before_optimizer(self._strategy(trainer).clock.mark())
 
     def _after_optimizer(self, trainer: Trainer) -> None:
         if self._recording:
-            self._recorder.after_optimizer(_strategy(trainer).clock.mark())
+            self._recorder.after_optimizer(self._strategy(trainer).clock.mark())
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        strategy = _strategy(trainer)
+        strategy = self._strategy(trainer)
         stepped, self._stepped = self._stepped, False
         mark = strategy.clock.mark()
         if self._recording:
@@ -217,7 +219,7 @@ class OverlapProfiler(Callback):
 
     def _step_ended(self, trainer: Trainer) -> bool:
         """Counts a step; returns whether a report was due."""
-        strategy = _strategy(trainer)
+        strategy = self._strategy(trainer)
         self._count += 1
         self._follow(strategy)
         known = self._known(strategy)
@@ -233,7 +235,7 @@ class OverlapProfiler(Callback):
 
     def _report(self, trainer: Trainer, known: int) -> None:
         """Agrees with all ranks on the figures of the latest recorded steps, and tells them. A collective."""
-        strategy = _strategy(trainer)
+        strategy = self._strategy(trainer)
         self._reported = known
         self.steps = self._recorder.take(strategy.clock, self._first + known)
         if not self._recording:
@@ -279,7 +281,7 @@ class OverlapProfiler(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        strategy = _strategy(trainer)
+        strategy = self._strategy(trainer)
         known = self._known(strategy)
         if any(map(self._records, range(self._reported, known))):
             self._report(trainer, known)
@@ -308,7 +310,7 @@ class OverlapProfiler(Callback):
             warnings.warn(f"OverlapProfiler could not write to {self.run_dir}: {failure}", stacklevel=2)
 
     def _summary(self, trainer: Trainer, figures: RankFigures) -> dict[str, Any]:
-        strategy = _strategy(trainer)
+        strategy = self._strategy(trainer)
         report = strategy.report()
         about = {
             "system": strategy.system,
@@ -347,12 +349,3 @@ class OverlapProfiler(Callback):
                 "of its own (spawn, fork), use plot_step(load_timeline(run_dir)) of lightning_safusion.profiling"
             )
         return plot_step(self.steps[-1], ax)
-
-
-def _strategy(trainer: Trainer) -> SAFusionStrategy:
-    if not isinstance(trainer.strategy, SAFusionStrategy):
-        raise MisconfigurationException(
-            f"OverlapProfiler times SAFusionStrategy, got {type(trainer.strategy).__name__}: pass "
-            "Trainer(strategy=SAFusionStrategy(...)) or leave the callback out."
-        )
-    return trainer.strategy

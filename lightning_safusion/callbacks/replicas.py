@@ -7,12 +7,12 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_safusion.callbacks.base import StrategyCallback
 from lightning_safusion.metrics.checksum import (
     Checksums,
     Difference,
@@ -20,10 +20,9 @@ from lightning_safusion.metrics.checksum import (
     largest_difference,
     raw_bytes,
 )
-from lightning_safusion.strategy import SAFusionStrategy
 
 
-class ReplicaConsistencyCheck(Callback):
+class ReplicaConsistencyCheck(StrategyCallback):
     """Compares the parameters of all ranks bit by bit every few steps, and names the first tensor that differs.
 
     Data parallel ranks begin with equal parameters and apply equal updates. A rank that changes something by itself
@@ -52,6 +51,8 @@ class ReplicaConsistencyCheck(Callback):
         Trainer(strategy="safusion", callbacks=[ReplicaConsistencyCheck(every_n_steps=500, optimizer_state=True)])
     """
 
+    _purpose = "compares the replicas of"
+
     def __init__(
         self,
         every_n_steps: int = 500,
@@ -72,11 +73,8 @@ class ReplicaConsistencyCheck(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit" and not isinstance(trainer.strategy, SAFusionStrategy):
-            raise MisconfigurationException(
-                f"ReplicaConsistencyCheck compares the replicas of SAFusionStrategy, got "
-                f"{type(trainer.strategy).__name__}: pass Trainer(strategy=SAFusionStrategy(...)) or leave it out."
-            )
+        if stage == "fit":
+            self._strategy(trainer)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
+from lightning_safusion.callbacks.base import StrategyCallback
 from lightning_safusion.metrics.figures import latest_window
 from lightning_safusion.strategy import SAFusionStrategy
 
 
-class StepSampler(Callback):
+class StepSampler(StrategyCallback):
     """Takes in all windows of the batch that ends with every n-th optimizer step, on all ranks, and logs values of it.
 
     Other steps cost nothing. With plain DDP there are no windows: that is said once.
@@ -25,6 +25,8 @@ class StepSampler(Callback):
     Raises:
         ValueError: If ``every_n_steps`` is below 1.
     """
+
+    _purpose = "samples"
 
     def __init__(self, every_n_steps: int) -> None:
         if every_n_steps < 1:
@@ -58,11 +60,7 @@ class StepSampler(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        if not isinstance(trainer.strategy, SAFusionStrategy):
-            raise MisconfigurationException(
-                f"{type(self).__name__} samples SAFusionStrategy, got {type(trainer.strategy).__name__}: pass "
-                "Trainer(strategy=SAFusionStrategy(...)) or leave the callback out."
-            )
+        self._strategy(trainer)
         self._said = False
 
     @override
@@ -77,18 +75,18 @@ class StepSampler(Callback):
         self._forget()
         self._started = trainer.global_step
         self._sampling = self._started >= self._next - self._stride
-        self._window = latest_window(sampled_strategy(trainer))
+        self._window = latest_window(self._strategy(trainer))
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # every window of the batch: optimizers that take turns have windows of different tensors
         if not self._sampling:
             return
-        window = latest_window(sampled_strategy(trainer))
+        window = latest_window(self._strategy(trainer))
         if window == self._window:
             return  # gradients are being accumulated
         self._window = window
-        self._take(sampled_strategy(trainer))
+        self._take(self._strategy(trainer))
 
     @override
     def on_train_batch_end(
@@ -100,7 +98,7 @@ class StepSampler(Callback):
         step = trainer.fit_loop.epoch_loop._batches_that_stepped
         values = self._values(trainer, step)
         if values is None:
-            self._say_aside(sampled_strategy(trainer))
+            self._say_aside(self._strategy(trainer))
             return
         self._plan(trainer)
         for logger in trainer.loggers:
@@ -115,14 +113,3 @@ class StepSampler(Callback):
             rank_zero_info(
                 f"{type(self).__name__} samples nothing from here on: plain DDP sends every tensor whole ({reason})."
             )
-
-
-def sampled_strategy(trainer: Trainer) -> SAFusionStrategy:
-    """The trainer's strategy.
-
-    Raises:
-        TypeError: If it is no longer the one that was found in ``setup``.
-    """
-    if not isinstance(trainer.strategy, SAFusionStrategy):
-        raise TypeError(f"setup found SAFusionStrategy, and now there is {type(trainer.strategy).__name__}")
-    return trainer.strategy

@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from lightning_safusion.callbacks.base import StrategyCallback
 from lightning_safusion.fusion.clock import Clock, Mark
 from lightning_safusion.fusion.events import WindowEvents
 from lightning_safusion.fusion.layout import Layout
@@ -25,7 +26,7 @@ from lightning_safusion.simulate.trace import Trace, TraceTensor
 from lightning_safusion.strategy import SAFusionStrategy
 
 
-class TraceRecorder(Callback):
+class TraceRecorder(StrategyCallback):
     """Records the trace of a job on rank 0: when each gradient is ready, and what a step does besides.
 
     ``safusion plan --trace FILE`` then says what every system would make of this job on another cluster. Of each
@@ -50,6 +51,8 @@ class TraceRecorder(Callback):
         Trainer(strategy=SAFusionStrategy(), callbacks=[TraceRecorder("job.json")]).fit(model)
     """
 
+    _purpose = "records"
+
     def __init__(self, path: str | Path, record_steps: int = 20, skip_steps: int = 10) -> None:
         if record_steps < 1 or skip_steps < 0:
             raise ValueError(
@@ -69,7 +72,7 @@ class TraceRecorder(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        _strategy(trainer)
+        self._strategy(trainer)
         if trainer.accumulate_grad_batches != 1:
             raise MisconfigurationException(
                 "TraceRecorder records steps of one batch, got "
@@ -80,7 +83,7 @@ class TraceRecorder(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        strategy = _strategy(trainer)
+        strategy = self._strategy(trainer)
         reason = strategy.report()["plain_ddp"]
         if reason is not None:
             rank_zero_warn(f"TraceRecorder records nothing, for gradients are not seen: {reason}. Use system='wfbp'.")
@@ -106,12 +109,12 @@ class TraceRecorder(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._handles and self._batches >= self.skip_steps:
-            self._step = _Marks(_strategy(trainer).clock.mark())
+            self._step = _Marks(self._strategy(trainer).clock.mark())
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if self._step is not None:
-            self._step.before_backward = _strategy(trainer).clock.mark()
+            self._step.before_backward = self._strategy(trainer).clock.mark()
 
     @override
     def on_train_batch_end(
@@ -119,7 +122,7 @@ class TraceRecorder(Callback):
     ) -> None:
         self._batches += 1
         if self._step is not None:
-            self._step.end = _strategy(trainer).clock.mark()
+            self._step.end = self._strategy(trainer).clock.mark()
             self._marked.append(self._step)
             self._step = None
             # on CUDA the window of a batch is told during the next one
@@ -133,7 +136,7 @@ class TraceRecorder(Callback):
 
     def _finish(self, trainer: Trainer) -> None:
         """Writes the trace of what has been recorded."""
-        strategy, clock = _strategy(trainer), _strategy(trainer).clock
+        strategy, clock = self._strategy(trainer), self._strategy(trainer).clock
         self._release(strategy)
         steps = [times for marks in self._marked if (times := _times(marks, self._windows, clock)) is not None]
         steps = steps[: self.record_steps]
@@ -247,12 +250,3 @@ def build_trace(name: str, layout: Layout, steps: Sequence[StepTimes], source: s
         for place, spec in enumerate(layout.specs)
     )
     return Trace(name, tensors, rest * scale, source)
-
-
-def _strategy(trainer: Trainer) -> SAFusionStrategy:
-    if isinstance(trainer.strategy, SAFusionStrategy):
-        return trainer.strategy
-    raise MisconfigurationException(
-        f"TraceRecorder records SAFusionStrategy, got {type(trainer.strategy).__name__}: pass "
-        "Trainer(strategy=SAFusionStrategy(...)) or leave the callback out."
-    )

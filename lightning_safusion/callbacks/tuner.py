@@ -7,18 +7,19 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
+from lightning_safusion.callbacks.base import StrategyCallback
 from lightning_safusion.fusion.adaptive import Tuned
 from lightning_safusion.fusion.dp import Bounds
 from lightning_safusion.fusion.replan import Cadence, Decision
 from lightning_safusion.strategy import SAFusionStrategy
 
 
-class BufferSizeTuner(Callback):
+class BufferSizeTuner(StrategyCallback):
     """Sizes the buffers of any policy that counts tensors while the job runs, and says what came of it.
 
     Works on ``fusion="adaptive"`` (systems ``safusion``, ``safusion-paper`` and ``fgbuff``; without this callback it
@@ -65,6 +66,8 @@ class BufferSizeTuner(Callback):
         Trainer(strategy=SAFusionStrategy(system="behind"), callbacks=[tuner])
     """
 
+    _purpose = "sizes the buffers of"
+
     def __init__(
         self,
         warmup_windows: int = 50,
@@ -89,7 +92,7 @@ class BufferSizeTuner(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        strategy = _strategy(trainer)
+        strategy = self._strategy(trainer)
         policy = strategy.settings.fusion
         policy = policy.policy if isinstance(policy, Tuned) else policy  # of an earlier fit
         try:
@@ -101,7 +104,7 @@ class BufferSizeTuner(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._say_idle(_strategy(trainer))
+        self._say_idle(self._strategy(trainer))
 
     @override
     def on_train_batch_end(
@@ -115,7 +118,7 @@ class BufferSizeTuner(Callback):
 
     def _follow(self, trainer: Trainer) -> None:
         """Logs and tells what was decided since."""
-        strategy = _strategy(trainer)
+        strategy = self._strategy(trainer)
         if self.decisions and strategy.plan is None:
             self._say_idle(strategy)  # the engine has stepped aside
         for decision in _after(strategy.decisions, self._latest):
@@ -148,15 +151,6 @@ class BufferSizeTuner(Callback):
         step = trainer.fit_loop.epoch_loop._batches_that_stepped
         for logger in trainer.loggers:
             logger.log_metrics({f"safusion/{key}": float(v) for key, v in values.items() if v is not None}, step=step)
-
-
-def _strategy(trainer: Trainer) -> SAFusionStrategy:
-    if isinstance(trainer.strategy, SAFusionStrategy):
-        return trainer.strategy
-    raise MisconfigurationException(
-        f"BufferSizeTuner sizes the buffers of SAFusionStrategy, got {type(trainer.strategy).__name__}: pass "
-        "Trainer(strategy=SAFusionStrategy(...)) or leave the callback out."
-    )
 
 
 def describe(decision: Decision) -> str:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_safusion.comm.codec import Codec
 from lightning_safusion.comm.exchange import (
     Notice,
     Part,
@@ -19,7 +20,6 @@ from lightning_safusion.comm.exchange import (
     saturated,
 )
 from lightning_safusion.comm.transport import Transport
-from lightning_safusion.comm.wire import Codec
 from lightning_safusion.sparsify.base import Selection
 
 # Zeroing only what was written is cheaper than zeroing the span until about a quarter of it was written.

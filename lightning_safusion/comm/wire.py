@@ -16,155 +16,35 @@ the size of a message is known without looking at the gradient, and they need no
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from functools import cached_property
-from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_safusion.comm.codec import VALUE_DTYPES, Codec
+from lightning_safusion.kernels import serves
 from lightning_safusion.sparsify.base import Selection
 
-_VALUE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_VALUE_NAMES = {dtype: name for name, dtype in _VALUE_DTYPES.items()}
 _BLOCK_BITS = 16
-
-
-class Codec(ABC):
-    """Encodes the selection of one span into exactly ``nbytes`` bytes.
-
-    The size is a function of the span and its capacity only, so that it is the same on all ranks without asking.
-    Encoding is deterministic and writes every byte; padding is zeros. Finite values too large for a 16-bit format
-    saturate: the values that :meth:`encode` returns show what was cut, so that it stays with the sender. NaN and
-    infinities travel as they are.
-
-    Args:
-        numel: Elements of the span.
-        capacity: Most elements that a selection may hold.
-        value_dtype: float32, bfloat16 or float16 on the wire.
-
-    Attributes:
-        name: ``"<layout>-<values>"``, for example ``"block16-bf16"``.
-
-    Raises:
-        ValueError: If the capacity does not fit the span, or the format cannot carry the span or the dtype.
-    """
-
-    layout: ClassVar[str]
-
-    def __init__(self, numel: int, capacity: int, value_dtype: torch.dtype) -> None:
-        if not 0 <= capacity <= numel:
-            raise ValueError(f"capacity must be between 0 and the {numel} elements of the span, got {capacity}")
-        if value_dtype not in _VALUE_NAMES:
-            raise ValueError(f"values travel as float32, bfloat16 or float16, got {value_dtype}")
-        self.numel = numel
-        self.capacity = capacity
-        self.value_dtype = value_dtype
-        self.name = f"{self.layout}-{_VALUE_NAMES[value_dtype]}"
-
-    @property
-    @abstractmethod
-    def field_bytes(self) -> tuple[int, ...]:
-        """Bytes of each field, in an order that aligns every field to its own element size."""
-
-    @cached_property
-    def nbytes(self) -> int:
-        """Size of a message, bytes, a multiple of 4."""
-        return _ceil(sum(self.field_bytes), 4) * 4
-
-    @cached_property
-    def _split_sizes(self) -> list[int]:
-        """Bytes of the fields, and of what rounds the size up."""
-        sizes = self.field_bytes
-        return [*sizes, self.nbytes - sum(sizes)]
-
-    @abstractmethod
-    def encode(self, selection: Selection, out: Tensor) -> Tensor:
-        """Writes every byte of ``out`` (uint8 [nbytes], 4-byte aligned).
-
-        Returns:
-            float32 [L], one per entry of ``selection.indices``: the value as every receiver will decode it (padding 0).
-            May be ``selection.values`` itself.
-
-        Raises:
-            ValueError: If the selection exceeds the capacity, or ``out`` has another size.
-        """
-
-    def decode(self, message: Tensor) -> tuple[Tensor, Tensor]:
-        """Reads a message (uint8 [nbytes], 4-byte aligned).
-
-        Returns:
-            ``(indices int64 [L], values float32 [L])``: positions in the span, and values; entries that are padding
-            have value 0 and an index inside the span. Valid indices are unique and ascending. On the CPU padding is
-            cut off. Values may share the memory of the message.
-
-        Raises:
-            ValueError: If the message has another size.
-        """
-        self._check(message)
-        return self.decode_cut(message) if message.device.type == "cpu" else self.decode_padded(message)
-
-    @abstractmethod
-    def decode_cut(self, message: Tensor) -> tuple[Tensor, Tensor]:
-        """:meth:`decode` of a message in host memory: as many entries as were sent."""
-
-    @abstractmethod
-    def decode_padded(self, message: Tensor) -> tuple[Tensor, Tensor]:
-        """:meth:`decode` on any device: a fixed number of entries, so that the host need not know the count."""
-
-    def _check(self, message: Tensor) -> None:
-        if message.dtype != torch.uint8 or message.dim() != 1 or message.numel() != self.nbytes:
-            raise ValueError(
-                f"a {self.name} message for {self.capacity} of {self.numel} elements is uint8 [{self.nbytes}], "
-                f"got {message.dtype} {list(message.shape)}"
-            )
-
-    def _open(self, out: Tensor, selection: Selection) -> tuple[Tensor, ...]:
-        """Views of the fields of a message that is to carry ``selection``; the bytes behind them are zeroed."""
-        self._check(out)
-        if selection.indices.numel() > self.capacity:
-            raise ValueError(
-                f"the selection has {selection.indices.numel()} entries, the message has room for {self.capacity}: "
-                "cut the selection to the quotas of its segments"
-            )
-        *fields, tail = self._fields(out)
-        if self._split_sizes[-1]:
-            tail.zero_()
-        return tuple(fields)
-
-    def _fields(self, message: Tensor) -> tuple[Tensor, ...]:
-        """Views of the fields, and of the bytes that round the size up."""
-        return message.split(self._split_sizes)
-
-    def _quantize(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Values (float32 [L]) in the dtype of the wire, and the same as float32."""
-        if self.value_dtype == torch.float32:
-            return values, values
-        limit = torch.finfo(self.value_dtype).max
-        # Clamping an infinity would hide an overflow that the training loop must see.
-        coded = torch.where(values.isinf(), values, values.clamp(-limit, limit)).to(self.value_dtype)
-        return coded, coded.float()
-
-    def _read_values(self, field: Tensor, count: int) -> Tensor:
-        values = field.view(self.value_dtype)
-        return (values if count == len(values) else values[:count]).float()
 
 
 class DenseCodec(Codec):
     """The value of every element and no positions: the smallest message at high density."""
 
     layout = "dense"
+    has_kernel = False
 
     @property
     def field_bytes(self) -> tuple[int, ...]:
         return (self.numel * self.value_dtype.itemsize,)
 
-    def encode(self, selection: Selection, out: Tensor) -> Tensor:
-        (field,) = self._open(out, selection)
+    def write(self, selection: Selection, fields: Sequence[Tensor]) -> Tensor:
+        (field,) = fields
         coded, sent = self._quantize(selection.values)
         # The place behind the span takes the padding, whose own positions are those of other entries.
-        span = torch.zeros(self.numel + 1, dtype=self.value_dtype, device=out.device)
+        span = torch.zeros(self.numel + 1, dtype=self.value_dtype, device=selection.indices.device)
         positions = _positions(selection, padding=self.numel)
         span.index_copy_(0, positions, coded[: positions.numel()])
         field.view(self.value_dtype).copy_(span[:-1])
@@ -196,8 +76,8 @@ class CooCodec(Codec):
     def field_bytes(self) -> tuple[int, ...]:
         return 4, 4 * self.capacity, self.value_dtype.itemsize * self.capacity
 
-    def encode(self, selection: Selection, out: Tensor) -> Tensor:
-        header, indices, values = self._open(out, selection)
+    def write(self, selection: Selection, fields: Sequence[Tensor]) -> Tensor:
+        header, indices, values = fields
         coded, sent = self._quantize(selection.values)
         positions = _positions(selection, padding=0)
         if isinstance(selection.count, int):
@@ -236,8 +116,8 @@ class Block16Codec(Codec):
     def field_bytes(self) -> tuple[int, ...]:
         return 4 * self.blocks, self.value_dtype.itemsize * self.capacity, 2 * self.capacity
 
-    def encode(self, selection: Selection, out: Tensor) -> Tensor:
-        header, values, offsets = self._open(out, selection)
+    def write(self, selection: Selection, fields: Sequence[Tensor]) -> Tensor:
+        header, values, offsets = fields
         coded, sent = self._quantize(selection.values)
         # Padding lies behind the last block: it is counted in no block, and its low 16 bits are 0.
         positions = _positions(selection, padding=self.blocks << _BLOCK_BITS)
@@ -265,6 +145,11 @@ class Block16Codec(Codec):
 
     def decode_padded(self, message: Tensor) -> tuple[Tensor, Tensor]:
         header, values, offsets, _ = self._fields(message)
+        if serves(message.device):
+            from lightning_safusion.kernels import wire  # imports Triton
+
+            indices = wire.decode_block16(header.view(torch.int32), offsets.view(torch.int16), self.capacity)
+            return indices, self._read_values(values, self.capacity)
         ends = header.view(torch.int32).cumsum(0)
         block = torch.searchsorted(ends, torch.arange(self.capacity, device=message.device), right=True)
         # Padding is past the last end; as its offset is 0 it becomes the first element of the last block.
@@ -282,11 +167,11 @@ class BitmapCodec(Codec):
     def field_bytes(self) -> tuple[int, ...]:
         return 4 * _ceil(self.numel, 32), self.value_dtype.itemsize * self.capacity
 
-    def encode(self, selection: Selection, out: Tensor) -> Tensor:
-        bits, values = self._open(out, selection)
+    def write(self, selection: Selection, fields: Sequence[Tensor]) -> Tensor:
+        bits, values = fields
         coded, sent = self._quantize(selection.values)
         places = 8 * bits.numel()
-        mask = torch.zeros(places + 1, dtype=torch.bool, device=out.device)
+        mask = torch.zeros(places + 1, dtype=torch.bool, device=selection.indices.device)
         positions = _positions(selection, padding=places)
         mask.index_fill_(0, positions, True)
         bits.copy_(_pack_bits(mask[:places]))
@@ -300,6 +185,11 @@ class BitmapCodec(Codec):
 
     def decode_padded(self, message: Tensor) -> tuple[Tensor, Tensor]:
         bits, values, _ = self._fields(message)
+        if serves(message.device):
+            from lightning_safusion.kernels import wire  # imports Triton
+
+            indices = wire.decode_bitmap(bits.view(torch.int32), self.capacity)
+            return indices, self._read_values(values, self.capacity)
         shifts = torch.arange(8, dtype=torch.uint8, device=message.device)
         mask = ((bits[:, None] >> shifts) & 1).bool().view(-1)
         # The k-th set bit writes its position to place k; all others write to the place behind the last.
@@ -314,7 +204,7 @@ _CODECS: dict[str, type[Codec]] = {codec.layout: codec for codec in (DenseCodec,
 
 def available_wires() -> tuple[str, ...]:
     """Names that :func:`resolve_codec` takes."""
-    return ("auto", *_VALUE_DTYPES, *(f"{layout}-{value}" for layout in _CODECS for value in _VALUE_DTYPES))
+    return ("auto", *VALUE_DTYPES, *(f"{layout}-{value}" for layout in _CODECS for value in VALUE_DTYPES))
 
 
 def resolve_codec(wire: str, numel: int, capacity: int, grad_dtype: torch.dtype) -> Codec:
@@ -335,9 +225,9 @@ def resolve_codec(wire: str, numel: int, capacity: int, grad_dtype: torch.dtype)
         raise ValueError(f"unknown wire format {wire!r}; available: {', '.join(available_wires())}")
     layout, _, value = wire.rpartition("-")
     if layout:
-        return _CODECS[layout](numel, capacity, _VALUE_DTYPES[value])
-    lossless = grad_dtype if grad_dtype in _VALUE_NAMES else torch.float32
-    value_dtype = lossless if wire == "auto" else _VALUE_DTYPES[wire]
+        return _CODECS[layout](numel, capacity, VALUE_DTYPES[value])
+    lossless = grad_dtype if grad_dtype in VALUE_DTYPES.values() else torch.float32
+    value_dtype = lossless if wire == "auto" else VALUE_DTYPES[wire]
     layouts = [codec for codec in _CODECS.values() if codec is not CooCodec or numel < 2**31]
     return min((codec(numel, capacity, value_dtype) for codec in layouts), key=lambda codec: codec.nbytes)
 

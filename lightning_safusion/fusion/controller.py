@@ -1,4 +1,4 @@
-"""The Controller: takes gradients in, launches full buffers, drains them, gives the means back."""
+"""The Controller: takes gradients in, has full buffers launched, drains them, gives the means back."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from torch import Tensor
 
 from lightning_safusion.comm.exchange import Notice
 from lightning_safusion.comm.transport import Transport
-from lightning_safusion.fusion.buffer import FusionBuffer
 from lightning_safusion.fusion.clock import clock_for
 from lightning_safusion.fusion.deferred import DeferredDrain
-from lightning_safusion.fusion.drain import Drain, lost
+from lightning_safusion.fusion.drain import Drain
 from lightning_safusion.fusion.events import Observer, WindowEvents
 from lightning_safusion.fusion.generator import Generator
 from lightning_safusion.fusion.lane import Lane
+from lightning_safusion.fusion.launch import Launcher
 from lightning_safusion.fusion.offload import Offloader
 from lightning_safusion.fusion.plan import CollectiveName, Group, Plan
 from lightning_safusion.fusion.planning import Planner
-from lightning_safusion.fusion.ranges import profiler_range
 from lightning_safusion.fusion.report import WindowReport
 from lightning_safusion.fusion.ticks import Ticks
-from lightning_safusion.fusion.window import BufferTimes, Window, unmarked
+from lightning_safusion.fusion.window import Window, unmarked
 from lightning_safusion.sparsify.schedule import ConstantDensity, DensitySchedule, check_density
 
 # The end of a collective is told by a callback on the backend's thread, which stops the backward's for the
@@ -89,10 +88,10 @@ class Controller:
         self._tracked = np.zeros(len(generator.layout), bool)  # the same for what an optimizer announces
         self._first = True  # DDP's first window submits everything at its end, in an order that means nothing
         self._window: Window | None = None
-        self._selecting = Lane(generator.device)
         self._drain = Drain(generator, transport)
         self._deferred = DeferredDrain(generator, Lane(generator.device)) if deferred else None
         self._offload = offload
+        self._launcher = Launcher(generator, transport, self._deferred, offload)
         self._ticks = ticks
 
     @property
@@ -120,10 +119,9 @@ class Controller:
             self.reset()  # the last backward never finished, and the model is trained on: a new window begins
         window = self._window or self._begin()
         group = window.submit(place, grad, fresh, fresh and bool(self.unstepped[index]))
-        if self._offload is not None and window.groups and self._offload.wants(place):
-            self._take(self._offload, window, place, grad)
+        self._launcher.offer(window, place, grad)
         if group is not None:
-            self._launch(window, group)
+            self._launcher.launch(window, group, self.notices)
         if self._ticks is not None and window.ticking:
             self._fuse(window, self._ticks.poll(window.ready))
         elif window.complete:
@@ -171,94 +169,25 @@ class Controller:
     def _dense_window(self) -> bool:
         return self.dense_first and self.windows == 0
 
-    def _take(self, offload: Offloader, window: Window, place: int, grad: Tensor) -> None:
-        if window.error is not None or not window.fresh[place] or window.raw[place]:
-            return
-        try:
-            with self._selecting.fork():
-                offload.take(window, place, grad)
-        except Exception as error:
-            window.error = error
-
-    def _launch(self, window: Window, group: Group) -> None:
-        times = BufferTimes()
-        with self._selecting.fork():
-            times.closed = window.mark()
-            buffer = self.generator.buffer(group)
-            window.unsent.append((buffer, times, self._fill(window, buffer)))
-            self._send(window, keep=int(self._offload is not None and self._offload.late))
-        window.launched = group.stop
-
-    def _fill(self, window: Window, buffer: FusionBuffer) -> Tensor | None:
-        """Selects from the tensors of a buffer, and returns their flags; None if this rank cannot."""
-        if window.error is not None:
-            return None
-        try:
-            part = slice(buffer.group.start, buffer.group.stop)
-            grads, fresh, raw = window.grads_of(buffer.group), window.fresh[part], window.raw[part]
-            early, known = ((), None) if self._offload is None else self._offload.taken(buffer)
-            with profiler_range("select", self.generator, buffer):
-                flags = self.generator.select(buffer, grads, fresh, raw, window.step, window.scale, early)
-                return flags if known is None else flags | known
-        except Exception as error:
-            window.error = error
-            return None
-
-    def _send(self, window: Window, keep: int = 0) -> None:
-        """Packs and launches the buffers that have been closed, all but the latest ``keep``."""
-        while len(window.unsent) > keep:
-            self._exchange(window, *window.unsent.pop(0))
-
-    def _exchange(self, window: Window, buffer: FusionBuffer, times: BufferTimes, flags: Tensor | None) -> None:
-        self._pack(window, buffer, times, flags)
-        times.launched = window.mark()  # before: it may have ended by the time that the call returns
-        try:
-            with profiler_range("exchange", self.generator, buffer):
-                buffer.exchange.start()
-        except Exception as error:
-            raise lost(self.generator, buffer, window, error) from error
-        times.issued = window.mark()
-        if buffer.exchange.work is not None and window.timed and not self.transport.stream_ordered:
-            buffer.exchange.work.on_done(times.finish)
-        if self._deferred is not None and window.deferred:
-            self._deferred.launched(window, buffer, times)
-        window.inflight.append((buffer, times))
-
-    def _pack(self, window: Window, buffer: FusionBuffer, times: BufferTimes, flags: Tensor | None) -> None:
-        """Fills a message; a rank that cannot still takes part, so that no other rank waits for it for ever."""
-        if flags is None:
-            self.generator.leave_empty(buffer, self.notices)
-            return
-        try:
-            if self._offload is not None:
-                self._offload.collect(buffer)
-            times.selected = window.mark()
-            self.generator.pack(buffer, flags, self.notices)
-        except Exception as error:
-            window.error = error
-            self.generator.leave_empty(buffer, self.notices)
-
     def _fuse(self, window: Window, ready: int) -> None:
         """Launches what a tick has found ready on all ranks."""
         if ready > window.launched:
             for group in self.planner.fuse(self.generator, window.launched, ready):
-                self._launch(window, group)
+                self._launcher.launch(window, group, self.notices)
 
     def _launch_rest(self, window: Window) -> None:
         """Launches planned groups that gradients out of order have kept back; everything if nothing is planned."""
         for group in window.groups[window.next_group :]:
-            self._launch(window, group)
+            self._launcher.launch(window, group, self.notices)
         edges = self.generator.layout.edges
         collective: CollectiveName = "allreduce" if self._dense_window() else self.planner.fallback(self.generator)
         start = window.launched
         while start < len(self.generator.layout):
             limit = edges[start] + _UNPLANNED_ELEMENTS
             stop = max(start + 1, int(np.searchsorted(edges, limit, side="right")) - 1)
-            self._launch(window, Group(start, stop, collective))
+            self._launcher.launch(window, Group(start, stop, collective), self.notices)
             start = stop
-        if window.unsent:
-            with self._selecting.fork():
-                self._send(window)
+        self._launcher.flush(window, self.notices)
 
     def drain(self) -> None:
         """Waits for all buffers, writes the means into the gradients, and commits the window if it ended well.
@@ -273,11 +202,11 @@ class Controller:
             for ready in self._ticks.rest(window.length):
                 self._fuse(window, ready)
             # the next window has other buffers
-            self.generator.keep_only([buffer.group for buffer, _ in window.inflight])
+            self.generator.pool.keep_only([buffer.group for buffer, _ in window.inflight])
         self._window = None
         if self._offload is not None:
             self._offload.forget()  # what an error has left
-        self._selecting.join()
+        self._launcher.lane.join()
         good = True  # until it is known better
         if self._deferred is not None and window.deferred:
             self._deferred.run(window)
@@ -384,11 +313,11 @@ class Controller:
         if self._offload is not None:
             self._offload.forget()
         if self._window is not None:
-            self._selecting.synchronize()
+            self._launcher.lane.synchronize()
         self._window = self._unobserved = None
         if self._deferred is not None:
             self._deferred.forget()
-        self.generator.forget()
+        self.generator.pool.forget()
 
     def release(self) -> None:
         """Frees buffers and figures; the state that a checkpoint wants stays."""

@@ -139,7 +139,7 @@ class DeferredDrain:
         return window, bool(good), notices
 
     def _refuse_irregular(self, window: Window, verdicts: Sequence[Verdict]) -> None:
-        world_size = self.generator.transport.world_size
+        world_size = self.generator.pool.transport.world_size
         places = [
             buffer.group.start + int(t)
             for (buffer, _), verdict in zip(window.inflight, verdicts, strict=True)

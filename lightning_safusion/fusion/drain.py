@@ -235,6 +235,6 @@ def lost(generator: Generator, buffer: FusionBuffer, window: Window, error: Exce
     names = generator.layout.names(buffer.places)
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     return RuntimeError(
-        f"rank {generator.transport.rank}: the exchange of the buffer with {shown} failed in step {window.step}: "
+        f"rank {generator.pool.transport.rank}: the exchange of the buffer with {shown} failed in step {window.step}: "
         f"{error}"
     )

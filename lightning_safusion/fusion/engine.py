@@ -16,12 +16,14 @@ from lightning_safusion.comm.hierarchical import NodeTransports
 from lightning_safusion.comm.transport import Transport
 from lightning_safusion.comm.wire import resolve_codec
 from lightning_safusion.fusion.controller import Controller
+from lightning_safusion.fusion.costs import CollectiveChoice
 from lightning_safusion.fusion.generator import Generator
 from lightning_safusion.fusion.layout import Layout, TensorSpec
 from lightning_safusion.fusion.offload import Offloader, selection_costs
 from lightning_safusion.fusion.plan import SparseName
-from lightning_safusion.fusion.planning import CollectiveChoice, Planner
+from lightning_safusion.fusion.planning import Planner
 from lightning_safusion.fusion.policy import FusionPolicy, Naive
+from lightning_safusion.fusion.pool import BufferPool
 from lightning_safusion.fusion.published import Horovod
 from lightning_safusion.fusion.quota import QuotaRule, Scope, tensor_quotas
 from lightning_safusion.fusion.replan import Cadence
@@ -215,7 +217,6 @@ def build_controller(
     layout = Layout(tuple(specs))
     settings.memory.world_size = transport.world_size
     settings.memory.bind(layout.edges.tolist(), device)
-    naive = settings.fusion if isinstance(settings.fusion, Naive) else None
     # to the planner they are sparse exchanges like the all-gather, whose cost stands for theirs
     sparse: SparseName = "allgather"
     choice: CollectiveChoice = "allgather"
@@ -223,27 +224,14 @@ def build_controller(
         choice = settings.collective
     else:
         sparse = settings.collective
-    # launched at each rank's own pace, between the collectives of the model's own backward (SyncBatchNorm)
     timer = settings.fusion if isinstance(settings.fusion, Horovod) else None
     ticks = Ticks(transport.host_subgroup(), timer.cycle_s) if timer else None
     nodes = NodeTransports.make(transport, node) if sparse == "hierarchical" else None
     if nodes is not None and len(nodes.nodes) == 1 and announce is not None:
         announce("all workers are on one node, where collective='hierarchical' saves nothing: system='ddp' is faster")
-    generator = Generator(
-        layout,
-        settings.memory,
-        copy.deepcopy(settings.compressor),  # what it learns belongs to this job
-        transport.subgroup() if timer else transport,
-        device,
-        settings.scope,
-        settings.quota,
-        settings.wire,
-        transport.subgroup() if naive else None,
-        naive.buffer_elements if naive else 1,
-        sparse,
-        transport.subgroup() if sparse == "hybrid" else None,
-        nodes,
-    )
+    pool = _buffer_pool(settings, transport, device, sparse, nodes)
+    # a copy: what it learns belongs to this job
+    generator = Generator(layout, settings.memory, copy.deepcopy(settings.compressor), pool)
     wanted = settings.fusion.needs_costs or settings.collective == "auto"
     prior = calibrate(transport, device) if measure and wanted else None
     planner = Planner(settings.fusion, transport, choice, prior, announce)
@@ -254,3 +242,27 @@ def build_controller(
     if settings.offload:
         offload = Offloader(generator, *selection_costs(settings.compressor, device, measure))
     return Controller(generator, planner, transport, settings.density, dense_first, overlap, deferred, offload, ticks)
+
+
+def _buffer_pool(
+    settings: EngineSettings,
+    transport: Transport,
+    device: torch.device,
+    sparse: SparseName,
+    nodes: NodeTransports | None,
+) -> BufferPool:
+    """Collective where buffers need communicators of their own."""
+    naive = settings.fusion if isinstance(settings.fusion, Naive) else None
+    return BufferPool(
+        # launched at each rank's own pace, between the collectives of the model's own backward (SyncBatchNorm)
+        transport.subgroup() if isinstance(settings.fusion, Horovod) else transport,
+        device,
+        settings.scope,
+        settings.quota,
+        settings.wire,
+        transport.subgroup() if naive else None,
+        naive.buffer_elements if naive else 1,
+        sparse,
+        transport.subgroup() if sparse == "hybrid" else None,
+        nodes,
+    )

@@ -9,27 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.allgather import SparseAllGather
-from lightning_safusion.comm.allreduce import DenseAllReduce
-from lightning_safusion.comm.exchange import Exchange, Notice, Part, SpanSpec, TensorFlag, all_finite
-from lightning_safusion.comm.gtopk import GTopKExchange
-from lightning_safusion.comm.hierarchical import HierarchicalExchange, NodeTransports
-from lightning_safusion.comm.hybrid import HybridExchange
-from lightning_safusion.comm.oktopk import OkTopkExchange
-from lightning_safusion.comm.stream import Stream, StreamedTensor
-from lightning_safusion.comm.transport import Transport
-from lightning_safusion.comm.wire import resolve_codec
-from lightning_safusion.fusion.buffer import FusionBuffer, dense_runs
+from lightning_safusion.comm.exchange import Notice, Part, TensorFlag, all_finite
+from lightning_safusion.fusion.buffer import FusionBuffer
 from lightning_safusion.fusion.layout import Layout
-from lightning_safusion.fusion.plan import Group, SparseName
-from lightning_safusion.fusion.quota import (
-    QuotaRule,
-    Scope,
-    TensorQuotas,
-    group_segments,
-    selective_quotas,
-    tensor_quotas,
-)
+from lightning_safusion.fusion.plan import Group
+from lightning_safusion.fusion.pool import BufferPool
+from lightning_safusion.fusion.quota import TensorQuotas, tensor_quotas
 from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier, check_selection
 from lightning_safusion.sparsify.memory import Memory
 from lightning_safusion.sparsify.view import device_constant
@@ -44,131 +29,37 @@ class Generator:
         layout: The flat gradient space.
         memory: Error feedback, bound to the layout.
         sparsifier: Chooses the elements.
-        transport: Communicator of the buffers.
-        device: Where the flat space lives.
-        scope: ``"tensor"`` selects ahead of fusion, ``"group"`` behind it.
-        quota: ``"proportional"`` or ``"pooled"``.
-        wire: Wire format by name.
-        stream_transport: A communicator of its own for buffers that fill at each worker's own pace; only they need it.
-        stream_elements: Entries that such a buffer holds.
-        sparse: What carries the buffers that a plan sends by all-gather.
-        dense_transport: A communicator of its own for what travels whole; only ``sparse="hybrid"`` needs it.
-        nodes: Communicators inside and between nodes; only ``sparse="hierarchical"`` needs them.
+        pool: The buffers.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        memory: Memory,
-        sparsifier: Sparsifier,
-        transport: Transport,
-        device: torch.device,
-        scope: Scope = "tensor",
-        quota: QuotaRule = "proportional",
-        wire: str = "auto",
-        stream_transport: Transport | None = None,
-        stream_elements: int = 65536,
-        sparse: SparseName = "allgather",
-        dense_transport: Transport | None = None,
-        nodes: NodeTransports | None = None,
-    ) -> None:
+    def __init__(self, layout: Layout, memory: Memory, sparsifier: Sparsifier, pool: BufferPool) -> None:
         self.layout = layout
         self.memory = memory
         self.sparsifier = sparsifier
+        self.pool = pool
+        self.device = pool.device
+        self.quotas: TensorQuotas = tensor_quotas(layout, sparsifier, 1.0)
         self._selecting = Lock()  # what a sparsifier learns is not made for two threads
         # a broken contract would not raise anywhere: it would train on wrong gradients, the same on all ranks
         self._checks = not type(sparsifier).__module__.startswith("lightning_safusion.")
-        self.transport = transport
-        self.device = device
-        self.scope = scope
-        self.quota_rule = quota
-        self.wire = wire
-        self.stream_elements = stream_elements
-        self.sparse = sparse
-        self.quotas: TensorQuotas = tensor_quotas(layout, sparsifier, 1.0)
-        self._buffers: dict[Group, FusionBuffer] = {}
-        self._stream: Stream | None = None
-        self._stream_transport = stream_transport
-        self._dense_transport = dense_transport
-        self._nodes = nodes
 
     def set_layout(self, layout: Layout) -> None:
         """Adopts a new order; the memory must have been permuted to it."""
         self.layout = layout
         self.quotas = tensor_quotas(layout, self.sparsifier, self.quotas.density)
-        self.forget()
+        self.pool.forget()
 
     def set_density(self, density: float) -> bool:
         """Sets the density of the next window; returns whether it changed."""
         if density == self.quotas.density:
             return False
         self.quotas = tensor_quotas(self.layout, self.sparsifier, density)
-        self.forget()
+        self.pool.forget()
         return True
-
-    def keep_only(self, groups: Sequence[Group]) -> None:
-        """Forgets the buffers of groups that no plan uses any more."""
-        self._buffers = {group: buffer for group, buffer in self._buffers.items() if group in groups}
-
-    def forget(self) -> None:
-        """Forgets all buffers: their shapes have changed, or an abandoned collective may still write into them."""
-        self._buffers.clear()
-        self._stream = None
 
     def buffer(self, group: Group) -> FusionBuffer:
         """The persistent buffer of a group at the current density."""
-        if group not in self._buffers:
-            self._buffers[group] = self._build(group)
-        return self._buffers[group]
-
-    def _build(self, group: Group) -> FusionBuffer:
-        layout = self.layout
-        quotas = selective_quotas(layout, self.quotas, group.start, group.stop, group.whole_upto)
-        start, stop = int(layout.edges[group.start]), int(layout.edges[group.stop])
-        edges = tuple(int(e) - start for e in layout.edges[group.start : group.stop + 1])
-        reduce = group.collective == "allreduce"
-        dense = np.ones(group.stop - group.start, bool) if reduce else quotas.dense[group.start : group.stop]
-        segments = None
-        if not dense.all():
-            segments = group_segments(layout, quotas, group.start, group.stop, self.scope, self.quota_rule)
-        runs = dense_runs(layout, group, edges, dense)
-        spec = SpanSpec(stop - start, segments.capacity if segments else 0, edges, runs)
-        dtypes = frozenset(spec.dtype for spec in layout.specs[group.start : group.stop])
-        return FusionBuffer(group, start, stop, segments, self._exchange(group, spec, segments), dense, dtypes)
-
-    def _exchange(self, group: Group, spec: SpanSpec, segments: Segments | None) -> Exchange:
-        if group.collective == "allreduce":
-            return DenseAllReduce(spec, self.transport, self.device, group.half)
-        if group.collective == "stream":
-            if self._stream is None:
-                self._stream = self._open_stream()
-            return StreamedTensor(spec, self._stream, group.start)
-        dtypes = {s.dtype for s in self.layout.specs[group.start : group.stop]}
-        dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
-        if self.sparse == "oktopk":
-            return OkTopkExchange(spec, self.transport, self.device, self.wire, dtype)
-        if self.sparse == "hierarchical":
-            if self._nodes is None:
-                raise ValueError("collective='hierarchical' needs communicators of nodes")
-            return HierarchicalExchange(spec, self._nodes, self.device, self.wire, dtype, segments=segments)
-        codec = resolve_codec(self.wire, spec.numel, spec.capacity, dtype) if spec.capacity else None
-        if self.sparse == "gtopk":
-            return GTopKExchange(spec, self.transport, self.device, codec)
-        if self.sparse == "hybrid" and spec.dense_runs:
-            if self._dense_transport is None:
-                raise ValueError("a lane for what travels whole needs a dense_transport")
-            if codec is None:
-                return DenseAllReduce(spec, self._dense_transport, self.device)
-            return HybridExchange(spec, self.transport, self._dense_transport, self.device, codec)
-        return SparseAllGather(spec, self.transport, self.device, codec)
-
-    def _open_stream(self) -> Stream:
-        if self._stream_transport is None:
-            raise ValueError("buffers that fill at each worker's own pace need a stream_transport")
-        dtype = resolve_codec(self.wire, self.layout.numel, 1, torch.float32).value_dtype
-        # a buffer that can never be full would only carry padding
-        capacity = min(self.stream_elements, max(1, int(self.quotas.counts.sum())))
-        return Stream(self._stream_transport, self.layout.edges, capacity, dtype, self.device)
+        return self.pool.buffer(group, self.layout, self.quotas)
 
     def select(
         self,
@@ -276,7 +167,7 @@ class Generator:
         segments = buffer.segments
         if segments is None or buffer.exchange.selects_itself:
             return None
-        if buffer.absent and self.scope == "group":
+        if buffer.absent and self.pool.scope == "group":
             return self.select_from(self._without(buffer, x), segments, step)
         if buffer.absent or early:
             key = ("left", *sorted(early)) if not buffer.absent else None

@@ -5,36 +5,26 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
-from lightning_safusion.comm.cost import LINKS, LinearCost
+from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.comm.transport import Transport
-from lightning_safusion.comm.wire import resolve_codec
 from lightning_safusion.fusion.adaptive import predicted_gain
+from lightning_safusion.fusion.costs import CollectiveChoice, job_costs
 from lightning_safusion.fusion.dp import GroupPricer
 from lightning_safusion.fusion.events import WindowEvents
 from lightning_safusion.fusion.generator import Generator
 from lightning_safusion.fusion.plan import CollectiveName, Group, GroupCosts, Plan
 from lightning_safusion.fusion.policy import FusionPolicy, Single
-from lightning_safusion.fusion.profile import (
-    RECENT_WINDOWS,
-    AgreedProfile,
-    ProfileRecorder,
-    SelectionTime,
-    agree,
-    modelled_costs,
-    service_seconds,
-)
+from lightning_safusion.fusion.profile import AgreedProfile, agree
 from lightning_safusion.fusion.published import Horovod
+from lightning_safusion.fusion.recorder import RECENT_WINDOWS, ProfileRecorder, record_events
 from lightning_safusion.fusion.replan import Action, Cadence, Decision, ReplanSchedule, Trials
 from lightning_safusion.fusion.search import CutSearch
 from lightning_safusion.fusion.spans import WindowSpans
-
-CollectiveChoice = Literal["auto", "allgather", "allreduce"]
 
 # Reviews in a row that find every buffer dense before that is taken for final.
 _DENSE_REVIEWS = 3
@@ -149,30 +139,7 @@ class Planner:
 
     def costs(self, generator: Generator) -> GroupCosts:
         """The agreed numbers as they stand; a pure function of them and of the quotas."""
-        layout, quotas = generator.layout, generator.quotas
-        sizes = np.diff(layout.edges)
-        widths = np.array([spec.dtype.itemsize for spec in layout.specs])
-        sparse = np.where(quotas.dense, sizes * widths, quotas.counts * _entry_bytes(generator)) + 1.0
-        dense_everywhere = bool(quotas.dense.all())
-        arguments = {
-            "numels": tuple(int(n) for n in sizes),
-            "sparse_bytes": tuple(sparse.tolist()),
-            "dense_bytes": tuple((sizes * np.minimum(widths, 4)).astype(float).tolist()),
-            "world_size": self.transport.world_size,
-            "dense_allowed": self.collective != "allgather",
-            "sparse_allowed": self.collective == "allgather" or (self.collective == "auto" and not dense_everywhere),
-        }
-        hybrid = generator.sparse == "hybrid"
-        return replace(self._priced(arguments), quotas=tuple(quotas.counts.tolist()), hybrid=hybrid)
-
-    def _priced(self, arguments: dict[str, Any]) -> GroupCosts:
-        if self._profile is not None:
-            return self._profile.group_costs(**arguments)
-        modelled = modelled_costs(**arguments, link=LINKS["10gbit"])
-        if self.prior is None:
-            return modelled
-        lines = {name: (self.prior[name].fixed, self.prior[name].per_byte) for name in ("allgather", "allreduce")}
-        return replace(modelled, sparse=lines["allgather"], dense=lines["allreduce"])
+        return job_costs(generator, self.collective, self.transport.world_size, self._profile, self.prior)
 
     def observe(self, events: WindowEvents | None, generator: Generator) -> None:
         """Takes in a planned window that has ended; may agree on a new plan. Called at the same point on all ranks.
@@ -194,7 +161,7 @@ class Planner:
             # the first windows set up communicators and warm up kernels; their times say nothing of the rest
             self._recorder = ProfileRecorder(len(generator.layout))
         elif events is not None:
-            _record(self._recorder, events)
+            record_events(self._recorder, _KIND, events)
             self._spans.add(events)
         due = self._schedule.advance()
         if self._trials.pending is not None:
@@ -262,7 +229,7 @@ class Planner:
         self.current = plan
         self.replans += 1
         self._spans.restart()
-        generator.keep_only(plan.groups)
+        generator.pool.keep_only(plan.groups)
         self._tell(plan, generator)
         self._verify(generator.device)
 
@@ -338,27 +305,3 @@ class Planner:
             self._search = self.policy.search(len(generator.layout))
             if self._search is not None:
                 self._search.replay(measured)
-
-
-def _entry_bytes(generator: Generator) -> float:
-    """Bytes on the wire per selected element, for a buffer with the model's mean density."""
-    quotas = generator.quotas
-    sizes = np.diff(generator.layout.edges)
-    numel = int(sizes[~quotas.dense].sum())
-    capacity = int(quotas.counts[~quotas.dense].sum())
-    if not capacity:
-        return 0.0
-    scale = min(1.0, (1 << 24) / numel)  # a buffer, not the model: index formats differ for spans of billions
-    numel, capacity = max(1, int(numel * scale)), max(1, int(capacity * scale))
-    return resolve_codec(generator.wire, numel, capacity, torch.float32).nbytes / capacity
-
-
-def _record(recorder: ProfileRecorder, events: WindowEvents) -> None:
-    buffers = [buffer for buffer in events.buffers if buffer.collective != "stream"]
-    selections = [SelectionTime(each.places.stop, each.elements, each.issued - each.closed) for each in buffers]
-    recorder.record_window(_KIND, events.ready, selections, delays=not events.beside)
-    seconds = service_seconds([each.launched for each in buffers], [each.finished for each in buffers])
-    for each, duration in zip(buffers, seconds, strict=True):
-        recorder.record_exchange(each.collective, each.bytes_sent, duration)
-        if each.collective == "allgather":
-            recorder.record_decode(each.bytes_sent, each.decoded - each.arrived)

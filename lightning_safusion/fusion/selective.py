@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lightning_safusion.fusion.choices import choose_selective
 from lightning_safusion.fusion.dp import GroupPricer
 from lightning_safusion.fusion.plan import Group, GroupCosts, Plan
 from lightning_safusion.fusion.policy import FusionPolicy
 from lightning_safusion.fusion.quota import selective_counts
+from lightning_safusion.fusion.ssfusion import choose_selective
 
 
 class Selective(FusionPolicy):

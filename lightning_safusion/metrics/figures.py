@@ -105,13 +105,13 @@ def tensor_figures(strategy: SAFusionStrategy, errors: bool = True) -> TensorFig
     Returns:
         On the strategy's device; None with plain DDP and before the first window.
     """
-    controller = strategy._controller
+    controller = strategy.controller
     return None if controller is None else window_figures(controller, errors)
 
 
 def latest_window(strategy: SAFusionStrategy) -> int | None:
     """Number of the latest window, the same on all ranks; None with plain DDP and before the first."""
-    controller = strategy._controller
+    controller = strategy.controller
     return None if controller is None or controller.report is None else controller.report.window.step
 
 

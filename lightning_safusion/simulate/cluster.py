@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from lightning_safusion.comm.cost import LINKS, LinearCost, Link, allgather_bytes, log2_ceil, ring_allreduce_bytes
-from lightning_safusion.fusion.planners import SelectionCost
+from lightning_safusion.fusion.behind import SelectionCost
 
 #: NVLink inside a node: 200 GB/s effective.
 NVLINK = Link(alpha=3e-6, beta=1 / 200e9, launch=15e-6)

@@ -6,19 +6,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from lightning_safusion.fusion.choices import (
-    Option,
-    PrimitiveCost,
-    Primitives,
-    Selective,
-    Trial,
-    choose_offloaded,
-    choose_options,
-    choose_parts,
-    choose_selective,
-)
+from lightning_safusion.fusion.choices import Option, PrimitiveCost, Primitives, Trial, choose_options, choose_parts
 from lightning_safusion.fusion.per_tensor import HiPress
 from lightning_safusion.fusion.plan import Group
+from lightning_safusion.fusion.ssfusion import SelectiveChoice, choose_offloaded, choose_selective
 from lightning_safusion.simulate.engine import simulate
 from lightning_safusion.simulate.job import Job
 from lightning_safusion.simulate.schedule import Message, Planned, Schedule
@@ -145,11 +136,11 @@ def _places(group: Group) -> range:
     return range(group.start, group.stop)
 
 
-def _selective(job: Job, group: Group, interleaved: bool) -> Selective:
+def _selective(job: Job, group: Group, interleaved: bool) -> SelectiveChoice:
     numels = job.trace.numels[group.start : group.stop]
 
     def seconds(dense: Sequence[bool], density: float) -> float:
-        messages = _exchanges(job, group, Selective(tuple(dense), density), interleaved, [])
+        messages = _exchanges(job, group, SelectiveChoice(tuple(dense), density), interleaved, [])
         sparse = [float(numel) for numel, whole in zip(numels, dense, strict=True) if not whole]
         selection = job.select_cost(sum(sparse) if job.segmented else np.array(sparse)).sum()
         return float(selection) + sum(message.cost.seconds + message.decode for message in messages)
@@ -157,7 +148,7 @@ def _selective(job: Job, group: Group, interleaved: bool) -> Selective:
     return choose_selective(numels, job.density, seconds)
 
 
-def _offload(job: Job, group: Group, choice: Selective, host: np.ndarray) -> None:
+def _offload(job: Job, group: Group, choice: SelectiveChoice, host: np.ndarray) -> None:
     """Fills in the seconds on the host of the tensors that it takes."""
     tensors = job.trace.tensors[group.start : group.stop]
     device = job.cluster.device
@@ -172,7 +163,9 @@ def _offload(job: Job, group: Group, choice: Selective, host: np.ndarray) -> Non
     host[group.start : group.stop] = np.where(offloaded, on_host, 0.0)
 
 
-def _exchanges(job: Job, group: Group, choice: Selective, interleaved: bool, selected: Sequence[int]) -> list[Message]:
+def _exchanges(
+    job: Job, group: Group, choice: SelectiveChoice, interleaved: bool, selected: Sequence[int]
+) -> list[Message]:
     """The collectives of one buffer; ``selected``: tensors from which the device selects when the buffer is full."""
     whole = [place for place, dense in zip(_places(group), choice.dense, strict=True) if dense]
     sparse = [place for place, dense in zip(_places(group), choice.dense, strict=True) if not dense]

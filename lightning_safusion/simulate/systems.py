@@ -6,7 +6,6 @@ objects that train. Selection ahead of fusion takes one call per buffer, unless 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -19,6 +18,7 @@ from lightning_safusion.fusion.adaptive import Adaptive
 from lightning_safusion.fusion.planners import search_cuts, sparse_plan
 from lightning_safusion.fusion.policy import WFBP, Aligned, Naive, Single
 from lightning_safusion.fusion.published import MGWFBP, OMGS, Cupcake, Horovod
+from lightning_safusion.naming import look_up
 from lightning_safusion.simulate.cluster import CollectiveCost
 from lightning_safusion.simulate.engine import mean_iteration
 from lightning_safusion.simulate.job import Job, grouped
@@ -291,8 +291,4 @@ def resolve_simulated(name: str) -> SimulatedSystem:
     Raises:
         ValueError: If there is none; the message lists the names.
     """
-    if name not in SIMULATED:
-        close = difflib.get_close_matches(str(name), SIMULATED, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"unknown system {name!r}; choose one of {', '.join(map(repr, SIMULATED))}.{hint}")
-    return SIMULATED[name]
+    return look_up("system", name, SIMULATED)

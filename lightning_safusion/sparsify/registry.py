@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 
+from lightning_safusion.naming import suggestion
 from lightning_safusion.sparsify.base import Sparsifier
 
 #: Entry-point group under which a package offers sparsifiers of its own: ``name = "package.module:Class"``.
@@ -63,8 +63,7 @@ def _load(name: str) -> type:
     installed = _installed()
     if name not in installed:
         names = available_sparsifiers()
-        close = difflib.get_close_matches(name, names, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+        hint = suggestion(name, names)
         raise ValueError(f"unknown compressor {name!r}.{hint} Choose one of {', '.join(names)}, or pass a Sparsifier")
     loaded: type = installed[name].load()
     return loaded

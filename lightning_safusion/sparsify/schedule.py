@@ -84,7 +84,14 @@ class DGCWarmup(DensitySchedule):
         return self.values[epoch] if epoch < len(self.values) else self.density
 
 
-class LinearRamp(DensitySchedule):
+class _Ramp(DensitySchedule):
+    """From one density to another in a number of steps."""
+
+    def __init__(self, start: float, end: float, steps: int) -> None:
+        self.start, self.end, self.steps = check_density(start), check_density(end), _check_steps(steps)
+
+
+class LinearRamp(_Ramp):
     """From one density to another in equal differences.
 
     Args:
@@ -93,15 +100,12 @@ class LinearRamp(DensitySchedule):
         steps: Length of the ramp, at least 1.
     """
 
-    def __init__(self, start: float, end: float, steps: int) -> None:
-        self.start, self.end, self.steps = check_density(start), check_density(end), _check_steps(steps)
-
     def __call__(self, step: int, epoch: int) -> float:
         done = min(step / self.steps, 1.0)
         return self.start * (1 - done) + self.end * done
 
 
-class ExponentialRamp(DensitySchedule):
+class ExponentialRamp(_Ramp):
     """From one density to another in equal ratios.
 
     Args:
@@ -109,9 +113,6 @@ class ExponentialRamp(DensitySchedule):
         end: Density from step ``steps`` on, in (0, 1].
         steps: Length of the ramp, at least 1.
     """
-
-    def __init__(self, start: float, end: float, steps: int) -> None:
-        self.start, self.end, self.steps = check_density(start), check_density(end), _check_steps(steps)
 
     def __call__(self, step: int, epoch: int) -> float:
         done = min(step / self.steps, 1.0)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_safusion.kernels import MOST_ELEMENTS, serves
 from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier
 from lightning_safusion.sparsify.select_numpy import NumpyView
 from lightning_safusion.sparsify.select_torch import TorchView
@@ -20,13 +21,19 @@ __all__ = ["SegmentedView", "ThresholdSparsifier", "empty_selection", "pooled", 
 
 
 def segmented_view(x: Tensor, segments: Segments) -> SegmentedView:
-    """Reads ``x`` segment by segment: with NumPy on the CPU, with PyTorch operations elsewhere.
+    """Reads ``x`` segment by segment: with NumPy on the CPU, with Triton on CUDA devices, with PyTorch elsewhere.
 
     Args:
         x: float32 [N], contiguous.
         segments: The cut of ``x`` and the quotas.
     """
-    return NumpyView(x, segments) if x.device.type == "cpu" else TorchView(x, segments)
+    if x.device.type == "cpu":
+        return NumpyView(x, segments)
+    if serves(x.device) and x.numel() <= MOST_ELEMENTS:
+        from lightning_safusion.kernels.view import TritonView  # imports Triton
+
+        return TritonView(x, segments)
+    return TorchView(x, segments)
 
 
 def empty_selection(device: torch.device) -> Selection:

@@ -21,7 +21,7 @@ from typing_extensions import override
 from lightning_safusion import ConvergenceProbe, SAFusionStrategy, SIDCo
 from lightning_safusion.metrics.convergence import Before, ConvergenceFigures, convergence_figures
 from tests.cluster import Cluster, settings, specs
-from tests.models import TinyClassifier, classification, trainer
+from tests.models import TakeTurns, TinyClassifier, classification, trainer
 from tests.process_group import run_launched
 
 # the gradients of ranks 0 and 1, in every step
@@ -190,27 +190,6 @@ def test_a_window_with_a_bad_number_is_left_out_on_all_ranks() -> None:
     each = cluster.each(lambda rank: convergence_figures(cluster.controllers[rank], before[rank]))
     assert [figures.values() for figures in each] == [{}, {}]
     cluster.close()
-
-
-class TakeTurns(TinyClassifier):
-    """Two optimizers, each with a backward pass of its own in every batch."""
-
-    automatic_optimization = False
-
-    @override
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        optimizers: Any = self.optimizers()
-        for optimizer in optimizers:
-            self.toggle_optimizer(optimizer)
-            optimizer.zero_grad()
-            self.manual_backward(nn.functional.cross_entropy(self(batch[0]), batch[1]))
-            optimizer.step()
-            self.untoggle_optimizer(optimizer)
-
-    @override
-    def configure_optimizers(self) -> Any:
-        last = [*self.net[3].parameters(), self.temperature]
-        return [torch.optim.SGD(self.net[:3].parameters(), 0.1), torch.optim.SGD(last, 0.1)]
 
 
 def test_windows_of_all_optimizers_and_of_accumulated_batches_are_probed() -> None:

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from lightning_safusion import Aligned, SAFusionStrategy
 from lightning_safusion.callbacks import TensorMissingRateMonitor
-from tests.models import TinyClassifier, classification, trainer
+from tests.models import TakeTurns, TinyClassifier, classification, trainer
 from tests.process_group import run_launched
 
 KEYS = {
@@ -124,27 +124,6 @@ def test_every_logger_gets_every_nth_optimizer_step(tmp_path: Path, accumulate: 
         names = [name for name, _ in TinyClassifier().named_parameters()]
         mean = sum(float(rows[0][f"safusion/missing_rate/{name}"]) for name in names) / len(names)
         assert mean == pytest.approx(float(rows[0]["safusion/missing_rate"]))
-
-
-class TakeTurns(TinyClassifier):
-    """Two optimizers, each with a backward pass of its own in every batch."""
-
-    automatic_optimization = False
-
-    @override
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        optimizers: Any = self.optimizers()
-        for optimizer in optimizers:
-            self.toggle_optimizer(optimizer)
-            optimizer.zero_grad()
-            self.manual_backward(nn.functional.cross_entropy(self(batch[0]), batch[1]))
-            optimizer.step()
-            self.untoggle_optimizer(optimizer)
-
-    @override
-    def configure_optimizers(self) -> Any:
-        last = [*self.net[3].parameters(), self.temperature]
-        return [torch.optim.SGD(self.net[:3].parameters(), 0.1), torch.optim.SGD(last, 0.1)]
 
 
 def test_tensors_of_all_optimizers_are_sampled() -> None:

@@ -28,7 +28,7 @@ from lightning_safusion.comm import TorchTransport
 from lightning_safusion.comm.transport import Transport, Work
 from lightning_safusion.fusion.clock import HostClock
 from lightning_safusion.profiling import StepFigures, load_timeline, merge_traces
-from tests.models import TinyClassifier, classification, trainer
+from tests.models import TakeTurns, TinyClassifier, classification, trainer
 from tests.process_group import run_alone, run_launched
 
 SPARSE: dict[str, Any] = {"collective": "allgather", "fusion": "wfbp"}
@@ -350,33 +350,11 @@ def test_accumulated_batches_belong_to_one_step(tmp_path: Path) -> None:
         assert numbers == [6, 7]
 
 
-class TwoOptimizers(TinyClassifier):
-    """Steps two optimizers by hand, one after the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # type: ignore[override]
-        for optimizer in self.optimizers():
-            self.toggle_optimizer(optimizer)
-            loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-            self.untoggle_optimizer(optimizer)
-
-    def configure_optimizers(self) -> Any:
-        first = [*self.net[0].parameters(), *self.net[1].parameters()]
-        second = [*self.net[3].parameters(), self.temperature]
-        return [torch.optim.SGD(first, 0.1), torch.optim.SGD(second, 0.1)]
-
-
 def test_optimizers_that_take_turns_belong_to_one_step(tmp_path: Path) -> None:
     def run(rank: int) -> Any:
         profiler = OverlapProfiler(4, 2, tmp_path, table=False)
         strategy = SAFusionStrategy(**SPARSE, find_unused_parameters=True)
-        fit(profiler, TwoOptimizers(), strategy=strategy, max_steps=16)
+        fit(profiler, TakeTurns(), strategy=strategy, max_steps=16)
         return kinds(profiler), [len(step.windows) for step in profiler.steps]
 
     for phases, windows in run_launched(2, run):
@@ -487,7 +465,12 @@ def test_ranges_are_there_only_for_a_profiler(tmp_path: Path) -> None:
 
         entered: list[str] = []
         original = ranges.record_function
-        ranges.record_function = lambda name, args: entered.append(name) or original(name, args)  # type: ignore
+
+        def noted(name: str, args: str) -> Any:
+            entered.append(name)
+            return original(name, args)
+
+        ranges.record_function = noted  # type: ignore[assignment, misc]  # a function in the place of a class
         fit(OverlapProfiler(4, 2, tmp_path, table=False), max_steps=4)
         silent = list(entered)
         with torch.profiler.profile() as profile:

@@ -139,7 +139,7 @@ def slow_messages(seconds: float) -> None:
     def slow(self: TorchTransport, output: Tensor, tensor: Tensor) -> Work:
         return Delayed(gather(self, output, tensor), seconds)
 
-    TorchTransport.all_gather = slow  # type: ignore[method-assign]
+    TorchTransport.all_gather = slow  # type: ignore[method-assign]  # the network's pace is what is varied
 
 
 def quick(**options: Any) -> BufferSizeTuner:
@@ -175,7 +175,7 @@ def test_a_gain_that_does_not_come_is_given_back(monkeypatch: pytest.MonkeyPatch
         return fit(quick())
 
     def slow(self: Controller) -> None:  # whatever is not one buffer per tensor costs more than anybody can see
-        if len(self._window.inflight) < 17:  # type: ignore[union-attr]
+        if len(self._window.inflight) < 17:  # type: ignore[union-attr]  # drain has a window
             time.sleep(0.8)
         drain(self)
 

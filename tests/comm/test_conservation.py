@@ -9,9 +9,8 @@ import torch
 
 from lightning_safusion.comm.exchange import Exchange, SpanSpec
 from lightning_safusion.comm.two_phase import TwoPhaseAllReduce
-from lightning_safusion.fusion.generator import Generator
 from lightning_safusion.fusion.plan import Group
-from lightning_safusion.sparsify.base import Segments
+from lightning_safusion.fusion.pool import BufferPool
 from tests.cluster import Cluster, settings, specs
 from tests.comm.exchanges import Build, gtopk, hierarchical, oktopk
 
@@ -28,12 +27,12 @@ BUILDS: dict[str, Build] = {
 def drift(monkeypatch: pytest.MonkeyPatch, build: Build, world_size: int, **options: Any) -> float:
     """Largest share of all gradients of a tensor that was neither delivered nor held back, in eight windows."""
 
-    def exchange(self: Generator, group: Group, spec: SpanSpec, segments: Segments | None) -> Exchange:
+    def exchange(self: BufferPool, group: Group, spec: SpanSpec, *_: Any) -> Exchange:
         if group.collective == "allreduce":
             return TwoPhaseAllReduce(spec, self.transport, self.device)
         return build(spec, self.transport)
 
-    monkeypatch.setattr(Generator, "_exchange", exchange)
+    monkeypatch.setattr(BufferPool, "_exchange", exchange)
     cluster = Cluster(
         world_size, lambda: settings(collective="allgather", density=0.05, **options), specs(dense=(1, 4))
     )

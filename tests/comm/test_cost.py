@@ -45,7 +45,7 @@ def test_presets_are_ordered_by_bandwidth() -> None:
     assert betas == sorted(betas, reverse=True)
     assert LINKS["10gbit"].beta == pytest.approx(1 / (1.25e9 * 0.85))
     with pytest.raises(TypeError):
-        LINKS["mine"] = Link(0, 0)  # type: ignore[index]
+        LINKS["mine"] = Link(0, 0)  # type: ignore[index]  # what is refused
 
 
 @pytest.mark.parametrize(

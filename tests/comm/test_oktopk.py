@@ -195,11 +195,12 @@ def test_rounding_on_the_wire_stays_with_the_sender(wire: str) -> None:
 
 def test_nonsense_is_refused_by_value() -> None:
     workers = Workers(1, span(1, 1), oktopk())
-    for options, message in [
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"refresh": 0}, "got 0 and 64"),
         ({"repartition": -1}, "got 32 and -1"),
         ({"balance": 0.5}, "at least 1, got 0.5"),
         ({"balance": float("nan")}, "got nan"),
-    ]:
+    ]
+    for options, message in refused:
         with pytest.raises(ValueError, match=message):
-            OkTopkExchange(workers.spec, workers.transports[0], CPU, **options)  # type: ignore[arg-type]
+            OkTopkExchange(workers.spec, workers.transports[0], CPU, **options)

@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.wire import Codec, _pack_bits, _pack_bits_on_device, available_wires, resolve_codec
+from lightning_safusion.comm.codec import Codec
+from lightning_safusion.comm.wire import _pack_bits, _pack_bits_on_device, available_wires, resolve_codec
 from lightning_safusion.sparsify.base import Selection
 
 EXPLICIT = [wire for wire in available_wires() if "-" in wire]

@@ -7,16 +7,16 @@ from itertools import combinations
 
 import numpy as np
 
+from lightning_safusion.fusion.behind import BehindCosts, SelectionCost, predict_behind
 from lightning_safusion.fusion.dp import predict_finish
-from lightning_safusion.fusion.plan import GroupCosts, Plan
-from lightning_safusion.fusion.planners import BehindCosts, SelectionCost, predict_behind
+from lightning_safusion.fusion.plan import CollectiveName, GroupCosts, Plan
 
 
-def all_plans(length: int, collective: str = "allgather") -> Iterator[Plan]:
+def all_plans(length: int, collective: CollectiveName = "allgather") -> Iterator[Plan]:
     for cuts in range(length):
         for inner in combinations(range(1, length), cuts):
             edges = [0, *inner, length]
-            yield Plan.from_counts(np.diff(edges).tolist(), collective)  # type: ignore[arg-type]
+            yield Plan.from_counts(np.diff(edges).tolist(), collective)
 
 
 def random_dense(rng: np.random.Generator, length: int) -> GroupCosts:

@@ -94,7 +94,7 @@ def test_bad_schedules_are_refused(options: dict[str, float]) -> None:
 
 def test_bad_policy_options_are_refused() -> None:
     with pytest.raises(ValueError, match=r"'greedy'.*'optimal', 'paper'"):
-        Adaptive(rule="greedy")  # type: ignore[arg-type]
+        Adaptive(rule="greedy")  # type: ignore[arg-type]  # what is refused
     with pytest.raises(ValueError, match="got 0"):
         Adaptive(max_last_share=0)
 
@@ -141,7 +141,7 @@ def test_noise_below_half_the_threshold_never_changes_the_plan(rule: str) -> Non
     """Shaken by e, the times of any plan move by at most e: no plan seems better than the optimum by more than 2 e."""
     costs = model()
     rng = np.random.default_rng(4)
-    policy = Adaptive(rule=rule, max_last_share=1.0)  # type: ignore[arg-type]
+    policy = Adaptive(rule=rule, max_last_share=1.0)  # type: ignore[arg-type]  # a value of the Literal
     current = plan_optimal(costs, max_last_share=1.0)
     proposals = set()
     for _ in range(100):

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
-from lightning_safusion.fusion.choices import (
-    Option,
-    PrimitiveCost,
-    Primitives,
-    Trial,
-    choose_offloaded,
-    choose_options,
-    choose_parts,
-    choose_selective,
-    size_cap,
-)
+from lightning_safusion.fusion.choices import Option, PrimitiveCost, Primitives, Trial, choose_options, choose_parts
+from lightning_safusion.fusion.ssfusion import choose_offloaded, choose_selective, size_cap
 
 FREE = PrimitiveCost(0.0, 0.0)
 MIB = 2**20
@@ -68,10 +59,10 @@ def test_hipress_refuses_no_workers_and_no_bytes(arguments: tuple[int, int, floa
 
 def test_hipress_names_an_unknown_topology() -> None:
     with pytest.raises(ValueError, match="'mesh'"):
-        choose_parts(1, 2, 0.5, primitives(1.0, 1.0), "mesh")  # type: ignore[arg-type]
+        choose_parts(1, 2, 0.5, primitives(1.0, 1.0), "mesh")  # type: ignore[arg-type]  # what is refused
 
 
-def exchange_bound(numels: Sequence[int], last_idle: int = 0, host: float = 0.1):  # type: ignore[no-untyped-def]
+def exchange_bound(numels: Sequence[int], last_idle: int = 0, host: float = 0.1) -> Callable[[Sequence[Option]], Trial]:
     """A job whose time is what travels, plus 1.5 s for each selection, and ``host`` for each on the host."""
     seconds = {"full": 4.0 / MIB, "half": 2.0 / MIB, "sparse": 0.0, "sparse-cpu": 0.0}
     fixed = {"full": 0.0, "half": 0.0, "sparse": 1.5, "sparse-cpu": host}

@@ -219,7 +219,7 @@ def test_stale_gradients_do_not_touch_the_residual() -> None:
     def run(rank: int) -> tuple[bool, bool, bool]:
         torch.manual_seed(0)
         model = nn.ModuleDict({"g": nn.Linear(8, 8), "d": nn.Linear(8, 8)})
-        model.forward = lambda key, x: model[key](x)  # type: ignore[method-assign]
+        model.forward = lambda key, x: model[key](x)
         ddp, hook = wrap(
             model, {"density": 0.1, "collective": "allgather", "fusion": "aligned"}, find_unused_parameters=True
         )

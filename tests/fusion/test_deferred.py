@@ -224,7 +224,9 @@ def test_each_stream_waits_for_the_one_before_it(monkeypatch: pytest.MonkeyPatch
         backward = torch.cuda.current_stream()
         waits = [(who, whom) for who, _, whom in Stream.log]
     select, decode = waits[0][0], waits[1][0]
-    buffers = len(controller.current_plan().groups)  # type: ignore[union-attr]
+    plan = controller.current_plan()
+    assert plan is not None
+    buffers = len(plan.groups)
     one_window = [(select, backward), (decode, select)] * buffers + [(backward, select), (backward, decode)]
     assert len({backward, select, decode}) == 3
     assert waits[-len(one_window) :] == one_window

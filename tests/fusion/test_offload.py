@@ -19,12 +19,12 @@ from lightning_safusion import Segments, Selection, SIDCo, TopK
 from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.comm.torch_transport import SoloTransport
 from lightning_safusion.fusion import offload
-from lightning_safusion.fusion.choices import choose_offloaded
 from lightning_safusion.fusion.engine import build_controller
 from lightning_safusion.fusion.generator import Generator
 from lightning_safusion.fusion.offload import Offloader, selection_costs
 from lightning_safusion.fusion.planning import Planner
 from lightning_safusion.fusion.selective import Selective
+from lightning_safusion.fusion.ssfusion import choose_offloaded
 from lightning_safusion.sparsify import resolve_sparsifier
 from lightning_safusion.sparsify.registry import available_sparsifiers
 from tests.cluster import Cluster, settings, specs

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_safusion.fusion.behind import BehindCosts, predict_behind
 from lightning_safusion.fusion.choices import (
     NOMINAL_SELECTION,
     Option,
@@ -24,7 +25,6 @@ from lightning_safusion.fusion.choices import (
 from lightning_safusion.fusion.dp import predict_finish
 from lightning_safusion.fusion.per_tensor import Espresso, HiPress
 from lightning_safusion.fusion.plan import Group, GroupCosts, Plan
-from lightning_safusion.fusion.planners import BehindCosts, predict_behind
 from lightning_safusion.fusion.policy import FusionPolicy
 from tests.cluster import Cluster, settings, specs
 from tests.fusion.test_engine import run

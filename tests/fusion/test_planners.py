@@ -8,19 +8,10 @@ from functools import partial
 import numpy as np
 import pytest
 
+from lightning_safusion.fusion.behind import BehindCosts, SelectionCost, predict_behind
 from lightning_safusion.fusion.dp import plan_optimal, predict_finish
 from lightning_safusion.fusion.plan import GroupCosts, Plan
-from lightning_safusion.fusion.planners import (
-    BehindCosts,
-    SelectionCost,
-    even_cuts,
-    plan_mgwfbp,
-    plan_omgs,
-    plan_pareto,
-    predict_behind,
-    search_cuts,
-    sparse_plan,
-)
+from lightning_safusion.fusion.planners import even_cuts, plan_mgwfbp, plan_omgs, plan_pareto, search_cuts, sparse_plan
 from tests.fusion.planner_loss import all_plans, best_behind, losses, random_behind, random_dense
 
 # The counter-example to greedy merging: each merge delays the start by less than a message costs, but delays add up.
@@ -65,7 +56,7 @@ def test_mgwfbp_is_dense_where_only_dense_is_allowed() -> None:
 
 def test_mgwfbp_names_an_unknown_variant() -> None:
     with pytest.raises(ValueError, match="'asd'"):
-        plan_mgwfbp(ACCUMULATING, "asd")  # type: ignore[arg-type]
+        plan_mgwfbp(ACCUMULATING, "asd")  # type: ignore[arg-type]  # what is refused
 
 
 def test_mgwfbp_never_beats_the_optimum_and_misses_it_sometimes() -> None:
@@ -110,7 +101,7 @@ def omgs_by_hand(costs: BehindCosts) -> list[int]:
         wait -= begin - selected
         if wait < costs.exchange[0] - 1e-12:
             for table in (sizes, times, nbytes, members):
-                table[place] += table.pop(place + 1)  # type: ignore[attr-defined, operator]
+                table[place] += table.pop(place + 1)
         else:
             place += 1
     return members

@@ -27,7 +27,8 @@ from lightning_safusion.fusion.generator import Generator
 from lightning_safusion.fusion.plan import GroupCosts, Plan
 from lightning_safusion.fusion.planning import Planner
 from lightning_safusion.fusion.policy import WFBP, Aligned, FusionPolicy, Single
-from lightning_safusion.fusion.profile import RECENT_WINDOWS, ProfileRecorder, agree
+from lightning_safusion.fusion.profile import agree
+from lightning_safusion.fusion.recorder import RECENT_WINDOWS, ProfileRecorder
 from lightning_safusion.fusion.replan import Cadence, Decision, ReplanSchedule
 from tests.cluster import settings, specs
 

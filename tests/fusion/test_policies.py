@@ -166,7 +166,7 @@ def test_unknown_names_and_types_are_refused() -> None:
     with pytest.raises(ValueError, match="'adaptve'.*'adaptive', 'aligned', 'behind', .*'single', 'wfbp'"):
         resolve_fusion("adaptve")
     with pytest.raises(TypeError, match="got 8"):
-        resolve_fusion(8)  # type: ignore[arg-type]
+        resolve_fusion(8)  # type: ignore[arg-type]  # what is refused
 
 
 @pytest.mark.parametrize(

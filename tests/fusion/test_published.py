@@ -17,16 +17,10 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_safusion.fusion.behind import BehindCosts, predict_behind
 from lightning_safusion.fusion.dp import GroupPricer, predict_finish
 from lightning_safusion.fusion.plan import GroupCosts, Plan
-from lightning_safusion.fusion.planners import (
-    BehindCosts,
-    even_cuts,
-    plan_mgwfbp,
-    plan_omgs,
-    predict_behind,
-    search_cuts,
-)
+from lightning_safusion.fusion.planners import even_cuts, plan_mgwfbp, plan_omgs, search_cuts
 from lightning_safusion.fusion.policy import FusionPolicy
 from lightning_safusion.fusion.published import MGWFBP, OMGS, Cupcake
 from lightning_safusion.fusion.registry import resolve_fusion

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,8 +14,8 @@ from tests.report.document import Document
 from tests.report.runs import NASTY, missing, overlap, write_run
 
 
-def page(folder: Path, **options: object) -> str:
-    return render_page(load_run(write_run(folder, overlap(**options), missing())))  # type: ignore[arg-type]
+def page(folder: Path, **options: Any) -> str:
+    return render_page(load_run(write_run(folder, overlap(**options), missing())))
 
 
 def sections(document: Document) -> list[str | None]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 
+from lightning_safusion.fusion.behind import predict_behind
 from lightning_safusion.fusion.dp import predict_finish
-from lightning_safusion.fusion.planners import predict_behind, sparse_plan
+from lightning_safusion.fusion.planners import sparse_plan
 from lightning_safusion.simulate.cluster import Cluster, CollectiveCost, Device
 from lightning_safusion.simulate.engine import Iteration, agreed_backward, mean_iteration, simulate
 from lightning_safusion.simulate.job import Job
@@ -25,8 +27,8 @@ def job_of(backward: Sequence[float], forward: float = 0.0, optimizer: float = 0
     return Trace("job", tensors, optimizer)
 
 
-def message(*tensors: int, seconds: float, **options: float) -> Message:
-    return Message(tensors, CollectiveCost(seconds, 10.0, 5.0), **options)  # type: ignore[arg-type]
+def message(*tensors: int, seconds: float, **options: Any) -> Message:
+    return Message(tensors, CollectiveCost(seconds, 10.0, 5.0), **options)
 
 
 def planned(trace: Trace, *messages: Message, select: float = 0.0) -> Schedule:

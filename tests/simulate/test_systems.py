@@ -8,8 +8,8 @@ from functools import cache
 import pytest
 
 from lightning_safusion.comm.cost import LINKS
+from lightning_safusion.fusion.behind import SelectionCost
 from lightning_safusion.fusion.dp import plan_optimal, predict_finish
-from lightning_safusion.fusion.planners import SelectionCost
 from lightning_safusion.simulate.cluster import Cluster, Device
 from lightning_safusion.simulate.engine import Iteration, mean_iteration, simulate
 from lightning_safusion.simulate.job import Job, grouped

@@ -168,4 +168,4 @@ def test_top_per_row_breaks_ties_by_position() -> None:
 
 def test_unknown_rule_is_named() -> None:
     with pytest.raises(ValueError, match="columns"):
-        ADTopk("columns")  # type: ignore[arg-type]
+        ADTopk("columns")  # type: ignore[arg-type]  # what is refused

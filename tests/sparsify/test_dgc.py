@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -143,6 +144,6 @@ def test_small_segments_are_sampled_whole_beside_large_ones() -> None:
         ({"max_iterations": -1}, "max_iterations"),
     ],
 )
-def test_arguments_are_checked(arguments: dict[str, float], message: str) -> None:
+def test_arguments_are_checked(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        DGC(**arguments)  # type: ignore[arg-type]
+        DGC(**arguments)

@@ -286,7 +286,7 @@ def test_formulas_never_wait_for_the_device(name: str) -> None:
     view = TorchView(x, segments)
     expected = ESTIMATORS[name]().thresholds(view, 0)
     with NoWaiting():
-        found = ESTIMATORS[name]().thresholds(Accelerated(view), 0)  # type: ignore[arg-type]
+        found = ESTIMATORS[name]().thresholds(Accelerated(view), 0)  # type: ignore[arg-type]  # a view that refuses to wait
     live = torch.from_numpy(segments.quotas > 0)
     assert torch.equal(found[live], expected[live])
 

@@ -138,7 +138,7 @@ def test_small_quotas_are_not_chased_to_the_very_number() -> None:
     edges = np.arange(0, 3_201, 32)
     segments = Segments(edges, np.ones(100, np.int64), tuple(range(100)), ((32,),) * 100)
     view = Counted(x, segments)
-    tau = GaussianK().thresholds(view, 0)  # type: ignore[arg-type]
+    tau = GaussianK().thresholds(view, 0)  # type: ignore[arg-type]  # a view that counts
     assert view.counts <= 3
     found = segmented_view(x, segments).count_above(tau)
     assert int(found.min()) >= 1
@@ -148,7 +148,7 @@ def test_small_quotas_are_not_chased_to_the_very_number() -> None:
 
 def test_zeros_end_the_refinement_at_once() -> None:
     view = Counted(torch.zeros(5_000), span_segments(5_000, 50))
-    assert float(GaussianK().thresholds(view, 0)) == 0  # type: ignore[arg-type]
+    assert float(GaussianK().thresholds(view, 0)) == 0  # type: ignore[arg-type]  # a view that counts
     assert view.counts == 1
 
 
@@ -160,6 +160,6 @@ def test_default_number_of_trials_follows_the_rule() -> None:
 
 def test_arguments_are_checked() -> None:
     with pytest.raises(ValueError, match="newton"):
-        GaussianK("newton")  # type: ignore[arg-type]
+        GaussianK("newton")  # type: ignore[arg-type]  # what is refused
     with pytest.raises(ValueError, match="0"):
         GaussianK(max_refine=0)

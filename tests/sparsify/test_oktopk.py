@@ -23,7 +23,7 @@ def ratio(sparsifier: OkTopk, x: torch.Tensor, step: int) -> float:
 @pytest.mark.parametrize("control", ["scaled", "step"])
 def test_evaluated_steps_find_exactly_the_quota(control: str) -> None:
     """The first step, every entry into a new period, and never in between: there the sample decides."""
-    sparsifier = OkTopk(refresh=4, control=control)  # type: ignore[arg-type]
+    sparsifier = OkTopk(refresh=4, control=control)  # type: ignore[arg-type]  # a value of the Literal
     exact = [ratio(sparsifier, sample("laplace", NUMEL, seed=step), step) == 1 for step in range(2, 14)]
     assert exact == [step == 2 or step % 4 == 0 for step in range(2, 14)]
 
@@ -122,7 +122,7 @@ def test_new_quota_is_evaluated_at_once() -> None:
 @pytest.mark.parametrize("control", ["scaled", "step"])
 def test_skipped_segments_keep_their_threshold(control: str) -> None:
     segments = Segments(np.array([0, 1_000, 3_000]), np.array([10, 20]), ("a", "b"), ((1_000,), (2_000,)))
-    sparsifier = OkTopk(refresh=100, control=control)  # type: ignore[arg-type]
+    sparsifier = OkTopk(refresh=100, control=control)  # type: ignore[arg-type]  # a value of the Literal
     sparsifier.select(sample("gaussian", 3_000), segments, 0)
     before = sparsifier.state_dict()
     other = segments.skipping(np.array([False, True]))
@@ -136,7 +136,7 @@ def test_skipped_segments_keep_their_threshold(control: str) -> None:
 @pytest.mark.parametrize("control", ["scaled", "step"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0])
 def test_a_bad_step_teaches_nothing(control: str, bad: float) -> None:
-    sparsifier = OkTopk(refresh=100, control=control)  # type: ignore[arg-type]
+    sparsifier = OkTopk(refresh=100, control=control)  # type: ignore[arg-type]  # a value of the Literal
     x = sample("gaussian", NUMEL)
     ratio(sparsifier, x, 0)
     poisoned = x.clone() if bad else torch.zeros_like(x)
@@ -149,7 +149,7 @@ def test_a_bad_step_teaches_nothing(control: str, bad: float) -> None:
 @pytest.mark.parametrize("control", ["scaled", "step"])
 def test_state_resumes_the_same_thresholds(control: str) -> None:
     segments = span_segments(NUMEL, QUOTA)
-    straight, resumed = (OkTopk(refresh=8, control=control) for _ in range(2))  # type: ignore[arg-type]
+    straight, resumed = (OkTopk(refresh=8, control=control) for _ in range(2))  # type: ignore[arg-type]  # a value of the Literal
     for step in range(6):
         straight.select(sample("student5", NUMEL, seed=step), segments, step)
     resumed.load_state_dict(straight.state_dict())
@@ -173,4 +173,4 @@ def test_arguments_are_checked() -> None:
     with pytest.raises(ValueError, match="refresh"):
         OkTopk(refresh=0)
     with pytest.raises(ValueError, match="pid"):
-        OkTopk(control="pid")  # type: ignore[arg-type]
+        OkTopk(control="pid")  # type: ignore[arg-type]  # what is refused

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -21,7 +23,7 @@ def test_result_is_top_k(name: str, method: str) -> None:
     non_zeros = int(x.count_nonzero())
     for density in (0.5, *DENSITIES):
         quota = min(int(density * NUMEL), non_zeros)
-        selection = RedSync(method).select(x, span_segments(NUMEL, quota), 0)  # type: ignore[arg-type]
+        selection = RedSync(method).select(x, span_segments(NUMEL, quota), 0)  # type: ignore[arg-type]  # a value of the Literal
         assert torch.equal(selection.indices, segmented_view(x, span_segments(NUMEL, quota)).top().indices)
 
 
@@ -44,7 +46,7 @@ def test_outlier_that_lifts_the_mean_above_the_rest_leaves_top_k(method: str) ->
     x = sample("gaussian", NUMEL)
     x[17] = 1e12
     segments = span_segments(NUMEL, 1_000)
-    selection = RedSync(method).select(x, segments, 0)  # type: ignore[arg-type]
+    selection = RedSync(method).select(x, segments, 0)  # type: ignore[arg-type]  # a value of the Literal
     assert torch.equal(selection.indices, segmented_view(x, segments).top().indices)
 
 
@@ -73,14 +75,14 @@ def test_plateau_across_the_window_still_gives_the_first_quota(method: str) -> N
     """900 equal magnitudes: no threshold finds between 100 and 200."""
     x = torch.full((1_000,), 0.1)
     x[50:950] = -1.0
-    selection = RedSync(method).select(x, span_segments(1_000, 100), 0)  # type: ignore[arg-type]
+    selection = RedSync(method).select(x, span_segments(1_000, 100), 0)  # type: ignore[arg-type]  # a value of the Literal
     assert selection.indices.tolist() == list(range(50, 150))
 
 
 @pytest.mark.parametrize("method", ["search", "trim"])
 def test_density_out_of_reach_takes_non_zeros(method: str) -> None:
     x = sample("laplace", 1_000)
-    tau = RedSync(method).thresholds(segmented_view(x, span_segments(1_000, 600)), 0)  # type: ignore[arg-type]
+    tau = RedSync(method).thresholds(segmented_view(x, span_segments(1_000, 600)), 0)  # type: ignore[arg-type]  # a value of the Literal
     assert float(tau) == 0
 
 
@@ -88,6 +90,6 @@ def test_density_out_of_reach_takes_non_zeros(method: str) -> None:
     ("arguments", "message"),
     [({"method": "grid"}, "grid"), ({"tolerance": 0.0}, "tolerance"), ({"trim_step": 1.2}, "trim_step")],
 )
-def test_arguments_are_checked(arguments: dict[str, object], message: str) -> None:
+def test_arguments_are_checked(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        RedSync(**arguments)  # type: ignore[arg-type]
+        RedSync(**arguments)

@@ -106,7 +106,7 @@ def test_redsync_trim_sends_all_survivors() -> None:
 @pytest.mark.parametrize("value", [0.0, 1.0, math.nan, math.inf])
 def test_redsync_trim_never_ends(method: str, value: float) -> None:
     """Where maximum and mean agree, or are not numbers, the loops of the copies run for ever."""
-    selection = RedSync(method).select(torch.full((100,), value), span_segments(100, 5), 0)  # type: ignore[arg-type]
+    selection = RedSync(method).select(torch.full((100,), value), span_segments(100, 5), 0)  # type: ignore[arg-type]  # a value of the Literal
     assert 1 <= int(selection.count) <= 5
 
 

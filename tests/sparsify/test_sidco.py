@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -305,6 +305,6 @@ def test_smaller_density_range_clamps_a_loaded_stage_count() -> None:
         ({"adapt_tolerance": 0.0}, "adapt_tolerance"),
     ],
 )
-def test_arguments_are_checked(arguments: dict[str, object], message: str) -> None:
+def test_arguments_are_checked(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        SIDCo(**arguments)  # type: ignore[arg-type]
+        SIDCo(**arguments)

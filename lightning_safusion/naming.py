@@ -1,0 +1,33 @@
+"""Things that are found by name, and errors that say which name was probably meant."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+_T = TypeVar("_T")
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """``" Did you mean '...'?"`` with the known name that is closest to ``name``; empty if none is close."""
+    close = difflib.get_close_matches(str(name), list(known), n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def look_up(kind: str, name: str, table: Mapping[str, _T]) -> _T:
+    """The entry of a table called ``name``.
+
+    Args:
+        kind: What the table holds, for the message.
+        name: The name.
+        table: Everything of this kind, by name.
+
+    Raises:
+        ValueError: If there is none; the message lists the names and suggests the closest.
+    """
+    if name not in table:
+        raise ValueError(
+            f"unknown {kind} {name!r}; choose one of {', '.join(map(repr, table))}.{suggestion(name, table)}"
+        )
+    return table[name]

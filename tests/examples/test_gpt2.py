@@ -1,0 +1,92 @@
+"""GPT-2 on WikiText-103: blocks of byte pairs, perplexity, pretrained weights, and training of the tiny one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from tokenizers import ByteLevelBPETokenizer
+from torch.nn import functional
+
+from examples.workloads.language.gpt2 import GPT2
+from examples.workloads.language.raw_wikitext import WikiText103, encode
+from examples.workloads.make_tiny_data import make_wikitext103
+from tests.examples.workload_runs import column, fit, newest_checkpoint
+
+SMALL: dict[str, Any] = {"hidden": 16, "layers": 1, "heads": 2, "vocabulary_size": 300, "positions": 32}
+
+
+@pytest.fixture(scope="module")
+def wikitext(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wikitext")
+    make_wikitext103(folder, characters=20_000, vocabulary=300)
+    return folder
+
+
+def test_blocks_are_the_text(wikitext: Path) -> None:
+    tokenizer = ByteLevelBPETokenizer(str(wikitext / "vocab.json"), str(wikitext / "merges.txt"))
+    (wikitext / "lines").write_text(" = Größe = \n \n\na 日本 b\r\n", encoding="utf-8", newline="")
+    tokens = encode(wikitext / "lines", tokenizer)
+    assert tokenizer.decode(tokens.tolist()) == " = Größe = \n \n\na 日本 b\r\n"
+
+    data = WikiText103(wikitext, wikitext, batch_size=4, block=32)
+    data.setup("fit")
+    blocks = torch.cat(list(data.val_dataloader()))
+    text = (wikitext / "wiki.valid.raw").read_text()
+    assert text.startswith(tokenizer.decode(blocks.flatten().tolist()))
+    assert len(encode(wikitext / "wiki.valid.raw", tokenizer)) - blocks.numel() < 32
+    trained = torch.cat(list(data.train_dataloader()))
+    assert len(trained) == len(data.blocks["train"]) // 4 * 4
+    assert {tuple(row) for row in trained.tolist()} <= {tuple(row) for row in data.blocks["train"].tolist()}
+
+
+def test_missing_files_are_named_with_their_source(wikitext: Path, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no wiki.train.raw, .*wikitext-103-raw-v1.zip .*--data.folder"):
+        WikiText103(tmp_path, wikitext).setup("fit")
+    with pytest.raises(FileNotFoundError, match=r"no vocab.json, merges.txt. .*gpt2-large.*--data.vocabulary"):
+        WikiText103(wikitext, tmp_path).setup("fit")
+    with pytest.raises(FileNotFoundError, match=r"no config.json, model.safetensors. .*--model.pretrained"):
+        GPT2(**SMALL, pretrained=tmp_path)
+    with pytest.raises(ValueError, match="wiki.valid.raw has .* tokens, block=1000000 needs more"):
+        WikiText103(wikitext, wikitext, block=1_000_000).setup("validate")
+
+
+def test_the_perplexity_is_that_of_every_token_but_the_first_of_a_block(wikitext: Path) -> None:
+    data = WikiText103(wikitext, wikitext, batch_size=3, block=32)
+    model = GPT2(**SMALL)
+    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False)
+    (result,) = trainer.validate(model, data, verbose=False)
+    tokens = data.blocks["validation"].long()
+    model.eval()  # no dropout
+    with torch.no_grad():
+        logits = model.net(input_ids=tokens).logits
+    expected = functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).exp()
+    assert result["val_perplexity"] == pytest.approx(float(expected), rel=1e-4)
+    model.log = lambda *_, **__: None  # type: ignore[method-assign]  # there is no trainer to log to
+    assert float(model.training_step(tokens, 0).exp()) == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_pretrained_weights_are_taken_and_dropout_is_on(tmp_path: Path) -> None:
+    published = GPT2(**SMALL).net
+    published.save_pretrained(tmp_path)
+    model = GPT2(**SMALL, pretrained=tmp_path)
+    expected = published.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in model.net.state_dict().items())
+    assert all(module.training for module in model.net.modules())
+
+
+@pytest.mark.slow
+def test_a_sparse_training_learns_and_resumes(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    make_wikitext103(folder)
+    data = [f"--data.init_args.folder={folder}", f"--data.init_args.vocabulary={folder}"]
+    rows = fit(tmp_path, "gpt2_large_wikitext103", *data)
+    first, second = column(rows, "val_perplexity")
+    assert second < first < 200  # of 400 byte pairs
+    assert column(rows, "loss")[-1] < column(rows, "loss")[0] - 1
+    checkpoint = newest_checkpoint(tmp_path)
+    resumed = fit(tmp_path, "gpt2_large_wikitext103", *data, f"--ckpt_path={checkpoint}", "--trainer.max_epochs=3")
+    assert len(column(resumed, "val_perplexity")) == 1

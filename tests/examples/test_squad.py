@@ -1,0 +1,227 @@
+"""BERT on SQuAD: windows, answers mapped back to the text, exact match and F1, on cases worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from tokenizers import BertWordPieceTokenizer
+from torch import Tensor
+from transformers import BertConfig, BertForQuestionAnswering
+
+from examples.workloads.make_tiny_data import make_squad
+from examples.workloads.squad.bert import BertSquad, best_span
+from examples.workloads.squad.data import Squad, collate
+from examples.workloads.squad.windows import Answer, Question, Window, cut, read_squad
+from tests.examples.workload_runs import column, fit, newest_checkpoint
+
+WORDS = ["where", "?", *"abcdefghij", "strasse", "zurich", "##er", "##see", "der", ",", "日", "本"]
+SMALL: dict[str, Any] = {"hidden": 16, "layers": 1, "heads": 2, "intermediate": 16, "vocabulary_size": 40}
+
+
+@pytest.fixture
+def vocabulary(tmp_path: Path) -> Path:
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]))
+    return tmp_path / "vocab.txt"
+
+
+@pytest.fixture
+def tokenizer(vocabulary: Path) -> BertWordPieceTokenizer:
+    return BertWordPieceTokenizer(str(vocabulary), lowercase=True)
+
+
+def ask(context: str, *answers: str, question: str = "where?") -> Question:
+    return Question("q", question, context, tuple(Answer(answer, context.index(answer)) for answer in answers))
+
+
+def words(tokenizer: BertWordPieceTokenizer, window: Window) -> str:
+    return " ".join(tokenizer.id_to_token(token) for token in window.tokens)
+
+
+def peaks(window: Window, start: int, end: int, score: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Scores with one peak each, at positions of the part of the context."""
+    starts, ends = torch.zeros(len(window.tokens)), torch.zeros(len(window.tokens))
+    starts[window.first + start] = ends[window.first + end] = score
+    return starts, ends
+
+
+def test_windows_overlap_and_cover_the_context(tokenizer: BertWordPieceTokenizer) -> None:
+    windows = list(cut(tokenizer, ask("a b c d e f g h i j", "d e"), 9, doc_stride=3, max_question=64))
+    assert [words(tokenizer, window) for window in windows] == [
+        "[CLS] where ? [SEP] a b c d [SEP]",
+        "[CLS] where ? [SEP] d e f g [SEP]",
+        "[CLS] where ? [SEP] g h i j [SEP]",
+    ]
+    assert windows[0].types == [0, 0, 0, 0, 1, 1, 1, 1, 1]
+    # "d e" hangs over the edge of the first window, begins the second, and is not in the third
+    assert [(window.start, window.end) for window in windows] == [(0, 0), (4, 5), (0, 0)]
+
+
+def test_an_answer_that_ends_a_window_is_in_it(tokenizer: BertWordPieceTokenizer) -> None:
+    windows = list(cut(tokenizer, ask("a b c d e f g h i j", "c d"), 9, doc_stride=4, max_question=64))
+    assert [(window.start, window.end) for window in windows] == [(6, 7), (0, 0), (0, 0)]
+    assert [len(window.offsets) for window in windows] == [4, 4, 2]
+
+
+@pytest.mark.parametrize("length", range(1, 11))
+@pytest.mark.parametrize("doc_stride", [1, 2, 4])
+def test_every_token_is_owned_by_one_window(length: int, doc_stride: int, tokenizer: BertWordPieceTokenizer) -> None:
+    question = ask(" ".join("abcdefghij"[:length]))
+    windows = list(cut(tokenizer, question, 9, doc_stride, max_question=64))
+    owned = [window.text(p, p) for window in windows for p, own in enumerate(window.owned, window.first) if own]
+    assert sorted(owned) == list("abcdefghij"[:length])
+
+
+def test_a_token_is_owned_where_it_has_most_context(tokenizer: BertWordPieceTokenizer) -> None:
+    first, second = cut(tokenizer, ask("a b c d e f g"), 10, doc_stride=2, max_question=64)
+    # c d e f g is the second; d has one neighbour on its poorer side in both, and stays with the first
+    assert first.owned == [True, True, True, True, False]
+    assert second.owned == [False, False, True, True, True]
+
+
+def test_a_stride_that_leaves_gaps_is_refused(tokenizer: BertWordPieceTokenizer) -> None:
+    with pytest.raises(ValueError, match="doc_stride=5 must be 1 to 4"):
+        list(cut(tokenizer, ask("a b c"), 9, doc_stride=5, max_question=64))
+
+
+def test_a_long_question_is_shortened(tokenizer: BertWordPieceTokenizer) -> None:
+    (window,) = cut(tokenizer, ask("a", question="b c d e f"), 9, doc_stride=2, max_question=3)
+    assert words(tokenizer, window) == "[CLS] b c d [SEP] a [SEP]"
+
+
+def test_answers_come_back_in_the_spelling_of_the_text(tokenizer: BertWordPieceTokenizer) -> None:
+    context = "Der Zürichersee, 日本, der ZÜRICH"
+    question = ask(context, "日本")
+    (window,) = cut(tokenizer, question, 30, doc_stride=8, max_question=64)
+    assert words(tokenizer, window) == "[CLS] where ? [SEP] der zurich ##er ##see , 日 本 , der zurich [SEP]"
+    assert window.text(window.start, window.end) == "日本"
+    assert best_span(window, *peaks(window, 1, 3), 30) == (2.0, "Zürichersee")
+    assert best_span(window, *peaks(window, 8, 9), 30) == (2.0, "der ZÜRICH")
+
+
+def test_an_answer_inside_a_word_takes_the_whole_token(tokenizer: BertWordPieceTokenizer) -> None:
+    question = Question("q", "where?", "a zurich b", (Answer("uri", 3),))
+    (window,) = cut(tokenizer, question, 30, doc_stride=8, max_question=64)
+    assert window.text(window.start, window.end) == "zurich"
+
+
+def test_the_best_span_is_in_the_context_forward_and_short(tokenizer: BertWordPieceTokenizer) -> None:
+    (window,) = cut(tokenizer, ask("a b c d e"), 20, doc_stride=8, max_question=64)
+    starts, ends = peaks(window, 3, 1)  # the end is before the start: one of both peaks counts
+    score, text = best_span(window, starts, ends, 30)
+    assert (score, text) == (1.0, "a b")
+    starts, ends = peaks(window, 0, 4)
+    assert best_span(window, starts, ends, 5) == (2.0, "a b c d e")
+    assert best_span(window, starts, ends, 4)[0] == 1.0
+    starts[0] = ends[0] = starts[-1] = ends[-1] = 9.0  # [CLS] and [SEP] are no answers
+    assert best_span(window, starts, ends, 5) == (2.0, "a b c d e")
+    window.owned = [False] * 5
+    assert best_span(window, starts, ends, 5) == (float("-inf"), "")
+
+
+def test_batches_are_padded_and_masked(tokenizer: BertWordPieceTokenizer) -> None:
+    windows = [*cut(tokenizer, ask("a b", "b"), 9, 3, 64), *cut(tokenizer, ask("a b c d", "a b"), 9, 3, 64)]
+    batch = collate(windows, max_length=12)
+    assert batch["input_ids"].shape == batch["token_type_ids"].shape == batch["attention_mask"].shape == (2, 12)
+    assert batch["attention_mask"].sum(dim=1).tolist() == [7, 9]
+    assert batch["input_ids"][0, 7:].tolist() == [0] * 5
+    assert batch["start_positions"].tolist() == [5, 4]
+    assert batch["end_positions"].tolist() == [5, 5]
+
+
+def squad_file(*questions: Question) -> str:
+    paragraphs = [
+        {
+            "context": question.context,
+            "qas": [
+                {
+                    "id": question.id,
+                    "question": question.question,
+                    "answers": [{"text": text, "answer_start": start} for text, start in question.answers],
+                }
+            ],
+        }
+        for question in questions
+    ]
+    return json.dumps({"version": "1.1", "data": [{"title": "t", "paragraphs": paragraphs}]})
+
+
+def test_a_file_is_read_as_published(tmp_path: Path) -> None:
+    questions = [ask("a b a", "b", "b a"), ask("c", "c", question="c?")]
+    (tmp_path / "train.json").write_text(squad_file(*questions))
+    assert read_squad(tmp_path / "train.json") == questions
+    (tmp_path / "train.json").write_text(squad_file(Question("x7", "where?", "a b", (Answer("b", 0),))))
+    with pytest.raises(ValueError, match="'b' of question x7 is not at 0"):
+        read_squad(tmp_path / "train.json")
+
+
+def test_missing_files_are_named_with_their_source(tmp_path: Path, vocabulary: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no train-v1.1.json, dev-v1.1.json. Get both from https://rajpurkar"):
+        Squad(tmp_path, vocabulary).setup("fit")
+    for name in ("train-v1.1.json", "dev-v1.1.json"):
+        (tmp_path / name).write_text(squad_file())
+    with pytest.raises(FileNotFoundError, match=r"bert-x has no vocab.txt. .*--data.vocabulary"):
+        Squad(tmp_path, tmp_path / "bert-x" / "vocab.txt").setup("fit")
+    with pytest.raises(FileNotFoundError, match=r"no config.json, model.safetensors. .*--model.pretrained"):
+        BertSquad(**SMALL, pretrained=tmp_path / "bert-x")
+
+
+def test_exact_match_and_f1_are_those_worked_out_by_hand(
+    tmp_path: Path, vocabulary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three questions in windows of four tokens; the network is replaced by scores that point where we want."""
+    texts = [("q1", "a b c d e f g h", "f g"), ("q2", "b c d e", "b c d"), ("q3", "a b", "a")]
+    questions = [Question(id_, "where?", text, (Answer(answer, text.index(answer)),)) for id_, text, answer in texts]
+    for name in ("train-v1.1.json", "dev-v1.1.json"):
+        (tmp_path / name).write_text(squad_file(*questions))
+    data = Squad(tmp_path, vocabulary, batch_size=2, max_length=9, doc_stride=2)
+    model = BertSquad(**SMALL)
+    numbers = {word: number for number, word in enumerate(WORDS, start=5)}
+    # first and last word of what is predicted: q1 exactly; q2 "c d e", two of three words shared; q3 "b", none
+    points = {"f": (9.0, 0.0), "g": (0.0, 9.0), "c": (5.0, 0.0), "e": (0.0, 5.0)}
+
+    class Scores:
+        def __init__(self, tokens: Tensor) -> None:
+            self.start_logits, self.end_logits = torch.zeros(tokens.shape), torch.zeros(tokens.shape)
+            for word, (start, end) in points.items():
+                self.start_logits[tokens == numbers[word]] = start
+                self.end_logits[tokens == numbers[word]] = end
+            short = (tokens != 0).sum(dim=1) == 7  # q3
+            for scores in (self.start_logits, self.end_logits):
+                scores[short[:, None] & (tokens == numbers["b"])] = 3.0
+
+    monkeypatch.setattr(model.net, "forward", lambda input_ids, **_: Scores(input_ids))
+    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False)
+    (result,) = trainer.validate(model, data, verbose=False)
+    assert {id_: text for id_, (_, text, _) in model.best.items()} == {"q1": "f g", "q2": "c d e", "q3": "b"}
+    assert result["val_exact_match"] == pytest.approx(100 / 3)
+    assert result["val_f1"] == pytest.approx(100 * (1 + 2 / 3 + 0) / 3)
+
+
+def test_pretrained_weights_are_taken_and_dropout_is_on(tmp_path: Path) -> None:
+    config = BertConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    published = BertForQuestionAnswering(config)
+    published.save_pretrained(tmp_path)
+    model = BertSquad(**SMALL, pretrained=tmp_path)
+    expected = published.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in model.net.state_dict().items())
+    assert all(module.training for module in model.net.modules())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workload", ["bert_base_squad", "bert_large_squad"])
+def test_a_sparse_training_finds_the_colours_and_resumes(workload: str, tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    make_squad(folder)
+    data = [f"--data.init_args.folder={folder}", f"--data.init_args.vocabulary={folder / 'vocab.txt'}"]
+    rows = fit(tmp_path, workload, *data)
+    losses = column(rows, "loss")
+    assert losses[-1] < losses[0] / 2
+    assert column(rows, "val_f1")[-1] > 50
+    checkpoint = newest_checkpoint(tmp_path)
+    resumed = fit(tmp_path, workload, *data, f"--ckpt_path={checkpoint}", "--trainer.max_epochs=3")
+    assert len(column(resumed, "val_f1")) == 1
