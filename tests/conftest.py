@@ -8,6 +8,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    # Before anything imports Triton (transformers does): kernels are tested in its interpreter.
+    os.environ["TRITON_INTERPRET"] = "1"
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:

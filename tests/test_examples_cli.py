@@ -140,6 +140,7 @@ def test_a_configuration_trains(path: Path, tmp_path: Path) -> None:
     assert all(p.isfinite().all() for p in first["parameters"])
 
 
+@pytest.mark.slow
 def test_the_shortest_configuration_trains_as_a_script_and_saves_itself(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

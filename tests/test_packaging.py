@@ -43,7 +43,10 @@ def test_types_are_shipped() -> None:
 
 
 def test_every_direct_dependency_is_pinned_for_the_tests(metadata: importlib.metadata.PackageMetadata) -> None:
-    requirements = [name for name in metadata.get_all("Requires-Dist", []) if "horovod" not in name]
+    # Horovod is built by a script, and CUDA builds of torch pin a Triton of their own
+    requirements = [
+        name for name in metadata.get_all("Requires-Dist", []) if not name.startswith(("horovod", "triton"))
+    ]
     names = {re.match(r"[\w-]+", requirement)[0] for requirement in requirements}  # type: ignore[index]  # every requirement begins with a name
     pinned = set(re.findall(r"^([\w-]+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     assert names - {"lightning-safusion"} == pinned

@@ -421,6 +421,7 @@ def test_a_model_that_is_wrapped_anew_is_followed(tmp_path: Path) -> None:
         assert tensors == [5, 5, 5, 7, 7, 7]
 
 
+@pytest.mark.slow
 def test_files_are_written_by_spawned_processes(tmp_path: Path) -> None:
     def train() -> str:
         profiler = OverlapProfiler(4, 2, tmp_path)

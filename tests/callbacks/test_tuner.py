@@ -275,6 +275,7 @@ def test_a_model_that_is_wrapped_anew_is_tuned_anew() -> None:
     assert sum(seen[0].plans[-1]) == 17
 
 
+@pytest.mark.slow
 def test_spawned_processes(tmp_path: Path) -> None:
     strategy = SAFusionStrategy(
         start_method="spawn", process_group_backend="gloo", fusion=Aligned(1), collective="allgather"

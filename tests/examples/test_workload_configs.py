@@ -17,6 +17,8 @@ from examples.workloads.cli import CONFIGS, WorkloadCLI
 from lightning_safusion import OverlapProfiler, SAFusionStrategy, TensorMissingRateMonitor
 from tests.examples.workload_runs import ROOT, WORKLOADS, configs, model_on_meta
 
+pytestmark = pytest.mark.slow  # seconds each
+
 #: Trainable parameters, and where the number can be looked up or worked out.
 PARAMETERS = {
     # embedding and output: 33278 rows of 500, the output's bias; two layers: 4 gates of 1000 inputs and two biases

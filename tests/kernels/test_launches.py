@@ -24,6 +24,8 @@ from lightning_safusion.sparsify import select
 from lightning_safusion.sparsify.registry import resolve_sparsifier
 from tests.sparsify.test_select import cut
 
+pytestmark = pytest.mark.slow  # seconds each
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -23,6 +23,8 @@ from lightning_safusion.sparsify.select_torch import TorchView
 from lightning_safusion.sparsify.view import SegmentedView
 from tests.sparsify.test_select import check, cut, exact_take, exact_top
 
+pytestmark = pytest.mark.slow  # seconds each
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -13,6 +13,8 @@ from lightning_safusion.comm import wire as wire_module
 from lightning_safusion.comm.wire import resolve_codec
 from lightning_safusion.sparsify.base import Selection
 
+pytestmark = pytest.mark.slow  # seconds each
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 SPANS = [(0, 0), (1, 1), (1000, 37), (65_536, 100), (200_001, 333), (20_000, 5001)]
