@@ -110,7 +110,7 @@ def time_reviews() -> list[float]:
         observe(planner, *args)
         seconds.append(time.perf_counter() - begin)
 
-    Planner.observe = timed  # type: ignore[method-assign]  # for the rest of this process
+    Planner.observe = timed  # type: ignore[method-assign]  # a clock round a method, in the benchmark's own processes
     return seconds
 
 
