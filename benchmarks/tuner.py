@@ -5,9 +5,10 @@
 Two workers in network namespaces of their own, joined by links that ``tc`` shapes; gloo, 96 gradient tensors, top-k at
 density 0.05, always sparse. The computation of each layer's gradients is a pause of known length, so that two cores
 suffice. At the fast rate: a sweep of static numbers of tensors per buffer, and the tuner, whose link becomes slow at
-half time. At the slow rate: the sweep, and the tuner from one buffer and from one buffer per tensor. A row's step is
-the median of its last 30 windows (first gradient to last mean); "model" is the predicted finish of the plan in use
-over that of the best static one. Rows are minutes apart: compare them on an idle machine. Saves a picture.
+half time. At the slow rate: the sweep, and the tuner from one buffer and from one buffer per tensor. All of that again
+``--repeats`` times, in turns, since a machine changes its speed within minutes. A row's step is the median over repeats
+of the median of the last 30 windows (first gradient to last mean); "model" is the predicted finish of the plan in use
+over that of the best static one, the largest of the repeats. Saves a picture (of the last repeat).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Run:
     """One training, and what it came to on rank 0.
 
     Args:
-        name: In tables and pictures.
+        name: In tables and pictures, and the same in every repeat.
         size: Tensors per buffer at the start; 0: ``fusion="adaptive"``.
         steps: Steps to train.
         tuned: With ``BufferSizeTuner``.
@@ -211,12 +212,37 @@ def train(
     return [Run(**row) for row in json.loads((folder / "result0.json").read_text())]
 
 
-def table(title: str, runs: Sequence[Run], best: float) -> None:
+class Row:
+    """Repeats of one training.
+
+    Args:
+        runs: What each came to.
+    """
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self.runs = runs
+        self.steps = sorted(run.step for run in runs)
+        self.step = statistics.median(self.steps)
+
+    def markdown(self, best: float) -> str:
+        """A line of the table; ``best`` is the step of the best static row."""
+        last = self.runs[-1]
+        buffers = ", ".join(str(count) for count in sorted({run.buffers[-1] for run in self.runs}))
+        model = f"{100 * (max(run.lost for run in self.runs) - 1):+.1f} %" if last.tuned else ""
+        spread = f"{1e3 * self.steps[0]:.1f} to {1e3 * self.steps[-1]:.1f}"
+        over = 100 * (self.step / best - 1)
+        return f"| {last.name} | {buffers} | {1e3 * self.step:.1f} | {spread} | {over:+.0f} % | {model} |"
+
+
+def rows_of(rounds: Sequence[Sequence[Run]]) -> list[Row]:
+    """One row for each training of a round."""
+    return [Row(runs) for runs in zip(*rounds, strict=True)]
+
+
+def table(title: str, rows: Sequence[Row], best: float) -> None:
     """Prints a markdown table."""
-    print(f"\n{title}\n\n| run | buffers at the end | step, ms | over the best static | model |\n|---|---|---|---|---|")
-    for run in runs:
-        over, model = 100 * (run.step / best - 1), f"{100 * (run.lost - 1):+.1f} %" if run.tuned else ""
-        print(f"| {run.name} | {run.buffers[-1]} | {1e3 * run.step:.1f} | {over:+.0f} % | {model} |")
+    print(f"\n{title}\n\n| run | buffers at the end | step, ms | repeats | over the best static | model |")
+    print("|---|---|---:|---|---:|---:|", *(row.markdown(best) for row in rows), sep="\n")
 
 
 def picture(static: Sequence[Run], tuned: Sequence[Run], change: Run, best: dict[str, float]) -> Figure:
@@ -254,11 +280,17 @@ def stages(run: Run) -> list[tuple[int, list[float]]]:
     return result
 
 
+def new_plan(run: Run) -> int | None:
+    """Step with the first plan that is another one than when the link changed."""
+    return next((s for s in range(CHANGE_AT + 1, CHANGE_STEPS) if run.buffers[s] != run.buffers[s - 1]), None)
+
+
 def main() -> None:
     """Runs both experiments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--image", type=Path, help="picture to save")
     parser.add_argument("--pause", type=float, default=0.002, help="seconds of backward pass for each of 24 layers")
+    parser.add_argument("--repeats", type=int, default=3, help="times that everything is measured")
     parser.add_argument("--work", nargs=2, metavar=("RUNS", "RESULT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
@@ -267,18 +299,25 @@ def main() -> None:
     sweep = [Run(f"{size} tensors", size, STATIC_STEPS) for size in SWEEP]
     tuned = [Run("from one buffer", 4 * LAYERS, TUNED_STEPS, True), Run("from 96 buffers", 1, TUNED_STEPS, True)]
     change = Run("tuner", 0, CHANGE_STEPS, True)
-    with tempfile.TemporaryDirectory() as folder, linked_namespaces(2, FAST) as machines:
-        *fast, change = train(machines, [*sweep, change], args.pause, Path(folder), CHANGE_AT)
-        *static, one, many = train(machines, [*sweep, *tuned], args.pause, Path(folder))  # the link has become slow
-    best = {FAST: min(run.step for run in fast), SLOW: min(run.step for run in static)}
+    fast_rounds, slow_rounds = [], []
+    for repeat in range(args.repeats):
+        print(f"repeat {repeat + 1} of {args.repeats}", file=sys.stderr, flush=True)
+        with tempfile.TemporaryDirectory() as folder, linked_namespaces(2, FAST) as machines:
+            fast_rounds.append(train(machines, [*sweep, change], args.pause, Path(folder), CHANGE_AT))
+            # the link has become slow
+            slow_rounds.append(train(machines, [*sweep, *tuned], args.pause, Path(folder)))
+    *fast, changed = rows_of(fast_rounds)
+    slow = rows_of(slow_rounds)
+    best = {FAST: min(row.step for row in fast), SLOW: min(row.step for row in slow[: len(sweep)])}
     table(f"Static, {FAST}", fast, best[FAST])
-    table(f"Static, and the tuner from bad starts, {SLOW}", [*static, one, many], best[SLOW])
-    table(f"The tuner where {FAST} has become {SLOW}", [change], best[SLOW])
-    switched = next((s for s in range(CHANGE_AT + 1, CHANGE_STEPS) if change.buffers[s] != change.buffers[s - 1]), None)
+    table(f"Static, and the tuner from bad starts, {SLOW}", slow, best[SLOW])
+    table(f"The tuner where {FAST} has become {SLOW}", [changed], best[SLOW])
+    switched = [new_plan(run) for run in changed.runs]
     print(f"\nThe link changed at step {CHANGE_AT}; the first new plan is that of step {switched}.")
     if args.image is not None:
         args.image.parent.mkdir(parents=True, exist_ok=True)
-        picture(static, [one, many], change, best).savefig(args.image, dpi=110)
+        *static, one, many = slow_rounds[-1]
+        picture(static, [one, many], changed.runs[-1], best).savefig(args.image, dpi=110)
 
 
 if __name__ == "__main__":

@@ -76,8 +76,7 @@ def save(controller: Controller, settings: Mapping[str, str], path: str | os.Pat
         OSError: On all ranks, if any could not write its file.
     """
     generator, transport = controller.generator, controller.transport
-    memory = generator.memory
-    holds = bool(memory.state_dict()) and bool(memory.accumulated(0, generator.layout.numel).any())
+    holds = any(bool(state.any()) for state in generator.memory.state_dict().values())
     proposals = transport.gather_objects((uuid.uuid4().hex, side_folder(path), holds))
     nonce, folder, _ = proposals[0]
     entry = {

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_safusion.naming import suggestion
 from lightning_safusion.sparsify.memory import Memory
+from lightning_safusion.sparsify.momentum import EF21Memory
 
 # Options of DDP that would take its communication out of the strategy's hands. LightningCLI passes every option with
 # its default, so only other values are refused.
@@ -95,16 +96,21 @@ def refuse_double_momentum(memory: Memory, optimizer: torch.optim.Optimizer) -> 
     """Refuses an optimizer whose momentum would come on top of the memory's.
 
     Raises:
-        MisconfigurationException: If both have momentum.
+        MisconfigurationException: If both have momentum, or if the memory's is not made for such an optimizer.
     """
-    if memory.name != "dgc":
-        return
-    momentum = any(group.get("momentum") or "betas" in group for group in optimizer.param_groups)
-    if momentum:
+    name = type(optimizer).__name__
+    if memory.name == "dgc" and any(group.get("momentum") or "betas" in group for group in optimizer.param_groups):
         raise MisconfigurationException(
-            f"memory='dgc' applies momentum before selection, and {type(optimizer).__name__} would apply it again. Use "
+            f"memory='dgc' applies momentum before selection, and {name} would apply it again. Use "
             "torch.optim.SGD with momentum=0, or memory='residual'."
         )
+    if isinstance(memory, EF21Memory) and memory.momentum:
+        twice = [group for group in optimizer.param_groups if group.get("momentum") or group.get("betas", (0,))[0]]
+        if twice:
+            raise MisconfigurationException(
+                f"memory='ef21' averages gradients over time before selection, and {name} would do so again, which "
+                f"makes its steps too old. Give {name} betas=(0, ...) or momentum=0, or use EF21Memory(momentum=0)."
+            )
 
 
 def check_dense_rules(dense: Sequence[str], dense_below: int, dense_below_ndim: int) -> None:

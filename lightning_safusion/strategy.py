@@ -22,7 +22,8 @@ from lightning_safusion.parameters import check_dense_rules, refuse_options, ref
 from lightning_safusion.settling import reason_to_settle, runs_compiled
 from lightning_safusion.signals import DeferredSignals, requeue_signal
 from lightning_safusion.sparsify.base import Sparsifier
-from lightning_safusion.sparsify.memory import Memory, resolve_memory
+from lightning_safusion.sparsify.feedback import resolve_memory
+from lightning_safusion.sparsify.memory import Memory
 from lightning_safusion.sparsify.registry import resolve_sparsifier
 from lightning_safusion.sparsify.schedule import DensitySchedule, resolve_density
 from lightning_safusion.systems import System, resolve_system
@@ -49,7 +50,8 @@ class SAFusionStrategy(EngineDDPStrategy):
             ``"behind"``, ``"wfbp"``, ``"omgs"``, ``"cupcake"``, ``"horovod"``, ``"hipress"``, ``"espresso"``,
             ``"syncea"``, ``"oktopk"``, ``"gtopk"``, ``"adtopk"``, ``"ssfusion-naive"``, ``"ssfusion-o"``,
             ``"ssfusion-i"``, ``"ssfusion"``. Dense ones: ``"wfbp-dense"``, ``"mgwfbp"``, ``"horovod-dense"``. DDP with
-            another hook: ``"dear"``, ``"easgd"``, ``"ddp"``, ``"ddp-bf16"``, ``"ddp-fp16"``, ``"powersgd"``.
+            another hook: ``"dear"``, ``"easgd"``, ``"ddp"``, ``"ddp-bf16"``, ``"ddp-fp16"``, ``"powersgd"``,
+            ``"powersgd-rank4"``.
         fusion: Which tensors share a buffer: ``"adaptive"`` (measured times), ``"aligned"`` (a fixed number),
             ``"naive"`` (a fixed capacity, filled at each worker's own pace), ``"wfbp"`` (each alone), ``"single"`` (all
             in one), ``"selective"`` (a fixed number of buffers, whose small tensors travel whole), ``"mgwfbp"`` and
@@ -62,8 +64,9 @@ class SAFusionStrategy(EngineDDPStrategy):
         dense: Shell patterns of parameter names that always travel dense, for example ``["*.bias"]``.
         dense_below: Tensors of fewer elements than this travel dense.
         dense_below_ndim: Tensors of fewer dimensions than this travel dense; 2: vectors and scalars.
-        memory: Error feedback: ``"residual"``, ``"dgc"`` (momentum correction; use plain SGD with it), ``"none"``, or
-            a ``Memory``.
+        memory: Error feedback: ``"residual"``, ``"dgc"`` (momentum correction; use plain SGD with it), ``"ef21"`` (the
+            optimizer gets a dense estimate of the gradient; use Adam with betas=(0, ...) with it), ``"none"``, or a
+            ``Memory``.
         collective: ``"auto"`` (dense where that is predicted to be cheaper), ``"allgather"`` (always sparse),
             ``"hybrid"`` (the same, with an all-reduce beside it for what travels whole), ``"hierarchical"`` (dense
             inside every node, the largest sums of each to the others), ``"allreduce"``,

@@ -94,6 +94,9 @@ class Event:
     def record(self, stream: Any = None) -> None:
         self.recorded = True
 
+    def query(self) -> bool:
+        return self.recorded
+
     def synchronize(self) -> None:
         assert self.recorded, "waits for an event that was never recorded"
 

@@ -91,16 +91,18 @@ def test_what_a_compressor_learns_stays_in_its_job() -> None:
     assert all(run_launched(2, fit))
 
 
-def test_dgc_memory_keeps_its_momentum_on_one_worker() -> None:
-    def weights(strategy: Any, momentum: float) -> list[Tensor]:
+@pytest.mark.parametrize(("memory", "dampening"), [("dgc", 0.0), ("ef21", 0.9)])
+def test_a_memory_with_momentum_keeps_it_on_one_worker(memory: str, dampening: float) -> None:
+    def weights(strategy: Any, **momentum: float) -> list[Tensor]:
         model = TinyClassifier()
-        model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), 0.05, momentum=momentum)  # type: ignore[method-assign]  # another optimizer for this model
+        model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), 0.05, **momentum)  # type: ignore[method-assign]  # another optimizer for this model
         trainer(strategy, devices=1, use_distributed_sampler=False, limit_train_batches=8).fit(model, classification())
         return [p.detach() for p in model.parameters()]
 
     def both(rank: int) -> float:
-        ours = weights(SAFusionStrategy(density=1.0, memory="dgc"), 0.0)
-        return max(float((a - b).abs().max()) for a, b in zip(ours, weights("auto", 0.9), strict=True))
+        ours = weights(SAFusionStrategy(density=1.0, memory=memory))
+        theirs = weights("auto", momentum=0.9, dampening=dampening)
+        return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
 
     assert run_launched(1, both)[0] < 1e-5
 

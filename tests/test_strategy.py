@@ -14,7 +14,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_safusion import SYSTEMS, SAFusionStrategy
-from lightning_safusion.sparsify import GaussianK
+from lightning_safusion.parameters import refuse_double_momentum
+from lightning_safusion.sparsify import DGCMemory, EF21Memory, GaussianK, ResidualMemory
 from tests.models import TinyClassifier, classification, trainer
 
 FORK = {"start_method": "fork", "process_group_backend": "gloo"}
@@ -216,12 +217,39 @@ def test_a_dense_pattern_that_matches_nothing_is_refused(tmp_path: Path) -> None
         fit(tmp_path, SAFusionStrategy(dense=["encoder.*"], **FORK))
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.Adam, lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)])
-def test_dgc_memory_refuses_an_optimizer_with_momentum(tmp_path: Path, optimizer: Any) -> None:
+def adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params)
+
+
+def heavy_ball(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, 0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize(("memory", "optimizer"), [("dgc", adam), ("ef21", heavy_ball)])
+def test_a_memory_with_momentum_refuses_an_optimizer_with_momentum(tmp_path: Path, memory: str, optimizer: Any) -> None:
     model = TinyClassifier()
     model.configure_optimizers = lambda: optimizer(model.parameters())  # type: ignore[method-assign]  # another optimizer for this model
-    with pytest.raises(Exception, match="memory='dgc' applies momentum before selection"):
-        fit(tmp_path, SAFusionStrategy(memory="dgc", **FORK), model)
+    with pytest.raises(Exception, match=f"memory='{memory}' a"):
+        fit(tmp_path, SAFusionStrategy(memory=memory, **FORK), model)
+
+
+def test_which_momentum_comes_twice() -> None:
+    weights = [torch.nn.Parameter(torch.ones(2))]
+    without = [torch.optim.SGD(weights, 0.1), torch.optim.AdamW(weights, betas=(0.0, 0.99))]
+    for memory, optimizer in [
+        (DGCMemory(), adam(weights)),
+        (DGCMemory(), heavy_ball(weights)),
+        (DGCMemory(), without[1]),  # its steps are not those of SGD
+        (EF21Memory(), adam(weights)),
+        (EF21Memory(), heavy_ball(weights)),
+    ]:
+        with pytest.raises(MisconfigurationException, match="momentum=0"):
+            refuse_double_momentum(memory, optimizer)
+    for optimizer in (*without, adam(weights), heavy_ball(weights)):
+        refuse_double_momentum(EF21Memory(momentum=0.0), optimizer)
+        refuse_double_momentum(ResidualMemory(), optimizer)
+    for optimizer in without:
+        refuse_double_momentum(EF21Memory(), optimizer)
 
 
 class Different(SAFusionStrategy):

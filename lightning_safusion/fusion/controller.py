@@ -88,6 +88,7 @@ class Controller:
         self._tracked = np.zeros(len(generator.layout), bool)  # the same for what an optimizer announces
         self._first = True  # DDP's first window submits everything at its end, in an order that means nothing
         self._window: Window | None = None
+        self._between = True  # no window is open, and the last one has ended: what exchanges have learnt is agreed
         self._drain = Drain(generator, transport)
         self._deferred = DeferredDrain(generator, Lane(generator.device)) if deferred else None
         self._offload = offload
@@ -129,6 +130,7 @@ class Controller:
 
     def _begin(self) -> Window:
         self.settle()
+        self._between = False
         density = check_density(self.density(self.windows, self.epoch))
         if self.generator.set_density(density):
             self.planner.invalidate()
@@ -251,6 +253,7 @@ class Controller:
         return [self.generator.layout.specs[place].index for place in np.flatnonzero(window.fresh)]
 
     def _finish(self, window: Window) -> None:
+        self._between = True
         self.report = WindowReport(window, self.generator, self.clock, self._timed)
         window.planned = self.order_known and window.in_order
         if self.clock.instant:
@@ -288,7 +291,7 @@ class Controller:
         Collective once every buffer is dense for good; the answer is the same on all ranks.
         """
         memory = self.generator.memory
-        settled = isinstance(self.density, ConstantDensity) and memory.name in ("residual", "none")
+        settled = isinstance(self.density, ConstantDensity) and not memory.shapes_updates
         if not (settled and self.planner.dense_for_good):
             return False
         held = torch.tensor([float(any(bool(state.any()) for state in memory.state_dict().values()))])
@@ -317,7 +320,10 @@ class Controller:
         self._window = self._unobserved = None
         if self._deferred is not None:
             self._deferred.forget()
-        self.generator.pool.forget()
+        pool = self.generator.pool
+        # an exchange that was abandoned may have learnt something on some ranks and not on others
+        pool.load_state_dict(pool.state_dict() if self._between else [])
+        self._between = True
 
     def release(self) -> None:
         """Frees buffers and figures; the state that a checkpoint wants stays."""

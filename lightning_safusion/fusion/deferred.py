@@ -95,6 +95,7 @@ class DeferredDrain:
         good = regular & ~bad.any() & torch.isfinite(mean).all()
         self._good = good if self._good is None else self._good & good
         exchange.poison(mean, bad)
+        mean = self.generator.memory.received(buffer.start, buffer.stop, mean)
         self._errors += deliver(window, buffer, mean)
         exchange.release(scratch)
 
@@ -110,6 +111,7 @@ class DeferredDrain:
             return  # a model without tensors
         for buffer, _ in window.inflight:
             self.generator.commit(buffer, (), good)
+            self.generator.memory.settle(buffer.start, buffer.stop, good)
         for rounding in errors:
             self.generator.memory.add(rounding.start, rounding.stop, torch.where(good, rounding.error, 0.0))
         if self._mailbox is None:

@@ -149,6 +149,7 @@ class Drain:
         regular = None
         if not verdict.is_regular(self.transport.world_size):
             regular = (verdict.fresh > 0) & ~verdict.irregular(self.transport.world_size)
+        mean = self.generator.memory.received(buffer.start, buffer.stop, mean)
         errors += deliver(window, buffer, mean, regular)
         buffer.exchange.release(scratch)
         return verdict, finite
@@ -192,8 +193,17 @@ class Drain:
         for buffer, _ in window.inflight:
             withdrawn = [p - buffer.group.start for p in repairs if p in buffer.places and not window.raw[p]]
             self.generator.commit(buffer, withdrawn)
+            self._settle(buffer, [p for p in repairs if p in buffer.places])
         for rounding in errors:
             self.generator.memory.add(rounding.start, rounding.stop, rounding.error)
+
+    def _settle(self, buffer: FusionBuffer, repaired: Sequence[int]) -> None:
+        """Keeps what was received, but for tensors that went round again."""
+        edges, start = self.generator.layout.edges, buffer.start
+        for place in sorted(repaired):
+            self.generator.memory.settle(start, int(edges[place]))
+            start = int(edges[place + 1])
+        self.generator.memory.settle(start, buffer.stop)
 
 
 def deliver(window: Window, buffer: FusionBuffer, mean: Tensor, chosen: np.ndarray | None = None) -> list[Rounding]:

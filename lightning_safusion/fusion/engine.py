@@ -108,6 +108,11 @@ class EngineSettings:
                 f"scope='tensor', collective='allgather' or 'allreduce' and offload=False, got {self.scope!r}, "
                 f"{self.collective!r} and {self.offload}"
             )
+        if self.memory.name == "ef21" and self.collective == "gtopk":
+            raise ValueError(
+                "memory='ef21' adds up all that is sent, and collective='gtopk' loses some of it on its way: the "
+                "estimates would drift apart. Use collective='allgather' or 'oktopk'."
+            )
         if self.fusion.streams and self.scope == "group":
             raise ValueError(
                 f"fusion={self.fusion.name!r} fills buffers with selected elements: it needs scope='tensor'"
@@ -124,8 +129,8 @@ class EngineSettings:
         """
         if self.own_buffers and world_size > 1:
             return None
-        if self.memory.name == "dgc":
-            return None  # its momentum is part of the algorithm, on any number of workers and at any density
+        if self.memory.shapes_updates:
+            return None  # it is part of the algorithm, on any number of workers and at any density
         if world_size == 1:
             return "there is one worker, and nothing to exchange"
         if self.collective == "allreduce" and not self.own_buffers:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_safusion.fusion.layout import Layout, TensorSpec
 from lightning_safusion.metrics.figures import as_planned, held_back, travelled_whole, window_figures
-from lightning_safusion.sparsify.memory import NoMemory, ResidualMemory
+from lightning_safusion.sparsify.feedback import NoMemory, ResidualMemory
 
 if TYPE_CHECKING:
     from lightning_safusion.fusion.controller import Controller

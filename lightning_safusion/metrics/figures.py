@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.sparsify.memory import NoMemory
+from lightning_safusion.sparsify.feedback import NoMemory
 
 if TYPE_CHECKING:
     from lightning_safusion.fusion.controller import Controller

@@ -3,9 +3,11 @@
 from lightning_safusion.sparsify.adtopk import ADTopk
 from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier, element_quota, span_segments
 from lightning_safusion.sparsify.dgc import DGC
+from lightning_safusion.sparsify.feedback import NoMemory, ResidualMemory, resolve_memory
 from lightning_safusion.sparsify.gaussiank import GaussianK
 from lightning_safusion.sparsify.identity import NoCompression
-from lightning_safusion.sparsify.memory import DGCMemory, Memory, NoMemory, ResidualMemory, resolve_memory
+from lightning_safusion.sparsify.memory import Memory
+from lightning_safusion.sparsify.momentum import DGCMemory, EF21Memory
 from lightning_safusion.sparsify.oktopk import OkTopk
 from lightning_safusion.sparsify.randomk import RandomK
 from lightning_safusion.sparsify.redsync import RedSync
@@ -31,6 +33,7 @@ __all__ = [
     "DGCMemory",
     "DGCWarmup",
     "DenseStart",
+    "EF21Memory",
     "DensitySchedule",
     "ExponentialRamp",
     "GaussianK",

@@ -106,7 +106,7 @@ class Sparsifier(ABC):
     #: Every rank selects the same positions in the same step, so that values alone would do (Random-k).
     shares_indices: ClassVar[bool] = False
     #: May select fewer elements than the quota (an estimator); False means exactly the quota, always.
-    estimates: ClassVar[bool] = True
+    estimates: bool = True
 
     @abstractmethod
     def select(self, x: Tensor, segments: Segments, step: int) -> Selection:

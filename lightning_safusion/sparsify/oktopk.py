@@ -32,19 +32,20 @@ class OkTopk(ThresholdSparsifier):
     but an outlier moves it.) The remaining error is corrected through the power law measured by a second count.
     ``control="step"`` is what the authors' VGG trainer does: the threshold itself is reused, raised by 3 % up to five
     times while more than 4/3 quotas pass, and moved by 1.2 % when the number found leaves 2/3 to 5/4 quotas.
+    ``control="none"`` leaves it as it is, as ADTopk's threshold mode does.
 
     Args:
         refresh: Steps between exact evaluations; the authors use 32 (VGG, LSTM) and 128 (BERT).
-        control: ``"scaled"`` or ``"step"``.
+        control: ``"scaled"``, ``"step"`` or ``"none"``.
     """
 
     name: ClassVar[str] = "oktopk"
 
-    def __init__(self, refresh: int = 32, control: Literal["scaled", "step"] = "scaled") -> None:
+    def __init__(self, refresh: int = 32, control: Literal["scaled", "step", "none"] = "scaled") -> None:
         if refresh < 1:
             raise ValueError(f"refresh must be at least 1 step, got {refresh}")
-        if control not in ("scaled", "step"):
-            raise ValueError(f'control must be "scaled" or "step", got {control!r}')
+        if control not in ("scaled", "step", "none"):
+            raise ValueError(f'control must be "scaled", "step" or "none", got {control!r}')
         self.refresh = refresh
         self.control = control
         self._reused: dict[Hashable, _Reused] = {}
@@ -61,7 +62,8 @@ class OkTopk(ThresholdSparsifier):
         tau = tau.float()
         if self.control == "step":
             tau = _raised(view, tau)
-        level = (_power_law(view, tau) if self.control == "scaled" else _stepped(view, tau)) / unit
+        follow = {"scaled": _power_law, "step": _stepped, "none": _unchanged}[self.control]
+        level = follow(view, tau) / unit
         # a step of zeros, NaN or Inf has no threshold to learn from
         self._remember(view, torch.where(torch.isfinite(level), level, before), due, step)
         return tau
@@ -87,9 +89,7 @@ class OkTopk(ThresholdSparsifier):
             self._reused = dict(zip(state["keys"], map(_Reused._make, rows), strict=True))
 
     def _units(self, view: SegmentedView) -> Tensor:
-        if self.control == "step":
-            return torch.ones_like(view.sizes)
-        return view.abs_sums() / view.sizes
+        return view.abs_sums() / view.sizes if self.control == "scaled" else torch.ones_like(view.sizes)
 
     def _due(self, view: SegmentedView, step: int) -> np.ndarray:
         def is_due(key: Hashable, quota: int) -> bool:
@@ -136,3 +136,7 @@ def _stepped(view: SegmentedView, tau: Tensor) -> Tensor:
     found = view.count_above(tau)
     few, many = found < 2 / 3 * view.quotas, found > 5 / 4 * view.quotas
     return torch.where(few, tau / 1.012, torch.where(many, 1.012 * tau, tau)).double()
+
+
+def _unchanged(view: SegmentedView, tau: Tensor) -> Tensor:
+    return tau.double()

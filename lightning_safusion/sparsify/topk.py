@@ -17,7 +17,7 @@ class TopK(Sparsifier):
     """
 
     name: ClassVar[str] = "topk"
-    estimates: ClassVar[bool] = False
+    estimates = False
 
     def select(self, x: Tensor, segments: Segments, step: int) -> Selection:
         if segments.pool:

@@ -54,6 +54,7 @@ def snapshot(cluster: Cluster) -> list[torch.Tensor]:
         {"collective": "allreduce"},
         {"collective": "auto"},
         {"memory": "dgc"},
+        {"memory": "ef21"},
         {"memory": "none"},
         {"wire": "bf16"},
         {"wire": "bitmap-fp16", "world_size": 3},
@@ -189,6 +190,7 @@ def windows(controller: Controller, device: torch.device, dtype: torch.dtype = t
     [
         *((torch.float32, {"compressor": name}) for name in available_sparsifiers()),
         (torch.float32, {"memory": "dgc"}),
+        (torch.float32, {"memory": "ef21"}),
         (torch.float32, {"scope": "group"}),
         (torch.float32, {"collective": "allreduce"}),
         (torch.bfloat16, {"wire": "bf16"}),

@@ -220,6 +220,59 @@ def test_dgc_memory_at_density_1_is_momentum_sgd(make: Callable[..., Cluster]) -
     cluster.close()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compressor": "gaussiank"},
+        {"compressor": "oktopk", "collective": "oktopk"},
+        {"wire": "bf16"},
+        {"fusion": "naive"},
+        {"quota": "pooled"},
+        {"tensors": specs(dtype=torch.bfloat16)},
+        {"tensors": specs(dense=(0, 4, 7)), "density": DenseStart(0.05, 3)},
+    ],
+)
+def test_ef21_gives_all_workers_the_mean_of_what_they_have_sent(make: Callable[..., Cluster], options: Any) -> None:
+    cluster = make(3, **({"memory": "ef21", "collective": "allgather"} | options))
+    for step in range(STEPS):
+        means = cluster.step(cluster.random_grads(step))
+        states = [each.memory.state_dict() for each in cluster.settings]
+        own = torch.stack([state["average"].double() - state["difference"].double() for state in states])
+        limit = 1e-5 * float(own.abs().max())
+        for state, mine in zip(states, means, strict=True):
+            torch.testing.assert_close(state["estimate"].double(), own.mean(dim=0), rtol=0, atol=limit)
+            given = torch.cat([mine[spec.index] for spec in cluster.controllers[0].generator.layout.specs])
+            assert torch.equal(given, state["estimate"].to(given.dtype))
+
+
+def test_ef21_at_density_1_is_the_mean_of_moving_averages(make: Callable[..., Cluster]) -> None:
+    cluster = make(2, density=1.0, memory="ef21")
+    averages = [torch.zeros(s.numel) for s in cluster.specs]
+    for step in range(4):
+        grads = cluster.random_grads(step)
+        means = cluster.step(grads)
+        for i, average in enumerate(averages):
+            average.lerp_((grads[0][i] + grads[1][i]) / 2, 0.1 if step else 1.0)
+            torch.testing.assert_close(means[0][i], average, rtol=1e-5, atol=1e-5)
+
+
+def test_ef21_does_not_learn_from_a_window_that_ended_badly(make: Callable[..., Cluster]) -> None:
+    cluster = make(2, memory="ef21", collective="allgather")
+    cluster.step(cluster.random_grads(0))
+    before = [each.memory.state_dict()["estimate"].clone() for each in cluster.settings]
+    spoiled = cluster.random_grads(1)
+    spoiled[1][0][3] = torch.inf
+    assert cluster.step(spoiled)[0][0].isnan().any()
+    for held, each in zip(before, cluster.settings, strict=True):
+        assert torch.equal(held, each.memory.state_dict()["estimate"])
+    assert all(mean.isfinite().all() for mean in cluster.step(cluster.random_grads(2))[0])
+
+
+def test_ef21_and_a_tree_that_loses_mass_are_refused() -> None:
+    with pytest.raises(ValueError, match="memory='ef21' adds up all that is sent"):
+        settings(memory="ef21", collective="gtopk")
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("compressor", ["topk", "oktopk"])
 def test_nothing_is_lost_by_the_sparse_all_reduce(

@@ -125,6 +125,44 @@ def test_interleaving_alternates_by_step() -> None:
         assert torch.equal(interleaved.select(x, segments, step).indices, top if step % 2 else rows)
 
 
+def test_a_threshold_is_kept_until_it_is_refreshed() -> None:
+    """Of the magnitudes 1 to 400 the largest 40 are sent; scales are binary fractions, so that nothing is rounded."""
+    segments = one_tensor((20, 20), 40)
+    order = torch.randperm(400, generator=torch.Generator().manual_seed(1))
+    x = (order + 1.0) * sample("gaussian", 400, seed=3).sign()
+
+    def selected(sparsifier: ADTopk, scale: float, step: int) -> list[int]:
+        return sparsifier.select(x * scale, segments, step).indices.tolist()
+
+    def above(magnitude: int) -> list[int]:
+        return (x.abs() > magnitude).nonzero().squeeze(1).tolist()
+
+    sparsifier = ADTopk(interleave=True, refresh=8)
+    assert sparsifier.estimates
+    for step, scale in ((1, 1.0), (13, 0.5), (15, 1.0), (17, 1.0)):  # the beginning, and the first step of a period
+        assert selected(sparsifier, scale, step) == above(360)
+    for step in (19, 21):  # what exceeds 361 / scale, again and again
+        assert selected(sparsifier, 15 / 16, step) == above(385)
+    assert selected(sparsifier, 2.0, 23) == above(360)  # of 220 that pass, the quota
+    rows = ADTopk().select(x, segments, 24).indices.tolist()
+    assert selected(sparsifier, 1.0, 24) == rows  # the period begins here, for Top-k with its next step
+    assert selected(sparsifier, 0.5, 25) == above(360)
+    resumed = ADTopk(interleave=True, refresh=8)
+    resumed.load_state_dict(sparsifier.state_dict())
+    for each in (sparsifier, resumed):
+        assert selected(each, 31 / 64, 27) == above(372)
+        assert selected(each, 7 / 16, 29) == above(399)  # nothing exceeds 180.5: the largest
+
+
+def test_what_there_is_nothing_to_refresh_of_is_refused() -> None:
+    with pytest.raises(ValueError, match="refresh=5 is about Top-k, which only interleave=True"):
+        ADTopk(refresh=5)
+    with pytest.raises(ValueError, match="refresh must be at least 1 step, got 0"):
+        ADTopk(interleave=True, refresh=0)
+    with pytest.raises(ValueError, match="ADTopk keeps no state, got"):
+        ADTopk(interleave=True).load_state_dict({"keys": [0]})
+
+
 def test_rows_contract_like_their_share() -> None:
     x = sample("uniform", 64 * 96)
     for rule in RULES:

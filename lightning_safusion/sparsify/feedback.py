@@ -1,0 +1,142 @@
+"""Memories that hand the optimizer what was sent: the residual of error feedback, and none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_safusion.sparsify.memory import Flat, Memory, as_float32
+from lightning_safusion.sparsify.momentum import DGCMemory, EF21Memory
+
+
+class ResidualMemory(Memory):
+    """Error feedback: what was not sent is added to the next gradient (Seide et al. 2014; Karimireddy et al. 2019).
+
+    The residual is in units of the gradient: the learning rate acts when it is sent.
+
+    Args:
+        decay: Factor on the residual before a fresh gradient is added, in (0, 1]. Below 1 old errors are forgotten,
+            and the sum of gradients is no longer conserved.
+
+    Raises:
+        ValueError: If ``decay`` is outside (0, 1].
+    """
+
+    name: ClassVar[str] = "residual"
+
+    def __init__(self, decay: float = 1.0) -> None:
+        if not 0 < decay <= 1:
+            raise ValueError(f'decay must be in (0, 1], got {decay}; memory="none" forgets everything')
+        self.decay = decay
+        self.conserves = decay == 1
+        self._residual = Flat([0], torch.device("cpu"))
+
+    def bind(self, edges: Sequence[int], device: torch.device) -> None:
+        self._residual = Flat(edges, device)
+
+    def compensate(self, ids: Sequence[int], grads: Sequence[Tensor], dense: Sequence[bool], norms: Tensor) -> None:
+        views = self._residual.of(ids)
+        if self.decay != 1:
+            torch._foreach_mul_(views, self.decay)
+        torch._foreach_add_(views, as_float32(grads))
+
+    def accumulated(self, start: int, stop: int) -> Tensor:
+        return self._residual.data[start:stop]
+
+    def commit(self, start: int, indices: Tensor, sent: Tensor) -> None:
+        # An addition, not an assignment: padding may repeat the index of an element that was sent.
+        self._residual.data[start:].index_add_(0, indices, sent, alpha=-1)
+
+    def commit_dense(self, start: int, stop: int, sent: Tensor) -> None:
+        self._residual.data[start:stop] -= sent
+
+    def withdraw(self, tensor: int, grad: Tensor) -> None:
+        self._residual.views[tensor] -= grad
+
+    def add(self, start: int, stop: int, error: Tensor) -> None:
+        self._residual.data[start:stop] += error
+
+    def permute(self, order: Sequence[int], edges: Sequence[int]) -> None:
+        self._residual.permute(order, edges)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"residual": self._residual.data}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._residual.load(state, "residual")
+
+
+class NoMemory(Memory):
+    """Forgets what was not sent: only the gradients of the current window are selected from.
+
+    The first gradient after a commit begins a new window. A tensor without a gradient in it reads as zeros.
+    """
+
+    name: ClassVar[str] = "none"
+    conserves = False
+
+    def __init__(self) -> None:
+        self._grads = Flat([0], torch.device("cpu"))
+        self._filled: set[int] = set()
+        self._ended = False
+
+    def bind(self, edges: Sequence[int], device: torch.device) -> None:
+        self._grads = Flat(edges, device)
+        self._filled, self._ended = set(), False
+
+    def compensate(self, ids: Sequence[int], grads: Sequence[Tensor], dense: Sequence[bool], norms: Tensor) -> None:
+        if self._ended:
+            torch._foreach_zero_(self._grads.of(sorted(self._filled)))
+            self._filled, self._ended = set(), False
+        # Copied, not added: after a window that ended badly and was never committed its gradients are still there.
+        torch._foreach_copy_(self._grads.of(ids), list(grads))
+        self._filled.update(ids)
+
+    def accumulated(self, start: int, stop: int) -> Tensor:
+        return self._grads.data[start:stop]
+
+    def commit(self, start: int, indices: Tensor, sent: Tensor) -> None:
+        self._ended = True
+
+    def commit_dense(self, start: int, stop: int, sent: Tensor) -> None:
+        self._ended = True
+
+    def withdraw(self, tensor: int, grad: Tensor) -> None:
+        self._grads.views[tensor].zero_()
+
+    def add(self, start: int, stop: int, error: Tensor) -> None:
+        """Forgets the error, as everything else."""
+
+    def permute(self, order: Sequence[int], edges: Sequence[int]) -> None:
+        self._grads.permute(order, edges)
+        self._filled = {place for place, old in enumerate(order) if old in self._filled}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Has nothing to restore."""
+
+
+_MEMORIES: dict[str, type[Memory]] = {
+    memory.name: memory for memory in (ResidualMemory, DGCMemory, EF21Memory, NoMemory)
+}
+
+
+def resolve_memory(spec: str | Memory) -> Memory:
+    """Builds a memory from its name ("residual", "dgc", "ef21", "none"); a memory is returned as it is.
+
+    Raises:
+        ValueError: If the name is unknown.
+        TypeError: If ``spec`` is neither a name nor a memory.
+    """
+    if isinstance(spec, Memory):
+        return spec
+    if not isinstance(spec, str):
+        raise TypeError(f"memory must be a name or a Memory, got {spec!r} of type {type(spec).__name__}")
+    if spec not in _MEMORIES:
+        raise ValueError(f"unknown memory {spec!r}; choose one of {', '.join(map(repr, _MEMORIES))} or pass a Memory")
+    return _MEMORIES[spec]()
