@@ -1,6 +1,8 @@
 """Plain DDP with other communication hooks: torch's own, the baselines that a user has today, and none at all."""
 
 # No "from __future__ import annotations": DDP compares a hook's annotation with the class itself.
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -9,7 +11,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-DDPHookName = Literal["none", "bf16", "fp16", "powersgd", "local", "dear"]
+DDPHookName = Literal["none", "bf16", "fp16", "powersgd", "powersgd-rank4", "local", "dear"]
+
+#: Rank of PowerSGD's matrices, by name of the hook; 1 is torch's default.
+POWERSGD_RANKS: Mapping[str, int] = MappingProxyType({"powersgd": 1, "powersgd-rank4": 4})
 
 # PowerSGD launches collectives from the callbacks of others. With several buckets their order differs between ranks on
 # gloo, which then reads messages of another size: one bucket holds the whole model there.
@@ -32,7 +37,7 @@ def ddp_hook_options(name: DDPHookName, group: dist.ProcessGroup | None) -> dict
     """Arguments of DistributedDataParallel that the hook needs."""
     if name == "dear":
         return {"gradient_as_bucket_view": True}
-    if name == "powersgd" and "nccl" not in dist.get_backend_config(group):
+    if name in POWERSGD_RANKS and "nccl" not in dist.get_backend_config(group):
         return {"bucket_cap_mb": _ONE_BUCKET_MB}
     return {}
 
@@ -45,7 +50,8 @@ def register_ddp_hook(ddp: DistributedDataParallel, name: DDPHookName, group: di
         ddp.register_comm_hook(group, fp16_compress_hook)
     elif name == "local":
         ddp.register_comm_hook(None, _local)
-    elif name == "powersgd":
+    elif name in POWERSGD_RANKS:
+        rank = POWERSGD_RANKS[name]
         # torch's default of 1000 dense steps would be most of a short run; its state is not part of checkpoints
-        state = PowerSGDState(process_group=group, matrix_approximation_rank=1, start_powerSGD_iter=10)
+        state = PowerSGDState(process_group=group, matrix_approximation_rank=rank, start_powerSGD_iter=10)
         ddp.register_comm_hook(state, powerSGD_hook)

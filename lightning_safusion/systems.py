@@ -224,10 +224,10 @@ _ROWS = (
         scope="group",
         collective="gtopk",
     ),
-    # Options, as the paper has them: interleaved (compressor=ADTopk(interleave=True)), partial (fusion="selective": the
-    # same mechanism, which with one tensor per buffer, as released, never leaves one whole) and hybrid
-    # (collective="hybrid": the release never launches that all-reduce). Sparse messages are 6 bytes per element and not
-    # 12, and error feedback has no exceptions by name. Thresholds are not carried from step to step.
+    # Options, as the paper has them: interleaved (compressor=ADTopk(interleave=True)), with thresholds that are carried
+    # from step to step (refresh=5), partial (fusion="selective": the same mechanism, which with one tensor per buffer,
+    # as released, never leaves one whole) and hybrid (collective="hybrid": the release never launches that all-reduce).
+    # Sparse messages are 6 bytes per element and not 12, and error feedback has no exceptions by name.
     System(
         "adtopk",
         "no fusion: every matrix sends the largest elements of each row, vectors travel whole",
@@ -305,6 +305,13 @@ _ROWS = (
         "PowerSGD, NeurIPS 2019; torch's powerSGD_hook",
         "single",
         ddp_hook="powersgd",
+    ),
+    System(
+        "powersgd-rank4",
+        "the same with rank-4 approximations",
+        "PowerSGD, NeurIPS 2019; torch's powerSGD_hook",
+        "single",
+        ddp_hook="powersgd-rank4",
     ),
 )
 

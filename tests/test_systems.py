@@ -63,6 +63,14 @@ def test_rounded_systems_give_nearly_that(results: list[dict[str | None, Any]], 
     assert sum(results[0][system][1]) == pytest.approx(sum(results[0][None][1]), rel=0.02)
 
 
+def test_powersgd_of_a_higher_rank_is_nearer_to_ddp(results: list[dict[str | None, Any]]) -> None:
+    def apart(system: str) -> float:
+        pairs = zip(results[0][system][0], results[0][None][0], strict=True)
+        return float(sum((ours - theirs).square().sum() for ours, theirs in pairs))
+
+    assert 0 < apart("powersgd-rank4") < apart("powersgd")
+
+
 def test_parts_that_plain_systems_have_none_of_are_refused() -> None:
     with pytest.raises(MisconfigurationException, match="'powersgd' .* has no compressor, wire"):
         SAFusionStrategy(system="powersgd", compressor="topk", wire="bf16")

@@ -1,4 +1,4 @@
-"""The papers' workloads: one program, one configuration for each. ``examples/README.md`` lists the commands.
+"""The papers' workloads: one program, one configuration for each. ``README.md`` beside this file lists the commands.
 
 python -m examples.workloads fit --config examples/workloads/configs/lstm_wikitext2.yaml
 python -m examples.workloads validate --config CONFIG --ckpt_path CHECKPOINT

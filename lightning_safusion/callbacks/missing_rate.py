@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
 
-from lightning_safusion.callbacks.run_directory import run_directory
+from lightning_safusion.callbacks.run_directory import run_directory, run_id
 from lightning_safusion.callbacks.sampling import StepSampler
 from lightning_safusion.metrics.figures import TensorFigures, tensor_figures
 from lightning_safusion.metrics.history import MissingRateStatistics
@@ -92,6 +92,7 @@ class TensorMissingRateMonitor(StepSampler):
         self.statistics: MissingRateStatistics | None = None
         self._figures: TensorFigures | None = None  # of the windows of this batch
         self._run_dir: Path | None = None
+        self._run = 0.0  # of this fit, the same on all ranks
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -103,6 +104,7 @@ class TensorMissingRateMonitor(StepSampler):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._run_dir = run_directory(trainer, self.dirpath)
+        self._run = run_id(trainer)
 
     @override
     def _forget(self) -> None:
@@ -139,7 +141,7 @@ class TensorMissingRateMonitor(StepSampler):
             self.heatmap().figure.savefig(self.heatmap_file, dpi=120)
         if self._run_dir is not None:
             self._run_dir.mkdir(parents=True, exist_ok=True)
-            content = json.dumps(self.statistics.summary(), allow_nan=False)
+            content = json.dumps(self.statistics.summary() | {"run": self._run}, allow_nan=False)
             (self._run_dir / FILE).write_text(content, encoding="utf-8")
 
     def table(self) -> Table:

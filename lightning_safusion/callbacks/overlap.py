@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
 import warnings
 from collections import deque
 from dataclasses import asdict, astuple
@@ -21,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_safusion.callbacks.base import StrategyCallback
-from lightning_safusion.callbacks.run_directory import run_directory
+from lightning_safusion.callbacks.run_directory import run_directory, run_id
 from lightning_safusion.callbacks.terminal import print_table
 from lightning_safusion.profiling.figures import RankFigures, StepFigures, buffer_means
 from lightning_safusion.profiling.hosts import clock_offsets, gather, meet
@@ -146,7 +145,7 @@ class OverlapProfiler(StrategyCallback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.run_dir = run_directory(trainer, self.dirpath)
-        self._run = float(trainer.strategy.broadcast(time.time()))
+        self._run = run_id(trainer)
         self._first = trainer.fit_loop.epoch_loop._batches_that_stepped
         self._compare_clocks(trainer)
         for optimizer in trainer.optimizers:
@@ -314,6 +313,7 @@ class OverlapProfiler(StrategyCallback):
         strategy = self._strategy(trainer)
         report = strategy.report()
         about = {
+            "run": self._run,
             "system": strategy.system,
             "world_size": trainer.world_size,
             "device": strategy.root_device.type,

@@ -1,10 +1,15 @@
-"""Where callbacks leave their files."""
+"""Where callbacks leave their files, and what joins those of one fit."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 from lightning.pytorch import Trainer
+from torch import nn
+
+_BEGUN: WeakKeyDictionary[nn.Module, float] = WeakKeyDictionary()  # by wrapped model, which every fit makes anew
 
 
 def run_directory(trainer: Trainer, dirpath: str | Path | None) -> Path:
@@ -16,3 +21,17 @@ def run_directory(trainer: Trainer, dirpath: str | Path | None) -> Path:
     """
     folder = trainer.log_dir or trainer.default_root_dir  # a collective
     return Path(folder) / "safusion" if dirpath is None else Path(dirpath)
+
+
+def run_id(trainer: Trainer) -> float:
+    """When this fit began: the same for all callbacks on all ranks. Every rank must ask, for the clock is rank 0's.
+
+    Args:
+        trainer: Between the beginning of its fit and the first step.
+    """
+    model = trainer.strategy.model
+    if model is None:
+        raise RuntimeError("a run is named when training begins: there is no model yet")
+    if model not in _BEGUN:
+        _BEGUN[model] = float(trainer.strategy.broadcast(time.time()))
+    return _BEGUN[model]

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntFlag
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -228,6 +228,14 @@ class Exchange(ABC):
     @abstractmethod
     def sent_dense(self, start: int, stop: int, x: Tensor) -> Tensor:
         """float32 [stop - start]: the dense piece as the receivers decoded it, given the same ``x`` as at launch."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next exchange depends on: plain values, the same on all ranks; most collectives learn nothing."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what :meth:`state_dict` returned, on all ranks."""
+        return  # there is nothing
 
 
 class StreamOrderedExchange(Exchange):

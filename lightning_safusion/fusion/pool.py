@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,6 +66,7 @@ class BufferPool:
         self._stream_transport = stream_transport
         self._dense_transport = dense_transport
         self._buffers: dict[Group, FusionBuffer] = {}
+        self._restored: dict[Group, dict[str, Any]] = {}  # state of exchanges that are not built yet
         self._stream: Stream | None = None
 
     def __len__(self) -> int:
@@ -79,11 +82,23 @@ class BufferPool:
     def keep_only(self, groups: Sequence[Group]) -> None:
         """Forgets the buffers of groups that no plan uses any more."""
         self._buffers = {group: buffer for group, buffer in self._buffers.items() if group in groups}
+        self._restored = {group: state for group, state in self._restored.items() if group in groups}
 
     def forget(self) -> None:
         """Forgets all buffers: their shapes have changed, or an abandoned collective may still write into them."""
         self._buffers.clear()
+        self._restored.clear()
         self._stream = None
+
+    def state_dict(self) -> list[list[Any]]:
+        """``[fields of the group, state]`` of each exchange that has learnt something, the same on all ranks."""
+        states = self._restored | {group: buffer.exchange.state_dict() for group, buffer in self._buffers.items()}
+        return [[list(astuple(group)), state] for group, state in states.items() if state]
+
+    def load_state_dict(self, states: Iterable[Sequence[Any]]) -> None:
+        """Forgets all buffers; those that are built anew go on with what :meth:`state_dict` returned."""
+        self.forget()
+        self._restored = {Group(*fields): state for fields, state in states}
 
     def _build(self, group: Group, layout: Layout, quotas: TensorQuotas) -> FusionBuffer:
         selective = selective_quotas(layout, quotas, group.start, group.stop, group.whole_upto)
@@ -101,6 +116,8 @@ class BufferPool:
             exchange: Exchange = StreamedTensor(spec, self._opened_stream(layout, quotas), group.start)
         else:
             exchange = self._exchange(group, spec, segments, dtypes)
+        if group in self._restored:
+            exchange.load_state_dict(self._restored.pop(group))
         return FusionBuffer(group, start, stop, segments, exchange, dense, dtypes)
 
     def _exchange(

@@ -1,8 +1,8 @@
 """The engine's state by parameter name: what outlives a job, an order of tensors and a number of workers.
 
-Two parts. The *common* state is the same on all ranks and made of plain values: counters, order, plan, agreed costs.
-The *local* state is a rank's own: what it has held back of every tensor, in the tensor's logical shape, and what its
-sparsifier has learnt.
+Two parts. The *common* state is the same on all ranks and made of plain values: counters, order, plan, agreed costs,
+and what exchanges have learnt. The *local* state is a rank's own: what it has held back of every tensor, in the
+tensor's logical shape, and what its sparsifier has learnt.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from lightning_safusion.fusion.controller import Controller
 
 
 def common_state(controller: Controller) -> dict[str, Any]:
-    """Counters, order of the tensors, plan and agreed costs: plain values, the same on all ranks."""
+    """Counters, order of the tensors, plan, agreed costs, what exchanges have learnt: plain values, the same on all
+    ranks."""
     controller.settle()
     return {
         "windows": controller.windows,
@@ -25,6 +26,7 @@ def common_state(controller: Controller) -> dict[str, Any]:
         "tensors": [spec.name for spec in controller.generator.layout.specs],
         "order_known": controller.order_known,
         "planner": controller.planner.state_dict(),
+        "exchanges": controller.generator.pool.state_dict(),
     }
 
 
@@ -49,6 +51,7 @@ def restore_common(controller: Controller, state: Mapping[str, Any], same_job: b
     if same_job:
         generator.set_density(float(state["density"]))
         controller.planner.load_state_dict(state["planner"], generator)
+        generator.pool.load_state_dict(state["exchanges"])
 
 
 def local_state(controller: Controller) -> dict[str, Any]:

@@ -157,7 +157,7 @@ class MissingRateStatistics:
         Keys: ``version`` (1), ``samples`` (steps that were looked at), ``missing_rate`` (over all tensors; null before
             the first sample), ``steps`` (the first step of each column of the heat map), and ``tensors``, in
             registration order: the fields of :class:`TensorRow`, and ``rates``, the missing rate by column (null where
-            there was no gradient).
+            there was no gradient). The callback adds ``run``, when the fit began.
         """
         places = [self._places[row.name] for row in self.rows()]
         rates = [[None if np.isnan(rate) else rate for rate in row.tolist()] for row in self.rates()[places]]

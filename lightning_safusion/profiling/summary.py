@@ -3,7 +3,7 @@
 Written by rank 0. Keys (seconds end in ``_s``; numbers that do not exist, as those of the exchange with plain DDP, are
 left out or null):
 
-- ``version``: 1.
+- ``version``: 1; ``run``: when the fit began, in seconds since 1970, which all files of a fit have in common.
 - ``system``, ``world_size``, ``device``, ``plain_ddp`` (why plain DDP is used; null if it is not), ``versions`` (by
   package), ``settings`` (of the strategy, as text; see ``EngineSettings.describe``), ``profiler`` (its own settings).
 - ``command``: how the process was started (``sys.argv``).
@@ -60,8 +60,8 @@ def summarize(
         plan: In use.
         costs: What it was made from.
         clocks: Offsets and errors of :func:`~lightning_safusion.profiling.hosts.clock_offsets`.
-        about: ``system``, ``world_size``, ``device``, ``plain_ddp``, ``settings``, ``profiler``, ``density`` and
-            ``decisions``.
+        about: ``run``, ``system``, ``world_size``, ``device``, ``plain_ddp``, ``settings``, ``profiler``, ``density``
+            and ``decisions``.
     """
     rank, skew = figures.slowest
     versions = {"lightning_safusion": __version__, "lightning": lightning.__version__, "torch": torch.__version__}

@@ -58,6 +58,7 @@ class Overlap:
     """The file ``overlap.json``.
 
     Args:
+        run: When the fit began, which joins its files.
         system: Name of the system.
         world_size: Workers.
         device: Where they compute.
@@ -78,6 +79,7 @@ class Overlap:
         decisions: On the buffers' sizes, oldest first.
     """
 
+    run: float
     system: str
     world_size: int
     device: str
@@ -124,12 +126,14 @@ class Missing:
     """The file ``missing_rate.json``.
 
     Args:
+        run: When the fit began.
         samples: Steps that were sampled.
         steps: First step of each column of the heat map.
         rate: Missing rate over all tensors.
         tensors: In registration order.
     """
 
+    run: float
     samples: int
     steps: tuple[int, ...]
     rate: float
@@ -144,13 +148,15 @@ class Run:
         folder: Where it was found.
         recorded: When its times were written.
         overlap: Times, plan and settings.
-        missing: Tensors that went missing; None if that was not sampled.
+        missing: Tensors that went missing; None if that was not sampled in this fit.
+        stale: File names of other fits, which are left out.
     """
 
     folder: Path
     recorded: datetime
     overlap: Overlap
     missing: Missing | None = None
+    stale: tuple[str, ...] = ()
 
 
 def load_run(folder: Path) -> Run:
@@ -168,7 +174,10 @@ def load_run(folder: Path) -> Run:
             "end of a fit, to safusion/ in the logger's directory or to its dirpath"
         )
     recorded = datetime.fromtimestamp((folder / "overlap.json").stat().st_mtime, timezone.utc)
-    return Run(folder, recorded, overlap, _read(folder / "missing_rate.json", _missing))
+    missing = _read(folder / "missing_rate.json", _missing)
+    if missing is not None and missing.run != overlap.run:
+        return Run(folder, recorded, overlap, stale=("missing_rate.json",))
+    return Run(folder, recorded, overlap, missing)
 
 
 def _read(path: Path, parse: Callable[[Mapping[str, Any]], _T]) -> _T | None:
@@ -189,6 +198,7 @@ def _read(path: Path, parse: Callable[[Mapping[str, Any]], _T]) -> _T | None:
 def _overlap(content: Mapping[str, Any]) -> Overlap:
     costs, plan, timeline = content["costs"], content["plan"], content["timeline"]
     return Overlap(
+        run=float(content["run"]),
         system=content["system"],
         world_size=int(content["world_size"]),
         device=content["device"],
@@ -240,4 +250,5 @@ def _missing(content: Mapping[str, Any]) -> Missing:
     tensors = (
         MissingTensor(**{n: row[n] for n in names} | {"rates": tuple(row["rates"])}) for row in content["tensors"]
     )
-    return Missing(int(content["samples"]), tuple(content["steps"]), float(content["missing_rate"]), tuple(tensors))
+    samples, rate = int(content["samples"]), float(content["missing_rate"])
+    return Missing(float(content["run"]), samples, tuple(content["steps"]), rate, tuple(tensors))

@@ -219,6 +219,12 @@ def tuning(run: Run) -> Markup:
 def missing(run: Run) -> Markup:
     """Which tensors went missing."""
     data = run.missing
+    if "missing_rate.json" in run.stale:
+        text = (
+            "missing_rate.json is of another training than overlap.json, and is left out: the one of this page ran "
+            "without TensorMissingRateMonitor, or sampled nothing."
+        )
+        return section("missing", "Missing tensors", element("p", text))
     if data is None:
         return Markup("")
     steps = counted(data.samples, "sampled step")

@@ -16,7 +16,7 @@ import numpy as np
 
 from lightning_safusion.fusion.planners import fuse_ready
 from lightning_safusion.simulate.cluster import Cluster, CollectiveCost
-from lightning_safusion.simulate.schedule import Message, Planned, Schedule, Stream, Timer
+from lightning_safusion.simulate.schedule import Ahead, Message, Planned, Schedule, Stream, Timer
 from lightning_safusion.simulate.trace import Trace
 
 Resource = Literal["compute", "select", "host", "bus", "link"]
@@ -90,6 +90,8 @@ def simulate(trace: Trace, cluster: Cluster, schedule: Schedule, iteration: int 
         run.planned(schedule.launch)
     elif isinstance(schedule.launch, Timer):
         run.timer(schedule.launch)
+    elif isinstance(schedule.launch, Ahead):
+        run.ahead(schedule.launch)
     else:
         run.stream(schedule.launch)
     return run.result()
@@ -166,7 +168,7 @@ class _Run:
         self.collectives = 0
         self.waited = 0.0
         self.first_busy = 0
-        self.decodes: list[tuple[float, float]] = []  # arrival and duration of what is decoded at the end
+        self.decodes: list[tuple[float, float]] = []  # arrival and duration of what is computed with at the end
 
     def _forward(self, pace: np.ndarray) -> np.ndarray:
         """When each worker's forward pass ends; parameters that settle late hold it up."""
@@ -289,6 +291,12 @@ class _Run:
             closing = (kept < full[:, None]).sum(axis=1)
             ready = self.ready[np.arange(self.workers), closing]
             self._send(replace(launch.cost, tensors=(int(closing.max()),)), ready, f"round {number}")
+
+    def ahead(self, launch: Ahead) -> None:
+        self._send(Message((), launch.cost), np.zeros(self.workers), "weights")
+        for place in range(len(self.trace.tensors)):
+            self._compute(place)
+        self.decodes.append((self.link_free, launch.update))
 
     def result(self) -> Iteration:
         end = max(float(self.clock.max()), float(self.host_free.max()))

@@ -81,6 +81,20 @@ class Stream:
 
 
 @dataclass(frozen=True)
+class Ahead:
+    """One collective of what the last iteration has left behind: it leaves before the forward pass, and is waited for
+    after the backward pass (elastic averaging).
+
+    Args:
+        cost: Time and bytes on the link.
+        update: Seconds of computation with its result.
+    """
+
+    cost: CollectiveCost
+    update: float = 0.0
+
+
+@dataclass(frozen=True)
 class Schedule:
     """What a system makes of an iteration.
 
@@ -90,6 +104,6 @@ class Schedule:
         host_select: Seconds of selection of each tensor on the host; 0 for tensors that stay on the device [L].
     """
 
-    launch: Planned | Timer | Stream
+    launch: Planned | Timer | Stream | Ahead
     select: tuple[float, ...]
     host_select: tuple[float, ...] | None = None

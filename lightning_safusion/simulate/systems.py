@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from lightning_safusion.ddp_hooks import POWERSGD_RANKS
 from lightning_safusion.fusion.adaptive import Adaptive
 from lightning_safusion.fusion.planners import search_cuts, sparse_plan
 from lightning_safusion.fusion.policy import WFBP, Aligned, Naive, Single
@@ -23,13 +24,15 @@ from lightning_safusion.simulate.cluster import CollectiveCost
 from lightning_safusion.simulate.engine import mean_iteration
 from lightning_safusion.simulate.job import Job, grouped
 from lightning_safusion.simulate.per_tensor import espresso, hipress, ssfusion
-from lightning_safusion.simulate.schedule import Message, Planned, Schedule, Stream, Timer
+from lightning_safusion.simulate.schedule import Ahead, Message, Planned, Schedule, Stream, Timer
 from lightning_safusion.systems import SYSTEMS as _ROWS
 
 _MIB = 2.0**20
 _DDP_BUCKET, _DDP_FIRST = 25 * _MIB, 1 * _MIB
 # PowerSGD: compression pays if it saves this factor; kernels of one matrix, launched one by one.
-_POWERSGD_RANK, _POWERSGD_MIN_RATE, _POWERSGD_LAUNCH = 4, 2.0, 50e-6
+_POWERSGD_MIN_RATE, _POWERSGD_LAUNCH = 2.0, 50e-6
+# Elastic averaging reads and writes all weights this many times: 3 for what the workers are apart, 6 to move them.
+_ELASTIC_PASSES = 9
 
 
 @dataclass(frozen=True)
@@ -82,11 +85,10 @@ def _ddp(width: int) -> Callable[[Job], Schedule]:
     return build
 
 
-def _powersgd(job: Job) -> Schedule:
+def _powersgd(rank: int) -> Callable[[Job], Schedule]:
     """PowerSGD in DDP's buckets: two all-reduces of factors and one of the rest, in sequence."""
-    rank, device = _POWERSGD_RANK, job.cluster.device
-    messages = []
-    for places in _ranges(buckets((job.numels * 4.0).tolist())):
+
+    def message(job: Job, places: range) -> Message:
         first = second = rest = seconds = 0.0
         for place in places:
             numel, rows = float(job.numels[place]), float(job.trace.tensors[place].shape[0] or 1)
@@ -94,13 +96,17 @@ def _powersgd(job: Job) -> Schedule:
             if numel > _POWERSGD_MIN_RATE * rank * (rows + columns) and len(job.trace.tensors[place].shape) > 1:
                 first, second = first + rank * rows * 4, second + rank * columns * 4
                 # the matrix is read for P, for Q and for the residual, which is written
-                seconds += _POWERSGD_LAUNCH + 4 * 4 * numel / device.memory
+                seconds += _POWERSGD_LAUNCH + 4 * 4 * numel / job.cluster.device.memory
             else:
                 rest += numel * 4
         parts = [job.cluster.allreduce(nbytes) for nbytes in (first, second, rest) if nbytes]
-        cost = sum(parts, CollectiveCost())
-        messages.append(Message(tuple(places), cost, select=seconds, collectives=len(parts)))
-    return Schedule(Planned(tuple(messages)), _no_selection(job))
+        return Message(tuple(places), sum(parts, CollectiveCost()), select=seconds, collectives=len(parts))
+
+    def build(job: Job) -> Schedule:
+        ranges = _ranges(buckets((job.numels * 4.0).tolist()))
+        return Schedule(Planned(tuple(message(job, places) for places in ranges)), _no_selection(job))
+
+    return build
 
 
 def _dense_wfbp(job: Job) -> Schedule:
@@ -118,6 +124,13 @@ def _dear(job: Job) -> Schedule:
         half = job.cluster.reduce_scatter(float(job.numels[list(places)].sum()) * 4)
         messages.append(Message(tuple(places), half, settle=half))
     return Schedule(Planned(tuple(messages)), _no_selection(job))
+
+
+def _easgd(job: Job) -> Schedule:
+    """All weights in one packed all-reduce, from before the forward pass to after the backward pass."""
+    nbytes = float(job.numels.sum()) * 4
+    update = _ELASTIC_PASSES * nbytes / job.cluster.device.memory
+    return Schedule(Ahead(job.cluster.allreduce(nbytes), update), _no_selection(job))
 
 
 def _wfbp(job: Job) -> Schedule:
@@ -248,11 +261,15 @@ def _safusion_hierarchical(job: Job) -> Schedule:
 _LIST = (
     SimulatedSystem("ddp", "dense all-reduce in buckets of 25 MiB, fp32", _ddp(4), sparse=False),
     SimulatedSystem("ddp-bf16", "the same, cast to bf16", _ddp(2), sparse=False),
-    SimulatedSystem("powersgd", "low-rank factors of each matrix, rank 4", _powersgd, sparse=False),
+    *(
+        SimulatedSystem(name, f"low-rank factors of each matrix, rank {rank}", _powersgd(rank), sparse=False)
+        for name, rank in POWERSGD_RANKS.items()
+    ),
     SimulatedSystem("wfbp-dense", "every tensor alone, dense", _dense_wfbp, sparse=False, settings={"system": "wfbp"}),
     SimulatedSystem("horovod-dense", "whatever is ready at a tick, dense", _horovod_dense, sparse=False),
     SimulatedSystem("mgwfbp", "merged where a message costs more than the wait, dense", _mgwfbp, sparse=False),
     SimulatedSystem("dear", "reduce-scatter in backward, all-gather in the next forward", _dear, sparse=False),
+    SimulatedSystem("easgd", "weights, averaged behind forward and backward; replicas differ", _easgd, sparse=False),
     SimulatedSystem("wfbp", "every tensor alone, sparse", _wfbp),
     SimulatedSystem("horovod", "whatever is ready at a tick, sparse", _horovod),
     SimulatedSystem("omgs", "merged by OMGS's rule, selected from afterwards", _omgs),

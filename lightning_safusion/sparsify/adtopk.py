@@ -52,8 +52,12 @@ class ADTopk(Sparsifier):
         self.rule = rule
         self.interleave = interleave
         self.refresh = refresh
-        self.estimates = refresh is not None
         self._reused = OkTopk(refresh, control="none") if refresh is not None else None
+
+    @property
+    def estimates(self) -> bool:
+        """Fewer elements than the quota may exceed a threshold that is reused."""
+        return self._reused is not None
 
     def quota(self, numel: int, shape: tuple[int, ...], density: float) -> int:
         """Rows times elements per row."""

@@ -105,8 +105,11 @@ class Sparsifier(ABC):
     name: ClassVar[str]
     #: Every rank selects the same positions in the same step, so that values alone would do (Random-k).
     shares_indices: ClassVar[bool] = False
-    #: May select fewer elements than the quota (an estimator); False means exactly the quota, always.
-    estimates: bool = True
+
+    @property
+    def estimates(self) -> bool:
+        """May select fewer elements than the quota (an estimator); False means exactly the quota, always."""
+        return True
 
     @abstractmethod
     def select(self, x: Tensor, segments: Segments, step: int) -> Selection:

@@ -16,7 +16,7 @@ class NoCompression(Sparsifier):
 
     name: ClassVar[str] = "none"
     shares_indices: ClassVar[bool] = True
-    estimates = False
+    estimates: ClassVar[bool] = False
 
     def quota(self, numel: int, shape: tuple[int, ...], density: float) -> int:
         return numel

@@ -33,7 +33,7 @@ class RandomK(Sparsifier):
 
     name: ClassVar[str] = "randomk"
     shares_indices: ClassVar[bool] = True
-    estimates = False
+    estimates: ClassVar[bool] = False
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed

@@ -73,6 +73,18 @@ def _order_floors(thresholds: np.ndarray, inclusive: bool) -> np.ndarray:
     return floors
 
 
+def _largest_first(bits: np.ndarray, room: int) -> np.ndarray:
+    """Places of the ``room`` largest, at equal magnitude the first; ascending."""
+    if room >= len(bits):
+        return np.arange(len(bits))
+    if room == 0:
+        return np.empty(0, np.int64)
+    kth = np.partition(bits, len(bits) - room)[len(bits) - room]
+    keep = bits > kth
+    keep[np.flatnonzero(bits == kth)[: room - int(keep.sum())]] = True
+    return np.flatnonzero(keep)
+
+
 class NumpyView(SegmentedView):
     """Selection in cache-sized blocks with NumPy's vector instructions."""
 
@@ -159,6 +171,25 @@ class NumpyView(SegmentedView):
     def top(self) -> Selection:
         return self._trim(self._candidates(self._layout.quotas, self._layout.sub_blocks))
 
+    def top_pooled(self) -> Selection | None:
+        layout, room = self._layout, self.segments.capacity
+        if layout.idle.all():
+            return None
+        floors = np.empty(len(layout.quotas), np.int32)
+        self._sure_floors(floors, layout.quotas, layout.sub_blocks)
+        for place in layout.large:
+            floors[place] = self._guess(place, int(layout.quotas[place]))
+        lowest = np.minimum(floors, self._common_guess(room))
+        lowest[layout.idle] = MAGNITUDE_BITS
+        found = self._above(lowest)
+        if len(found.indices) < room or (found.counts < layout.quotas).any():
+            return None  # a guess was too high, or there are hardly more elements than room
+        own = np.zeros(len(found.indices), bool)
+        own[self._kept(found)] = True
+        rest = np.flatnonzero(~own)
+        own[rest[_largest_first(found.bits[rest], room - int(own.sum()))]] = True
+        return self._selection(found.indices[own])
+
     def take(self, thresholds: Tensor, *, inclusive: bool = False) -> Selection:
         found = self._above(self._floors(thresholds, inclusive))
         empty = np.flatnonzero((found.counts == 0) & ~self._layout.idle)
@@ -171,8 +202,7 @@ class NumpyView(SegmentedView):
         kept = floors.indices.numpy()
         rest = np.setdiff1d(others.indices.numpy()[: int(others.count)], kept, assume_unique=True)
         if len(rest) > room:
-            order = np.argsort(-(self._bits[rest] & MAGNITUDE_BITS), kind="stable")
-            rest = rest[order[:room]]
+            rest = rest[_largest_first(self._bits[rest] & MAGNITUDE_BITS, room)]
         return self._selection(np.sort(np.concatenate([kept, rest])))
 
     # -- parts -----------------------------------------------------------------------------------------------------
@@ -299,6 +329,20 @@ class NumpyView(SegmentedView):
         tied = np.count_nonzero(sample >= value) > 4 * deep
         return value if tied else max(value - 1, 0)
 
+    def _common_guess(self, rank: int) -> int:
+        """A floor below which the ``rank`` largest elements of all active segments together hardly ever reach."""
+        layout = self._layout
+        live = np.flatnonzero(~layout.idle)
+        size = int((layout.stops - layout.starts)[live].sum())
+        stride = max(1, size // min(size, max(1024, 128 * size // rank))) | 1
+        pieces = [self._magnitudes(int(layout.starts[s]), int(layout.stops[s]), stride) for s in live.tolist()]
+        sample = np.concatenate(pieces)
+        expected = rank * len(sample) / size
+        deep = int(expected + 3 * expected**0.5 + 4)
+        if deep >= len(sample):
+            return -1
+        return max(int(np.partition(sample, len(sample) - deep)[len(sample) - deep]) - 1, 0)
+
     def _exact(self, place: int, rank: int) -> np.ndarray:
         """Positions of the ``rank`` largest elements of an active segment, in no order."""
         start, stop = int(self._layout.starts[place]), int(self._layout.stops[place])
@@ -322,15 +366,18 @@ class NumpyView(SegmentedView):
 
     def _trim(self, found: _Candidates) -> Selection:
         """Cuts segments with more candidates than their quota to the largest, at equal magnitude the first."""
-        quotas = self._layout.quotas
-        full = found.counts > quotas
-        if not full.any():
+        if not (found.counts > self._layout.quotas).any():
             return self._selection(found.indices)
-        limits = np.repeat(self._kth_bits(found, quotas, full), found.counts)  # -1: what fits is kept whole
-        kept = (found.bits >= limits).nonzero()[0]
+        return self._selection(found.indices.take(self._kept(found)))
+
+    def _kept(self, found: _Candidates) -> np.ndarray:
+        """Places of the candidates that their segments have room for."""
+        quotas = self._layout.quotas
+        limits = np.repeat(self._kth_bits(found, quotas, found.counts > quotas), found.counts)  # -1: what fits is kept
+        kept: np.ndarray = (found.bits >= limits).nonzero()[0]
         if len(kept) > np.minimum(found.counts, quotas).sum():
             kept = self._first_ties(found, limits)
-        return self._selection(found.indices.take(kept))
+        return kept
 
     def _first_ties(self, found: _Candidates, limits: np.ndarray) -> np.ndarray:
         """Places of the candidates above their limits, and of as many of those that equal them as there is room for."""

@@ -17,11 +17,12 @@ class TopK(Sparsifier):
     """
 
     name: ClassVar[str] = "topk"
-    estimates = False
+    estimates: ClassVar[bool] = False
 
     def select(self, x: Tensor, segments: Segments, step: int) -> Selection:
         if segments.pool:
-            return pooled(x, segments, lambda span, whole: self.select(span, whole, step))
+            chosen = segmented_view(x, segments).top_pooled()
+            return chosen or pooled(x, segments, lambda span, whole: self.select(span, whole, step))
         if segments.capacity == 0 or segments.numel == 0:
             return empty_selection(x.device)
         return segmented_view(x, segments).top()

@@ -137,6 +137,14 @@ class SegmentedView(ABC):
     def top(self) -> Selection:
         """Selects exactly the quota largest elements of every segment."""
 
+    def top_pooled(self) -> Selection | None:
+        """The largest elements of every segment up to its quota, and the largest of all others up to the pool.
+
+        Returns:
+            The selection; None where it takes more than one look at the span.
+        """
+        return None
+
     @abstractmethod
     def merge(self, floors: Selection, others: Selection, room: int) -> Selection:
         """All of ``floors`` (which has no padding), and the ``room`` largest of ``others`` that are not among them."""

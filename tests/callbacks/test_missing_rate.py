@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_safusion import Aligned, SAFusionStrategy
-from lightning_safusion.callbacks import TensorMissingRateMonitor
+from lightning_safusion.callbacks import OverlapProfiler, TensorMissingRateMonitor
+from lightning_safusion.report import load_run
 from tests.models import TakeTurns, TinyClassifier, classification, trainer
 from tests.process_group import run_launched
 
@@ -212,6 +213,27 @@ def test_plain_ddp_is_said_once_and_nothing_is_sampled(caplog: pytest.LogCapture
     assert monitor.statistics is not None
     assert monitor.statistics.samples == 0
     assert not (tmp_path / "none.png").exists()
+
+
+def test_a_report_leaves_out_what_an_earlier_fit_has_left(tmp_path: Path) -> None:
+    def run(rank: int) -> list[tuple[float, bool]]:
+        found, model = [], TinyClassifier()
+        profiler, monitor = (OverlapProfiler(2, 1, tmp_path), TensorMissingRateMonitor(2, dirpath=tmp_path))
+        done = trainer(strategy(), callbacks=[profiler, monitor], limit_train_batches=3, max_epochs=1)
+        for epochs, callbacks in ((1, [profiler, monitor]), (2, [monitor, profiler]), (3, [profiler])):
+            done.callbacks = list(callbacks)
+            done.fit_loop.max_epochs = epochs
+            done.fit(model, classification())
+            done.strategy.barrier()
+            written = load_run(tmp_path)
+            found.append((written.overlap.run, written.missing is not None))
+            assert (written.stale == ()) == (written.missing is not None)
+        return found
+
+    first, second = run_launched(2, run)
+    assert first == second
+    assert [sampled for _, sampled in first] == [True, True, False]
+    assert len({began for began, _ in first}) == 3  # each fit of one trainer has a name of its own
 
 
 @pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])

@@ -14,7 +14,6 @@ from torch.nn import functional
 from examples.workloads.language.gpt2 import GPT2
 from examples.workloads.language.raw_wikitext import WikiText103, encode
 from examples.workloads.make_tiny_data import make_wikitext103
-from tests.examples.workload_runs import column, fit, newest_checkpoint
 
 SMALL: dict[str, Any] = {"hidden": 16, "layers": 1, "heads": 2, "vocabulary_size": 300, "positions": 32}
 
@@ -76,17 +75,3 @@ def test_pretrained_weights_are_taken_and_dropout_is_on(tmp_path: Path) -> None:
     expected = published.state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in model.net.state_dict().items())
     assert all(module.training for module in model.net.modules())
-
-
-@pytest.mark.slow
-def test_a_sparse_training_learns_and_resumes(tmp_path: Path) -> None:
-    folder = tmp_path / "data"
-    make_wikitext103(folder)
-    data = [f"--data.init_args.folder={folder}", f"--data.init_args.vocabulary={folder}"]
-    rows = fit(tmp_path, "gpt2_large_wikitext103", *data)
-    first, second = column(rows, "val_perplexity")
-    assert second < first < 200  # of 400 byte pairs
-    assert column(rows, "loss")[-1] < column(rows, "loss")[0] - 1
-    checkpoint = newest_checkpoint(tmp_path)
-    resumed = fit(tmp_path, "gpt2_large_wikitext103", *data, f"--ckpt_path={checkpoint}", "--trainer.max_epochs=3")
-    assert len(column(resumed, "val_perplexity")) == 1

@@ -7,14 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from torch import Tensor
 from torch.nn import functional
 
 from examples.workloads.language.lstm import LSTMLanguageModel
 from examples.workloads.language.tokens import IGNORED, Columns, Vocabulary, words
 from examples.workloads.language.wikitext import WikiText2
 from examples.workloads.make_tiny_data import make_wikitext2
-from tests.examples.workload_runs import column, configs, fit, newest_checkpoint
 
 VOCABULARY = 90  # of lstm_wikitext2_tiny.yaml
 
@@ -130,38 +128,3 @@ def test_the_learning_rate_is_multiplied_by_the_workers_and_halves_on_a_plateau(
     for _ in range(5):  # the best value, then more epochs without progress than the patience
         scheduler.step(10.0)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.001)
-
-
-def bigram_perplexity(train: Tensor, held_out: Tensor, vocabulary: int) -> float:
-    """The lowest one over add-k smoothings: the best a bigram model could be, its smoothing fitted to the very text."""
-    counts = torch.zeros(vocabulary, vocabulary)
-    counts.index_put_((train[:-1], train[1:]), torch.ones(len(train) - 1), accumulate=True)
-    perplexities = []
-    for k in (0.01, 0.03, 0.1, 0.3, 1.0):
-        probability = (counts + k) / (counts.sum(dim=1, keepdim=True) + k * vocabulary)
-        perplexities.append(float(probability[held_out[:-1], held_out[1:]].log().mean().neg().exp()))
-    return min(perplexities)
-
-
-@pytest.mark.slow
-def test_a_sparse_training_beats_a_bigram_model_and_resumes(wikitext: Path, tmp_path: Path) -> None:
-    data = f"--data.init_args.folder={wikitext}"
-    rows = fit(tmp_path, "lstm_wikitext2", data, "--trainer.max_epochs=1")
-    (first,) = column(rows, "val_perplexity")
-    resumed = fit(tmp_path, "lstm_wikitext2", data, f"--ckpt_path={newest_checkpoint(tmp_path)}")
-    (second,) = column(resumed, "val_perplexity")
-    assert resumed[0]["step"] > rows[-1]["step"]
-
-    vocabulary = Vocabulary(wikitext / "wiki.train.tokens", VOCABULARY)
-    train, held_out = (vocabulary.encode(wikitext / f"wiki.{split}.tokens") for split in ("train", "valid"))
-    assert second < first
-    assert second < bigram_perplexity(train, held_out, VOCABULARY)
-    assert column(resumed, "loss")[-1] < column(rows, "loss")[0] / 1.4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", [configs("dense"), ["--trainer.strategy.init_args.system=behind"]])
-def test_the_baselines_train(strategy: list[str], wikitext: Path, tmp_path: Path) -> None:
-    rows = fit(tmp_path, "lstm_wikitext2", f"--data.init_args.folder={wikitext}", *strategy)
-    first, second = column(rows, "val_perplexity")
-    assert second < first

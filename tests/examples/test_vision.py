@@ -13,14 +13,13 @@ from lightning.pytorch import Trainer
 from PIL import Image
 from torch import nn
 
-from examples.workloads.make_tiny_data import make_cifar100, make_imagenet
+from examples.workloads.make_tiny_data import make_cifar100
 from examples.workloads.schedules import warmup_then_drops, warmup_then_linear
 from examples.workloads.vision.cifar import Cifar, Cifar100
 from examples.workloads.vision.classifier import ImageClassifier
 from examples.workloads.vision.imagenet import ImageNet
 from examples.workloads.vision.images import augment_small, center_crop, random_crop, to_tensor
 from examples.workloads.vision.networks import VGG, ResNet, ViT
-from tests.examples.workload_runs import column, configs, fit, newest_checkpoint
 
 STATISTICS = {"mean": (0.5, 0.5, 0.5), "std": (0.25, 0.25, 0.25)}
 
@@ -175,31 +174,3 @@ def test_pretrained_weights_are_taken_but_for_the_head(tmp_path: Path) -> None:
     assert all(module.training for module in network.modules())
     with pytest.raises(FileNotFoundError, match=r"no config.json, model.safetensors.*--model.network.pretrained"):
         ViT(10, **sizes, pretrained=tmp_path / "none")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "workload", ["resnet152_cifar100", "vgg19_cifar100", "resnet152_imagenet", "vgg19_imagenet", "vit_large_imagenet"]
-)
-def test_a_sparse_training_learns_the_stripes_and_resumes(workload: str, tmp_path: Path) -> None:
-    make = make_cifar100 if "cifar100" in workload else make_imagenet
-    make(tmp_path / "data")
-    data = f"--data.init_args.folder={tmp_path / 'data'}"
-    rows = fit(tmp_path, workload, data)
-    losses, accuracies = column(rows, "loss"), column(rows, "val_top1")
-    assert len(accuracies) == 2
-    assert losses[-1] < 0.6 * losses[0]
-    assert accuracies[-1] > (0.4 if "resnet" in workload else 0.2)  # an eighth is for nothing
-    checkpoint = newest_checkpoint(tmp_path)
-    resumed = fit(tmp_path, workload, data, f"--ckpt_path={checkpoint}", "--trainer.max_epochs=3")
-    assert len(column(resumed, "val_top1")) == 1
-    assert resumed[0]["step"] > rows[-1]["step"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("system", [configs("dense"), ["--trainer.strategy.init_args.system=ssfusion"]])
-def test_other_systems_learn_the_stripes(system: list[str], tmp_path: Path) -> None:
-    make_cifar100(tmp_path / "data")
-    rows = fit(tmp_path, "resnet152_cifar100", f"--data.init_args.folder={tmp_path / 'data'}", *system)
-    losses = column(rows, "loss")
-    assert losses[-1] < losses[0] / 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-import sys
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +44,6 @@ UNTRAINED: dict[str, dict[str, object]] = {
     "gpt2_large_wikitext103": {"pretrained": None},
     "vit_large_imagenet": {"network": {"init_args": {"pretrained": None}}},
 }
-
-
-@pytest.fixture(autouse=True)
-def _no_arguments_of_pytest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """LightningCLI warns where a process with arguments of its own passes others."""
-    monkeypatch.setattr(sys, "argv", ["workloads"])
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -102,13 +96,37 @@ def test_a_run_logs_and_saves_by_default(tmp_path: Path) -> None:
     assert type(dense.strategy) is DDPStrategy
 
 
+@pytest.mark.parametrize("system", ["ddp", "ddp-bf16", "powersgd"])
+def test_a_hook_of_ddp_takes_the_place_of_safusion(system: str) -> None:
+    """The way that the README gives: such a system would refuse the parts of SAFusion's configuration."""
+    strategy = ["--trainer.strategy=SAFusionStrategy", f"--trainer.strategy.system={system}"]
+    arguments = [*configs("lstm_wikitext2", "lstm_wikitext2_tiny", "dense"), *strategy]
+    found = WorkloadCLI(arguments, run=False).trainer.strategy
+    assert isinstance(found, SAFusionStrategy)
+    assert found.system == system
+
+
 def test_the_readme_has_every_workload_and_its_commands() -> None:
-    readme = (ROOT / "examples" / "README.md").read_text()
-    assert set(re.findall(r"configs/(\w+)\.yaml", readme)) >= {*WORKLOADS, *(f"{name}_tiny" for name in WORKLOADS)}
-    missing = [
-        link for link in re.findall(r"\]\(((?!https?:|#)[^)#]+)", readme) if not (CONFIGS.parents[1] / link).exists()
-    ]
-    assert not missing
+    readme = CONFIGS.parent / "README.md"
+    text = readme.read_text()
+    assert set(re.findall(r"\(configs/(\w+)\.yaml\)", text)) >= {*WORKLOADS, *(f"{name}_tiny" for name in WORKLOADS)}
+    links = re.findall(r"\]\(((?!https?:|#)[^)#]+)", text)
+    assert not [link for link in links if not (readme.parent / link).exists()]
     for workload, parameters in PARAMETERS.items():
-        (row,) = (line for line in readme.splitlines() if f"(workloads/configs/{workload}.yaml)" in line)
+        (row,) = (line for line in text.splitlines() if f"(configs/{workload}.yaml)" in line)
         assert f"{parameters / 1e6:.1f} M" in row, row
+
+
+def test_the_batch_script_is_a_script_and_asks_for_what_the_papers_had() -> None:
+    """It runs on a real Slurm in tests/e2e; here, where there is none, its syntax and what it asks for."""
+    script = ROOT / "examples" / "slurm" / "workload.sbatch"
+    subprocess.run(["/bin/bash", "-n", str(script)], check=True)
+    options = re.findall(r"^#SBATCH --(\S+)", script.read_text(), re.MULTILINE)
+    assert {"nodes=8", "ntasks-per-node=1", "gpus-per-node=1", "requeue", "signal=SIGUSR1@300"} <= set(options)
+    # what is not about its size is as in the other script that is requeued
+    other = re.findall(r"^#SBATCH (--\S+)", (script.parent / "requeue.sbatch").read_text(), re.MULTILINE)
+    sizes = ("--nodes", "--ntasks", "--gpus", "--time", "--cpus")
+    assert {option for option in other if not option.startswith(sizes)} <= {f"--{option}" for option in options}
+    refused = subprocess.run(["/bin/bash", str(script)], capture_output=True, text=True, check=False)
+    assert refused.returncode != 0
+    assert "give the name of a file in examples/workloads/configs" in refused.stderr

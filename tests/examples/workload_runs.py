@@ -1,11 +1,9 @@
-"""Runs the workloads as a user does, and reads what they leave."""
+"""Runs the workloads, and reads what they leave."""
 
 from __future__ import annotations
 
 import csv
-import os
-import subprocess
-import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,7 +11,7 @@ import yaml
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LightningArgumentParser
 
-from examples.workloads.cli import CONFIGS
+from examples.workloads.cli import CONFIGS, WorkloadCLI
 
 ROOT = Path(__file__).parents[2]
 #: Those of full runs; the others are laid over one of them.
@@ -22,48 +20,47 @@ WORKLOADS = sorted(
 )
 
 
+@dataclass(frozen=True)
+class Run:
+    """What a training has left.
+
+    Args:
+        rows: Of ``metrics.csv``, without empty entries.
+        checkpoint: ``last.ckpt``.
+    """
+
+    rows: list[dict[str, float]]
+    checkpoint: Path
+
+    def column(self, key: str) -> list[float]:
+        """The values of one metric in the order in which they were logged."""
+        return [row[key] for row in self.rows if key in row]
+
+
 def configs(*names: str) -> list[str]:
     """The arguments that name these configurations."""
     return [argument for name in names for argument in ("--config", str(CONFIGS / f"{name}.yaml"))]
 
 
-def fit(folder: Path, workload: str, *arguments: str) -> list[dict[str, float]]:
-    """Trains a tiny workload on two workers, in processes of its own.
+def fit(folder: Path, workload: str, *arguments: str, dense: bool = False) -> Run:
+    """Trains a tiny workload on two workers, forked from this process: importing everything anew takes longer.
 
     Args:
-        folder: Gets logs and checkpoints, in ``version_0`` and ``checkpoints``.
+        folder: Gets logs and checkpoints; nothing may be there yet.
         workload: A name in :data:`WORKLOADS`.
         arguments: Further ones.
-
-    Returns:
-        The rows of ``metrics.csv``, without empty entries.
+        dense: Whether to train the dense baseline.
     """
-    logger = ["--trainer.logger=CSVLogger", f"--trainer.logger.save_dir={folder}", "--trainer.logger.name=csv"]
-    command = [sys.executable, "-m", "examples.workloads", "fit", *configs(workload, f"{workload}_tiny"), *arguments]
-    quiet = ["--trainer.enable_progress_bar=false", f"--trainer.default_root_dir={folder}"]
-    ended = subprocess.run(
-        [*command, *logger, *quiet],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    newest = max(folder.glob("csv/version_*/metrics.csv"), key=lambda path: int(path.parent.name.split("_")[1]))
-    with newest.open() as rows:
-        return [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(rows)]
-
-
-def column(rows: list[dict[str, float]], key: str) -> list[float]:
-    """The values of one metric in the order in which they were logged."""
-    return [row[key] for row in rows if key in row]
-
-
-def newest_checkpoint(folder: Path) -> Path:
-    """``last.ckpt`` of the latest run."""
-    return max(folder.rglob("last.ckpt"), key=lambda path: path.stat().st_mtime)
+    names = (workload, f"{workload}_tiny", "dense") if dense else (workload, f"{workload}_tiny")
+    forked = "--trainer.strategy=ddp_fork" if dense else "--trainer.strategy.init_args.start_method=fork"
+    logger = ["--trainer.logger=CSVLogger", f"--trainer.logger.save_dir={folder}"]
+    quiet = ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
+    root = f"--trainer.default_root_dir={folder}"
+    WorkloadCLI(["fit", *configs(*names), forked, *logger, *quiet, root, *arguments])
+    logs = folder / "lightning_logs" / "version_0"
+    with (logs / "metrics.csv").open() as file:
+        rows = [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
+    return Run(rows, logs / "checkpoints" / "last.ckpt")
 
 
 def model_on_meta(workload: str, **init_args: object) -> LightningModule:

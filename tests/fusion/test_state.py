@@ -137,6 +137,36 @@ def test_agreed_costs_and_the_schedule_are_restored(make: Make) -> None:
     train(second, 9, 15)  # agrees on costs and verifies the plan, or raises
 
 
+def test_what_exchanges_have_learnt_goes_on_where_it_stopped(make: Make, tmp_path: Path) -> None:
+    options = {"collective": "oktopk", "fusion": "wfbp"}
+    whole, resumed, fewer = make(3, **options), make(3, **options), make(2, **options)
+    train(whole, 0, 4)
+    learnt = common_state(whole.controllers[0])["exchanges"]
+    assert len(learnt) > 5
+    assert max(state["step"] for _, state in learnt) > 1  # in step 0 thresholds are found anew
+    entry = save(whole, tmp_path / "a.ckpt")
+    assert restore(resumed, entry, tmp_path / "a.ckpt") == [[]] * 3
+    assert common_state(resumed.controllers[0])["exchanges"] == learnt  # nothing has been built yet
+    for a, b in zip(train(whole, 4, 8)[0], train(resumed, 4, 8)[0], strict=True):
+        assert torch.equal(a, b)
+    assert common_state(resumed.controllers[0]) == common_state(whole.controllers[0])
+    assert restore(fewer, entry, tmp_path / "a.ckpt") == [[]] * 2
+    assert common_state(fewer.controllers[0])["exchanges"] == []
+
+
+def test_what_exchanges_have_learnt_outlives_a_job_but_not_an_abandoned_window(make: Make) -> None:
+    cluster = make(2, collective="oktopk", fusion="single")
+    train(cluster, 0, 3)
+    learnt = [common_state(controller)["exchanges"] for controller in cluster.controllers]
+    cluster.each(lambda rank: cluster.controllers[rank].release())
+    assert [common_state(controller)["exchanges"] for controller in cluster.controllers] == learnt
+    assert len(learnt[0]) == 1
+    train(cluster, 3, 4)
+    cluster.controllers[1].push(cluster.order[0], torch.zeros(cluster.specs[cluster.order[0]].numel))
+    cluster.each(lambda rank: cluster.controllers[rank].reset())
+    assert common_state(cluster.controllers[1])["exchanges"] == []
+
+
 def test_with_other_settings_only_counters_and_order_are_restored(make: Make, tmp_path: Path) -> None:
     saved = make(2)
     train(saved, 0, 4)

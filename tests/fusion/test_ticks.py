@@ -267,7 +267,9 @@ def test_where_nothing_may_leave_early_nothing_is_asked() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"scope": "group"}, {"collective": "oktopk"}, {"collective": "gtopk"}, {"offload": True}]
+    "options",
+    [{"scope": "group"}, {"offload": True}, *({"collective": name} for name in ("hierarchical", "oktopk", "gtopk"))],
+    ids=str,
 )
 def test_what_learns_from_buffers_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="fusion='horovod' has other buffers in every step"):

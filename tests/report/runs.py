@@ -20,6 +20,7 @@ from lightning_safusion.profiling.figures import RankFigures, StepFigures
 from lightning_safusion.profiling.summary import summarize, write_summary
 from lightning_safusion.profiling.timeline import BufferTimeline, Phase, StepTimeline, WindowTimeline
 
+RUN = 1.7e9 + 1 / 3
 NASTY = '<b onclick="x">&amp;\'</b>'
 DECISIONS = (
     Decision(10, "switch", 2, 1, 0.25, None, 0.04),
@@ -78,6 +79,7 @@ def overlap(buffers: int = 2, aside: str | None = None) -> dict[str, Any]:
         dense=(1e-3, 1e-5),
     )
     about = {
+        "run": RUN,
         "system": "safusion",
         "world_size": 2,
         "device": "cpu",
@@ -107,7 +109,7 @@ def missing(tensors: int = 3, samples: int = 4) -> dict[str, Any]:
         sums[0], sums[2], sums[3], sums[4], sums[5] = 2, 200, 10, 8.0, 4.0
         sums[1, -1] = sample % 2
         statistics.add(10 * (sample + 1), TensorFigures(tuple(names), sums))
-    return statistics.summary()
+    return statistics.summary() | {"run": RUN}
 
 
 def write_run(folder: Path, content: dict[str, Any] | None = None, absent: dict[str, Any] | None = None) -> Path:

@@ -13,7 +13,7 @@ import pytest
 
 from lightning_safusion.fusion.plan import Plan
 from lightning_safusion.report import load_run
-from tests.report.runs import DECISIONS, NASTY, missing, overlap, step, write_run
+from tests.report.runs import DECISIONS, NASTY, RUN, missing, overlap, step, write_run
 
 
 def test_what_the_profiler_writes_comes_back(tmp_path: Path) -> None:
@@ -46,6 +46,12 @@ def test_what_the_monitor_writes_comes_back(tmp_path: Path) -> None:
     assert data.tensors[-1].rates == (0.0, 0.5, 0.0, 0.5)
     assert data.tensors[-1].name == NASTY
     assert data.tensors[0].error == 0.5
+
+
+def test_what_another_fit_has_left_is_named_and_not_read(tmp_path: Path) -> None:
+    run = load_run(write_run(tmp_path, absent=missing() | {"run": RUN + 1e-3}))
+    assert (run.missing, run.stale) == (None, ("missing_rate.json",))
+    assert load_run(write_run(tmp_path, absent=missing())).stale == ()
 
 
 def test_numbers_that_do_not_exist_are_nan(tmp_path: Path) -> None:

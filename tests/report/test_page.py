@@ -61,6 +61,12 @@ def test_a_section_is_there_only_if_its_file_is(tmp_path: Path) -> None:
     assert sections(Document(alone)) == [name for name in everything if name not in without]
 
 
+def test_what_another_fit_has_left_is_said_and_not_shown(tmp_path: Path) -> None:
+    text = Document(render_page(load_run(write_run(tmp_path, overlap(), missing() | {"run": 0.0})))).text
+    assert "missing_rate.json is of another training than overlap.json, and is left out" in text
+    assert "8.3%" not in text
+
+
 def test_the_figures_are_those_of_the_files(tmp_path: Path) -> None:
     text = Document(page(tmp_path)).text
     assert "100.0 ms" in text  # the step

@@ -42,7 +42,7 @@ def test_every_system_runs_on_every_shape_of_cluster(name: str, cluster: tuple[i
         assert covered == set(range(len(job.numels)))
 
 
-@pytest.mark.parametrize("name", ["ddp", "wfbp-dense", "horovod-dense", "mgwfbp", "dear"])
+@pytest.mark.parametrize("name", ["ddp", "wfbp-dense", "horovod-dense", "mgwfbp", "dear", "easgd"])
 def test_dense_systems_send_everything_once(name: str) -> None:
     job = lstm()
     assert run(name, job).nbytes == pytest.approx(2 * 3 / 4 * 4 * job.numels.sum())
@@ -55,12 +55,13 @@ def test_sparse_systems_gather_the_same_entries(name: str) -> None:
     assert run(name, job).nbytes == pytest.approx(3 * 6 * job.entries.sum())
 
 
-def test_powersgd_sends_factors() -> None:
+@pytest.mark.parametrize(("name", "rank"), [("powersgd", 1), ("powersgd-rank4", 4)])
+def test_powersgd_sends_factors(name: str, rank: int) -> None:
     job = lstm()
     matrices = [tensor.shape for tensor in job.trace.tensors if len(tensor.shape) == 2]
     vectors = sum(tensor.numel for tensor in job.trace.tensors if len(tensor.shape) == 1)
-    factors = sum(4 * (rows + columns) for rows, columns in matrices)
-    assert run("powersgd", job).nbytes == pytest.approx(2 * 3 / 4 * 4 * (factors + vectors))
+    factors = sum(rank * (rows + columns) for rows, columns in matrices)
+    assert run(name, job).nbytes == pytest.approx(2 * 3 / 4 * 4 * (factors + vectors))
 
 
 def test_adtopk_sends_at_least_one_element_of_every_row() -> None:
@@ -102,6 +103,19 @@ def test_pipelining_overlap_and_merging_pay_where_they_should() -> None:
     # messages of 64 workers in a slow network: a sum needs less than all contributions
     many = replace(slow, cluster=replace(slow.cluster, nodes=64))
     assert run("oktopk", many).seconds < run("syncea", many).seconds
+
+
+@pytest.mark.parametrize(("link", "hidden"), [("200gbit-rdma", True), ("100mbit", False)])
+def test_elastic_averaging_hides_behind_forward_and_backward(link: str, hidden: bool) -> None:
+    job = Job(load("bert-base"), Cluster(8, 1, LINKS[link]))
+    trace, result = job.trace, run("easgd", job)
+    nbytes = 4 * sum(trace.numels)
+    exchange = job.cluster.allreduce(nbytes).seconds
+    update = 9 * nbytes / job.cluster.device.memory
+    assert (exchange < trace.seconds - trace.optimizer) == hidden
+    assert result.seconds == pytest.approx(max(exchange, trace.seconds - trace.optimizer) + update + trace.optimizer)
+    assert result.collectives == 1
+    assert result.waited == 0
 
 
 def test_hipress_compresses_what_is_large() -> None:

@@ -13,7 +13,7 @@ from torchmetrics.text import Perplexity
 from transformers import GPT2Config, GPT2LMHeadModel
 from typing_extensions import override
 
-from examples.workloads.files import require_files
+from examples.workloads.pretrained import build
 from examples.workloads.schedules import stepwise, training_steps, warmup_then_linear
 
 
@@ -56,13 +56,7 @@ class GPT2(LightningModule):
             eos_token_id=vocabulary_size - 1,
             use_cache=False,  # nothing is generated
         )
-        if pretrained is None:
-            self.net = GPT2LMHeadModel(config)
-        else:
-            source = f"them from https://huggingface.co/openai-community/{Path(pretrained).name}"
-            require_files(Path(pretrained), ("config.json", "model.safetensors"), source, "model.pretrained")
-            self.net = GPT2LMHeadModel.from_pretrained(pretrained, config=config, local_files_only=True)
-        self.net.train()  # from_pretrained leaves dropout off
+        self.net = build(GPT2LMHeadModel, config, pretrained, "openai-community", "model.pretrained", new="lm_head")
         self.perplexity = Perplexity()
 
     @override

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from lightning.pytorch import LightningDataModule
 from tokenizers import ByteLevelBPETokenizer
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, Subset
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from examples.workloads.files import require_files
+from examples.workloads.sharing import SharedData
 
 SPLITS = {"train": "wiki.train.raw", "validation": "wiki.valid.raw", "test": "wiki.test.raw"}
 VOCABULARY = ("vocab.json", "merges.txt")
@@ -29,7 +29,7 @@ def encode(path: Path, tokenizer: ByteLevelBPETokenizer) -> Tensor:
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int32)
 
 
-class WikiText103(LightningDataModule):
+class WikiText103(SharedData):
     """Blocks of equal length, cut from the text without regard to articles; the rest of a split is dropped.
 
     Args:
@@ -65,24 +65,14 @@ class WikiText103(LightningDataModule):
                     )
                 self.blocks[split] = tokens[: whole * self.block].view(whole, self.block)
 
-    def _share(self) -> tuple[int, int]:
-        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
-
     @override
     def train_dataloader(self) -> DataLoader[Tensor]:
-        rank, workers = self._share()
-        blocks: Subset[Tensor] = Subset(self.blocks["train"], range(len(self.blocks["train"])))  # type: ignore[arg-type]  # a tensor is a data set of its rows
-        sampler: DistributedSampler[Tensor] = DistributedSampler(blocks, workers, rank, drop_last=True)
-        return DataLoader(blocks, self.batch_size, sampler=sampler, drop_last=True)
-
-    def _held_out(self, split: str) -> DataLoader[Tensor]:
-        rank, workers = self._share()
-        return DataLoader(self.blocks[split][rank::workers], self.batch_size)  # type: ignore[arg-type]  # see above
+        return self.training_loader(self.blocks["train"], self.batch_size)
 
     @override
     def val_dataloader(self) -> DataLoader[Tensor]:
-        return self._held_out("validation")
+        return self.held_out_loader(self.blocks["validation"], self.batch_size)
 
     @override
     def test_dataloader(self) -> DataLoader[Tensor]:
-        return self._held_out("test")
+        return self.held_out_loader(self.blocks["test"], self.batch_size)

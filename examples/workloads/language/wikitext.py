@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from examples.workloads.files import require_files
 from examples.workloads.language.tokens import Columns, Vocabulary
+from examples.workloads.sharing import SharedData
 
 SPLITS = {"train": "wiki.train.tokens", "validation": "wiki.valid.tokens", "test": "wiki.test.tokens"}
 
 
-class WikiText2(LightningDataModule):
-    """Columns of words, for a model that carries its state from batch to batch; samplers are its own.
+class WikiText2(SharedData):
+    """Columns of words, for a model that carries its state from batch to batch.
 
     Args:
         folder: Where ``wiki.train.tokens``, ``wiki.valid.tokens`` and ``wiki.test.tokens`` are.
@@ -43,8 +43,7 @@ class WikiText2(LightningDataModule):
         self.texts = {split: vocabulary.encode(self.folder / name) for split, name in SPLITS.items()}
 
     def _loader(self, split: str, pad: bool) -> DataLoader[tuple[Tensor, Tensor]]:
-        rank, workers = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
-        columns = Columns(self.texts[split], self.batch_size, self.window, rank, workers, pad)
+        columns = Columns(self.texts[split], self.batch_size, self.window, self.rank, self.workers, pad)
         return DataLoader(columns, batch_size=None)
 
     @override

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from torchmetrics.text import SQuAD
 from transformers import BertConfig, BertForQuestionAnswering
 from typing_extensions import override
 
-from examples.workloads.files import require_files
+from examples.workloads.pretrained import build
 from examples.workloads.schedules import stepwise, training_steps, warmup_then_linear
 from examples.workloads.squad.data import Batch
 from examples.workloads.squad.windows import Question, Window
@@ -42,6 +44,22 @@ def best_span(window: Window, start: Tensor, end: Tensor, max_tokens: int) -> tu
     sums = sums.masked_fill(~allowed, float("-inf"))
     first, last = divmod(int(sums.argmax()), len(sums))
     return float(sums[first, last]), window.text(window.first + first, window.first + last)
+
+
+def as_published(best: Mapping[Question, tuple[float, str]]) -> tuple[list[dict[str, str]], list[dict[str, Any]]]:
+    """Predictions and targets in the form of SQuAD's evaluation, which torchmetrics takes."""
+    predictions = [{"id": question.id, "prediction_text": text} for question, (_, text) in best.items()]
+    targets = [
+        {
+            "id": question.id,
+            "answers": {
+                "text": [answer.text for answer in question.answers],
+                "answer_start": [answer.start for answer in question.answers],
+            },
+        }
+        for question in best
+    ]
+    return predictions, targets
 
 
 class BertSquad(LightningModule):
@@ -89,15 +107,10 @@ class BertSquad(LightningModule):
             intermediate_size=intermediate,
             max_position_embeddings=max_length,
         )
-        if pretrained is None:
-            self.net = BertForQuestionAnswering(config)
-        else:
-            source = f"them from https://huggingface.co/google-bert/{Path(pretrained).name}"
-            require_files(Path(pretrained), ("config.json", "model.safetensors"), source, "model.pretrained")
-            self.net = BertForQuestionAnswering.from_pretrained(pretrained, config=config, local_files_only=True)
-        self.net.train()  # from_pretrained leaves dropout off
+        self.net = build(
+            BertForQuestionAnswering, config, pretrained, "google-bert", "model.pretrained", new="qa_outputs"
+        )
         self.squad = SQuAD()
-        self.best: dict[str, tuple[float, str, Question]] = {}
 
     @override
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -106,42 +119,24 @@ class BertSquad(LightningModule):
         return loss
 
     @override
-    def on_validation_epoch_start(self) -> None:
-        self.best.clear()
-
-    @override
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         scores = self.net(
             input_ids=batch["input_ids"], token_type_ids=batch["token_type_ids"], attention_mask=batch["attention_mask"]
         )
         starts, ends = scores.start_logits.float().cpu(), scores.end_logits.float().cpu()
+        best: dict[Question, tuple[float, str]] = {}
         for window, start, end in zip(batch["windows"], starts, ends, strict=True):
-            score, text = best_span(window, start, end, self.max_answer)
-            question = window.question
-            if question.id not in self.best or score > self.best[question.id][0]:
-                self.best[question.id] = score, text, question
+            found = best_span(window, start, end, self.max_answer)
+            best[window.question] = max(best.get(window.question, found), found, key=itemgetter(0))
+        self.squad.update(*as_published(best))
 
     @override
     def on_validation_epoch_end(self) -> None:
-        # ranks that got no question take part in the exchange of the counts
-        predictions: list[dict[str, str]] = [
-            {"id": id_, "prediction_text": text} for id_, (_, text, _) in self.best.items()
-        ]
-        targets: list[dict[str, Any]] = [
-            {
-                "id": id_,
-                "answers": {
-                    "text": [answer.text for answer in question.answers],
-                    "answer_start": [answer.start for answer in question.answers],
-                },
-            }
-            for id_, (_, _, question) in self.best.items()
-        ]
-        if predictions:
-            self.squad.update(predictions, targets)
+        # logged here: the metric has two values
         result = self.squad.compute()
         self.squad.reset()
-        self.log_dict({f"val_{name}": value for name, value in result.items()}, prog_bar=True, rank_zero_only=True)
+        # all workers have the same values; as their mean they can be monitored, without a warning of Lightning's
+        self.log_dict({f"val_{name}": value for name, value in result.items()}, prog_bar=True, sync_dist=True)
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypedDict
 
 import torch
-from lightning.pytorch import LightningDataModule
 from tokenizers import BertWordPieceTokenizer
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from examples.workloads.files import require_files
+from examples.workloads.sharing import SharedData
 from examples.workloads.squad.windows import Window, cut, read_squad
 
 FILES = {"train": "train-v1.1.json", "validation": "dev-v1.1.json"}
@@ -46,13 +47,13 @@ def collate(windows: Sequence[Window], max_length: int) -> Batch:
     }
 
 
-class Squad(LightningDataModule):
-    """Windows of SQuAD's contexts; all windows of a question are validated by the same worker.
+class Squad(SharedData):
+    """Windows of SQuAD's contexts.
 
     Args:
         folder: Where ``train-v1.1.json`` and ``dev-v1.1.json`` are.
         vocabulary: BERT's ``vocab.txt``.
-        batch_size: Windows per worker.
+        batch_size: Windows per worker in training, questions in validation.
         max_length: Tokens of a window, with the question and three special ones.
         doc_stride: Tokens from the start of a window to the start of the next.
         max_question: Tokens of a question that are kept.
@@ -91,27 +92,15 @@ class Squad(LightningDataModule):
                     for question in read_squad(self.folder / FILES[split])
                 ]
 
-    def _loader(self, windows: list[Window], sampler: DistributedSampler[Window] | None) -> DataLoader[Window]:
-        return DataLoader(
-            windows,  # type: ignore[arg-type]  # a list is a data set: torch asks for its items and length only
-            self.batch_size,
-            sampler=sampler,
-            drop_last=sampler is not None,
-            collate_fn=lambda batch: collate(batch, self.max_length),
-        )
-
     @override
     def train_dataloader(self) -> DataLoader[Window]:
-        rank, workers = self._share()
         windows = [window for question in self.windows["train"] for window in question]
-        return self._loader(windows, DistributedSampler(windows, workers, rank, drop_last=True))  # type: ignore[arg-type]  # see above
+        return self.training_loader(windows, self.batch_size, collate_fn=partial(collate, max_length=self.max_length))
 
     @override
-    def val_dataloader(self) -> DataLoader[Window]:
-        rank, workers = self._share()
-        return self._loader(
-            [window for question in self.windows["validation"][rank::workers] for window in question], None
-        )
+    def val_dataloader(self) -> DataLoader[list[Window]]:
+        """Batches of questions with all their windows: the answer is the best one of them."""
+        return self.held_out_loader(self.windows["validation"], self.batch_size, collate_fn=self._all_windows)
 
-    def _share(self) -> tuple[int, int]:
-        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+    def _all_windows(self, questions: Sequence[list[Window]]) -> Batch:
+        return collate([window for question in questions for window in question], self.max_length)

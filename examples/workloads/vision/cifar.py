@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import Dataset
 from typing_extensions import override
 
 from examples.workloads.files import require_files
-from examples.workloads.vision.images import ImageData, Samples, Transform, augment_small, to_tensor
+from examples.workloads.vision.images import ImageData, Images, Transform, augment_small, to_tensor
 
 FILES = {True: "train", False: "test"}
 
@@ -33,7 +32,7 @@ class _ArraysOnly(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-class Cifar(Dataset[tuple[Tensor, int]]):
+class Cifar(Images):
     """One file of CIFAR-100.
 
     Args:
@@ -49,6 +48,7 @@ class Cifar(Dataset[tuple[Tensor, int]]):
         self.labels: list[int] = content[b"fine_labels"]
         self.transform = transform
 
+    @override
     def __len__(self) -> int:
         return len(self.labels)
 
@@ -68,7 +68,7 @@ class Cifar100(ImageData):
     """
 
     @override
-    def samples(self, train: bool) -> Samples:
+    def samples(self, train: bool) -> Images:
         return Cifar(self.folder / FILES[train], augment_small if train else None)
 
     @override

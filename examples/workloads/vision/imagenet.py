@@ -7,17 +7,16 @@ from pathlib import Path
 
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import Dataset
 from typing_extensions import override
 
 from examples.workloads.files import require_files
-from examples.workloads.vision.images import ImageData, Samples, Transform, center_crop, random_crop, to_tensor
+from examples.workloads.vision.images import ImageData, Images, Transform, center_crop, random_crop, to_tensor
 
 FOLDERS = {True: "train", False: "val"}
 _ENDINGS = {".jpeg", ".jpg", ".png"}
 
 
-class ImageFolder(Dataset[tuple[Tensor, int]]):
+class ImageFolder(Images):
     """Images in one folder per class; classes are numbered in the order of their folders' names.
 
     Args:
@@ -40,6 +39,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
             raise ValueError(f"{folder} has no images: one folder per class is expected, such as n01440764/*.JPEG")
         self.transform = transform
 
+    @override
     def __len__(self) -> int:
         return len(self.images)
 
@@ -65,7 +65,7 @@ class ImageNet(ImageData):
         self.size = size
 
     @override
-    def samples(self, train: bool) -> Samples:
+    def samples(self, train: bool) -> Images:
         return ImageFolder(self.folder / FOLDERS[train], partial(random_crop if train else center_crop, size=self.size))
 
     @override

@@ -9,14 +9,21 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
+from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
+from examples.workloads.sharing import SharedData
+
 Transform = Callable[[Image.Image], Image.Image]
-Samples = Dataset[tuple[Tensor, int]]
+
+
+class Images(Dataset[tuple[Tensor, int]]):
+    """A data set of images (uint8 [3, height, width]) and the numbers of their classes."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
 
 
 def to_tensor(image: Image.Image) -> Tensor:
@@ -62,7 +69,7 @@ def center_crop(image: Image.Image, size: int) -> Image.Image:
     return image.resize((size, size), Image.Resampling.BILINEAR, (left, top, left + side, top + side))
 
 
-class ImageData(LightningDataModule):
+class ImageData(SharedData):
     """Batches of images (uint8 [batch, 3, height, width]) and labels (int64 [batch]); every worker gets its share.
 
     Args:
@@ -78,31 +85,14 @@ class ImageData(LightningDataModule):
         self.loaders = loaders
 
     @abstractmethod
-    def samples(self, train: bool) -> Samples:
+    def samples(self, train: bool) -> Images:
         """The training set, with augmentation, or the validation set."""
-
-    def _share(self) -> tuple[int, int]:
-        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
 
     @override
     def train_dataloader(self) -> DataLoader[tuple[Tensor, int]]:
-        rank, workers = self._share()
-        samples = self.samples(train=True)
-        # equally many batches for all; Lightning tells the sampler the epoch, so that each has an order of its own
-        sampler: DistributedSampler[tuple[Tensor, int]] = DistributedSampler(samples, workers, rank, drop_last=True)
-        return DataLoader(
-            samples,
-            self.batch_size,
-            sampler=sampler,
-            drop_last=True,
-            num_workers=self.loaders,
-            persistent_workers=self.loaders > 0,
-            pin_memory=torch.cuda.is_available(),
-        )
+        reading = {"num_workers": self.loaders, "persistent_workers": self.loaders > 0}
+        return self.training_loader(self.samples(train=True), self.batch_size, **reading)
 
     @override
     def val_dataloader(self) -> DataLoader[tuple[Tensor, int]]:
-        rank, workers = self._share()
-        samples = self.samples(train=False)
-        mine = range(rank, len(samples), workers)  # type: ignore[arg-type]  # every set here has a length; Dataset does not say so
-        return DataLoader(Subset(samples, mine), self.batch_size, num_workers=self.loaders)
+        return self.held_out_loader(self.samples(train=False), self.batch_size, num_workers=self.loaders)

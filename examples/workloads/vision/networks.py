@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import ResNetConfig, ResNetForImageClassification, ViTConfig, ViTForImageClassification
 from typing_extensions import override
 
-from examples.workloads.files import require_files
+from examples.workloads.pretrained import build
 
 
 def _names(classes: int) -> dict[int, str]:
@@ -114,8 +114,8 @@ class ViT(nn.Module):
         intermediate: Width of the layer inside each block's feed-forward part.
         image_size: Height and width of the images in pixels.
         patch_size: Height and width of a patch in pixels.
-        pretrained: Folder with ``config.json`` and ``model.safetensors`` of the same sizes; a head for other classes is
-            replaced. Nothing: random weights.
+        pretrained: Folder with ``config.json`` and ``model.safetensors`` of the same sizes; a head for another number
+            of classes is replaced. Nothing: random weights.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class ViT(nn.Module):
         intermediate: int = 4096,
         image_size: int = 224,
         patch_size: int = 16,
-        pretrained: str | None = None,
+        pretrained: Path | None = None,
     ) -> None:
         super().__init__()
         config = ViTConfig(
@@ -139,15 +139,9 @@ class ViT(nn.Module):
             patch_size=patch_size,
             id2label=_names(classes),
         )
-        if pretrained is None:
-            self.net = ViTForImageClassification(config)
-            return
-        source = f"them from https://huggingface.co/google/{Path(pretrained).name}"
-        require_files(Path(pretrained), ("config.json", "model.safetensors"), source, "model.network.pretrained")
-        self.net = ViTForImageClassification.from_pretrained(
-            pretrained, config=config, ignore_mismatched_sizes=True, local_files_only=True
+        self.net = build(
+            ViTForImageClassification, config, pretrained, "google", "model.network.pretrained", new="classifier"
         )
-        self.net.train()  # from_pretrained leaves dropout off
 
     @override
     def forward(self, pixels: Tensor) -> Tensor:

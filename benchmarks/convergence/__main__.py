@@ -1,0 +1,84 @@
+"""Runs the convergence laboratory, and makes its table and pictures.
+
+    $ python -m benchmarks.convergence --output runs/convergence              # everything: hours on two cores
+    $ python -m benchmarks.convergence --output runs/short --preset short     # whether it works: a minute
+    $ python -m benchmarks.convergence --output runs/convergence --only 'bytes-transformer/pooled*' --seeds 0
+    $ python -m benchmarks.convergence --list
+
+A run that is in ``results.jsonl`` is not run again: after an interruption, start the same command again. Needs the
+extras ``examples`` and ``plot``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.convergence.plan import PRESETS, STUDIES
+from benchmarks.convergence.runner import run_all
+from benchmarks.convergence.store import Run, Store
+from benchmarks.convergence.summary import markdown, summarize
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.convergence",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--preset", choices=list(PRESETS), default="full")
+    parser.add_argument("--study", choices=list(STUDIES), help="only the configurations of one study")
+    parser.add_argument("--only", metavar="GLOB", default="*", help="only configurations whose names match")
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--output", type=Path, default=Path("convergence"), help="folder of results and pictures")
+    parser.add_argument("--list", action="store_true", help="print the names of the configurations")
+    parser.add_argument("--report", action="store_true", help="only make table and pictures of what has been run")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs what is missing, then reports on all that there is.
+
+    Returns:
+        0 if all chosen runs have been done.
+    """
+    args = _arguments(argv)
+    console = Console()
+    runs = PRESETS[args.preset]([int(seed) for seed in args.seeds.split(",")])
+    chosen = _chosen(runs, args.study, args.only)
+    if args.list:
+        for config in dict.fromkeys(run.config for run in chosen):
+            print(config)
+        return 0
+    if not chosen:
+        print(f"no configuration matches {args.only!r}; --list prints their names", file=sys.stderr)
+        return 2
+    store = Store(args.output / "results.jsonl")
+    complete = args.report or run_all(chosen, store, args.processes, console)
+    summaries = summarize(runs, store.results(runs))
+    if summaries:
+        table = markdown(summaries)
+        (args.output / "table.md").write_text(table + "\n", encoding="utf-8")
+        print(table)
+    return 0 if complete else 1
+
+
+def _chosen(runs: Sequence[Run], study: str | None, pattern: str) -> list[Run]:
+    """The runs of a study whose names match a pattern of the shell."""
+    members = {(task.name, scheme) for task, scheme in STUDIES[study]} if study is not None else None
+    return [
+        run
+        for run in runs
+        if fnmatchcase(run.config, pattern) and (members is None or (run.task.name, run.scheme) in members)
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

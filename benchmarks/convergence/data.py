@@ -1,0 +1,150 @@
+"""The laboratory's data: what every machine with this package and Python has. Batches depend on seed and step only."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+from abc import ABC, abstractmethod
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_safusion.demo.data import load_digits
+
+Batch = tuple[Tensor, Tensor]
+
+# Folders of the standard library that are no ordinary source text, or that some distributions leave out.
+_LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"})
+# One file in so many is held out.
+_HELD_OUT = 8
+_TRAINING_BYTES, _VALIDATION_BYTES = 2 << 20, 1 << 18
+
+
+class Data(ABC):
+    """Batches of one run. Workers share every global batch, so that it is the same for any number of them.
+
+    Args:
+        seed: Decides the batches.
+        batch: Samples of all workers together in a step.
+    """
+
+    def __init__(self, seed: int, batch: int) -> None:
+        self.seed = seed
+        self.batch = batch
+
+    @abstractmethod
+    def samples(self, step: int) -> Batch:
+        """Inputs and classes of all workers in a step."""
+
+    @abstractmethod
+    def validation(self) -> Batch:
+        """Inputs and classes that are never trained on."""
+
+    def shards(self, step: int, workers: int) -> list[Batch]:
+        """The samples of a step, an equal part for each worker.
+
+        Raises:
+            ValueError: If the batch cannot be divided so.
+        """
+        if self.batch % workers:
+            raise ValueError(f"{self.batch} samples per step cannot be shared by {workers} workers equally")
+        inputs, classes = self.samples(step)
+        return list(zip(inputs.chunk(workers), classes.chunk(workers), strict=True))
+
+
+class Digits(Data):
+    """Handwritten digits (scikit-learn), shuffled anew in every epoch; the images left over in one are dropped.
+
+    Args:
+        seed: Decides which images are held out, and the batches.
+        batch: Images of all workers in a step.
+    """
+
+    def __init__(self, seed: int, batch: int) -> None:
+        super().__init__(seed, batch)
+        training, validation = load_digits(seed)
+        self._images, self._labels = training.tensors
+        images, labels = validation.tensors
+        self._held_out = images, labels
+        self._epoch, self._order = -1, torch.empty(0, dtype=torch.int64)
+
+    def samples(self, step: int) -> Batch:
+        epoch, place = divmod(step, len(self._labels) // self.batch)
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed(self.seed * 100_003 + epoch)
+            self._epoch, self._order = epoch, torch.randperm(len(self._labels), generator=generator)
+        chosen = self._order[place * self.batch : (place + 1) * self.batch]
+        return self._images[chosen], self._labels[chosen]
+
+    def validation(self) -> Batch:
+        return self._held_out
+
+
+class Text(Data):
+    """Sequences of bytes from the sources of Python's standard library; every byte but the first is to be predicted.
+
+    Args:
+        seed: Decides where the sequences of a batch begin.
+        batch: Sequences of all workers in a step.
+        length: Bytes that are predicted in each.
+        held_out: Sequences of the validation set, spread evenly over the files that are held out.
+    """
+
+    def __init__(self, seed: int, batch: int, length: int = 64, held_out: int = 256) -> None:
+        super().__init__(seed, batch)
+        self.length = length
+        self._training, held_out_text = standard_library()
+        starts = torch.linspace(0, len(held_out_text) - length - 1, held_out).long()
+        self._held_out = self._cut(held_out_text, starts)
+
+    def _cut(self, text: Tensor, starts: Tensor) -> Batch:
+        sequences = text[starts[:, None] + torch.arange(self.length + 1)].long()
+        return sequences[:, :-1], sequences[:, 1:]
+
+    def samples(self, step: int) -> Batch:
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
+        return self._cut(
+            self._training,
+            torch.randint(len(self._training) - self.length, (self.batch,), generator=generator),
+        )
+
+    def validation(self) -> Batch:
+        return self._held_out
+
+
+@cache
+def standard_library() -> tuple[Tensor, Tensor]:
+    """The sources of Python's standard library as uint8 vectors: 2 MiB to train on, 256 KiB of other files.
+
+    Files come in the order of a hash of their names, the same on every machine with this version of Python.
+
+    Raises:
+        FileNotFoundError: If there is not so much of it.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    names = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [each for each in folders if each not in _LEFT_OUT]
+        names += [(Path(folder) / file).relative_to(root).as_posix() for file in files if file.endswith(".py")]
+    names.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
+    held_out = names[::_HELD_OUT]
+    training = [name for place, name in enumerate(names) if place % _HELD_OUT]
+    return _text(root, training, _TRAINING_BYTES), _text(root, held_out, _VALIDATION_BYTES)
+
+
+def _text(root: Path, names: list[str], size: int) -> Tensor:
+    text = bytearray()
+    for name in names:
+        if len(text) >= size:
+            break
+        text += (root / name).read_bytes()
+    if len(text) < size:
+        raise FileNotFoundError(
+            f"the sources of the standard library in {root} have {len(text)} bytes, {size} are needed: use a Python "
+            "that was installed with its sources"
+        )
+    return torch.from_numpy(np.frombuffer(bytes(text[:size]), np.uint8).copy())

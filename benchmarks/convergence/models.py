@@ -1,0 +1,99 @@
+"""The laboratory's networks: small, and as uneven in their tensors as large ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from typing_extensions import override
+
+#: Classes of a model of bytes.
+BYTES = 256
+
+
+class PlainConvNet(nn.Module):
+    """A deep plain network for 8x8 images, as VGG (Simonyan and Zisserman, ICLR 2015): no shortcut, no normalisation.
+
+    Without normalisation, gradients of early and late layers differ by orders of magnitude. Weights as He et al., ICCV
+    2015.
+
+    Args:
+        stages: Channels of each stage; the image is halved behind each of the first three.
+        depth: 3x3 convolutions in a stage.
+        hidden: Width of the two fully connected layers before the last.
+    """
+
+    def __init__(self, stages: tuple[int, ...] = (32, 64, 128), depth: int = 4, hidden: int = 128) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        channels = 1
+        for width in stages:
+            for _ in range(depth):
+                layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
+                channels = width
+            layers.append(nn.MaxPool2d(2))
+        self.features = nn.Sequential(*layers, nn.Flatten())
+        self.classifier = nn.Sequential(
+            nn.LazyLinear(hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 10)
+        )
+        self(torch.zeros(1, 1, 8, 8))
+        for layer in self.modules():
+            if isinstance(layer, (nn.Conv2d, nn.Linear)):
+                nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+                nn.init.zeros_(layer.bias)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        classes: Tensor = self.classifier(self.features(x))
+        return classes
+
+
+class ByteTransformer(nn.Module):
+    """A causal transformer over bytes, normalised ahead of each block, with tied embeddings (as GPT-2).
+
+    Args:
+        length: Longest sequence.
+        width: Of the residual stream.
+        depth: Blocks.
+        heads: Attention heads.
+    """
+
+    def __init__(self, length: int = 64, width: int = 96, depth: int = 4, heads: int = 4) -> None:
+        super().__init__()
+        self.bytes = nn.Embedding(BYTES, width)
+        self.places = nn.Parameter(torch.zeros(length, width))
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+            for _ in range(depth)
+        )
+        self.norm = nn.LayerNorm(width)
+        nn.init.normal_(self.bytes.weight, std=0.02)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(length), persistent=False)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        hidden = self.bytes(x) + self.places[:length]
+        mask = self.get_buffer("mask")[:length, :length]
+        for block in self.blocks:
+            hidden = block(hidden, mask, is_causal=True)
+        return functional.linear(self.norm(hidden), self.bytes.weight)
+
+
+class ByteLSTM(nn.Module):
+    """A two-layer LSTM over bytes.
+
+    Args:
+        width: Of embeddings and hidden states.
+    """
+
+    def __init__(self, width: int = 128) -> None:
+        super().__init__()
+        self.bytes = nn.Embedding(BYTES, width)
+        self.lstm = nn.LSTM(width, width, 2, batch_first=True)
+        self.head = nn.Linear(width, BYTES)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.lstm(self.bytes(x))[0])
+        return scores

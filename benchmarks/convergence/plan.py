@@ -1,0 +1,115 @@
+"""What is run: one factor at a time from a centre point, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import MappingProxyType
+
+from benchmarks.convergence.scheme import Scheme
+from benchmarks.convergence.store import Run
+from benchmarks.convergence.tasks import TASKS, Task
+
+DENSITIES = (0.05, 0.01, 0.002)
+#: The rule of ``system="safusion"`` on small tensors.
+SMALL = 512
+DENSE = Scheme("dense")
+#: The contenders, at the density of the centre point.
+SCOPES = MappingProxyType(
+    {
+        "behind": Scheme("behind"),
+        "ahead": Scheme("ahead"),
+        "ahead, small dense": Scheme("ahead", dense_below=SMALL),
+        "pooled, small dense": Scheme("pooled", dense_below=SMALL),
+    }
+)
+RANKS = (1, 4, 16)
+DEGREES = (1, 2, 4, 8, 16, 0)
+#: Learning rate of observation 1, as a factor: where training without error feedback suffers.
+OBSERVED_LR = 5.0
+
+_VISION, _MODEL = TASKS["digits-resnet"], TASKS["bytes-transformer"]
+_MAIN = tuple(TASKS[name] for name in ("digits-resnet", "digits-vgg", "bytes-transformer", "bytes-lstm"))
+
+Configs = Sequence[tuple[Task, Scheme]]
+
+
+def _scopes() -> Configs:
+    """Every contender on every task at every density, and the references."""
+    references = [DENSE, *(Scheme("powersgd", rank=rank) for rank in RANKS)]
+    sparse = [replace(scheme, density=density) for density in DENSITIES for scheme in SCOPES.values()]
+    return [(task, scheme) for task in _MAIN for scheme in (*references, *sparse)]
+
+
+def _observation_1() -> Configs:
+    """Missing rate and accuracy by fusion degree, with and without error feedback."""
+    schemes = [replace(DENSE, lr_scale=OBSERVED_LR)]
+    for memory in ("residual", "none"):
+        behind = [Scheme("behind", degree=degree) for degree in DEGREES]
+        schemes += [replace(each, memory=memory, lr_scale=OBSERVED_LR) for each in (*behind, Scheme("ahead"))]
+    return [(_VISION, scheme) for scheme in schemes]
+
+
+def _observation_2() -> Configs:
+    """Behind and ahead without error feedback, on all tasks: what the papers' own scripts run."""
+    return [(task, Scheme(method, memory="none")) for task in _MAIN for method in ("behind", "ahead", "pooled")]
+
+
+def _remedies() -> Configs:
+    """What may help adaptive optimizers, one at a time, and SGD on the same network."""
+    pooled = SCOPES["pooled, small dense"]
+    adaptive = [
+        replace(pooled, beta2=0.95),
+        replace(pooled, memory="residual:decay=0.9"),
+        replace(pooled, ramp=0.3),
+        replace(pooled, dense_start=0.1),
+        replace(pooled, dense_start=0.1, ramp=0.3),
+        replace(pooled, density=0.05, dense_start=0.1, beta2=0.95),
+        replace(pooled, wire="bf16"),
+    ]
+    plain = [DENSE, *SCOPES.values()]
+    return [*((_MODEL, scheme) for scheme in adaptive), *((TASKS["bytes-transformer-sgd"], s) for s in plain)]
+
+
+def _memories() -> Configs:
+    """Error feedback, momentum correction (with the optimizer's momentum off) and wire precision under SGD."""
+    schemes = []
+    for method, small in (("behind", 0), ("ahead", SMALL), ("pooled", SMALL)):
+        schemes.append(Scheme(method, dense_below=small, memory="dgc", momentum=0.0))  # type: ignore[arg-type]  # literals
+        schemes.append(Scheme(method, dense_below=small, wire="bf16"))  # type: ignore[arg-type]  # as above
+    return [(_VISION, scheme) for scheme in schemes]
+
+
+def _workers() -> Configs:
+    """More workers, who share the same batches."""
+    schemes = (DENSE, *SCOPES.values())
+    return [(_VISION, replace(scheme, workers=workers)) for workers in (4, 8) for scheme in schemes]
+
+
+#: Configurations by study, in the order in which they are run.
+STUDIES = MappingProxyType(
+    {
+        "scopes": _scopes(),
+        "remedies": _remedies(),
+        "memories": _memories(),
+        "observation-1": _observation_1(),
+        "observation-2": _observation_2(),
+        "workers": _workers(),
+    }
+)
+
+
+def full(seeds: Sequence[int]) -> list[Run]:
+    """All studies; seed by seed, so that a part of it is a picture of the whole."""
+    configs = dict.fromkeys(config for study in STUDIES.values() for config in study)
+    return [Run(task, scheme, seed) for seed in seeds for task, scheme in configs]
+
+
+def short(seeds: Sequence[int]) -> list[Run]:
+    """A few steps of a few configurations: whether everything works."""
+    tasks = replace(_VISION, steps=21), replace(_MODEL, steps=12, batch=8)
+    schemes = (DENSE, Scheme("powersgd"), *SCOPES.values(), Scheme("behind", memory="none"))
+    return [Run(task, scheme, seed) for seed in seeds[:1] for task in tasks for scheme in schemes]
+
+
+PRESETS = MappingProxyType({"full": full, "short": short})

@@ -1,0 +1,136 @@
+"""Virtual workers: the engine of training, once for each of them, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_safusion.comm import local_transports
+from lightning_safusion.fusion.controller import Controller
+from lightning_safusion.fusion.engine import EngineSettings, build_controller
+from lightning_safusion.fusion.layout import TensorSpec
+from lightning_safusion.metrics.figures import TensorFigures, window_figures
+
+# Steps from one comparison of all workers' results to the next.
+_COMPARED_EVERY = 50
+
+
+class Averager(Protocol):
+    """What makes one gradient of those of all workers."""
+
+    bytes_sent: int
+
+    def average(self, gradients: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
+        """The mean that every worker gets, by registration index; the gradients may be overwritten."""
+
+
+class Dense:
+    """Plain averages.
+
+    Args:
+        specs: The tensors.
+    """
+
+    def __init__(self, specs: Sequence[TensorSpec]) -> None:
+        self.bytes_sent = sum(spec.numel * spec.dtype.itemsize for spec in specs)
+
+    def average(self, gradients: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        means = list(gradients[0])
+        for others in gradients[1:]:
+            torch._foreach_add_(means, list(others))
+        torch._foreach_div_(means, len(gradients))
+        return means
+
+
+class Engines:
+    """One engine per worker, over in-process transports.
+
+    Args:
+        make_settings: Called once per worker: parts hold state.
+        specs: The tensors.
+        order: Registration indices in the order in which gradients become ready.
+        workers: Virtual workers.
+
+    Attributes:
+        bytes_sent: What the first worker gave to the collectives in the latest step, messages as they are.
+    """
+
+    def __init__(
+        self,
+        make_settings: Callable[[], EngineSettings],
+        specs: Sequence[TensorSpec],
+        order: Sequence[int],
+        workers: int,
+    ) -> None:
+        self.order = list(order)
+        self.bytes_sent = 0
+        self._steps = 0
+        self._pool = ThreadPoolExecutor(workers)
+        transports = local_transports(workers)
+        settings = [make_settings() for _ in range(workers)]
+        self.controllers: list[Controller] = list(
+            self._pool.map(
+                lambda rank: build_controller(
+                    settings[rank], specs, transports[rank], torch.device("cpu"), measure=False
+                ),
+                range(workers),
+            )
+        )
+
+    def average(self, gradients: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
+        if self._agrees():
+            list(self._pool.map(self._window, range(len(gradients)), gradients))
+        else:
+            for rank, mine in enumerate(gradients):
+                self._push(rank, mine)
+            for controller in self.controllers:
+                controller.drain()
+        if self._steps % _COMPARED_EVERY == 0:
+            self._compare(gradients)
+        self._steps += 1
+        report = self.controllers[0].report
+        assert report is not None
+        self.bytes_sent = sum(buffer.exchange.bytes_sent for buffer, _ in report.window.inflight)
+        return gradients[0]
+
+    def _agrees(self) -> bool:
+        """Whether the workers will agree on something in the coming window (a new plan), waiting for each other.
+
+        Otherwise one thread serves all of them, which is faster: messages of all are sent before any is waited for.
+        """
+        controller = self.controllers[0]
+        density = controller.density(controller.windows, controller.epoch)
+        return controller.current_plan() is None or density != controller.generator.quotas.density
+
+    def _window(self, rank: int, gradients: Sequence[Tensor]) -> None:
+        self._push(rank, gradients)
+        self.controllers[rank].drain()
+
+    def _push(self, rank: int, gradients: Sequence[Tensor]) -> None:
+        for index in self.order:
+            self.controllers[rank].push(index, gradients[index])
+
+    def _compare(self, gradients: Sequence[Sequence[Tensor]]) -> None:
+        """Raises if workers did not all get the same, bit for bit."""
+        for rank, theirs in enumerate(gradients):
+            for index, (mine, other) in enumerate(zip(gradients[0], theirs, strict=True)):
+                if not torch.equal(mine.view(torch.int32), other.view(torch.int32)):
+                    name = next(s.name for s in self.controllers[0].generator.layout.specs if s.index == index)
+                    raise RuntimeError(
+                        f"step {self._steps}: worker {rank} has another mean of {name} than worker 0: replicas would "
+                        "diverge"
+                    )
+
+    def figures(self) -> TensorFigures:
+        """What the latest step did to every tensor, summed over workers."""
+        figures = [window_figures(controller) for controller in self.controllers]
+        known = [each for each in figures if each is not None]
+        return TensorFigures(known[0].names, torch.stack([each.sums for each in known]).sum(0))
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._pool.shutdown()

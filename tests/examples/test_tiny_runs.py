@@ -1,0 +1,114 @@
+"""Every tiny configuration trains on two workers, learns, and goes on from its checkpoint; so do other systems."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from examples.workloads.language.bigram import bigram_perplexity
+from examples.workloads.language.tokens import Vocabulary
+from examples.workloads.make_tiny_data import make_cifar100, make_imagenet, make_squad, make_wikitext2, make_wikitext103
+from tests.examples.workload_runs import ROOT, WORKLOADS, Run, fit
+
+pytestmark = pytest.mark.slow  # seconds each
+
+MAKERS: dict[str, Callable[[Path], None]] = {
+    "wikitext2": make_wikitext2,
+    "wikitext103": make_wikitext103,
+    "cifar100": make_cifar100,
+    "imagenet": make_imagenet,
+    "squad": make_squad,
+}
+#: What is validated, and a value that a model which has learnt nothing does not reach: there are eight kinds of images
+#: and six colours; all letters, or byte pairs, alike would be a perplexity of 90, or 400.
+BOUNDS = {
+    "lstm_wikitext2": ("val_perplexity", 9.0),  # a bigram model's, see below
+    "gpt2_large_wikitext103": ("val_perplexity", 200.0),
+    "resnet152_cifar100": ("val_top1", 0.3),
+    "resnet152_imagenet": ("val_top1", 0.3),
+    "vgg19_cifar100": ("val_top1", 0.2),
+    "vgg19_imagenet": ("val_top1", 0.2),
+    "vit_large_imagenet": ("val_top1", 0.2),
+    "bert_base_squad": ("val_f1", 35.0),
+    "bert_large_squad": ("val_f1", 35.0),
+}
+
+
+def assert_learnt(workload: str, run: Run) -> None:
+    """The loss has fallen, and the last validation is beyond the bound."""
+    losses = run.column("loss")
+    assert fmean(losses[-2:]) < 0.9 * fmean(losses[:2])
+    metric, bound = BOUNDS[workload]
+    values = run.column(metric)
+    assert len(values) == 2  # epochs
+    assert values[-1] < bound if metric == "val_perplexity" else values[-1] > bound
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]:
+    """Makes the data set of a workload once; returns the options that name it."""
+    folder = tmp_path_factory.mktemp("data")
+
+    def options(workload: str) -> list[str]:
+        name = workload.rsplit("_", 1)[-1]
+        if not (folder / name).exists():
+            MAKERS[name](folder / name)
+        vocabulary = {"wikitext103": folder / name, "squad": folder / name / "vocab.txt"}.get(name)
+        given = [f"--data.init_args.folder={folder / name}"]
+        return given if vocabulary is None else [*given, f"--data.init_args.vocabulary={vocabulary}"]
+
+    return options
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_a_sparse_training_learns_and_resumes(workload: str, data: Callable[[str], list[str]], tmp_path: Path) -> None:
+    run = fit(tmp_path / "first", workload, *data(workload))
+    assert_learnt(workload, run)
+    third = ["--trainer.max_epochs=3", f"--ckpt_path={run.checkpoint}"]
+    resumed = fit(tmp_path / "resumed", workload, *data(workload), *third)
+    assert len(resumed.column(BOUNDS[workload][0])) == 1
+    assert min(resumed.column("step")) >= max(run.column("step"))
+    assert resumed.column("loss")[0] < run.column("loss")[0]
+
+
+def test_a_bigram_model_does_not_reach_the_bound_of_the_lstm(data: Callable[[str], list[str]]) -> None:
+    (folder,) = data("lstm_wikitext2")
+    text = Path(folder.split("=")[1])
+    vocabulary = Vocabulary(text / "wiki.train.tokens", 90)
+    train, held_out = (vocabulary.encode(text / f"wiki.{split}.tokens") for split in ("train", "valid"))
+    assert bigram_perplexity(train, held_out, len(vocabulary)) > BOUNDS["lstm_wikitext2"][1]
+
+
+@pytest.mark.parametrize("workload", ["lstm_wikitext2", "resnet152_cifar100"])
+def test_the_dense_baseline_learns(workload: str, data: Callable[[str], list[str]], tmp_path: Path) -> None:
+    assert_learnt(workload, fit(tmp_path, workload, *data(workload), dense=True))
+
+
+@pytest.mark.parametrize(("workload", "system"), [("lstm_wikitext2", "behind"), ("resnet152_cifar100", "ssfusion")])
+def test_a_rival_learns(workload: str, system: str, data: Callable[[str], list[str]], tmp_path: Path) -> None:
+    assert_learnt(workload, fit(tmp_path, workload, *data(workload), f"--trainer.strategy.init_args.system={system}"))
+
+
+def test_the_commands_of_the_readme(tmp_path: Path) -> None:
+    """As a user types them, with the default folders, in processes of their own."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    short = ["--trainer.limit_train_batches=3", "--trainer.limit_val_batches=1", "--trainer.max_epochs=1"]
+    tiny = [f"examples/workloads/configs/lstm_wikitext2{suffix}.yaml" for suffix in ("", "_tiny")]
+    fit_tiny = ["examples.workloads", "fit", "--config", tiny[0], "--config", tiny[1], *short]
+    for module in (["examples.workloads.make_tiny_data"], fit_tiny):
+        subprocess.run(
+            [sys.executable, "-m", *module],
+            cwd=tmp_path,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            check=True,
+            timeout=120,
+        )
+    logs = tmp_path / "runs" / "lstm_wikitext2_tiny" / "lightning_logs" / "version_0"
+    assert list(logs.glob("events.out.tfevents.*"))
+    assert {path.name for path in logs.iterdir()} >= {"checkpoints", "config.yaml", "overlap.json", "missing_rate.json"}
