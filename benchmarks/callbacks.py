@@ -7,16 +7,19 @@ the next one, and so on; a block has as many steps as each callback takes from o
 report of each is in every block (by default a replica check and a probe come more rarely). What is printed is the ratio
 of the mean step of a block with them to that of its neighbours without: the median over blocks, and the middle half;
 and the same of processor time, which other programs on the machine disturb less. ``--null`` compares blocks without
-callbacks with each other: what chance alone does. The tuner's reviews are the planner's and go on in all blocks: what
-share of the time they take is printed beside, by a clock round them.
+callbacks with each other: what chance alone does. Beside it the share of the time that is spent in the hooks of the
+callbacks, by a clock round them, which misses what they slow down elsewhere but hardly depends on chance. The tuner's
+reviews are the planner's and go on in all blocks: their share is printed in the same way.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -114,6 +117,33 @@ def time_reviews() -> list[float]:
     return seconds
 
 
+def time_hooks(callbacks: Sequence[Callback]) -> dict[str, float]:
+    """Puts a clock round all hooks of the callbacks, and what they observe; returns the growing seconds of each."""
+    totals = {type(each).__name__: 0.0 for each in callbacks}
+
+    def clocked(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(hook)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return hook(*args, **kwargs)
+            finally:
+                totals[name] += time.perf_counter() - begin
+
+        return timed
+
+    for each in callbacks:
+        observers = [each._recorder] if isinstance(each, OverlapProfiler) else []
+        for part in (each, *observers):
+            hooks = [
+                name for name in dir(part) if name.startswith(("on_train_batch", "on_before", "on_after", "observe"))
+            ]
+            for name in hooks:
+                if getattr(type(part), name) is not getattr(Callback, name, None):  # it has such a hook
+                    setattr(part, name, clocked(type(each).__name__, getattr(part, name)))
+    return totals
+
+
 def main() -> None:
     """Prints the ratio, and the length of a step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -147,11 +177,14 @@ def main() -> None:
         enable_model_summary=False,
     )
     torch.set_num_threads(1)
-    reviews = time_reviews()
+    reviews, hooks = time_reviews(), time_hooks(made)
     begin = time.perf_counter()
     trainer.fit(model, DataLoader(data, batch_size=args.batch_size))
     if trainer.is_global_zero:
         show(model.seconds[2:], args)
+        watched = args.every_n_steps * sum(wall for wall, _ in model.seconds[1::2])
+        for name, total in hooks.items():
+            print(f"  in {name}: {100 * total / watched:.2f} % of the time")
         print(f"  the tuner's reviews: {100 * sum(reviews) / (time.perf_counter() - begin):.2f} % of the time")
 
 

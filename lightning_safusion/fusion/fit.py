@@ -11,6 +11,8 @@ from lightning_safusion.fusion.plan import CollectiveName
 
 Samples = Sequence[tuple[float, float]]
 
+_MOST_LATENCY = 2.0  # fixed cost of a fitted line over the one known before
+
 
 def fit_or_scale(samples: Iterable[tuple[float, float]], shape: LinearCost) -> LinearCost | None:
     """Fits a line to the medians per size.
@@ -55,12 +57,32 @@ def fit_exchanges(
             ``prior``.
     """
     shape = known or prior
-    allgather = fit_or_scale(samples["allgather"], shape["allgather"])
-    allreduce = fit_or_scale(samples["allreduce"], shape["allreduce"])
+    allgather, allreduce = (
+        _with_latency_of(shape[name], fit_or_scale(samples[name], shape[name]), samples[name])
+        for name in ("allgather", "allreduce")
+    )
     return (
         allgather or _transferred(prior["allgather"], allreduce, prior["allreduce"]),
         allreduce or _transferred(prior["allreduce"], allgather, prior["allgather"]),
     )
+
+
+def _with_latency_of(known: LinearCost, line: LinearCost | None, samples: Samples) -> LinearCost | None:
+    """The line, if its fixed cost is at most twice the known one; else the line of that fixed cost through the samples.
+
+    The rate of a link can fall to a tenth, its latency does not rise tenfold. The samples of a plan with few buffers
+    hardly tell one from the other, and a planner that takes a slow link for a slow start makes fewer buffers where it
+    should make more.
+    """
+    most = _MOST_LATENCY * known.fixed
+    if line is None or line.fixed <= most:
+        return line
+    slopes = sorted(((seconds - most) / size, size) for size, seconds in samples if size > 0 and seconds > most)
+    if not slopes:
+        return line
+    # the median by bytes: what disturbs a small message says little of the rate
+    passed = np.cumsum([size for _, size in slopes])
+    return LinearCost(most, slopes[int(np.searchsorted(passed, passed[-1] / 2))][0])
 
 
 def _transferred(prior: LinearCost, measured: LinearCost | None, expected: LinearCost) -> LinearCost:

@@ -8,6 +8,7 @@ cut.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,6 +31,17 @@ from lightning_safusion.sparsify.pieces import (
 from lightning_safusion.sparsify.view import MAGNITUDE_BITS, SegmentedView
 
 _SORTED_TOGETHER = 1 << 11  # candidate lists up to this length are ordered by one common sort
+
+
+class _Scratch(threading.local):
+    """A block of each thread, in its cache: fresh memory for every block would be mapped, faulted in and unmapped."""
+
+    def __init__(self) -> None:
+        self.bits = np.empty(BLOCK, np.int32)
+        self.mask = np.empty(BLOCK, np.bool_)
+
+
+_scratch = _Scratch()
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,7 +261,9 @@ class NumpyView(SegmentedView):
         parts = []
         for at, piece in enumerate(self._layout.pieces):
             if any(changed[piece.first : piece.last]):
-                part = (self._magnitudes(piece.start, piece.stop) > piece.spread(floors)).nonzero()[0]
+                size = piece.stop - piece.start
+                bits = np.bitwise_and(self._bits[piece.start : piece.stop], MAGNITUDE_BITS, out=_scratch.bits[:size])
+                part = np.greater(bits, piece.spread(floors), out=_scratch.mask[:size]).nonzero()[0]
                 part += piece.start
             else:
                 part = known[at]

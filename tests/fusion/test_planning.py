@@ -371,7 +371,9 @@ def test_exchanges_of_one_size_scale_the_line_that_was_agreed_before() -> None:
         recorder.record_window("all", [0.0, 1.0])
         recorder.record_exchange("allgather", 1_000_000, 3 * (1e-4 + 1e-8 * 1_000_000))
     after = agree(recorder, transport, "all", prior, known=before).allgather
-    assert (after.fixed, after.per_byte) == pytest.approx((3e-4, 3e-8))
+    # as slow as measured; a latency that is more than twice what it was needs more to be believed
+    assert after(1_000_000) == pytest.approx(3 * before.allgather(1_000_000))
+    assert after.fixed == pytest.approx(2e-4)
 
 
 def test_schedules_look_ahead() -> None:

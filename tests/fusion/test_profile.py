@@ -174,6 +174,29 @@ def test_the_collective_in_use_corrects_the_other_one() -> None:
     assert fit_exchanges({"allgather": [], "allreduce": []}, PRIOR) == (PRIOR["allgather"], PRIOR["allreduce"])
 
 
+def test_a_slow_link_is_not_taken_for_a_slow_start() -> None:
+    known = {"allgather": LinearCost(5e-4, 1e-9), "allreduce": LinearCost(5e-4, 1e-9)}
+
+    def slow(size: float, late: float = 0.0) -> tuple[float, float]:
+        return size, 5e-4 + 1e-8 * size + late
+
+    # ten times slower than known; the small message had to wait for something else
+    measured = [slow(20_000, 0.01), slow(200_000)] * 8
+    line, _ = fit_exchanges({"allgather": measured, "allreduce": []}, PRIOR, known)
+    assert line.fixed == pytest.approx(1e-3)
+    assert line.per_byte == pytest.approx(1e-8, rel=0.3)
+    # of one size alone
+    line, _ = fit_exchanges({"allgather": [slow(200_000)] * 8, "allreduce": []}, PRIOR, known)
+    assert (line.fixed, line.per_byte) == pytest.approx((1e-3, 7.5e-9), rel=1e-6)
+    # a start that is slow indeed is believed in the end
+    for _ in range(6):
+        line, _ = fit_exchanges(
+            {"allgather": [(s, 0.01 + 1e-8 * s) for s in (2e4, 2e5)] * 8, "allreduce": []}, PRIOR, known
+        )
+        known = {"allgather": line, "allreduce": line}
+    assert (line.fixed, line.per_byte) == pytest.approx((0.01, 1e-8), rel=1e-6)
+
+
 # --- agreement --------------------------------------------------------------------------------------------------------
 
 

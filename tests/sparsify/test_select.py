@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_safusion.sparsify import TopK
 from lightning_safusion.sparsify.base import Segments, Selection, span_segments
 from lightning_safusion.sparsify.pieces import Pieces
 from lightning_safusion.sparsify.select import SegmentedView, ThresholdSparsifier, pooled, segmented_view
@@ -339,6 +340,25 @@ def test_pooled_quotas_are_floors_and_the_largest_of_the_rest(seed: int) -> None
     order = np.argsort(-bits_of(x)[rest].astype(np.int64), kind="stable")
     expected = sorted([*floors, *rest[order[: segments.pool]].tolist()]) if floors else []
     check(pooled(x, segments, exact_choice), x, expected)
+    check(TopK().select(x, segments, 0), x, expected)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_pooled_quotas_take_one_look_at_the_span(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    sizes = rng.choice([0, 1, 30, 800, 20_000, 150_000], size=9)
+    sizes[rng.integers(9)] = 150_000
+    quotas = [0 if rng.random() < 0.2 else max(1, s // 400) if s else 0 for s in sizes]
+    quotas[int(sizes.argmax())] = 300
+    scale = np.repeat(rng.choice([0.0, 0.01, 1, 50], size=9), sizes)
+    x = torch.from_numpy((rng.standard_normal(int(sizes.sum())) * scale).astype(np.float32))
+    if seed % 2:
+        x = x.bfloat16().float()  # many equals
+    segments = cut(sizes.tolist(), quotas, pool=int(rng.integers(1, 3000)))
+    once = NumpyView(x, segments).top_pooled()
+    twice = pooled(x, segments, exact_choice)
+    assert once is not None or (scale == 0).any()  # among zeros only the first ones count
+    check(TopK().select(x, segments, 0), x, twice.indices.tolist())
 
 
 def test_merge_is_the_same_on_both_backends() -> None:
