@@ -30,7 +30,7 @@ WORKLOAD = "lstm_wikitext2"
 _OPTION = "--trainer.strategy.init_args"
 SCHEMES = {
     "dense DDP": ["--config", str(CONFIGS / "dense.yaml")],
-    "SAFusion, 5 %": [],
+    "SAFusion, 5 %": [f"{_OPTION}.density=0.05"],
     "SAFusion, 1 %": [f"{_OPTION}.density=0.01"],
 }
 
@@ -82,10 +82,10 @@ def read(path: Path) -> Curve:
 def bigram(text: Path) -> float:
     """The bigram model's perplexity on the validation text."""
     with (CONFIGS / f"{WORKLOAD}_tiny.yaml").open() as file:
-        size = yaml.safe_load(file)["data"]["init_args"]["vocabulary_size"]
+        size: int = yaml.safe_load(file)["data"]["init_args"]["vocabulary_size"]
     vocabulary = Vocabulary(text / SPLITS["train"], size)
-    encoded = (vocabulary.encode(text / SPLITS[split]) for split in ("train", "validation"))
-    return bigram_perplexity(*encoded, size)
+    train, held_out = (vocabulary.encode(text / SPLITS[split]) for split in ("train", "validation"))
+    return bigram_perplexity(train, held_out, size)
 
 
 def markdown(curves: dict[str, Curve], reference: float) -> str:
@@ -106,7 +106,7 @@ def picture(curves: dict[str, Curve], reference: float, title: str) -> Figure:
         right.plot(curve.epochs, curve.perplexities, "o-", label=name)
     right.axhline(reference, color="black", linestyle=":", label="bigram model")
     left.set(xlabel="step", ylabel="training loss of the first worker, nats per letter")
-    right.set(xlabel="step", ylabel="perplexity per letter of the validation text", yscale="log")
+    right.set(xlabel="step", ylabel="perplexity per letter of the validation text")
     for axes in (left, right):
         axes.grid(alpha=0.3)
         axes.legend()

@@ -71,7 +71,8 @@ class SAFusionStrategy(EngineDDPStrategy):
             ``"hybrid"`` (the same, with an all-reduce beside it for what travels whole), ``"hierarchical"`` (dense
             inside every node, the largest sums of each to the others), ``"allreduce"``,
             ``"oktopk"`` (sparse all-reduce) or ``"gtopk"`` (tree).
-        wire: ``"auto"`` (lossless), ``"bf16"``, ``"fp16"``, ``"fp32"``, or a codec such as ``"block16-bf16"``.
+        wire: ``"auto"`` (lossless), ``"bf16"``, ``"fp16"``, ``"fp32"``, a few bits per value (``"q4"``, ``"q2"``,
+            ``"sign"``), or a codec such as ``"block16-bf16"``.
         offload: Select from tensors on a thread of the host, as they become ready, where that holds nothing up.
         transport: Library that carries the bytes: ``"torch"`` (torch.distributed: gloo, NCCL) or ``"horovod"``, in
             processes that horovodrun or mpirun has started.

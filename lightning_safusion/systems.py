@@ -88,6 +88,14 @@ _ROWS = (
         dense_below=_SMALL,
     ),
     System(
+        "saf-pooled",
+        "as safusion; every tensor has a quarter of its share for sure, the rest of a buffer goes to its largest",
+        "this package, after SAFusion: between ahead of fusion and behind it",
+        "adaptive",
+        quota="pooled",
+        dense_below=_SMALL,
+    ),
+    System(
         "safusion-paper",
         "as safusion, with the paper's greedy buffer rule, no dense tensors, all-gather only",
         f"{_SAFUSION} (inter- and intra-worker)",

@@ -19,6 +19,13 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session")
+def compiler() -> None:
+    """What the first compilation imports and builds, once: every process that is forked later has it."""
+    torch.compile(torch.nn.Linear(1, 1), backend="aot_eager")(torch.zeros(1, 1))
+    torch._dynamo.reset()
+
+
 @pytest.fixture(autouse=True)
 def _clean_process() -> Iterator[None]:
     """Takes back what Lightning and torch.distributed leave in a process: variables and the default process group."""

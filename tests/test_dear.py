@@ -385,6 +385,7 @@ def told(rank: int, name: str) -> tuple[list[str], list[Tensor], list[Tensor]]:
     return [text for text in said if "averaged when a backward pass ends" in text], *weights
 
 
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("name", REASONS)
 def test_says_once_why_it_settles_at_once(name: str) -> None:
     said, *weights = run_ranks(2, told, name)[0]

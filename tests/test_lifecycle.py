@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,9 +49,11 @@ class Evaluated(TinyClassifier):
         return self(batch[0])
 
 
-def alive(kind: type) -> int:
+def alive(*kinds: type) -> list[int]:
+    """Objects of each kind; one look at all there are, which takes seconds with everything that is imported."""
     gc.collect()
-    return sum(issubclass(type(thing), kind) for thing in gc.get_objects())
+    types = Counter(map(type, gc.get_objects()))
+    return [sum(count for each, count in types.items() if issubclass(each, kind)) for kind in kinds]
 
 
 def test_nothing_is_left_after_training() -> None:
@@ -64,7 +67,7 @@ def test_nothing_is_left_after_training() -> None:
             groups = len(dist.distributed_c10d._world.pg_map)
             hooks = sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
             del run, model
-        counts = [alive(kind) for kind in (Controller, DDPHook, DistributedDataParallel)]
+        counts = alive(Controller, DDPHook, DistributedDataParallel)
         return [*counts, groups, hooks, sum(ref() is not None for ref in models), threading.active_count()]
 
     for counts in run_launched(2, run):
@@ -103,7 +106,7 @@ def test_a_trainer_after_one_that_failed() -> None:
     def run(rank: int) -> tuple[int, list[Tensor]]:
         with pytest.raises(ArithmeticError, match="on purpose"):
             trainer(SAFusionStrategy(**SPARSE)).fit(Failing(), classification())
-        left = alive(DDPHook)
+        (left,) = alive(DDPHook)
         model = Evaluated()
         trainer(SAFusionStrategy(**SPARSE), limit_train_batches=5).fit(model, classification())
         return left, [p.detach() for p in model.parameters()]

@@ -234,6 +234,7 @@ class Compilable(TinyClassifier):
         self.manual_backward(self.loss(batch))
 
 
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("place", ["model", "submodule", "wrapped", "both passes"])
 def test_compiled_models(place: str) -> None:
     """With a backend that needs no compiler: what is tested is how graphs, buckets and hooks meet."""
@@ -261,6 +262,7 @@ def test_compiled_models(place: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.usefixtures("compiler")
 def test_a_missing_parameter_is_named_where_the_wrapped_model_is_compiled() -> None:
     def run(rank: int) -> str:
         torch._dynamo.reset()

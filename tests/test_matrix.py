@@ -125,7 +125,7 @@ def train(case: dict[str, Any], ours: bool) -> list[Tensor]:
     )
     if case["clip"] is not None:
         settings |= {"gradient_clip_val": 0.05, "gradient_clip_algorithm": case["clip"]}
-    run = trainer(strategy, accumulate_grad_batches=case["accumulate"], limit_train_batches=9, **settings)
+    run = trainer(strategy, accumulate_grad_batches=case["accumulate"], limit_train_batches=6, **settings)
     model = Everything(case)
     run.fit(model, classification())
     return [p.detach().clone() for p in model.parameters()]

@@ -12,18 +12,22 @@ extras ``examples`` and ``plot``.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from rich.console import Console
 
+from benchmarks.convergence import ranks
+from benchmarks.convergence.pictures import save_pictures
 from benchmarks.convergence.plan import PRESETS, STUDIES
 from benchmarks.convergence.runner import run_all
 from benchmarks.convergence.store import Run, Store
-from benchmarks.convergence.summary import markdown, summarize
+from benchmarks.convergence.summary import Summary, markdown, summarize
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -64,10 +68,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     complete = args.report or run_all(chosen, store, args.processes, console)
     summaries = summarize(runs, store.results(runs))
     if summaries:
-        table = markdown(summaries)
-        (args.output / "table.md").write_text(table + "\n", encoding="utf-8")
-        print(table)
+        report(summaries, args.output)
     return 0 if complete else 1
+
+
+def report(summaries: Sequence[Summary], folder: Path) -> None:
+    """Prints the tables, and saves them (``table.md``), the same figures (``summary.json``) and the pictures."""
+    tables = [markdown(summaries)]
+    standings = ranks.standings(summaries)
+    if standings:
+        tables.append(ranks.markdown(standings))
+    text = "\n\n".join(tables)
+    (folder / "table.md").write_text(text + "\n", encoding="utf-8")
+    figures = {
+        "configurations": [summary.figures() for summary in summaries],
+        "standings": [asdict(each) for each in standings],
+    }
+    (folder / "summary.json").write_text(json.dumps(figures, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    files = save_pictures(summaries, folder)
+    print(text)
+    print(f"\nsaved: {', '.join(str(file) for file in [folder / 'table.md', folder / 'summary.json', *files])}")
 
 
 def _chosen(runs: Sequence[Run], study: str | None, pattern: str) -> list[Run]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median, stdev
+from typing import Any
 
 from benchmarks.convergence.plan import DENSE
 from benchmarks.convergence.scheme import Scheme
@@ -63,6 +64,7 @@ class Summary:
         bytes_mean: Bytes per worker and step, over all steps.
         bytes_median: The same, of a usual step.
         ratio: Bytes of float32 gradients over those of a usual step.
+        tensors: Gradient tensors.
     """
 
     task: Task
@@ -78,11 +80,29 @@ class Summary:
     bytes_mean: float
     bytes_median: float
     ratio: float
+    tensors: int
 
     @property
     def config(self) -> str:
         """Task and scheme."""
         return Run(self.task, self.scheme, 0).config
+
+    def figures(self) -> dict[str, Any]:
+        """Plain values for JSON; None for what is not a number."""
+        names = ("runs", "diverged", "missing", "density", "error", "bytes_mean", "bytes_median", "ratio", "tensors")
+        numbers = {
+            "metric": self.metric.mean,
+            "metric_half": self.metric.half,
+            "median": self.middle,
+            "difference": self.difference.mean,
+            "difference_half": self.difference.half,
+        }
+        return {
+            "task": self.task.name,
+            "scheme": self.scheme.options(),
+            **{name: None if math.isnan(number) else number for name, number in numbers.items()},
+            **{name: getattr(self, name) for name in names},
+        }
 
 
 def baseline(scheme: Scheme) -> Scheme:
@@ -121,6 +141,7 @@ def _summary(run: Run, results: Mapping[str, Mapping[int, Result]]) -> Summary:
         bytes_mean=fmean(result.bytes_mean for result in everything),
         bytes_median=fmean(result.bytes_median for result in everything),
         ratio=fmean(result.dense_bytes / result.bytes_median for result in everything),
+        tensors=everything[0].tensors,
     )
 
 
@@ -131,10 +152,8 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 def markdown(summaries: Sequence[Summary]) -> str:
     """The table, task by task."""
-    lines = [
-        "| configuration | metric | median | to dense | runs | missing | density | error | bytes a step | smaller by |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
+    columns = ("metric", "median", "to dense", "runs", "missing", "density", "error", "bytes", "all steps", "ratio")
+    lines = [f"| configuration | {' | '.join(columns)} |", f"| --- |{' ---: |' * len(columns)}"]
     tasks = list(dict.fromkeys(summary.task.name for summary in summaries))
     for summary in sorted(summaries, key=lambda each: tasks.index(each.task.name)):
         diverged = f" ({summary.diverged} diverged)" if summary.diverged else ""
@@ -142,7 +161,8 @@ def markdown(summaries: Sequence[Summary]) -> str:
         lines.append(
             f"| {summary.config} | {summary.metric.show(4)} | {middle} | {summary.difference.show(4, sign=True)} "
             f"| {summary.runs}{diverged} | {_percent(summary.missing, 1)} | {_percent(summary.density, 2)} "
-            f"| {_percent(summary.error, 1)} | {summary.bytes_median:,.0f} | {summary.ratio:.1f} |"
+            f"| {_percent(summary.error, 1)} | {summary.bytes_median:,.0f} | {summary.bytes_mean:,.0f} "
+            f"| {summary.ratio:.1f} |"
         )
     return "\n".join(lines)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -40,6 +40,7 @@ class Task:
         weight_decay: Of the optimizer.
         clip: Largest norm of the averaged gradient; None leaves it as it is.
         warmup: Share of the steps in which the learning rate rises; then it falls to zero along a cosine.
+        revision: Raised whenever network or data change, so that results of before are not taken for new ones.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Task:
     weight_decay: float = 1e-4
     clip: float | None = None
     warmup: float = 0.0
+    revision: int = 1
 
     @property
     def higher_is_better(self) -> bool:
@@ -63,9 +65,10 @@ class Task:
 
     def recipe(self) -> dict[str, Any]:
         """What a result depends on besides the scheme and the seed; plain values."""
-        names = ("optimizer", "lr", "steps", "batch", "momentum", "beta2", "weight_decay", "clip", "warmup")
-        text = {"python": platform.python_version()} if self.data is Text else {}
-        return {name: getattr(self, name) for name in names} | text
+        plain = {
+            f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("name", "model", "data", "metric")
+        }
+        return plain | ({"python": platform.python_version()} if self.data is Text else {})
 
     def rate(self, step: int) -> float:
         """Learning rate of a step, as a share of ``lr``."""
@@ -111,7 +114,7 @@ _TASKS = (
         Text,
         "loss",
         "adamw",
-        lr=2e-3,
+        lr=3e-3,
         steps=400,
         batch=16,
         weight_decay=0.01,
@@ -123,13 +126,13 @@ _TASKS = (
         Text,
         "loss",
         "sgd",
-        lr=0.3,
+        lr=0.1,
         steps=400,
         batch=16,
         weight_decay=0.0,
         warmup=0.1,
     ),
-    Task("bytes-lstm", ByteLSTM, Text, "loss", "sgd", lr=1.0, steps=400, batch=16, weight_decay=0.0, clip=0.5),
+    Task("bytes-lstm", ByteLSTM, Text, "loss", "sgd", lr=2.0, steps=400, batch=16, weight_decay=0.0, clip=0.5),
 )
 
 #: All tasks by name.

@@ -25,24 +25,26 @@ from examples.workloads.vision.cifar import FILES
 from examples.workloads.vision.imagenet import FOLDERS
 
 _BLANK = "\N{OPEN BOX}"  # a letter of its own: WikiText's tokens are separated by blanks
+_PAGE = 2000  # characters
 
 
-def standard_library(characters: int, skip: int = 0) -> str:
+def standard_library(characters: int) -> dict[str, str]:
     """Text that every machine has: modules of Python's standard library, one after another.
 
     Args:
-        characters: Length.
-        skip: Characters before it.
+        characters: Length of the training text; the others have a tenth of it.
 
     Returns:
-        Their text in the order of their names.
+        Texts for training, validation and testing. Of every twelve pages in a row the last two are held out: whole
+        modules would be a language of their own.
     """
-    text, wanted = "", skip + characters
-    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        text += path.read_text(encoding="utf-8")
-        if len(text) >= wanted:
-            break
-    return text[skip:wanted]
+    modules = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-z]*.py"))
+    text = "".join(module.read_text(encoding="utf-8") for module in modules)
+    splits = {"train": "", "validation": "", "test": ""}
+    for page in range(characters * 12 // 10 // _PAGE):
+        split = {10: "validation", 11: "test"}.get(page % 12, "train")
+        splits[split] += text[page * _PAGE : (page + 1) * _PAGE]
+    return splits
 
 
 def make_wikitext2(folder: Path, characters: int = 200_000) -> None:
@@ -50,14 +52,12 @@ def make_wikitext2(folder: Path, characters: int = 200_000) -> None:
 
     Args:
         folder: Is made if it is not there.
-        characters: Length of the training text; the others have a tenth of it, and follow it.
+        characters: Length of the training text; the others have a tenth of it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    starts = {"train": 0, "validation": characters, "test": characters + characters // 10}
-    for split, name in SPLITS.items():
-        text = standard_library(characters if split == "train" else characters // 10, starts[split])
-        letters = [letter if letter.isascii() else UNKNOWN for letter in text.replace(" ", _BLANK)]
-        (folder / name).write_text(" ".join(letters), encoding="utf-8")
+    for split, text in standard_library(characters).items():
+        letters = [_BLANK if letter == " " else letter if letter.isascii() else UNKNOWN for letter in text]
+        (folder / SPLITS[split]).write_text(" ".join(letters), encoding="utf-8")
 
 
 def make_wikitext103(folder: Path, characters: int = 200_000, vocabulary: int = 400) -> None:
@@ -65,14 +65,12 @@ def make_wikitext103(folder: Path, characters: int = 200_000, vocabulary: int = 
 
     Args:
         folder: Is made if it is not there.
-        characters: Length of the training text; the others have a tenth of it, and follow it.
+        characters: Length of the training text; the others have a tenth of it.
         vocabulary: Number of byte pairs, the 256 single bytes among them.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    starts = {"train": 0, "validation": characters, "test": characters + characters // 10}
-    for split, name in raw_wikitext.SPLITS.items():
-        text = standard_library(characters if split == "train" else characters // 10, starts[split])
-        (folder / name).write_text(text, encoding="utf-8")
+    for split, text in standard_library(characters).items():
+        (folder / raw_wikitext.SPLITS[split]).write_text(text, encoding="utf-8")
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train([str(folder / raw_wikitext.SPLITS["train"])], vocabulary, show_progress=False)
     tokenizer.save_model(str(folder))
@@ -138,7 +136,7 @@ _FACTS = {
 _FILLERS = ("It is old.", "Nobody knows why.", "They say so.", "It was found there.", "Some have seen it.")
 
 
-def make_squad(folder: Path, count: int = 600) -> None:
+def make_squad(folder: Path, count: int = 320) -> None:
     """Writes ``train-v1.1.json``, ``dev-v1.1.json`` and ``vocab.txt``: short texts, and the colour in each.
 
     Args:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from lightning_safusion.comm.values import FloatValues, Values
 from lightning_safusion.kernels import serves
 from lightning_safusion.sparsify.base import Selection
-
-#: Dtypes in which values may travel, by the name that a wire format has for them.
-VALUE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_VALUE_NAMES = {dtype: name for name, dtype in VALUE_DTYPES.items()}
 
 
 class Codec(ABC):
@@ -29,28 +27,33 @@ class Codec(ABC):
     Args:
         numel: Elements of the span.
         capacity: Most elements that a selection may hold.
-        value_dtype: float32, bfloat16 or float16 on the wire.
+        values: How the values travel.
+        edges: Where the tensors of the span begin and end, ``0`` to ``numel``; by default it is one tensor.
 
     Attributes:
         name: ``"<layout>-<values>"``, for example ``"block16-bf16"``.
 
     Raises:
-        ValueError: If the capacity does not fit the span, or the format cannot carry the span or the dtype.
+        ValueError: If the capacity does not fit the span, or the format cannot carry the span or the values.
     """
 
     layout: ClassVar[str]
-    #: One launch of a Triton kernel writes a message.
+    #: One launch of a Triton kernel writes a message of floats.
     has_kernel: ClassVar[bool] = True
 
-    def __init__(self, numel: int, capacity: int, value_dtype: torch.dtype) -> None:
+    def __init__(self, numel: int, capacity: int, values: Values, edges: Sequence[int] | None = None) -> None:
         if not 0 <= capacity <= numel:
             raise ValueError(f"capacity must be between 0 and the {numel} elements of the span, got {capacity}")
-        if value_dtype not in _VALUE_NAMES:
-            raise ValueError(f"values travel as float32, bfloat16 or float16, got {value_dtype}")
         self.numel = numel
         self.capacity = capacity
-        self.value_dtype = value_dtype
-        self.name = f"{self.layout}-{_VALUE_NAMES[value_dtype]}"
+        self.values = values
+        self.field = values.field(capacity, (0, numel) if edges is None else edges)
+        self.name = f"{self.layout}-{values.name}"
+
+    @property
+    def value_dtype(self) -> torch.dtype:
+        """In what values are held on the way; float32 for those of a few bits."""
+        return self.values.dtype
 
     @property
     @abstractmethod
@@ -85,10 +88,10 @@ class Codec(ABC):
                 "cut the selection to the quotas of its segments"
             )
         fields = self._fields(out)
-        if self.has_kernel and serves(out.device):
+        if self.has_kernel and isinstance(self.values, FloatValues) and serves(out.device):
             from lightning_safusion.kernels import wire  # imports Triton
 
-            return wire.encode(self.layout, selection, fields, self.value_dtype)
+            return wire.encode(self.layout, selection, fields, self.values.dtype)
         if self._split_sizes[-1]:
             fields[-1].zero_()
         return self.write(selection, fields[:-1])
@@ -130,15 +133,22 @@ class Codec(ABC):
         """Views of the fields, and of the bytes that round the size up."""
         return message.split(self._split_sizes)
 
-    def _quantize(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Values (float32 [L]) in the dtype of the wire, and the same as float32."""
-        if self.value_dtype == torch.float32:
-            return values, values
-        limit = torch.finfo(self.value_dtype).max
-        # Clamping an infinity would hide an overflow that the training loop must see.
-        coded = torch.where(values.isinf(), values, values.clamp(-limit, limit)).to(self.value_dtype)
-        return coded, coded.float()
+    def _write_values(self, selection: Selection, field: Tensor) -> Tensor:
+        """Fills the field of values; returns what :meth:`encode` does."""
+        indices, values, count = selection.indices, selection.values, selection.count
+        if not isinstance(count, int):
+            sent = self.field.write(indices, values, field)
+            return sent if isinstance(self.values, FloatValues) else _without_padding(sent, count)
+        if count == len(values):
+            return self.field.write(indices, values, field)
+        return pad(self.field.write(indices[:count], values[:count], field), (0, len(values) - count))
 
-    def _read_values(self, field: Tensor, count: int) -> Tensor:
-        values = field.view(self.value_dtype)
-        return (values if count == len(values) else values[:count]).float()
+    def _read_padded(self, indices: Tensor, field: Tensor, count: Callable[[], Tensor]) -> Tensor:
+        """float32 [capacity], the values of positions; ``count`` tells how many of them are valid."""
+        values = self.field.read(indices, field)
+        return values if isinstance(self.values, FloatValues) else _without_padding(values, count())
+
+
+def _without_padding(values: Tensor, count: Tensor) -> Tensor:
+    """Zeros behind the first ``count`` (one element on the device): in a few bits there is no zero."""
+    return torch.where(torch.arange(len(values), device=values.device) < count, values, 0.0)

@@ -5,6 +5,7 @@ layout   positions                                        header
 ======== ================================================ ===================================
 dense    none, the value of every element travels         none
 block16  16-bit offset in a block of 65 536 elements      int32, entries of every block
+block8   8-bit offset in a block of 256 elements          int16, entries of every block
 coo      int32 position in the span                       int32, entries
 bitmap   one bit for every element of the span            none
 ======== ================================================ ===================================
@@ -18,16 +19,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.codec import VALUE_DTYPES, Codec
+from lightning_safusion.comm.codec import Codec
+from lightning_safusion.comm.values import VALUES, FloatField, FloatValues, Values, fill
 from lightning_safusion.kernels import serves
 from lightning_safusion.sparsify.base import Selection
-
-_BLOCK_BITS = 16
 
 
 class DenseCodec(Codec):
@@ -36,13 +37,19 @@ class DenseCodec(Codec):
     layout = "dense"
     has_kernel = False
 
+    def __init__(self, numel: int, capacity: int, values: Values, edges: Sequence[int] | None = None) -> None:
+        super().__init__(numel, capacity, values, edges)
+        if not isinstance(values, FloatValues):
+            raise ValueError(f"dense messages have zeros, which {values.name!r} has not: use bitmap-{values.name}")
+        self._floats = FloatField(values.dtype, numel)
+
     @property
     def field_bytes(self) -> tuple[int, ...]:
-        return (self.numel * self.value_dtype.itemsize,)
+        return (self._floats.nbytes,)
 
     def write(self, selection: Selection, fields: Sequence[Tensor]) -> Tensor:
         (field,) = fields
-        coded, sent = self._quantize(selection.values)
+        coded, sent = self._floats.cast(selection.values)
         # The place behind the span takes the padding, whose own positions are those of other entries.
         span = torch.zeros(self.numel + 1, dtype=self.value_dtype, device=selection.indices.device)
         positions = _positions(selection, padding=self.numel)
@@ -55,7 +62,8 @@ class DenseCodec(Codec):
 
     def decode_padded(self, message: Tensor) -> tuple[Tensor, Tensor]:
         field, _ = self._fields(message)
-        return torch.arange(self.numel, device=message.device), self._read_values(field, self.numel)
+        indices = torch.arange(self.numel, device=message.device)
+        return indices, self._floats.read(indices, field)
 
 
 class CooCodec(Codec):
@@ -67,95 +75,123 @@ class CooCodec(Codec):
 
     layout = "coo"
 
-    def __init__(self, numel: int, capacity: int, value_dtype: torch.dtype) -> None:
-        super().__init__(numel, capacity, value_dtype)
+    def __init__(self, numel: int, capacity: int, values: Values, edges: Sequence[int] | None = None) -> None:
+        super().__init__(numel, capacity, values, edges)
         if numel >= 2**31:
             raise ValueError(f"coo cannot address {numel} elements (2^31 or more): use block16 or split the span")
 
     @property
     def field_bytes(self) -> tuple[int, ...]:
-        return 4, 4 * self.capacity, self.value_dtype.itemsize * self.capacity
+        return 4, 4 * self.capacity, self.field.nbytes
 
     def write(self, selection: Selection, fields: Sequence[Tensor]) -> Tensor:
         header, indices, values = fields
-        coded, sent = self._quantize(selection.values)
         positions = _positions(selection, padding=0)
         if isinstance(selection.count, int):
             header.view(torch.int32).fill_(selection.count)
         else:
             header.view(torch.int32).copy_(selection.count)
-        _fill(indices.view(torch.int32), positions)
-        _fill(values.view(self.value_dtype), coded[: positions.numel()])
-        return sent
+        fill(indices.view(torch.int32), positions)
+        return self._write_values(selection, values)
 
     def decode_cut(self, message: Tensor) -> tuple[Tensor, Tensor]:
-        return self._read(message, int(self._fields(message)[0].view(torch.int32)))
+        header, indices, values, _ = self._fields(message)
+        positions = indices.view(torch.int32)[: int(header.view(torch.int32))].long()
+        return positions, self.field.read(positions, values)
 
     def decode_padded(self, message: Tensor) -> tuple[Tensor, Tensor]:
-        return self._read(message, self.capacity)
-
-    def _read(self, message: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        _, indices, values, _ = self._fields(message)
-        return indices.view(torch.int32)[:count].long(), self._read_values(values, count)
+        header, indices, values, _ = self._fields(message)
+        positions = indices.view(torch.int32).long()
+        return positions, self._read_padded(positions, values, lambda: header.view(torch.int32))
 
 
-class Block16Codec(Codec):
-    """16-bit offsets in blocks of 65 536 elements, with a count for every block.
+class BlockCodec(Codec):
+    """Offsets in blocks of a fixed length, with a count for every block.
 
     Ascending positions are already in the order of the blocks, so that both directions are a few element-wise passes.
     """
 
-    layout = "block16"
+    offset_bits: ClassVar[int]
+    count_dtype: ClassVar[torch.dtype]
 
     @cached_property
     def blocks(self) -> int:
         """Number of blocks of the span."""
-        return _ceil(self.numel, 1 << _BLOCK_BITS)
+        return _ceil(self.numel, 1 << self.offset_bits)
 
     @property
     def field_bytes(self) -> tuple[int, ...]:
-        return 4 * self.blocks, self.value_dtype.itemsize * self.capacity, 2 * self.capacity
+        header = _ceil(self.count_dtype.itemsize * self.blocks, 4) * 4  # what follows is aligned
+        return header, self.field.nbytes, self.offset_bits // 8 * self.capacity
 
     def write(self, selection: Selection, fields: Sequence[Tensor]) -> Tensor:
         header, values, offsets = fields
-        coded, sent = self._quantize(selection.values)
-        # Padding lies behind the last block: it is counted in no block, and its low 16 bits are 0.
-        positions = _positions(selection, padding=self.blocks << _BLOCK_BITS)
-        header.view(torch.int32).copy_(self._block_counts(positions))
-        _fill(values.view(self.value_dtype), coded[: positions.numel()])
-        _fill(offsets.view(torch.int16), positions)  # the conversion keeps the low 16 bits
-        return sent
+        # Padding lies behind the last block: it is counted in no block, and its low bits are 0.
+        positions = _positions(selection, padding=self.blocks << self.offset_bits)
+        fill(header.view(self.count_dtype), self._block_counts(positions))
+        fill(self._offsets(offsets), positions)  # the conversion keeps the low bits
+        return self._write_values(selection, values)
+
+    def _offsets(self, field: Tensor) -> Tensor:
+        return field.view(torch.int16) if self.offset_bits == 16 else field
+
+    def _counts(self, header: Tensor) -> Tensor:
+        return header.view(self.count_dtype)[: self.blocks]
 
     def decode_cut(self, message: Tensor) -> tuple[Tensor, Tensor]:
         header, values, offsets, _ = self._fields(message)
-        counts = header.numpy().view(np.int32)
+        counts = self._counts(header).numpy()
         count = int(counts.sum())
-        indices = offsets.numpy().view(np.uint16)[:count].astype(np.int64)
+        unsigned = np.uint16 if self.offset_bits == 16 else np.uint8
+        indices = offsets.numpy().view(unsigned)[:count].astype(np.int64)
         if self.blocks > 1:
-            indices += np.repeat(np.arange(self.blocks) << _BLOCK_BITS, counts)
-        return torch.from_numpy(indices), self._read_values(values, count)
+            indices += np.repeat(np.arange(self.blocks) << self.offset_bits, counts)
+        positions = torch.from_numpy(indices)
+        return positions, self.field.read(positions, values)
 
     def _block_counts(self, positions: Tensor) -> Tensor:
         """Entries of each block, from ascending positions; on the CPU a few NumPy calls cost half as much."""
         if positions.device.type == "cpu":
-            ends = positions.numpy().searchsorted(np.arange(self.blocks + 1) << _BLOCK_BITS)
+            if self.blocks > len(positions):
+                counted = np.bincount(positions.numpy() >> self.offset_bits, minlength=self.blocks)
+                return torch.from_numpy(counted[: self.blocks])
+            ends = positions.numpy().searchsorted(np.arange(self.blocks + 1) << self.offset_bits)
             return torch.from_numpy(ends[1:] - ends[:-1])
-        edges = torch.arange(self.blocks + 1, device=positions.device) << _BLOCK_BITS
+        edges = torch.arange(self.blocks + 1, device=positions.device) << self.offset_bits
         return torch.searchsorted(positions, edges).diff()
 
     def decode_padded(self, message: Tensor) -> tuple[Tensor, Tensor]:
-        header, values, offsets, _ = self._fields(message)
-        if serves(message.device):
+        header, field, offsets, _ = self._fields(message)
+        counts = self._counts(header)
+        indices = self._padded_indices(counts, self._offsets(offsets))
+        return indices, self._read_padded(indices, field, lambda: counts.sum(dtype=torch.int64))
+
+    def _padded_indices(self, counts: Tensor, offsets: Tensor) -> Tensor:
+        if self.has_kernel and serves(counts.device):
             from lightning_safusion.kernels import wire  # imports Triton
 
-            indices = wire.decode_block16(header.view(torch.int32), offsets.view(torch.int16), self.capacity)
-            return indices, self._read_values(values, self.capacity)
-        ends = header.view(torch.int32).cumsum(0)
-        block = torch.searchsorted(ends, torch.arange(self.capacity, device=message.device), right=True)
+            return wire.decode_block16(counts, offsets, self.capacity)
+        block = torch.searchsorted(counts.cumsum(0), torch.arange(self.capacity, device=counts.device), right=True)
         # Padding is past the last end; as its offset is 0 it becomes the first element of the last block.
         block.clamp_(max=max(self.blocks - 1, 0))
-        indices = (block << _BLOCK_BITS) + (offsets.view(torch.int16).long() & 0xFFFF)
-        return indices, self._read_values(values, self.capacity)
+        return (block << self.offset_bits) + (offsets.long() & ((1 << self.offset_bits) - 1))
+
+
+class Block16Codec(BlockCodec):
+    """16-bit offsets in blocks of 65 536 elements."""
+
+    layout = "block16"
+    offset_bits = 16
+    count_dtype = torch.int32
+
+
+class Block8Codec(BlockCodec):
+    """8-bit offsets in blocks of 256 elements: half the bits for positions at densities of some per cent."""
+
+    layout = "block8"
+    has_kernel = False
+    offset_bits = 8
+    count_dtype = torch.int16
 
 
 class BitmapCodec(Codec):
@@ -165,71 +201,87 @@ class BitmapCodec(Codec):
 
     @property
     def field_bytes(self) -> tuple[int, ...]:
-        return 4 * _ceil(self.numel, 32), self.value_dtype.itemsize * self.capacity
+        return 4 * _ceil(self.numel, 32), self.field.nbytes
 
     def write(self, selection: Selection, fields: Sequence[Tensor]) -> Tensor:
         bits, values = fields
-        coded, sent = self._quantize(selection.values)
         places = 8 * bits.numel()
         mask = torch.zeros(places + 1, dtype=torch.bool, device=selection.indices.device)
         positions = _positions(selection, padding=places)
         mask.index_fill_(0, positions, True)
         bits.copy_(_pack_bits(mask[:places]))
-        _fill(values.view(self.value_dtype), coded[: positions.numel()])
-        return sent
+        return self._write_values(selection, values)
 
     def decode_cut(self, message: Tensor) -> tuple[Tensor, Tensor]:
         bits, values, _ = self._fields(message)
         indices = np.flatnonzero(np.unpackbits(bits.numpy(), bitorder="little").view(np.bool_))
-        return torch.from_numpy(indices), self._read_values(values, len(indices))
+        positions = torch.from_numpy(indices)
+        return positions, self.field.read(positions, values)
 
     def decode_padded(self, message: Tensor) -> tuple[Tensor, Tensor]:
-        bits, values, _ = self._fields(message)
-        if serves(message.device):
+        bits, field, _ = self._fields(message)
+        indices = self._padded_indices(bits)
+        return indices, self._read_padded(indices, field, lambda: self._mask(bits).sum())
+
+    @staticmethod
+    def _mask(bits: Tensor) -> Tensor:
+        """bool, one for every element of the span and of what rounds it up."""
+        return ((bits[:, None] >> torch.arange(8, dtype=torch.uint8, device=bits.device)) & 1).bool().view(-1)
+
+    def _padded_indices(self, bits: Tensor) -> Tensor:
+        if serves(bits.device):
             from lightning_safusion.kernels import wire  # imports Triton
 
-            indices = wire.decode_bitmap(bits.view(torch.int32), self.capacity)
-            return indices, self._read_values(values, self.capacity)
-        shifts = torch.arange(8, dtype=torch.uint8, device=message.device)
-        mask = ((bits[:, None] >> shifts) & 1).bool().view(-1)
+            return wire.decode_bitmap(bits.view(torch.int32), self.capacity)
+        mask = self._mask(bits)
         # The k-th set bit writes its position to place k; all others write to the place behind the last.
         places = torch.where(mask, mask.cumsum(0) - 1, self.capacity)
-        indices = torch.zeros(self.capacity + 1, dtype=torch.int64, device=message.device)
-        indices.scatter_(0, places, torch.arange(mask.numel(), device=message.device))
-        return indices[:-1], self._read_values(values, self.capacity)
+        indices = torch.zeros(self.capacity + 1, dtype=torch.int64, device=bits.device)
+        indices.scatter_(0, places, torch.arange(mask.numel(), device=bits.device))
+        return indices[:-1]
 
 
-_CODECS: dict[str, type[Codec]] = {codec.layout: codec for codec in (DenseCodec, Block16Codec, BitmapCodec, CooCodec)}
+_LOSSLESS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+_CODECS: dict[str, type[Codec]] = {
+    codec.layout: codec for codec in (DenseCodec, Block16Codec, Block8Codec, BitmapCodec, CooCodec)
+}
 
 
 def available_wires() -> tuple[str, ...]:
     """Names that :func:`resolve_codec` takes."""
-    return ("auto", *VALUE_DTYPES, *(f"{layout}-{value}" for layout in _CODECS for value in VALUE_DTYPES))
+    exact = [name for name, values in VALUES.items() if isinstance(values, FloatValues)]
+    named = [f"{layout}-{name}" for layout in _CODECS for name in (exact if layout == "dense" else VALUES)]
+    return ("auto", *VALUES, *named)
 
 
-def resolve_codec(wire: str, numel: int, capacity: int, grad_dtype: torch.dtype) -> Codec:
+def resolve_codec(
+    wire: str, numel: int, capacity: int, grad_dtype: torch.dtype, edges: Sequence[int] | None = None
+) -> Codec:
     """Chooses the format of a span's messages, from its size and capacity only.
 
     Args:
-        wire: ``"auto"``: the smallest format that is lossless for the dtype of the gradients; ``"fp32"``, ``"bf16"`` or
-            ``"fp16"``: the smallest format with these values; or a layout and values, such as ``"block16-bf16"``.
+        wire: ``"auto"``: the smallest format that is lossless for the dtype of the gradients; ``"fp32"``, ``"bf16"``,
+            ``"fp16"``, ``"q4"``, ``"q2"`` or ``"sign"``: the smallest format with these values; or a layout and values,
+            such as ``"block16-bf16"``.
         numel: Elements of the span.
         capacity: Most elements that a selection may hold.
         grad_dtype: Dtype of the gradients; 16-bit gradients travel in their own dtype with ``"auto"``, all others in
             float32.
+        edges: Where the tensors of the span begin and end; by default it is one tensor.
 
     Raises:
         ValueError: If the name is unknown, or the format cannot carry the span.
     """
     if wire not in available_wires():
         raise ValueError(f"unknown wire format {wire!r}; available: {', '.join(available_wires())}")
-    layout, _, value = wire.rpartition("-")
+    layout, _, name = wire.rpartition("-")
     if layout:
-        return _CODECS[layout](numel, capacity, VALUE_DTYPES[value])
-    lossless = grad_dtype if grad_dtype in VALUE_DTYPES.values() else torch.float32
-    value_dtype = lossless if wire == "auto" else VALUE_DTYPES[wire]
+        return _CODECS[layout](numel, capacity, VALUES[name], edges)
+    values = VALUES[_LOSSLESS.get(grad_dtype, "fp32") if wire == "auto" else name]
     layouts = [codec for codec in _CODECS.values() if codec is not CooCodec or numel < 2**31]
-    return min((codec(numel, capacity, value_dtype) for codec in layouts), key=lambda codec: codec.nbytes)
+    # block8 saves little next to values of 16 and 32 bits, and has no kernel
+    layouts.remove(Block8Codec if isinstance(values, FloatValues) else DenseCodec)
+    return min((codec(numel, capacity, values, edges) for codec in layouts), key=lambda codec: codec.nbytes)
 
 
 def _ceil(value: int, unit: int) -> int:
@@ -243,15 +295,6 @@ def _positions(selection: Selection, padding: int) -> Tensor:
         return selection.indices if every else selection.indices[: selection.count]
     places = torch.arange(selection.indices.numel(), device=selection.indices.device)
     return selection.indices.masked_fill(places >= selection.count, padding)
-
-
-def _fill(field: Tensor, entries: Tensor) -> None:
-    """Writes the entries into the front of a field, and zeros behind them."""
-    used = entries.numel()
-    if used < field.numel():
-        field[used:].zero_()
-        field = field[:used]
-    field.copy_(entries)
 
 
 def _pack_bits(mask: Tensor) -> Tensor:

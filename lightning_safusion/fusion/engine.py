@@ -14,6 +14,7 @@ from lightning_safusion.comm.calibrate import calibrate
 from lightning_safusion.comm.cost import allgather_bytes, ring_allreduce_bytes
 from lightning_safusion.comm.hierarchical import NodeTransports
 from lightning_safusion.comm.transport import Transport
+from lightning_safusion.comm.values import FloatValues
 from lightning_safusion.comm.wire import resolve_codec
 from lightning_safusion.fusion.controller import Controller
 from lightning_safusion.fusion.costs import CollectiveChoice
@@ -77,7 +78,15 @@ class EngineSettings:
         _choice("scope", self.scope, get_args(Scope))
         _choice("quota", self.quota, get_args(QuotaRule))
         _choice("collective", self.collective, get_args(CollectiveOption))
-        resolve_codec(self.wire, 64, 1, torch.float32)
+        values = resolve_codec(self.wire, 64, 1, torch.float32).values
+        if not isinstance(values, FloatValues) and (
+            self.fusion.streams or self.collective not in ("auto", "allgather", "hybrid")
+        ):
+            raise ValueError(
+                f"wire={self.wire!r} rounds so much that what is lost must stay with the sender, which only messages "
+                "of one worker to all others allow: use collective='allgather', 'hybrid' or 'auto', and a fusion other "
+                "than 'naive'"
+            )
         if self.quota == "pooled" and self.scope == "group":
             raise ValueError(
                 "quota='pooled' gives every tensor a floor, which scope='group' has none of: use scope='tensor'"

@@ -132,7 +132,7 @@ class BufferPool:
             if self.nodes is None:
                 raise ValueError("collective='hierarchical' needs communicators of nodes")
             return HierarchicalExchange(spec, self.nodes, self.device, self.wire, dtype, segments=segments)
-        codec = resolve_codec(self.wire, spec.numel, spec.capacity, dtype) if spec.capacity else None
+        codec = resolve_codec(self.wire, spec.numel, spec.capacity, dtype, spec.edges) if spec.capacity else None
         if self.sparse == "gtopk":
             return GTopKExchange(spec, self.transport, self.device, codec)
         if self.sparse == "hybrid" and spec.dense_runs:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,8 @@ from lightning_safusion.comm.codec import Codec
 from lightning_safusion.comm.wire import _pack_bits, _pack_bits_on_device, available_wires, resolve_codec
 from lightning_safusion.sparsify.base import Selection
 
-EXPLICIT = [wire for wire in available_wires() if "-" in wire]
+QUANTIZED = {"q4": 4, "q2": 2, "sign": 1}
+EXPLICIT = [wire for wire in available_wires() if "-" in wire and wire.rpartition("-")[2] not in QUANTIZED]
 SPANS = [1, 2, 31, 32, 33, 1000, 65535, 65536, 65537, 200_000]
 
 
@@ -88,7 +91,7 @@ def test_positions_at_the_edges_of_blocks(wire: str) -> None:
     check_round_trip(resolve_codec(wire, 200_000, 9, torch.float32), selection)
 
 
-@pytest.mark.parametrize("layout", ["block16", "coo", "bitmap"])
+@pytest.mark.parametrize("layout", ["block16", "block8", "coo", "bitmap"])
 def test_positions_above_two_to_the_24(layout: str) -> None:
     """Test T16: float32 could not hold these positions."""
     numel = 2**24 + 70_001
@@ -217,6 +220,7 @@ def test_sizes_follow_the_formulas() -> None:
     ("layout", "bits"),
     [
         ("block16", {0.1: 16.005, 0.05: 16.010, 0.01: 16.049, 0.001: 16.488}),
+        ("block8", {0.1: 8.625, 0.05: 9.25, 0.01: 14.25, 0.001: 70.5}),
         ("bitmap", {0.1: 10, 0.05: 20, 0.01: 100, 0.001: 1000}),
         ("coo", {0.1: 32, 0.05: 32, 0.01: 32, 0.001: 32}),
     ],
@@ -269,17 +273,18 @@ def test_resolve_takes_the_smallest(wire: str, numel: int, capacity: int, dtype:
     codec = resolve_codec(wire, numel, capacity, dtype)
     assert codec.name == name
     if "-" not in wire:
-        others = [other for other in EXPLICIT if other.endswith(name.rpartition("-")[2])]
+        values = name.rpartition("-")[2]
+        others = [other for other in EXPLICIT if other.endswith(values) and not other.startswith("block8")]
         assert codec.nbytes == min(resolve_codec(other, numel, capacity, dtype).nbytes for other in others)
 
 
 def test_every_available_wire_resolves() -> None:
     names = {resolve_codec(wire, 1000, 10, torch.float32).name for wire in available_wires()}
-    assert names == set(EXPLICIT)
+    assert names == {wire for wire in available_wires() if "-" in wire}
 
 
 def test_errors_name_the_value_and_the_fix() -> None:
-    with pytest.raises(ValueError, match=r"'zip'.*available: auto, fp32, bf16, fp16, dense-fp32"):
+    with pytest.raises(ValueError, match=r"'zip'.*available: auto, fp32, bf16, fp16, q4, q2, sign, dense-fp32"):
         resolve_codec("zip", 10, 1, torch.float32)
     with pytest.raises(ValueError, match="between 0 and the 10 elements of the span, got 11"):
         resolve_codec("auto", 10, 11, torch.float32)
@@ -288,3 +293,96 @@ def test_errors_name_the_value_and_the_fix() -> None:
         codec.encode(draw(10, 3), message(codec))
     with pytest.raises(ValueError, match=r"uint8 \[12\], got torch.uint8 \[17\]"):
         codec.decode(torch.zeros(17, dtype=torch.uint8))
+
+
+# --- a few bits ----------------------------------------------------------------------------------------------------
+
+FEW_BITS = [f"{layout}-{values}" for layout in ("block16", "block8", "coo", "bitmap") for values in QUANTIZED]
+
+
+def noise(numel: int, count: int, seed: int = 0) -> Selection:
+    generator = torch.Generator().manual_seed(seed)
+    indices = torch.randperm(numel, generator=generator)[:count].sort().values
+    return Selection(indices, torch.randn(count, generator=generator) * 10.0 ** -(indices % 3), count)
+
+
+@pytest.mark.parametrize("wire", FEW_BITS)
+@pytest.mark.parametrize(("numel", "count"), [(1, 1), (200, 127), (200, 128), (70_000, 129), (70_000, 5000)])
+def test_few_bits_arrive_as_the_sender_says(wire: str, numel: int, count: int) -> None:
+    for capacity in {count, min(numel, count + 300)}:
+        codec = resolve_codec(wire, numel, capacity, torch.float32)
+        selection = noise(numel, count)
+        out = message(codec)
+        sent = codec.encode(selection, out)
+        indices, values = codec.decode(out)
+        assert torch.equal(indices, selection.indices)
+        assert torch.equal(values, sent)
+        # as on an accelerator: the same bytes, and padding of zeros
+        again = message(codec, garbage=7)
+        padded = codec.encode(on_accelerator(selection, capacity), again)
+        assert torch.equal(padded, torch.cat([sent, torch.zeros(capacity - count)]))
+        indices, values = codec.decode_padded(again)
+        assert torch.equal(values, padded)
+        assert torch.equal(indices[:count], selection.indices)
+
+
+@pytest.mark.parametrize("values", QUANTIZED)
+def test_few_bits_round_to_levels_of_their_part_of_a_tensor(values: str) -> None:
+    levels = 2 ** (QUANTIZED[values] - 1)
+    # 426 positions have about 128 entries; the second tensor is shorter than that, and a thousand times larger
+    edges = (0, 426, 700, 800, 1000)
+    codec = resolve_codec(f"coo-{values}", 1000, 300, torch.float32, edges)
+    selection = noise(1000, 300)
+    selection.values[(selection.indices >= 700) & (selection.indices < 800)] *= 1000
+    sent = codec.encode(selection, message(codec))
+    assert torch.equal(sent.sign(), selection.values.sign())
+    for start, stop in pairwise(edges):
+        inside = (selection.indices >= start) & (selection.indices < stop)
+        part, rounded = selection.values[inside].abs(), sent[inside].abs()
+        if levels == 1:
+            torch.testing.assert_close(rounded, part.mean().expand_as(part), rtol=2**-8, atol=0)
+        else:
+            # to the middle of its level, and the scale to 8 bits
+            assert float((rounded - part).abs().max()) <= float(part.max()) * (0.5 / levels + 2**-8)
+            assert len(rounded.unique()) <= levels
+
+
+@pytest.mark.parametrize("values", QUANTIZED)
+@pytest.mark.parametrize(
+    ("share", "layout", "bits"), [(4, "bitmap", 4), (16, "block8", 9), (64, "block8", 12), (512, "block16", 16.25)]
+)
+def test_few_bits_need_few_bytes(values: str, share: int, layout: str, bits: float) -> None:
+    count = (1 << 20) // share
+    codec = resolve_codec(values, 1 << 20, count, torch.float32)
+    assert codec.layout == layout
+    assert 8 * codec.nbytes / count == pytest.approx(bits + QUANTIZED[values] + 16 / 128, abs=0.02)
+
+
+@pytest.mark.parametrize("wire", FEW_BITS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_few_bits_do_not_hide_what_is_not_finite(wire: str, value: float) -> None:
+    codec = resolve_codec(wire, 1000, 300, torch.float32)
+    selection = noise(1000, 300)
+    selection.values[299] = value
+    out = message(codec)
+    sent = codec.encode(selection, out)
+    _, values = codec.decode(out)
+    assert not values[299].isfinite()
+    assert values[:100].isfinite().all()
+    assert torch.equal(sent[:100], values[:100])
+
+
+def test_zeros_in_few_bits_stay_zeros() -> None:
+    for values in QUANTIZED:
+        codec = resolve_codec(f"coo-{values}", 1000, 300, torch.float32)
+        out = message(codec)
+        codec.encode(Selection(torch.arange(200), torch.zeros(200), 200), out)
+        assert not codec.decode(out)[1].any()
+        assert codec.encode(Selection(torch.arange(0), torch.zeros(0), 0), out).numel() == 0
+        assert codec.decode(out)[0].numel() == 0
+
+
+def test_few_bits_have_no_dense_messages() -> None:
+    with pytest.raises(ValueError, match="unknown wire format 'dense-q2'"):
+        resolve_codec("dense-q2", 10, 10, torch.float32)
+    assert resolve_codec("sign", 100, 100, torch.float32).layout == "bitmap"

@@ -66,12 +66,3 @@ def test_the_perplexity_is_that_of_every_token_but_the_first_of_a_block(wikitext
     assert result["val_perplexity"] == pytest.approx(float(expected), rel=1e-4)
     model.log = lambda *_, **__: None  # type: ignore[method-assign]  # there is no trainer to log to
     assert float(model.training_step(tokens, 0).exp()) == pytest.approx(float(expected), rel=1e-4)
-
-
-def test_pretrained_weights_are_taken_and_dropout_is_on(tmp_path: Path) -> None:
-    published = GPT2(**SMALL).net
-    published.save_pretrained(tmp_path)
-    model = GPT2(**SMALL, pretrained=tmp_path)
-    expected = published.state_dict()
-    assert all(torch.equal(value, expected[name]) for name, value in model.net.state_dict().items())
-    assert all(module.training for module in model.net.modules())

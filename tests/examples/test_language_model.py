@@ -60,7 +60,7 @@ def test_columns_are_read_from_top_to_bottom(workers: int, pad: bool) -> None:
     tokens = torch.arange(100)
     items = [
         list(Columns(tokens, batch_size=2, window=7, rank=rank, workers=workers, pad=pad)) for rank in range(workers)
-    ]  # type: ignore[call-overload]  # a sequence by its items and length, which no stub knows
+    ]
     columns = torch.cat([torch.cat([targets for _, targets in item]) for item in items], dim=1)
     assert columns.shape == ((17, 6) if pad else (99 // (2 * workers), 2 * workers))
     read = columns.t().flatten()
@@ -122,7 +122,7 @@ def test_the_learning_rate_is_multiplied_by_the_workers_and_halves_on_a_plateau(
     model = LSTMLanguageModel(5, embedding=4, hidden=6, lr=0.001, plateau_patience=3)
     model.trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False)
     configured = model.configure_optimizers()
-    optimizer, scheduler = configured["optimizer"], configured["lr_scheduler"]["scheduler"]  # type: ignore[call-overload, index]  # one of the many forms that Lightning takes
+    optimizer, scheduler = configured["optimizer"], configured["lr_scheduler"]["scheduler"]  # type: ignore[call-overload, index, typeddict-item]  # one of the many forms that Lightning takes
     assert isinstance(optimizer, torch.optim.Adam)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.002)
     for _ in range(5):  # the best value, then more epochs without progress than the patience

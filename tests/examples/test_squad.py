@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Trainer
 from tokenizers import BertWordPieceTokenizer
 from torch import Tensor
-from transformers import BertConfig, BertForQuestionAnswering
 
 from examples.workloads.squad.bert import BertSquad, best_span
 from examples.workloads.squad.data import Squad, collate
@@ -54,7 +54,6 @@ def test_windows_overlap_and_cover_the_context(tokenizer: BertWordPieceTokenizer
         "[CLS] where ? [SEP] d e f g [SEP]",
         "[CLS] where ? [SEP] g h i j [SEP]",
     ]
-    assert windows[0].types == [0, 0, 0, 0, 1, 1, 1, 1, 1]
     # "d e" hangs over the edge of the first window, begins the second, and is not in the third
     assert [(window.start, window.end) for window in windows] == [(0, 0), (4, 5), (0, 0)]
 
@@ -77,8 +76,8 @@ def test_every_token_is_owned_by_one_window(length: int, doc_stride: int, tokeni
 def test_a_token_is_owned_where_it_has_most_context(tokenizer: BertWordPieceTokenizer) -> None:
     first, second = cut(tokenizer, ask("a b c d e f g"), 10, doc_stride=2, max_question=64)
     # c d e f g is the second; d has one neighbour on its poorer side in both, and stays with the first
-    assert first.owned == [True, True, True, True, False]
-    assert second.owned == [False, False, True, True, True]
+    assert first.owned.tolist() == [True, True, True, True, False]
+    assert second.owned.tolist() == [False, False, True, True, True]
 
 
 def test_a_stride_that_leaves_gaps_is_refused(tokenizer: BertWordPieceTokenizer) -> None:
@@ -101,6 +100,15 @@ def test_answers_come_back_in_the_spelling_of_the_text(tokenizer: BertWordPieceT
     assert best_span(window, *peaks(window, 8, 9), 30) == (2.0, "der ZÜRICH")
 
 
+def test_characters_of_several_code_points_or_bytes_are_counted_as_python_does(
+    tokenizer: BertWordPieceTokenizer,
+) -> None:
+    context = "🙂🙂 Zu\u0308richersee 日本"  # outside the basic plane; a letter and its dots apart
+    for answer in ("Zu\u0308richersee", "日本"):
+        (window,) = cut(tokenizer, ask(context, answer), 30, doc_stride=8, max_question=64)
+        assert window.text(window.start, window.end) == answer
+
+
 def test_an_answer_inside_a_word_takes_the_whole_token(tokenizer: BertWordPieceTokenizer) -> None:
     question = Question("q", "where?", "a zurich b", (Answer("uri", 3),))
     (window,) = cut(tokenizer, question, 30, doc_stride=8, max_question=64)
@@ -117,7 +125,7 @@ def test_the_best_span_is_in_the_context_forward_and_short(tokenizer: BertWordPi
     assert best_span(window, starts, ends, 4)[0] == 1.0
     starts[0] = ends[0] = starts[-1] = ends[-1] = 9.0  # [CLS] and [SEP] are no answers
     assert best_span(window, starts, ends, 5) == (2.0, "a b c d e")
-    window.owned = [False] * 5
+    window.owned = np.zeros(5, dtype=bool)
     assert best_span(window, starts, ends, 5) == (float("-inf"), "")
 
 
@@ -127,6 +135,7 @@ def test_batches_are_padded_and_masked(tokenizer: BertWordPieceTokenizer) -> Non
     assert batch["input_ids"].shape == batch["token_type_ids"].shape == batch["attention_mask"].shape == (2, 12)
     assert batch["attention_mask"].sum(dim=1).tolist() == [7, 9]
     assert batch["input_ids"][0, 7:].tolist() == [0] * 5
+    assert batch["token_type_ids"].tolist() == [[0] * 4 + [1] * 3 + [0] * 5, [0] * 4 + [1] * 5 + [0] * 3]
     assert batch["start_positions"].tolist() == [5, 4]
     assert batch["end_positions"].tolist() == [5, 5]
 
@@ -201,13 +210,3 @@ def test_exact_match_and_f1_are_those_worked_out_by_hand(
     (result,) = trainer.validate(model, data, verbose=False)
     assert result["val_exact_match"] == pytest.approx(100 * 2 / 4)
     assert result["val_f1"] == pytest.approx(100 * (1 + 2 / 3 + 0 + 1) / 4)
-
-
-def test_pretrained_weights_are_taken_and_dropout_is_on(tmp_path: Path) -> None:
-    config = BertConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
-    published = BertForQuestionAnswering(config)
-    published.save_pretrained(tmp_path)
-    model = BertSquad(**SMALL, pretrained=tmp_path)
-    expected = published.state_dict()
-    assert all(torch.equal(value, expected[name]) for name, value in model.net.state_dict().items())
-    assert all(module.training for module in model.net.modules())

@@ -28,7 +28,7 @@ MAKERS: dict[str, Callable[[Path], None]] = {
 #: What is validated, and a value that a model which has learnt nothing does not reach: there are eight kinds of images
 #: and six colours; all letters, or byte pairs, alike would be a perplexity of 90, or 400.
 BOUNDS = {
-    "lstm_wikitext2": ("val_perplexity", 9.0),  # a bigram model's, see below
+    "lstm_wikitext2": ("val_perplexity", 10.0),  # a bigram model is above, see below
     "gpt2_large_wikitext103": ("val_perplexity", 200.0),
     "resnet152_cifar100": ("val_top1", 0.3),
     "resnet152_imagenet": ("val_top1", 0.3),
@@ -98,7 +98,7 @@ def test_a_rival_learns(workload: str, system: str, data: Callable[[str], list[s
 def test_the_commands_of_the_readme(tmp_path: Path) -> None:
     """As a user types them, with the default folders, in processes of their own."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    short = ["--trainer.limit_train_batches=3", "--trainer.limit_val_batches=1", "--trainer.max_epochs=1"]
+    short = ["--trainer.limit_train_batches=25", "--trainer.limit_val_batches=1", "--trainer.max_epochs=1"]
     tiny = [f"examples/workloads/configs/lstm_wikitext2{suffix}.yaml" for suffix in ("", "_tiny")]
     fit_tiny = ["examples.workloads", "fit", "--config", tiny[0], "--config", tiny[1], *short]
     for module in (["examples.workloads.make_tiny_data"], fit_tiny):
@@ -110,5 +110,6 @@ def test_the_commands_of_the_readme(tmp_path: Path) -> None:
             timeout=120,
         )
     logs = tmp_path / "runs" / "lstm_wikitext2_tiny" / "lightning_logs" / "version_0"
-    assert list(logs.glob("events.out.tfevents.*"))
-    assert {path.name for path in logs.iterdir()} >= {"checkpoints", "config.yaml", "overlap.json", "missing_rate.json"}
+    left = {path.name for path in logs.rglob("*")}
+    assert left >= {"last.ckpt", "config.yaml", "overlap.json", "missing_rate.json"}
+    assert any(name.startswith("events.out.tfevents") for name in left)

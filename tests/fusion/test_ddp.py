@@ -152,6 +152,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("case", CASES)
 def test_density_1_equals_ddp(case: str) -> None:
@@ -176,6 +177,7 @@ def test_density_1_equals_ddp_bitwise_on_two_workers() -> None:
     assert all(run_ranks(2, both))
 
 
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize(
     "case", ["plain", "accumulation", "static graph", "unused", "complex", "reentrant checkpoint", "compiled"]
 )
@@ -188,8 +190,8 @@ def test_sparse_training_keeps_replicas_equal(case: str, fusion: str) -> None:
         assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_replicas_stay_bitwise_identical_for_200_steps_of_every_sparsifier(world_size: int) -> None:
+@pytest.mark.parametrize(("world_size", "steps"), [(2, 70), pytest.param(3, 200, marks=pytest.mark.slow)])
+def test_replicas_stay_bitwise_identical_with_every_sparsifier(world_size: int, steps: int) -> None:
     def run(rank: int) -> dict[str, list[bytes]]:
         found = {}
         for compressor in available_sparsifiers():
@@ -198,7 +200,7 @@ def test_replicas_stay_bitwise_identical_for_200_steps_of_every_sparsifier(world
             ddp, hook = wrap(model, {"compressor": compressor, "density": 0.05, "fusion": "aligned"})
             optimizer = torch.optim.Adam(ddp.parameters(), 0.01)
             sums = []
-            for step in range(200):
+            for step in range(steps):  # Ok-Topk evaluates its thresholds every 32
                 data = torch.randn(8, 20, generator=torch.Generator().manual_seed(10 * step + rank))
                 ddp(data).square().mean().backward()
                 optimizer.step()

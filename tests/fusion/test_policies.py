@@ -11,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 
+import lightning_safusion
 from lightning_safusion.fusion.adaptive import Adaptive
 from lightning_safusion.fusion.dp import predict_finish
 from lightning_safusion.fusion.per_tensor import Espresso, HiPress
@@ -78,7 +79,11 @@ def digests_by_name() -> dict[str, int]:
 
 def test_plans_are_the_same_in_another_process() -> None:
     program = inspect.getsource(digests_by_name) + "\nprint(digests_by_name())"
-    imports = """
+    # planning needs no Lightning, whose import takes seconds: the package without what its __init__ imports
+    imports = f"""
+import sys, types
+package = sys.modules["lightning_safusion"] = types.ModuleType("lightning_safusion")
+package.__path__ = {list(lightning_safusion.__path__)}
 from lightning_safusion.fusion.registry import resolve_fusion
 from lightning_safusion.fusion.profile import modelled_costs
 """

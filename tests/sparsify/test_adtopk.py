@@ -139,7 +139,7 @@ def test_a_threshold_is_kept_until_it_is_refreshed() -> None:
 
     sparsifier = ADTopk(interleave=True, refresh=8)
     assert sparsifier.estimates
-    for step, scale in ((1, 1.0), (3, 0.5), (13, 0.5), (15, 1.0), (17, 1.0)):  # the beginning, and the first step of a period
+    for step, scale in ((1, 1.0), (3, 0.5), (13, 0.5), (15, 1.0), (17, 1.0)):  # the beginning, a new period
         assert selected(sparsifier, scale, step) == above(360)
     for step in (19, 21):  # what exceeds 361 / scale, again and again
         assert selected(sparsifier, 15 / 16, step) == above(385)

@@ -13,6 +13,7 @@ from typing_extensions import override
 from examples.workloads.language.tokens import IGNORED
 
 State = tuple[Tensor, Tensor]
+Batch = tuple[Tensor, Tensor]  # words and the words that follow them
 
 
 class LSTMLanguageModel(LightningModule):
@@ -85,11 +86,16 @@ class LSTMLanguageModel(LightningModule):
         self._forget()
 
     @override
-    def training_step(self, batch: State, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         words, targets = batch
         loss = functional.cross_entropy(self._scores(words).flatten(0, 1), targets.flatten())
         self.log("loss", loss, prog_bar=True)
         return loss
+
+    def _measure(self, batch: Batch, name: str) -> None:
+        words, targets = batch
+        self.perplexity.update(self._scores(words), targets)
+        self.log(name, self.perplexity, prog_bar=True, on_step=False, on_epoch=True)
 
     @override
     def on_validation_epoch_start(self) -> None:
@@ -97,10 +103,8 @@ class LSTMLanguageModel(LightningModule):
         self._forget()
 
     @override
-    def validation_step(self, batch: State, batch_idx: int) -> None:
-        words, targets = batch
-        self.perplexity.update(self._scores(words), targets)
-        self.log("val_perplexity", self.perplexity, prog_bar=True, on_step=False, on_epoch=True)
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self._measure(batch, "val_perplexity")
 
     @override
     def on_validation_epoch_end(self) -> None:
@@ -111,10 +115,8 @@ class LSTMLanguageModel(LightningModule):
         self._forget()
 
     @override
-    def test_step(self, batch: State, batch_idx: int) -> None:
-        words, targets = batch
-        self.perplexity.update(self._scores(words), targets)
-        self.log("test_perplexity", self.perplexity, on_step=False, on_epoch=True)
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self._measure(batch, "test_perplexity")
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:

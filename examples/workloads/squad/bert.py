@@ -36,7 +36,7 @@ def best_span(window: Window, start: Tensor, end: Tensor, max_tokens: int) -> tu
     """
     part = slice(window.first, window.first + len(window.offsets))
     sums = start[part, None].double() + end[None, part].double()
-    owned = torch.tensor(window.owned, dtype=torch.bool, device=sums.device)
+    owned = torch.from_numpy(window.owned).to(sums.device)
     # a band above the diagonal: the end is not before the start, and not too far behind it
     allowed = torch.ones_like(sums, dtype=torch.bool).triu().tril(max_tokens - 1) & owned[:, None]
     if not allowed.any():

@@ -33,10 +33,12 @@ class Batch(TypedDict):
 
 def collate(windows: Sequence[Window], max_length: int) -> Batch:
     """Pads windows to the same length."""
-    rows = [(window.tokens, window.types, [1] * len(window.tokens)) for window in windows]
-    tokens, types, mask = torch.tensor(
-        [[part + [0] * (max_length - len(part)) for part in row] for row in rows]
-    ).unbind(1)
+    tokens, types, mask = torch.zeros(3, len(windows), max_length, dtype=torch.int64)
+    for row, window in enumerate(windows):
+        length = len(window.tokens)
+        tokens[row, :length] = torch.from_numpy(window.tokens)
+        types[row, window.first : length] = 1
+        mask[row, :length] = 1
     return {
         "input_ids": tokens,
         "token_type_ids": types,

@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 from tokenizers import BertWordPieceTokenizer
+
+Array = npt.NDArray[Any]
 
 
 class Answer(NamedTuple):
@@ -48,13 +52,15 @@ def read_squad(path: Path) -> list[Question]:
 class Window:
     """``[CLS] question [SEP] part of the context [SEP]``, as token numbers.
 
+    Windows of a question overlap and share their arrays: SQuAD has 90 thousand of them, in every worker.
+
     Args:
         question: What is asked.
-        query: Tokens of the question.
-        part: Tokens of this part of the context.
-        offsets: First character and the one behind the last, of each token of the part.
-        owned: Whether this window has the most context around a token among all windows that have it. Answers begin at
-            such tokens only, so that each is judged once, where it is seen best (Devlin et al., 2019).
+        query: Tokens of the question, int32 [tokens].
+        part: Tokens of this part of the context, int32 [tokens].
+        offsets: Of each token of the part its first character, and the one behind its last, int32 [tokens, 2].
+        owned: Whether this window has the most context around a token among all windows that have it (bool [tokens]).
+            Answers begin at such tokens only, so that each is judged once, where it is seen best (Devlin et al., 2019).
         span: First and last token of the answer within the part; nothing where it is not wholly in it.
         special: Numbers of ``[CLS]`` and ``[SEP]``.
     """
@@ -63,26 +69,32 @@ class Window:
     def __init__(
         self,
         question: Question,
-        query: list[int],
-        part: list[int],
-        offsets: list[tuple[int, int]],
-        owned: list[bool],
+        query: Array,
+        part: Array,
+        offsets: Array,
+        owned: Array,
         span: tuple[int, int] | None,
         special: tuple[int, int],
     ) -> None:
-        cls, sep = special
         self.question = question
-        self.first = len(query) + 2  # position of the part's first token
-        self.tokens = [cls, *query, sep, *part, sep]
-        self.types = [0] * self.first + [1] * (len(part) + 1)
+        self.query = query
+        self.part = part
         self.offsets = offsets
         self.owned = owned
+        self.special = special
+        self.first = len(query) + 2  # position of the part's first token
         # without an answer both labels point to [CLS]
         self.start, self.end = (self.first + span[0], self.first + span[1]) if span else (0, 0)
 
+    @property
+    def tokens(self) -> Array:
+        """All of its tokens, int64 [positions]."""
+        cls, sep = self.special
+        return np.concatenate([[cls], self.query, [sep], self.part, [sep]])
+
     def text(self, start: int, end: int) -> str:
         """The context from the token at position ``start`` to the one at ``end``, in its own spelling."""
-        return self.question.context[self.offsets[start - self.first][0] : self.offsets[end - self.first][1]]
+        return self.question.context[self.offsets[start - self.first, 0] : self.offsets[end - self.first, 1]]
 
 
 def cut(
@@ -103,7 +115,7 @@ def cut(
     Raises:
         ValueError: If tokens would fall between two windows.
     """
-    query = tokenizer.encode(question.question, add_special_tokens=False).ids[:max_question]
+    query = np.array(tokenizer.encode(question.question, add_special_tokens=False).ids[:max_question], np.int32)
     context = tokenizer.encode(question.context, add_special_tokens=False)
     room = max_length - len(query) - 3
     if not 0 < doc_stride <= room:
@@ -111,30 +123,34 @@ def cut(
             f"doc_stride={doc_stride} must be 1 to {room}: the tokens of max_length={max_length} left for text"
         )
     special = tokenizer.token_to_id("[CLS]"), tokenizer.token_to_id("[SEP]")
-    answer = _token_span(context.offsets, question.answers[0]) if question.answers else None
-    count = len(context.ids)
-    starts = range(0, max(1, count - room + doc_stride), doc_stride)
-    parts = [range(start, min(start + room, count)) for start in starts]
-    for part in parts:
+    tokens, offsets = np.array(context.ids, np.int32), np.array(context.offsets, np.int32).reshape(-1, 2)
+    answer = _token_span(offsets, question.answers[0]) if question.answers else None
+    starts = range(0, max(1, len(tokens) - room + doc_stride), doc_stride)
+    parts = [range(start, min(start + room, len(tokens))) for start in starts]
+    owners = _owners(parts, len(tokens))
+    for number, part in enumerate(parts):
         inside = answer is not None and answer[0] in part and answer[1] in part
         yield Window(
             question,
             query,
-            context.ids[part.start : part.stop],
-            context.offsets[part.start : part.stop],
-            [_best(parts, token) == part for token in part],
+            tokens[part.start : part.stop],
+            offsets[part.start : part.stop],
+            owners[part.start : part.stop] == number,
             (answer[0] - part.start, answer[1] - part.start) if answer and inside else None,
             special,
         )
 
 
-def _token_span(offsets: list[tuple[int, int]], answer: Answer) -> tuple[int, int] | None:
-    end = answer.start + len(answer.text)
-    inside = [token for token, (first, behind) in enumerate(offsets) if first < end and behind > answer.start]
-    return (inside[0], inside[-1]) if inside else None
+def _token_span(offsets: Array, answer: Answer) -> tuple[int, int] | None:
+    """First and last token that share a character with the answer."""
+    inside = np.flatnonzero((offsets[:, 0] < answer.start + len(answer.text)) & (offsets[:, 1] > answer.start))
+    return (int(inside[0]), int(inside[-1])) if len(inside) else None
 
 
-def _best(parts: list[range], token: int) -> range:
-    """The part with the most tokens on the poorer side of this one; of equal ones, the longer, then the first."""
-    having = [part for part in parts if token in part]
-    return max(having, key=lambda part: (min(token - part.start, part.stop - 1 - token), len(part)))
+def _owners(parts: list[range], count: int) -> Array:
+    """For each token the part with the most tokens on its poorer side; of equal ones, the longer, then the first."""
+    scores = np.full((len(parts), count), -1)
+    for number, part in enumerate(parts):
+        sides = np.minimum(np.arange(len(part)), np.arange(len(part))[::-1])
+        scores[number, part.start : part.stop] = sides * (count + 1) + len(part)
+    return scores.argmax(axis=0)

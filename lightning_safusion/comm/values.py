@@ -1,0 +1,213 @@
+"""How the values of a message travel: as floats, or in a few bits each with a scale for every block."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from lightning_safusion.sparsify.view import device_constant
+
+# Entries that share a scale of 16 bits, about: an eighth of a bit for each.
+_BLOCK = 128
+
+
+class ValueField(ABC):
+    """The values of one span's messages. Sizes are known beforehand; every byte is written."""
+
+    #: Bytes.
+    nbytes: int
+
+    @abstractmethod
+    def write(self, indices: Tensor, values: Tensor, field: Tensor) -> Tensor:
+        """Fills the field (uint8 [nbytes]) with the values of ascending positions, and with zeros behind them.
+
+        Args:
+            indices: int64 [K], positions in the span.
+            values: float32 [K].
+            field: Is written.
+
+        Returns:
+            float32 [K], the values as :meth:`read` will give them; may be the same tensor.
+        """
+
+    @abstractmethod
+    def read(self, indices: Tensor, field: Tensor) -> Tensor:
+        """float32 [K], the values of the positions (int64 [K]) that were written first."""
+
+
+class Values(ABC):
+    """A format of values, by name.
+
+    Args:
+        name: In the names of wire formats.
+        dtype: In what values are held on the way; float32 for those of a few bits.
+    """
+
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        self.name, self.dtype = name, dtype
+
+    @abstractmethod
+    def field(self, capacity: int, edges: Sequence[int]) -> ValueField:
+        """The field for at most ``capacity`` entries of a span whose tensors begin and end at ``edges``."""
+
+
+class FloatValues(Values):
+    """Finite values too large for a 16-bit format saturate; NaN and infinities travel as they are."""
+
+    def field(self, capacity: int, edges: Sequence[int]) -> FloatField:
+        return FloatField(self.dtype, capacity)
+
+
+class FloatField(ValueField):
+    """Values as floats.
+
+    Args:
+        dtype: float32, bfloat16 or float16.
+        capacity: Most values.
+    """
+
+    def __init__(self, dtype: torch.dtype, capacity: int) -> None:
+        self.dtype = dtype
+        self.nbytes = dtype.itemsize * capacity
+
+    def cast(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Values (float32) in the dtype of the wire, and the same as float32."""
+        if self.dtype == torch.float32:
+            return values, values
+        limit = torch.finfo(self.dtype).max
+        # Clamping an infinity would hide an overflow that the training loop must see.
+        coded = torch.where(values.isinf(), values, values.clamp(-limit, limit)).to(self.dtype)
+        return coded, coded.float()
+
+    def write(self, indices: Tensor, values: Tensor, field: Tensor) -> Tensor:
+        coded, sent = self.cast(values)
+        fill(field.view(self.dtype), coded)
+        return sent
+
+    def read(self, indices: Tensor, field: Tensor) -> Tensor:
+        values = field.view(self.dtype)
+        return (values if len(indices) == len(values) else values[: len(indices)]).float()
+
+
+class QuantizedValues(Values):
+    """A sign and equally spaced levels, relative to the largest magnitude in a part of a tensor.
+
+    The parts hold about 128 entries each, and none has entries of two tensors, whose gradients may differ in size by
+    orders of magnitude. With one bit there is a single level, the mean magnitude of the part. What rounding takes from
+    a value is seen in what is returned as sent, so that it stays in the sender's residual. Scaled signs with error
+    feedback: Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019; levels: Alistarh et al., QSGD, NeurIPS 2017
+    (here rounded to the nearest, not at random). A part with a value that is not finite has no finite values.
+
+    Args:
+        name: In the names of wire formats.
+        bits: Of one value: 1, 2 or 4.
+    """
+
+    def __init__(self, name: str, bits: int) -> None:
+        super().__init__(name, torch.float32)
+        self.bits = bits
+
+    def field(self, capacity: int, edges: Sequence[int]) -> QuantizedField:
+        return QuantizedField(self.bits, capacity, edges)
+
+
+class QuantizedField(ValueField):
+    """``[codes | scales]``: codes of several values in a byte, and a bfloat16 for each part of a tensor.
+
+    Args:
+        bits: Of one value.
+        capacity: Most values.
+        edges: Where the tensors of the span begin and end.
+    """
+
+    def __init__(self, bits: int, capacity: int, edges: Sequence[int]) -> None:
+        self.bits = bits
+        self._levels = 1 << (bits - 1)
+        length = max(_BLOCK, _BLOCK * edges[-1] // max(1, capacity))
+        starts = [np.arange(start, stop, length) for start, stop in pairwise(edges)]
+        self._starts = np.concatenate([np.empty(0, np.int64), *starts])
+        self._on_device: Tensor | None = None
+        self._code_bytes = -(-capacity * bits // 64) * 8  # whole bytes, and the scales aligned
+        self.nbytes = -(-(self._code_bytes + 2 * len(self._starts)) // 4) * 4
+
+    def write(self, indices: Tensor, values: Tensor, field: Tensor) -> Tensor:
+        part, magnitudes = self._parts(indices), values.abs()
+        scales = torch.zeros(len(self._starts), device=values.device)
+        if self.bits > 1:
+            scales.scatter_reduce_(0, part, magnitudes, "amax")
+        else:  # twice the mean: the only level is in the middle; padding is zeros
+            present = torch.zeros_like(scales).index_add_(0, part, (magnitudes > 0).float())
+            scales.index_add_(0, part, magnitudes).mul_(2 / present.clamp_(min=1))
+        coarse = scales.to(torch.bfloat16)
+        scale = coarse.float()[part]
+        level = (magnitudes * torch.where(scale > 0, self._levels / scale, 0)).floor_().clamp_(max=self._levels - 1)
+        # what is not finite has no level
+        codes = level.nan_to_num_(0.0).to(torch.uint8).add_((values < 0).to(torch.uint8), alpha=self._levels)
+        field.zero_()
+        packed = _packed(pad(codes, (0, -len(codes) % 8)), self.bits)
+        field[: len(packed)].copy_(packed)
+        field[self._code_bytes :][: 2 * len(coarse)].view(torch.bfloat16).copy_(coarse)
+        return self._values(codes, scale)
+
+    def read(self, indices: Tensor, field: Tensor) -> Tensor:
+        codes = _unpacked(field[: -(-len(indices) * self.bits // 8)], self.bits)[: len(indices)]
+        scales = field[self._code_bytes :][: 2 * len(self._starts)].view(torch.bfloat16)
+        return self._values(codes, scales.float()[self._parts(indices)])
+
+    def _parts(self, indices: Tensor) -> Tensor:
+        """int64 [K], the part that each position lies in."""
+        if self._on_device is None:
+            self._on_device = device_constant(self._starts, indices.device)
+        return torch.searchsorted(self._on_device, indices, right=True).sub_(1)
+
+    def _values(self, codes: Tensor, scale: Tensor) -> Tensor:
+        table = (torch.arange(self._levels, device=codes.device) + 0.5) / self._levels
+        return torch.cat([table, -table])[codes.int()] * scale
+
+
+def _packed(codes: Tensor, bits: int) -> Tensor:
+    """uint8, several codes (uint8, a multiple of 8 of them) in every byte, the first one in the lowest bits."""
+    if bits == 1 and codes.device.type == "cpu":
+        return torch.from_numpy(np.packbits(codes.numpy(), bitorder="little"))
+    lanes = codes.view(-1, 8 // bits)
+    packed = lanes[:, 0].clone()
+    for lane in range(1, 8 // bits):
+        packed |= lanes[:, lane] << (lane * bits)
+    return packed
+
+
+def _unpacked(packed: Tensor, bits: int) -> Tensor:
+    """The inverse of :func:`_packed`."""
+    if bits == 1 and packed.device.type == "cpu":
+        return torch.from_numpy(np.unpackbits(packed.numpy(), bitorder="little"))
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
+    return ((packed[:, None] >> shifts) & ((1 << bits) - 1)).view(-1)
+
+
+def fill(field: Tensor, entries: Tensor) -> None:
+    """Writes the entries into the front of a field, and zeros behind them."""
+    used = entries.numel()
+    if used < field.numel():
+        field[used:].zero_()
+        field = field[:used]
+    field.copy_(entries)
+
+
+#: Formats by the name that a wire format has for them.
+VALUES: dict[str, Values] = {
+    values.name: values
+    for values in (
+        FloatValues("fp32", torch.float32),
+        FloatValues("bf16", torch.bfloat16),
+        FloatValues("fp16", torch.float16),
+        QuantizedValues("q4", 4),
+        QuantizedValues("q2", 2),
+        QuantizedValues("sign", 1),
+    )
+}
