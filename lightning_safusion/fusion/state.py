@@ -51,7 +51,7 @@ def restore_common(controller: Controller, state: Mapping[str, Any], same_job: b
     if same_job:
         generator.set_density(float(state["density"]))
         controller.planner.load_state_dict(state["planner"], generator)
-        generator.pool.load_state_dict(state["exchanges"])
+        generator.pool.load_state_dict(state.get("exchanges", ()))  # older checkpoints have none
 
 
 def local_state(controller: Controller) -> dict[str, Any]:
