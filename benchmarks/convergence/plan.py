@@ -67,6 +67,9 @@ def _remedies() -> Configs:
         replace(pooled, memory="residual:decay=0.9"),
         replace(pooled, ramp=0.3),
         replace(pooled, dense_start=0.1),
+        replace(pooled, dense_start=0.1, frozen=0.1),
+        replace(pooled, compressor="preconditioned"),
+        replace(SCOPES["ahead, small dense"], compressor="adtopk"),  # the largest of every row: chunks of a tensor
         replace(pooled, density=0.05, dense_start=0.1, beta2=0.95),
         # a dense estimate of the gradient, in place of bursts; it lags behind, so that a smaller step helps
         *(replace(pooled, density=0.05, memory=memory, momentum=0.0, lr_scale=0.5) for memory in ("ef21", _FASTER)),

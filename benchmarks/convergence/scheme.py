@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar, get_args
 
+from benchmarks.convergence.adaptive import PreconditionedTopK
 from lightning_safusion.fusion.engine import EngineSettings
 from lightning_safusion.fusion.policy import Aligned, Single
-from lightning_safusion.sparsify import resolve_density, resolve_memory, resolve_sparsifier
+from lightning_safusion.sparsify import Sparsifier, resolve_density, resolve_memory, resolve_sparsifier
 from lightning_safusion.sparsify.schedule import DenseStart, DensitySchedule, ExponentialRamp
 
 Method = Literal["dense", "behind", "ahead", "pooled", "powersgd"]
@@ -28,7 +29,7 @@ class Scheme:
             from every tensor, and from every tensor with pooled quotas; ``"powersgd"`` is the reference.
         density: Share of the elements that is sent.
         memory: Error feedback.
-        compressor: Chooses the elements.
+        compressor: Chooses the elements; ``"preconditioned"``: in units of AdamW's steps.
         degree: Tensors in a buffer; 0 puts all into one.
         dense_below: Tensors of fewer elements travel dense.
         wire: Format of the messages.
@@ -40,6 +41,7 @@ class Scheme:
         lr_scale: Factor on the task's learning rate.
         momentum: In place of the task's; the first beta of AdamW.
         beta2: In place of the task's, of AdamW.
+        frozen: Share of the steps after which AdamW's second moment stays as it is; 0: never.
 
     Raises:
         ValueError: If a value is out of its range, or the parts do not go together.
@@ -60,6 +62,7 @@ class Scheme:
     lr_scale: float = 1.0
     momentum: float | None = None
     beta2: float | None = None
+    frozen: float = 0.0
 
     def __post_init__(self) -> None:
         if self.method not in get_args(Method):
@@ -68,7 +71,7 @@ class Scheme:
             raise ValueError(
                 f"degree must be 0 or more, workers and rank 1 or more, got {self.degree}, {self.workers}, {self.rank}"
             )
-        for name in ("dense_start", "ramp"):
+        for name in ("dense_start", "ramp", "frozen"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is a share of the steps, in [0, 1], got {getattr(self, name)}")
         if self.sparse:
@@ -109,7 +112,7 @@ class Scheme:
             steps: Of the whole training.
         """
         return EngineSettings(
-            compressor=_part(resolve_sparsifier, self.compressor),
+            compressor=self._compressor(),
             density=self.schedule(steps),
             fusion=Aligned(self.degree) if self.degree else Single(),
             memory=_part(resolve_memory, self.memory),
@@ -118,6 +121,11 @@ class Scheme:
             collective="allgather",  # sparse whatever the costs: what is compared is compression
             wire=self.wire,
         )
+
+    def _compressor(self) -> Sparsifier:
+        if self.compressor == PreconditionedTopK.name:
+            return PreconditionedTopK()
+        return _part(resolve_sparsifier, self.compressor)
 
 
 def _part(resolve: Callable[[str], Part], spec: str) -> Part:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.convergence.adaptive import FrozenSecondMoment, PreconditionedTopK
 from benchmarks.convergence.data import Data
 from benchmarks.convergence.powersgd import PowerSGD
 from benchmarks.convergence.scheme import POWERSGD_START, Scheme
@@ -149,6 +150,7 @@ def _steps(
 ) -> None:
     """Trains until the last step, or until the loss is not finite."""
     optimizer = make_optimizer(task, scheme, params)
+    frozen = FrozenSecondMoment(optimizer, round(scheme.frozen * task.steps))
     sampled_every = max(1, task.steps // _POINTS)
     for step in range(task.steps):
         gradients, losses = [], []
@@ -171,6 +173,10 @@ def _steps(
         for group in optimizer.param_groups:
             group["lr"] = task.lr * scheme.lr_scale * task.rate(step)
         optimizer.step()
+        frozen.after_step(step)
+        for sparsifier in averager.sparsifiers if isinstance(averager, Engines) else ():
+            if isinstance(sparsifier, PreconditionedTopK):
+                sparsifier.weigh(optimizer, params)
         for param in params:
             param.grad = None
 

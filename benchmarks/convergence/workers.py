@@ -14,6 +14,7 @@ from lightning_safusion.fusion.controller import Controller
 from lightning_safusion.fusion.engine import EngineSettings, build_controller
 from lightning_safusion.fusion.layout import TensorSpec
 from lightning_safusion.metrics.figures import TensorFigures, window_figures
+from lightning_safusion.sparsify import Sparsifier
 
 # Steps from one comparison of all workers' results to the next.
 _COMPARED_EVERY = 50
@@ -124,6 +125,11 @@ class Engines:
                         f"step {self._steps}: worker {rank} has another mean of {name} than worker 0: replicas would "
                         "diverge"
                     )
+
+    @property
+    def sparsifiers(self) -> list[Sparsifier]:
+        """Of each worker."""
+        return [controller.generator.sparsifier for controller in self.controllers]
 
     def figures(self) -> TensorFigures:
         """What the latest step did to every tensor, summed over workers."""
