@@ -8,7 +8,7 @@ suffice. At the fast rate: a sweep of static numbers of tensors per buffer, and 
 half time. At the slow rate: the sweep, and the tuner from one buffer and from one buffer per tensor. All of that again
 ``--repeats`` times, in turns, since a machine changes its speed within minutes. A row's step is the median over repeats
 of the median of the last 30 windows (first gradient to last mean); "model" is the predicted finish of the plan in use
-over that of the best static one, the largest of the repeats. Saves a picture (of the last repeat).
+over that of the best static one, likewise. Saves a picture (of the last repeat).
 """
 
 from __future__ import annotations
@@ -228,7 +228,8 @@ class Row:
         """A line of the table; ``best`` is the step of the best static row."""
         last = self.runs[-1]
         buffers = ", ".join(str(count) for count in sorted({run.buffers[-1] for run in self.runs}))
-        model = f"{100 * (max(run.lost for run in self.runs) - 1):+.1f} %" if last.tuned else ""
+        lost = sorted(100 * (run.lost - 1) for run in self.runs)
+        model = f"{statistics.median(lost):+.1f} % ({lost[0]:+.1f} to {lost[-1]:+.1f})" if last.tuned else ""
         spread = f"{1e3 * self.steps[0]:.1f} to {1e3 * self.steps[-1]:.1f}"
         over = 100 * (self.step / best - 1)
         return f"| {last.name} | {buffers} | {1e3 * self.step:.1f} | {spread} | {over:+.0f} % | {model} |"
