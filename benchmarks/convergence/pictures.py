@@ -10,7 +10,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.convergence.plan import DEGREES, DENSE, DENSITIES, MAIN, OBSERVED_LR, RANKS, SCOPES, VISION
+from benchmarks.convergence.plan import DEGREES, DENSE, DENSITIES, FEW_BITS, MAIN, OBSERVED_LR, RANKS, SCOPES, VISION
 from benchmarks.convergence.scheme import Scheme
 from benchmarks.convergence.store import Run
 from benchmarks.convergence.summary import Summary
@@ -81,6 +81,10 @@ def by_bytes(known: Known) -> Figure | None:
         for name, scheme in SCOPES.items():
             points = known.of(task, [replace(scheme, density=density) for density in DENSITIES])
             _line(axes, points, [point.bytes_mean for point in points], name, _COLORS[name])
+        pooled = SCOPES["pooled, small dense"]
+        few = known.of(task, [replace(pooled, density=density, wire=wire) for density, wire in FEW_BITS])
+        few.sort(key=lambda point: point.bytes_mean)
+        _line(axes, few, [point.bytes_mean for point in few], "pooled, few bits per value", "tab:purple")
         ranks = known.of(task, [Scheme("powersgd", rank=rank) for rank in RANKS])
         _line(axes, ranks, [point.bytes_mean for point in ranks], "PowerSGD", "black")
         others = known.of(task, [each.scheme for each in known.summaries if _is_usual(each.scheme)])

@@ -25,7 +25,7 @@ SCOPES = MappingProxyType(
 )
 RANKS = (1, 4, 16)
 #: Densities and wire formats of about a fifteenth to a hundredth of the bytes of float32.
-FEW_BITS = ((0.5, "q2"), (0.25, "q4"), (0.25, "sign"), (0.1, "q4"), (0.05, "q4"), (0.02, "q4"), (0.05, "bf16"))
+FEW_BITS = ((0.5, "q2"), (0.25, "q4"), (0.25, "sign"), (0.1, "q4"), (0.05, "q4"), (0.02, "q4"))
 _FASTER = "ef21:momentum=0.8"
 DEGREES = (1, 2, 4, 8, 16, 0)
 #: Learning rate of observation 1, as a factor: where training without error feedback suffers.
@@ -76,6 +76,7 @@ def _remedies() -> Configs:
         # the same bytes in more entries of fewer bits
         *(replace(pooled, density=density, wire=wire) for density, wire in FEW_BITS),
         replace(pooled, density=0.25, wire="q4", beta2=0.95),
+        replace(pooled, density=0.05, wire="bf16"),
     ]
     plain = [DENSE, *SCOPES.values(), replace(pooled, density=0.25, wire="q4")]
     return [*((LANGUAGE, scheme) for scheme in adaptive), *((TASKS["bytes-transformer-sgd"], s) for s in plain)]
