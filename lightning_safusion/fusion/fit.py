@@ -11,6 +11,7 @@ from lightning_safusion.fusion.plan import CollectiveName
 
 Samples = Sequence[tuple[float, float]]
 
+_FITTED: tuple[CollectiveName, ...] = ("allgather", "allreduce")
 _MOST_LATENCY = 2.0  # fixed cost of a fitted line over the one known before
 
 
@@ -57,10 +58,10 @@ def fit_exchanges(
             ``prior``.
     """
     shape = known or prior
-    allgather, allreduce = (
-        _with_latency_of(shape[name], fit_or_scale(samples[name], shape[name]), samples[name])
-        for name in ("allgather", "allreduce")
-    )
+    lines = {name: fit_or_scale(samples[name], shape[name]) for name in _FITTED}
+    if known is not None:
+        lines = {name: _with_latency_of(known[name], line, samples[name]) for name, line in lines.items()}
+    allgather, allreduce = (lines[name] for name in _FITTED)
     return (
         allgather or _transferred(prior["allgather"], allreduce, prior["allreduce"]),
         allreduce or _transferred(prior["allreduce"], allgather, prior["allgather"]),
