@@ -73,10 +73,16 @@ def _remedies() -> Configs:
         replace(pooled, density=0.05, dense_start=0.1, beta2=0.95),
         # a dense estimate of the gradient, in place of bursts; it lags behind, so that a smaller step helps
         *(replace(pooled, density=0.05, memory=memory, momentum=0.0, lr_scale=0.5) for memory in ("ef21", _FASTER)),
+        replace(pooled, density=0.05, memory="ef21:momentum=0.6", momentum=0.0, lr_scale=0.7),
         # the same bytes in more entries of fewer bits
         *(replace(pooled, density=density, wire=wire) for density, wire in FEW_BITS),
         replace(pooled, density=0.25, wire="q4", beta2=0.95),
         replace(pooled, density=0.05, wire="bf16"),
+        # both together
+        *(
+            replace(pooled, density=density, wire="q4", memory=_FASTER, momentum=0.0, lr_scale=scale)
+            for density, scale in ((0.25, 0.5), (0.25, 0.7), (0.1, 0.5), (0.05, 0.5))
+        ),
     ]
     plain = [DENSE, *SCOPES.values(), replace(pooled, density=0.25, wire="q4")]
     return [*((LANGUAGE, scheme) for scheme in adaptive), *((TASKS["bytes-transformer-sgd"], s) for s in plain)]
