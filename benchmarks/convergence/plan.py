@@ -78,6 +78,9 @@ def _remedies() -> Configs:
         *(replace(pooled, density=density, wire=wire) for density, wire in FEW_BITS),
         replace(pooled, density=0.25, wire="q4", beta2=0.95),
         replace(pooled, density=0.05, wire="bf16"),
+        # what EF21 makes of the optimizer, without compression
+        *(Scheme("ahead", density=1.0, memory=_FASTER, momentum=0.0, lr_scale=scale) for scale in (0.5, 0.7)),
+        replace(DENSE, momentum=0.8, lr_scale=0.7),
         # both together
         *(
             replace(pooled, density=density, wire="q4", memory=_FASTER, momentum=0.0, lr_scale=scale)
