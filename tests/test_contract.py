@@ -9,7 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_safusion import DensitySchedule, SAFusionStrategy, Segments, Selection, Sparsifier
+from lightning_safusion import (
+    DensitySchedule,
+    DGCMemory,
+    EF21Memory,
+    Memory,
+    SAFusionStrategy,
+    Segments,
+    Selection,
+    Sparsifier,
+)
 from tests.cluster import Cluster, settings
 from tests.models import TinyClassifier, classification, trainer
 from tests.process_group import run_launched
@@ -91,17 +100,17 @@ def test_what_a_compressor_learns_stays_in_its_job() -> None:
     assert all(run_launched(2, fit))
 
 
-@pytest.mark.parametrize(("memory", "dampening"), [("dgc", 0.0), ("ef21", 0.9)])
-def test_a_memory_with_momentum_keeps_it_on_one_worker(memory: str, dampening: float) -> None:
-    def weights(strategy: Any, **momentum: float) -> list[Tensor]:
+@pytest.mark.parametrize(("memory", "momentum", "dampening"), [(DGCMemory(0.9), 0.9, 0.0), (EF21Memory(0.8), 0.8, 0.8)])
+def test_a_memory_with_momentum_keeps_it_on_one_worker(memory: Memory, momentum: float, dampening: float) -> None:
+    def weights(strategy: Any, **options: float) -> list[Tensor]:
         model = TinyClassifier()
-        model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), 0.05, **momentum)  # type: ignore[method-assign]  # another optimizer for this model
+        model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), 0.05, **options)  # type: ignore[method-assign]  # another optimizer for this model
         trainer(strategy, devices=1, use_distributed_sampler=False, limit_train_batches=8).fit(model, classification())
         return [p.detach() for p in model.parameters()]
 
     def both(rank: int) -> float:
         ours = weights(SAFusionStrategy(density=1.0, memory=memory))
-        theirs = weights("auto", momentum=0.9, dampening=dampening)
+        theirs = weights("auto", momentum=momentum, dampening=dampening)
         return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
 
     assert run_launched(1, both)[0] < 1e-5

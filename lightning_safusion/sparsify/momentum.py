@@ -129,7 +129,8 @@ class EF21Memory(Memory):
     Improves Error Feedback, NeurIPS 2023 (EF21-SGDM). As there, ``v`` begins as the first gradient.
 
     Args:
-        momentum: Share of the past in the average, in [0, 1); 0 is EF21 without momentum.
+        momentum: Share of the past in the average, in [0, 1); 0 is EF21 without momentum. What is sent late makes the
+            estimate lag behind, so that less momentum than an optimizer's usual 0.9 serves better.
 
     Raises:
         ValueError: If ``momentum`` is outside [0, 1).
@@ -139,7 +140,7 @@ class EF21Memory(Memory):
     conserves = False
     shapes_updates = True
 
-    def __init__(self, momentum: float = 0.9) -> None:
+    def __init__(self, momentum: float = 0.8) -> None:
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), got {momentum}")
         self.momentum = momentum

@@ -268,7 +268,7 @@ def test_ef21_at_density_1_is_the_mean_of_moving_averages(make: Callable[..., Cl
         grads = cluster.random_grads(step)
         means = cluster.step(grads)
         for i, average in enumerate(averages):
-            average.lerp_((grads[0][i] + grads[1][i]) / 2, 0.1 if step else 1.0)
+            average.lerp_((grads[0][i] + grads[1][i]) / 2, 0.2 if step else 1.0)
             torch.testing.assert_close(means[0][i], average, rtol=1e-5, atol=1e-5)
 
 

@@ -133,7 +133,7 @@ def test_narrow_gradients_are_averaged_in_float32(dtype: torch.dtype) -> None:
         compensate(memory, gradients(step, dtype))
     average = flat(0).to(dtype).float()
     for step in (1, 2):
-        average += 0.1 * (flat(step).to(dtype).float() - average)
+        average += 0.2 * (flat(step).to(dtype).float() - average)
     torch.testing.assert_close(memory.accumulated(*WHOLE), average, rtol=1e-6, atol=1e-6)
 
 
