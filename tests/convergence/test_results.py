@@ -153,7 +153,10 @@ def test_names_are_listed_and_chosen(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.slow
 def test_the_short_preset_survives_ctrl_c_and_runs_nothing_twice(tmp_path: Path) -> None:
     arguments = ["--preset", "short", "--output", str(tmp_path), "--processes", "2"]
-    process = subprocess.Popen([sys.executable, "-m", "benchmarks.convergence", *arguments])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.convergence", *arguments],
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+    )
     path = tmp_path / "results.jsonl"
     deadline = time.monotonic() + 120
     while not path.exists() and time.monotonic() < deadline:
