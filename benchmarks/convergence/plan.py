@@ -72,7 +72,7 @@ def _remedies() -> Configs:
         replace(SCOPES["ahead, small dense"], compressor="adtopk"),  # the largest of every row: chunks of a tensor
         replace(pooled, density=0.05, dense_start=0.1, beta2=0.95),
         # a dense estimate of the gradient, in place of bursts; it lags behind, so that a smaller step helps
-        *(replace(pooled, density=0.05, memory=memory, momentum=0.0, lr_scale=0.5) for memory in ("ef21", _FASTER)),
+        *(replace(pooled, density=0.05, memory=memory, momentum=0.0, lr_scale=0.5) for memory in ("ef21:momentum=0.9", _FASTER)),
         replace(pooled, density=0.05, memory="ef21:momentum=0.6", momentum=0.0, lr_scale=0.7),
         # the same bytes in more entries of fewer bits
         *(replace(pooled, density=density, wire=wire) for density, wire in FEW_BITS),
