@@ -27,9 +27,10 @@ lint: $(STAMP)
 slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow || test $$? -eq 5
 
+# --no-compile: a minute for what is compiled anyway when it is imported first
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check --editable ".[test]" --constraint constraints.txt $(PIP)
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile --editable ".[test]" --constraint constraints.txt $(PIP)
 	touch $@
 
 clean:
