@@ -26,7 +26,7 @@ SCOPES = MappingProxyType(
 RANKS = (1, 4, 16)
 #: Densities and wire formats of about a fifteenth to a hundredth of the bytes of float32.
 FEW_BITS = ((0.5, "q2"), (0.25, "q4"), (0.25, "sign"), (0.1, "q4"), (0.05, "q4"), (0.02, "q4"))
-_FASTER = "ef21:momentum=0.8"
+_SLOWER, _FASTER = "ef21:momentum=0.9", "ef21:momentum=0.8"
 DEGREES = (1, 2, 4, 8, 16, 0)
 #: Learning rate of observation 1, as a factor: where training without error feedback suffers.
 OBSERVED_LR = 5.0
@@ -72,7 +72,7 @@ def _remedies() -> Configs:
         replace(SCOPES["ahead, small dense"], compressor="adtopk"),  # the largest of every row: chunks of a tensor
         replace(pooled, density=0.05, dense_start=0.1, beta2=0.95),
         # a dense estimate of the gradient, in place of bursts; it lags behind, so that a smaller step helps
-        *(replace(pooled, density=0.05, memory=memory, momentum=0.0, lr_scale=0.5) for memory in ("ef21:momentum=0.9", _FASTER)),
+        *(replace(pooled, density=0.05, memory=memory, momentum=0.0, lr_scale=0.5) for memory in (_SLOWER, _FASTER)),
         replace(pooled, density=0.05, memory="ef21:momentum=0.6", momentum=0.0, lr_scale=0.7),
         # the same bytes in more entries of fewer bits
         *(replace(pooled, density=density, wire=wire) for density, wire in FEW_BITS),
