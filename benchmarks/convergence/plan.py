@@ -93,10 +93,9 @@ def _remedies() -> Configs:
 
 def _memories() -> Configs:
     """Error feedback, momentum correction (with the optimizer's momentum off) and wire precision under SGD."""
-    schemes = []
-    for method, small in (("behind", 0), ("ahead", SMALL), ("pooled", SMALL)):
-        schemes.append(Scheme(method, dense_below=small, memory="dgc", momentum=0.0))  # type: ignore[arg-type]  # literals
-        schemes.append(Scheme(method, dense_below=small, wire="bf16"))  # type: ignore[arg-type]  # as above
+    scopes = [SCOPES[name] for name in ("behind", "ahead, small dense", "pooled, small dense")]
+    corrected = [replace(scope, memory="dgc", momentum=0.0) for scope in scopes]
+    schemes = [*corrected, *(replace(scope, wire="bf16") for scope in scopes)]
     return [(VISION, scheme) for scheme in schemes]
 
 

@@ -78,15 +78,11 @@ class EngineSettings:
         _choice("scope", self.scope, get_args(Scope))
         _choice("quota", self.quota, get_args(QuotaRule))
         _choice("collective", self.collective, get_args(CollectiveOption))
-        values = resolve_codec(self.wire, 64, 1, torch.float32).values
-        if not isinstance(values, FloatValues) and (
-            self.fusion.streams or self.collective not in ("auto", "allgather", "hybrid")
-        ):
-            raise ValueError(
-                f"wire={self.wire!r} rounds so much that what is lost must stay with the sender, which only messages "
-                "of one worker to all others allow: use collective='allgather', 'hybrid' or 'auto', and a fusion other "
-                "than 'naive'"
-            )
+        self._check_scope()
+        self._check_collective()
+
+    def _check_scope(self) -> None:
+        """Refuses parts that need selection from every tensor where it is from a buffer."""
         if self.quota == "pooled" and self.scope == "group":
             raise ValueError(
                 "quota='pooled' gives every tensor a floor, which scope='group' has none of: use scope='tensor'"
@@ -99,6 +95,22 @@ class EngineSettings:
         if isinstance(self.fusion, Selective) and self.scope == "group":
             raise ValueError(
                 "fusion='selective' decides for every tensor of a buffer how much it sends: it needs scope='tensor'"
+            )
+        if self.fusion.streams and self.scope == "group":
+            raise ValueError(
+                f"fusion={self.fusion.name!r} fills buffers with selected elements: it needs scope='tensor'"
+            )
+
+    def _check_collective(self) -> None:
+        """Refuses parts that do not go with the collective."""
+        values = resolve_codec(self.wire, 64, 1, torch.float32).values
+        if not isinstance(values, FloatValues) and (
+            self.fusion.streams or self.collective not in ("auto", "allgather", "hybrid")
+        ):
+            raise ValueError(
+                f"wire={self.wire!r} rounds so much that what is lost must stay with the sender, which only messages "
+                "of one worker to all others allow: use collective='allgather', 'hybrid' or 'auto', and a fusion other "
+                "than 'naive'"
             )
         if self.fusion.streams and self.collective in ("hybrid", "hierarchical"):
             raise ValueError(
@@ -121,10 +133,6 @@ class EngineSettings:
             raise ValueError(
                 "memory='ef21' adds up all that is sent, and collective='gtopk' loses some of it on its way: the "
                 "estimates would drift apart. Use collective='allgather' or 'oktopk'."
-            )
-        if self.fusion.streams and self.scope == "group":
-            raise ValueError(
-                f"fusion={self.fusion.name!r} fills buffers with selected elements: it needs scope='tensor'"
             )
 
     def describe(self) -> dict[str, str]:

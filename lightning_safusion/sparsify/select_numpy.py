@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_safusion.sparsify.base import Segments, Selection
+from lightning_safusion.sparsify.candidates import Candidates, Swept, largest_first, order_floors
 from lightning_safusion.sparsify.pieces import (
     BLOCK,
     Pieces,
@@ -44,59 +42,6 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-@dataclass(frozen=True, eq=False)
-class _Candidates:
-    """Some elements of every active segment.
-
-    Args:
-        indices: int64 [C], ascending positions in the span.
-        bits: int32 [C], bits of their magnitudes.
-        counts: int64 [A], how many each active segment has.
-    """
-
-    indices: np.ndarray
-    bits: np.ndarray
-    counts: np.ndarray
-
-    @cached_property
-    def stops(self) -> np.ndarray:
-        """int64 [A], place after the last candidate of each segment."""
-        return self.counts.cumsum()
-
-    def places_above(self, floors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which of them have bits above the floor (int32 [A]) of their segment, and how many of each segment."""
-        places = (self.bits > floors.repeat(self.counts)).nonzero()[0]
-        return places, lengths_between(places.searchsorted(self.stops))
-
-
-class _Swept(NamedTuple):
-    """All elements above the lowest floors (int32 [A]) asked for so far: their positions piece by piece, and listed."""
-
-    floors: np.ndarray
-    parts: list[np.ndarray]
-    found: _Candidates
-
-
-def _order_floors(thresholds: np.ndarray, inclusive: bool) -> np.ndarray:
-    """Integers such that ``bits > floor`` exactly where ``magnitude > threshold`` (``>=`` if inclusive)."""
-    # The sum makes -0.0 a zero; the bits of what is still negative are negative integers.
-    floors: np.ndarray = np.maximum((thresholds + np.float32(0)).view(np.int32) - inclusive, -1)
-    floors[np.isnan(thresholds)] = MAGNITUDE_BITS
-    return floors
-
-
-def _largest_first(bits: np.ndarray, room: int) -> np.ndarray:
-    """Places of the ``room`` largest, at equal magnitude the first; ascending."""
-    if room >= len(bits):
-        return np.arange(len(bits))
-    if room == 0:
-        return np.empty(0, np.int64)
-    kth = np.partition(bits, len(bits) - room)[len(bits) - room]
-    keep = bits > kth
-    keep[np.flatnonzero(bits == kth)[: room - int(keep.sum())]] = True
-    return np.flatnonzero(keep)
-
-
 class NumpyView(SegmentedView):
     """Selection in cache-sized blocks with NumPy's vector instructions."""
 
@@ -105,7 +50,7 @@ class NumpyView(SegmentedView):
         self._layout = Pieces.of(segments)
         self._floats: np.ndarray = x.detach().numpy()
         self._bits: np.ndarray = self._floats.view(np.int32)
-        self._swept: _Swept | None = None
+        self._swept: Swept | None = None
 
     # -- statistics ------------------------------------------------------------------------------------------------
 
@@ -199,7 +144,7 @@ class NumpyView(SegmentedView):
         own = np.zeros(len(found.indices), bool)
         own[self._kept(found)] = True
         rest = np.flatnonzero(~own)
-        own[rest[_largest_first(found.bits[rest], room - int(own.sum()))]] = True
+        own[rest[largest_first(found.bits[rest], room - int(own.sum()))]] = True
         return self._selection(found.indices[own])
 
     def take(self, thresholds: Tensor, *, inclusive: bool = False) -> Selection:
@@ -214,7 +159,7 @@ class NumpyView(SegmentedView):
         kept = floors.indices.numpy()
         rest = np.setdiff1d(others.indices.numpy()[: int(others.count)], kept, assume_unique=True)
         if len(rest) > room:
-            rest = rest[_largest_first(self._bits[rest] & MAGNITUDE_BITS, room)]
+            rest = rest[largest_first(self._bits[rest] & MAGNITUDE_BITS, room)]
         return self._selection(np.sort(np.concatenate([kept, rest])))
 
     # -- parts -----------------------------------------------------------------------------------------------------
@@ -224,7 +169,7 @@ class NumpyView(SegmentedView):
         return array[self._layout.active]
 
     def _floors(self, thresholds: Tensor, inclusive: bool = False) -> np.ndarray:
-        floors = _order_floors(self._active(thresholds).astype(np.float32), inclusive)
+        floors = order_floors(self._active(thresholds).astype(np.float32), inclusive)
         floors[self._layout.idle] = MAGNITUDE_BITS
         return floors
 
@@ -238,15 +183,15 @@ class NumpyView(SegmentedView):
         bits: np.ndarray = self._bits[start:stop:step] & MAGNITUDE_BITS
         return bits
 
-    def _above(self, floors: np.ndarray) -> _Candidates:
+    def _above(self, floors: np.ndarray) -> Candidates:
         """The elements with bits above the floors (int32 [A]) of their segments."""
         swept = self._swept_down_to(floors)
         if swept.floors is floors:
             return swept.found
         places, counts = swept.found.places_above(floors)
-        return _Candidates(swept.found.indices.take(places), swept.found.bits.take(places), counts)
+        return Candidates(swept.found.indices.take(places), swept.found.bits.take(places), counts)
 
-    def _swept_down_to(self, floors: np.ndarray) -> _Swept:
+    def _swept_down_to(self, floors: np.ndarray) -> Swept:
         """At least the elements with bits above the floors; reads the span only where no floor was as low so far."""
         swept = self._swept
         if swept is None:
@@ -256,7 +201,7 @@ class NumpyView(SegmentedView):
         self._swept = swept
         return swept
 
-    def _sweep(self, floors: np.ndarray, changed: list[bool], known: list[np.ndarray]) -> _Swept:
+    def _sweep(self, floors: np.ndarray, changed: list[bool], known: list[np.ndarray]) -> Swept:
         """Reads the pieces with a segment whose floor has changed, and keeps what is known of the others."""
         parts = []
         for at, piece in enumerate(self._layout.pieces):
@@ -270,12 +215,12 @@ class NumpyView(SegmentedView):
             parts.append(part)
         # one piece is the common case of small tensors, and no piece that of a span without quotas
         indices = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int64), *parts])
-        return _Swept(floors, parts, self._listed(indices))
+        return Swept(floors, parts, self._listed(indices))
 
-    def _listed(self, indices: np.ndarray) -> _Candidates:
+    def _listed(self, indices: np.ndarray) -> Candidates:
         """Ascending positions as candidates."""
         counts = lengths_between(indices.searchsorted(self._layout.stops))
-        return _Candidates(indices, self._bits.take(indices) & MAGNITUDE_BITS, counts)
+        return Candidates(indices, self._bits.take(indices) & MAGNITUDE_BITS, counts)
 
     def _largest(self, place: int) -> int:
         """Position of the (first) largest element of an active segment."""
@@ -288,7 +233,7 @@ class NumpyView(SegmentedView):
                 best, position = int(bits[at]), low + at
         return position
 
-    def _candidates(self, ranks: np.ndarray, sub_blocks: SubBlocks) -> _Candidates:
+    def _candidates(self, ranks: np.ndarray, sub_blocks: SubBlocks) -> Candidates:
         """The ``ranks[s]`` largest elements of every active segment, and few others.
 
         The floor of a small segment is sure to let enough through, but for zeros. That of a large one is guessed from a
@@ -365,7 +310,7 @@ class NumpyView(SegmentedView):
         larger = np.flatnonzero(bits > kth)
         return np.concatenate([larger, np.flatnonzero(bits == kth)[: rank - len(larger)]]) + start
 
-    def _kth_bits(self, found: _Candidates, ranks: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    def _kth_bits(self, found: Candidates, ranks: np.ndarray, wanted: np.ndarray) -> np.ndarray:
         """int32 [A], the ``ranks``-th largest of the candidates of the ``wanted`` (bool [A]) segments, -1 elsewhere."""
         kth = np.full(len(ranks), -1, np.int32)
         long = found.counts > _SORTED_TOGETHER
@@ -378,13 +323,13 @@ class NumpyView(SegmentedView):
             kth[short] = kth_of_lists(bits, found.counts[short], ranks[short])
         return kth
 
-    def _trim(self, found: _Candidates) -> Selection:
+    def _trim(self, found: Candidates) -> Selection:
         """Cuts segments with more candidates than their quota to the largest, at equal magnitude the first."""
         if not (found.counts > self._layout.quotas).any():
             return self._selection(found.indices)
         return self._selection(found.indices.take(self._kept(found)))
 
-    def _kept(self, found: _Candidates) -> np.ndarray:
+    def _kept(self, found: Candidates) -> np.ndarray:
         """Places of the candidates that their segments have room for."""
         quotas = self._layout.quotas
         limits = np.repeat(self._kth_bits(found, quotas, found.counts > quotas), found.counts)  # -1: what fits is kept
@@ -393,7 +338,7 @@ class NumpyView(SegmentedView):
             kept = self._first_ties(found, limits)
         return kept
 
-    def _first_ties(self, found: _Candidates, limits: np.ndarray) -> np.ndarray:
+    def _first_ties(self, found: Candidates, limits: np.ndarray) -> np.ndarray:
         """Places of the candidates above their limits, and of as many of those that equal them as there is room for."""
         keep = found.bits > limits
         tied = np.flatnonzero(found.bits == limits)

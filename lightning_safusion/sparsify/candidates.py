@@ -1,0 +1,65 @@
+"""Elements of a span that may be selected, ordered by the bits of their magnitudes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from lightning_safusion.sparsify.pieces import lengths_between
+from lightning_safusion.sparsify.view import MAGNITUDE_BITS
+
+
+@dataclass(frozen=True, eq=False)
+class Candidates:
+    """Some elements of every active segment.
+
+    Args:
+        indices: int64 [C], ascending positions in the span.
+        bits: int32 [C], bits of their magnitudes.
+        counts: int64 [A], how many each active segment has.
+    """
+
+    indices: np.ndarray
+    bits: np.ndarray
+    counts: np.ndarray
+
+    @cached_property
+    def stops(self) -> np.ndarray:
+        """int64 [A], place after the last candidate of each segment."""
+        return self.counts.cumsum()
+
+    def places_above(self, floors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Which of them have bits above the floor (int32 [A]) of their segment, and how many of each segment."""
+        places = (self.bits > floors.repeat(self.counts)).nonzero()[0]
+        return places, lengths_between(places.searchsorted(self.stops))
+
+
+class Swept(NamedTuple):
+    """All elements above the lowest floors (int32 [A]) asked for so far: their positions piece by piece, and listed."""
+
+    floors: np.ndarray
+    parts: list[np.ndarray]
+    found: Candidates
+
+
+def order_floors(thresholds: np.ndarray, inclusive: bool) -> np.ndarray:
+    """Integers such that ``bits > floor`` exactly where ``magnitude > threshold`` (``>=`` if inclusive)."""
+    # The sum makes -0.0 a zero; the bits of what is still negative are negative integers.
+    floors: np.ndarray = np.maximum((thresholds + np.float32(0)).view(np.int32) - inclusive, -1)
+    floors[np.isnan(thresholds)] = MAGNITUDE_BITS
+    return floors
+
+
+def largest_first(bits: np.ndarray, room: int) -> np.ndarray:
+    """Places of the ``room`` largest, at equal magnitude the first; ascending."""
+    if room >= len(bits):
+        return np.arange(len(bits))
+    if room == 0:
+        return np.empty(0, np.int64)
+    kth = np.partition(bits, len(bits) - room)[len(bits) - room]
+    keep = bits > kth
+    keep[np.flatnonzero(bits == kth)[: room - int(keep.sum())]] = True
+    return np.flatnonzero(keep)
