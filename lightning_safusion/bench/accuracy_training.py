@@ -120,7 +120,7 @@ def train_curve(training: Training) -> Curve:
     virtual = VirtualTraining(task, training.seed, training.workers)
     lr = options.pop("lr", task.lr)
     optimizer = task.make_optimizer(virtual.params, lr, **options)
-    averager = _averager(training, virtual)
+    averager = make_averager(training, virtual)
     every = max(1, task.steps // _POINTS)
     steps: list[int] = []
     metrics: list[float | None] = []
@@ -140,7 +140,7 @@ def train_curve(training: Training) -> Curve:
     return Curve(steps, metrics, round(time.perf_counter() - begin, 2))
 
 
-def _averager(training: Training, virtual: VirtualTraining) -> Averager:
+def make_averager(training: Training, virtual: VirtualTraining) -> Averager:
     """What makes the mean in place of the row's exchange."""
     row, hook = training.row, training.row.published.ddp_hook
     specs: Sequence[TensorSpec] = row.strategy(training.density).gradient_specs(virtual.model)

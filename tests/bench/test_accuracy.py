@@ -15,10 +15,13 @@ from lightning_safusion.bench import accuracy
 from lightning_safusion.bench.accuracy import Comparison, time_to_accuracy
 from lightning_safusion.bench.accuracy_report import Setting, build_table
 from lightning_safusion.bench.accuracy_rows import RowTimes, seconds, summarize
-from lightning_safusion.bench.accuracy_training import Curve, Training, train_curve
+from lightning_safusion.bench.accuracy_training import Curve, Training, make_averager, train_curve
 from lightning_safusion.bench.rows import parse_row
 from lightning_safusion.bench.session import Rhythm
+from lightning_safusion.fusion.layout import specs_from_parameters
 from lightning_safusion.tasks import TASKS
+from lightning_safusion.virtual.training import VirtualTraining
+from lightning_safusion.virtual.workers import Engines, Rounded
 from tests.process_group import run_alone
 
 TASK = replace(TASKS["digits-resnet"], steps=5, batch=8)
@@ -35,10 +38,16 @@ def training(row: str, plan: list[list[Any]] | None, steps: int = 3) -> Training
 def test_a_run_trains_measures_and_goes_on_where_it_was(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     comparison = Comparison(TASK, ("saf-pooled[wire=q4,density=0.1]",), 0.05, 2, (0,))
 
+    def in_this_process(jobs: Any, work: Any, processes: int, done: Any, *others: Any) -> bool:
+        for job in jobs:
+            done(job, work(job))
+        return True
+
     def run() -> None:
+        accuracy.run_jobs = in_this_process  # the pool's own processes take half a minute to import torch
         time_to_accuracy(comparison, [None], Rhythm(1, 2, 3), tmp_path, Console(width=120))
 
-    run_alone(run)
+    run_alone(run, timeout=120)
     (record,) = json.loads((tmp_path / "accuracy.json").read_text())
     ddp, sparse = record["rows"]
     assert [ddp["name"], sparse["name"]] == ["ddp", "saf-pooled[wire=q4,density=0.1]"]
@@ -59,7 +68,7 @@ def test_a_run_trains_measures_and_goes_on_where_it_was(tmp_path: Path, capfd: p
         accuracy.measure = None  # type: ignore[assignment]  # steps are not measured again
         run()
 
-    run_alone(again)
+    run_alone(again, timeout=120)
     after = (tmp_path / "curves.jsonl").read_text().splitlines(keepends=True)
     assert after[0] == lines[0]
     assert len(after) == 2
@@ -84,15 +93,32 @@ def test_sparse_rows_train_with_the_plan_that_they_are_given(row: str) -> None:
 
 
 def test_the_plan_decides_what_travels_dense() -> None:
-    dense = train_curve(training("safusion", [[30, "allreduce"], [32, "allreduce"]], steps=8))
-    assert dense.metrics == pytest.approx(train_curve(training("ddp", None, steps=8)).metrics, abs=0.01)
-    task = training("safusion", None).settings()
-    assert task != training("safusion", [[62, "allgather"]]).settings()
+    virtual = VirtualTraining(TASK, 0, 2)
+    generator = torch.Generator().manual_seed(0)
+    gradients = [[torch.randn(param.numel(), generator=generator) for param in virtual.params] for _ in range(2)]
+    middle = [(first + second) / 2 for first, second in zip(*gradients, strict=True)]
+    order, means = virtual.order, []
+    averager = make_averager(training("safusion", [[40, "allgather"], [22, "allreduce"]]), virtual)
+    assert isinstance(averager, Engines)
+    for _ in range(2):  # the first window comes before there is a plan
+        means = list(averager.average([[gradient.clone() for gradient in each] for each in gradients]))
+    averager.close()
+    for index in order[40:]:
+        torch.testing.assert_close(means[index], middle[index])
+    large = [index for index in order[:40] if means[index].numel() >= 512]
+    assert all(0 < int((means[index] != 0).sum()) < 0.2 * means[index].numel() for index in large)
+
+
+def test_another_plan_is_another_training() -> None:
+    plans = None, [[62, "allgather"]], [[62, "allreduce"]]
+    assert len({str(training("safusion", plan).settings()) for plan in plans}) == 3
+    wider = replace(training("ddp", None), density=0.5)
+    assert wider.settings() == training("ddp", None).settings()  # DDP has no density
 
 
 def test_options_of_the_optimizer_change_the_training() -> None:
-    usual, still = (train_curve(training(row, None, steps=2)) for row in ("ddp", "ddp[lr=0]"))
-    assert usual.metrics != still.metrics
+    usual, wild = (train_curve(training(row, None, steps=3)) for row in ("ddp", "ddp[lr=3]"))
+    assert usual.metrics != wild.metrics
 
 
 def test_a_training_that_diverges_ends() -> None:
@@ -138,9 +164,6 @@ def test_the_dense_steps_of_powersgd_take_as_long_as_those_of_ddp() -> None:
 
 
 def test_averages_in_16_bits_are_rounded() -> None:
-    from lightning_safusion.fusion.layout import specs_from_parameters
-    from lightning_safusion.virtual.workers import Rounded
-
     x = torch.tensor([1.0, 1.0 + 2**-9, 3e-8])
     rounded = Rounded(specs_from_parameters([("x", torch.nn.Parameter(x))]), torch.bfloat16)
     (mean,) = rounded.average([[x], [x + 2**-7]])
