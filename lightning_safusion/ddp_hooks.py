@@ -16,6 +16,9 @@ DDPHookName = Literal["none", "bf16", "fp16", "powersgd", "powersgd-rank4", "loc
 #: Rank of PowerSGD's matrices, by name of the hook; 1 is torch's default.
 POWERSGD_RANKS: Mapping[str, int] = MappingProxyType({"powersgd": 1, "powersgd-rank4": 4})
 
+#: Dense steps before PowerSGD begins to compress.
+POWERSGD_START = 10
+
 # PowerSGD launches collectives from the callbacks of others. With several buckets their order differs between ranks on
 # gloo, which then reads messages of another size: one bucket holds the whole model there.
 _ONE_BUCKET_MB = 1 << 20
@@ -53,5 +56,5 @@ def register_ddp_hook(ddp: DistributedDataParallel, name: DDPHookName, group: di
     elif name in POWERSGD_RANKS:
         rank = POWERSGD_RANKS[name]
         # torch's default of 1000 dense steps would be most of a short run; its state is not part of checkpoints
-        state = PowerSGDState(process_group=group, matrix_approximation_rank=rank, start_powerSGD_iter=10)
+        state = PowerSGDState(process_group=group, matrix_approximation_rank=rank, start_powerSGD_iter=POWERSGD_START)
         ddp.register_comm_hook(state, powerSGD_hook)

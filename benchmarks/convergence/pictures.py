@@ -14,7 +14,7 @@ from benchmarks.convergence.plan import DEGREES, DENSE, DENSITIES, FEW_BITS, MAI
 from benchmarks.convergence.scheme import Scheme
 from benchmarks.convergence.store import Run
 from benchmarks.convergence.summary import Summary
-from benchmarks.convergence.tasks import Task
+from lightning_safusion.tasks import Task
 
 _COLORS = dict(zip(SCOPES, ("tab:red", "tab:cyan", "tab:blue", "tab:green"), strict=True))
 _AXIS = {"accuracy": "validation accuracy", "loss": "validation loss"}

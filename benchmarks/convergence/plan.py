@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from benchmarks.convergence.scheme import Scheme
 from benchmarks.convergence.store import Run
-from benchmarks.convergence.tasks import TASKS, Task
+from lightning_safusion.tasks import TASKS, Task
 
 DENSITIES = (0.05, 0.01, 0.002)
 #: The rule of ``system="safusion"`` on small tensors.

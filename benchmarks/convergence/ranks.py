@@ -13,7 +13,7 @@ from benchmarks.convergence.plan import DENSITIES, MAIN, SCOPES
 from benchmarks.convergence.scheme import Scheme
 from benchmarks.convergence.store import Run
 from benchmarks.convergence.summary import Summary
-from benchmarks.convergence.tasks import Task
+from lightning_safusion.tasks import Task
 
 # A curve is taken to reach this much beyond its ends: messages of equal density differ by a few bytes.
 _REACH = 0.03

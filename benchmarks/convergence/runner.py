@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from benchmarks.convergence.store import Run, Store
-from benchmarks.convergence.training import Result, one_thread, train
+from benchmarks.convergence.training import Result, train
+from lightning_safusion.virtual.training import one_thread
 
 # Seconds of progress from which the time left is estimated: many runs, since tasks take different times.
 _ESTIMATED_FROM = 3600.0

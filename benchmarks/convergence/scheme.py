@@ -16,9 +16,6 @@ from lightning_safusion.sparsify.schedule import DenseStart, DensitySchedule, Ex
 Method = Literal["dense", "behind", "ahead", "pooled", "powersgd"]
 Part = TypeVar("Part")
 
-#: Dense steps before torch's PowerSGD hook begins to compress, here as in ``SAFusionStrategy(system="powersgd")``.
-POWERSGD_START = 10
-
 
 @dataclass(frozen=True)
 class Scheme:

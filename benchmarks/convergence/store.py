@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.convergence.scheme import Scheme
-from benchmarks.convergence.tasks import Task
 from benchmarks.convergence.training import Result
+from lightning_safusion.tasks import Task
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from typing import Any
 from benchmarks.convergence.plan import DENSE
 from benchmarks.convergence.scheme import Scheme
 from benchmarks.convergence.store import Run
-from benchmarks.convergence.tasks import Task
 from benchmarks.convergence.training import Result
+from lightning_safusion.tasks import Task
 
 # Student's t: 97.5 % quantiles for 1, 2, ... degrees of freedom; the last one serves all beyond (slightly wide).
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)

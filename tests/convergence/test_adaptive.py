@@ -14,9 +14,9 @@ from torch import nn
 
 from benchmarks.convergence.adaptive import FrozenSecondMoment, PreconditionedTopK
 from benchmarks.convergence.scheme import Scheme
-from benchmarks.convergence.tasks import TASKS
 from benchmarks.convergence.training import train
 from lightning_safusion.sparsify import Segments
+from lightning_safusion.tasks import TASKS
 
 TASK = replace(TASKS["bytes-transformer"], steps=4, batch=4)
 

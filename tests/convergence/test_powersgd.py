@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.convergence.powersgd import PowerSGD
-from benchmarks.convergence.training import taken_gradients
 from lightning_safusion.fusion.layout import specs_from_parameters
+from lightning_safusion.virtual.powersgd import PowerSGD
+from lightning_safusion.virtual.training import taken_gradients
 
 WORKERS, STEPS, START = 2, 8, 3
 

@@ -21,8 +21,8 @@ from benchmarks.convergence.ranks import standings
 from benchmarks.convergence.scheme import Scheme
 from benchmarks.convergence.store import Run, Store
 from benchmarks.convergence.summary import Estimate, Summary, markdown, summarize
-from benchmarks.convergence.tasks import TASKS
 from benchmarks.convergence.training import Result
+from lightning_safusion.tasks import TASKS
 
 TASK = TASKS["digits-resnet"]
 

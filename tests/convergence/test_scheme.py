@@ -9,10 +9,10 @@ import torch
 
 from benchmarks.convergence.plan import PRESETS
 from benchmarks.convergence.scheme import Scheme
-from benchmarks.convergence.tasks import TASKS
 from benchmarks.convergence.training import make_optimizer
 from lightning_safusion.fusion.policy import Aligned, Single
 from lightning_safusion.sparsify import ResidualMemory
+from lightning_safusion.tasks import TASKS
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,10 @@ import torch
 from cluster import specs
 from torch import Tensor
 
-from benchmarks.convergence.data import Digits, Text
 from benchmarks.convergence.scheme import Scheme
-from benchmarks.convergence.tasks import TASKS
 from benchmarks.convergence.training import train
-from benchmarks.convergence.workers import Dense, Engines
+from lightning_safusion.tasks import TASKS, Digits, Text
+from lightning_safusion.virtual.workers import Dense, Engines
 
 SPECS = specs()
 ORDER = list(reversed(range(len(SPECS))))

@@ -1,4 +1,4 @@
-"""The laboratory's networks: small, and as uneven in their tensors as large ones."""
+"""The networks of the tasks: small, and as uneven in their tensors as large ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The laboratory's data: what every machine with this package and Python has. Batches depend on seed and step only."""
+"""The data of the tasks: what every machine with this package and Python has. Batches depend on seed and step only."""
 
 from __future__ import annotations
 

@@ -93,9 +93,8 @@ class Engines:
         if self._steps % _COMPARED_EVERY == 0:
             self._compare(gradients)
         self._steps += 1
-        report = self.controllers[0].report
-        assert report is not None
-        self.bytes_sent = sum(buffer.exchange.bytes_sent for buffer, _ in report.window.inflight)
+        if (report := self.controllers[0].report) is not None:
+            self.bytes_sent = sum(buffer.exchange.bytes_sent for buffer, _ in report.window.inflight)
         return gradients[0]
 
     def _agrees(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, Literal
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.convergence.data import Data, Digits, Text
-from benchmarks.convergence.models import ByteLSTM, ByteTransformer, PlainConvNet
 from lightning_safusion.demo.events import Settings
 from lightning_safusion.demo.model import DigitsNet
+from lightning_safusion.tasks.data import Data, Digits, Text
+from lightning_safusion.tasks.models import ByteLSTM, ByteTransformer, PlainConvNet
 
 # Held-out samples that are evaluated together.
 _EVALUATED = 64
@@ -76,6 +76,23 @@ class Task:
         if step < rising:
             return (step + 1) / rising
         return 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1, self.steps - rising)))
+
+    def make_optimizer(
+        self, params: Iterable[Tensor], lr: float, momentum: float | None = None, beta2: float | None = None
+    ) -> torch.optim.Optimizer:
+        """The optimizer.
+
+        Args:
+            params: What it trains.
+            lr: Its learning rate.
+            momentum: In place of the task's; the first beta of AdamW.
+            beta2: In place of the task's, of AdamW.
+        """
+        momentum = self.momentum if momentum is None else momentum
+        options: dict[str, Any] = {"lr": lr, "weight_decay": self.weight_decay, "foreach": True}
+        if self.optimizer == "sgd":
+            return torch.optim.SGD(params, momentum=momentum, **options)
+        return torch.optim.AdamW(params, betas=(momentum, self.beta2 if beta2 is None else beta2), **options)
 
 
 def loss(model: nn.Module, inputs: Tensor, classes: Tensor) -> Tensor:

@@ -1,0 +1,1 @@
+"""Training with virtual workers: many replicas in one process, with the same engine as between processes."""
