@@ -8,6 +8,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# Tests start processes that wait for each other, and a machine may be too busy for that once: what fails is run again,
+# and is named in the summary (RERUN) even if it passes then.
+AGAIN := --reruns 1 -raR
+
 # Two workers on two cores: one thread each, or they fight for the cores.
 export OMP_NUM_THREADS := 1
 
@@ -17,7 +21,7 @@ demo: $(STAMP)
 	$(BIN)/safusion demo $(DEMO)
 
 test: lint
-	$(BIN)/python -m pytest -m "not slow" -n 2
+	$(BIN)/python -m pytest -m "not slow" -n 2 $(AGAIN)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -25,7 +29,7 @@ lint: $(STAMP)
 
 # pytest leaves with 5 where nothing was selected: no slow test is no failure.
 slow: $(STAMP)
-	$(BIN)/python -m pytest -m slow || test $$? -eq 5
+	$(BIN)/python -m pytest -m slow $(AGAIN) || test $$? -eq 5
 
 # --no-compile: a minute for what is compiled anyway when it is imported first
 $(STAMP): pyproject.toml constraints.txt

@@ -14,19 +14,17 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_safusion.environments.horovod import configure_horovod
-from lightning_safusion.fusion.engine import CollectiveOption, EngineSettings
+from lightning_safusion.fusion.engine import CollectiveOption
 from lightning_safusion.fusion.policy import FusionPolicy
 from lightning_safusion.fusion.quota import QuotaRule, Scope
-from lightning_safusion.fusion.registry import resolve_fusion
 from lightning_safusion.parameters import check_dense_rules, refuse_options, refuse_parts
+from lightning_safusion.settings import engine_settings
 from lightning_safusion.settling import reason_to_settle, runs_compiled
 from lightning_safusion.signals import DeferredSignals, requeue_signal
 from lightning_safusion.sparsify.base import Sparsifier
-from lightning_safusion.sparsify.feedback import resolve_memory
 from lightning_safusion.sparsify.memory import Memory
-from lightning_safusion.sparsify.registry import resolve_sparsifier
-from lightning_safusion.sparsify.schedule import DensitySchedule, resolve_density
-from lightning_safusion.systems import System, resolve_system
+from lightning_safusion.sparsify.schedule import DensitySchedule
+from lightning_safusion.systems import DEFAULT, resolve_system
 from lightning_safusion.wrapping import EngineDDPStrategy
 
 
@@ -45,13 +43,15 @@ class SAFusionStrategy(EngineDDPStrategy):
             ``"gaussiank"``, ``"redsync"``, ``"sidco"``, ``"adtopk"``, ``"oktopk"``, ``"none"``, the name of an
             installed one, or a ``Sparsifier``.
         density: Share of the elements to send, in (0, 1], or a ``DensitySchedule``.
-        system: A published scheme by name (``safusion systems`` explains them). SAFusion and its predecessor:
-            ``"safusion"``, ``"safusion-paper"``, ``"saf-inter"``, ``"saf-naive"``, ``"fgbuff"``. Other sparse ones:
-            ``"behind"``, ``"wfbp"``, ``"omgs"``, ``"cupcake"``, ``"horovod"``, ``"hipress"``, ``"espresso"``,
-            ``"syncea"``, ``"oktopk"``, ``"gtopk"``, ``"adtopk"``, ``"ssfusion-naive"``, ``"ssfusion-o"``,
-            ``"ssfusion-i"``, ``"ssfusion"``. Dense ones: ``"wfbp-dense"``, ``"mgwfbp"``, ``"horovod-dense"``. DDP with
-            another hook: ``"dear"``, ``"easgd"``, ``"ddp"``, ``"ddp-bf16"``, ``"ddp-fp16"``, ``"powersgd"``,
-            ``"powersgd-rank4"``.
+        system: A scheme by name (``safusion systems`` explains them). ``"saf-pooled"``: SAFusion with a quarter of
+            its share for every tensor, the rest of a buffer's room for its largest elements, and four bits per value;
+            its quota rule and wire format give way to arguments that they do not go with. The published SAFusion and
+            its predecessor: ``"safusion"``, ``"safusion-paper"``, ``"saf-inter"``, ``"saf-naive"``, ``"fgbuff"``.
+            Other sparse ones: ``"behind"``, ``"wfbp"``, ``"omgs"``, ``"cupcake"``, ``"horovod"``, ``"hipress"``,
+            ``"espresso"``, ``"syncea"``, ``"oktopk"``, ``"gtopk"``, ``"adtopk"``, ``"ssfusion-naive"``,
+            ``"ssfusion-o"``, ``"ssfusion-i"``, ``"ssfusion"``. Dense ones: ``"wfbp-dense"``, ``"mgwfbp"``,
+            ``"horovod-dense"``. DDP with another hook: ``"dear"``, ``"easgd"``, ``"ddp"``, ``"ddp-bf16"``,
+            ``"ddp-fp16"``, ``"powersgd"``, ``"powersgd-rank4"``.
         fusion: Which tensors share a buffer: ``"adaptive"`` (measured times), ``"aligned"`` (a fixed number),
             ``"naive"`` (a fixed capacity, filled at each worker's own pace), ``"wfbp"`` (each alone), ``"single"`` (all
             in one), ``"selective"`` (a fixed number of buffers, whose small tensors travel whole), ``"mgwfbp"`` and
@@ -92,7 +92,7 @@ class SAFusionStrategy(EngineDDPStrategy):
         self,
         compressor: str | Sparsifier | None = None,
         density: float | DensitySchedule = 0.05,
-        system: str = "safusion",
+        system: str = DEFAULT,
         fusion: str | FusionPolicy | None = None,
         scope: Scope | None = None,
         quota: QuotaRule | None = None,
@@ -131,7 +131,7 @@ class SAFusionStrategy(EngineDDPStrategy):
         if fusion == "behind":
             given = {"scope": "group", "dense_below": 0} | given
         self.system = row.name
-        self.settings = _settings(row, density, given)
+        self.settings = engine_settings(row, density, given)
         dense, below = given.get("dense", []), given.get("dense_below", row.dense_below)
         below_ndim = given.get("dense_below_ndim", row.dense_below_ndim)
         check_dense_rules(dense, below, below_ndim)
@@ -311,19 +311,3 @@ class SAFusionStrategy(EngineDDPStrategy):
         self._sends_all = self._dense_for_good = self._plain_clock = self._elastic = None
         self._dear = self._settles_because = self._compiled = None
         super().teardown()
-
-
-def _settings(row: System, density: float | DensitySchedule, given: dict[str, Any]) -> EngineSettings:
-    """The parts of a system, with what was given in the places of its own."""
-    return EngineSettings(
-        compressor=resolve_sparsifier(given.get("compressor", row.compressor)),
-        density=resolve_density(density),
-        fusion=resolve_fusion(given["fusion"]) if "fusion" in given else row.policy(),
-        memory=resolve_memory(given.get("memory", row.memory)),
-        scope=given.get("scope", row.scope),
-        quota=given.get("quota", row.quota),
-        collective=given.get("collective", row.collective),
-        wire=given.get("wire", row.wire),
-        own_buffers=row.own_buffers and "collective" not in given,
-        offload=given.get("offload", row.offload),
-    )

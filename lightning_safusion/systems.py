@@ -17,6 +17,8 @@ from lightning_safusion.fusion.quota import QuotaRule, Scope
 from lightning_safusion.fusion.registry import resolve_fusion
 from lightning_safusion.naming import look_up
 
+#: The system of ``SAFusionStrategy()``: the best one at equal bytes.
+DEFAULT = "saf-pooled"
 # Tensors below this size (norms, biases) are a small share of the bytes; sent whole they are never stale.
 _SMALL = 512
 
@@ -89,11 +91,11 @@ _ROWS = (
     ),
     System(
         "saf-pooled",
-        "as safusion; every tensor has a quarter of its share for sure, the rest of a buffer goes to its largest",
-        "this package, after SAFusion: between ahead of fusion and behind it",
+        "as safusion; a quarter of its share is sure for a tensor, the rest for the largest of a buffer; 4-bit values",
+        "this package, after SAFusion; the default, for what it does to accuracy (docs/convergence.md)",
         "adaptive",
         quota="pooled",
-        dense_below=_SMALL,
+        wire="q4",
     ),
     System(
         "safusion-paper",

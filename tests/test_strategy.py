@@ -96,7 +96,7 @@ def test_accumulation_exchanges_once_per_optimizer_step(tmp_path: Path) -> None:
 
 def test_sparse_is_refused_where_dense_all_reduce_carries_less(tmp_path: Path) -> None:
     # two workers: sparse all-gather receives 0.9 * 4 B and a bitmap per element, dense all-reduce 4 B
-    report = fit(tmp_path, SAFusionStrategy(density=0.98, **FORK))[0]["report"]
+    report = fit(tmp_path, SAFusionStrategy(density=0.98, wire="fp32", **FORK))[0]["report"]
     assert "by sparse all-gather" in report["plain_ddp"]
 
 

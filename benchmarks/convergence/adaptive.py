@@ -1,4 +1,4 @@
-"""Two remedies that need the optimizer's state: a second moment that stays, and selection in its units."""
+"""Remedies of the laboratory's own: selection in units of Adam's steps, a second moment that stays, clipped residuals."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_safusion.sparsify import Segments, Selection, Sparsifier, TopK
+from lightning_safusion.sparsify import ResidualMemory, Segments, Selection, Sparsifier, TopK
 
 # Of the mean root of the second moment: bounds the weight of elements that hardly ever had a gradient.
 _SMALLEST = 1e-2
@@ -64,3 +64,23 @@ class FrozenSecondMoment:
         if not self._kept:
             self._kept = [moment.clone() for moment in moments]
         torch._foreach_copy_(moments, self._kept)
+
+
+class ClippedResidual(ResidualMemory):
+    """Error feedback whose residual is cut down before a fresh gradient is added, so that bursts stay small.
+
+    Args:
+        factor: Largest norm of a tensor's residual, in norms of its fresh gradient.
+    """
+
+    name = "clipped"
+
+    def __init__(self, factor: float = 3.0) -> None:
+        super().__init__()
+        self.factor, self.conserves = factor, False
+
+    def compensate(self, ids: Sequence[int], grads: Sequence[Tensor], dense: Sequence[bool], norms: Tensor) -> None:
+        residuals = self._residual.of(ids)
+        largest = self.factor * norms / torch.stack(torch._foreach_norm(residuals)).clamp_(min=1e-30)
+        torch._foreach_mul_(residuals, list(largest.clamp_(max=1).unbind()))
+        super().compensate(ids, grads, dense, norms)

@@ -14,26 +14,34 @@ DENSITIES = (0.05, 0.01, 0.002)
 #: The rule of ``system="safusion"`` on small tensors.
 SMALL = 512
 DENSE = Scheme("dense")
-#: The contenders, at the density of the centre point.
+#: The contenders, at the density of the centre point; the last one is ``SAFusionStrategy()``.
 SCOPES = MappingProxyType(
     {
         "behind": Scheme("behind"),
         "ahead": Scheme("ahead"),
-        "ahead, small dense": Scheme("ahead", dense_below=SMALL),
-        "pooled, small dense": Scheme("pooled", dense_below=SMALL),
+        "pooled": Scheme("pooled"),
+        "pooled, 4 bits": Scheme("pooled", wire="q4"),
     }
 )
+#: The same with small tensors dense, as ``system="safusion"`` has them.
+SMALL_DENSE = MappingProxyType(
+    {f"{name}, small dense": replace(SCOPES[name], dense_below=SMALL) for name in ("ahead", "pooled")}
+)
 RANKS = (1, 4, 16)
-#: Densities and wire formats of about a fifteenth to a hundredth of the bytes of float32.
-FEW_BITS = ((0.5, "q2"), (0.25, "q4"), (0.25, "sign"), (0.1, "q4"), (0.05, "q4"), (0.02, "q4"))
+POOLED, FEW_BITS = SCOPES["pooled"], SCOPES["pooled, 4 bits"]
+#: Densities of four bits per value beyond those of all contenders: the bytes of float32 values at a few per cent.
+MORE_DENSITIES = (0.25, 0.1)
+#: Other formats of few bits.
+COARSER = ((0.5, "q2"), (0.25, "sign"))
 _SLOWER, _FASTER = "ef21:momentum=0.9", "ef21:momentum=0.8"
-DEGREES = (1, 2, 4, 8, 16, 0)
-#: Learning rate of observation 1, as a factor: where training without error feedback suffers.
-OBSERVED_LR = 5.0
 
-VISION, LANGUAGE = TASKS["digits-resnet"], TASKS["bytes-transformer"]
-#: Tasks on which every scope is run at every density.
-MAIN = tuple(TASKS[name] for name in ("digits-resnet", "digits-vgg", "bytes-transformer", "bytes-lstm"))
+VISION, PLAIN, LANGUAGE = TASKS["digits-resnet"], TASKS["digits-vgg"], TASKS["bytes-transformer"]
+#: Tasks on which every contender is run at every density.
+MAIN = (VISION, PLAIN, LANGUAGE, TASKS["bytes-lstm"])
+#: Tensors in a buffer in observation 1; 0 puts all into one.
+DEGREES = (1, 4, 16, 0)
+#: Where observation 1 is seen: a deep plain network, and so few elements that whole layers go without.
+OBSERVED = Scheme("behind", density=0.0005)
 
 Configs = Sequence[tuple[Task, Scheme]]
 
@@ -41,17 +49,30 @@ Configs = Sequence[tuple[Task, Scheme]]
 def _scopes() -> Configs:
     """Every contender on every task at every density, and the references."""
     sparse = [replace(scheme, density=density) for density in DENSITIES for scheme in SCOPES.values()]
+    sparse += [replace(FEW_BITS, density=density) for density in MORE_DENSITIES]
     ranks = [(task, Scheme("powersgd", rank=rank)) for rank in RANKS for task in MAIN if rank == 4 or task is LANGUAGE]
     return [*((task, scheme) for task in MAIN for scheme in (DENSE, *sparse)), *ranks]
 
 
+def _small_tensors() -> Configs:
+    """Small tensors dense."""
+    return [
+        (task, replace(scheme, density=density))
+        for task in MAIN
+        for density in DENSITIES
+        for scheme in SMALL_DENSE.values()
+    ]
+
+
 def _observation_1() -> Configs:
     """Missing rate and accuracy by fusion degree, with and without error feedback."""
-    schemes = [replace(DENSE, lr_scale=OBSERVED_LR)]
-    for memory in ("residual", "none"):
-        behind = [Scheme("behind", degree=degree) for degree in DEGREES]
-        schemes += [replace(each, memory=memory, lr_scale=OBSERVED_LR) for each in (*behind, Scheme("ahead"))]
-    return [(VISION, scheme) for scheme in schemes]
+    behind = [replace(OBSERVED, degree=degree) for degree in DEGREES]
+    schemes = [
+        replace(each, memory=memory)
+        for memory in ("none", "residual")
+        for each in (*behind, replace(OBSERVED, method="ahead"))
+    ]
+    return [(PLAIN, scheme) for scheme in (DENSE, *schemes)]
 
 
 def _observation_2() -> Configs:
@@ -61,42 +82,45 @@ def _observation_2() -> Configs:
 
 def _remedies() -> Configs:
     """What may help adaptive optimizers, one at a time, and SGD on the same network."""
-    pooled = SCOPES["pooled, small dense"]
+    denser, sent = replace(POOLED, density=0.05), replace(FEW_BITS, density=0.05)
     adaptive = [
-        replace(pooled, beta2=0.95),
-        replace(pooled, memory="residual:decay=0.9"),
-        replace(pooled, ramp=0.3),
-        replace(pooled, dense_start=0.1),
-        replace(pooled, dense_start=0.1, frozen=0.1),
-        replace(pooled, compressor="preconditioned"),
-        replace(SCOPES["ahead, small dense"], compressor="adtopk"),  # the largest of every row: chunks of a tensor
-        replace(pooled, density=0.05, dense_start=0.1, beta2=0.95),
+        replace(POOLED, beta2=0.95),
+        replace(POOLED, memory="residual:decay=0.9"),
+        replace(POOLED, memory="clipped:factor=3.0"),
+        replace(POOLED, ramp=0.3),
+        replace(POOLED, dense_start=0.1),
+        replace(POOLED, dense_start=0.1, frozen=0.1),
+        replace(POOLED, compressor="preconditioned"),
+        replace(SCOPES["ahead"], compressor="adtopk"),  # the largest of every row: chunks of a tensor
+        # momentum ahead of the selection, in place of the optimizer's: momentum correction, and decoupled momentum
+        replace(POOLED, memory="dgc", momentum=0.0),
+        replace(POOLED, memory="residual:decay=0.9", momentum=0.0),
+        replace(denser, dense_start=0.1, beta2=0.95),
         # a dense estimate of the gradient, in place of bursts; it lags behind, so that a smaller step helps
-        *(replace(pooled, density=0.05, memory=memory, momentum=0.0, lr_scale=0.5) for memory in (_SLOWER, _FASTER)),
-        replace(pooled, density=0.05, memory="ef21:momentum=0.6", momentum=0.0, lr_scale=0.7),
+        *(replace(denser, memory=memory, momentum=0.0, lr_scale=0.5) for memory in (_SLOWER, _FASTER)),
         # the same bytes in more entries of fewer bits
-        *(replace(pooled, density=density, wire=wire) for density, wire in FEW_BITS),
-        replace(pooled, density=0.25, wire="q4", beta2=0.95),
-        replace(pooled, density=0.05, wire="bf16"),
+        *(replace(POOLED, density=density, wire=wire) for density, wire in COARSER),
+        replace(FEW_BITS, density=0.2),
+        replace(FEW_BITS, density=0.25, beta2=0.95),
+        replace(denser, wire="bf16"),
+        replace(sent, ramp=0.3),
+        replace(sent, dense_start=0.1),
         # what EF21 makes of the optimizer, without compression
         *(Scheme("ahead", density=1.0, memory=_FASTER, momentum=0.0, lr_scale=scale) for scale in (0.5, 0.7)),
         replace(DENSE, momentum=0.8, lr_scale=0.7),
         # both together
         *(
-            replace(pooled, density=density, wire="q4", memory=_FASTER, momentum=0.0, lr_scale=scale)
+            replace(FEW_BITS, density=density, memory=_FASTER, momentum=0.0, lr_scale=scale)
             for density, scale in ((0.25, 0.5), (0.25, 0.7), (0.1, 0.5), (0.05, 0.5))
         ),
     ]
-    plain = [DENSE, *SCOPES.values(), replace(pooled, density=0.25, wire="q4")]
+    plain = [DENSE, *SCOPES.values(), replace(FEW_BITS, density=0.25)]
     return [*((LANGUAGE, scheme) for scheme in adaptive), *((TASKS["bytes-transformer-sgd"], s) for s in plain)]
 
 
 def _memories() -> Configs:
-    """Error feedback, momentum correction (with the optimizer's momentum off) and wire precision under SGD."""
-    scopes = [SCOPES[name] for name in ("behind", "ahead, small dense", "pooled, small dense")]
-    corrected = [replace(scope, memory="dgc", momentum=0.0) for scope in scopes]
-    schemes = [*corrected, *(replace(scope, wire="bf16") for scope in scopes)]
-    return [(VISION, scheme) for scheme in schemes]
+    """Momentum correction under SGD, with the optimizer's momentum off."""
+    return [(VISION, replace(scheme, memory="dgc", momentum=0.0)) for scheme in SCOPES.values()]
 
 
 def _workers() -> Configs:
@@ -105,15 +129,24 @@ def _workers() -> Configs:
     return [(VISION, replace(scheme, workers=workers)) for workers in (4, 8) for scheme in schemes]
 
 
+def _length() -> Configs:
+    """A training three times as long: whether what compression costs is made up for."""
+    longer = replace(LANGUAGE, name=f"{LANGUAGE.name}-long", steps=3 * LANGUAGE.steps)
+    schemes = (DENSE, Scheme("powersgd"), *(replace(FEW_BITS, density=density) for density in (0.25, 0.05)))
+    return [(longer, scheme) for scheme in schemes]
+
+
 #: Configurations by study, in the order in which they are run.
 STUDIES = MappingProxyType(
     {
         "scopes": _scopes(),
+        "small-tensors": _small_tensors(),
         "remedies": _remedies(),
         "memories": _memories(),
         "observation-1": _observation_1(),
         "observation-2": _observation_2(),
         "workers": _workers(),
+        "length": _length(),
     }
 )
 

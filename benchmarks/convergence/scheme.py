@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar, get_args
 
-from benchmarks.convergence.adaptive import PreconditionedTopK
+from benchmarks.convergence.adaptive import ClippedResidual, PreconditionedTopK
 from lightning_safusion.fusion.engine import EngineSettings
 from lightning_safusion.fusion.policy import Aligned, Single
-from lightning_safusion.sparsify import Sparsifier, resolve_density, resolve_memory, resolve_sparsifier
+from lightning_safusion.sparsify import Memory, Sparsifier, resolve_density, resolve_memory, resolve_sparsifier
 from lightning_safusion.sparsify.schedule import DenseStart, DensitySchedule, ExponentialRamp
 
 Method = Literal["dense", "behind", "ahead", "pooled", "powersgd"]
@@ -112,7 +112,7 @@ class Scheme:
             compressor=self._compressor(),
             density=self.schedule(steps),
             fusion=Aligned(self.degree) if self.degree else Single(),
-            memory=_part(resolve_memory, self.memory),
+            memory=_part(_memory, self.memory),
             scope="group" if self.method == "behind" else "tensor",
             quota="pooled" if self.method == "pooled" else "proportional",
             collective="allgather",  # sparse whatever the costs: what is compared is compression
@@ -123,6 +123,10 @@ class Scheme:
         if self.compressor == PreconditionedTopK.name:
             return PreconditionedTopK()
         return _part(resolve_sparsifier, self.compressor)
+
+
+def _memory(name: str) -> Memory:
+    return ClippedResidual() if name == ClippedResidual.name else resolve_memory(name)
 
 
 def _part(resolve: Callable[[str], Part], spec: str) -> Part:

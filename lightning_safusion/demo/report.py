@@ -19,6 +19,7 @@ LABELS = {
     "behind": "behind",
     "safusion-no-feedback": "SAFusion, no feedback",
     "safusion": "SAFusion",
+    "saf-pooled": "the default (4 bits)",
 }
 
 

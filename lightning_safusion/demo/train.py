@@ -27,6 +27,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "behind": {"system": "behind"},
     "safusion-no-feedback": {"system": "safusion", "memory": "none"},
     "safusion": {"system": "safusion"},
+    "saf-pooled": {"system": "saf-pooled"},
 }
 
 

@@ -35,6 +35,8 @@ from lightning_safusion.sparsify.memory import Memory
 from lightning_safusion.sparsify.schedule import ConstantDensity, DensitySchedule
 
 CollectiveOption = Literal["auto", "allgather", "hybrid", "hierarchical", "allreduce", "oktopk", "gtopk"]
+#: Collectives that carry messages as written, so that their sender can keep what rounding to a few bits takes away.
+FEW_BITS_COLLECTIVES: tuple[CollectiveOption, ...] = ("auto", "allgather", "hybrid")
 
 
 def _choice(name: str, value: str, allowed: Sequence[str]) -> None:
@@ -104,9 +106,7 @@ class EngineSettings:
     def _check_collective(self) -> None:
         """Refuses parts that do not go with the collective."""
         values = resolve_codec(self.wire, 64, 1, torch.float32).values
-        if not isinstance(values, FloatValues) and (
-            self.fusion.streams or self.collective not in ("auto", "allgather", "hybrid")
-        ):
+        if not isinstance(values, FloatValues) and (self.fusion.streams or self.collective not in FEW_BITS_COLLECTIVES):
             raise ValueError(
                 f"wire={self.wire!r} rounds so much that what is lost must stay with the sender, which only messages "
                 "of one worker to all others allow: use collective='allgather', 'hybrid' or 'auto', and a fusion other "

@@ -8,7 +8,7 @@ Covers: conservation for every sparsifier, memory, wire and collective on 1, 2, 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -89,14 +89,22 @@ def test_few_bits_need_messages_to_all(options: dict[str, Any]) -> None:
         settings(wire="q2", **options)
 
 
+@pytest.mark.parametrize(
+    "jobs",
+    [
+        pytest.param([("allgather", 2), ("auto", 3)], id="2 and 3"),
+        pytest.param([("allgather", 1), ("allgather", 3), ("allgather", 5)], id="1, 3 and 5", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("compressor", available_sparsifiers())
-def test_nothing_is_lost_in_any_combination(make: Callable[..., Cluster], compressor: str) -> None:
-    """Every sparsifier and wire, on 1, 2, 3 and 5 workers, with the memory that conserves.
+def test_nothing_is_lost_in_any_combination(
+    make: Callable[..., Cluster], compressor: str, jobs: Sequence[tuple[str, int]]
+) -> None:
+    """Every sparsifier and wire with the memory that conserves; by workers.
 
     Dense buffers among the sparse ones on 3 only: in an all-reduce neither the sparsifier nor the wire has a part.
     """
     shapes = specs(((40, 30), (40,), (1,), (0,), (90, 70), (7, 11)))
-    jobs = [("allgather", 1), ("allgather", 2), ("allgather", 3), ("allgather", 5), ("auto", 3)]
     for wire, (collective, world_size) in itertools.product(available_wires(), jobs):
         options = {"compressor": compressor, "wire": wire, "collective": collective}
         cluster = make(world_size, tensors=shapes, **options)

@@ -1,0 +1,62 @@
+"""What becomes of the default system's parts beside those that a user gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_safusion import SAFusionStrategy
+from lightning_safusion.systems import DEFAULT, SYSTEMS
+
+
+def test_the_default_is_a_row_of_the_table() -> None:
+    settings = SAFusionStrategy().settings
+    row = SYSTEMS[DEFAULT]
+    assert SAFusionStrategy().system == DEFAULT
+    assert (settings.scope, settings.quota, settings.wire, settings.memory.name) == (
+        row.scope,
+        row.quota,
+        row.wire,
+        row.memory,
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "quota", "wire"),
+    [
+        ({"scope": "group"}, "proportional", "q4"),
+        ({"fusion": "behind"}, "proportional", "q4"),
+        ({"offload": True}, "proportional", "q4"),
+        ({"offload": False}, "pooled", "q4"),
+        ({"fusion": "naive"}, "pooled", "auto"),
+        ({"collective": "oktopk"}, "pooled", "auto"),
+        ({"collective": "gtopk"}, "pooled", "auto"),
+        ({"collective": "hierarchical"}, "pooled", "auto"),
+        ({"collective": "allgather"}, "pooled", "q4"),
+        ({"collective": "hybrid"}, "pooled", "q4"),
+        ({"memory": "none"}, "pooled", "auto"),
+        ({"memory": "ef21"}, "pooled", "q4"),
+        ({"memory": "none", "wire": "q2"}, "pooled", "q2"),
+        ({"wire": "bf16"}, "pooled", "bf16"),
+        ({"quota": "proportional"}, "proportional", "q4"),
+    ],
+)
+def test_the_defaults_parts_give_way_where_they_do_not_fit(given: dict[str, Any], quota: str, wire: str) -> None:
+    settings = SAFusionStrategy(**given).settings
+    assert (settings.quota, settings.wire) == (quota, wire)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"scope": "group", "quota": "pooled"}, {"offload": True, "quota": "pooled"}, {"fusion": "naive", "wire": "q4"}],
+)
+def test_a_part_that_was_given_never_gives_way(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="needs scope='tensor'|gives every tensor a floor|rounds so much"):
+        SAFusionStrategy(**given)
+
+
+def test_parts_of_other_systems_do_not_give_way() -> None:
+    with pytest.raises(ValueError, match="gives every tensor a floor"):
+        SAFusionStrategy(system="behind", quota="pooled")
+    assert SAFusionStrategy(system="safusion", memory="none").settings.wire == "auto"
