@@ -257,10 +257,14 @@ class EngineDDPStrategy(ObservedDDPStrategy):
         self._dense_for_good = "its all-reduce has been predicted to be faster for every buffer, review after review"
         self._wrap_again(self._ddp.module)
 
+    @property
+    def dense_rules(self) -> tuple[list[str], int, int]:
+        """What travels dense: patterns of names, tensors of fewer elements, tensors of fewer dimensions."""
+        return self._dense, self._dense_below, self._dense_below_ndim
+
     def gradient_specs(self, module: nn.Module) -> tuple[TensorSpec, ...]:
         """The dense gradients of a module as this strategy exchanges them, in registration order."""
-        rules = (self._dense, self._dense_below, self._dense_below_ndim)
-        return specs_from_parameters(dense_parameters(module), *rules)
+        return specs_from_parameters(dense_parameters(module), *self.dense_rules)
 
 
 def _announce(text: str) -> None:

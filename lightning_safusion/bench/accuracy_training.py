@@ -24,6 +24,10 @@ from lightning_safusion.virtual.workers import Averager, Dense, Engines, Rounded
 
 # Points of a curve.
 _POINTS = 40
+# Settings that a plan has made use of, or that make no difference to what is sent.
+_IN_THE_PLAN = ("fusion", "own_buffers", "offload")
+# Hooks whose means are not plain averages.
+_OTHER_MEANS = ("bf16", "fp16", *POWERSGD_RANKS)
 _DENSITY = 0.01  # where a row's other settings are looked at
 
 
@@ -80,16 +84,19 @@ class Training:
     plan: list[list[Any]] | None
 
     def settings(self) -> dict[str, Any]:
-        """All that decides the curve; plain values."""
-        dense = self.row.published.ddp_hook is not None
+        """All that decides the curve; plain values. What a row is called does not: systems may change."""
+        strategy, hook = self.row.strategy(self.density), self.row.published.ddp_hook
+        parts = {"dense_rules": list(strategy.dense_rules)} | strategy.settings.describe()
+        sparse = {name: part for name, part in parts.items() if name not in _IN_THE_PLAN} if self.plan else None
         return {
             "task": self.task.name,
             "recipe": self.task.recipe(),
-            "row": self.row.name,
-            "density": None if dense else self.row.density(self.density),
+            "hook": hook if hook in _OTHER_MEANS else None,
+            "parts": sparse,
+            "plan": self.plan,
+            "training": dict(self.row.training),
             "workers": self.workers,
             "seed": self.seed,
-            "plan": self.plan,
         }
 
 

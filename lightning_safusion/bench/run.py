@@ -22,7 +22,7 @@ from lightning_safusion.bench.rows import refuse_training_options, split_rows
 from lightning_safusion.bench.session import CALIBRATION, REFERENCES, Rhythm, machines, measure
 from lightning_safusion.bench.table import Conditions, as_record, build_table, plot_tables, write_json
 from lightning_safusion.bench.team import Place
-from lightning_safusion.bench.workers import Task
+from lightning_safusion.bench.workers import FLOOR, Task
 from lightning_safusion.bench.workload import scaled
 from lightning_safusion.naming import look_up
 from lightning_safusion.simulate.trace import resolve_trace
@@ -93,12 +93,12 @@ def run_bench(
     others = {"model": model, "size": size, "batch_size": batch_size, "paced": paced, "scale": scale}
     if time_to_accuracy is not None:
         _refuse("with time_to_accuracy", others | {"calibrate": calibrate, "seed": seed})
-        task_of = look_up("task", time_to_accuracy, TASKS)
-        comparison = Comparison(task_of, tuple(given), _share(density), workers, _seeds(seeds))
+        trained = look_up("task", time_to_accuracy, TASKS)
+        comparison = Comparison(trained, tuple(given), _share(density), workers, _seeds(seeds))
         measure_accuracy(comparison, _rates(bandwidth, console), rhythm, output, console)
         return
     _refuse("without time_to_accuracy", {"seeds": seeds})
-    refuse_training_options(given)
+    refuse_training_options(name for name in given if name != FLOOR)
     names, task = list(dict.fromkeys([*REFERENCES, *given])), _task(model, size, batch_size, paced, scale, seed)
     for rate in _rates(bandwidth, console):
         with machines(workers, _scaled_rate(rate, scale)) as place:

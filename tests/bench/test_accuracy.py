@@ -18,10 +18,9 @@ from lightning_safusion.bench.accuracy_rows import RowTimes, seconds, summarize
 from lightning_safusion.bench.accuracy_training import Curve, Training, make_averager, train_curve
 from lightning_safusion.bench.rows import parse_row
 from lightning_safusion.bench.session import Rhythm
-from lightning_safusion.fusion.layout import specs_from_parameters
 from lightning_safusion.tasks import TASKS
 from lightning_safusion.virtual.training import VirtualTraining
-from lightning_safusion.virtual.workers import Engines, Rounded
+from lightning_safusion.virtual.workers import Engines
 from tests.process_group import run_alone
 
 TASK = replace(TASKS["digits-resnet"], steps=5, batch=8)
@@ -97,23 +96,29 @@ def test_the_plan_decides_what_travels_dense() -> None:
     generator = torch.Generator().manual_seed(0)
     gradients = [[torch.randn(param.numel(), generator=generator) for param in virtual.params] for _ in range(2)]
     middle = [(first + second) / 2 for first, second in zip(*gradients, strict=True)]
-    order, means = virtual.order, []
+    order, means, totals = virtual.order, [], [torch.zeros_like(mean) for mean in middle]
     averager = make_averager(training("safusion", [[40, "allgather"], [22, "allreduce"]]), virtual)
     assert isinstance(averager, Engines)
-    for _ in range(2):  # the first window comes before there is a plan
+    for _ in range(3):  # two windows come before there is a plan
         means = list(averager.average([[gradient.clone() for gradient in each] for each in gradients]))
+        totals = [total + mean for total, mean in zip(totals, means, strict=True)]
     averager.close()
     for index in order[40:]:
-        torch.testing.assert_close(means[index], middle[index])
+        torch.testing.assert_close(totals[index], 3 * middle[index])  # nothing stays behind
     large = [index for index in order[:40] if means[index].numel() >= 512]
     assert all(0 < int((means[index] != 0).sum()) < 0.2 * means[index].numel() for index in large)
 
 
-def test_another_plan_is_another_training() -> None:
-    plans = None, [[62, "allgather"]], [[62, "allreduce"]]
-    assert len({str(training("safusion", plan).settings()) for plan in plans}) == 3
-    wider = replace(training("ddp", None), density=0.5)
-    assert wider.settings() == training("ddp", None).settings()  # DDP has no density
+def test_what_decides_a_training_names_it() -> None:
+    def settings(row: str, plan: list[list[Any]] | None = None) -> str:
+        return str(training(row, plan).settings())
+
+    one, two = [[62, "allgather"]], [[62, "allreduce"]]
+    others = settings("safusion", one), settings("safusion", two), settings("safusion"), settings("ddp-bf16")
+    assert len({*others, settings("safusion[density=0.1]", one), settings("ddp[lr=0.1]")}) == 6
+    assert settings("safusion[dense_below=5]", one) != others[0]
+    assert settings("safusion") == settings("ddp") == settings("dear")  # plain averages, whoever makes them
+    assert settings("safusion[density=0.05,wire=auto]", one) == others[0]
 
 
 def test_options_of_the_optimizer_change_the_training() -> None:
@@ -161,12 +166,3 @@ def test_the_dense_steps_of_powersgd_take_as_long_as_those_of_ddp() -> None:
     assert seconds("powersgd-rank4", 30, step) == pytest.approx(12.0)
     assert seconds("powersgd-rank4", 4, step) == pytest.approx(4.0)
     assert seconds("omgs", 30, step) == pytest.approx(3.0)
-
-
-def test_averages_in_16_bits_are_rounded() -> None:
-    x = torch.tensor([1.0, 1.0 + 2**-9, 3e-8])
-    rounded = Rounded(specs_from_parameters([("x", torch.nn.Parameter(x))]), torch.bfloat16)
-    (mean,) = rounded.average([[x], [x + 2**-7]])
-    assert mean.dtype == torch.float32
-    assert mean.tolist() == [1.0, 1.0, pytest.approx(2**-8, rel=1e-2)]
-    assert rounded.bytes_sent == 6
