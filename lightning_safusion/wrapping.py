@@ -84,7 +84,7 @@ class EngineDDPStrategy(ObservedDDPStrategy):
             )
         self._ended = None
         self._wrapped = [name for name, _ in trainable(model)]
-        specs = self._specs(model)
+        specs = self.gradient_specs(model)
         self._transport = self._make_transport(model)
         entry = self._resumed[1] if self._resumed is not None else {}
         checked = {"system": self.system, "checkpoint": str(entry.get("nonce"))}
@@ -146,7 +146,7 @@ class EngineDDPStrategy(ObservedDDPStrategy):
             _announce(f"gradients travel whole, because {self._sends_all}; so does what a checkpoint has held back")
         self._controller = build_controller(
             settings,
-            self._specs(module),
+            self.gradient_specs(module),
             self._transport,
             self.root_device,
             measure,
@@ -257,7 +257,8 @@ class EngineDDPStrategy(ObservedDDPStrategy):
         self._dense_for_good = "its all-reduce has been predicted to be faster for every buffer, review after review"
         self._wrap_again(self._ddp.module)
 
-    def _specs(self, module: nn.Module) -> tuple[TensorSpec, ...]:
+    def gradient_specs(self, module: nn.Module) -> tuple[TensorSpec, ...]:
+        """The dense gradients of a module as this strategy exchanges them, in registration order."""
         rules = (self._dense, self._dense_below, self._dense_below_ndim)
         return specs_from_parameters(dense_parameters(module), *rules)
 

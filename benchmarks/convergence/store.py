@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.convergence.scheme import Scheme
 from benchmarks.convergence.training import Result
 from lightning_safusion.tasks import Task
+from lightning_safusion.virtual.ledger import Ledger, key_of
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Run:
     @property
     def key(self) -> str:
         """The settings as canonical text."""
-        return json.dumps(self.settings(), sort_keys=True)
+        return key_of(self.settings())
 
 
 class Store:
@@ -59,41 +58,20 @@ class Store:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._results: dict[str, Result] = {}
-        if not path.exists():
-            return
-        text = path.read_text(encoding="utf-8")
-        whole = text[: text.rfind("\n") + 1]
-        if whole != text:
-            os.truncate(path, len(whole.encode()))
-        for number, line in enumerate(whole.splitlines(), 1):
-            try:
-                record = json.loads(line)
-                self._results[json.dumps(record["settings"], sort_keys=True)] = Result(**record["result"])
-            except (KeyError, TypeError, ValueError) as error:
-                raise ValueError(
-                    f"line {number} of {path} is not a finished run: {error!r}. Remove the line."
-                ) from error
+        self._ledger = Ledger(path, Result, "a finished run")
 
     def add(self, run: Run, result: Result) -> None:
         """Writes a run down; it is on the disk when this returns."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        record = {"settings": run.settings(), "result": asdict(result)}
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record, allow_nan=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        self._results[run.key] = result
+        self._ledger.add(run.settings(), result)
 
     def missing(self, runs: Iterable[Run]) -> list[Run]:
         """Those of the runs that have not been done, each once."""
-        return list({run.key: run for run in runs if run.key not in self._results}.values())
+        return list({run.key: run for run in runs if self._ledger.get(run.settings()) is None}.values())
 
     def results(self, runs: Iterable[Run]) -> dict[str, dict[int, Result]]:
         """Results of those of the runs that have been done, by configuration and seed."""
         done: dict[str, dict[int, Result]] = {}
         for run in runs:
-            if run.key in self._results:
-                done.setdefault(run.config, {})[run.seed] = self._results[run.key]
+            if (result := self._ledger.get(run.settings())) is not None:
+                done.setdefault(run.config, {})[run.seed] = result
         return done

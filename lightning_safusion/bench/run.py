@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from lightning_safusion.bench.accuracy import Comparison
+from lightning_safusion.bench.accuracy import time_to_accuracy as measure_accuracy
 from lightning_safusion.bench.figures import SystemFigures, summarize
 from lightning_safusion.bench.links import bits_per_second, why_no_links
+from lightning_safusion.bench.progress import step_bars
+from lightning_safusion.bench.rows import refuse_training_options, split_rows
 from lightning_safusion.bench.session import CALIBRATION, REFERENCES, Rhythm, machines, measure
 from lightning_safusion.bench.table import Conditions, as_record, build_table, plot_tables, write_json
-from lightning_safusion.bench.workers import Place, Task
+from lightning_safusion.bench.team import Place
+from lightning_safusion.bench.workers import Task
 from lightning_safusion.bench.workload import scaled
+from lightning_safusion.naming import look_up
 from lightning_safusion.simulate.trace import resolve_trace
+from lightning_safusion.tasks import TASKS
 
 _WIDTH = 120  # of tables in files and pipes
 _SYSTEMS = "ddp-bf16,powersgd,saf-naive,saf-inter,safusion"
@@ -38,6 +47,8 @@ def run_bench(
     warmup: int = 30,
     seed: int = 0,
     calibrate: bool = False,
+    time_to_accuracy: str | None = None,
+    seeds: str = "0,1,2",
     output: Path = Path("safusion_bench"),
 ) -> None:
     """Measures systems side by side: steps, exposed exchange, bytes and memory, over links of a given rate.
@@ -47,7 +58,7 @@ def run_bench(
     and root; otherwise the loopback is measured, and the table says so.
 
     Args:
-        systems: Names, separated by commas; "safusion systems" lists them.
+        systems: Names, separated by commas; "safusion systems" lists them. With options: "saf-pooled[wire=q4]".
         model: "conv", "transformer" or "lstm", on random data.
         size: "tiny", "small" or "base".
         batch_size: Samples of one worker.
@@ -63,19 +74,32 @@ def run_bench(
         seed: Of weights and batches.
         calibrate: Also fit the costs of collectives, selection and decoding, and record the trace of the job: files
             for "safusion plan --calibration FILE --trace FILE".
-        output: Folder for bench.json, bench.png and the logs of the workers.
+        time_to_accuracy: In place of steps alone: how long training takes until it is nearly as good as DDP's at its
+            end. The task, such as digits-resnet or bytes-transformer; its trainings are written down in the output
+            folder as they end, and not run again. Rows may change the optimizer: "oktopk[memory=ef21,momentum=0]".
+        seeds: With time_to_accuracy: of weights and batches, separated by commas.
+        output: Folder for bench.json, bench.png (accuracy.json, accuracy.png) and the logs of the workers.
 
     Raises:
         ValueError: If a name or number makes no sense.
         RuntimeError: If a worker fails; names its log.
     """
-    names = list(dict.fromkeys([*REFERENCES, *(name.strip() for name in systems.split(","))]))
-    rhythm, task = Rhythm(rounds, block, warmup), _task(model, size, batch_size, paced, scale, seed)
+    given, rhythm = split_rows(systems), Rhythm(rounds, block, warmup)
     if workers < 2:
         raise ValueError(f"workers is {workers}: a single worker exchanges nothing, give 2 or more")
     console, tables = Console(width=None if sys.stdout.isatty() else _WIDTH), []
     torch.set_num_threads(1)  # no threads before the workers are forked
     output.mkdir(parents=True, exist_ok=True)
+    others = {"model": model, "size": size, "batch_size": batch_size, "paced": paced, "scale": scale}
+    if time_to_accuracy is not None:
+        _refuse("with time_to_accuracy", others | {"calibrate": calibrate, "seed": seed})
+        task_of = look_up("task", time_to_accuracy, TASKS)
+        comparison = Comparison(task_of, tuple(given), _share(density), workers, _seeds(seeds))
+        measure_accuracy(comparison, _rates(bandwidth, console), rhythm, output, console)
+        return
+    _refuse("without time_to_accuracy", {"seeds": seeds})
+    refuse_training_options(given)
+    names, task = list(dict.fromkeys([*REFERENCES, *given])), _task(model, size, batch_size, paced, scale, seed)
     for rate in _rates(bandwidth, console):
         with machines(workers, _scaled_rate(rate, scale)) as place:
             for share in _shares(density):
@@ -87,6 +111,33 @@ def run_bench(
     write_json([as_record(rows, conditions) for conditions, rows in tables], output / "bench.json")
     plot_tables(tables).savefig(output / "bench.png", dpi=120)
     console.print(f"written to {output}")
+
+
+def _refuse(when: str, options: Mapping[str, Any]) -> None:
+    """Refuses options that a mode could only ignore.
+
+    Raises:
+        ValueError: If one has another value than by default.
+    """
+    defaults = inspect.signature(run_bench).parameters
+    for name, value in options.items():
+        if value != defaults[name].default:
+            raise ValueError(f"{name}={value} has no meaning {when}: leave it out")
+
+
+def _share(density: str) -> float:
+    shares = _shares(density)
+    if len(shares) > 1:
+        raise ValueError(
+            f"time_to_accuracy takes one density, got {density}; rows may have others, as in [density=0.1]"
+        )
+    return shares[0]
+
+
+def _seeds(text: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise ValueError(f"seeds are written as in '0,1,2', got {text!r}")
+    return tuple(dict.fromkeys(map(int, text.split(","))))
 
 
 def _task(model: str, size: str, batch_size: int, paced: str | None, scale: float, seed: int) -> Task:
@@ -141,22 +192,14 @@ def _measure(
     calibrate: bool,
 ) -> list[SystemFigures]:
     """Measures one table, with its progress on the console."""
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    # refreshed by hand: a thread of its own would be forked with the workers
-    progress = Progress(*columns, console=console, auto_refresh=False, transient=True)
-    bars = {
-        name: progress.add_task(name, total=rhythm.warmup_of(name) + rhythm.rounds * rhythm.block)
+    totals = {
+        name: rhythm.warmup_of(name) + rhythm.rounds * rhythm.block
         for name in [*names, *([CALIBRATION] if calibrate else [])]
     }
-
-    def tell(system: str, steps: int) -> None:
-        progress.advance(bars[system], steps)
-        progress.refresh()
-
     suffix = f"{conditions.bandwidth or 'loopback'}-{conditions.density:g}"
     trace = output / f"trace-{suffix}.json" if calibrate else None
     console.print(f"[bold]{conditions.title}[/bold]")
-    with progress:
+    with step_bars(totals, console) as tell:
         run = measure(task, names, place, rhythm, output / "logs", tell, trace)
     if run.costs is not None:
         run.costs.save(output / f"calibration-{suffix}.json")

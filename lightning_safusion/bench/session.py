@@ -10,10 +10,11 @@ from pathlib import Path
 
 from lightning_safusion.bench.calibrate import CALIBRATED, LocalCosts
 from lightning_safusion.bench.links import linked_namespaces, why_no_links
-from lightning_safusion.bench.workers import FLOOR, Block, Place, Task, Team, started, train
+from lightning_safusion.bench.rows import parse_row
+from lightning_safusion.bench.team import Place, Team, started
+from lightning_safusion.bench.workers import FLOOR, Block, Task, train
 from lightning_safusion.callbacks.trace_recorder import TraceRecorder
 from lightning_safusion.simulate.calibration import Calibration
-from lightning_safusion.systems import SYSTEMS
 
 #: Rows of every table: the floor, and what a user has without this package.
 REFERENCES = (FLOOR, "ddp")
@@ -49,7 +50,7 @@ class Rhythm:
 
     def warmup_of(self, system: str) -> int:
         """Steps before the first round."""
-        fixed = system == FLOOR or (system in SYSTEMS and SYSTEMS[system].ddp_hook is not None)
+        fixed = system == FLOOR or (system != CALIBRATION and parse_row(system).published.ddp_hook is not None)
         return min(self.warmup, _FIXED_WARMUP) if fixed else self.warmup
 
 
@@ -100,7 +101,7 @@ def measure(
 
     Args:
         task: What they train.
-        systems: Their names.
+        systems: Their names, with options (see :mod:`~lightning_safusion.bench.rows`).
         place: Where.
         rhythm: In which turns.
         logs: Folder for what the workers print.

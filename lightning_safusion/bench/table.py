@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 from lightning_safusion.__about__ import __version__
@@ -73,7 +74,7 @@ def build_table(rows: Sequence[SystemFigures], conditions: Conditions) -> Table:
     for row in rows:
         aside = " (ddp)" if row.plain_ddp and row.bytes_sent is None and "another hook" not in row.plain_ddp else ""
         table.add_row(
-            row.system + aside,
+            escape(row.system) + aside,
             _ms(row.step_s),
             f"{_ms(row.low_s)} - {_ms(row.high_s)}",
             f"{row.over_floor:.2f}",
@@ -98,8 +99,13 @@ def _number(value: float | None, unit: float) -> str:
 
 def as_record(rows: Sequence[SystemFigures], conditions: Conditions) -> dict[str, Any]:
     """Conditions, machine and rows as plain values."""
-    machine = {"processor": platform.machine(), "torch": torch.__version__, "lightning_safusion": __version__}
-    return {"title": conditions.title, **asdict(conditions), "machine": machine, "systems": [asdict(r) for r in rows]}
+    systems = [asdict(row) for row in rows]
+    return {"title": conditions.title, **asdict(conditions), "machine": machine(), "systems": systems}
+
+
+def machine() -> dict[str, str]:
+    """What the figures of a run depend on besides its settings."""
+    return {"processor": platform.machine(), "torch": torch.__version__, "lightning_safusion": __version__}
 
 
 def write_json(records: Sequence[dict[str, Any]], path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the workers of a benchmark train: three kinds of networks on random data, and paced ones."""
+"""What the workers of a benchmark train: three kinds of networks on random data, tasks, and paced ones."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_safusion.simulate.trace import Trace
+from lightning_safusion.tasks import Task, loss
 
 _CLASSES = 10
 _WORDS = 2000
@@ -147,6 +148,41 @@ class Classifier(LightningModule):
     @override
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), 0.01, momentum=0.9)
+
+
+class Learner(LightningModule):
+    """A task's network on one of its batches, again and again: steps take as long as those of its training.
+
+    The learning rate is zero: gradients stay what they are, and finite.
+
+    Args:
+        task: Network, data, and the optimizer with its clipping.
+        batch_size: Samples of one worker.
+        options: Of the task's optimizer, in place of its own.
+    """
+
+    def __init__(self, task: Task, batch_size: int, **options: float) -> None:
+        super().__init__()
+        self.task, self.batch_size = task, batch_size
+        self.net = task.model()
+        self._options = options | {"lr": 0.0}
+
+    def batch(self) -> Sample:
+        """A batch of the task, by torch's seed."""
+        return Sample(*self.task.data(torch.initial_seed(), self.batch_size).samples(0))
+
+    @override
+    def training_step(self, batch: Sample, batch_idx: int) -> Tensor:
+        return loss(self.net, *batch)
+
+    @override
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        if self.task.clip is not None:
+            nn.utils.clip_grad_norm_(self.parameters(), self.task.clip)
+
+    @override
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.task.make_optimizer(self.parameters(), **self._options)
 
 
 class Paced(LightningModule):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import reduce
 from typing import Protocol
 
 import torch
@@ -47,6 +48,29 @@ class Dense:
         return means
 
 
+class Rounded:
+    """Averages in 16 bits, as torch's ``bf16_compress_hook`` and ``fp16_compress_hook`` make them.
+
+    Every worker rounds its gradient and divides it; sums are rounded too, in rank order. (Between more than two
+    processes a ring adds some parts in another order.)
+
+    Args:
+        specs: The tensors.
+        dtype: Of what is sent.
+    """
+
+    def __init__(self, specs: Sequence[TensorSpec], dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self.bytes_sent = sum(spec.numel * dtype.itemsize for spec in specs)
+
+    def average(self, gradients: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        means = []
+        for of_all in zip(*gradients, strict=True):
+            shares = [gradient.to(self._dtype).div_(len(of_all)) for gradient in of_all]
+            means.append(reduce(torch.add, shares).to(torch.float32))
+        return means
+
+
 class Engines:
     """One engine per worker, over in-process transports.
 
@@ -73,6 +97,8 @@ class Engines:
         self._pool = ThreadPoolExecutor(workers)
         transports = local_transports(workers)
         settings = [make_settings() for _ in range(workers)]
+        # exchanges in several phases wait for each other while they are launched
+        self._waiting = settings[0].collective not in ("auto", "allgather", "allreduce")
         self.controllers: list[Controller] = list(
             self._pool.map(
                 lambda rank: build_controller(
@@ -98,13 +124,13 @@ class Engines:
         return gradients[0]
 
     def _agrees(self) -> bool:
-        """Whether the workers will agree on something in the coming window (a new plan), waiting for each other.
+        """Whether the workers will wait for each other in the coming window, to agree on a new plan or in an exchange.
 
         Otherwise one thread serves all of them, which is faster: messages of all are sent before any is waited for.
         """
         controller = self.controllers[0]
         density = controller.density(controller.windows, controller.epoch)
-        return controller.current_plan() is None or density != controller.generator.quotas.density
+        return self._waiting or controller.current_plan() is None or density != controller.generator.quotas.density
 
     def _window(self, rank: int, gradients: Sequence[Tensor]) -> None:
         self._push(rank, gradients)

@@ -11,7 +11,8 @@ import pytest
 from lightning_safusion.bench import links
 from lightning_safusion.bench.run import run_bench
 from lightning_safusion.bench.session import Rhythm, measure
-from lightning_safusion.bench.workers import FLOOR, Place, Task
+from lightning_safusion.bench.team import Place
+from lightning_safusion.bench.workers import FLOOR, Task
 from lightning_safusion.simulate.calibration import Calibration
 from lightning_safusion.simulate.trace import Trace
 from tests.e2e.processes import need

@@ -164,7 +164,7 @@ def test_every_picture_is_drawn_from_a_full_plan(tmp_path: Path) -> None:
     runs = full([0, 1])
     store = Store(tmp_path / "results.jsonl")
     for place, run in enumerate(runs):
-        store._results[run.key] = result(0.5 + place / 1000)
+        store._ledger._results[run.key] = result(0.5 + place / 1000)
     files = save_pictures(summarize(runs, store.results(runs)), tmp_path)
     assert [file.name for file in files] == ["density.png", "bytes.png", "observation_1.png", "observation_2.png"]
     assert all(file.stat().st_size > 10_000 for file in files)
