@@ -50,8 +50,8 @@ def standings(results: Results, contenders: Mapping[str, Scheme]) -> list[Standi
     by_density: list[dict[str, float]] = []
     by_bytes: list[dict[str, float]] = []
     for task in MAIN:
-        seeds = sorted({seed for scheme in contenders.values() for seed in results.get(_config(task, scheme), ())})
-        for seed in seeds:
+        seeds = {seed for config, runs in results.items() if config.startswith(f"{task.name}/") for seed in runs}
+        for seed in sorted(seeds):
             curves = {name: _curve(task, scheme, seed, results) for name, scheme in contenders.items()}
             for density in DENSITIES:
                 points = {name: curve[density] for name, curve in curves.items() if density in curve}
