@@ -24,7 +24,7 @@ from rich.console import Console
 
 from benchmarks.convergence import ranks
 from benchmarks.convergence.pictures import save_pictures
-from benchmarks.convergence.plan import PRESETS, STUDIES
+from benchmarks.convergence.plan import PRESETS, SCOPES, SMALL_DENSE, STUDIES
 from benchmarks.convergence.runner import run_all
 from benchmarks.convergence.store import Run, Store
 from benchmarks.convergence.summary import Summary, markdown, summarize
@@ -66,23 +66,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     store = Store(args.output / "results.jsonl")
     complete = args.report or run_all(chosen, store, args.processes, console)
-    summaries = summarize(runs, store.results(runs))
-    if summaries:
-        report(summaries, args.output)
+    results = store.results(runs)
+    if results:
+        report(summarize(runs, results), results, args.output)
     return 0 if complete else 1
 
 
-def report(summaries: Sequence[Summary], folder: Path) -> None:
+def report(summaries: Sequence[Summary], results: ranks.Results, folder: Path) -> None:
     """Prints the tables, and saves them (``table.md``), the same figures (``summary.json``) and the pictures."""
-    tables = [markdown(summaries)]
-    standings = ranks.standings(summaries)
-    if standings:
-        tables.append(ranks.markdown(standings))
+    contests = [ranks.standings(results, contenders) for contenders in (SCOPES, {**SCOPES, **SMALL_DENSE})]
+    standings = [contest for contest in contests if contest]
+    tables = [markdown(summaries), *map(ranks.markdown, standings)]
     text = "\n\n".join(tables)
     (folder / "table.md").write_text(text + "\n", encoding="utf-8")
     figures = {
         "configurations": [summary.figures() for summary in summaries],
-        "standings": [asdict(each) for each in standings],
+        "standings": [[asdict(row) for row in contest] for contest in standings],
     }
     (folder / "summary.json").write_text(json.dumps(figures, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     files = save_pictures(summaries, folder)

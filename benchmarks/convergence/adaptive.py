@@ -1,4 +1,4 @@
-"""Remedies of the laboratory's own: selection in units of Adam's steps, a second moment that stays, clipped residuals."""
+"""Remedies of the laboratory's own: selection in units of Adam's steps, a frozen second moment, clipped residuals."""
 
 from __future__ import annotations
 

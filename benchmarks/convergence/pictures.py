@@ -10,7 +10,18 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.convergence.plan import DEGREES, DENSE, DENSITIES, FEW_BITS, MAIN, OBSERVED_LR, RANKS, SCOPES, VISION
+from benchmarks.convergence.plan import (
+    DEGREES,
+    DENSE,
+    DENSITIES,
+    FEW_BITS,
+    MAIN,
+    MORE_DENSITIES,
+    OBSERVED,
+    PLAIN,
+    RANKS,
+    SCOPES,
+)
 from benchmarks.convergence.scheme import Scheme
 from benchmarks.convergence.store import Run
 from benchmarks.convergence.summary import Summary
@@ -79,12 +90,9 @@ def by_bytes(known: Known) -> Figure | None:
     def draw(axes: Axes, task: Task) -> None:
         _dense(axes, known.of(task, [DENSE]))
         for name, scheme in SCOPES.items():
-            points = known.of(task, [replace(scheme, density=density) for density in DENSITIES])
+            densities = (*DENSITIES, *(MORE_DENSITIES if scheme == FEW_BITS else ()))
+            points = known.of(task, [replace(scheme, density=density) for density in densities])
             _line(axes, points, [point.bytes_mean for point in points], name, _COLORS[name])
-        pooled = SCOPES["pooled, small dense"]
-        few = known.of(task, [replace(pooled, density=density, wire=wire) for density, wire in FEW_BITS])
-        few.sort(key=lambda point: point.bytes_mean)
-        _line(axes, few, [point.bytes_mean for point in few], "pooled, few bits per value", "tab:purple")
         ranks = known.of(task, [Scheme("powersgd", rank=rank) for rank in RANKS])
         _line(axes, ranks, [point.bytes_mean for point in ranks], "PowerSGD", "black")
         others = known.of(task, [each.scheme for each in known.summaries if _is_usual(each.scheme)])
@@ -98,17 +106,14 @@ def by_bytes(known: Known) -> Figure | None:
 
 def observation_1(known: Known) -> Figure | None:
     """Missing tensors and accuracy by fusion degree, with and without error feedback."""
-    base = Scheme("behind", lr_scale=OBSERVED_LR)
     kinds = {
-        memory: known.of(VISION, [replace(base, memory=memory, degree=degree) for degree in DEGREES])
+        memory: known.of(PLAIN, [replace(OBSERVED, memory=memory, degree=degree) for degree in DEGREES])
         for memory in ("residual", "none")
     }
     if not any(kinds.values()):
         return None
     figure = Figure(figsize=(11, 4.5), layout="constrained")
-    figure.suptitle(
-        f"Observation 1: {VISION.name}, density {base.density:.0%}, learning rate {OBSERVED_LR:g} times as large"
-    )
+    figure.suptitle(f"Observation 1: {PLAIN.name}, density {OBSERVED.density:.2%}")
     left, right = figure.subplots(1, 2)
     for memory, color, label in (("residual", "tab:blue", "feedback"), ("none", "tab:red", "no feedback")):
         points = kinds[memory]
@@ -117,12 +122,12 @@ def observation_1(known: Known) -> Figure | None:
             continue
         left.plot(degrees, [point.missing or 0.0 for point in points], "o-", color=color, label=f"behind, {label}")
         _line(right, points, degrees, f"behind, {label}", color)
-        for ahead in known.of(VISION, [Scheme("ahead", memory=memory, lr_scale=OBSERVED_LR)]):
+        for ahead in known.of(PLAIN, [replace(OBSERVED, method="ahead", memory=memory)]):
             left.axhline(ahead.missing or 0.0, color=color, ls="--")
             right.axhline(ahead.metric.mean, color=color, ls="--", label=f"ahead, {label}")
-    _dense(right, known.of(VISION, [replace(DENSE, lr_scale=OBSERVED_LR)]))
+    _dense(right, known.of(PLAIN, [DENSE]))
     left.set(ylabel="share of gradient tensors of which nothing was sent")
-    right.set(ylabel=_AXIS[VISION.metric])
+    right.set(ylabel=_AXIS[PLAIN.metric])
     for axes in (left, right):
         axes.set_xscale("log", base=2)
         axes.set(xlabel="tensors in a buffer")
@@ -142,7 +147,7 @@ def observation_2(known: Known) -> Figure | None:
     def draw(axes: Axes, task: Task) -> None:
         _dense(axes, known.of(task, [DENSE]))
         for place, scheme in enumerate(kinds.values()):
-            color = _COLORS["behind" if scheme.method == "behind" else "ahead, small dense"]
+            color = _COLORS[scheme.method]
             for point in known.of(task, [scheme]):
                 half = 0.0 if math.isnan(point.metric.half) else point.metric.half
                 axes.errorbar(place, point.metric.mean, half, fmt="o", capsize=4, color=color)

@@ -1,89 +1,101 @@
-"""Which scope is best over tasks and densities: mean ranks, at equal density and at equal bytes."""
+"""Which scope is best over tasks, densities and seeds: mean ranks, at equal density and at equal bytes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean
+from statistics import fmean, stdev
 
 import numpy as np
 
-from benchmarks.convergence.plan import DENSITIES, MAIN, SCOPES
+from benchmarks.convergence.plan import DENSITIES, FEW_BITS, MAIN, MORE_DENSITIES
 from benchmarks.convergence.scheme import Scheme
 from benchmarks.convergence.store import Run
-from benchmarks.convergence.summary import Summary
+from benchmarks.convergence.training import Result
 from lightning_safusion.tasks import Task
 
-# A curve is taken to reach this much beyond its ends: messages of equal density differ by a few bytes.
+# A curve is taken to reach this much below its lowest point: messages of equal density differ by a few bytes.
 _REACH = 0.03
+
+Results = Mapping[str, Mapping[int, Result]]
 
 
 @dataclass(frozen=True)
 class Standing:
-    """One contender, over all cells (task and density) in which every contender has been run.
+    """One contender, over all trials (task, density and seed) in which every contender has been run.
 
     Args:
         name: Of the contender.
         by_density: Mean rank where all have the same density; 1 is best.
-        by_bytes: Mean rank where all send as many bytes; whoever cannot send so few is last.
-        cells: How many there are.
+        by_bytes: Mean rank where all may send as many bytes; whoever cannot send so few is last.
+        error: Standard error of ``by_bytes`` over trials; NaN for a single one.
+        trials: How many there are.
     """
 
     name: str
     by_density: float
     by_bytes: float
-    cells: int
+    error: float
+    trials: int
 
 
-def standings(summaries: Sequence[Summary], contenders: Mapping[str, Scheme] = SCOPES) -> list[Standing]:
-    """The contenders, best at equal bytes first; empty if no cell is complete.
+def standings(results: Results, contenders: Mapping[str, Scheme]) -> list[Standing]:
+    """The contenders, best at equal bytes first; empty if no trial is complete.
 
     Args:
-        summaries: Of the runs.
+        results: By configuration and seed.
         contenders: Schemes by name; their density is replaced.
     """
-    known = {summary.config: summary for summary in summaries}
-    by_density, by_bytes = [], []
+    by_density: list[dict[str, float]] = []
+    by_bytes: list[dict[str, float]] = []
     for task in MAIN:
-        curves = {name: _curve(task, scheme, known) for name, scheme in contenders.items()}
-        for density in DENSITIES:
-            cell = {name: curve.get(density) for name, curve in curves.items()}
-            points = {name: point for name, point in cell.items() if point is not None}
-            if len(points) < len(contenders):
-                continue
-            target = min(point.bytes_median for point in points.values())
-            by_density.append(_ranks({name: _score(point) for name, point in points.items()}))
-            by_bytes.append(_ranks({name: _score_at(list(curve.values()), target) for name, curve in curves.items()}))
-    if not by_density:
-        return []
-    rows = [
-        Standing(name, fmean(r[name] for r in by_density), fmean(r[name] for r in by_bytes), len(by_density))
-        for name in contenders
-    ]
-    return sorted(rows, key=lambda row: row.by_bytes)
+        seeds = {seed for config, runs in results.items() if config.startswith(f"{task.name}/") for seed in runs}
+        for seed in sorted(seeds):
+            curves = {name: _curve(task, scheme, seed, results) for name, scheme in contenders.items()}
+            for density in DENSITIES:
+                points = {name: curve[density] for name, curve in curves.items() if density in curve}
+                if len(points) < len(contenders):
+                    continue
+                budget = min(point.bytes_median for point in points.values())
+                by_density.append(_ranks({name: _score(task, point) for name, point in points.items()}))
+                by_bytes.append(_ranks({name: _score_at(task, curve, budget) for name, curve in curves.items()}))
+    return sorted(
+        (_standing(name, by_density, by_bytes) for name in contenders if by_bytes), key=lambda row: row.by_bytes
+    )
 
 
-def _curve(task: Task, scheme: Scheme, known: Mapping[str, Summary]) -> dict[float, Summary]:
-    """A contender's summaries on one task by density."""
-    configs = {density: Run(task, replace(scheme, density=density), 0).config for density in DENSITIES}
-    return {density: known[config] for density, config in configs.items() if config in known}
+def _standing(name: str, by_density: Sequence[dict[str, float]], by_bytes: Sequence[dict[str, float]]) -> Standing:
+    ranks = [trial[name] for trial in by_bytes]
+    error = stdev(ranks) / math.sqrt(len(ranks)) if len(ranks) > 1 else math.nan
+    return Standing(name, fmean(trial[name] for trial in by_density), fmean(ranks), error, len(ranks))
 
 
-def _score(summary: Summary) -> float:
-    """Higher is better; a scheme that diverged in any run is behind all that did not."""
-    if summary.diverged:
+def _config(task: Task, scheme: Scheme) -> str:
+    return Run(task, scheme, 0).config
+
+
+def _curve(task: Task, scheme: Scheme, seed: int, results: Results) -> dict[float, Result]:
+    """A contender's results on one task with one seed by density."""
+    densities = (*DENSITIES, *(MORE_DENSITIES if scheme == FEW_BITS else ()))
+    runs = {density: results.get(_config(task, replace(scheme, density=density)), {}) for density in densities}
+    return {density: run[seed] for density, run in runs.items() if seed in run}
+
+
+def _score(task: Task, result: Result) -> float:
+    """Higher is better; a training that diverged is behind all that did not."""
+    if result.metric is None:
         return -math.inf
-    return summary.metric.mean if summary.task.higher_is_better else -summary.metric.mean
+    return result.metric if task.higher_is_better else -result.metric
 
 
-def _score_at(curve: Sequence[Summary], target: float) -> float:
-    """The score at so many bytes, on straight lines over the logarithm of bytes."""
-    points = sorted((math.log(summary.bytes_median), _score(summary)) for summary in curve)
+def _score_at(task: Task, curve: Mapping[float, Result], budget: float) -> float:
+    """The score at so many bytes, on straight lines over their logarithm; beyond the largest density, the one there."""
+    points = sorted((math.log(result.bytes_median), _score(task, result)) for result in curve.values())
     places, scores = [place for place, _ in points], [score for _, score in points]
-    if not places[0] - _REACH <= math.log(target) <= places[-1] + _REACH:
+    if math.log(budget) < places[0] - _REACH:
         return -math.inf
-    return float(np.interp(math.log(target), places, scores))
+    return float(np.interp(math.log(budget), places, scores))
 
 
 def _ranks(scores: Mapping[str, float]) -> dict[str, float]:
@@ -97,7 +109,10 @@ def _ranks(scores: Mapping[str, float]) -> dict[str, float]:
 def markdown(rows: Sequence[Standing]) -> str:
     """The ranks as a table."""
     lines = [
-        "| scope | mean rank at equal bytes | mean rank at equal density | cells |",
+        "| scope | mean rank at equal bytes, standard error | mean rank at equal density | trials |",
         "| --- | ---: | ---: | ---: |",
     ]
-    return "\n".join(lines + [f"| {r.name} | {r.by_bytes:.2f} | {r.by_density:.2f} | {r.cells} |" for r in rows])
+    for row in rows:
+        error = "" if math.isnan(row.error) else f" ± {row.error:.2f}"
+        lines.append(f"| {row.name} | {row.by_bytes:.2f}{error} | {row.by_density:.2f} | {row.trials} |")
+    return "\n".join(lines)

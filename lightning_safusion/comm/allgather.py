@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -24,6 +26,9 @@ from lightning_safusion.sparsify.base import Selection
 
 # Zeroing only what was written is cheaper than zeroing the span until about a quarter of it was written.
 _SPARSE_CLEAR_SHARE = 4
+# Elements of an average tensor, from which on the calls for each tensor cost less than a copy of the span.
+_WRITTEN_ALONE = 1 << 14
+_LARGEST = torch.finfo(torch.float32).max
 
 
 def _aligned(nbytes: int) -> int:
@@ -116,6 +121,46 @@ class SparseAllGather(StreamOrderedExchange):
                 scratch.scatter_add_(0, indices, values * scale)
                 self._touched.append(indices)
         return scratch
+
+    def decode_into(self, gradients: Sequence[Tensor]) -> bool | None:
+        if self.device.type != "cpu" or self.spec.numel < _WRITTEN_ALONE * self.spec.num_tensors:
+            return None
+        scale = 1.0 / self.transport.world_size
+        entries = [self._entries_by_tensor(message, scale) for message in self._messages] if self.codec else []
+        # no sum is larger than that of the largest
+        bound = sum(largest for _, _, _, largest in entries)
+        # one tensor after the other, so that all ranks but the first find it in the cache
+        for t, gradient in enumerate(gradients):
+            gradient.zero_()
+            for lane in self._lanes_of.get(t, ()):
+                gradient.add_(lane, alpha=scale)
+            for indices, values, cuts, _ in entries:
+                first, last = cuts[t], cuts[t + 1]
+                if first < last:
+                    # unique within a rank, so the order of additions to an element is the order of ranks
+                    gradient.scatter_add_(0, indices[first:last] - self.spec.edges[t], values[first:last])
+        doubtful = gradients if not bound <= _LARGEST else [gradients[t] for t in self._lanes_of]
+        return all(map(all_finite, doubtful))
+
+    def _entries_by_tensor(self, message: Tensor, scale: float) -> tuple[Tensor, Tensor, list[int], float]:
+        """Positions (int64 [K]) and scaled values (float32 [K]) that a rank sent, where those of each tensor begin
+        among them (T + 1 numbers), and the largest magnitude."""
+        if self.codec is None:
+            raise RuntimeError("a span that travels dense has no entries")
+        indices, values = self.codec.decode(message[self._selection])
+        scaled = values * scale
+        cuts = np.searchsorted(indices.numpy(), self.spec.edges).tolist()
+        return indices, scaled, cuts, float(scaled.abs().amax()) if len(scaled) else 0.0
+
+    @cached_property
+    def _lanes_of(self) -> dict[int, list[Tensor]]:
+        """What each rank has sent of the tensors that travel whole."""
+        found: dict[int, list[Tensor]] = {}
+        for t, (start, stop) in enumerate(pairwise(self.spec.edges)):
+            for run, (first, last, _) in enumerate(self.spec.dense_runs):
+                if first <= start < stop <= last:
+                    found[t] = [lanes[run][start - first : stop - first] for lanes in self._received_lanes]
+        return found
 
     def _runs(self, span: Tensor) -> list[Tensor]:
         return [span[start:stop] for start, stop, _ in self.spec.dense_runs]

@@ -208,6 +208,18 @@ class Exchange(ABC):
             The mean over ranks, floating [N]; valid until :meth:`release`.
         """
 
+    def decode_into(self, gradients: Sequence[Tensor]) -> bool | None:
+        """:meth:`decode` without the buffer in between: writes the mean straight into the gradients.
+
+        Args:
+            gradients: float32, flat, one of each tensor of the span, on its device; no two share memory.
+
+        Returns:
+            Whether the mean is finite (waits for the device); None if nothing was written and :meth:`decode` is to be
+            called, because this collective cannot do so or it would take longer.
+        """
+        return None
+
     def is_finite(self, mean: Tensor) -> bool:
         """Whether the decoded mean is finite (waits for the device): sums of finite numbers can overflow."""
         return all_finite(mean)

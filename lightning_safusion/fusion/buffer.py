@@ -50,6 +50,11 @@ class FusionBuffer:
         return any(dtype.itemsize < 4 for dtype in self.dtypes)
 
     @cached_property
+    def exact(self) -> bool:
+        """Whether all gradients are what the memory holds, float32."""
+        return self.dtypes == {torch.float32}
+
+    @cached_property
     def all_fresh(self) -> Tensor:
         """uint8 [T]: the flags of almost every step."""
         return device_constant(np.full(len(self.places), int(TensorFlag.FRESH), np.uint8), self.exchange.device)

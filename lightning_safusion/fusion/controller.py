@@ -45,7 +45,8 @@ class Controller:
         planner: Says which tensors share a buffer.
         transport: Communicator of the buffers.
         density: Density by step and epoch.
-        dense_first: Send the first window dense: costs are not known yet, and there is no residual to add.
+        dense_first: Send the first window dense: costs are not known yet, and there is no residual to add. Otherwise
+            what no plan covers travels sparse.
         overlap: Launch buffers while gradients still arrive. Not where a tensor is submitted at different points of the
             backward pass on different ranks (unused on some): the collectives of the model's own backward
             (SyncBatchNorm) would meet ours in different orders.
@@ -182,7 +183,9 @@ class Controller:
         for group in window.groups[window.next_group :]:
             self._launcher.launch(window, group, self.notices)
         edges = self.generator.layout.edges
-        collective: CollectiveName = "allreduce" if self._dense_window() else self.planner.fallback(self.generator)
+        collective: CollectiveName = "allreduce"
+        if not self._dense_window():
+            collective = self.planner.fallback(self.generator, sparse=not self.dense_first)
         start = window.launched
         while start < len(self.generator.layout):
             limit = edges[start] + _UNPLANNED_ELEMENTS

@@ -257,7 +257,7 @@ def build_controller(
     wanted = settings.fusion.needs_costs or settings.collective == "auto"
     prior = calibrate(transport, device) if measure and wanted else None
     planner = Planner(settings.fusion, transport, choice, prior, announce)
-    dense_first = choice != "allgather"
+    dense_first = choice != "allgather" and settings.memory.begins_dense
     # the others negotiate counts on the host
     deferred = deferred and not settings.fusion.streams and timer is None and sparse in ("allgather", "hybrid")
     offload = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -124,9 +125,17 @@ class Planner:
             self._fusing = self.costs(generator)
         return self.policy.fuse(self._fusing, start, stop)
 
-    def fallback(self, generator: Generator) -> CollectiveName:
-        """The collective for tensors that no plan covers."""
-        return Single().plan(self.costs(generator)).groups[0].collective
+    def fallback(self, generator: Generator, sparse: bool = False) -> CollectiveName:
+        """The collective for tensors that no plan covers.
+
+        Args:
+            generator: Makes the buffers.
+            sparse: Whatever it costs, where there is something to select.
+        """
+        costs = self.costs(generator)
+        if sparse and costs.sparse_allowed:
+            costs = replace(costs, dense_allowed=False)
+        return Single().plan(costs).groups[0].collective
 
     def _make(self, costs: GroupCosts) -> Plan:
         if self.policy.streams and costs.sparse_allowed:

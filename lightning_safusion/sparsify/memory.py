@@ -25,6 +25,10 @@ class Memory(ABC):
     conserves: bool
     #: Its own momentum, or what it hands to the optimizer, is part of the algorithm even where everything is sent.
     shapes_updates: ClassVar[bool] = False
+    #: :meth:`received` returns the mean as it is.
+    hands_on: ClassVar[bool] = True
+    #: A first window that travels dense, while costs are not known, leaves the state as if it had been sparse.
+    begins_dense: ClassVar[bool] = True
     #: Workers whose gradients are averaged; whoever binds the memory sets it.
     world_size: int = 1
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from benchmarks.convergence.adaptive import FrozenSecondMoment, PreconditionedTopK
+from benchmarks.convergence.adaptive import ClippedResidual, FrozenSecondMoment, PreconditionedTopK
 from benchmarks.convergence.scheme import Scheme
 from benchmarks.convergence.training import train
 from lightning_safusion.sparsify import Segments
@@ -62,3 +62,15 @@ def test_they_are_part_of_a_run() -> None:
         for scheme in (plain, replace(plain, compressor="preconditioned"), replace(plain, frozen=0.5))
     }
     assert len(set(metrics.values())) == len(metrics)
+
+
+def test_a_residual_is_cut_down_to_some_norms_of_the_gradient() -> None:
+    memory = ClippedResidual(factor=2.0)
+    memory.bind([0, 2, 4], torch.device("cpu"))
+    first = [torch.tensor([30.0, 40.0]), torch.tensor([0.3, 0.4])]
+    memory.compensate([0, 1], first, [False, False], torch.tensor([50.0, 0.5]))
+    assert memory.accumulated(0, 4).tolist() == torch.cat(first).tolist()
+    second = [torch.tensor([3.0, 4.0]), torch.tensor([0.3, 0.4])]
+    memory.compensate([0, 1], second, [False, False], torch.tensor([5.0, 0.5]))
+    # the first residual has ten norms of the new gradient, of which two stay; the second has one
+    torch.testing.assert_close(memory.accumulated(0, 4), torch.tensor([9.0, 12.0, 0.6, 0.8]))

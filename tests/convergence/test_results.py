@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import signal
@@ -10,21 +11,23 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from statistics import stdev
 from typing import Any
 
 import pytest
 
 from benchmarks.convergence import __main__ as command
 from benchmarks.convergence.pictures import save_pictures
-from benchmarks.convergence.plan import DENSITIES, MAIN, SCOPES, full, short
-from benchmarks.convergence.ranks import standings
+from benchmarks.convergence.plan import DENSITIES, MAIN, SCOPES, SMALL_DENSE, full, short
+from benchmarks.convergence.ranks import Results, standings
 from benchmarks.convergence.scheme import Scheme
 from benchmarks.convergence.store import Run, Store
-from benchmarks.convergence.summary import Estimate, Summary, markdown, summarize
+from benchmarks.convergence.summary import markdown, summarize
 from benchmarks.convergence.training import Result
-from lightning_safusion.tasks import TASKS
+from lightning_safusion.tasks import TASKS, Task
 
 TASK = TASKS["digits-resnet"]
+ALL = {**SCOPES, **SMALL_DENSE}
 
 
 def result(metric: float | None = 0.9, **changes: Any) -> Result:
@@ -96,39 +99,65 @@ def test_runs_that_diverged_are_counted_and_not_averaged(tmp_path: Path) -> None
     json.dumps(summary.figures(), allow_nan=False)
 
 
-def summary(task_index: int, name: str, density: float, score: float, sent: float, diverged: int = 0) -> Summary:
-    task = MAIN[task_index]
-    metric = Estimate(score if task.higher_is_better else -score, math.nan)
-    scheme = replace(SCOPES[name], density=density)
-    nothing = Estimate(math.nan, math.nan)
-    return Summary(task, scheme, metric, 0.0, nothing, 3, diverged, 0.0, density, 0.5, sent, sent, 4000 / sent, 62)
+def entered(rows: dict[tuple[str, float, int], tuple[float | None, float]], task: Task) -> Results:
+    """Results from metric and bytes by contender, density and seed."""
+    results: dict[str, dict[int, Result]] = {}
+    for (name, density, seed), (metric, sent) in rows.items():
+        config = Run(task, replace(ALL[name], density=density), 0).config
+        results.setdefault(config, {})[seed] = result(metric, bytes_median=sent)
+    return results
 
 
 def test_ranks_at_equal_bytes_do_not_reward_sending_more() -> None:
-    rows = []
-    for density in DENSITIES:
-        for name in SCOPES:
-            larger = 2.0 if "small dense" in name else 1.0
-            # all lie on one curve over bytes, so that at equal density whoever sends more looks better
-            sent = 1000 * density * larger
-            lead = 0.1 if name == "ahead" else 0.0
-            rows.append(summary(0, name, density, math.log(sent) + lead, sent))
-    table = {row.name: row for row in standings(rows)}
-    assert all(row.cells == 3 for row in table.values())
-    assert table["ahead"].by_bytes == 1
+    rows: dict[tuple[str, float, int], tuple[float | None, float]] = {}
+    for density, name, seed in itertools.product(DENSITIES, ALL, (0, 1)):
+        larger = 2.0 if "small dense" in name else 1.0
+        # all lie on one curve over bytes, so that at equal density whoever sends more looks better
+        sent = 1000 * density * larger
+        rows[name, density, seed] = math.log(sent) + (0.1 if name == "ahead" else 0.0), sent
+    table = {row.name: row for row in standings(entered(rows, MAIN[0]), ALL)}
+    assert all(row.trials == 6 for row in table.values())
+    assert (table["ahead"].by_bytes, table["ahead"].error) == (1, 0)
     assert table["ahead, small dense"].by_density == 1.5
     # at the lowest density it cannot send so little
     assert table["ahead, small dense"].by_bytes > table["behind"].by_bytes >= 2
-    assert standings(rows[:-1])[0].cells == 2  # incomplete cells do not count
+    del rows["ahead", DENSITIES[0], 1]
+    assert standings(entered(rows, MAIN[0]), ALL)[0].trials == 5  # incomplete trials do not count
+
+
+def test_ranks_are_of_every_seed() -> None:
+    order = list(SCOPES)
+    rows: dict[tuple[str, float, int], tuple[float | None, float]] = {}
+    for density, seed in itertools.product(DENSITIES, (0, 1)):
+        for place, name in enumerate(reversed(order) if seed else order):
+            rows[name, density, seed] = 0.5 - place / 10 - seed / 100, 100 * density
+    table = {row.name: row for row in standings(entered(rows, MAIN[0]), SCOPES)}
+    assert {row.by_bytes for row in table.values()} == {2.5}
+    first, inner = table[order[0]], table[order[1]]
+    assert first.error == pytest.approx(stdev([1, 4] * 3) / math.sqrt(6))
+    assert first.error > inner.error
+
+
+def test_more_bytes_than_the_largest_density_needs_change_nothing() -> None:
+    rows: dict[tuple[str, float, int], tuple[float | None, float]] = {
+        (name, density, 0): (0.8, 1000 * density) for density in DENSITIES for name in SCOPES
+    }
+    for density in DENSITIES:
+        rows["pooled, 4 bits", density, 0] = 0.9, 100 * density
+    best, *_ = standings(entered(rows, MAIN[0]), SCOPES)
+    # nobody else can send as few bytes as four bits need at the lowest density
+    assert (best.name, best.by_bytes, best.trials) == ("pooled, 4 bits", 1, 3)
 
 
 def test_ranks_know_that_a_small_loss_is_good_and_divergence_bad() -> None:
-    rows = [
-        summary(2, name, density, score=place, sent=100 * density, diverged=int(name == "ahead, small dense"))
+    rows = {
+        (name, density, 0): (None if name == "ahead" else 3.0 - place / 10, 100 * density)
         for density in DENSITIES
         for place, name in enumerate(SCOPES)
-    ]
-    assert [row.name for row in standings(rows)] == ["pooled, small dense", "ahead", "behind", "ahead, small dense"]
+    }
+    found = standings(entered(rows, MAIN[2]), SCOPES)
+    assert [row.name for row in found] == ["pooled, 4 bits", "pooled", "behind", "ahead"]
+    assert math.isnan(standings(entered({k: v for k, v in rows.items() if k[1] == 0.05}, MAIN[2]), SCOPES)[0].error)
 
 
 def test_every_picture_is_drawn_from_a_full_plan(tmp_path: Path) -> None:

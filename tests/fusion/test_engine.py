@@ -292,6 +292,27 @@ def test_ef21_does_not_learn_from_a_window_that_ended_badly(make: Callable[..., 
     assert all(mean.isfinite().all() for mean in cluster.step(cluster.random_grads(2))[0])
 
 
+def test_the_first_window_of_ef21_is_sparse(make: Callable[..., Cluster]) -> None:
+    """A first gradient that travelled whole would stay in the estimate for long; a residual has nothing to keep."""
+    densities = {}
+    for memory in ("ef21", "residual"):
+        cluster = make(2, memory=memory, collective="auto", density=0.05)
+        cluster.step(cluster.random_grads(0))
+        report = cluster.controllers[0].report
+        assert report is not None
+        densities[memory] = report.as_dict()["achieved_density"]
+    assert densities["ef21"] < 0.06
+    assert densities["residual"] == 1
+
+
+def test_ef21_at_density_1_has_nothing_to_select_in_its_first_window(make: Callable[..., Cluster]) -> None:
+    cluster = make(2, memory="ef21", collective="auto", density=1.0)
+    cluster.step(cluster.random_grads(0))
+    report = cluster.controllers[0].report
+    assert report is not None
+    assert [buffer.group.collective for buffer, _ in report.window.inflight] == ["allreduce"]
+
+
 def test_ef21_and_a_tree_that_loses_mass_are_refused() -> None:
     with pytest.raises(ValueError, match="memory='ef21' adds up all that is sent"):
         settings(memory="ef21", collective="gtopk")

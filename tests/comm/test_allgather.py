@@ -1,0 +1,158 @@
+"""Decoding into the gradients: the same bits as through a buffer, and only where that is possible."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_safusion.comm import Transport, resolve_codec
+from lightning_safusion.comm.allgather import SparseAllGather
+from lightning_safusion.comm.exchange import SpanSpec
+from tests.cluster import Cluster, settings, specs
+from tests.comm.exchanges import CPU, Build, Workers, gradients, part_of
+
+EDGES = (0, 70_000, 70_000, 70_040, 120_000)  # an empty tensor and a small one among others
+LARGE = ((200, 250), (40,), (0,), (300, 230), (1,))
+
+
+def gather(wire: str) -> Build:
+    def build(spec: SpanSpec, transport: Transport) -> SparseAllGather:
+        codec = resolve_codec(wire, spec.numel, spec.capacity, torch.float32, spec.edges) if spec.capacity else None
+        return SparseAllGather(spec, transport, CPU, codec)
+
+    return build
+
+
+def garbage(spec: SpanSpec) -> list[Tensor]:
+    """Flat gradients of a span, all of them wrong; the first one is every second element of something."""
+    sizes = [stop - start for start, stop in zip(spec.edges, spec.edges[1:], strict=False)]
+    return [torch.full((2 * sizes[0],), torch.nan)[::2], *(torch.full((size,), torch.nan) for size in sizes[1:])]
+
+
+def both(workers: Workers, xs: Sequence[Tensor]) -> list[tuple[list[Tensor], bool | None, Tensor, bool]]:
+    """What each rank gets from one exchange, in both ways, and whether it is finite."""
+
+    def run(rank: int) -> tuple[list[Tensor], bool | None, Tensor, bool]:
+        exchange = workers.exchanges[rank]
+        exchange.encode(xs[rank], part_of(xs[rank], workers.spec))
+        exchange.start()
+        exchange.wait()
+        direct, scratch = garbage(workers.spec), torch.zeros(workers.spec.numel)
+        finite = exchange.decode_into(direct)
+        mean = exchange.decode(scratch)
+        result = direct, finite, mean.clone(), exchange.is_finite(mean)
+        exchange.release(scratch)
+        return result
+
+    return workers.each(run)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("wire", ["block16-fp32", "bitmap-bf16", "dense-fp32", "q4"])
+@pytest.mark.parametrize("dense", [None, (70_000, 120_000), (0, 70_000)])
+def test_the_mean_is_that_of_the_buffer(wire: str, dense: tuple[int, int] | None, world_size: int) -> None:
+    runs = () if dense is None else ((*dense, torch.float32),)
+    workers = Workers(world_size, SpanSpec(EDGES[-1], 3000, EDGES, runs), gather(wire))
+    for step in range(2):
+        results = both(workers, gradients(world_size, EDGES[-1], step))
+        for direct, finite, mean, _ in results:
+            assert finite is True
+            assert torch.equal(torch.cat(direct), mean)
+            assert torch.equal(mean, results[0][2])
+        assert mean.count_nonzero() >= 1000
+
+
+@pytest.mark.parametrize("value", [3e38, torch.inf, torch.nan])
+@pytest.mark.parametrize("dense", [None, (70_000, 120_000)])
+def test_a_sum_that_is_not_finite_is_seen(value: float, dense: tuple[int, int] | None) -> None:
+    runs = () if dense is None else ((*dense, torch.float32),)
+    workers = Workers(3, SpanSpec(EDGES[-1], 3000, EDGES, runs), gather("block16-fp32"))
+    xs = gradients(3, EDGES[-1])
+    for x in xs:
+        x[[5, -5]] = value
+    for direct, finite, mean, otherwise in both(workers, xs):
+        assert finite is otherwise is (value == 3e38)  # whose mean fits
+        torch.testing.assert_close(torch.cat(direct), mean, rtol=0, atol=0, equal_nan=True)
+
+
+def test_small_tensors_are_copied_together() -> None:
+    edges = tuple(range(0, 1001, 10))
+    workers = Workers(2, SpanSpec(1000, 100, edges, ()), gather("auto"))
+    for direct, finite, mean, _ in both(workers, gradients(2, 1000)):
+        assert finite is None
+        assert torch.cat(direct).isnan().all()
+        assert mean.any()
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Cluster]]:
+    made: list[Cluster] = []
+
+    def build(dtype: torch.dtype = torch.float32, dense: Sequence[int] = (), **options: Any) -> Cluster:
+        tensors = specs(LARGE, dtype, dense)
+        made.append(Cluster(2, lambda: settings(collective="allgather", **options), tensors))
+        return made[-1]
+
+    yield build
+    for cluster in made:
+        cluster.close()
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> list[bool | None]:
+    """What :meth:`decode_into` has returned to the engine."""
+    seen: list[bool | None] = []
+    original = SparseAllGather.decode_into
+
+    def spied(self: SparseAllGather, grads: Sequence[Tensor]) -> bool | None:
+        seen.append(original(self, grads))
+        return seen[-1]
+
+    monkeypatch.setattr(SparseAllGather, "decode_into", spied)
+    return seen
+
+
+def trained(cluster: Cluster, steps: int = 4) -> list[list[list[Tensor]]]:
+    """Means of some windows; in the second one, a rank has no gradient of a tensor, and one is not finite."""
+    means = []
+    for step in range(steps):
+        grads = cluster.random_grads(step)
+        fresh = [[True] * len(cluster.specs) for _ in grads]
+        if step == 1:
+            fresh[0][0] = fresh[0][3] = fresh[1][3] = False
+            grads[1][1][3] = torch.inf
+        means.append(cluster.step(grads, fresh))
+    return means
+
+
+@pytest.mark.filterwarnings("ignore:.* tensors .* were computed on some ranks only")
+@pytest.mark.parametrize("options", [{}, {"dense": (1,)}, {"quota": "pooled", "wire": "q4"}, {"scope": "group"}])
+def test_training_does_not_tell_the_difference(
+    make: Callable[..., Cluster], answers: list[bool | None], monkeypatch: pytest.MonkeyPatch, options: Any
+) -> None:
+    direct = make(**options)
+    means = trained(direct)
+    assert answers == [True] * 6  # one buffer, two ranks, all windows but the second
+    monkeypatch.setattr(SparseAllGather, "decode_into", lambda self, grads: None)
+    buffered = make(**options)
+    for ours, theirs in zip(means, trained(buffered), strict=True):
+        for rank in (0, 1):
+            for mine, other in zip(ours[rank], theirs[rank], strict=True):
+                torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
+    for rank in (0, 1):
+        for index in range(len(LARGE)):
+            assert torch.equal(direct.residual(rank, index), buffered.residual(rank, index))
+
+
+@pytest.mark.parametrize(
+    "options", [{"dtype": torch.bfloat16}, {"dtype": torch.float64}, {"memory": "ef21"}], ids=["bf16", "fp64", "ef21"]
+)
+def test_what_the_gradients_get_is_not_always_the_mean(
+    make: Callable[..., Cluster], answers: list[bool | None], options: Any
+) -> None:
+    make(**options).step(make(**options).random_grads(0))
+    assert answers == []
