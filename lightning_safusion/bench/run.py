@@ -11,9 +11,10 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from lightning_safusion.bench.calibrate import fit_run
 from lightning_safusion.bench.figures import SystemFigures, summarize
 from lightning_safusion.bench.links import bits_per_second, why_no_links
-from lightning_safusion.bench.session import CALIBRATION, REFERENCES, Rhythm, machines, measure
+from lightning_safusion.bench.session import RECORDS, REFERENCES, Rhythm, machines, measure
 from lightning_safusion.bench.table import Conditions, as_record, build_table, plot_tables, write_json
 from lightning_safusion.bench.workers import Place, Task
 from lightning_safusion.bench.workload import scaled
@@ -146,7 +147,7 @@ def _measure(
     progress = Progress(*columns, console=console, auto_refresh=False, transient=True)
     bars = {
         name: progress.add_task(name, total=rhythm.warmup_of(name) + rhythm.rounds * rhythm.block)
-        for name in [*names, *([CALIBRATION] if calibrate else [])]
+        for name in [*names, *(RECORDS if calibrate else ())]
     }
 
     def tell(system: str, steps: int) -> None:
@@ -154,11 +155,12 @@ def _measure(
         progress.refresh()
 
     suffix = f"{conditions.bandwidth or 'loopback'}-{conditions.density:g}"
-    trace = output / f"trace-{suffix}.json" if calibrate else None
     console.print(f"[bold]{conditions.title}[/bold]")
     with progress:
-        run = measure(task, names, place, rhythm, output / "logs", tell, trace)
-    if run.costs is not None:
-        run.costs.save(output / f"calibration-{suffix}.json")
+        run = measure(task, names, place, rhythm, output / "logs", tell, record=calibrate)
+    if calibrate:
+        trace, costs = fit_run(run, rhythm)
+        trace.save(output / f"trace-{suffix}.json")
+        costs.save(output / f"calibration-{suffix}.json")
         console.print(f"costs and trace of this job on these workers: calibration-{suffix}.json, trace-{suffix}.json")
     return summarize(run.blocks)

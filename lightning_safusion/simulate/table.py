@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_safusion.simulate.cluster import Cluster, resolve_link
-from lightning_safusion.simulate.engine import Iteration, mean_iteration
+from lightning_safusion.simulate.engine import mean_iteration
+from lightning_safusion.simulate.iteration import Iteration
 from lightning_safusion.simulate.job import Job
 from lightning_safusion.simulate.systems import SIMULATED, resolve_simulated
 from lightning_safusion.simulate.trace import Trace, resolve_trace
