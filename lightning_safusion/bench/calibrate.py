@@ -19,7 +19,7 @@ from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.fusion.layout import Layout, TensorSpec
 from lightning_safusion.simulate.calibration import Calibration
 from lightning_safusion.simulate.engine import mean_iteration
-from lightning_safusion.simulate.measured import CollectiveTimes, Host, StageCost
+from lightning_safusion.simulate.measured import CollectiveSample, CollectiveTimes, Host, StageCost
 from lightning_safusion.simulate.schedule import Planned, Schedule
 from lightning_safusion.simulate.trace import Trace
 
@@ -121,26 +121,60 @@ def fit_calibration(
     both = [*ahead, *behind]
     tensors = sum(buffer.tensors for buffer in both[0].buffers)
     hook = median(step.backward - sum(buffer.select for buffer in step.buffers[:-1]) for step in both)
+    forward, backward, rest = (_share(idle, part) for part in ("forward", "backward", "rest"))
     host = Host(
         cores / workers,
-        *(_share(idle, part) for part in ("forward", "backward", "rest")),
-        1.0,
-        max(0.0, hook - median(step.ready[-1].processor for step in idle)) / tensors,
-        _fit_stage([[(b.tensors, b.elements, b.select) for b in step.buffers] for step in ahead]),
-        _fit_stage([[(b.tensors, b.elements, b.select) for b in step.buffers] for step in behind]),
-        _fit_stage([[(b.tensors, workers * b.entries, b.decode) for b in step.buffers] for step in both]),
-        _fit_drain(both, median(step.rest.processor for step in idle)),
+        forward,
+        backward,
+        rest,
+        hook=max(0.0, hook - median(step.ready[-1].processor for step in idle)) / tensors,
+        ahead=_fit_stage([[(b.tensors, b.elements, b.select) for b in step.buffers] for step in ahead]),
+        behind=_fit_stage([[(b.tensors, b.elements, b.select) for b in step.buffers] for step in behind]),
+        decode=_fit_stage([[(b.tensors, workers * b.entries, b.decode) for b in step.buffers] for step in both]),
+        drain=_fit_drain(both, median(step.rest.processor for step in idle)),
     )
     buffers = [buffer for step in both for buffer in step.buffers]
     return Calibration(
         workers,
-        collectives["allgather"],
-        collectives["allreduce"],
+        _in_job(_rising(collectives["allgather"]), both),
+        _rising(collectives["allreduce"]),
         sum(buffer.nbytes for buffer in buffers) / sum(buffer.entries for buffer in buffers),
         host,
         _jitter(floor),
         source,
     )
+
+
+def _in_job(times: CollectiveTimes, steps: Sequence[EngineStep]) -> CollectiveTimes:
+    """The times with the processor time that the collectives of the steps have taken, rather than those timed alone:
+    waking up costs less where threads and caches are warm."""
+    said = [sum(times.at(buffer.nbytes).processor_queued for buffer in step.buffers) for step in steps]
+    taken = [max(0.0, step.process - step.thread) for step in steps]
+    scale = median(took / expected for took, expected in zip(taken, said, strict=True) if expected > 0)
+    seconds = [scale * sample.processor_queued for sample in times.samples]
+    rows = zip(times.samples, seconds, strict=True)
+    return CollectiveTimes(tuple(replace(s, processor=each, processor_queued=each) for s, each in rows))
+
+
+def _rising(times: CollectiveTimes) -> CollectiveTimes:
+    """The times in which more bytes never take less: neighbours that say so are averaged."""
+    columns = {
+        name: _pooled([getattr(sample, name) for sample in times.samples])
+        for name in ("alone", "queued", "processor", "processor_queued")
+    }
+    rows = zip(times.samples, *columns.values(), strict=True)
+    return CollectiveTimes(tuple(CollectiveSample(sample.nbytes, *values) for sample, *values in rows))
+
+
+def _pooled(values: Sequence[float]) -> list[float]:
+    """The rising sequence with the least squared error (pool adjacent violators)."""
+    pools: list[tuple[float, int]] = []
+    for value in values:
+        pools.append((value, 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (high, many), (low, few) = pools[-2:]
+            pools[-2:] = [((high * many + low * few) / (many + few), many + few)]
+    return [mean for mean, count in pools for _ in range(count)]
 
 
 def _share(steps: Sequence[FloorStep], part: str) -> float:

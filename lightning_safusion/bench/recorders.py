@@ -41,7 +41,7 @@ class Moment(NamedTuple):
     def now(cls) -> Moment:
         return cls(time.perf_counter(), time.thread_time())
 
-    def __sub__(self, other: Moment) -> Moment:  # type: ignore[override]
+    def __sub__(self, other: Moment) -> Moment:
         return Moment(self.seconds - other.seconds, self.processor - other.processor)
 
 
@@ -178,6 +178,11 @@ class EngineStep:
     drain: float
     rest: float
     process: float
+
+    @property
+    def thread(self) -> float:
+        """Seconds of the thread of the backward pass, in the whole step."""
+        return self.forward + self.backward + self.drain + self.rest
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,7 @@ def measure(
             return Run(blocks, [], [], [])
         floor, ahead, behind = teams[-len(RECORDS) :]
         # the collectives are timed now that nobody trains
-        return Run(blocks, floor.collect(), ahead.train(0), behind.train(0))
+        return Run(blocks, floor.collect(), ahead.finish(), behind.finish())
 
 
 def _work(task: Task, system: str, workers: int, rhythm: Rhythm) -> Callable[[int, Connection], None]:

@@ -164,7 +164,8 @@ def sweep_table(
     trace, records = resolve_trace(trace), []
     for values in product(*over.values()):
         point = dict(zip(over, values, strict=True))
-        there = cluster
+        # what was measured holds for one number of workers and one link
+        there = replace(cluster, measured={}) if {"nodes", "bandwidth"} & set(point) else cluster
         if "nodes" in point:
             there = replace(there, nodes=int(point["nodes"]))
         if "bandwidth" in point:
