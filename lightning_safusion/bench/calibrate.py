@@ -1,106 +1,254 @@
-"""Fits what the simulator needs to know, on the workers and links of a benchmark, with the job that they train."""
+"""Fits what the simulator needs to know to what was recorded on the workers and links of a benchmark."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from multiprocessing.connection import Connection
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations
 from statistics import median
 
+import numpy as np
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from typing_extensions import override
 
-from lightning_safusion.comm.calibrate import calibrate
-from lightning_safusion.comm.cost import LinearCost, fit_linear
-from lightning_safusion.comm.torch_transport import default_transport
-from lightning_safusion.fusion.events import WindowEvents
+from lightning_safusion.bench.recorders import EngineStep, FloorRecord, FloorStep
+from lightning_safusion.bench.session import Rhythm, Run
+from lightning_safusion.callbacks.trace_recorder import StepTimes, build_trace
+from lightning_safusion.comm.cost import LinearCost
+from lightning_safusion.fusion.layout import Layout, TensorSpec
 from lightning_safusion.simulate.calibration import Calibration
-from lightning_safusion.strategy import SAFusionStrategy
+from lightning_safusion.simulate.engine import mean_iteration
+from lightning_safusion.simulate.measured import CollectiveSample, CollectiveTimes, Host, StageCost
+from lightning_safusion.simulate.schedule import Planned, Schedule
+from lightning_safusion.simulate.trace import Trace
 
-#: The system whose steps are looked at: sparse, eight tensors in a buffer, so that buffers of several sizes are seen.
-CALIBRATED = "saf-inter"
-# Up to a few megabytes, so that the slope is that of the link; a 100 Mbit/s link carries the largest in a second.
-_SIZES = tuple(1 << bits for bits in range(12, 23))
-_SECONDS = 20.0
+_HALVINGS = 7  # of the interval in which the share of sleep is sought
+_NORMAL_IQR = 1.349  # interquartile range of Gaussian noise over its standard deviation
 
 
-class LocalCosts(Callback):
-    """Samples what selection and decoding cost this rank, and at the end times the collectives.
+def fit_run(run: Run, rhythm: Rhythm) -> tuple[Trace, Calibration]:
+    """The trace and the costs of a run that has recorded them.
 
-    Args:
-        pipe: Takes the calibration when training has ended.
-        skip_windows: Windows at the beginning that do not count.
+    Left out are the first block, in which connections are opened and orders learnt, and the first step of every other
+    one, which meets the caches and the network as another team left them.
     """
-
-    def __init__(self, pipe: Connection, skip_windows: int) -> None:
-        self._pipe = pipe
-        self._skip = skip_windows
-        self._windows: list[WindowEvents] = []
-
-    def observe(self, events: WindowEvents) -> None:
-        """Takes in a window."""
-        self._windows.append(events)
-
-    @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if isinstance(trainer.strategy, SAFusionStrategy):
-            trainer.strategy.add_observer(self)
-
-    @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        device = trainer.strategy.root_device
-        transport = default_transport()
-        lines = calibrate(transport, device, _SECONDS, sizes=_SIZES, repeats=9, slow_s=2.0)
-        transport.close()
-        select, decode, entry_bytes = local_costs(self._windows[self._skip :], trainer.world_size)
-        source = (
-            f"fitted on {trainer.world_size} workers ({torch.distributed.get_backend()}, {device.type}): collectives "
-            f"timed alone, selection and decoding in {len(self._windows) - self._skip} steps of {CALIBRATED}"
-        )
-        self._pipe.send(
-            Calibration(
-                trainer.world_size,
-                lines["allgather"],
-                lines["allreduce"],
-                select,
-                decode,
-                entry_bytes,
-                device.type == "cpu",
-                source,
-            )
-        )
+    block = rhythm.block
+    idle = [
+        replace(each, steps=tuple(step for number, step in enumerate(each.steps) if _counts(number, block)))
+        for each in run.floor
+    ]
+    ahead, behind = (
+        [s for each in records for s in each.steps if _counts(s.number, block)] for records in (run.ahead, run.behind)
+    )
+    source = (
+        f"recorded on {len(idle)} workers (gloo, cpu): medians of {len(idle[0].steps)} steps without any exchange, "
+        f"costs of the engine in {len(ahead) // len(idle)} steps, collectives timed alone and in queues"
+    )
+    costs = fit_calibration(idle, ahead, behind, run.ahead[0].collectives, float(os.cpu_count() or 1), source)
+    trace = recorded_trace(idle, source)
+    return trace, replace(costs, host=replace(costs.host, asleep=_asleep(trace, costs)))
 
 
-def local_costs(windows: Sequence[WindowEvents], workers: int) -> tuple[LinearCost, LinearCost, float]:
-    """What selection and decoding cost.
+def _asleep(trace: Trace, costs: Calibration) -> float:
+    """Share of the time without a core that the job sleeps: with it the simulated step without exchange is the
+    recorded one, in which workers have waited for each other's cores."""
+    schedule = Schedule(Planned(()), (0.0,) * len(trace.tensors), engine=False)
+    low, high = 0.0, 1.0
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        cluster = costs.cluster(costs.workers)
+        cluster = replace(cluster, host=replace(costs.host, asleep=middle))
+        if mean_iteration(trace, cluster, schedule).seconds < trace.seconds:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def _counts(number: int, block: int) -> bool:
+    return number >= block and number % block > 0
+
+
+def recorded_trace(records: Sequence[FloorRecord], source: str) -> Trace:
+    """The job without any exchange: medians over the steps of all ranks.
 
     Args:
-        windows: With sparse buffers of several sizes.
-        workers: In the group.
+        records: Of each rank, without the steps that do not count.
+        source: Where they come from, in words.
+    """
+    specs = tuple(
+        TensorSpec(name, index, shape, int(np.prod(shape)), torch.float32)
+        for index, (name, shape) in enumerate(records[0].tensors)
+    )
+    times = [
+        StepTimes(
+            np.diff([moment.seconds for moment in step.ready], prepend=0.0).clip(0.0),
+            {layer: moment.seconds for layer, moment in step.layers.items()},
+            step.rest.seconds,
+        )
+        for record in records
+        for step in record.steps
+    ]
+    return build_trace(records[0].name, Layout(specs), times, source)
 
-    Returns:
-        Seconds of selection, packing and launch by the elements of a buffer; seconds of decoding by the entries of all
-        workers in it; bytes of an entry.
+
+def fit_calibration(
+    floor: Sequence[FloorRecord],
+    ahead: Sequence[EngineStep],
+    behind: Sequence[EngineStep],
+    collectives: Mapping[str, CollectiveTimes],
+    cores: float,
+    source: str,
+) -> Calibration:
+    """What the engine and its collectives cost. All steps were made in the same minutes; those of all ranks together.
+
+    Args:
+        floor: Of each rank, steps without any exchange.
+        ahead: Steps with selection ahead of fusion.
+        behind: Steps with selection behind fusion.
+        collectives: Of the group.
+        cores: Of the machine that all workers share.
+        source: Where all of that comes from, in words.
 
     Raises:
         RuntimeError: If no buffer travelled sparse.
     """
-    sparse = [[b for b in events.buffers if b.collective == "allgather" and b.capacity > 0] for events in windows]
-    buffers = [buffer for window in sparse for buffer in window]
-    if not buffers:
+    workers, idle = len(floor), [step for record in floor for step in record.steps]
+    ahead, behind = ([step for step in steps if step.buffers] for steps in (ahead, behind))
+    if not ahead or not behind:
         raise RuntimeError("nothing to calibrate: no buffer travelled sparse. Give a density below 1.")
-    select = [[(b.elements, b.issued - b.closed) for b in window] for window in sparse]
-    decode = [[(workers * b.capacity, b.decoded - b.arrived) for b in window] for window in sparse]
-    entry_bytes = sum(b.bytes_sent for b in buffers) / sum(b.capacity for b in buffers)
-    return _line(select), _line(decode), entry_bytes
+    both = [*ahead, *behind]
+    tensors = sum(buffer.tensors for buffer in both[0].buffers)
+    hook = median(step.backward - sum(buffer.select for buffer in step.buffers[:-1]) for step in both)
+    forward, backward, rest = (_share(idle, part) for part in ("forward", "backward", "rest"))
+    host = Host(
+        cores / workers,
+        forward,
+        backward,
+        rest,
+        hook=max(0.0, hook - median(step.ready[-1].processor for step in idle)) / tensors,
+        ahead=_fit_stage([[(b.tensors, b.elements, b.select) for b in step.buffers] for step in ahead]),
+        behind=_fit_stage([[(b.tensors, b.elements, b.select) for b in step.buffers] for step in behind]),
+        decode=_fit_stage([[(b.tensors, workers * b.entries, b.decode) for b in step.buffers] for step in both]),
+        drain=_fit_drain(both, median(step.rest.processor for step in idle)),
+    )
+    buffers = [buffer for step in both for buffer in step.buffers]
+    return Calibration(
+        workers,
+        _in_job(_rising(collectives["allgather"]), both),
+        _rising(collectives["allreduce"]),
+        sum(buffer.nbytes for buffer in buffers) / sum(buffer.entries for buffer in buffers),
+        host,
+        _jitter(floor),
+        source,
+    )
 
 
-def _line(windows: Sequence[Sequence[tuple[float, float]]]) -> LinearCost:
-    """A line through ``(size, seconds)`` of buffers, scaled so that it says the median of what windows take in all.
+def _in_job(times: CollectiveTimes, steps: Sequence[EngineStep]) -> CollectiveTimes:
+    """The times with the processor time that the collectives of the steps have taken, rather than those timed alone:
+    waking up costs less where threads and caches are warm."""
+    said = [sum(times.at(buffer.nbytes).processor_queued for buffer in step.buffers) for step in steps]
+    taken = [max(0.0, step.process - step.thread) for step in steps]
+    scale = median(took / expected for took, expected in zip(taken, said, strict=True) if expected > 0)
+    seconds = [scale * sample.processor_queued for sample in times.samples]
+    rows = zip(times.samples, seconds, strict=True)
+    return CollectiveTimes(tuple(replace(s, processor=each, processor_queued=each) for s, each in rows))
+
+
+def _rising(times: CollectiveTimes) -> CollectiveTimes:
+    """The times in which more bytes never take less: neighbours that say so are averaged."""
+    columns = {
+        name: _pooled([getattr(sample, name) for sample in times.samples])
+        for name in ("alone", "queued", "processor", "processor_queued")
+    }
+    rows = zip(times.samples, *columns.values(), strict=True)
+    return CollectiveTimes(tuple(CollectiveSample(sample.nbytes, *values) for sample, *values in rows))
+
+
+def _pooled(values: Sequence[float]) -> list[float]:
+    """The rising sequence with the least squared error (pool adjacent violators)."""
+    pools: list[tuple[float, int]] = []
+    for value in values:
+        pools.append((value, 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (high, many), (low, few) = pools[-2:]
+            pools[-2:] = [((high * many + low * few) / (many + few), many + few)]
+    return [mean for mean, count in pools for _ in range(count)]
+
+
+def _share(steps: Sequence[FloorStep], part: str) -> float:
+    """Share of the time of a part of the step for which the thread had a core."""
+
+    def of(step: FloorStep, field: int) -> float:
+        if part == "rest":
+            return step.rest[field]
+        return step.ready[-1][field] if part == "backward" else sum(layer[field] for layer in step.layers.values())
+
+    return min(1.0, median(of(step, 1) for step in steps) / median(of(step, 0) for step in steps))
+
+
+def _jitter(records: Sequence[FloorRecord]) -> float:
+    """Relative standard deviation of a worker's step, by its quartiles: a few disturbed steps count little."""
+    relative: list[float] = []
+    for record in records:
+        seconds = np.array([step.whole.seconds for step in record.steps])
+        relative += (seconds / np.median(seconds)).tolist()
+    low, high = np.quantile(relative, (0.25, 0.75))
+    return float(high - low) / _NORMAL_IQR
+
+
+def _fit_drain(steps: Sequence[EngineStep], idle: float) -> LinearCost:
+    """What the end of a window and of the step cost more than without the engine, by the number of buffers."""
+    costs = defaultdict(list)
+    for step in steps:
+        decode = sum(buffer.decode for buffer in step.buffers)
+        # the last buffer is selected from after the last gradient
+        costs[len(step.buffers)].append(step.drain + step.rest - decode - step.buffers[-1].select - idle)
+    rows = [(1.0, float(buffers), median(each)) for buffers, each in costs.items()]
+    fixed, each = _fit_positive(np.array(rows))
+    return LinearCost(fixed, each)
+
+
+def _fit_stage(windows: Sequence[Sequence[tuple[int, int, float]]]) -> StageCost:
+    """What a stage costs, scaled so that it says the median of what windows take in all.
 
     The fit looks at most buffers, not at their sum, which is larger where times have long tails.
+
+    Args:
+        windows: Tensors, elements and seconds of each buffer.
     """
-    line = fit_linear([sample for window in windows for sample in window])
-    said = median(sum(line(size) for size, _ in window) for window in windows)
-    scale = median(sum(seconds for _, seconds in window) for window in windows) / said if said > 0 else 1.0
-    return LinearCost(line.fixed * scale, line.per_byte * scale)
+    seconds = defaultdict(list)
+    for window in windows:
+        for tensors, elements, taken in window:
+            seconds[(tensors, elements)].append(taken)
+    rows = [(1.0, float(tensors), float(elements), median(each)) for (tensors, elements), each in seconds.items()]
+    cost = StageCost(*_fit_positive(np.array(rows)))
+    said = [sum(cost(tensors, elements) for tensors, elements, _ in window) for window in windows]
+    ratios = [sum(row[2] for row in window) / total for window, total in zip(windows, said, strict=True) if total > 0]
+    scale = median(ratios) if ratios else 1.0
+    return StageCost(cost.fixed * scale, cost.per_tensor * scale, cost.per_element * scale)
+
+
+def _fit_positive(rows: np.ndarray) -> list[float]:
+    """Least squares of the relative error with coefficients of at least 0: of all sets of columns that have such, the
+    best.
+
+    Args:
+        rows: Columns, the last one being their sum [m, k + 1].
+    """
+    rows = rows[rows[:, -1] > 0]
+    if not len(rows):
+        return [0.0] * (rows.shape[1] - 1)
+    columns, total = rows[:, :-1] / rows[:, -1:], np.ones(len(rows))
+    best, least = [0.0] * columns.shape[1], float(total @ total)
+    for size in range(1, columns.shape[1] + 1):
+        for chosen in combinations(range(columns.shape[1]), size):
+            part, *_ = np.linalg.lstsq(columns[:, chosen], total, rcond=None)
+            error = total - columns[:, chosen] @ part
+            if (part >= 0).all() and float(error @ error) < least:
+                least = float(error @ error)
+                best = [0.0] * columns.shape[1]
+                for place, value in zip(chosen, part.tolist(), strict=True):
+                    best[place] = value
+    return best

@@ -15,11 +15,12 @@ from rich.console import Console
 
 from lightning_safusion.bench.accuracy import Comparison
 from lightning_safusion.bench.accuracy import time_to_accuracy as measure_accuracy
+from lightning_safusion.bench.calibrate import fit_run
 from lightning_safusion.bench.figures import SystemFigures, summarize
 from lightning_safusion.bench.links import bits_per_second, why_no_links
 from lightning_safusion.bench.progress import step_bars
 from lightning_safusion.bench.rows import refuse_training_options, split_rows
-from lightning_safusion.bench.session import CALIBRATION, REFERENCES, Rhythm, machines, measure
+from lightning_safusion.bench.session import RECORDS, REFERENCES, Rhythm, machines, measure
 from lightning_safusion.bench.table import Conditions, as_record, build_table, plot_tables, write_json
 from lightning_safusion.bench.team import Place
 from lightning_safusion.bench.workers import FLOOR, Task
@@ -194,14 +195,15 @@ def _measure(
     """Measures one table, with its progress on the console."""
     totals = {
         name: rhythm.warmup_of(name) + rhythm.rounds * rhythm.block
-        for name in [*names, *([CALIBRATION] if calibrate else [])]
+        for name in [*names, *(RECORDS if calibrate else ())]
     }
     suffix = f"{conditions.bandwidth or 'loopback'}-{conditions.density:g}"
-    trace = output / f"trace-{suffix}.json" if calibrate else None
     console.print(f"[bold]{conditions.title}[/bold]")
     with step_bars(totals, console) as tell:
-        run = measure(task, names, place, rhythm, output / "logs", tell, trace)
-    if run.costs is not None:
-        run.costs.save(output / f"calibration-{suffix}.json")
+        run = measure(task, names, place, rhythm, output / "logs", tell, record=calibrate)
+    if calibrate:
+        trace, costs = fit_run(run, rhythm)
+        trace.save(output / f"trace-{suffix}.json")
+        costs.save(output / f"calibration-{suffix}.json")
         console.print(f"costs and trace of this job on these workers: calibration-{suffix}.json, trace-{suffix}.json")
     return summarize(run.blocks)

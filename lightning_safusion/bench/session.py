@@ -8,18 +8,19 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from lightning_safusion.bench.calibrate import CALIBRATED, LocalCosts
 from lightning_safusion.bench.links import linked_namespaces, why_no_links
+from lightning_safusion.bench.recorders import EngineRecord, EngineRecorder, FloorRecord, FloorRecorder
 from lightning_safusion.bench.rows import parse_row
 from lightning_safusion.bench.team import Place, Team, started
 from lightning_safusion.bench.workers import FLOOR, Block, Task, train
-from lightning_safusion.callbacks.trace_recorder import TraceRecorder
-from lightning_safusion.simulate.calibration import Calibration
 
 #: Rows of every table: the floor, and what a user has without this package.
 REFERENCES = (FLOOR, "ddp")
-#: The team that fits costs, beside the systems.
-CALIBRATION = "calibration"
+#: The teams that record what costs are fitted to, beside the systems: the job without any exchange, and the engine with
+#: selection ahead of fusion and behind it.
+RECORDS = ("floor-record", "ahead-record", "behind-record")
+# Systems whose engine is recorded: sparse, with buffers that all ranks cut alike.
+_RECORDED = {"ahead-record": "saf-inter", "behind-record": "behind"}
 # Systems without an engine have nothing to learn; PowerSGD begins after ten dense steps.
 _FIXED_WARMUP = 12
 
@@ -50,7 +51,9 @@ class Rhythm:
 
     def warmup_of(self, system: str) -> int:
         """Steps before the first round."""
-        fixed = system == FLOOR or (system != CALIBRATION and parse_row(system).published.ddp_hook is not None)
+        if system in RECORDS:
+            return 2 * self.block
+        fixed = system == FLOOR or parse_row(system).published.ddp_hook is not None
         return min(self.warmup, _FIXED_WARMUP) if fixed else self.warmup
 
 
@@ -81,11 +84,15 @@ class Run:
 
     Args:
         blocks: Of each system, the blocks of each round, by rank.
-        costs: What was fitted in it, if that was asked for.
+        floor: By rank, steps without any exchange in detail, if that was asked for.
+        ahead: The same with the engine, selection ahead of fusion, and the collectives of the group.
+        behind: With the engine, selection behind fusion.
     """
 
     blocks: dict[str, list[list[Block]]]
-    costs: Calibration | None
+    floor: list[FloorRecord]
+    ahead: list[EngineRecord]
+    behind: list[EngineRecord]
 
 
 def measure(
@@ -95,7 +102,7 @@ def measure(
     rhythm: Rhythm,
     logs: Path,
     tell: Callable[[str, int], None] = lambda system, steps: None,
-    trace: Path | None = None,
+    record: bool = False,
 ) -> Run:
     """Trains all systems in turns.
 
@@ -106,8 +113,8 @@ def measure(
         rhythm: In which turns.
         logs: Folder for what the workers print.
         tell: Called with a system and the number of steps that it has just done.
-        trace: Also fit costs, and write the job's trace to this file. A team of its own does so and takes turns with
-            the others, so that costs and steps are of the same minutes.
+        record: Also record what costs are fitted to. Teams of their own do so and take turns with the others, so that
+            costs and steps are of the same minutes.
 
     Raises:
         ValueError: If there is no such system.
@@ -119,8 +126,8 @@ def measure(
     blocks: dict[str, list[list[Block]]] = {system: [] for system in systems}
     with ExitStack() as stack:
         teams: list[Team] = []
-        for number, system in enumerate([*systems, *([] if trace is None else [CALIBRATION])]):
-            work = _work(task, system, place.workers, rhythm, trace)
+        for number, system in enumerate([*systems, *(RECORDS if record else ())]):
+            work = _work(task, system, place.workers, rhythm)
             team = stack.enter_context(started(system, place, logs / f"{system}.log", place.port(number), work))
             team.collect()  # ready: the next one is set up when this one is, for it times its collectives then
             team.train(rhythm.warmup_of(system))
@@ -130,23 +137,27 @@ def measure(
             first = turn % len(teams)
             for team in teams[first:] + teams[:first]:
                 done = team.train(rhythm.block)
-                if team.system != CALIBRATION:
+                if team.system not in RECORDS:
                     blocks[team.system].append(done)
                 tell(team.system, rhythm.block)
-        return Run(blocks, teams[-1].collect()[0] if trace is not None else None)
+        if not record:
+            return Run(blocks, [], [], [])
+        floor, ahead, behind = teams[-len(RECORDS) :]
+        # the collectives are timed now that nobody trains
+        return Run(blocks, floor.collect(), ahead.finish(), behind.finish())
 
 
-def _work(
-    task: Task, system: str, workers: int, rhythm: Rhythm, trace: Path | None
-) -> Callable[[int, Connection], None]:
+def _work(task: Task, system: str, workers: int, rhythm: Rhythm) -> Callable[[int, Connection], None]:
     """What each worker of a team does."""
-    warmup, counted = rhythm.warmup_of(system), rhythm.rounds * rhythm.block
+    steps = rhythm.warmup_of(system) + rhythm.rounds * rhythm.block
 
     def work(rank: int, pipe: Connection) -> None:
-        if system == CALIBRATION and trace is not None:
-            callbacks = [TraceRecorder(trace, counted, warmup), LocalCosts(pipe, warmup)]
-            train(task, CALIBRATED, workers, warmup + counted, callbacks, pipe)
+        if system == RECORDS[0]:
+            train(task, FLOOR, workers, steps, [FloorRecorder(pipe)], pipe)
+        elif system in _RECORDED:
+            recorder = EngineRecorder(pipe, rhythm.block, collectives=system == RECORDS[1])
+            train(task, _RECORDED[system], workers, steps, [recorder], pipe)
         else:
-            train(task, system, workers, warmup + counted, [], pipe)
+            train(task, system, workers, steps, [], pipe)
 
     return work

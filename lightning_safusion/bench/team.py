@@ -86,6 +86,12 @@ class Team:
             pipe.send(steps)
         return self.collect()
 
+    def finish(self) -> list[Any]:
+        """Tells the workers that all turns are over, and waits for what they hand in; errors as in :meth:`train`."""
+        for pipe in self.pipes:
+            pipe.send(None)
+        return self.collect()
+
     def collect(self) -> list[Any]:
         """The next answer of each worker, in rank order.
 

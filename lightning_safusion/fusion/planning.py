@@ -234,6 +234,11 @@ class Planner:
         dense = all(group.collective == "allreduce" for group in current.groups)
         self._dense_reviews = self._dense_reviews + 1 if dense and not generator.quotas.dense.all() else 0
 
+    def use(self, plan: Plan, generator: Generator) -> None:
+        """Goes on with this plan, the same on all ranks, until costs call for another. Collective; between windows."""
+        self._trials.drop()
+        self._change(plan, generator)
+
     def _change(self, plan: Plan, generator: Generator) -> None:
         self.current = plan
         self.replans += 1

@@ -8,18 +8,19 @@ import numpy as np
 
 from lightning_safusion.fusion.dp import GroupPricer
 from lightning_safusion.fusion.plan import Group, GroupCosts, Plan
-from lightning_safusion.fusion.policy import FusionPolicy
+from lightning_safusion.fusion.published import PROFILED_WINDOWS, PlannedOnce
 from lightning_safusion.fusion.quota import selective_counts
 from lightning_safusion.fusion.ssfusion import choose_selective
 
 
-class Selective(FusionPolicy):
+class Selective(PlannedOnce):
     """Buffers of equally many tensors; in each, tensors up to a size travel whole (SSFusion, ICDE 2026, section III-B).
 
     The same mechanism is the partial sparsification of ADTopk (HPDC 2024). The size is chosen for each buffer from
     agreed costs: of all sizes of its tensors up to which these fit into what the buffer may send, that with the
     shortest exchange (``choose_selective``). The other tensors send as much less, so that the buffer as a whole sends
-    exactly what it would without any whole tensor. One plan, made from costs that were measured before training.
+    exactly what it would without any whole tensor. Planned once, from what the first windows have measured (both papers
+    profile the running job); until then with the costs measured before training.
 
     In the release the others keep their density, so that the budget is exceeded; times are tables of one cluster; the
     density is applied twice to the bytes of an exchange. Here selection is one call for a buffer: that a whole tensor
@@ -27,15 +28,16 @@ class Selective(FusionPolicy):
 
     Args:
         buffers: Number of buffers; tensors that are left over make further ones.
+        windows: Windows that are measured before.
 
     Raises:
-        ValueError: If there is no buffer.
+        ValueError: If there is no buffer, or too few windows.
     """
 
     name = "selective"
-    needs_costs = True
 
-    def __init__(self, buffers: int = 20) -> None:
+    def __init__(self, buffers: int = 20, windows: int = PROFILED_WINDOWS) -> None:
+        super().__init__(windows)
         if buffers < 1:
             raise ValueError(f"buffers must be 1 or more, got {buffers}")
         self.buffers = buffers

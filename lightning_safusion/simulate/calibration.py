@@ -10,9 +10,11 @@ from pathlib import Path
 from lightning_safusion.comm.cost import LinearCost, Link, log2_ceil
 from lightning_safusion.fusion.behind import SelectionCost
 from lightning_safusion.simulate.cluster import Cluster, Device
+from lightning_safusion.simulate.measured import CollectiveSample, CollectiveTimes, Host, StageCost
 
 _FORMAT = "lightning-safusion-calibration"
-_VERSION = 1
+_VERSION = 2
+_REMEDY = "write a new one with safusion bench --calibrate true"
 
 
 @dataclass(frozen=True)
@@ -21,12 +23,11 @@ class Calibration:
 
     Args:
         workers: In the group.
-        allgather: Seconds by the bytes of one worker's message.
-        allreduce: Seconds by the bytes of the buffer.
-        select: Seconds of selecting from a buffer, packing it and starting its collective, by its elements.
-        decode: Seconds of decoding a buffer, by the entries of all workers in it.
+        allgather: By the bytes of one worker's message.
+        allreduce: By the bytes of the buffer.
         entry_bytes: Bytes of an entry on the wire.
-        on_host: Selection and decoding run on the thread of the backward pass (CPU).
+        host: What the work of a step costs the processors of a worker.
+        jitter: Relative standard deviation of a worker's step without any exchange.
         source: How, in words.
 
     Raises:
@@ -34,48 +35,60 @@ class Calibration:
     """
 
     workers: int
-    allgather: LinearCost
-    allreduce: LinearCost
-    select: LinearCost
-    decode: LinearCost
+    allgather: CollectiveTimes
+    allreduce: CollectiveTimes
     entry_bytes: float
-    on_host: bool = True
+    host: Host
+    jitter: float = 0.0
     source: str = ""
 
     def __post_init__(self) -> None:
         if self.workers < 2:
             raise ValueError(f"costs are calibrated on two workers or more, got {self.workers}")
-        for name in ("allgather", "allreduce", "select", "decode"):
-            line: LinearCost = getattr(self, name)
-            if not all(isfinite(number) and number >= 0 for number in (line.fixed, line.per_byte)):
-                raise ValueError(f"calibration: the cost of {name} must be finite and not negative, got {line}")
+        for name, value in asdict(self.host).items():
+            numbers = value.values() if isinstance(value, dict) else [value]
+            if not all(isfinite(number) and number >= 0 for number in numbers):
+                raise ValueError(f"calibration: the cost of {name} must be finite and not negative, got {value}")
         if not self.entry_bytes > 0:
             raise ValueError(f"calibration: an entry has bytes on the wire, got entry_bytes={self.entry_bytes}")
 
     @property
     def device(self) -> Device:
         """The local costs; every kind of selection costs what was measured."""
-        select = SelectionCost(self.select.fixed, self.select.per_byte)
+        select = SelectionCost(self.host.ahead.fixed, self.host.ahead.per_element)
         kinds = {"threshold": select, "exact": select}
-        decode, fixed = self.decode.per_byte, self.decode.fixed
-        return Device(kinds, decode, decode_fixed=fixed, decodes_last=self.on_host, memory=_HOST_MEMORY)
+        return Device(kinds, self.host.decode.per_element, decodes_last=True, memory=_HOST_MEMORY)
 
     @property
     def link(self) -> Link:
         """α and β of the group, for other numbers of workers: both lines have rounds of messages in common."""
         n, rounds = self.workers, log2_ceil(self.workers)
-        alpha = max(0.0, (self.allreduce.fixed - self.allgather.fixed) / rounds)
-        return Link(
-            alpha=alpha,
-            beta=self.allgather.per_byte / (n - 1),
-            launch=max(0.0, self.allgather.fixed - rounds * alpha),
-        )
+        gather, reduce = self.allgather.line, self.allreduce.line
+        alpha = max(0.0, (reduce.fixed - gather.fixed) / rounds)
+        return Link(alpha=alpha, beta=gather.per_byte / (n - 1), launch=max(0.0, gather.fixed - rounds * alpha))
 
-    def cluster(self, nodes: int, gpus_per_node: int = 1, jitter: float = 0.0, seed: int = 0) -> Cluster:
-        """A cluster with these costs: those measured where it has as many nodes, otherwise those of :attr:`link`."""
+    def cluster(self, nodes: int, gpus_per_node: int = 1, jitter: float | None = None, seed: int = 0) -> Cluster:
+        """A cluster with these costs: those measured where it has as many nodes, otherwise those of :attr:`link`.
+
+        Args:
+            nodes: Nodes, with as many cores for each worker as there were.
+            gpus_per_node: Workers in each.
+            jitter: In place of what was measured.
+            seed: Of the jitter.
+        """
         same = nodes == self.workers and gpus_per_node == 1
         measured = {"allgather": self.allgather, "allreduce": self.allreduce} if same else {}
-        return Cluster(nodes, gpus_per_node, self.link, device=self.device, jitter=jitter, seed=seed, measured=measured)
+        jitter = self.jitter if jitter is None else jitter
+        return Cluster(
+            nodes,
+            gpus_per_node,
+            self.link,
+            device=self.device,
+            jitter=jitter,
+            seed=seed,
+            measured=measured,
+            host=self.host,
+        )
 
     def save(self, path: str | Path) -> None:
         """Writes it as JSON."""
@@ -90,16 +103,18 @@ class Calibration:
         """
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
-            head = (content.pop("format"), content.pop("version"))
-            if head != (_FORMAT, _VERSION):
-                raise ValueError(f"{path} has format and version {head}, expected {(_FORMAT, _VERSION)}")
-            for name in ("allgather", "allreduce", "select", "decode"):
-                content[name] = LinearCost(**content[name])
+            head = f"{content.pop('format')} version {content.pop('version')}"
+            if head != f"{_FORMAT} version {_VERSION}":
+                raise ValueError(f"{path} is {head}, expected {_FORMAT} version {_VERSION}; {_REMEDY}")
+            for name in ("allgather", "allreduce"):
+                samples = content[name]["samples"]
+                content[name] = CollectiveTimes(tuple(CollectiveSample(**sample) for sample in samples))
+            host = content["host"]
+            stages = {name: StageCost(**host[name]) for name in ("ahead", "behind", "decode")}
+            content["host"] = Host(**(host | stages | {"drain": LinearCost(**host["drain"])}))
             return cls(**content)
         except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-            raise ValueError(
-                f"{path} is no calibration: {error!r}; write one with safusion bench --calibrate true"
-            ) from error
+            raise ValueError(f"{path} is no calibration: {error!r}; {_REMEDY}") from error
 
 
 # Bytes per second of a processor's memory for one thread; what PowerSGD's and casts' passes take.

@@ -9,11 +9,12 @@ Hoefler (PPoPP 2022, table 1) for sparse ones.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from types import MappingProxyType
 
-from lightning_safusion.comm.cost import LINKS, LinearCost, Link, allgather_bytes, log2_ceil, ring_allreduce_bytes
+from lightning_safusion.comm.cost import LINKS, Link, allgather_bytes, log2_ceil, ring_allreduce_bytes
 from lightning_safusion.fusion.behind import SelectionCost
+from lightning_safusion.simulate.measured import CollectiveTimes, Host
 
 #: NVLink inside a node: 200 GB/s effective.
 NVLINK = Link(alpha=3e-6, beta=1 / 200e9, launch=15e-6)
@@ -33,17 +34,21 @@ class CollectiveCost:
         seconds: Time on the link.
         nbytes: Bytes that one worker receives.
         node_bytes: Bytes that enter one node through its network card.
+        hidden: Seconds of it that hide behind the one before it in a queue: latency.
+        processor: Seconds of a core that it takes on each worker, beside the thread that launches it.
+        processor_hidden: What a queue saves of that.
     """
 
     seconds: float = 0.0
     nbytes: float = 0.0
     node_bytes: float = 0.0
+    hidden: float = 0.0
+    processor: float = 0.0
+    processor_hidden: float = 0.0
 
     def __add__(self, other: CollectiveCost) -> CollectiveCost:
         """One after the other."""
-        return CollectiveCost(
-            self.seconds + other.seconds, self.nbytes + other.nbytes, self.node_bytes + other.node_bytes
-        )
+        return CollectiveCost(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -98,8 +103,10 @@ class Cluster:
         jitter: Relative standard deviation of computing times: of a worker in an iteration, and of each of its
             gradients.
         seed: Of the jitter.
-        measured: Seconds of ``"allgather"`` by the bytes of a message and of ``"allreduce"`` by those of the buffer, in
-            place of the formulas.
+        measured: ``"allgather"`` by the bytes of a message and ``"allreduce"`` by those of the buffer, in place of the
+            formulas.
+        host: Processors that compute, select and carry the network's work, where accelerators do not; None: nothing
+            shares anything but the link.
 
     Raises:
         ValueError: If there is no worker, or the jitter is negative.
@@ -112,7 +119,8 @@ class Cluster:
     device: Device = field(default_factory=Device)
     jitter: float = 0.0
     seed: int = 0
-    measured: Mapping[str, LinearCost] = field(default_factory=dict)
+    measured: Mapping[str, CollectiveTimes] = field(default_factory=dict)
+    host: Host | None = None
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.gpus_per_node < 1:
@@ -151,8 +159,17 @@ class Cluster:
         return self._timed("allgather", message, formula)
 
     def _timed(self, collective: str, nbytes: float, formula: CollectiveCost) -> CollectiveCost:
-        """What the formula says, with the time that was measured where it was."""
-        return replace(formula, seconds=self.measured[collective](nbytes)) if collective in self.measured else formula
+        """What the formula says, with the times that were measured where they were."""
+        if collective not in self.measured:
+            return formula
+        sample = self.measured[collective].at(nbytes)
+        return replace(
+            formula,
+            seconds=sample.alone,
+            hidden=max(0.0, sample.alone - sample.queued),
+            processor=sample.processor,
+            processor_hidden=max(0.0, sample.processor - sample.processor_queued),
+        )
 
     def gtopk(self, message: float) -> CollectiveCost:
         """gTop-k's reduction tree and the broadcast after it (Shi et al., ICDCS 2019)."""

@@ -7,67 +7,19 @@ worker is ready for it. Workers share nothing else, so that their jitter enters 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from math import ceil, log1p, sqrt
+from dataclasses import replace
+from math import ceil
 from statistics import fmean
-from typing import Literal, NamedTuple
 
 import numpy as np
 
 from lightning_safusion.fusion.planners import fuse_ready
 from lightning_safusion.simulate.cluster import Cluster, CollectiveCost
+from lightning_safusion.simulate.host import simulate_host
+from lightning_safusion.simulate.iteration import Interval, Iteration
+from lightning_safusion.simulate.jitter import draw_factors, lognormal
 from lightning_safusion.simulate.schedule import Ahead, Message, Planned, Schedule, Stream, Timer
 from lightning_safusion.simulate.trace import Trace
-
-Resource = Literal["compute", "select", "host", "bus", "link"]
-
-
-class Interval(NamedTuple):
-    """One stretch of time of one resource, of worker 0 where workers differ.
-
-    Args:
-        resource: Which one.
-        label: What went on.
-        begin: Seconds from the start of the iteration.
-        end: Seconds from the start of the iteration.
-    """
-
-    resource: Resource
-    label: str
-    begin: float
-    end: float
-
-
-@dataclass(frozen=True)
-class Iteration:
-    """What happened in one iteration.
-
-    Args:
-        seconds: The whole iteration.
-        compute: Forward, backward and optimizer of the trace alone.
-        select: Selection on the compute stream of the busiest worker.
-        nbytes: Bytes that one worker receives.
-        node_bytes: Bytes that enter one node.
-        collectives: Collectives.
-        waited: Seconds that the mean worker waits for the slowest one before collectives can begin, summed over them.
-        intervals: Worker 0's timeline and the link's.
-        first_busy: Place of the first tensor after the last moment at which the link waited for a gradient.
-    """
-
-    seconds: float
-    compute: float
-    select: float
-    nbytes: float
-    node_bytes: float
-    collectives: int
-    waited: float
-    intervals: tuple[Interval, ...] = field(repr=False)
-    first_busy: int = 0
-
-    @property
-    def exposed(self) -> float:
-        """Seconds by which the exchange, selection and jitter make the iteration longer than the trace alone."""
-        return self.seconds - self.compute
 
 
 def simulate(trace: Trace, cluster: Cluster, schedule: Schedule, iteration: int = 0) -> Iteration:
@@ -85,6 +37,8 @@ def simulate(trace: Trace, cluster: Cluster, schedule: Schedule, iteration: int 
     total = len(trace.tensors)
     if len(schedule.select) != total:
         raise ValueError(f"the schedule describes {len(schedule.select)} tensors, the trace {total}")
+    if cluster.host is not None and isinstance(schedule.launch, Planned | Ahead):
+        return simulate_host(trace, cluster, cluster.host, schedule, iteration)
     run = _Run(trace, cluster, schedule, iteration)
     if isinstance(schedule.launch, Planned):
         run.planned(schedule.launch)
@@ -113,37 +67,6 @@ def mean_iteration(trace: Trace, cluster: Cluster, schedule: Schedule, iteration
     )
 
 
-def agreed_backward(trace: Trace, cluster: Cluster, windows: int = 11) -> np.ndarray:
-    """Backward times as the workers of a running job agree on them, seconds [L].
-
-    Every worker takes the median over its latest windows, and the slowest one counts, gradient by gradient.
-
-    Args:
-        trace: The job.
-        cluster: Where it runs.
-        windows: That each worker remembers.
-    """
-    nominal = np.array([tensor.backward for tensor in trace.tensors])
-    if cluster.jitter == 0:
-        return nominal
-    draws = [_draw(cluster, -1 - window, cluster.workers, len(nominal)) for window in range(windows)]
-    ready = np.array([np.cumsum(nominal * pace[:, None] * noise, axis=1) for pace, noise in draws])
-    return np.diff(np.median(ready, axis=0).max(axis=0), prepend=0.0)
-
-
-def _draw(cluster: Cluster, iteration: int, workers: int, tensors: int) -> tuple[np.ndarray, np.ndarray]:
-    """Factors on the times of an iteration: of each worker [workers], and of each of its gradients [workers, L]."""
-    # windows before the first iteration have negative numbers, which a seed cannot have
-    rng = np.random.default_rng([cluster.seed, int(iteration < 0), abs(iteration)])
-    return lognormal(rng, cluster.jitter, (workers,)), lognormal(rng, cluster.jitter, (workers, tensors))
-
-
-def lognormal(rng: np.random.Generator, deviation: float, shape: tuple[int, ...]) -> np.ndarray:
-    """Factors with mean 1 and a relative standard deviation; lognormal, since times and sizes are not negative."""
-    sigma = sqrt(log1p(deviation**2))
-    return rng.lognormal(-(sigma**2) / 2, sigma, shape)
-
-
 class _Run:
     """State of one iteration. Arrays are [workers], or [workers, L]."""
 
@@ -153,7 +76,7 @@ class _Run:
         alike = cluster.jitter == 0 and not isinstance(schedule.launch, Stream)
         self.workers = 1 if alike else cluster.workers
         total = len(trace.tensors)
-        pace, noise = _draw(cluster, iteration, self.workers, total)
+        pace, noise = draw_factors(cluster, iteration, self.workers, total)
         self.rng = np.random.default_rng([cluster.seed, 2, iteration])  # of what thresholds let through
         self.backward = np.array([tensor.backward for tensor in trace.tensors]) * pace[:, None] * noise
         self.clock = self._forward(pace)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -13,7 +13,7 @@ from lightning_safusion.fusion.behind import BehindCosts, SelectionCost
 from lightning_safusion.fusion.dp import plan_optimal
 from lightning_safusion.fusion.plan import Group, GroupCosts, Plan
 from lightning_safusion.simulate.cluster import Cluster, CollectiveCost
-from lightning_safusion.simulate.engine import agreed_backward
+from lightning_safusion.simulate.jitter import agreed_backward
 from lightning_safusion.simulate.schedule import Message, Planned, Schedule
 from lightning_safusion.simulate.trace import Trace
 
@@ -111,6 +111,12 @@ class Job:
         if sparse and device.decodes_last:
             selects, decode = selects + self.decode_per_byte * self.sparse_bytes, 0.0
             per_buffer = device.decode_fixed + (self.select_cost.fixed if self.segmented else 0.0)
+        if sparse and self.cluster.host is not None:
+            host = self.cluster.host
+            selects, per_buffer = (
+                selects + host.ahead.per_tensor + host.decode.per_tensor,
+                per_buffer + host.decode.fixed,
+            )
         gather = line(self.cluster.allgather(_SMALL), self.cluster.allgather(_LARGE))
         reduce = line(self.cluster.allreduce(_SMALL), self.cluster.allreduce(_LARGE))
         return GroupCosts(
@@ -140,35 +146,46 @@ class Job:
             behind: Select over each merged buffer.
         """
         at_once = behind or self.segmented
-        messages = [self.message(group, select=at_once) for group in plan.groups]
+        messages = [self.message(group, select=at_once, behind=behind) for group in plan.groups]
         sparse = np.zeros(len(self.numels), bool)
         for group in plan.groups:
             sparse[group.start : group.stop] = group.collective == "allgather"
         selects = np.where(sparse & (not at_once), self.selects, 0.0)
         return Schedule(Planned(tuple(messages)), tuple(selects.tolist()))
 
-    def message(self, group: Group, *, select: bool) -> Message:
+    def message(self, group: Group, *, select: bool, behind: bool = False) -> Message:
         """The collective of one group; ``select``: selection runs when its last gradient is ready."""
         if group.collective == "allreduce":
             return self.dense(range(group.start, group.stop))
-        return self.sparse(range(group.start, group.stop), select=select)
+        return self.sparse(range(group.start, group.stop), select=select, behind=behind)
 
     def dense(self, places: Sequence[int], width: int = 4) -> Message:
         """An all-reduce of whole tensors with ``width`` bytes per element."""
         return Message(tuple(places), self.cluster.allreduce(float(self.numels[list(places)].sum()) * width))
 
-    def sparse(self, places: Sequence[int], *, select: bool) -> Message:
+    def sparse(self, places: Sequence[int], *, select: bool, behind: bool = False) -> Message:
         """An all-gather of what was selected from tensors."""
         index = list(places)
         nbytes = float(self.sparse_bytes[index].sum())
-        seconds = self.select_seconds(index) if select else 0.0
+        seconds = self.select_seconds(index, behind) if select else 0.0
         return Message(
-            tuple(index), self.cluster.allgather(nbytes), select=seconds, decode=self.decode_per_byte * nbytes
+            tuple(index), self.cluster.allgather(nbytes), select=seconds, decode=self.decode_seconds(index, nbytes)
         )
 
-    def select_seconds(self, places: Iterable[int]) -> float:
-        """One selection over several tensors; those that travel whole need none."""
-        return float(self.select_cost(sum(int(self.numels[place]) for place in places if not self.whole[place])))
+    def select_seconds(self, places: Sequence[int], behind: bool = False) -> float:
+        """One selection over several tensors, ahead of fusion or behind it; those that travel whole need none."""
+        chosen = [place for place in places if not self.whole[place]]
+        elements = float(self.numels[chosen].sum())
+        host = self.cluster.host
+        if host is None:
+            return float(self.select_cost(elements))
+        return (host.behind if behind else host.ahead)(len(places), elements)
+
+    def decode_seconds(self, places: Sequence[int], nbytes: float) -> float:
+        """Decoding the messages of all workers, of ``nbytes`` bytes each."""
+        if self.cluster.host is None:
+            return self.decode_per_byte * nbytes
+        return self.cluster.host.decode(len(places), self.cluster.workers * nbytes / self.entry_bytes)
 
 
 def grouped(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightning_safusion.simulate.engine import Iteration, Resource
+from lightning_safusion.simulate.iteration import Iteration, Resource
 from lightning_safusion.simulate.systems import SIMULATED
 from lightning_safusion.simulate.table import PlanRow
 

@@ -42,7 +42,7 @@ def run_plan(
     density: float = 0.01,
     entry_bytes: float = 6.0,
     selection: str = "threshold",
-    jitter: float = 0.0,
+    jitter: float | None = None,
     seed: int = 0,
     calibration: str | None = None,
     systems: list[str] | None = None,
@@ -59,7 +59,8 @@ def run_plan(
         density: Share of the gradient that sparse systems send.
         entry_bytes: Bytes of a sent entry with its position: 8, 6 or 4.
         selection: "exact" (top-k) or "threshold".
-        jitter: Relative standard deviation of computing times between workers.
+        jitter: Relative standard deviation of computing times between workers; by default that of the calibration, or
+            none.
         seed: Of the jitter.
         calibration: JSON file of "safusion bench --calibrate": its costs replace bandwidth, entry_bytes and those of
             selection.
@@ -77,7 +78,7 @@ def run_plan(
         cluster = costs.cluster(nodes, gpus_per_node, jitter, seed)
         entry_bytes, bandwidth = costs.entry_bytes, f"the rate of {calibration}"
     else:
-        cluster = Cluster(nodes, gpus_per_node, resolve_link(bandwidth), jitter=jitter, seed=seed)
+        cluster = Cluster(nodes, gpus_per_node, resolve_link(bandwidth), jitter=jitter or 0.0, seed=seed)
     options: dict[str, Any] = {"entry_bytes": entry_bytes, "selection": selection}
     over = parse_sweep(sweep) if sweep else {}
     rows = plan_table(job_trace, cluster, density, systems, **options)

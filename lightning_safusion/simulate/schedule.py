@@ -102,8 +102,10 @@ class Schedule:
         launch: When messages leave.
         select: Seconds of selection of each tensor on the compute stream (ahead of fusion) [L].
         host_select: Seconds of selection of each tensor on the host; 0 for tensors that stay on the device [L].
+        engine: This package's engine sees every gradient, and drains at the end; else DDP has its own hook.
     """
 
     launch: Planned | Timer | Stream | Ahead
     select: tuple[float, ...]
     host_select: tuple[float, ...] | None = None
+    engine: bool = True

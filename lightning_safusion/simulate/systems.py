@@ -80,7 +80,7 @@ def _ddp(width: int) -> Callable[[Job], Schedule]:
 
     def build(job: Job) -> Schedule:
         ranges = _ranges(buckets((job.numels * 4.0).tolist()))
-        return Schedule(Planned(tuple(job.dense(places, width) for places in ranges)), _no_selection(job))
+        return Schedule(Planned(tuple(job.dense(places, width) for places in ranges)), _no_selection(job), engine=False)
 
     return build
 
@@ -104,7 +104,7 @@ def _powersgd(rank: int) -> Callable[[Job], Schedule]:
 
     def build(job: Job) -> Schedule:
         ranges = _ranges(buckets((job.numels * 4.0).tolist()))
-        return Schedule(Planned(tuple(message(job, places) for places in ranges)), _no_selection(job))
+        return Schedule(Planned(tuple(message(job, places) for places in ranges)), _no_selection(job), engine=False)
 
     return build
 
@@ -123,14 +123,14 @@ def _dear(job: Job) -> Schedule:
     for places in _ranges(buckets((job.numels * 4.0).tolist(), first=_DDP_BUCKET)):
         half = job.cluster.reduce_scatter(float(job.numels[list(places)].sum()) * 4)
         messages.append(Message(tuple(places), half, settle=half))
-    return Schedule(Planned(tuple(messages)), _no_selection(job))
+    return Schedule(Planned(tuple(messages)), _no_selection(job), engine=False)
 
 
 def _easgd(job: Job) -> Schedule:
     """All weights in one packed all-reduce, from before the forward pass to after the backward pass."""
     nbytes = float(job.numels.sum()) * 4
     update = _ELASTIC_PASSES * nbytes / job.cluster.device.memory
-    return Schedule(Ahead(job.cluster.allreduce(nbytes), update), _no_selection(job))
+    return Schedule(Ahead(job.cluster.allreduce(nbytes), update), _no_selection(job), engine=False)
 
 
 def _wfbp(job: Job) -> Schedule:
@@ -179,7 +179,7 @@ def _one_buffer(job: Job, cost: CollectiveCost, entries: float, extra: float = 0
     """The whole model in one message that is selected from when backward has ended."""
     places = tuple(range(len(job.numels)))
     decode = entries * job.cluster.device.decode + extra
-    message = Message(places, cost, select=job.select_seconds(places), decode=decode)
+    message = Message(places, cost, select=job.select_seconds(places, behind=True), decode=decode)
     return Schedule(Planned((message,)), _no_selection(job))
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_safusion.simulate.cluster import Cluster, resolve_link
-from lightning_safusion.simulate.engine import Iteration, mean_iteration
+from lightning_safusion.simulate.engine import mean_iteration
+from lightning_safusion.simulate.iteration import Iteration
 from lightning_safusion.simulate.job import Job
 from lightning_safusion.simulate.systems import SIMULATED, resolve_simulated
 from lightning_safusion.simulate.trace import Trace, resolve_trace
@@ -163,7 +164,8 @@ def sweep_table(
     trace, records = resolve_trace(trace), []
     for values in product(*over.values()):
         point = dict(zip(over, values, strict=True))
-        there = cluster
+        # what was measured holds for one number of workers and one link
+        there = replace(cluster, measured={}) if {"nodes", "bandwidth"} & set(point) else cluster
         if "nodes" in point:
             there = replace(there, nodes=int(point["nodes"]))
         if "bandwidth" in point:

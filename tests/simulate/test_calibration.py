@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,31 +14,63 @@ from lightning_safusion.simulate.calibration import Calibration
 from lightning_safusion.simulate.cluster import Cluster, Device
 from lightning_safusion.simulate.engine import simulate
 from lightning_safusion.simulate.job import Job
+from lightning_safusion.simulate.measured import CollectiveSample, CollectiveTimes, Host
 from lightning_safusion.simulate.report import run_plan
 from lightning_safusion.simulate.schedule import Message, Planned, Schedule
 from lightning_safusion.simulate.table import run_system
 from lightning_safusion.simulate.trace import Trace, TraceTensor
 
+
+def straight(line: LinearCost, queued: float = 1.0, processor: float = 0.0) -> CollectiveTimes:
+    """Samples of a line; ``queued``: share that does not hide in a queue."""
+    seconds = [(size, line(size)) for size in (100, 10_000)]
+    return CollectiveTimes(tuple(CollectiveSample(n, s, queued * s, processor, processor / 2) for n, s in seconds))
+
+
 COSTS = Calibration(
     workers=4,
-    allgather=LinearCost(3e-3, 3e-6),
-    allreduce=LinearCost(4e-3, 2e-6),
+    allgather=straight(LinearCost(3e-3, 3e-6)),
+    allreduce=straight(LinearCost(4e-3, 2e-6)),
     select=LinearCost(1e-3, 1e-8),
     decode=LinearCost(2e-3, 1e-7),
     entry_bytes=6.0,
+    host=Host(cores=math.inf),
     source="made up",
 )
 TRACE = Trace("job", tuple(TraceTensor(f"t{i}", (1000, 10), 0.01) for i in range(3)), 0.005, "made up")
 
 
 def test_a_file_holds_all_of_it(tmp_path: Path) -> None:
-    COSTS.save(tmp_path / "costs.json")
-    assert Calibration.load(tmp_path / "costs.json") == COSTS
+    full = replace(
+        COSTS,
+        allgather=straight(LinearCost(3e-3, 3e-6), 0.5, 1e-3),
+        host=Host(0.5, 0.1, 0.2, 0.9, 1e-4, LinearCost(1e-3, 2e-4)),
+        jitter=0.03,
+    )
+    full.save(tmp_path / "costs.json")
+    assert Calibration.load(tmp_path / "costs.json") == full
     (tmp_path / "other.json").write_text('{"format": "x", "version": 1}')
     with pytest.raises(ValueError, match="expected"):
         Calibration.load(tmp_path / "other.json")
     with pytest.raises(ValueError, match="no calibration"):
         Calibration.load(tmp_path / "missing.json")
+
+
+def test_a_file_of_an_older_version_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    old = {"format": "lightning-safusion-calibration", "version": 1, "workers": 2, "allgather": {"fixed": 1e-3}}
+    (tmp_path / "old.json").write_text(json.dumps(old))
+    with pytest.raises(ValueError, match="version 1.*version 2.*safusion bench --calibrate true"):
+        Calibration.load(tmp_path / "old.json")
+
+
+def test_between_measured_sizes_lies_a_straight_line() -> None:
+    first, last = CollectiveSample(100, 1.0, 0.5, 0.2, 0.1), CollectiveSample(300, 3.0, 2.5, 0.6, 0.3)
+    times = CollectiveTimes((first, last))
+    middle = times.at(200)
+    assert (middle.alone, middle.queued, middle.processor) == pytest.approx((2.0, 1.5, 0.4))
+    # below the smallest size as for that one, above the largest along the last line
+    assert times.at(10).alone == 1.0
+    assert times.at(500).alone == pytest.approx(5.0)
 
 
 def test_numbers_that_make_no_sense_are_refused() -> None:

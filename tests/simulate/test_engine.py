@@ -14,7 +14,9 @@ from lightning_safusion.fusion.behind import predict_behind
 from lightning_safusion.fusion.dp import predict_finish
 from lightning_safusion.fusion.planners import sparse_plan
 from lightning_safusion.simulate.cluster import Cluster, CollectiveCost, Device
-from lightning_safusion.simulate.engine import Iteration, agreed_backward, mean_iteration, simulate
+from lightning_safusion.simulate.engine import mean_iteration, simulate
+from lightning_safusion.simulate.iteration import Iteration
+from lightning_safusion.simulate.jitter import agreed_backward
 from lightning_safusion.simulate.job import Job
 from lightning_safusion.simulate.schedule import Message, Planned, Schedule, Stream, Timer
 from lightning_safusion.simulate.trace import Trace, TraceTensor

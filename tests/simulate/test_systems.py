@@ -11,7 +11,8 @@ from lightning_safusion.comm.cost import LINKS
 from lightning_safusion.fusion.behind import SelectionCost
 from lightning_safusion.fusion.dp import plan_optimal, predict_finish
 from lightning_safusion.simulate.cluster import Cluster, Device
-from lightning_safusion.simulate.engine import Iteration, mean_iteration, simulate
+from lightning_safusion.simulate.engine import mean_iteration, simulate
+from lightning_safusion.simulate.iteration import Iteration
 from lightning_safusion.simulate.job import Job, grouped
 from lightning_safusion.simulate.schedule import Planned
 from lightning_safusion.simulate.systems import SIMULATED, buckets, resolve_simulated

@@ -17,6 +17,7 @@ from lightning_safusion.comm.cost import LINKS
 from lightning_safusion.simulate.cluster import Cluster
 from lightning_safusion.simulate.engine import simulate
 from lightning_safusion.simulate.job import Job
+from lightning_safusion.simulate.measured import CollectiveSample, CollectiveTimes
 from lightning_safusion.simulate.pictures import plot_iteration, plot_sweep, plot_table
 from lightning_safusion.simulate.report import SWEEPS, parse_sweep, run_plan
 from lightning_safusion.simulate.systems import SIMULATED
@@ -93,6 +94,16 @@ def test_sweeps_run_every_combination() -> None:
 def test_density_decides_how_much_is_sent() -> None:
     records = sweep_table("lstm", SLOW, systems=["safusion"], over={"density": [0.01, 0.02]})
     assert records[1]["bytes_received"] == pytest.approx(2 * records[0]["bytes_received"], rel=0.01)
+
+
+def test_a_sweep_leaves_what_was_measured_on_one_link_behind() -> None:
+    samples = tuple(CollectiveSample(size, 1.0, 1.0, 0.0, 0.0) for size in (100, 10_000))
+    times = CollectiveTimes(samples)
+    measured = Cluster(8, 1, LINKS["1gbit"], measured={"allgather": times, "allreduce": times})
+    assert plan_table("lstm", measured, 0.01, ["syncea"])[0].iteration_s > 1.0
+    records = sweep_table("lstm", measured, 0.01, ["ddp"], over={"bandwidth": ["1gbit", "100gbit"], "nodes": [8, 16]})
+    rows = {(record["bandwidth"], record["nodes"]): record["iteration_s"] for record in records}
+    assert rows["100gbit", 8] < rows["1gbit", 8] < rows["1gbit", 16]
 
 
 def test_sweeps_refuse_what_cannot_be_varied() -> None:

@@ -1,0 +1,137 @@
+"""Threads that share the cores of one machine, on a clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
+
+#: Seconds for which a thread keeps a core that others wait for: a tick of Linux at 250 Hz.
+TIMESLICE = 4e-3
+# What rounding leaves of a task takes no time.
+_INSTANT = 1e-12
+
+
+def fair_shares(demands: Sequence[float], counts: Sequence[int], cores: float) -> list[float]:
+    """Max-min fair shares of the cores: who asks for little has all of it, the others have the same each.
+
+    ``n`` threads that never sleep have ``min(1, cores / n)`` of a core each.
+
+    Args:
+        demands: Cores that each thread of a task asks for, 0 to 1.
+        counts: Threads of each task.
+        cores: Cores of the machine.
+
+    Returns:
+        Cores that each thread of a task has.
+    """
+    shares = [0.0] * len(demands)
+    left, threads = cores, sum(counts)
+    for place in sorted(range(len(demands)), key=lambda each: demands[each]):
+        shares[place] = min(demands[place], left / threads)
+        left -= counts[place] * shares[place]
+        threads -= counts[place]
+    return shares
+
+
+@dataclass(eq=False)
+class _Task:
+    left: float  # seconds at full speed
+    demand: float
+    threads: int
+    then: Callable[[], None]
+    slice: float = inf  # seconds that it keeps its core, if it computes
+    speed: float = 0.0
+
+
+class SharedCores:
+    """A machine on which tasks start whenever others end.
+
+    Threads that compute have a core each, first come, first served, for a slice of time if others wait. Tasks that only
+    wake now and then to carry data have as much as they ask for, or their fair share; what they take, nobody computes
+    with.
+
+    Args:
+        cores: Cores of the machine; infinitely many: tasks do not meet.
+        timeslice: Seconds; 0: so short that all threads that compute share all cores at any time.
+
+    Attributes:
+        clock: Seconds since the beginning.
+    """
+
+    def __init__(self, cores: float, timeslice: float = TIMESLICE) -> None:
+        self.cores = cores
+        self.timeslice = timeslice
+        self.clock = 0.0
+        self._carrying: list[_Task] = []
+        self._computing: list[_Task] = []  # those that have a core first
+
+    def compute(self, seconds: float, then: Callable[[], None], threads: int = 1) -> None:
+        """Begins to compute.
+
+        Args:
+            seconds: That it takes with a core for each thread.
+            then: Called when it has ended.
+            threads: Threads that go on together.
+        """
+        self._computing.append(_Task(seconds, 1.0, threads, then, self.timeslice))
+
+    def carry(self, seconds: float, then: Callable[[], None], demand: float = 0.0, threads: int = 1) -> None:
+        """Begins to carry data, or to sleep.
+
+        Args:
+            seconds: That it takes with the cores that it asks for.
+            then: Called when it has ended.
+            demand: Share of a core that each thread asks for; 0: it only takes time.
+            threads: Threads that go on together.
+        """
+        self._carrying.append(_Task(seconds, demand, threads, then))
+
+    def run(self) -> None:
+        """Lets time pass until no task is left."""
+        while self._carrying or self._computing:
+            waiting = self._set_speeds()
+            step = min(task.left / task.speed for task in (*self._carrying, *self._computing) if task.speed > 0)
+            if waiting and self.timeslice:
+                step = min(step, *(task.slice / task.speed for task in self._computing if task.speed > 0))
+            self.clock += step
+            self._pass(step, waiting)
+
+    def _pass(self, step: float, waiting: bool) -> None:
+        """Lets tasks go on for a while; ends those that are done, and takes cores from those that had them long."""
+        tasks = [*self._carrying, *self._computing]
+        for task in tasks:
+            task.left -= step * task.speed
+            task.slice -= step * task.speed
+        ended = [task for task in tasks if task.left <= _INSTANT]
+        self._carrying = [task for task in self._carrying if task.left > _INSTANT]
+        left = [task for task in self._computing if task.left > _INSTANT]
+        used_up = [task for task in left if task.slice <= _INSTANT]
+        for task in used_up:
+            task.slice = self.timeslice
+        self._computing = [task for task in left if task not in used_up] + used_up if waiting else left
+        for task in ended:
+            task.then()
+
+    def _set_speeds(self) -> bool:
+        """How fast each task is from now on; returns whether a thread waits for a core."""
+        tasks = [*self._carrying, *self._computing]
+        shares = fair_shares([task.demand for task in tasks], [task.threads for task in tasks], self.cores)
+        free = self.cores
+        for task, share in zip(tasks, shares, strict=True):
+            task.speed = share / task.demand if task.demand > 0 else 1.0
+            if task.demand < 1 or task in self._carrying:
+                free -= task.threads * share
+        if not self.timeslice:
+            return False
+        running: list[_Task] = []
+        left = self.cores
+        for task in self._computing:
+            task.speed = 0.0
+            if task.threads <= left or not running:
+                running.append(task)
+                left -= task.threads
+        threads = sum(task.threads for task in running)
+        for task in running:
+            task.speed = min(1.0, free / threads)
+        return len(running) < len(self._computing)

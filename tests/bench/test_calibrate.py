@@ -1,0 +1,122 @@
+"""Costs fitted to steps that were made up from known ones, and collectives timed on a real group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lightning_safusion.bench.calibrate import fit_calibration, recorded_trace
+from lightning_safusion.bench.collectives import time_collectives
+from lightning_safusion.bench.recorders import BufferCost, EngineStep, FloorRecord, FloorStep, Moment
+from lightning_safusion.comm.torch_transport import default_transport
+from lightning_safusion.simulate.measured import CollectiveSample, CollectiveTimes
+from tests.process_group import run_ranks
+
+WORKERS, TENSORS, NUMEL, ENTRIES = 4, 24, 1000, 10
+TIMES = CollectiveTimes((CollectiveSample(64, 1e-3, 5e-4, 4e-4, 2e-4), CollectiveSample(4096, 2e-3, 1e-3, 8e-4, 4e-4)))
+COLLECTIVES = {"allgather": TIMES, "allreduce": TIMES}
+
+
+def floor_step(pace: float = 1.0) -> FloorStep:
+    """24 gradients, 2 ms each of which half on a core; 6 ms forward, 4 ms on a core; 3 ms afterwards, all on one."""
+    ready = tuple(Moment(2e-3 * pace * (place + 1), 1e-3 * pace * (place + 1)) for place in range(TENSORS))
+    layers = {"a": Moment(4e-3 * pace, 3e-3 * pace), "b": Moment(2e-3 * pace, 1e-3 * pace)}
+    rest = Moment(3e-3 * pace, 3e-3 * pace)
+    whole = Moment(57e-3 * pace, 31e-3 * pace)
+    return FloorStep(ready, layers, rest, whole)
+
+
+def floor(paces: Sequence[float] = (0.98, 1.0, 1.02)) -> list[FloorRecord]:
+    tensors = tuple((f"{'ab'[place // 12]}.t{place}", (NUMEL,)) for place in range(TENSORS))
+    return [FloorRecord("Job", tensors, tuple(floor_step(pace) for pace in paces))] * WORKERS
+
+
+def engine_step(sizes: Sequence[int], fixed: float = 1e-3) -> EngineStep:
+    """Selection: fixed + 0.1 ms per tensor + 2 us per element; decoding: 0.5 ms + 10 us per entry of all workers; a
+    hook of 0.2 ms; a drain of 2 ms and 0.3 ms per buffer; collectives as TIMES say, with half as much work again."""
+    buffers = tuple(
+        BufferCost(
+            count,
+            elements := count * NUMEL + 100 * place,
+            entries := count * ENTRIES + place,
+            6 * entries,
+            fixed + 1e-4 * count + 2e-6 * elements,
+            5e-4 + 1e-5 * WORKERS * entries,
+        )
+        for place, count in enumerate(sizes)
+    )
+    select, decode = sum(buffer.select for buffer in buffers), sum(buffer.decode for buffer in buffers)
+    backward = TENSORS * (1e-3 + 2e-4) + select - buffers[-1].select
+    drain = 2e-3 + 3e-4 * len(sizes) + decode + buffers[-1].select
+    others = 1.5 * sum(TIMES.at(buffer.nbytes).processor_queued for buffer in buffers)
+    thread = 4e-3 + backward + drain + 3e-3
+    return EngineStep(7, buffers, 4e-3, backward, drain, 3e-3, thread + others)
+
+
+PLANS = [[8] * 3, [2] * 12, [24], [4] * 6, [1] * 24, [10, 14]]
+
+
+def test_costs_are_found_again() -> None:
+    ahead, behind = ([engine_step(plan, fixed) for plan in PLANS] for fixed in (1e-3, 4e-3))
+    costs = fit_calibration(floor(), ahead, behind, COLLECTIVES, 2.0, "made up")
+    host = costs.host
+    assert (host.cores, host.forward, host.backward, host.optimizer) == pytest.approx((0.5, 2 / 3, 0.5, 1.0))
+    assert host.hook == pytest.approx(2e-4)
+    assert (host.ahead.fixed, host.ahead.per_tensor, host.ahead.per_element) == pytest.approx((1e-3, 1e-4, 2e-6))
+    assert (host.behind.fixed, host.behind.per_tensor, host.behind.per_element) == pytest.approx((4e-3, 1e-4, 2e-6))
+    assert (host.decode.fixed, host.decode.per_element) == pytest.approx((5e-4, 1e-5))
+    assert (host.drain.fixed, host.drain.per_byte) == pytest.approx((2e-3, 3e-4))
+    assert costs.entry_bytes == pytest.approx(6.0)
+    assert costs.jitter == pytest.approx(0.02 / 1.349)
+    # what the job's collectives took of the processors, not those timed alone
+    assert costs.allgather.at(64).processor == costs.allgather.at(64).processor_queued == pytest.approx(3e-4)
+    assert costs.allreduce.at(64).processor == pytest.approx(4e-4)
+
+
+def test_a_slow_buffer_in_a_few_windows_changes_nothing() -> None:
+    steps = [engine_step(plan) for plan in PLANS for _ in range(7)]
+    slow = [buffer._replace(select=50 * buffer.select) for buffer in steps[0].buffers]
+    disturbed = [replace(steps[0], buffers=tuple(slow)), *steps[1:]]
+    costs = [fit_calibration(floor(), each, steps, COLLECTIVES, 2.0, "").host.ahead for each in (steps, disturbed)]
+    assert costs[0].fixed == pytest.approx(costs[1].fixed)
+    assert costs[0].per_element == pytest.approx(costs[1].per_element)
+
+
+def test_more_bytes_never_take_less() -> None:
+    seconds = [3e-3, 1e-3, 2e-3, 9e-3]
+    noisy = CollectiveTimes(tuple(CollectiveSample(4**n, s, s, s, s) for n, s in enumerate(seconds, 3)))
+    steps = [engine_step(plan) for plan in PLANS]
+    costs = fit_calibration(floor(), steps, steps, {"allgather": noisy, "allreduce": noisy}, 2.0, "")
+    assert [sample.alone for sample in costs.allreduce.samples] == pytest.approx([2e-3, 2e-3, 2e-3, 9e-3])
+
+
+def test_without_sparse_buffers_there_is_nothing_to_fit() -> None:
+    dense = [replace(engine_step([24]), buffers=())]
+    with pytest.raises(RuntimeError, match="no buffer travelled sparse"):
+        fit_calibration(floor(), dense, dense, COLLECTIVES, 2.0, "")
+
+
+def test_the_trace_is_the_job_without_any_exchange() -> None:
+    trace = recorded_trace(floor(), "made up")
+    assert trace.seconds == pytest.approx(57e-3)
+    assert [tensor.backward for tensor in trace.tensors] == pytest.approx([2e-3] * TENSORS)
+    # a layer's forward pass is charged to the last of its tensors
+    assert [tensor.forward for tensor in trace.tensors if tensor.forward] == pytest.approx([4e-3, 2e-3])
+    assert trace.optimizer == pytest.approx(3e-3)
+
+
+def _timed(rank: int) -> list[list[float]]:
+    torch.set_num_threads(1)
+    times = time_collectives(default_transport(), budget_s=0.5)
+    return [[s.nbytes, s.alone, s.queued, s.processor, s.processor_queued] for s in times["allgather"].samples]
+
+
+def test_all_ranks_time_the_same_and_a_queue_is_no_slower_than_one_after_the_other() -> None:
+    first, second = run_ranks(_timed, 2)
+    assert first == second
+    assert len(first) >= 2
+    assert [row[0] for row in first] == sorted(row[0] for row in first)
+    assert all(0 <= row[2] <= row[1] and row[3] >= 0 for row in first)

@@ -1,0 +1,104 @@
+"""Workers on the cores of one machine, against timelines worked out by hand and against the clock without sharing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from lightning_safusion.comm.cost import LinearCost
+from lightning_safusion.simulate.cluster import Cluster, CollectiveCost, Device
+from lightning_safusion.simulate.engine import mean_iteration, simulate
+from lightning_safusion.simulate.job import Job
+from lightning_safusion.simulate.measured import Host
+from lightning_safusion.simulate.schedule import Ahead, Message, Planned, Schedule
+from lightning_safusion.simulate.systems import SIMULATED
+from lightning_safusion.simulate.trace import Trace, TraceTensor
+
+ROOMY = Cluster(2, host=Host(cores=math.inf))
+
+
+def job_of(backward: Sequence[float], forward: float = 0.0, optimizer: float = 0.0, numel: int = 1) -> Trace:
+    tensors = tuple(TraceTensor(f"t{place}", (numel,), seconds, forward) for place, seconds in enumerate(backward))
+    return Trace("job", tensors, optimizer)
+
+
+def seconds(trace: Trace, cluster: Cluster, *messages: Message, engine: bool = True) -> float:
+    return simulate(trace, cluster, Schedule(Planned(messages), (0.0,) * len(trace.tensors), engine=engine)).seconds
+
+
+@pytest.mark.parametrize("name", ["ddp", "powersgd", "dear", "easgd", "wfbp", "omgs", "syncea", "adtopk", "safusion"])
+@pytest.mark.parametrize("last", [True, False])
+def test_with_cores_for_all_it_is_the_clock_without_sharing(name: str, last: bool) -> None:
+    trace = Trace("job", tuple(TraceTensor(f"t{i}", (300, 100 + i), 1e-3 * (i % 3), 5e-4) for i in range(20)), 2e-3)
+    alone = Cluster(4, device=Device(decodes_last=True))
+    shared = replace(alone, host=Host(cores=math.inf))
+    schedule = SIMULATED[name].build(Job(trace, alone, 0.01))
+    expected, result = (simulate(trace, cluster, schedule) for cluster in (alone, shared))
+    assert result.seconds == pytest.approx(expected.seconds)
+    assert (result.nbytes, result.collectives) == pytest.approx((expected.nbytes, expected.collectives))
+
+
+def test_two_workers_on_one_core_compute_at_half_speed() -> None:
+    trace = job_of([1.0, 1.0], forward=0.5, optimizer=0.5)
+    assert seconds(trace, Cluster(2, host=Host(cores=1))) == pytest.approx(3.5)
+    assert seconds(trace, Cluster(2, host=Host(cores=0.5))) == pytest.approx(7.0)
+
+
+def test_paced_computation_takes_no_core() -> None:
+    trace = job_of([1.0, 1.0], forward=0.5, optimizer=0.5)
+    asleep = Host(cores=0.5, forward=0.0, backward=0.0, optimizer=0.0)
+    assert seconds(trace, Cluster(2, host=asleep)) == pytest.approx(3.5)
+    # a tenth of the backward pass is on half a core
+    assert seconds(trace, Cluster(2, host=replace(asleep, backward=0.1))) == pytest.approx(3.7)
+
+
+def test_a_collective_takes_processor_time_from_computation() -> None:
+    trace = job_of([1.0, 3.0])
+    message = Message((0,), CollectiveCost(2.0, processor=1.0))
+    # one core for each worker: half of it for the threads of the collective for 2 s, in which backward does 1 s of work
+    assert seconds(trace, Cluster(2, host=Host(cores=1)), message) == pytest.approx(1.0 + 2.0 + 2.0)
+    assert seconds(trace, Cluster(2, host=Host(cores=2)), message) == pytest.approx(4.0)
+
+
+def test_latency_hides_in_a_queue() -> None:
+    trace = job_of([1.0, 0.0, 0.0])
+    cost = CollectiveCost(3.0, hidden=2.0)
+    assert seconds(trace, ROOMY, Message((0,), cost)) == pytest.approx(4.0)
+    assert seconds(trace, ROOMY, *(Message((place,), cost) for place in range(3))) == pytest.approx(1.0 + 2.0 + 3 * 1.0)
+
+
+def test_what_the_engine_costs_is_charged_to_its_systems_only() -> None:
+    trace = job_of([1.0, 1.0])
+    cluster = Cluster(2, host=Host(cores=math.inf, hook=0.1, drain=LinearCost(0.5, 0.25)))
+    messages = [Message((place,), CollectiveCost(0.01)) for place in range(2)]
+    assert seconds(trace, cluster, *messages, engine=False) == pytest.approx(2.01)
+    assert seconds(trace, cluster, *messages) == pytest.approx(2.2 + 0.01 + 0.5 + 2 * 0.25)
+
+
+def test_selection_on_a_second_thread_takes_a_core_from_backward() -> None:
+    trace = job_of([1.0, 1.0])
+    schedule = Schedule(Planned((Message((0, 1), CollectiveCost(1.0)),)), (9.0, 0.0), (2.0, 0.0))
+    assert simulate(trace, ROOMY, schedule).seconds == pytest.approx(1.0 + 2.0 + 1.0)
+    # both threads have half a core from 1 s to 3 s, in which backward ends; one second of selection is left
+    assert simulate(trace, Cluster(2, host=Host(cores=1)), schedule).seconds == pytest.approx(3.0 + 1.0 + 1.0)
+
+
+def test_what_leaves_ahead_of_the_iteration_is_awaited_at_its_end() -> None:
+    trace = job_of([1.0], forward=1.0, optimizer=0.5)
+    late = Schedule(Ahead(CollectiveCost(5.0), update=0.25), (0.0,), engine=False)
+    assert simulate(trace, ROOMY, late).seconds == pytest.approx(5.75)
+
+
+def test_jitter_repeats_with_its_seed_and_makes_workers_wait() -> None:
+    trace = job_of([1.0] * 20)
+    schedule = Schedule(Planned((Message(tuple(range(20)), CollectiveCost(1.0)),)), (0.0,) * 20)
+    cluster = Cluster(4, jitter=0.1, seed=3, host=Host(cores=math.inf))
+    one = simulate(trace, cluster, schedule)
+    assert simulate(trace, cluster, schedule).seconds == one.seconds
+    assert simulate(trace, cluster, schedule, iteration=1).seconds != one.seconds
+    mean = mean_iteration(trace, cluster, schedule, 30)
+    assert mean.seconds > 21.0
+    assert mean.waited > 0
