@@ -12,7 +12,7 @@ from lightning_safusion.simulate.sharing import SharedCores, fair_shares
 
 
 def ends(cores: float, tasks: Sequence[tuple[float, float, float]], timeslice: float = 0.0) -> list[float]:
-    """When tasks end that begin at a time, take some seconds alone, and carry data with a share of a core; 1: compute."""
+    """When tasks end that begin at a time, take some seconds alone, and ask for a share of a core; 1: they compute."""
     machine = SharedCores(cores, timeslice)
     done = [math.nan] * len(tasks)
 
