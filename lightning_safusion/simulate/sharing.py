@@ -122,7 +122,8 @@ class SharedCores:
         if not self.timeslice:
             return False
         free = self.cores - sum(task.threads * task.demand * task.speed for task in self._carrying)
-        running, left = [], self.cores
+        running: list[_Task] = []
+        left = self.cores
         for task in self._computing:
             task.speed = 0.0
             if task.threads <= left or not running:
