@@ -19,7 +19,7 @@ from lightning_safusion.simulate.cluster import Cluster, CollectiveCost
 from lightning_safusion.simulate.iteration import Interval, Iteration, Resource
 from lightning_safusion.simulate.jitter import draw_factors
 from lightning_safusion.simulate.measured import Host
-from lightning_safusion.simulate.schedule import Ahead, Message, Schedule
+from lightning_safusion.simulate.schedule import Ahead, Message, Planned, Schedule
 from lightning_safusion.simulate.sharing import SharedCores
 from lightning_safusion.simulate.trace import Trace
 
@@ -106,8 +106,9 @@ class _HostRun:
         self.link_busy = False
         self.intervals: list[Interval] = []
         self.exchanges: list[_Exchange] = []
+        self.collectives = 0
         self.offloads: list[deque[_Offload]] = [deque() for _ in range(self.workers)]
-        messages = () if isinstance(schedule.launch, Ahead) else getattr(schedule.launch, "messages", ())
+        messages = schedule.launch.messages if isinstance(schedule.launch, Planned) else ()
         self.messages: list[Message] = sorted(messages, key=lambda message: max(message.tensors))
         self.programs = self._programs()
         for worker in range(self.workers):
@@ -124,12 +125,13 @@ class _HostRun:
         for message in self.messages:
             offloaded = sum(host[place] > 0 for place in message.tensors) if host is not None else 0
             label = f"{min(message.tensors)}-{max(message.tensors)}"
-            gathers.append(self._exchange(message.cost, label, 1 + offloaded))
+            gathers.append(self._exchange(message.cost, label, 1 + offloaded, message.collectives))
             if message.settle is not None:
                 settles[max(message.tensors)] = self._exchange(message.settle, "settle")
         return [self._planned(worker, gathers, settles) for worker in range(self.workers)]
 
-    def _exchange(self, cost: CollectiveCost, label: str, needed: int = 1) -> _Exchange:
+    def _exchange(self, cost: CollectiveCost, label: str, needed: int = 1, collectives: int = 1) -> _Exchange:
+        self.collectives += collectives
         exchange = _Exchange(cost, label, [needed] * self.workers, [0.0] * self.workers)
         self.exchanges.append(exchange)
         return exchange
@@ -294,7 +296,7 @@ class _HostRun:
             selected,
             sent.nbytes,
             sent.node_bytes,
-            len(self.exchanges),
+            self.collectives,
             waited,
             tuple(self.intervals),
         )

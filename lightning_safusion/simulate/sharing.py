@@ -117,13 +117,11 @@ class SharedCores:
         """How fast each task is from now on; returns whether a thread waits for a core."""
         tasks = [*self._carrying, *self._computing]
         shares = fair_shares([task.demand for task in tasks], [task.threads for task in tasks], self.cores)
-        free = self.cores
         for task, share in zip(tasks, shares, strict=True):
             task.speed = share / task.demand if task.demand > 0 else 1.0
-            if task.demand < 1 or task in self._carrying:
-                free -= task.threads * share
         if not self.timeslice:
             return False
+        free = self.cores - sum(task.threads * task.demand * task.speed for task in self._carrying)
         running: list[_Task] = []
         left = self.cores
         for task in self._computing:

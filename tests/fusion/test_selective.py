@@ -285,3 +285,12 @@ def test_wrong_combinations_are_refused() -> None:
         settings(fusion="selective", scope="group")
     with pytest.raises(ValueError, match="fusion='naive' has no buffers that could have two lanes"):
         settings(fusion="naive", collective="hybrid")
+
+
+def test_it_plans_once_from_what_the_first_windows_have_measured() -> None:
+    schedule = Selective(2, windows=5).schedule()
+    due = [schedule.advance() for _ in range(20)]
+    assert due.index(True) == 4
+    assert sum(due) == 1
+    with pytest.raises(ValueError, match="windows must be 3 or more"):
+        Selective(2, windows=1)

@@ -14,7 +14,7 @@ from lightning_safusion.simulate.calibration import Calibration
 from lightning_safusion.simulate.cluster import Cluster, Device
 from lightning_safusion.simulate.engine import simulate
 from lightning_safusion.simulate.job import Job
-from lightning_safusion.simulate.measured import CollectiveSample, CollectiveTimes, Host
+from lightning_safusion.simulate.measured import CollectiveSample, CollectiveTimes, Host, StageCost
 from lightning_safusion.simulate.report import run_plan
 from lightning_safusion.simulate.schedule import Message, Planned, Schedule
 from lightning_safusion.simulate.table import run_system
@@ -31,10 +31,13 @@ COSTS = Calibration(
     workers=4,
     allgather=straight(LinearCost(3e-3, 3e-6)),
     allreduce=straight(LinearCost(4e-3, 2e-6)),
-    select=LinearCost(1e-3, 1e-8),
-    decode=LinearCost(2e-3, 1e-7),
     entry_bytes=6.0,
-    host=Host(cores=math.inf),
+    host=Host(
+        cores=100.0,
+        ahead=StageCost(3e-3, 0.0, 3e-8),
+        behind=StageCost(1e-3, 0.0, 1e-8),
+        decode=StageCost(2e-3, 0.0, 1e-7),
+    ),
     source="made up",
 )
 TRACE = Trace("job", tuple(TraceTensor(f"t{i}", (1000, 10), 0.01) for i in range(3)), 0.005, "made up")
@@ -44,7 +47,7 @@ def test_a_file_holds_all_of_it(tmp_path: Path) -> None:
     full = replace(
         COSTS,
         allgather=straight(LinearCost(3e-3, 3e-6), 0.5, 1e-3),
-        host=Host(0.5, 0.1, 0.2, 0.9, 1e-4, LinearCost(1e-3, 2e-4)),
+        host=replace(COSTS.host, cores=0.5, forward=0.1, asleep=0.8, hook=1e-4, drain=LinearCost(1e-3, 2e-4)),
         jitter=0.03,
     )
     full.save(tmp_path / "costs.json")
@@ -76,8 +79,10 @@ def test_between_measured_sizes_lies_a_straight_line() -> None:
 def test_numbers_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ValueError, match="two workers or more"):
         replace(COSTS, workers=1)
-    with pytest.raises(ValueError, match="cost of select"):
-        replace(COSTS, select=LinearCost(-1.0, 0.0))
+    with pytest.raises(ValueError, match="cost of ahead"):
+        replace(COSTS, host=replace(COSTS.host, ahead=StageCost(-1.0)))
+    with pytest.raises(ValueError, match="cost of hook"):
+        replace(COSTS, host=replace(COSTS.host, hook=math.nan))
     with pytest.raises(ValueError, match="entry_bytes=0"):
         replace(COSTS, entry_bytes=0)
 

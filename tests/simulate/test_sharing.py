@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 
 from lightning_safusion.simulate.sharing import SharedCores, fair_shares
 
 
-def ends(cores: float, tasks: Sequence[tuple[float, float, float]]) -> list[float]:
-    """When tasks end that begin at a time, take some seconds alone, and ask for a share of a core."""
-    machine = SharedCores(cores)
+def ends(cores: float, tasks: Sequence[tuple[float, float, float]], timeslice: float = 0.0) -> list[float]:
+    """When tasks end that begin at a time, take some seconds alone, and ask for a share of a core; 1: they compute."""
+    machine = SharedCores(cores, timeslice)
     done = [math.nan] * len(tasks)
 
     def begin(number: int, seconds: float, demand: float) -> None:
-        machine.start(seconds, demand, 1, lambda: done.__setitem__(number, machine.clock))
+        def end() -> None:
+            done[number] = machine.clock
+
+        if demand == 1:
+            machine.compute(seconds, end)
+        else:
+            machine.carry(seconds, end, demand)
 
     for number, (at, seconds, demand) in enumerate(tasks):
-        machine.start(at, 0.0, 1, lambda n=number, s=seconds, d=demand: begin(n, s, d))
+        machine.carry(at, partial(begin, number, seconds, demand))
     machine.run()
     return done
 
@@ -66,9 +73,23 @@ def test_sleep_takes_no_core() -> None:
     assert ends(1, [(0, 1, 1), (0, 3, 0), (0, 3, 0)]) == pytest.approx([1, 3, 3])
 
 
+def test_first_come_first_served_in_slices() -> None:
+    assert ends(1, [(0, 1, 1), (0, 1, 1)], timeslice=10) == pytest.approx([1, 2])
+    assert ends(1, [(0, 1, 1), (0, 1, 1)], timeslice=0.5) == pytest.approx([1.5, 2])
+    assert ends(2, [(0, 1, 1)] * 3, timeslice=10) == pytest.approx([1, 1, 2])
+    # alone for 3 s, the first has used up its slice: the other comes in between
+    assert ends(1, [(0, 5, 1), (3, 1, 1)], timeslice=1) == pytest.approx([6, 5])
+
+
+def test_who_carries_data_takes_cores_from_those_who_compute() -> None:
+    assert ends(1, [(0, 1, 0.25), (0, 1, 1)], timeslice=10) == pytest.approx([1, 1.25])
+    # three threads want a core and a half of two; a sleeper wants none
+    assert ends(2, [(0, 4, 0.5), (0, 1.5, 1), (0, 1.5, 1), (0, 7, 0)], timeslice=10) == pytest.approx([4, 2, 2, 7])
+
+
 def test_threads_of_a_task_go_on_together() -> None:
-    machine, done = SharedCores(2), []
-    machine.start(1.0, 1.0, 4, lambda: done.append(machine.clock))
+    machine, done = SharedCores(2, timeslice=0.0), []
+    machine.compute(1.0, lambda: done.append(machine.clock), threads=4)
     machine.run()
     assert done == pytest.approx([2.0])
 
