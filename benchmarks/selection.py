@@ -1,11 +1,13 @@
 """Time of selection ahead of fusion against selection behind it, over the gradients of a model.
 
 The gradients are cut into buffers of a few tensors in the order in which they become ready. Ahead selects with one
-segment per tensor, behind with one segment per buffer, at the same capacity. Both are timed in one run, alternately, so
-that a change of clock or cache hits both alike. The models are BERT-base, where reading the elements is the cost, and a
-chain of small layers, where the calls are.
+segment per tensor, behind with one segment per buffer, at the same capacity; a plain copy of the buffers is the unit of
+what it costs to touch so many bytes. All three are timed in one run, in turns, so that a change of clock or cache hits
+all alike. The models are BERT-base and BERT-large, where reading the elements is the cost, and a chain of small layers,
+where the calls are.
 
     python benchmarks/selection.py --sparsifiers topk,gaussiank --density 0.01
+    python benchmarks/selection.py --model bert-large
     python benchmarks/selection.py --model small --per-buffer 32
 """
 
@@ -13,29 +15,35 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_safusion.simulate.trace import resolve_trace
 from lightning_safusion.sparsify import Segments, Sparsifier, resolve_sparsifier
 
 
 def bert_base_shapes() -> list[tuple[int, ...]]:
-    """Shapes of BERT-base's 199 parameters, pooler included, in the order of registration."""
+    """Shapes of BERT-base's 199 parameters, pooler included; backward visits the last ones first."""
     hidden, feed_forward = 768, 3072
     embeddings: list[tuple[int, ...]] = [(30522, hidden), (512, hidden), (2, hidden), (hidden,), (hidden,)]
     square: list[tuple[int, ...]] = [(hidden, hidden), (hidden,)]
     attention = 4 * square + [(hidden,), (hidden,)]
     dense = [(feed_forward, hidden), (feed_forward,), (hidden, feed_forward), (hidden,), (hidden,), (hidden,)]
-    return embeddings + 12 * (attention + dense) + square
+    return (embeddings + 12 * (attention + dense) + square)[::-1]
+
+
+def bert_large_shapes() -> list[tuple[int, ...]]:
+    """Shapes of BERT-large's 393 parameters, those of its heads included."""
+    return [tensor.shape for tensor in resolve_trace("bert-large").tensors]
 
 
 def small_shapes() -> list[tuple[int, ...]]:
     """Shapes of 250 linear layers of 32 features, as in ``benchmarks/hook.py``."""
-    return 250 * [(32, 32), (32,)]
+    return 250 * [(32,), (32, 32)]
 
 
 def ahead(sparsifier: Sparsifier, shapes: Sequence[tuple[int, ...]], density: float) -> Segments:
@@ -53,26 +61,32 @@ def behind(cut: Segments) -> Segments:
 
 def selection_times(
     sparsifier: Sparsifier, spans: Sequence[Tensor], cuts: Sequence[Segments], repetitions: int
-) -> tuple[float, float]:
-    """Seconds to select from all spans, ahead and behind: the sum of the medians of every span."""
-    variants = (list(cuts), [behind(cut) for cut in cuts])
-    times = np.empty((2, len(spans), repetitions + 1))
+) -> tuple[float, ...]:
+    """Seconds to select from all spans, ahead and behind, and to copy them: the sums of the medians of every span."""
+    wholes, targets = [behind(cut) for cut in cuts], [torch.empty_like(span) for span in spans]
+    variants: tuple[Callable[[int, int], object], ...] = (
+        lambda place, step: sparsifier.select(spans[place], cuts[place], step),
+        lambda place, step: sparsifier.select(spans[place], wholes[place], step),
+        lambda place, step: targets[place].copy_(spans[place]),
+    )
+    times = np.empty((len(variants), len(spans), repetitions + 1))
     for repetition in range(repetitions + 1):
         for place, span in enumerate(spans):
-            # The second to come finds the span in the cache: take turns.
-            for variant in (0, 1) if (place + repetition) % 2 else (1, 0):
+            # whoever comes later may find the span in the cache: take turns
+            first = (place + repetition) % len(variants)
+            for variant in (*range(first, len(variants)), *range(first)):
                 begin = perf_counter()
-                sparsifier.select(span, variants[variant][place], repetition)
+                variants[variant](place, repetition)
                 if span.is_cuda:
                     torch.cuda.synchronize()
                 times[variant, place, repetition] = perf_counter() - begin
-    first, second = np.median(times[:, :, 1:], axis=2).sum(axis=1)  # the first round warms up
-    return float(first), float(second)
+    # the first round warms up
+    return tuple(np.median(times[:, :, 1:], axis=2).sum(axis=1).tolist())
 
 
 def main() -> None:
     """Prints one line per sparsifier."""
-    models = {"bert-base": bert_base_shapes, "small": small_shapes}
+    models = {"bert-base": bert_base_shapes, "bert-large": bert_large_shapes, "small": small_shapes}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sparsifiers", default="topk,gaussiank", help="names, separated by commas")
     parser.add_argument("--density", type=float, default=0.01, help="share of the elements")
@@ -84,18 +98,19 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
 
-    shapes = models[arguments.model]()[::-1]  # backward visits the last parameters first
+    shapes = models[arguments.model]()
     groups = [shapes[at : at + arguments.per_buffer] for at in range(0, len(shapes), arguments.per_buffer)]
     generator = torch.Generator().manual_seed(0)
     spans = [torch.randn(sum(map(math.prod, group)), generator=generator).to(arguments.device) for group in groups]
     print(f"{len(shapes)} tensors in {len(groups)} buffers, density {arguments.density}, {arguments.device}")
-    print(f"{'sparsifier':12}{'ahead ms':>10}{'behind ms':>11}{'ratio':>8}{'us per tensor':>15}")
+    print(f"{'sparsifier':12}{'ahead ms':>10}{'behind ms':>11}{'ratio':>8}{'copies':>8}{'us per tensor':>15}")
     for name in arguments.sparsifiers.split(","):
         sparsifier = resolve_sparsifier(name)
         cuts = [ahead(sparsifier, group, arguments.density) for group in groups]
-        before, after = selection_times(sparsifier, spans, cuts, arguments.repetitions)
+        before, after, copy = selection_times(sparsifier, spans, cuts, arguments.repetitions)
         per_tensor = before / len(shapes) * 1e6
-        print(f"{name:12}{before * 1e3:10.2f}{after * 1e3:11.2f}{before / after:8.3f}{per_tensor:15.2f}")
+        ratios = f"{before / after:8.3f}{before / copy:8.2f}"
+        print(f"{name:12}{before * 1e3:10.2f}{after * 1e3:11.2f}{ratios}{per_tensor:15.2f}")
 
 
 if __name__ == "__main__":

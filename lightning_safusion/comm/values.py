@@ -162,13 +162,20 @@ class QuantizedField(ValueField):
 
     def _parts(self, indices: Tensor) -> Tensor:
         """int64 [K], the part that each position lies in."""
+        if indices.device.type == "cpu":
+            positions = indices.numpy()
+            if (positions[1:] > positions[:-1]).all():  # else there is padding behind them
+                # a search for each part, not for each position
+                ends = np.append(positions.searchsorted(self._starts[1:]), len(positions))
+                counts = np.diff(ends[: len(self._starts)], prepend=0)
+                return torch.from_numpy(np.repeat(np.arange(len(counts)), counts))
         if self._on_device is None:
             self._on_device = device_constant(self._starts, indices.device)
         return torch.searchsorted(self._on_device, indices, right=True).sub_(1)
 
     def _values(self, codes: Tensor, scale: Tensor) -> Tensor:
         table = (torch.arange(self._levels, device=codes.device) + 0.5) / self._levels
-        return torch.cat([table, -table])[codes.int()] * scale
+        return torch.cat([table, -table]).index_select(0, codes.int()).mul_(scale)
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:
@@ -184,10 +191,17 @@ def _packed(codes: Tensor, bits: int) -> Tensor:
 
 def _unpacked(packed: Tensor, bits: int) -> Tensor:
     """The inverse of :func:`_packed`."""
-    if bits == 1 and packed.device.type == "cpu":
-        return torch.from_numpy(np.unpackbits(packed.numpy(), bitorder="little"))
+    if packed.device.type == "cpu":
+        return torch.from_numpy(_CODES[bits].take(packed.numpy(), axis=0).reshape(-1))
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
     return ((packed[:, None] >> shifts) & ((1 << bits) - 1)).view(-1)
+
+
+# The codes in every byte, uint8 [256, 8 / bits], by their bits.
+_CODES = {
+    bits: np.arange(256, dtype=np.uint8)[:, None] >> np.arange(0, 8, bits, dtype=np.uint8) & np.uint8((1 << bits) - 1)
+    for bits in (1, 2, 4)
+}
 
 
 def fill(field: Tensor, entries: Tensor) -> None:

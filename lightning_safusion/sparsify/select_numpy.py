@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.sparsify.base import Segments, Selection
-from lightning_safusion.sparsify.candidates import Candidates, Swept, largest_first, order_floors
+from lightning_safusion.sparsify.candidates import Candidates, Swept, largest_first, order_floors, true_places
 from lightning_safusion.sparsify.pieces import (
     BLOCK,
+    Piece,
     Pieces,
     SubBlocks,
     add_counts,
@@ -145,7 +146,7 @@ class NumpyView(SegmentedView):
         own[self._kept(found)] = True
         rest = np.flatnonzero(~own)
         own[rest[largest_first(found.bits[rest], room - int(own.sum()))]] = True
-        return self._selection(found.indices[own])
+        return _selection(found.indices[own], found.signed[own])
 
     def take(self, thresholds: Tensor, *, inclusive: bool = False) -> Selection:
         found = self._above(self._floors(thresholds, inclusive))
@@ -160,7 +161,8 @@ class NumpyView(SegmentedView):
         rest = np.setdiff1d(others.indices.numpy()[: int(others.count)], kept, assume_unique=True)
         if len(rest) > room:
             rest = rest[largest_first(self._bits[rest] & MAGNITUDE_BITS, room)]
-        return self._selection(np.sort(np.concatenate([kept, rest])))
+        indices = np.sort(np.concatenate([kept, rest]))
+        return _selection(indices, self._bits.take(indices))
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
@@ -189,7 +191,7 @@ class NumpyView(SegmentedView):
         if swept.floors is floors:
             return swept.found
         places, counts = swept.found.places_above(floors)
-        return Candidates(swept.found.indices.take(places), swept.found.bits.take(places), counts)
+        return Candidates(swept.found.indices.take(places), swept.found.signed.take(places), counts)
 
     def _swept_down_to(self, floors: np.ndarray) -> Swept:
         """At least the elements with bits above the floors; reads the span only where no floor was as low so far."""
@@ -201,26 +203,36 @@ class NumpyView(SegmentedView):
         self._swept = swept
         return swept
 
-    def _sweep(self, floors: np.ndarray, changed: list[bool], known: list[np.ndarray]) -> Swept:
+    def _sweep(self, floors: np.ndarray, changed: list[bool], known: list[tuple[np.ndarray, np.ndarray]]) -> Swept:
         """Reads the pieces with a segment whose floor has changed, and keeps what is known of the others."""
-        parts = []
-        for at, piece in enumerate(self._layout.pieces):
-            if any(changed[piece.first : piece.last]):
-                size = piece.stop - piece.start
-                bits = np.bitwise_and(self._bits[piece.start : piece.stop], MAGNITUDE_BITS, out=_scratch.bits[:size])
-                part = np.greater(bits, piece.spread(floors), out=_scratch.mask[:size]).nonzero()[0]
-                part += piece.start
-            else:
-                part = known[at]
-            parts.append(part)
+        parts = [
+            self._read(piece, floors) if any(changed[piece.first : piece.last]) else known[at]
+            for at, piece in enumerate(self._layout.pieces)
+        ]
         # one piece is the common case of small tensors, and no piece that of a span without quotas
-        indices = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int64), *parts])
-        return Swept(floors, parts, self._listed(indices))
+        if len(parts) == 1:
+            indices, signed = parts[0]
+        else:
+            indices = np.concatenate([np.empty(0, np.int64), *(part for part, _ in parts)])
+            signed = np.concatenate([np.empty(0, np.int32), *(bits for _, bits in parts)])
+        return Swept(floors, parts, self._listed(indices, signed))
 
-    def _listed(self, indices: np.ndarray) -> Candidates:
+    def _read(self, piece: Piece, floors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Positions and bits of the elements of a piece above the floors, while it is in the cache."""
+        block = self._bits[piece.start : piece.stop]
+        size, mask = len(block), _scratch.mask[: -(-len(block) // 8) * 8]
+        bits = np.bitwise_and(block, MAGNITUDE_BITS, out=_scratch.bits[:size])
+        np.greater(bits, piece.spread(floors), out=mask[:size])
+        mask[size:] = False
+        places = true_places(mask)
+        signed = block.take(places)
+        places += piece.start
+        return places, signed
+
+    def _listed(self, indices: np.ndarray, signed: np.ndarray | None = None) -> Candidates:
         """Ascending positions as candidates."""
         counts = lengths_between(indices.searchsorted(self._layout.stops))
-        return Candidates(indices, self._bits.take(indices) & MAGNITUDE_BITS, counts)
+        return Candidates(indices, self._bits.take(indices) if signed is None else signed, counts)
 
     def _largest(self, place: int) -> int:
         """Position of the (first) largest element of an active segment."""
@@ -275,8 +287,10 @@ class NumpyView(SegmentedView):
             return MAGNITUDE_BITS
         if 2 * rank > size:
             return -1
-        # 128 expected hits put the floor within 9 % (one sigma) of the rank.
-        stride = size // min(size // 16, max(1024, 128 * size // rank)) | 1
+        # A sample with h hits costs h / density, and what it cannot tell apart rank / sqrt(h) candidates more: for the
+        # least of both h goes with this power. 128 put the floor within 9 % (one sigma) of the rank.
+        hits = min(128, max(24, int((3 * rank * rank / size) ** (2 / 3))))
+        stride = size // min(size // 16, max(1024, hits * size // rank)) | 1
         sample = self._magnitudes(start, stop, stride)
         expected = rank / stride
         deep = int(expected + 3 * expected**0.5 + 4)  # three sigma deeper than the rank
@@ -326,8 +340,9 @@ class NumpyView(SegmentedView):
     def _trim(self, found: Candidates) -> Selection:
         """Cuts segments with more candidates than their quota to the largest, at equal magnitude the first."""
         if not (found.counts > self._layout.quotas).any():
-            return self._selection(found.indices)
-        return self._selection(found.indices.take(self._kept(found)))
+            return _selection(found.indices, found.signed)
+        kept = self._kept(found)
+        return _selection(found.indices.take(kept), found.signed.take(kept))
 
     def _kept(self, found: Candidates) -> np.ndarray:
         """Places of the candidates that their segments have room for."""
@@ -348,6 +363,6 @@ class NumpyView(SegmentedView):
         keep[tied[order < (self._layout.quotas - larger)[owners]]] = True
         return np.flatnonzero(keep)
 
-    def _selection(self, indices: np.ndarray) -> Selection:
-        values = self._floats.take(indices)
-        return Selection(torch.from_numpy(indices), torch.from_numpy(values), len(indices))
+
+def _selection(indices: np.ndarray, signed: np.ndarray) -> Selection:
+    return Selection(torch.from_numpy(indices), torch.from_numpy(signed.view(np.float32)), len(indices))

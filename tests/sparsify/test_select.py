@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_safusion.sparsify import TopK
 from lightning_safusion.sparsify.base import Segments, Selection, span_segments
+from lightning_safusion.sparsify.candidates import true_places
 from lightning_safusion.sparsify.pieces import Pieces
 from lightning_safusion.sparsify.select import SegmentedView, ThresholdSparsifier, pooled, segmented_view
 from lightning_safusion.sparsify.select_numpy import NumpyView
@@ -391,3 +392,12 @@ def test_threshold_policies_get_pools_and_empty_spans_for_free() -> None:
     for segments in (cut([5000], [0]), cut([5000], [0], pool=7)):
         assert Constant().select(x, segments, 0).count == 0
     assert Constant().select(x[:0], cut([0, 0], [0, 0]), 0).count == 0
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.02, 0.08, 0.3, 1.0])
+def test_true_places_are_those_of_the_mask(share: float) -> None:
+    for size in (0, 8, 64, 4096):
+        mask = np.random.default_rng(size).random(size) < share
+        places = true_places(mask)
+        assert places.dtype == np.int64
+        assert np.array_equal(places, np.flatnonzero(mask))
