@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -26,6 +26,10 @@ SCOPES = MappingProxyType(
 #: The same with small tensors dense, as ``system="safusion"`` has them.
 SMALL_DENSE = MappingProxyType(
     {f"{name}, small dense": replace(SCOPES[name], dense_below=SMALL) for name in ("ahead", "pooled")}
+)
+#: The scopes with four bits each.
+FOUR_BITS = MappingProxyType(
+    {f"{name}, 4 bits": replace(SCOPES[name], wire="q4") for name in ("behind", "ahead", "pooled")}
 )
 RANKS = (1, 4, 16)
 POOLED, FEW_BITS = SCOPES["pooled"], SCOPES["pooled, 4 bits"]
@@ -54,14 +58,9 @@ def _scopes() -> Configs:
     return [*((task, scheme) for task in MAIN for scheme in (DENSE, *sparse)), *ranks]
 
 
-def _small_tensors() -> Configs:
-    """Small tensors dense."""
-    return [
-        (task, replace(scheme, density=density))
-        for task in MAIN
-        for density in DENSITIES
-        for scheme in SMALL_DENSE.values()
-    ]
+def _swept(schemes: Iterable[Scheme]) -> Configs:
+    """Contenders of one study, on every task at every density."""
+    return [(task, replace(scheme, density=density)) for task in MAIN for density in DENSITIES for scheme in schemes]
 
 
 def _observation_1() -> Configs:
@@ -140,7 +139,8 @@ def _length() -> Configs:
 STUDIES = MappingProxyType(
     {
         "scopes": _scopes(),
-        "small-tensors": _small_tensors(),
+        "four-bits": _swept(FOUR_BITS.values()),
+        "small-tensors": _swept(SMALL_DENSE.values()),
         "remedies": _remedies(),
         "memories": _memories(),
         "observation-1": _observation_1(),
