@@ -25,8 +25,6 @@ class Memory(ABC):
     conserves: bool
     #: Its own momentum, or what it hands to the optimizer, is part of the algorithm even where everything is sent.
     shapes_updates: ClassVar[bool] = False
-    #: :meth:`received` returns the mean as it is.
-    hands_on: ClassVar[bool] = True
     #: A first window that travels dense, while costs are not known, leaves the state as if it had been sparse.
     begins_dense: ClassVar[bool] = True
     #: Workers whose gradients are averaged; whoever binds the memory sets it.
@@ -85,6 +83,11 @@ class Memory(ABC):
             Floating [stop - start], valid until :meth:`settle` or the next call for these elements.
         """
         return mean
+
+    @property
+    def hands_on(self) -> bool:
+        """Whether :meth:`received` returns the mean as it is: then it may be written straight into the gradients."""
+        return type(self).received is Memory.received
 
     def settle(self, start: int, stop: int, good: Tensor | None = None) -> None:
         """Keeps what :meth:`received` has returned for these elements; called once the whole window has ended well.

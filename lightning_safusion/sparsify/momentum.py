@@ -139,7 +139,6 @@ class EF21Memory(Memory):
     name: ClassVar[str] = "ef21"
     conserves = False
     shapes_updates = True
-    hands_on = False
     # a whole noisy gradient would stay in the estimate, and go out of it only as slowly as elements are sent
     begins_dense = False
 
