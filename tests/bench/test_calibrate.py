@@ -115,7 +115,7 @@ def _timed(rank: int) -> list[list[float]]:
 
 
 def test_all_ranks_time_the_same_and_a_queue_is_no_slower_than_one_after_the_other() -> None:
-    first, second = run_ranks(_timed, 2)
+    first, second = run_ranks(2, _timed)
     assert first == second
     assert len(first) >= 2
     assert [row[0] for row in first] == sorted(row[0] for row in first)
