@@ -91,7 +91,7 @@ class SAFusionStrategy(EngineDDPStrategy):
     def __init__(
         self,
         compressor: str | Sparsifier | None = None,
-        density: float | DensitySchedule = 0.05,
+        density: float | DensitySchedule = 0.1,
         system: str = DEFAULT,
         fusion: str | FusionPolicy | None = None,
         scope: Scope | None = None,
