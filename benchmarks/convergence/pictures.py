@@ -28,6 +28,7 @@ from benchmarks.convergence.summary import Summary
 from lightning_safusion.tasks import Task
 
 _COLORS = dict(zip(SCOPES, ("tab:red", "tab:cyan", "tab:blue", "tab:green"), strict=True))
+_RUNS = 3  # of one configuration, from which on an interval says something
 _AXIS = {"accuracy": "validation accuracy", "loss": "validation loss"}
 
 
@@ -149,8 +150,7 @@ def observation_2(known: Known) -> Figure | None:
         for place, scheme in enumerate(kinds.values()):
             color = _COLORS[scheme.method]
             for point in known.of(task, [scheme]):
-                half = 0.0 if math.isnan(point.metric.half) else point.metric.half
-                axes.errorbar(place, point.metric.mean, half, fmt="o", capsize=4, color=color)
+                axes.errorbar(place, point.metric.mean, _half(point), fmt="o", capsize=4, color=color)
         axes.set_xticks(range(len(kinds)), list(kinds), fontsize=8)
 
     tasks = [task for task in MAIN if known.of(task, [each for each in kinds.values() if each.memory == "none"])]
@@ -184,14 +184,18 @@ def _line(axes: Axes, points: Sequence[Summary], places: Sequence[float], label:
     if not points:
         return
     rows = sorted(zip(places, points, strict=True), key=lambda row: row[0])
-    halves = [0.0 if math.isnan(point.metric.half) else point.metric.half for _, point in rows]
+    halves = [_half(point) for _, point in rows]
     means = [point.metric.mean for _, point in rows]
     axes.errorbar([place for place, _ in rows], means, halves, fmt="o-", capsize=3, color=color, label=label)
+
+
+def _half(point: Summary) -> float:
+    """Half of the interval that is drawn; 0 for less than three runs, whose intervals would fill the picture."""
+    return point.metric.half if point.runs - point.diverged >= _RUNS else 0.0
 
 
 def _dense(axes: Axes, points: Sequence[Summary]) -> None:
     for point in points:
         axes.axhline(point.metric.mean, color="black", ls=":", label="dense")
-        if not math.isnan(point.metric.half):
-            low, high = point.metric.mean - point.metric.half, point.metric.mean + point.metric.half
-            axes.axhspan(low, high, color="black", alpha=0.07)
+        if half := _half(point):
+            axes.axhspan(point.metric.mean - half, point.metric.mean + half, color="black", alpha=0.07)
