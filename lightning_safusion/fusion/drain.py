@@ -140,28 +140,29 @@ class Drain:
         return verdict, finite
 
     def _decode(self, window: Window, buffer: FusionBuffer, errors: list[Rounding]) -> tuple[Verdict, bool]:
-        verdict = buffer.exchange.verdict()
-        regular = verdict.is_regular(self.transport.world_size)
-        if self._plain(window, buffer) and regular and not verdict.bad.any():
+        verdict = buffer.exchange.verdict() if self._plain(window, buffer) else None
+        if verdict is not None and verdict.is_regular(self.transport.world_size) and not verdict.bad.any():
             finite = buffer.exchange.decode_into(window.grads_of(buffer.group))
             if finite is not None:
                 return verdict, finite
         scratch = self._scratch.zeros(buffer.stop - buffer.start)
         mean = buffer.exchange.decode(scratch)
         finite = buffer.exchange.is_finite(mean)
+        verdict = buffer.exchange.verdict() if verdict is None else verdict
         if verdict.bad.any():
             buffer.exchange.poison(mean, torch.from_numpy(verdict.bad).to(mean.device))
-        chosen = None
-        if not regular:
-            chosen = (verdict.fresh > 0) & ~verdict.irregular(self.transport.world_size)
+        regular = None
+        if not verdict.is_regular(self.transport.world_size):
+            regular = (verdict.fresh > 0) & ~verdict.irregular(self.transport.world_size)
         mean = self.generator.memory.received(buffer.start, buffer.stop, mean)
-        errors += deliver(window, buffer, mean, chosen)
+        errors += deliver(window, buffer, mean, regular)
         buffer.exchange.release(scratch)
         return verdict, finite
 
     def _plain(self, window: Window, buffer: FusionBuffer) -> bool:
-        """Whether the decoded mean itself is what the gradients get, as it is."""
-        return window.scale is None and buffer.exact and self.generator.memory.hands_on
+        """Whether the decoded mean itself is what the gradients get, as it is, and no device has to be waited for."""
+        on_host = buffer.exchange.device.type == "cpu"
+        return on_host and window.scale is None and buffer.exact and self.generator.memory.hands_on
 
     def _repair(self, window: Window, places: Sequence[int]) -> bool:
         """Averages gradients as DDP does, outside the compressed path, in place; their residuals stay as they were.
