@@ -95,7 +95,7 @@ def record(name: str, rate: str, systems: Sequence[str], rhythm: Rhythm, folder:
 def compare(name: str, rate: str, folder: Path) -> list[Comparison]:
     """Predicts what was measured of one job on one link."""
     workers, task = jobs()[name]
-    run, rhythm = pickle.loads((folder / _RUN).read_bytes())  # noqa: S301 (a file of ours)
+    run, rhythm = pickle.loads((folder / _RUN).read_bytes())  # noqa: S301 (written by this benchmark)
     trace, costs = fit_run(run, rhythm)
     trace.save(folder / "trace.json")
     costs.save(folder / "calibration.json")

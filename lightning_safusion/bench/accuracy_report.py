@@ -128,7 +128,7 @@ def plot_rows(tables: Sequence[tuple[Setting, Sequence[Reached]]]) -> Figure:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError('pictures need matplotlib: pip install "lightning-safusion[plot]"') from error
     figure = Figure(figsize=(8, 4.5 * len(tables)), layout="constrained")
-    colors = colormaps["tab20"].colors  # type: ignore[attr-defined]
+    colors = colormaps["tab20"].colors  # type: ignore[attr-defined]  # of listed colormaps only
     for axes, (setting, rows) in zip(figure.subplots(len(tables), squeeze=False)[:, 0], tables, strict=True):
         for place, row in enumerate(rows):
             if not row.curve:

@@ -87,7 +87,7 @@ def test_training_options_need_a_training(tmp_path: Path) -> None:
 )
 def test_what_a_mode_cannot_honour_is_refused(tmp_path: Path, options: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        run_bench(output=tmp_path, **options)  # type: ignore[arg-type]
+        run_bench(output=tmp_path, **options)  # type: ignore[arg-type]  # options of several types
 
 
 def test_hooks_of_ddp_need_little_warmup_with_or_without_options() -> None:
