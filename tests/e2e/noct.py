@@ -109,7 +109,7 @@ def main() -> None:
         accelerator="cpu",
         devices=1,
         num_nodes=2,
-        strategy=SwitchedStrategy(collective="allgather", density=density, fusion=Aligned(4)),
+        strategy=SwitchedStrategy(collective="allgather", density=density, fusion=Aligned(4), wire="auto"),
         callbacks=[OverlapProfiler(BLOCK, BLOCK, folder)],
         max_steps=steps,
         logger=False,
