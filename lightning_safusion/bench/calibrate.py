@@ -120,16 +120,16 @@ def fit_calibration(
         raise RuntimeError("nothing to calibrate: no buffer travelled sparse. Give a density below 1.")
     both = [*ahead, *behind]
     tensors = sum(buffer.tensors for buffer in both[0].buffers)
-    hook = median(step.backward - sum(buffer.select for buffer in step.buffers[:-1]) for step in both)
+    hooks = _fit_hooks(both, median(step.ready[-1].processor for step in idle))
     forward, backward, rest = (_share(idle, part) for part in ("forward", "backward", "rest"))
     host = Host(
         cores / workers,
         forward,
         backward,
         rest,
-        hook=max(0.0, hook - median(step.ready[-1].processor for step in idle)) / tensors,
-        ahead=_fit_stage([[(b.tensors, b.elements, b.select) for b in step.buffers] for step in ahead]),
-        behind=_fit_stage([[(b.tensors, b.elements, b.select) for b in step.buffers] for step in behind]),
+        hook=hooks.fixed / tensors,
+        ahead=_fit_stage([[(b.tensors, b.elements, b.select) for b in s.buffers] for s in ahead], hooks.per_byte),
+        behind=_fit_stage([[(b.tensors, b.elements, b.select) for b in s.buffers] for s in behind], hooks.per_byte),
         decode=_fit_stage([[(b.tensors, workers * b.entries, b.decode) for b in step.buffers] for step in both]),
         drain=_fit_drain(both, median(step.rest.processor for step in idle)),
     )
@@ -198,6 +198,18 @@ def _jitter(records: Sequence[FloorRecord]) -> float:
     return float(high - low) / _NORMAL_IQR
 
 
+def _fit_hooks(steps: Sequence[EngineStep], idle: float) -> LinearCost:
+    """What backward passes cost more than without the engine besides selection, by the number of buffers."""
+    costs = defaultdict(list)
+    for step in steps:
+        # the last buffer is selected from after the last gradient
+        selected = sum(buffer.select for buffer in step.buffers[:-1])
+        costs[len(step.buffers)].append(step.backward - selected - idle)
+    rows = [(1.0, float(buffers), median(each)) for buffers, each in costs.items()]
+    fixed, each = _fit_positive(np.array(rows))
+    return LinearCost(fixed, each)
+
+
 def _fit_drain(steps: Sequence[EngineStep], idle: float) -> LinearCost:
     """What the end of a window and of the step cost more than without the engine, by the number of buffers."""
     costs = defaultdict(list)
@@ -210,13 +222,14 @@ def _fit_drain(steps: Sequence[EngineStep], idle: float) -> LinearCost:
     return LinearCost(fixed, each)
 
 
-def _fit_stage(windows: Sequence[Sequence[tuple[int, int, float]]]) -> StageCost:
+def _fit_stage(windows: Sequence[Sequence[tuple[int, int, float]]], besides: float = 0.0) -> StageCost:
     """What a stage costs, scaled so that it says the median of what windows take in all.
 
     The fit looks at most buffers, not at their sum, which is larger where times have long tails.
 
     Args:
         windows: Tensors, elements and seconds of each buffer.
+        besides: Seconds that each buffer costs besides.
     """
     seconds = defaultdict(list)
     for window in windows:
@@ -227,7 +240,7 @@ def _fit_stage(windows: Sequence[Sequence[tuple[int, int, float]]]) -> StageCost
     said = [sum(cost(tensors, elements) for tensors, elements, _ in window) for window in windows]
     ratios = [sum(row[2] for row in window) / total for window, total in zip(windows, said, strict=True) if total > 0]
     scale = median(ratios) if ratios else 1.0
-    return StageCost(cost.fixed * scale, cost.per_tensor * scale, cost.per_element * scale)
+    return StageCost(cost.fixed * scale + besides, cost.per_tensor * scale, cost.per_element * scale)
 
 
 def _fit_positive(rows: np.ndarray) -> list[float]:

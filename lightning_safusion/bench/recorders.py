@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -22,8 +23,9 @@ from lightning_safusion.fusion.events import BufferEvents, WindowEvents
 from lightning_safusion.simulate.measured import CollectiveTimes
 from lightning_safusion.strategy import SAFusionStrategy
 
-#: Tensors in a buffer, in turns: costs of a buffer are told from costs of its elements, and from those of a step.
-TOUR = (8, 2, 64, 4, 16)
+#: Tensors in a buffer, in turns: costs of a buffer are told from costs of its elements, and from those of a step. From
+#: one to all (the largest number), since some systems have as many buffers as tensors and others have one.
+TOUR = (8, 1, sys.maxsize, 4, 64, 16)
 
 
 class Moment(NamedTuple):

@@ -3,7 +3,8 @@
 Every worker is a thread with a programme: computing, the engine's hooks, selections, launches, waits, decoding. A
 collective runs when all workers have launched it; its first part, latency, hides behind the one before it, the rest has
 the link for itself, and on each worker it asks for a share of a core all the while. Everything slows down where that is
-more than the machine has.
+more than the machine has. A worker that slept too long, since it found no core when it woke up, sleeps less the next
+time: what it sleeps through stands for an accelerator, which does not wait for it.
 """
 
 from __future__ import annotations
@@ -101,6 +102,7 @@ class _HostRun:
         self.cores = SharedCores(host.cores * cluster.workers)
         self.pace, self.noise = draw_factors(cluster, iteration, self.workers, len(trace.tensors))
         self.ends = [0.0] * self.workers
+        self.debts = [0.0] * self.workers  # what each worker has slept too long, and the next sleeps are shorter by
         self.queue: deque[_Exchange] = deque()  # latency over, waiting for the link
         self.under_way = 0
         self.link_busy = False
@@ -224,12 +226,15 @@ class _HostRun:
 
         def wake() -> None:
             if step.busy > 0:
-                self.cores.compute(step.busy, end, self.alike)
+                self.cores.compute(step.busy, end, self.alike, awake if step.asleep > 0 else None)
             else:
                 end()
 
+        def awake() -> None:
+            self.debts[worker] += self.cores.clock - begin - step.asleep
+
         if step.asleep > 0:
-            self.cores.carry(step.asleep, wake)
+            self.cores.carry(max(0.0, step.asleep - self.debts[worker]), wake)
         else:
             wake()
 

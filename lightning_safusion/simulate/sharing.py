@@ -41,6 +41,7 @@ class _Task:
     threads: int
     then: Callable[[], None]
     slice: float = inf  # seconds that it keeps its core, if it computes
+    first: Callable[[], None] | None = None  # called when it has a core, once
     speed: float = 0.0
 
 
@@ -66,15 +67,18 @@ class SharedCores:
         self._carrying: list[_Task] = []
         self._computing: list[_Task] = []  # those that have a core first
 
-    def compute(self, seconds: float, then: Callable[[], None], threads: int = 1) -> None:
+    def compute(
+        self, seconds: float, then: Callable[[], None], threads: int = 1, first: Callable[[], None] | None = None
+    ) -> None:
         """Begins to compute.
 
         Args:
             seconds: That it takes with a core for each thread.
             then: Called when it has ended.
             threads: Threads that go on together.
+            first: Called when it has a core for the first time.
         """
-        self._computing.append(_Task(seconds, 1.0, threads, then, self.timeslice))
+        self._computing.append(_Task(seconds, 1.0, threads, then, self.timeslice, first))
 
     def carry(self, seconds: float, then: Callable[[], None], demand: float = 0.0, threads: int = 1) -> None:
         """Begins to carry data, or to sleep.
@@ -132,4 +136,7 @@ class SharedCores:
         threads = sum(task.threads for task in running)
         for task in running:
             task.speed = min(1.0, free / threads)
+            if task.first is not None:
+                task.first()
+                task.first = None
         return len(running) < len(self._computing)
