@@ -13,7 +13,9 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import torch
 
+from lightning_safusion.comm.wire import resolve_codec
 from lightning_safusion.ddp_hooks import POWERSGD_RANKS
 from lightning_safusion.fusion.adaptive import Adaptive
 from lightning_safusion.fusion.planners import search_cuts, sparse_plan
@@ -31,6 +33,8 @@ _MIB = 2.0**20
 _DDP_BUCKET, _DDP_FIRST = 25 * _MIB, 1 * _MIB
 # PowerSGD: compression pays if it saves this factor; kernels of one matrix, launched one by one.
 _POWERSGD_MIN_RATE, _POWERSGD_LAUNCH = 2.0, 50e-6
+# Of a buffer, by which bytes of an entry are told: formats of positions differ for spans of billions.
+_CODEC_ELEMENTS = 1 << 24
 # Elastic averaging reads and writes all weights this many times: 3 for what the workers are apart, 6 to move them.
 _ELASTIC_PASSES = 9
 
@@ -242,6 +246,14 @@ def _safusion(job: Job) -> Schedule:
     return job.schedule(Adaptive().plan(job.group_costs(dense=True)))
 
 
+def _saf_pooled(job: Job) -> Schedule:
+    numel = min(int(job.numels.sum()), _CODEC_ELEMENTS)
+    entries = max(1, int(numel * job.density))
+    codec = resolve_codec(_ROWS["saf-pooled"].wire, numel, entries, torch.float32)
+    job = replace(job, entry_bytes=codec.nbytes / entries)
+    return job.schedule(Adaptive().plan(job.group_costs(dense=True)))
+
+
 def _safusion_paper(job: Job) -> Schedule:
     return job.schedule(Adaptive(rule="paper").plan(job.group_costs()))
 
@@ -261,6 +273,7 @@ def _safusion_hierarchical(job: Job) -> Schedule:
 _LIST = (
     SimulatedSystem("ddp", "dense all-reduce in buckets of 25 MiB, fp32", _ddp(4), sparse=False),
     SimulatedSystem("ddp-bf16", "the same, cast to bf16", _ddp(2), sparse=False),
+    SimulatedSystem("ddp-fp16", "the same, cast to fp16", _ddp(2), sparse=False),
     *(
         SimulatedSystem(name, f"low-rank factors of each matrix, rank {rank}", _powersgd(rank), sparse=False)
         for name, rank in POWERSGD_RANKS.items()
@@ -290,6 +303,7 @@ _LIST = (
     SimulatedSystem("saf-inter", "ahead of fusion, 8 tensors per buffer", _saf_inter),
     SimulatedSystem("safusion-paper", "ahead of fusion, buffers by the papers' rule", _safusion_paper),
     SimulatedSystem("safusion", "ahead of fusion, buffers by the exact programme", _safusion),
+    SimulatedSystem("saf-pooled", "the same in four bits per value (packing them not counted)", _saf_pooled),
     SimulatedSystem(
         "safusion-hierarchical",
         "dense inside the node, sparse between nodes",

@@ -17,6 +17,7 @@ from lightning_safusion.simulate.job import Job, grouped
 from lightning_safusion.simulate.schedule import Planned
 from lightning_safusion.simulate.systems import SIMULATED, buckets, resolve_simulated
 from lightning_safusion.simulate.trace import resolve_trace
+from lightning_safusion.systems import SYSTEMS
 
 load = cache(resolve_trace)
 
@@ -41,6 +42,16 @@ def test_every_system_runs_on_every_shape_of_cluster(name: str, cluster: tuple[i
     if isinstance(schedule.launch, Planned):
         covered = {place for message in schedule.launch.messages for place in message.tensors}
         assert covered == set(range(len(job.numels)))
+
+
+def test_every_system_of_the_strategy_is_a_row() -> None:
+    assert set(SYSTEMS) <= set(SIMULATED)
+
+
+def test_four_bits_are_half_a_byte_beside_a_position_of_one() -> None:
+    job = replace(lstm(), density=0.1)
+    entry = run("saf-pooled", job).nbytes / (3 * job.entries.sum())
+    assert entry == pytest.approx(1.5, rel=0.1)  # scales, and where blocks begin
 
 
 @pytest.mark.parametrize("name", ["ddp", "wfbp-dense", "horovod-dense", "mgwfbp", "dear", "easgd"])
