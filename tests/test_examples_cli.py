@@ -131,7 +131,14 @@ def test_a_configuration_means_what_python_says(path: Path) -> None:
         assert getattr(strategy, attribute) == getattr(expected, attribute), attribute
 
 
-@pytest.mark.parametrize("path", [path for path in CONFIGS if path.stem != "names"], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=() if path.stem in ("parts", "dgc", "callbacks") else pytest.mark.slow)
+        for path in CONFIGS
+        if path.stem != "names"
+    ],
+)
 def test_a_configuration_trains(path: Path, tmp_path: Path) -> None:
     first, second = fit(tmp_path, "--config", path, "--trainer.strategy.start_method=fork")
     assert first["report"]["windows"] == first["steps"] == second["steps"] == 6  # exchanges: one per optimizer step

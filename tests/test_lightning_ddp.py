@@ -235,7 +235,10 @@ class Compilable(TinyClassifier):
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("place", ["model", "submodule", "wrapped", "both passes"])
+@pytest.mark.parametrize(
+    "place",
+    ["model", *(pytest.param(place, marks=pytest.mark.slow) for place in ("submodule", "wrapped", "both passes"))],
+)
 def test_compiled_models(place: str) -> None:
     """With a backend that needs no compiler: what is tested is how graphs, buckets and hooks meet."""
 

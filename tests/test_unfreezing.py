@@ -84,7 +84,13 @@ def test_unfrozen_parameters_are_exchanged() -> None:
 
 @pytest.mark.parametrize(
     ("fusion", "freeze_head"),
-    [("adaptive", False), ("adaptive", True), ("naive", True), ("horovod", True), ("selective", True)],
+    [
+        ("adaptive", False),
+        ("adaptive", True),
+        pytest.param("naive", True, marks=pytest.mark.slow),
+        pytest.param("horovod", True, marks=pytest.mark.slow),
+        ("selective", True),
+    ],
 )
 def test_residuals_are_kept_and_replicas_equal(fusion: str, freeze_head: bool) -> None:
     def sparse(rank: int) -> tuple[list[Tensor], list[Tensor]]:

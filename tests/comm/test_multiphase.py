@@ -48,7 +48,7 @@ def each_of(builds: dict[str, Build]) -> Any:
 
 
 @each_of(ALL)
-@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("world_size", [*WORLDS[:-1], pytest.param(WORLDS[-1], marks=pytest.mark.slow)])
 def test_ranks_get_the_same_bits_and_nothing_is_lost(build: Build, world_size: int) -> None:
     for shape, (numel, capacity) in enumerate(SHAPES):
         workers = Workers(world_size, span(numel, capacity), build)

@@ -143,6 +143,7 @@ def test_hipress_compresses_what_is_large() -> None:
     assert run("hipress", job).seconds < run("ddp", job).seconds
 
 
+@pytest.mark.slow
 def test_espresso_is_not_slower_than_what_it_started_from() -> None:
     for link in ("10gbit", "200gbit-rdma"):
         job = Job(load("bert-base"), Cluster(8, 1, LINKS[link]), 0.01)
