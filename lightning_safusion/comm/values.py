@@ -137,51 +137,106 @@ class QuantizedField(ValueField):
         self.nbytes = -(-(self._code_bytes + 2 * len(self._starts)) // 4) * 4
 
     def write(self, indices: Tensor, values: Tensor, field: Tensor) -> Tensor:
+        if (counts := self._host_counts(indices)) is not None:
+            magnitudes = np.abs(values.numpy())
+            coarse, scales = _rounded(self._host_scales(magnitudes, counts))
+            if np.isfinite(scales).all():
+                packed = self._host_codes(magnitudes, np.signbit(values.numpy()), np.repeat(scales, counts))
+                self._fill(field, torch.from_numpy(packed), coarse)
+                return self._host_values(packed, scales, counts)
         part, magnitudes = self._parts(indices), values.abs()
-        scales = torch.zeros(len(self._starts), device=values.device)
-        if self.bits > 1:
-            scales.scatter_reduce_(0, part, magnitudes, "amax")
-        else:  # twice the mean: the only level is in the middle; padding is zeros
-            present = torch.zeros_like(scales).index_add_(0, part, (magnitudes > 0).float())
-            scales.index_add_(0, part, magnitudes).mul_(2 / present.clamp_(min=1))
-        coarse = scales.to(torch.bfloat16)
+        coarse = self._scales(part, magnitudes).to(torch.bfloat16)
         scale = coarse.float()[part]
         level = (magnitudes * torch.where(scale > 0, self._levels / scale, 0)).floor_().clamp_(max=self._levels - 1)
         # what is not finite has no level
-        codes = level.nan_to_num_(0.0).to(torch.uint8).add_((values < 0).to(torch.uint8), alpha=self._levels)
-        field.zero_()
-        packed = _packed(pad(codes, (0, -len(codes) % 8)), self.bits)
-        field[: len(packed)].copy_(packed)
-        field[self._code_bytes :][: 2 * len(coarse)].view(torch.bfloat16).copy_(coarse)
+        codes = level.nan_to_num_(0.0).to(torch.uint8).add_(values.signbit().to(torch.uint8), alpha=self._levels)
+        self._fill(field, _packed(pad(codes, (0, -len(codes) % 8)), self.bits), coarse)
         return self._values(codes, scale)
 
     def read(self, indices: Tensor, field: Tensor) -> Tensor:
-        codes = _unpacked(field[: -(-len(indices) * self.bits // 8)], self.bits)[: len(indices)]
-        scales = field[self._code_bytes :][: 2 * len(self._starts)].view(torch.bfloat16)
-        return self._values(codes, scales.float()[self._parts(indices)])
+        packed = field[: -(-len(indices) * self.bits // 8)]
+        scales = field[self._code_bytes :][: 2 * len(self._starts)].view(torch.bfloat16).float()
+        if (counts := self._host_counts(indices)) is not None:
+            return self._host_values(packed.numpy(), scales.numpy(), counts)
+        return self._values(_unpacked(packed, self.bits)[: len(indices)], scales[self._parts(indices)])
+
+    def _fill(self, field: Tensor, packed: Tensor, coarse: Tensor) -> None:
+        """Writes codes and scales, and zeros between them and behind them."""
+        field.zero_()
+        field[: len(packed)].copy_(packed)
+        field[self._code_bytes :][: 2 * len(coarse)].view(torch.bfloat16).copy_(coarse)
 
     def _parts(self, indices: Tensor) -> Tensor:
         """int64 [K], the part that each position lies in."""
-        if indices.device.type == "cpu":
-            positions = indices.numpy()
-            if (positions[1:] > positions[:-1]).all():  # else there is padding behind them
-                # a search for each part, not for each position
-                ends = np.append(positions.searchsorted(self._starts[1:]), len(positions))
-                counts = np.diff(ends[: len(self._starts)], prepend=0)
-                return torch.from_numpy(np.repeat(np.arange(len(counts)), counts))
         if self._on_device is None:
             self._on_device = device_constant(self._starts, indices.device)
         return torch.searchsorted(self._on_device, indices, right=True).sub_(1)
+
+    def _scales(self, part: Tensor, magnitudes: Tensor) -> Tensor:
+        """float32, one for each part."""
+        scales = torch.zeros(len(self._starts), device=magnitudes.device)
+        if self.bits > 1:
+            return scales.scatter_reduce_(0, part, magnitudes, "amax")
+        # twice the mean: the only level is in the middle; padding is zeros
+        present = torch.zeros_like(scales).index_add_(0, part, (magnitudes > 0).float())
+        return scales.index_add_(0, part, magnitudes).mul_(2 / present.clamp_(min=1))
 
     def _values(self, codes: Tensor, scale: Tensor) -> Tensor:
         table = (torch.arange(self._levels, device=codes.device) + 0.5) / self._levels
         return torch.cat([table, -table]).index_select(0, codes.int()).mul_(scale)
 
+    # In host memory the entries of a part lie side by side: NumPy takes them together.
+
+    def _host_counts(self, indices: Tensor) -> np.ndarray | None:
+        """Entries of each part; None on another device, or if there is padding behind the positions."""
+        positions = indices.numpy() if indices.device.type == "cpu" else None
+        if positions is None or not len(self._starts) or not (positions[1:] > positions[:-1]).all():
+            return None
+        return np.diff(positions.searchsorted(self._starts), append=len(positions))
+
+    def _host_scales(self, magnitudes: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """:meth:`_scales`."""
+        scales = np.zeros(len(counts), np.float32)
+        filled = counts > 0
+        first = (np.cumsum(counts) - counts)[filled]
+        if not len(first):
+            return scales
+        if self.bits > 1:
+            scales[filled] = np.maximum.reduceat(magnitudes, first)
+            return scales
+        present = np.add.reduceat((magnitudes > 0).astype(np.float32), first)
+        scales[filled] = np.add.reduceat(magnitudes, first) * (2 / np.maximum(present, 1))
+        return scales
+
+    def _host_codes(self, magnitudes: np.ndarray, negative: np.ndarray, scale: np.ndarray) -> np.ndarray:
+        """The codes, packed; overwrites the magnitudes."""
+        magnitudes *= np.divide(self._levels, scale, out=np.zeros_like(scale), where=scale > 0)
+        codes = np.zeros(-(-len(magnitudes) // 8) * 8, np.uint8)
+        codes[: len(magnitudes)] = np.minimum(magnitudes, self._levels - 1, out=magnitudes).astype(np.uint8)
+        codes[: len(magnitudes)] |= negative.view(np.uint8) << (self.bits - 1)
+        if self.bits == 1:
+            return np.packbits(codes, bitorder="little")
+        lanes = codes.reshape(-1, 8 // self.bits)
+        packed = lanes[:, 0].copy()
+        for lane in range(1, 8 // self.bits):
+            packed |= lanes[:, lane] << (lane * self.bits)
+        return packed
+
+    def _host_values(self, packed: np.ndarray, scales: np.ndarray, counts: np.ndarray) -> Tensor:
+        """:meth:`_values`."""
+        scale = np.repeat(scales, counts)
+        values = _LEVELS[self.bits].take(packed, axis=0).reshape(-1)[: len(scale)]
+        return torch.from_numpy(values).mul_(torch.from_numpy(scale))
+
+
+def _rounded(scales: np.ndarray) -> tuple[Tensor, np.ndarray]:
+    """Scales as they travel, and the same as float32."""
+    coarse = torch.from_numpy(scales).to(torch.bfloat16)
+    return coarse, coarse.float().numpy()
+
 
 def _packed(codes: Tensor, bits: int) -> Tensor:
     """uint8, several codes (uint8, a multiple of 8 of them) in every byte, the first one in the lowest bits."""
-    if bits == 1 and codes.device.type == "cpu":
-        return torch.from_numpy(np.packbits(codes.numpy(), bitorder="little"))
     lanes = codes.view(-1, 8 // bits)
     packed = lanes[:, 0].clone()
     for lane in range(1, 8 // bits):
@@ -191,17 +246,18 @@ def _packed(codes: Tensor, bits: int) -> Tensor:
 
 def _unpacked(packed: Tensor, bits: int) -> Tensor:
     """The inverse of :func:`_packed`."""
-    if packed.device.type == "cpu":
-        return torch.from_numpy(_CODES[bits].take(packed.numpy(), axis=0).reshape(-1))
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
     return ((packed[:, None] >> shifts) & ((1 << bits) - 1)).view(-1)
 
 
-# The codes in every byte, uint8 [256, 8 / bits], by their bits.
-_CODES = {
-    bits: np.arange(256, dtype=np.uint8)[:, None] >> np.arange(0, 8, bits, dtype=np.uint8) & np.uint8((1 << bits) - 1)
-    for bits in (1, 2, 4)
-}
+def _levels_of_bytes(bits: int) -> np.ndarray:
+    """What the codes in every byte stand for, relative to their scale, float32 [256, 8 / bits]."""
+    codes = np.arange(256)[:, None] >> np.arange(0, 8, bits) & ((1 << bits) - 1)
+    sign, level = np.divmod(codes, 1 << (bits - 1))
+    return ((1 - 2 * sign) * (level + 0.5) / (1 << (bits - 1))).astype(np.float32)
+
+
+_LEVELS = {bits: _levels_of_bytes(bits) for bits in (1, 2, 4)}
 
 
 def fill(field: Tensor, entries: Tensor) -> None:

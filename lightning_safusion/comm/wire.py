@@ -105,6 +105,10 @@ class CooCodec(Codec):
         return positions, self._read_padded(positions, values, lambda: header.view(torch.int32))
 
 
+# Entries that are counted one by one in the time in which the end of a block is found by bisection.
+_SEARCH = 16
+
+
 class BlockCodec(Codec):
     """Offsets in blocks of a fixed length, with a count for every block.
 
@@ -152,7 +156,7 @@ class BlockCodec(Codec):
     def _block_counts(self, positions: Tensor) -> Tensor:
         """Entries of each block, from ascending positions; on the CPU a few NumPy calls cost half as much."""
         if positions.device.type == "cpu":
-            if self.blocks > len(positions):
+            if _SEARCH * self.blocks > len(positions):
                 counted = np.bincount(positions.numpy() >> self.offset_bits, minlength=self.blocks)
                 return torch.from_numpy(counted[: self.blocks])
             ends = positions.numpy().searchsorted(np.arange(self.blocks + 1) << self.offset_bits)
