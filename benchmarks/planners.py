@@ -1,6 +1,6 @@
 """How far published planners are from the best plan, on random instances and on the traces; and what alignment gains.
 
-    $ python benchmarks/planners.py
+    $ python -m benchmarks.planners
 
 Random instances have up to 8 tensors, so that all plans can be tried. On the traces the best plan is that of the exact
 programme. The last table is the papers' ablation on the simulator: buffers that every worker fills at its own pace,
