@@ -38,6 +38,8 @@ MORE_DENSITIES = (0.25, 0.1)
 #: Other formats of few bits.
 COARSER = ((0.5, "q2"), (0.25, "sign"))
 _SLOWER, _FASTER = "ef21:momentum=0.9", "ef21:momentum=0.8"
+#: A residual that is a momentum as well, in place of the optimizer's.
+DECOUPLED = MappingProxyType({"memory": "residual:decay=0.9", "momentum": 0.0})
 
 VISION, PLAIN, LANGUAGE = TASKS["digits-resnet"], TASKS["digits-vgg"], TASKS["bytes-transformer"]
 #: Tasks on which every contender is run at every density.
@@ -93,7 +95,8 @@ def _remedies() -> Configs:
         replace(SCOPES["ahead"], compressor="adtopk"),  # the largest of every row: chunks of a tensor
         # momentum ahead of the selection, in place of the optimizer's: momentum correction, and decoupled momentum
         replace(POOLED, memory="dgc", momentum=0.0),
-        replace(POOLED, memory="residual:decay=0.9", momentum=0.0),
+        *(replace(scheme, **DECOUPLED) for scheme in (POOLED, denser)),
+        *(replace(FEW_BITS, density=density, **DECOUPLED) for density in (*MORE_DENSITIES, 0.05, 0.01)),
         replace(denser, dense_start=0.1, beta2=0.95),
         # a dense estimate of the gradient, in place of bursts; it lags behind, so that a smaller step helps
         *(replace(denser, memory=memory, momentum=0.0, lr_scale=0.5) for memory in (_SLOWER, _FASTER)),
