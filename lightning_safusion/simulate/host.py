@@ -226,12 +226,14 @@ class _HostRun:
 
         def wake() -> None:
             if step.busy > 0:
-                self.cores.compute(step.busy, end, self.alike, awake if step.asleep > 0 else None)
+                self.cores.compute(step.busy, end, self.alike, awake)
             else:
+                awake()
                 end()
 
         def awake() -> None:
-            self.debts[worker] += self.cores.clock - begin - step.asleep
+            if step.asleep > 0:
+                self.debts[worker] += self.cores.clock - begin - step.asleep
 
         if step.asleep > 0:
             self.cores.carry(max(0.0, step.asleep - self.debts[worker]), wake)

@@ -60,6 +60,10 @@ def test_who_woke_up_and_waited_for_a_core_sleeps_less_the_next_time() -> None:
     # one worker has the core from 8 to 10 ms, the other from 10 to 12 ms; then both sleep until 20 ms
     asleep = Host(cores=0.5, forward=0.0, backward=0.2, optimizer=0.0)
     assert seconds(job_of([0.01], optimizer=0.01), Cluster(2, host=asleep)) == pytest.approx(0.02)
+    # made up for once: the steps after a sleep without any work are as long as they should be
+    late = Host(cores=0.5, forward=0.2, backward=0.0, optimizer=0.0)
+    trace = job_of([0.01, 0.01], forward=0.005, optimizer=0.01)
+    assert seconds(trace, Cluster(2, host=late)) == pytest.approx(0.04)
 
 
 def test_a_collective_takes_processor_time_from_computation() -> None:
