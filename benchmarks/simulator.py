@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--jobs", nargs="+", choices=list(jobs()), default=list(jobs()))
     parser.add_argument("--rates", nargs="+", default=list(RATES))
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS))
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--warmup", type=int, default=20)
     parser.add_argument("--again", action="store_true", help="measure also what is in the folder already")
     parser.add_argument("--output", type=Path, default=Path("safusion_simulator"), help="folder for all that is made")

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_safusion.naming import suggestion
+from lightning_safusion.sparsify.feedback import DecoupledMomentum
 from lightning_safusion.sparsify.memory import Memory
 from lightning_safusion.sparsify.momentum import EF21Memory
 
@@ -104,12 +105,13 @@ def refuse_double_momentum(memory: Memory, optimizer: torch.optim.Optimizer) -> 
             f"memory='dgc' applies momentum before selection, and {name} would apply it again. Use "
             "torch.optim.SGD with momentum=0, or memory='residual'."
         )
-    if isinstance(memory, EF21Memory) and memory.momentum:
+    if isinstance(memory, DecoupledMomentum | EF21Memory) and memory.momentum:
         twice = [group for group in optimizer.param_groups if group.get("momentum") or group.get("betas", (0,))[0]]
         if twice:
+            instead = "EF21Memory(momentum=0)" if isinstance(memory, EF21Memory) else "memory='residual'"
             raise MisconfigurationException(
-                f"memory='ef21' averages gradients over time before selection, and {name} would do so again, which "
-                f"makes its steps too old. Give {name} betas=(0, ...) or momentum=0, or use EF21Memory(momentum=0)."
+                f"memory={memory.name!r} applies momentum before selection, and {name} would apply it again, "
+                f"which makes its steps too old. Give {name} betas=(0, ...) or momentum=0, or use {instead}."
             )
 
 

@@ -154,6 +154,7 @@ class EngineDDPStrategy(ObservedDDPStrategy):
             overlap,
             deferred,
             self.node_rank,
+            yields=not self._over_horovod,
         )
         self._controller.observers = self._observers
         params = [param for _, param in dense_parameters(module)]
@@ -254,7 +255,7 @@ class EngineDDPStrategy(ObservedDDPStrategy):
         self._costs_followed = controller.windows
         if not controller.can_step_aside():
             return
-        self._dense_for_good = "its all-reduce has been predicted to be faster for every buffer, review after review"
+        self._dense_for_good = "its all-reduce has been predicted to be faster, review after review"
         self._wrap_again(self._ddp.module)
 
     @property

@@ -45,6 +45,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "adtopk": {"system": "adtopk", "compressor": ADTopk(interleave=True), "collective": "hybrid"},
     "ssfusion": {"system": "ssfusion", "fusion": Selective(3)},
     "dgc": SPARSE | {"compressor": "dgc", "memory": DGCMemory(clip=1.0)},
+    "decoupled": SPARSE | {"memory": "decoupled"},
     "ef21": SPARSE | {"memory": "ef21"},
     "none": SPARSE | {"memory": "none"},
     "ramp": SPARSE | SMALL | {"density": LinearRamp(0.3, 0.05, 7), "quota": "pooled"},
@@ -79,7 +80,7 @@ def _resume_all(rank: int, folder: Path) -> dict[str, tuple[bool, bool]]:
         def fresh(options: Any = options) -> Any:
             return ddp() if options is None else ours(**({"collective": None, "dense_below": None} | options))
 
-        momentum = 0.0 if name in ("dgc", "ef21") else 0.9
+        momentum = 0.0 if name in ("decoupled", "dgc", "ef21") else 0.9
         path = folder / f"{name}.ckpt"
         whole = run(fresh(), 9, saving(path, 4), model=StepModel(momentum), deterministic=True)
         resumed = run(fresh(), 9, ckpt=path, model=StepModel(momentum), deterministic=True)

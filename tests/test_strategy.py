@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_safusion import SAFusionStrategy
 from lightning_safusion.parameters import refuse_double_momentum
-from lightning_safusion.sparsify import DGCMemory, EF21Memory, GaussianK, ResidualMemory
+from lightning_safusion.sparsify import DecoupledMomentum, DGCMemory, EF21Memory, GaussianK, ResidualMemory
 from tests.models import TinyClassifier, classification, trainer
 
 FORK = {"start_method": "fork", "process_group_backend": "gloo"}
@@ -207,11 +207,11 @@ def heavy_ball(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, 0.1, momentum=0.9)
 
 
-@pytest.mark.parametrize(("memory", "optimizer"), [("dgc", adam), ("ef21", heavy_ball)])
+@pytest.mark.parametrize(("memory", "optimizer"), [("dgc", adam), ("ef21", heavy_ball), ("decoupled", adam)])
 def test_a_memory_with_momentum_refuses_an_optimizer_with_momentum(tmp_path: Path, memory: str, optimizer: Any) -> None:
     model = TinyClassifier()
     model.configure_optimizers = lambda: optimizer(model.parameters())  # type: ignore[method-assign]  # another optimizer for this model
-    with pytest.raises(Exception, match=f"memory='{memory}' a"):
+    with pytest.raises(Exception, match=f"memory='{memory}' .*applies momentum before selection"):
         fit(tmp_path, SAFusionStrategy(memory=memory, **FORK), model)
 
 
@@ -222,6 +222,7 @@ def test_which_momentum_comes_twice() -> None:
         (DGCMemory(), adam(weights)),
         (DGCMemory(), heavy_ball(weights)),
         (DGCMemory(), without[1]),  # its steps are not those of SGD
+        (DecoupledMomentum(), adam(weights)),
         (EF21Memory(), adam(weights)),
         (EF21Memory(), heavy_ball(weights)),
     ]:
@@ -232,6 +233,7 @@ def test_which_momentum_comes_twice() -> None:
         refuse_double_momentum(ResidualMemory(), optimizer)
     for optimizer in without:
         refuse_double_momentum(EF21Memory(), optimizer)
+        refuse_double_momentum(DecoupledMomentum(), optimizer)
 
 
 class Different(SAFusionStrategy):

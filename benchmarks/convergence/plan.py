@@ -39,7 +39,10 @@ MORE_DENSITIES = (0.25, 0.1)
 COARSER = ((0.5, "q2"), (0.25, "sign"))
 _SLOWER, _FASTER = "ef21:momentum=0.9", "ef21:momentum=0.8"
 #: A residual that is a momentum as well, in place of the optimizer's.
-DECOUPLED = MappingProxyType({"memory": "residual:decay=0.9", "momentum": 0.0})
+DECOUPLED = MappingProxyType({"memory": "decoupled", "momentum": 0.0})
+_LONGER = MappingProxyType({**DECOUPLED, "memory": "decoupled:momentum=0.95"})
+#: Momentum correction, in place of the optimizer's momentum.
+CORRECTED = MappingProxyType({"memory": "dgc", "momentum": 0.0})
 
 VISION, PLAIN, LANGUAGE = TASKS["digits-resnet"], TASKS["digits-vgg"], TASKS["bytes-transformer"]
 #: Tasks on which every contender is run at every density.
@@ -94,8 +97,12 @@ def _remedies() -> Configs:
         replace(POOLED, compressor="preconditioned"),
         replace(SCOPES["ahead"], compressor="adtopk"),  # the largest of every row: chunks of a tensor
         # momentum ahead of the selection, in place of the optimizer's: momentum correction, and decoupled momentum
-        replace(POOLED, memory="dgc", momentum=0.0),
-        *(replace(scheme, **DECOUPLED) for scheme in (POOLED, denser)),
+        replace(POOLED, **CORRECTED),
+        *(replace(scheme, **memory) for scheme in (POOLED, denser) for memory in (DECOUPLED, _LONGER)),
+        *(replace(POOLED, **memory, dense_start=0.1) for memory in (CORRECTED, DECOUPLED)),
+        replace(POOLED, **DECOUPLED, ramp=0.3),
+        replace(SCOPES["ahead"], **DECOUPLED),
+        replace(denser, **DECOUPLED, dense_start=0.1),
         *(replace(FEW_BITS, density=density, **DECOUPLED) for density in (*MORE_DENSITIES, 0.05, 0.01)),
         replace(denser, dense_start=0.1, beta2=0.95),
         # a dense estimate of the gradient, in place of bursts; it lags behind, so that a smaller step helps
@@ -110,6 +117,9 @@ def _remedies() -> Configs:
         # what EF21 makes of the optimizer, without compression
         *(Scheme("ahead", density=1.0, memory=_FASTER, momentum=0.0, lr_scale=scale) for scale in (0.5, 0.7)),
         replace(DENSE, momentum=0.8, lr_scale=0.7),
+        # and decoupled momentum; with some tensors whole
+        Scheme("ahead", density=1.0, **DECOUPLED),
+        replace(FEW_BITS, density=0.1, dense_below=SMALL, **DECOUPLED),
         # both together
         *(
             replace(FEW_BITS, density=density, memory=_FASTER, momentum=0.0, lr_scale=scale)
@@ -121,8 +131,19 @@ def _remedies() -> Configs:
 
 
 def _memories() -> Configs:
-    """Momentum correction under SGD, with the optimizer's momentum off."""
-    return [(VISION, replace(scheme, memory="dgc", momentum=0.0)) for scheme in SCOPES.values()]
+    """What may help SGD: momentum ahead of the selection, with the optimizer's off, and a denser beginning."""
+    sparse = [
+        *(replace(scheme, **CORRECTED) for scheme in SCOPES.values()),
+        *(replace(POOLED, **DECOUPLED, lr_scale=scale) for scale in (1.0, 5.0)),
+        *(replace(scheme, ramp=0.3) for scheme in (POOLED, FEW_BITS)),
+        *(replace(scheme, dense_start=0.1) for scheme in (POOLED, FEW_BITS)),
+        replace(POOLED, **CORRECTED, dense_start=0.1),
+    ]
+    return [*((task, scheme) for task in (PLAIN, TASKS["bytes-lstm"]) for scheme in sparse), *_on_vision()]
+
+
+def _on_vision() -> Configs:
+    return [(VISION, replace(scheme, **CORRECTED)) for scheme in SCOPES.values()]
 
 
 def _workers() -> Configs:

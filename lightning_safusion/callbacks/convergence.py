@@ -32,8 +32,8 @@ class ConvergenceProbe(StepSampler):
 
     Each also as ``<key>/<parameter>``. ``mean C(x)`` is the gradient that the optimizer gets. A sampled step waits for
     the device, copies the residual, reduces two vectors of the size of the model over the ranks and selects once more,
-    with a copy of this rank's compressor; other steps cost nothing. With ``memory="dgc"``, which holds a momentum,
-    there is no ``xi``. With plain DDP, where every tensor travels whole, nothing is sampled.
+    with a copy of this rank's compressor; other steps cost nothing. With ``memory="dgc"`` and ``"decoupled"``, which
+    hold a momentum, there is no ``xi``. With plain DDP, where every tensor travels whole, nothing is sampled.
 
     The released probe of ADTopk compares with the flattened mean, which it leaves uncompressed: what it prints is the
     norm of the mean residual over that of the mean gradient.

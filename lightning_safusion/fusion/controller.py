@@ -45,8 +45,8 @@ class Controller:
         planner: Says which tensors share a buffer.
         transport: Communicator of the buffers.
         density: Density by step and epoch.
-        dense_first: Send the first window dense: costs are not known yet, and there is no residual to add. Otherwise
-            what no plan covers travels sparse.
+        dense_first: Average the first window as DDP does: costs are not known yet, and there is no residual to add.
+            Otherwise what no plan covers travels sparse.
         overlap: Launch buffers while gradients still arrive. Not where a tensor is submitted at different points of the
             backward pass on different ranks (unused on some): the collectives of the model's own backward
             (SyncBatchNorm) would meet ours in different orders.
@@ -126,7 +126,7 @@ class Controller:
             self._launcher.launch(window, group, self.notices)
         if self._ticks is not None and window.ticking:
             self._fuse(window, self._ticks.poll(window.ready))
-        elif window.complete:
+        elif window.complete and not window.plain:
             self._launch_rest(window)
 
     def _begin(self) -> Window:
@@ -136,7 +136,8 @@ class Controller:
         if self.generator.set_density(density):
             self.planner.invalidate()
         groups: Sequence[Group] = ()
-        if self.order_known and not self._dense_window():
+        plain = self.dense_first and self.windows == 0
+        if self.order_known and not plain:
             plan = self.planner.plan(self.generator)
             groups = plan.groups
             if self._offload is not None:
@@ -166,11 +167,9 @@ class Controller:
             hold=not self.overlap,
             deferred=deferred,
             scale=scale,
+            plain=plain,
         )
         return self._window
-
-    def _dense_window(self) -> bool:
-        return self.dense_first and self.windows == 0
 
     def _fuse(self, window: Window, ready: int) -> None:
         """Launches what a tick has found ready on all ranks."""
@@ -182,11 +181,10 @@ class Controller:
         """Launches planned groups that gradients out of order have kept back; everything if nothing is planned."""
         for group in window.groups[window.next_group :]:
             self._launcher.launch(window, group, self.notices)
-        edges = self.generator.layout.edges
-        collective: CollectiveName = "allreduce"
-        if not self._dense_window():
+        edges, start = self.generator.layout.edges, window.launched
+        collective: CollectiveName = "allgather"
+        if start < len(self.generator.layout):
             collective = self.planner.fallback(self.generator, sparse=not self.dense_first)
-        start = window.launched
         while start < len(self.generator.layout):
             limit = edges[start] + _UNPLANNED_ELEMENTS
             stop = max(start + 1, int(np.searchsorted(edges, limit, side="right")) - 1)
@@ -213,7 +211,9 @@ class Controller:
             self._offload.forget()  # what an error has left
         self._launcher.lane.join()
         good = True  # until it is known better
-        if self._deferred is not None and window.deferred:
+        if window.plain:
+            good = self._drain.average(window)
+        elif self._deferred is not None and window.deferred:
             self._deferred.run(window)
             if window.error is not None:
                 raise window.error

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -17,6 +18,40 @@ from lightning_safusion.fusion.profile import AgreedProfile, modelled_costs
 
 #: What buffers may take; ``"auto"``: the all-gather or the all-reduce, whichever is predicted to be cheaper.
 CollectiveChoice = Literal["auto", "allgather", "allreduce"]
+
+_MIB = 2.0**20
+#: Bytes of DDP's buckets, and of its first one.
+DDP_BUCKET, DDP_FIRST_BUCKET = 25 * _MIB, 1 * _MIB
+
+
+def ddp_buckets(nbytes: Sequence[float], cap: float = DDP_BUCKET, first: float = DDP_FIRST_BUCKET) -> list[int]:
+    """Stops of DDP's buckets: closed by the tensor that fills them, the first one small.
+
+    Args:
+        nbytes: Bytes of each tensor in ready order [L].
+        cap: Bytes that close a bucket.
+        first: Bytes that close the first one.
+    """
+    stops, held, limit = [], 0.0, first
+    for place, size in enumerate(nbytes):
+        held += size
+        if held >= limit or place == len(nbytes) - 1:
+            stops.append(place + 1)
+            held, limit = 0.0, cap
+    return stops
+
+
+def predict_plain_ddp(costs: GroupCosts) -> float:
+    """Seconds from the start of backward to the end of DDP's last all-reduce: nothing selected, nothing decoded.
+
+    Args:
+        costs: Agreed numbers, measured.
+    """
+    fixed, per_byte = costs.dense
+    free = 0.0
+    for start, stop in pairwise([0, *ddp_buckets(costs.dense_bytes)]):
+        free = max(free, costs.arrivals[stop - 1]) + fixed + per_byte * sum(costs.dense_bytes[start:stop])
+    return free
 
 
 def job_costs(

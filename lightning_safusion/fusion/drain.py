@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,9 @@ from lightning_safusion.fusion.generator import Generator, unscaled
 from lightning_safusion.fusion.plan import Group
 from lightning_safusion.fusion.ranges import profiler_range
 from lightning_safusion.fusion.window import BufferTimes, Window
+
+# Elements that share an all-reduce where gradients are averaged in place: latency counts for no more than these bytes.
+_TOGETHER = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -174,17 +177,44 @@ class Drain:
             return True
         self._warn(places)
         grads = [window.grads_of(Group(place, place + 1))[0] for place in places]
-        works = []
         for place, grad in zip(places, grads, strict=True):
             # what is not finite was never added
             if window.fresh[place] and not window.raw[place] and all_finite(grad):
                 added = grad if window.scale is None else unscaled([grad], window.scale)[0]
                 self.generator.memory.withdraw(place, added)
-            grad.mul_(1.0 / self.transport.world_size)
-            works.append(self.transport.all_reduce(grad))
-        for work in works:
-            work.wait()
+        self._average(grads)
         return all(map(all_finite, grads))
+
+    def average(self, window: Window) -> bool:
+        """Ends a window of which nothing was launched, as DDP does: in place, without buffers and without the memory.
+
+        Returns:
+            Whether all gradients are finite; True where the host does not wait to know it.
+        """
+        present = np.ones(window.length, bool)
+        if not window.deferred:
+            fresh = torch.from_numpy(window.fresh).to(self.generator.device, torch.float32)
+            self.transport.all_reduce(fresh).wait()
+            present = fresh.cpu().numpy() > 0
+        grads = []
+        for place in np.flatnonzero(present).tolist():
+            grads += window.grads_of(Group(place, place + 1))
+            if not window.fresh[place]:
+                grads[-1].zero_()
+        self._average(grads)
+        return window.deferred or all(map(all_finite, grads))
+
+    def _average(self, grads: Sequence[Tensor]) -> None:
+        """Writes the means over ranks into the gradients."""
+        sent = []
+        for few in _pieces(grads):
+            flat = few[0] if len(few) == 1 else torch.cat(few)
+            flat.mul_(1.0 / self.transport.world_size)
+            sent.append((few, flat, self.transport.all_reduce(flat)))
+        for few, flat, work in sent:
+            work.wait()
+            if len(few) > 1:
+                torch._foreach_copy_(few, list(flat.split([len(grad) for grad in few])))
 
     def _warn(self, places: Sequence[int]) -> None:
         if self._warned or self.transport.rank != 0:
@@ -214,6 +244,18 @@ class Drain:
             self.generator.memory.settle(start, int(edges[place]))
             start = int(edges[place + 1])
         self.generator.memory.settle(start, buffer.stop)
+
+
+def _pieces(grads: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours of one type that are small together; a large one alone, so that it need not be copied."""
+    few: list[Tensor] = []
+    for grad in grads:
+        if few and (grad.dtype != few[0].dtype or sum(map(len, few)) + len(grad) > _TOGETHER):
+            yield few
+            few = []
+        few.append(grad)
+    if few:
+        yield few
 
 
 def deliver(window: Window, buffer: FusionBuffer, mean: Tensor, chosen: np.ndarray | None = None) -> list[Rounding]:

@@ -139,6 +139,12 @@ class EngineSettings:
         """Every setting as text, the same in every process for the same settings."""
         return {field.name: describe(getattr(self, field.name)) for field in fields(self)}
 
+    @property
+    def replaceable(self) -> bool:
+        """Whether plain DDP may take the engine's place while the job runs."""
+        settled = isinstance(self.density, ConstantDensity) and not self.memory.shapes_updates
+        return settled and self.collective == "auto" and not self.own_buffers
+
     def dense_reason(self, specs: Sequence[TensorSpec], world_size: int) -> str | None:
         """Why plain DDP does this job at least as well; None if it does not.
 
@@ -221,6 +227,7 @@ def build_controller(
     overlap: bool = True,
     deferred: bool = False,
     node: Hashable = None,
+    yields: bool = False,
 ) -> Controller:
     """Builds a job's controller. Collective: all ranks call it with equal settings.
 
@@ -235,6 +242,7 @@ def build_controller(
         deferred: Never wait for the device within a step; see :class:`Controller`. Without effect where buffers fill at
             each worker's own pace.
         node: Name of the node that this rank runs on, for ``collective="hierarchical"``.
+        yields: Plain DDP can take the engine's place.
     """
     layout = Layout(tuple(specs))
     settings.memory.world_size = transport.world_size
@@ -256,8 +264,8 @@ def build_controller(
     generator = Generator(layout, settings.memory, copy.deepcopy(settings.compressor), pool)
     wanted = settings.fusion.needs_costs or settings.collective == "auto"
     prior = calibrate(transport, device) if measure and wanted else None
-    planner = Planner(settings.fusion, transport, choice, prior, announce)
-    dense_first = choice != "allgather" and settings.memory.begins_dense
+    planner = Planner(settings.fusion, transport, choice, prior, announce, yields and settings.replaceable)
+    dense_first = choice != "allgather" and not settings.memory.shapes_updates
     # the others negotiate counts on the host
     deferred = deferred and not settings.fusion.streams and timer is None and sparse in ("allgather", "hybrid")
     offload = None

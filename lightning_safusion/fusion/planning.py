@@ -14,7 +14,7 @@ import torch
 from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.comm.transport import Transport
 from lightning_safusion.fusion.adaptive import predicted_gain
-from lightning_safusion.fusion.costs import CollectiveChoice, job_costs
+from lightning_safusion.fusion.costs import CollectiveChoice, ddp_buckets, job_costs, predict_plain_ddp
 from lightning_safusion.fusion.dp import GroupPricer
 from lightning_safusion.fusion.events import WindowEvents
 from lightning_safusion.fusion.generator import Generator
@@ -27,8 +27,10 @@ from lightning_safusion.fusion.replan import Action, Cadence, Decision, ReplanSc
 from lightning_safusion.fusion.search import CutSearch
 from lightning_safusion.fusion.spans import WindowSpans
 
-# Reviews in a row that find every buffer dense before that is taken for final.
+# Reviews in a row that find every buffer dense, or plain DDP faster, before that is taken for final.
 _DENSE_REVIEWS = 3
+# Share of a window that plain DDP must save: nothing leads back from it.
+_DDP_GAIN = 0.1
 
 # Decisions that are kept for whoever wants to know.
 _DECISIONS = 512
@@ -47,6 +49,7 @@ class Planner:
         prior: Costs of ``"allgather"`` and ``"allreduce"`` before anything else was measured, equal on all ranks; None
             plans with modelled costs and never with measured ones (a seeded run then repeats bit for bit).
         announce: Told in one line what travels how, whenever that changes.
+        yields: Plain DDP may do the rest of the job if that is faster.
 
     Attributes:
         decisions: The latest decisions, oldest first; the same on all ranks.
@@ -59,6 +62,7 @@ class Planner:
         collective: CollectiveChoice = "auto",
         prior: Mapping[str, LinearCost] | None = None,
         announce: Callable[[str], None] | None = None,
+        yields: bool = False,
     ) -> None:
         self.policy = policy
         self.transport = transport
@@ -79,12 +83,17 @@ class Planner:
         self._spans = WindowSpans(self._schedule.cadence.trial_windows)
         self._verified = True
         self._dense_reviews = 0
+        self._yields = yields
+        self._ddp_reviews = 0
+        self._yielding = False
 
     @property
     def dense_for_good(self) -> bool:
-        """Whether measured times have put every buffer on the dense all-reduce, review after review; same on all
-        ranks."""
-        return self.collective == "auto" and self._dense_reviews >= _DENSE_REVIEWS
+        """Whether measured times have put every buffer on the dense all-reduce, or plain DDP ahead, for some reviews.
+
+        The same on all ranks.
+        """
+        return self.collective == "auto" and (self._yielding or self._dense_reviews >= _DENSE_REVIEWS)
 
     @property
     def wants_times(self) -> bool:
@@ -105,6 +114,7 @@ class Planner:
     def invalidate(self, order_changed: bool = False) -> None:
         """Drops the plan: quotas have changed, or the order (then measured times are void too)."""
         self.current = self._search = self._fusing = None
+        self._yielding, self._ddp_reviews = False, 0
         self._trials.drop()
         self._spans.restart()
         if order_changed:
@@ -164,7 +174,7 @@ class Planner:
             self._verify(generator.device)
         if self._search is not None:
             self._try_next(self._search, events, generator)
-        if self.prior is None or self._schedule.cadence.freeze_after == 0:
+        if self.prior is None or self._schedule.cadence.freeze_after == 0 or self._yielding:
             return
         if self._recorder is None:
             # the first windows set up communicators and warm up kernels; their times say nothing of the rest
@@ -191,6 +201,8 @@ class Planner:
         costs = self.costs(generator)
         if self._trials.pending is not None and not self._judge(current, seconds, generator):
             return
+        if self._yields and self._gives_way(current, costs, seconds, generator):
+            return
         proposed = current if self._schedule.over else self._make(costs)
         if not self._schedule.cadence.on_trial:
             self._adopt(proposed, current, seconds, generator)
@@ -203,6 +215,19 @@ class Planner:
         self._change(proposed, generator)
         self._trials.begin(current, costs, gain, seconds)
         self._decide("switch", proposed, current, gain, None, seconds)
+
+    def _gives_way(self, current: Plan, costs: GroupCosts, seconds: float, generator: Generator) -> bool:
+        """Sends everything dense, once, where plain DDP shall go on: it leaves nothing in the memory."""
+        # by the clock: costs do not know all of the engine's work (comparing with NaN, not measured, is False)
+        faster = predict_plain_ddp(costs) < (1 - _DDP_GAIN) * seconds
+        self._ddp_reviews = self._ddp_reviews + 1 if faster else 0
+        if self._ddp_reviews < _DENSE_REVIEWS:
+            return False
+        self._yielding = True
+        dense = replace(costs, sparse_allowed=False)
+        self._change(GroupPricer(dense).plan(ddp_buckets(costs.dense_bytes)), generator)
+        self._decide("switch", self.current or current, current, None, None, seconds)
+        return True
 
     def _adopt(self, proposed: Plan, current: Plan, seconds: float, generator: Generator) -> None:
         """Uses a plan whatever it promises."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lightning_safusion.comm.cost import ring_allreduce_bytes
 from lightning_safusion.fusion.clock import Clock
 from lightning_safusion.fusion.events import BufferEvents, WindowEvents, resolve_events
 
@@ -30,6 +31,7 @@ class WindowReport:
     def __init__(self, window: Window, generator: Generator, clock: Clock, timed: WindowEvents | None = None) -> None:
         self.window = window
         self.layout = generator.layout
+        self._world_size = generator.pool.transport.world_size
         self._clock = clock
         self._timed = timed
 
@@ -40,8 +42,23 @@ class WindowReport:
 
     def selected(self) -> np.ndarray:
         """int64 [L]: elements that this rank sent of each tensor, by place (waits for the device)."""
+        if self.window.plain:
+            return np.where(self.window.fresh, np.diff(self.layout.edges), 0)
         selected = [buffer.selected() for buffer, _ in self.window.inflight]
         return np.concatenate(selected) if selected else np.zeros(0, np.int64)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank handed to the collectives."""
+        return sum(buffer.exchange.bytes_sent for buffer, _ in self.window.inflight) + self._averaged
+
+    @property
+    def _averaged(self) -> int:
+        """Bytes of gradients that were averaged in place."""
+        if not self.window.plain:
+            return 0
+        specs = [self.layout.specs[place] for place in np.flatnonzero(self.window.fresh)]
+        return sum(spec.numel * spec.dtype.itemsize for spec in specs)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers; seconds, bytes and elements of this rank in this window.
@@ -61,8 +78,9 @@ class WindowReport:
             "step": self.window.step,
             "density": self.window.density,
             "achieved_density": float(selected.sum() / max(1, self.layout.numel)),
-            "bytes_sent": sum(buffer.exchange.bytes_sent for buffer in buffers),
-            "bytes_received": sum(buffer.exchange.bytes_received for buffer in buffers),
+            "bytes_sent": self.bytes_sent,
+            "bytes_received": sum(buffer.exchange.bytes_received for buffer in buffers)
+            + round(ring_allreduce_bytes(self._world_size, self._averaged)),
             "dense_bytes": sum(spec.numel * spec.dtype.itemsize for spec in self.layout.specs),
             "tensors": int(fresh.sum()),
             "tensors_missing": int((wanted & (selected == 0)).sum()),

@@ -56,6 +56,7 @@ class Window:
         ticking: Buffers are fused from what is ready at ticks of a clock, not by a plan.
         hold: Launch nothing before every tensor has been submitted.
         deferred: The device decides at its end; the host learns of it later.
+        plain: Gradients are averaged as DDP does, at its end: nothing is launched.
         scale: Factor of the loss that the gradients carry (one element, on their device); None for 1.
     """
 
@@ -70,6 +71,7 @@ class Window:
     hold: bool = False
     deferred: bool = False
     scale: Tensor | None = None
+    plain: bool = False
     grads: list[Tensor | None] = field(init=False)
     fresh: np.ndarray = field(init=False)  # bool [L]
     raw: np.ndarray = field(init=False)  # bool [L]
@@ -110,7 +112,7 @@ class Window:
         self.grads[place] = grad
         if not fresh:
             self.fresh[place] = False
-        if raw:
+        if raw or self.plain:
             self.raw[place] = True
         self.arrived[place] = self.mark()
         if self.hold or not self.in_order or self.next_group == len(self.groups):

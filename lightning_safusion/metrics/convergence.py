@@ -138,7 +138,7 @@ def _inputs(generator: Generator, layout: Layout, window: Window, before: Before
     for buffer, _ in window.inflight:
         indices, values = buffer.exchange.sent()
         x[buffer.start : buffer.stop].index_add_(0, indices, values)
-    if not isinstance(memory, ResidualMemory):
+    if not isinstance(memory, ResidualMemory) or memory.shapes_updates:
         return x, None
     pieces = dict(
         zip(

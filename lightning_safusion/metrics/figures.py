@@ -148,7 +148,7 @@ def held_back(generator: Generator, layout: Layout) -> Tensor:
 
 def as_planned(controller: Controller, window: Window) -> np.ndarray:
     """bool [L]: what this rank had of a tensor went into its message, and the message was used."""
-    chosen = window.fresh.copy()
+    chosen = window.fresh & ~window.raw
     for buffer, _ in window.inflight:
         verdict = buffer.exchange.verdict()
         if verdict.bad.any():

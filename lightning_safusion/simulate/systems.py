@@ -18,6 +18,7 @@ import torch
 from lightning_safusion.comm.wire import resolve_codec
 from lightning_safusion.ddp_hooks import POWERSGD_RANKS
 from lightning_safusion.fusion.adaptive import Adaptive
+from lightning_safusion.fusion.costs import DDP_BUCKET, ddp_buckets
 from lightning_safusion.fusion.planners import search_cuts, sparse_plan
 from lightning_safusion.fusion.policy import WFBP, Aligned, Naive, Single
 from lightning_safusion.fusion.published import MGWFBP, OMGS, Cupcake, Horovod
@@ -29,8 +30,6 @@ from lightning_safusion.simulate.per_tensor import espresso, hipress, ssfusion
 from lightning_safusion.simulate.schedule import Ahead, Message, Planned, Schedule, Stream, Timer
 from lightning_safusion.systems import SYSTEMS as _ROWS
 
-_MIB = 2.0**20
-_DDP_BUCKET, _DDP_FIRST = 25 * _MIB, 1 * _MIB
 # PowerSGD: compression pays if it saves this factor; kernels of one matrix, launched one by one.
 _POWERSGD_MIN_RATE, _POWERSGD_LAUNCH = 2.0, 50e-6
 # Of a buffer, by which bytes of an entry are told: formats of positions differ for spans of billions.
@@ -60,17 +59,6 @@ class SimulatedSystem:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-def buckets(nbytes: Sequence[float], cap: float = _DDP_BUCKET, first: float = _DDP_FIRST) -> list[int]:
-    """Stops of DDP's buckets: closed by the tensor that fills them, the first one small."""
-    stops, held, limit = [], 0.0, first
-    for place, size in enumerate(nbytes):
-        held += size
-        if held >= limit or place == len(nbytes) - 1:
-            stops.append(place + 1)
-            held, limit = 0.0, cap
-    return stops
-
-
 def _ranges(stops: Sequence[int]) -> list[range]:
     return [range(start, stop) for start, stop in pairwise([0, *stops])]
 
@@ -83,7 +71,7 @@ def _ddp(width: int) -> Callable[[Job], Schedule]:
     """DDP's buckets, in fp32 or cast to 16 bits by the hook; the casts are free here, in favour of DDP."""
 
     def build(job: Job) -> Schedule:
-        ranges = _ranges(buckets((job.numels * 4.0).tolist()))
+        ranges = _ranges(ddp_buckets((job.numels * 4.0).tolist()))
         return Schedule(Planned(tuple(job.dense(places, width) for places in ranges)), _no_selection(job), engine=False)
 
     return build
@@ -107,7 +95,7 @@ def _powersgd(rank: int) -> Callable[[Job], Schedule]:
         return Message(tuple(places), sum(parts, CollectiveCost()), select=seconds, collectives=len(parts))
 
     def build(job: Job) -> Schedule:
-        ranges = _ranges(buckets((job.numels * 4.0).tolist()))
+        ranges = _ranges(ddp_buckets((job.numels * 4.0).tolist()))
         return Schedule(Planned(tuple(message(job, places) for places in ranges)), _no_selection(job), engine=False)
 
     return build
@@ -124,7 +112,7 @@ def _mgwfbp(job: Job) -> Schedule:
 def _dear(job: Job) -> Schedule:
     """Reduce-scatter behind backward, all-gather of the sums behind the next forward pass."""
     messages = []
-    for places in _ranges(buckets((job.numels * 4.0).tolist(), first=_DDP_BUCKET)):
+    for places in _ranges(ddp_buckets((job.numels * 4.0).tolist(), first=DDP_BUCKET)):
         half = job.cluster.reduce_scatter(float(job.numels[list(places)].sum()) * 4)
         messages.append(Message(tuple(places), half, settle=half))
     return Schedule(Planned(tuple(messages)), _no_selection(job), engine=False)

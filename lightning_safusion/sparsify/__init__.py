@@ -3,7 +3,7 @@
 from lightning_safusion.sparsify.adtopk import ADTopk
 from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier, element_quota, span_segments
 from lightning_safusion.sparsify.dgc import DGC
-from lightning_safusion.sparsify.feedback import NoMemory, ResidualMemory, resolve_memory
+from lightning_safusion.sparsify.feedback import DecoupledMomentum, NoMemory, ResidualMemory, resolve_memory
 from lightning_safusion.sparsify.gaussiank import GaussianK
 from lightning_safusion.sparsify.identity import NoCompression
 from lightning_safusion.sparsify.memory import Memory
@@ -32,6 +32,7 @@ __all__ = [
     "ConstantDensity",
     "DGCMemory",
     "DGCWarmup",
+    "DecoupledMomentum",
     "DenseStart",
     "EF21Memory",
     "DensitySchedule",

@@ -54,7 +54,10 @@ class ResidualMemory(Memory):
         self._residual.data[start:stop] -= sent
 
     def withdraw(self, tensor: int, grad: Tensor) -> None:
-        self._residual.views[tensor] -= grad
+        residual = self._residual.views[tensor]
+        residual -= grad
+        if self.decay != 1:
+            residual /= self.decay
 
     def add(self, start: int, stop: int, error: Tensor) -> None:
         self._residual.data[start:stop] += error
@@ -67,6 +70,41 @@ class ResidualMemory(Memory):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._residual.load(state, "residual")
+
+
+class DecoupledMomentum(ResidualMemory):
+    """A residual that is a momentum as well: what is sent is taken out of every worker's own momentum, the rest fades.
+
+    It takes the place of the optimizer's: Adam or AdamW with ``betas=(0, ...)``. Plain error feedback hands Adam an
+    element late, many gradients at once, and Adam's momentum goes on to repeat it; here it is sent once. A tensor that
+    travels whole sends its momentum and keeps it. What fades is not conserved. SGD does not make up for the size of
+    what it gets, as Adam does: use ``"residual"`` or ``"dgc"`` with it.
+
+    Sources: Peng, Quesnelle, Kingma, DeMo: Decoupled Momentum Optimization, 2024, algorithm 1 (its transform and the
+    sign are not part of this); Sarfi et al., Communication Efficient LLM Pre-training with SparseLoCo, 2025.
+
+    Args:
+        momentum: Momentum factor, in (0, 1).
+
+    Raises:
+        ValueError: If ``momentum`` is outside (0, 1).
+    """
+
+    name: ClassVar[str] = "decoupled"
+    shapes_updates = True
+
+    def __init__(self, momentum: float = 0.9) -> None:
+        if not 0 < momentum < 1:
+            raise ValueError(f'momentum must be in (0, 1), got {momentum}; memory="none" has none')
+        super().__init__(decay=momentum)
+
+    @property
+    def momentum(self) -> float:
+        """The momentum factor."""
+        return self.decay
+
+    def commit_dense(self, start: int, stop: int, sent: Tensor) -> None:
+        """Keeps the momentum, as an optimizer does."""
 
 
 class NoMemory(Memory):
@@ -122,12 +160,12 @@ class NoMemory(Memory):
 
 
 _MEMORIES: dict[str, type[Memory]] = {
-    memory.name: memory for memory in (ResidualMemory, DGCMemory, EF21Memory, NoMemory)
+    memory.name: memory for memory in (ResidualMemory, DecoupledMomentum, DGCMemory, EF21Memory, NoMemory)
 }
 
 
 def resolve_memory(spec: str | Memory) -> Memory:
-    """Builds a memory from its name ("residual", "dgc", "ef21", "none"); a memory is returned as it is.
+    """Builds a memory from its name ("residual", "decoupled", "dgc", "ef21", "none"); a memory is returned as it is.
 
     Raises:
         ValueError: If the name is unknown.

@@ -23,10 +23,9 @@ class Memory(ABC):
     name: ClassVar[str]
     #: sum over steps of world_size * update + sum over ranks of residuals == sum of all gradients
     conserves: bool
-    #: Its own momentum, or what it hands to the optimizer, is part of the algorithm even where everything is sent.
+    #: Its own momentum, or what it hands to the optimizer, is part of the algorithm even where everything is sent:
+    #: no gradient may pass it by.
     shapes_updates: ClassVar[bool] = False
-    #: A first window that travels dense, while costs are not known, leaves the state as if it had been sparse.
-    begins_dense: ClassVar[bool] = True
     #: Workers whose gradients are averaged; whoever binds the memory sets it.
     world_size: int = 1
 

@@ -139,8 +139,6 @@ class EF21Memory(Memory):
     name: ClassVar[str] = "ef21"
     conserves = False
     shapes_updates = True
-    # a whole noisy gradient would stay in the estimate, and go out of it only as slowly as elements are sent
-    begins_dense = False
 
     def __init__(self, momentum: float = 0.8) -> None:
         if not 0 <= momentum < 1:

@@ -120,7 +120,7 @@ class Engines:
             self._compare(gradients)
         self._steps += 1
         if (report := self.controllers[0].report) is not None:
-            self.bytes_sent = sum(buffer.exchange.bytes_sent for buffer, _ in report.window.inflight)
+            self.bytes_sent = report.bytes_sent
         return gradients[0]
 
     def _agrees(self) -> bool:

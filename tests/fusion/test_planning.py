@@ -118,14 +118,19 @@ class Rank:
     """One rank of the job with a planner of its own."""
 
     def __init__(
-        self, policy: FusionPolicy, job: Job, transport: Transport | None = None, collective: Any = "allgather"
+        self,
+        policy: FusionPolicy,
+        job: Job,
+        transport: Transport | None = None,
+        collective: Any = "allgather",
+        yields: bool = False,
     ) -> None:
         self.job, self.policy = job, policy
         self.transport = transport or local_transports(1)[0]
         engine = build_controller(settings(), specs(SHAPES), self.transport, torch.device("cpu"), measure=False)
         self.generator = engine.generator
         self.generator.set_density(0.05)
-        self.planner = Planner(policy, self.transport, collective, job.lines)
+        self.planner = Planner(policy, self.transport, collective, job.lines, yields=yields)
         self.plans: list[Plan] = []
         self.timed: list[bool] = []
 
@@ -323,6 +328,26 @@ def test_a_new_density_or_order_ends_a_trial() -> None:
     assert rank.planner.state_dict()["profile"] is None
     rank.run(60)
     assert rank.finish < 1.03
+
+
+@pytest.mark.parametrize("link", ["1gbit", "25gbit"])
+def test_plain_ddp_takes_over_where_the_work_of_selection_is_more_than_the_exchange(link: str) -> None:
+    rank = Rank(Adaptive(), Job(link, hidden=0.01), collective="auto", yields=True)
+    decisions = rank.run(200)
+    fast = link == "25gbit"
+    assert rank.planner.dense_for_good == fast
+    if fast:
+        assert decisions[-1].window == 15  # the third review in a row; none follows
+        plan = rank.planner.plan(rank.generator)
+        assert {group.collective for group in plan.groups} == {"allreduce"}
+        rank.planner.invalidate()
+        assert not rank.planner.dense_for_good  # another density: judged anew
+
+
+def test_an_engine_that_cannot_be_replaced_goes_on() -> None:
+    rank = Rank(Adaptive(), Job("25gbit", hidden=0.01), collective="auto")
+    rank.run(200)
+    assert not rank.planner.dense_for_good
 
 
 def on_ranks(count: int, fn: Callable[[int], Any]) -> list[Any]:

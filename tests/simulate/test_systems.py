@@ -9,13 +9,14 @@ import pytest
 
 from lightning_safusion.comm.cost import LINKS
 from lightning_safusion.fusion.behind import SelectionCost
+from lightning_safusion.fusion.costs import ddp_buckets
 from lightning_safusion.fusion.dp import plan_optimal, predict_finish
 from lightning_safusion.simulate.cluster import Cluster, Device
 from lightning_safusion.simulate.engine import mean_iteration, simulate
 from lightning_safusion.simulate.iteration import Iteration
 from lightning_safusion.simulate.job import Job, grouped
 from lightning_safusion.simulate.schedule import Planned
-from lightning_safusion.simulate.systems import SIMULATED, buckets, resolve_simulated
+from lightning_safusion.simulate.systems import SIMULATED, resolve_simulated
 from lightning_safusion.simulate.trace import resolve_trace
 from lightning_safusion.systems import SYSTEMS
 
@@ -94,7 +95,7 @@ def test_adtopk_sends_at_least_one_element_of_every_row() -> None:
 
 def test_buckets_close_with_the_tensor_that_fills_them() -> None:
     mib = 2.0**20
-    assert buckets([0.5 * mib, 0.5 * mib, 20 * mib, 4 * mib, 30 * mib, mib]) == [2, 5, 6]
+    assert ddp_buckets([0.5 * mib, 0.5 * mib, 20 * mib, 4 * mib, 30 * mib, mib]) == [2, 5, 6]
 
 
 def test_the_exact_programme_is_not_beaten_by_other_groupings_of_the_same_messages() -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.sparsify import (
+    DecoupledMomentum,
     DGCMemory,
     EF21Memory,
     Memory,
@@ -89,7 +90,18 @@ def test_rounding_errors_and_decay() -> None:
     torch.testing.assert_close(memory.accumulated(7, 20), grads[2] + 0.25)
 
 
-@pytest.mark.parametrize("memory", [ResidualMemory(), DGCMemory(), EF21Memory()])
+def test_decoupled_momentum_loses_what_was_sent_and_keeps_what_travels_whole() -> None:
+    memory = bound(DecoupledMomentum(0.5))
+    assert not memory.conserves
+    for _ in range(2):
+        compensate(memory, [torch.ones(b - a) for a, b in zip(EDGES[:-1], EDGES[1:], strict=True)])
+    memory.commit(0, torch.tensor([2]), torch.tensor([1.5]))
+    memory.commit_dense(7, 20, memory.accumulated(7, 20).clone())
+    assert memory.accumulated(0, 3).tolist() == [1.5, 1.5, 0.0]
+    assert memory.accumulated(7, 20).tolist() == [1.5] * 13
+
+
+@pytest.mark.parametrize("memory", [ResidualMemory(), DecoupledMomentum(), DGCMemory(), EF21Memory()])
 def test_padding_does_no_harm(memory: Memory) -> None:
     bound(memory)
     compensate(memory, gradients(0))
@@ -105,6 +117,8 @@ def test_padding_does_no_harm(memory: Memory) -> None:
 
 MEMORIES = {
     "residual": lambda: ResidualMemory(),
+    "decay": lambda: ResidualMemory(decay=0.5),
+    "decoupled": lambda: DecoupledMomentum(),
     "classic": lambda: DGCMemory(),
     "nesterov": lambda: DGCMemory(nesterov=True),
     "clipped": lambda: DGCMemory(clip=0.3),
@@ -264,7 +278,14 @@ def test_no_memory_forgets_a_window_that_was_never_committed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("residual", ResidualMemory), ("dgc", DGCMemory), ("ef21", EF21Memory), ("none", NoMemory)]
+    ("name", "kind"),
+    [
+        ("residual", ResidualMemory),
+        ("decoupled", DecoupledMomentum),
+        ("dgc", DGCMemory),
+        ("ef21", EF21Memory),
+        ("none", NoMemory),
+    ],
 )
 def test_resolve_memory(name: str, kind: type[Memory]) -> None:
     memory = resolve_memory(name)
@@ -281,6 +302,9 @@ def test_wrong_arguments_are_refused() -> None:
         resolve_memory(wrong)
     with pytest.raises(ValueError, match="got 0"):
         ResidualMemory(decay=0)
+    for momentum in (0.0, 1.0):
+        with pytest.raises(ValueError, match=f"got {momentum}"):
+            DecoupledMomentum(momentum)
     with pytest.raises(ValueError, match=r"got 1\.0"):
         DGCMemory(momentum=1.0)
     with pytest.raises(ValueError, match="got -1"):
