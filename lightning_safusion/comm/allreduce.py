@@ -34,6 +34,8 @@ class DenseAllReduce(StreamOrderedExchange):
             lost, as with DDP's fp16 hook.
     """
 
+    uses_scratch = False
+
     def __init__(self, spec: SpanSpec, transport: Transport, device: torch.device, half: bool = False) -> None:
         super().__init__(spec, transport, device)
         dtypes = {dtype for _, _, dtype in spec.dense_runs}

@@ -145,6 +145,8 @@ class Exchange(ABC):
     conserves: ClassVar[bool] = True
     #: It selects from sums that only it sees: a selection from one rank's part would be thrown away.
     selects_itself: ClassVar[bool] = False
+    #: :meth:`decode` builds its result in the scratch; otherwise that may be empty.
+    uses_scratch: ClassVar[bool] = True
 
     def __init__(self, spec: SpanSpec, transport: Transport, device: torch.device) -> None:
         self.spec = spec

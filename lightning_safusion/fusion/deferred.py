@@ -89,7 +89,7 @@ class DeferredDrain:
             times.decoded = window.mark()
 
     def _decode(self, window: Window, buffer: FusionBuffer, exchange: StreamOrderedExchange) -> None:
-        scratch = self._scratch.zeros(buffer.stop - buffer.start)
+        scratch = self._scratch.of(buffer)
         mean = exchange.decode(scratch)
         bad, regular = exchange.standing()
         good = regular & ~bad.any() & torch.isfinite(mean).all()

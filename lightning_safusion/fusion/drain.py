@@ -47,8 +47,9 @@ class Scratch:
     def __init__(self, device: torch.device) -> None:
         self._memory = torch.zeros(0, device=device)
 
-    def zeros(self, numel: int) -> Tensor:
-        """float32 [numel]; whoever takes them leaves zeros behind."""
+    def of(self, buffer: FusionBuffer) -> Tensor:
+        """float32 [N], or empty if the buffer needs none; whoever takes them leaves zeros behind."""
+        numel = buffer.stop - buffer.start if buffer.exchange.uses_scratch else 0
         if len(self._memory) < numel:
             self._memory = torch.zeros(numel, device=self._memory.device)
         return self._memory[:numel]
@@ -148,7 +149,7 @@ class Drain:
             finite = buffer.exchange.decode_into(window.grads_of(buffer.group))
             if finite is not None:
                 return verdict, finite
-        scratch = self._scratch.zeros(buffer.stop - buffer.start)
+        scratch = self._scratch.of(buffer)
         mean = buffer.exchange.decode(scratch)
         finite = buffer.exchange.is_finite(mean)
         verdict = buffer.exchange.verdict() if verdict is None else verdict

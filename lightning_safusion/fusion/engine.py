@@ -264,7 +264,9 @@ def build_controller(
     generator = Generator(layout, settings.memory, copy.deepcopy(settings.compressor), pool)
     wanted = settings.fusion.needs_costs or settings.collective == "auto"
     prior = calibrate(transport, device) if measure and wanted else None
-    planner = Planner(settings.fusion, transport, choice, prior, announce, yields and settings.replaceable)
+    # what narrow gradients cannot hold of a mean would stay in the memory
+    yields = yields and settings.replaceable and all(spec.dtype.itemsize >= 4 for spec in specs)
+    planner = Planner(settings.fusion, transport, choice, prior, announce, yields)
     dense_first = choice != "allgather" and not settings.memory.shapes_updates
     # the others negotiate counts on the host
     deferred = deferred and not settings.fusion.streams and timer is None and sparse in ("allgather", "hybrid")

@@ -30,7 +30,7 @@ from lightning_safusion.fusion.spans import WindowSpans
 # Reviews in a row that find every buffer dense, or plain DDP faster, before that is taken for final.
 _DENSE_REVIEWS = 3
 # Share of a window that plain DDP must save: nothing leads back from it.
-_DDP_GAIN = 0.1
+_DDP_GAIN = 0.03
 
 # Decisions that are kept for whoever wants to know.
 _DECISIONS = 512
