@@ -25,7 +25,7 @@ demo: $(STAMP)
 	$(BIN)/safusion demo $(DEMO)
 
 test: lint
-	$(BIN)/python -m pytest -m "not slow" -n 2 $(AGAIN)
+	$(BIN)/python -m pytest -m "not slow" -n 3 $(AGAIN)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -218,8 +218,10 @@ class EngineDDPStrategy(ObservedDDPStrategy):
         if names != self._wrapped:
             self._wrap_again(module)
 
-    def _wrap_again(self, module: nn.Module) -> None:
-        state = handover(self._controller) if self._controller is not None else None
+    def _wrap_again(self, module: nn.Module, keep: bool = True) -> None:
+        """Wraps the model anew; ``keep``: what the engine holds is taken over by the next one."""
+        had_engine = self._controller is not None
+        state = handover(self._controller) if self._controller is not None and keep else None
         if self._hook is not None:
             self._hook.close()
         if self._dear is not None:
@@ -232,16 +234,16 @@ class EngineDDPStrategy(ObservedDDPStrategy):
         gc.collect()  # the old reducer leaves its hooks on the parameters until it is destroyed
         self.model = self._setup_model(module)
         self._register_ddp_hooks()
-        if state is not None:
+        if had_engine:
             self._take_over(state)
         self._bind()
         if compiles is not None:
             self.model = compiles(self.model)
 
-    def _take_over(self, state: dict[str, Any]) -> None:
-        if self._controller is not None:
+    def _take_over(self, state: dict[str, Any] | None) -> None:
+        if self._controller is not None and state is not None:
             take_over(self._controller, state)
-        elif self._signals is not None:
+        elif self._controller is None and self._signals is not None:
             self._signals.remove()  # there are no messages of ours left that could carry the news
 
     def _follow_costs(self) -> None:
@@ -256,7 +258,9 @@ class EngineDDPStrategy(ObservedDDPStrategy):
         if not controller.can_step_aside():
             return
         self._dense_for_good = "its all-reduce has been predicted to be faster, review after review"
-        self._wrap_again(self._ddp.module)
+        del controller  # or its buffers would stay as long as the model is wrapped
+        self._wrap_again(self._ddp.module, keep=False)  # nothing is held back
+        self.settings.memory.bind([0], self.root_device)
 
     @property
     def dense_rules(self) -> tuple[list[str], int, int]:

@@ -121,7 +121,7 @@ def test_a_memory_with_momentum_keeps_it_on_one_worker(memory: Memory, momentum:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("accumulate", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_plain_ddp_goes_on_where_every_buffer_is_dense_for_good(
     monkeypatch: pytest.MonkeyPatch, accumulate: int
 ) -> None:

@@ -78,6 +78,7 @@ def test_figures_of_a_history() -> None:
     assert report.epoch_losses(history) == [3.0, 0.75]
 
 
+@pytest.mark.slow
 def test_a_failed_training_is_reported_with_its_log(tmp_path: Path) -> None:
     broken = Settings(systems=("ddp",), **{**TINY, "batch_size": 0})
     with pytest.raises(RuntimeError, match=r"training of 'ddp' failed: .*train\.log"):
@@ -85,6 +86,7 @@ def test_a_failed_training_is_reported_with_its_log(tmp_path: Path) -> None:
     assert "Traceback" in (tmp_path / "train.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_short_run_of_every_system(tmp_path: Path) -> None:
     screen = io.StringIO()
     settings = Settings(systems=tuple(SYSTEMS), density=0.05, **TINY)

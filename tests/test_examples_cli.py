@@ -265,6 +265,7 @@ def test_help_has_our_texts_and_ddps_arguments(capsys: pytest.CaptureFixture[str
         assert f"lightning_safusion.{part}" in text  # known subclasses
 
 
+@pytest.mark.slow
 def test_explicit_defaults_of_ddp_change_nothing(tmp_path: Path) -> None:
     """The CLI passes every argument of DDP, with its default; the strategy must tell a default from a wish."""
     options = strategy_of(parse(CLASS, "--trainer.strategy.density=0.05"))._ddp_kwargs
@@ -288,6 +289,7 @@ def test_an_option_of_ddp_that_contradicts_the_strategy_is_named(option: str) ->
         parse(CLASS, f"--trainer.strategy.{option}")
 
 
+@pytest.mark.slow
 def test_the_diff_of_the_readme_turns_the_ddp_script_into_one_that_runs(tmp_path: Path) -> None:
     (diff,) = re.findall(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     source = (ROOT / "examples" / "ddp_script.py").read_text()

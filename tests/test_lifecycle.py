@@ -131,6 +131,8 @@ FEATURES: dict[str, tuple[Callable[[], dict[str, Any]], int]] = {
     "sanity check": (lambda: {"num_sanity_val_steps": -1}, 12),
     "val_check_interval": (lambda: {"val_check_interval": 2}, 12),
 }
+#: Seldom asked for: slow tests.
+RARE = {"swa", "ema", "accumulation scheduler", "anomaly detection", "sanity check", "overfit_batches", "max_time"}
 
 
 class Clock:
@@ -145,7 +147,9 @@ class Clock:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize(
+    "feature", [pytest.param(name, marks=pytest.mark.slow if name in RARE else ()) for name in FEATURES]
+)
 def test_features_of_the_trainer(monkeypatch: pytest.MonkeyPatch, feature: str) -> None:
     make, steps = FEATURES[feature]
 
@@ -202,7 +206,9 @@ class Searches(LearningRateFinder):
             self.lr_find(trainer, pl_module)
 
 
-@pytest.mark.parametrize("when", ["before", "fit start", "second epoch"])
+@pytest.mark.parametrize(
+    "when", ["before", *(pytest.param(x, marks=pytest.mark.slow) for x in ("fit start", "second epoch"))]
+)
 def test_the_learning_rate_finder_leaves_no_trace(tmp_path: Path, when: str) -> None:
     def train(strategy: Any, search: bool) -> tuple[list[Tensor], int]:
         model, held, finder = FromTheStep(), HeldBack(), Searches(when if search else "never")

@@ -131,6 +131,7 @@ def train(case: dict[str, Any], ours: bool) -> list[Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_every_pair_of_options_trains_as_ddp_does() -> None:
     cases = pairwise()

@@ -89,7 +89,7 @@ def test_unfrozen_parameters_are_exchanged() -> None:
         ("adaptive", True),
         pytest.param("naive", True, marks=pytest.mark.slow),
         pytest.param("horovod", True, marks=pytest.mark.slow),
-        ("selective", True),
+        pytest.param("selective", True, marks=pytest.mark.slow),
     ],
 )
 def test_residuals_are_kept_and_replicas_equal(fusion: str, freeze_head: bool) -> None:
@@ -119,6 +119,7 @@ def test_nothing_is_lost_when_the_model_is_wrapped_again(freeze_head: bool) -> N
     assert_balanced(mine, theirs, to="used", names=names)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
 def test_unfreezing_is_followed_where_the_wrapped_model_is_compiled() -> None:
     class CompilesWrapped(Callback):

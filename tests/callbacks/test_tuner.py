@@ -167,6 +167,7 @@ def test_one_buffer_per_tensor_is_left_where_messages_are_slow(system: str) -> N
     assert "instead of 17 buffers" in seen[0].lines[0]
 
 
+@pytest.mark.slow
 def test_a_gain_that_does_not_come_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     drain = Controller.drain
 
@@ -263,6 +264,7 @@ def test_accumulated_gradients_and_a_second_fit() -> None:
     assert max(first) <= 10  # one window for two batches
 
 
+@pytest.mark.slow
 def test_a_model_that_is_wrapped_anew_is_tuned_anew() -> None:
     def run(rank: int) -> Seen:
         return fit(quick(), model=Unfreezes(), max_epochs=2, limit_train_batches=10)

@@ -160,6 +160,7 @@ def test_ranks_know_that_a_small_loss_is_good_and_divergence_bad() -> None:
     assert math.isnan(standings(entered({k: v for k, v in rows.items() if k[1] == 0.05}, MAIN[2]), SCOPES)[0].error)
 
 
+@pytest.mark.slow
 def test_every_picture_is_drawn_from_a_full_plan(tmp_path: Path) -> None:
     runs = full([0, 1])
     store = Store(tmp_path / "results.jsonl")

@@ -182,9 +182,13 @@ def test_density_1_equals_ddp_bitwise_on_two_workers() -> None:
 
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize(
-    "case", ["plain", "accumulation", "static graph", "unused", "complex", "reentrant checkpoint", "compiled"]
+    ("fusion", "case"),
+    [
+        pytest.param(fusion, case, marks=pytest.mark.slow if case == "compiled" and fusion != "adaptive" else ())
+        for fusion in ("adaptive", "naive", "horovod")
+        for case in ("plain", "accumulation", "static graph", "unused", "complex", "reentrant checkpoint", "compiled")
+    ],
 )
-@pytest.mark.parametrize("fusion", ["adaptive", "naive", "horovod"])
 def test_sparse_training_keeps_replicas_equal(case: str, fusion: str) -> None:
     def run(rank: int) -> list[Tensor]:
         return train(rank, {"density": 0.1, "fusion": fusion, "collective": "allgather"}, **CASES[case])
