@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
+from lightning_safusion.fusion.costs import DDP_BUCKET, ddp_buckets
 from lightning_safusion.fusion.dp import plan_optimal, predict_finish
 from lightning_safusion.fusion.plan import Group, GroupCosts, Plan
 
-_DDP_BUCKET_BYTES = 25 * 1024 * 1024  # DistributedDataParallel's default, in its dtype
 _HIDDEN = 0.02  # share of the step below which the exchange counts as hidden
 _DENSITIES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3)
 
@@ -76,15 +77,10 @@ def predictable(plan: Plan, costs: GroupCosts) -> bool:
     return costs.world_size > 1 and all(group.collective != "stream" for group in plan.groups)
 
 
-def ddp_plan(costs: GroupCosts, bucket_bytes: float = _DDP_BUCKET_BYTES) -> Plan:
+def ddp_plan(costs: GroupCosts, bucket_bytes: float = DDP_BUCKET) -> Plan:
     """The buckets of plain DDP: dense, closed when they hold ``bucket_bytes``."""
-    groups, start, held = [], 0, 0.0
-    for place, nbytes in enumerate(costs.dense_bytes):
-        held += nbytes
-        if held >= bucket_bytes or place == len(costs.dense_bytes) - 1:
-            groups.append(Group(start, place + 1, "allreduce"))
-            start, held = place + 1, 0.0
-    return Plan(tuple(groups))
+    stops = ddp_buckets(costs.dense_bytes, bucket_bytes, bucket_bytes)
+    return Plan(tuple(Group(start, stop, "allreduce") for start, stop in pairwise([0, *stops])))
 
 
 def scaled(costs: GroupCosts, *, sparse: float = 1.0, dense: float = 1.0) -> GroupCosts:
@@ -113,9 +109,7 @@ def _exposure(figures: JobFigures) -> Advice:
 
 
 def _against_ddp(figures: JobFigures, plan: Plan, costs: GroupCosts) -> Advice:
-    whole, half = (
-        step_with(figures, ddp_plan(costs, _DDP_BUCKET_BYTES * f), scaled(costs, dense=f)) for f in (1.0, 0.5)
-    )
+    whole, half = (step_with(figures, ddp_plan(costs, DDP_BUCKET * f), scaled(costs, dense=f)) for f in (1.0, 0.5))
     ratio = half / figures.step_s
     predicted = f"plain DDP {whole * 1e3:.1f} ms, DDP with bf16 compression {half * 1e3:.1f} ms"
     if ratio >= 1.05:

@@ -40,7 +40,10 @@ COARSER = ((0.5, "q2"), (0.25, "sign"))
 _SLOWER, _FASTER = "ef21:momentum=0.9", "ef21:momentum=0.8"
 #: A residual that is a momentum as well, in place of the optimizer's.
 DECOUPLED = MappingProxyType({"memory": "decoupled", "momentum": 0.0})
-_LONGER = MappingProxyType({**DECOUPLED, "memory": "decoupled:momentum=0.95"})
+#: The same with memories as long as elements of few per cent wait.
+LONGER = tuple(
+    MappingProxyType({**DECOUPLED, "memory": f"decoupled:momentum={momentum}"}) for momentum in (0.95, 0.98, 0.99)
+)
 #: Momentum correction, in place of the optimizer's momentum.
 CORRECTED = MappingProxyType({"memory": "dgc", "momentum": 0.0})
 
@@ -98,12 +101,13 @@ def _remedies() -> Configs:
         replace(SCOPES["ahead"], compressor="adtopk"),  # the largest of every row: chunks of a tensor
         # momentum ahead of the selection, in place of the optimizer's: momentum correction, and decoupled momentum
         replace(POOLED, **CORRECTED),
-        *(replace(scheme, **memory) for scheme in (POOLED, denser) for memory in (DECOUPLED, _LONGER)),
+        *(replace(scheme, **memory) for scheme in (POOLED, denser) for memory in (DECOUPLED, *LONGER)),
         *(replace(POOLED, **memory, dense_start=0.1) for memory in (CORRECTED, DECOUPLED)),
         replace(POOLED, **DECOUPLED, ramp=0.3),
         replace(SCOPES["ahead"], **DECOUPLED),
         replace(denser, **DECOUPLED, dense_start=0.1),
         *(replace(FEW_BITS, density=density, **DECOUPLED) for density in (*MORE_DENSITIES, 0.05, 0.01)),
+        *(replace(FEW_BITS, density=density, **memory) for density in (0.1, 0.05, 0.01) for memory in LONGER),
         replace(denser, dense_start=0.1, beta2=0.95),
         # a dense estimate of the gradient, in place of bursts; it lags behind, so that a smaller step helps
         *(replace(denser, memory=memory, momentum=0.0, lr_scale=0.5) for memory in (_SLOWER, _FASTER)),
