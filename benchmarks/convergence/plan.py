@@ -40,9 +40,9 @@ COARSER = ((0.5, "q2"), (0.25, "sign"))
 _SLOWER, _FASTER = "ef21:momentum=0.9", "ef21:momentum=0.8"
 #: A residual that is a momentum as well, in place of the optimizer's.
 DECOUPLED = MappingProxyType({"memory": "decoupled", "momentum": 0.0})
-#: The same with memories as long as elements of few per cent wait.
-LONGER = tuple(
-    MappingProxyType({**DECOUPLED, "memory": f"decoupled:momentum={momentum}"}) for momentum in (0.95, 0.98, 0.99)
+#: The same with other factors than the usual 0.95.
+FACTORS = tuple(
+    MappingProxyType({**DECOUPLED, "memory": f"decoupled:momentum={momentum}"}) for momentum in (0.9, 0.98, 0.99)
 )
 #: Momentum correction, in place of the optimizer's momentum.
 CORRECTED = MappingProxyType({"memory": "dgc", "momentum": 0.0})
@@ -101,13 +101,13 @@ def _remedies() -> Configs:
         replace(SCOPES["ahead"], compressor="adtopk"),  # the largest of every row: chunks of a tensor
         # momentum ahead of the selection, in place of the optimizer's: momentum correction, and decoupled momentum
         replace(POOLED, **CORRECTED),
-        *(replace(scheme, **memory) for scheme in (POOLED, denser) for memory in (DECOUPLED, *LONGER)),
+        *(replace(scheme, **memory) for scheme in (POOLED, denser) for memory in (DECOUPLED, *FACTORS)),
         *(replace(POOLED, **memory, dense_start=0.1) for memory in (CORRECTED, DECOUPLED)),
         replace(POOLED, **DECOUPLED, ramp=0.3),
         replace(SCOPES["ahead"], **DECOUPLED),
         replace(denser, **DECOUPLED, dense_start=0.1),
         *(replace(FEW_BITS, density=density, **DECOUPLED) for density in (*MORE_DENSITIES, 0.05, 0.01)),
-        *(replace(FEW_BITS, density=density, **memory) for density in (0.1, 0.05, 0.01) for memory in LONGER),
+        *(replace(FEW_BITS, density=density, **memory) for density in (0.1, 0.05, 0.01) for memory in FACTORS),
         replace(denser, dense_start=0.1, beta2=0.95),
         # a dense estimate of the gradient, in place of bursts; it lags behind, so that a smaller step helps
         *(replace(denser, memory=memory, momentum=0.0, lr_scale=0.5) for memory in (_SLOWER, _FASTER)),
@@ -138,7 +138,8 @@ def _memories() -> Configs:
     """What may help SGD: momentum ahead of the selection, with the optimizer's off, and a denser beginning."""
     sparse = [
         *(replace(scheme, **CORRECTED) for scheme in SCOPES.values()),
-        *(replace(POOLED, **DECOUPLED, lr_scale=scale) for scale in (1.0, 5.0)),
+        *(replace(POOLED, **DECOUPLED, lr_scale=scale) for scale in (1.0, 5.0, 10.0)),
+        *(replace(FEW_BITS, **DECOUPLED, lr_scale=scale) for scale in (5.0, 10.0)),
         *(replace(scheme, ramp=0.3) for scheme in (POOLED, FEW_BITS)),
         *(replace(scheme, dense_start=0.1) for scheme in (POOLED, FEW_BITS)),
         replace(POOLED, **CORRECTED, dense_start=0.1),
