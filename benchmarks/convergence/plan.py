@@ -40,9 +40,9 @@ COARSER = ((0.5, "q2"), (0.25, "sign"))
 _SLOWER, _FASTER = "ef21:momentum=0.9", "ef21:momentum=0.8"
 #: A residual that is a momentum as well, in place of the optimizer's.
 DECOUPLED = MappingProxyType({"memory": "decoupled", "momentum": 0.0})
-#: The same with other factors than the usual 0.95.
+#: The same with other factors than the usual 0.9.
 FACTORS = tuple(
-    MappingProxyType({**DECOUPLED, "memory": f"decoupled:momentum={momentum}"}) for momentum in (0.9, 0.98, 0.99)
+    MappingProxyType({**DECOUPLED, "memory": f"decoupled:momentum={momentum}"}) for momentum in (0.95, 0.98, 0.99)
 )
 #: Momentum correction, in place of the optimizer's momentum.
 CORRECTED = MappingProxyType({"memory": "dgc", "momentum": 0.0})
@@ -139,7 +139,8 @@ def _memories() -> Configs:
     sparse = [
         *(replace(scheme, **CORRECTED) for scheme in SCOPES.values()),
         *(replace(POOLED, **DECOUPLED, lr_scale=scale) for scale in (1.0, 5.0, 10.0)),
-        *(replace(FEW_BITS, **DECOUPLED, lr_scale=scale) for scale in (5.0, 10.0)),
+        *(replace(POOLED, **FACTORS[0], lr_scale=scale) for scale in (5.0, 10.0)),
+        *(replace(FEW_BITS, **memory, lr_scale=10.0) for memory in (DECOUPLED, FACTORS[0])),
         *(replace(scheme, ramp=0.3) for scheme in (POOLED, FEW_BITS)),
         *(replace(scheme, dense_start=0.1) for scheme in (POOLED, FEW_BITS)),
         replace(POOLED, **CORRECTED, dense_start=0.1),

@@ -84,8 +84,8 @@ class DecoupledMomentum(ResidualMemory):
     sign are not part of this); Sarfi et al., Communication Efficient LLM Pre-training with SparseLoCo, 2025.
 
     Args:
-        momentum: Momentum factor, in (0, 1). An element should be sent before it has faded: at a density of 1 % 0.98
-            serves better.
+        momentum: Momentum factor, in (0, 1). Memories should last as long as elements wait: 0.9 serves a density of
+            10 % best, 0.95 5 %, 0.98 1 %.
 
     Raises:
         ValueError: If ``momentum`` is outside (0, 1).
@@ -94,7 +94,7 @@ class DecoupledMomentum(ResidualMemory):
     name: ClassVar[str] = "decoupled"
     shapes_updates = True
 
-    def __init__(self, momentum: float = 0.95) -> None:
+    def __init__(self, momentum: float = 0.9) -> None:
         if not 0 < momentum < 1:
             raise ValueError(f'momentum must be in (0, 1), got {momentum}; memory="none" has none')
         super().__init__(decay=momentum)
