@@ -64,9 +64,10 @@ class SAFusionStrategy(EngineDDPStrategy):
         dense: Shell patterns of parameter names that always travel dense, for example ``["*.bias"]``.
         dense_below: Tensors of fewer elements than this travel dense.
         dense_below_ndim: Tensors of fewer dimensions than this travel dense; 2: vectors and scalars.
-        memory: Error feedback: ``"residual"``, ``"decoupled"`` (the residual is the momentum of Adam, too; use
-            betas=(0, ...) with it), ``"dgc"`` (momentum correction; use plain SGD with it), ``"ef21"`` (the optimizer
-            gets a dense estimate of the gradient; use Adam with betas=(0, ...) with it), ``"none"``, or a ``Memory``.
+        memory: Error feedback: ``"residual"``, ``"decoupled"`` (the residual is the momentum, too; use Adam with
+            betas=(0, ...), or plain SGD with ten times the learning rate), ``"dgc"`` (momentum correction; use plain SGD
+            with it), ``"ef21"`` (the optimizer gets a dense estimate of the gradient; use Adam with betas=(0, ...)),
+            ``"none"``, or a ``Memory``.
         collective: ``"auto"`` (dense where that is predicted to be cheaper), ``"allgather"`` (always sparse),
             ``"hybrid"`` (the same, with an all-reduce beside it for what travels whole), ``"hierarchical"`` (dense
             inside every node, the largest sums of each to the others), ``"allreduce"``,

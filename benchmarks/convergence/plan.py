@@ -149,7 +149,9 @@ def _memories() -> Configs:
 
 
 def _on_vision() -> Configs:
-    return [(VISION, replace(scheme, **CORRECTED)) for scheme in SCOPES.values()]
+    corrected = [replace(scheme, **CORRECTED) for scheme in SCOPES.values()]
+    decoupled = [replace(scheme, **DECOUPLED, lr_scale=10.0) for scheme in (POOLED, FEW_BITS)]
+    return [(VISION, scheme) for scheme in (*corrected, *decoupled)]
 
 
 def _workers() -> Configs:

@@ -77,8 +77,8 @@ class DecoupledMomentum(ResidualMemory):
 
     It takes the place of the optimizer's: Adam or AdamW with ``betas=(0, ...)``. Plain error feedback hands Adam an
     element late, many gradients at once, and Adam's momentum goes on to repeat it; here it is sent once. A tensor that
-    travels whole sends its momentum and keeps it. What fades is not conserved. SGD does not make up for the size of
-    what it gets, as Adam does: use ``"residual"`` or ``"dgc"`` with it.
+    travels whole sends its momentum and keeps it. What fades is not conserved. With SGD, ``momentum=0`` and ``1 / (1 -
+    momentum)`` times the learning rate: an element that is sent in every step gets no more than its gradient.
 
     Sources: Peng, Quesnelle, Kingma, DeMo: Decoupled Momentum Optimization, 2024, algorithm 1 (its transform and the
     sign are not part of this); Sarfi et al., Communication Efficient LLM Pre-training with SparseLoCo, 2025.
