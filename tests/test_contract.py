@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_safusion import (
-    DecoupledMomentum,
     DensitySchedule,
     DGCMemory,
     EF21Memory,
@@ -101,10 +100,7 @@ def test_what_a_compressor_learns_stays_in_its_job() -> None:
     assert all(run_launched(2, fit))
 
 
-@pytest.mark.parametrize(
-    ("memory", "momentum", "dampening"),
-    [(DGCMemory(0.9), 0.9, 0.0), (DecoupledMomentum(0.9), 0.9, 0.0), (EF21Memory(0.8), 0.8, 0.8)],
-)
+@pytest.mark.parametrize(("memory", "momentum", "dampening"), [(DGCMemory(0.9), 0.9, 0.0), (EF21Memory(0.8), 0.8, 0.8)])
 def test_a_memory_with_momentum_keeps_it_on_one_worker(memory: Memory, momentum: float, dampening: float) -> None:
     def weights(strategy: Any, **options: float) -> list[Tensor]:
         model = TinyClassifier()

@@ -252,6 +252,8 @@ def build_controller(
     choice: CollectiveChoice = "allgather"
     if settings.collective == "auto" or settings.collective == "allgather" or settings.collective == "allreduce":
         choice = settings.collective
+        if choice == "auto" and settings.memory.lives_on_sparsity:
+            choice = "allgather"
     else:
         sparse = settings.collective
     timer = settings.fusion if isinstance(settings.fusion, Horovod) else None

@@ -76,9 +76,10 @@ class DecoupledMomentum(ResidualMemory):
     """A residual that is a momentum as well: what is sent is taken out of every worker's own momentum, the rest fades.
 
     It takes the place of the optimizer's: Adam or AdamW with ``betas=(0, ...)``. Plain error feedback hands Adam an
-    element late, many gradients at once, and Adam's momentum goes on to repeat it; here it is sent once. A tensor that
-    travels whole sends its momentum and keeps it. What fades is not conserved. With SGD, ``momentum=0`` and ``1 / (1 -
-    momentum)`` times the learning rate: an element that is sent in every step gets no more than its gradient.
+    element late, many gradients at once, and Adam's momentum goes on to repeat it; here it is sent once. What fades is
+    not conserved. An element that is sent in every step gets no more than its gradient: SGD needs ``momentum=0`` and
+    ``1 / (1 - momentum)`` times the learning rate, and ``collective="auto"`` sends no buffer dense, which would have no
+    momentum at all.
 
     Sources: Peng, Quesnelle, Kingma, DeMo: Decoupled Momentum Optimization, 2024, algorithm 1 (its transform and the
     sign are not part of this); Sarfi et al., Communication Efficient LLM Pre-training with SparseLoCo, 2025.
@@ -93,6 +94,7 @@ class DecoupledMomentum(ResidualMemory):
 
     name: ClassVar[str] = "decoupled"
     shapes_updates = True
+    lives_on_sparsity = True
 
     def __init__(self, momentum: float = 0.9) -> None:
         if not 0 < momentum < 1:
@@ -103,9 +105,6 @@ class DecoupledMomentum(ResidualMemory):
     def momentum(self) -> float:
         """The momentum factor."""
         return self.decay
-
-    def commit_dense(self, start: int, stop: int, sent: Tensor) -> None:
-        """Keeps the momentum, as an optimizer does."""
 
 
 class NoMemory(Memory):

@@ -26,6 +26,8 @@ class Memory(ABC):
     #: Its own momentum, or what it hands to the optimizer, is part of the algorithm even where everything is sent:
     #: no gradient may pass it by.
     shapes_updates: ClassVar[bool] = False
+    #: What travels whole has nothing of it: ``collective="auto"`` stays with sparse exchanges.
+    lives_on_sparsity: ClassVar[bool] = False
     #: Workers whose gradients are averaged; whoever binds the memory sets it.
     world_size: int = 1
 

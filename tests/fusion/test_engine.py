@@ -320,6 +320,18 @@ def test_ef21_at_density_1_has_nothing_to_select_in_its_first_window(make: Calla
     assert [buffer.group.collective for buffer, _ in report.window.inflight] == ["allreduce"]
 
 
+def test_decoupled_momentum_is_never_sent_whole(make: Callable[..., Cluster]) -> None:
+    collectives = {}
+    for memory in ("decoupled", "residual"):
+        cluster = make(2, memory=memory, collective="auto", density=1.0)
+        for step in range(4):
+            cluster.step(cluster.random_grads(step))
+        plan = cluster.controllers[0].current_plan()
+        assert plan is not None
+        collectives[memory] = {group.collective for group in plan.groups}
+    assert collectives == {"decoupled": {"allgather"}, "residual": {"allreduce"}}
+
+
 def test_ef21_and_a_tree_that_loses_mass_are_refused() -> None:
     with pytest.raises(ValueError, match="memory='ef21' adds up all that is sent"):
         settings(memory="ef21", collective="gtopk")
