@@ -121,8 +121,8 @@ def _remedies() -> Configs:
         # what EF21 makes of the optimizer, without compression
         *(Scheme("ahead", density=1.0, memory=_FASTER, momentum=0.0, lr_scale=scale) for scale in (0.5, 0.7)),
         replace(DENSE, momentum=0.8, lr_scale=0.7),
-        # and decoupled momentum; with some tensors whole
-        Scheme("ahead", density=1.0, **DECOUPLED),
+        # and decoupled momentum, of which nothing is left where everything is sent; with some tensors whole
+        replace(DENSE, momentum=0.0),
         replace(FEW_BITS, density=0.1, dense_below=SMALL, **DECOUPLED),
         # both together
         *(
