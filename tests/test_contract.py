@@ -148,6 +148,29 @@ def test_plain_ddp_goes_on_where_every_buffer_is_dense_for_good(
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_plain_ddp_takes_over_from_sparse_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_safusion.comm import LinearCost
+    from lightning_safusion.fusion import engine, planning
+
+    # a network on which a sparse exchange always pays, and selection that takes longer than what it saves
+    costs = {"allgather": LinearCost(1e-6, 1e-12), "allreduce": LinearCost(1.0, 1.0)}
+    monkeypatch.setattr(engine, "calibrate", lambda transport, device: costs)
+    monkeypatch.setattr(planning, "predict_plain_ddp", lambda costs: 0.0)
+
+    def run(rank: int) -> tuple[Any, int, list[Tensor]]:
+        model = TinyClassifier()
+        strategy = SAFusionStrategy(density=0.05)
+        trainer(strategy, max_epochs=4).fit(model, classification())
+        held = strategy.settings.memory.accumulated(0, 1).numel()
+        return strategy.report()["plain_ddp"], held, [p.detach() for p in model.parameters()]
+
+    (reason, held, first), (_, _, second) = run_launched(2, run)
+    assert "predicted to be faster" in reason
+    assert held == 0  # the residual was emptied, and is freed
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
 def test_misspelled_arguments_are_found_at_once() -> None:
     with pytest.raises(TypeError, match="Did you mean 'density'"):
         SAFusionStrategy(densty=0.1)

@@ -264,7 +264,7 @@ def build_controller(
     pool = _buffer_pool(settings, transport, device, sparse, nodes)
     # a copy: what it learns belongs to this job
     generator = Generator(layout, settings.memory, copy.deepcopy(settings.compressor), pool)
-    wanted = settings.fusion.needs_costs or settings.collective == "auto"
+    wanted = settings.fusion.needs_costs or choice == "auto"
     prior = calibrate(transport, device) if measure and wanted else None
     # what narrow gradients cannot hold of a mean would stay in the memory
     yields = yields and settings.replaceable and all(spec.dtype.itemsize >= 4 for spec in specs)

@@ -224,9 +224,9 @@ class Planner:
         if self._ddp_reviews < _DENSE_REVIEWS:
             return False
         self._yielding = True
-        dense = replace(costs, sparse_allowed=False)
-        self._change(GroupPricer(dense).plan(ddp_buckets(costs.dense_bytes)), generator)
-        self._decide("switch", self.current or current, current, None, None, seconds)
+        plan = GroupPricer(replace(costs, sparse_allowed=False)).plan(ddp_buckets(costs.dense_bytes))
+        self._change(plan, generator)
+        self._decide("switch", plan, current, None, None, seconds)
         return True
 
     def _adopt(self, proposed: Plan, current: Plan, seconds: float, generator: Generator) -> None:

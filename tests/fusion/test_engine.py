@@ -320,6 +320,28 @@ def test_ef21_at_density_1_has_nothing_to_select_in_its_first_window(make: Calla
     assert [buffer.group.collective for buffer, _ in report.window.inflight] == ["allreduce"]
 
 
+def test_the_first_window_is_averaged_in_place(make: Callable[..., Cluster]) -> None:
+    cluster = make(2, collective="auto", density=0.05)
+    grads = cluster.random_grads(0)
+    count = len(cluster.specs)
+    fresh = [[True] * count, [True] * count]
+    fresh[0][1] = False  # on one rank only
+    fresh[0][2] = fresh[1][2] = False  # on none
+    means = cluster.step(grads, fresh)
+    for index in range(count):
+        mine, theirs = grads[0][index], grads[1][index]
+        for rank in range(2):
+            expected = (mine + theirs) / 2 if index > 2 or index == 0 else theirs / 2 if index == 1 else grads[rank][2]
+            torch.testing.assert_close(means[rank][index], expected)
+            assert not cluster.residual(rank, index).any()
+    controller = cluster.controllers[0]
+    assert len(controller.generator.pool) == 0
+    assert controller.report is not None
+    report = controller.report.as_dict()
+    sent = sum(s.numel * s.dtype.itemsize for s in cluster.specs if s.index not in (1, 2))
+    assert (report["bytes_sent"], report["tensors_missing"]) == (sent, 0)
+
+
 def test_decoupled_momentum_is_never_sent_whole(make: Callable[..., Cluster]) -> None:
     collectives = {}
     for memory in ("decoupled", "residual"):
