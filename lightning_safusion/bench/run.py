@@ -23,7 +23,7 @@ from lightning_safusion.bench.rows import refuse_training_options, split_rows
 from lightning_safusion.bench.session import RECORDS, REFERENCES, Rhythm, machines, measure
 from lightning_safusion.bench.table import Conditions, as_record, build_table, plot_tables, write_json
 from lightning_safusion.bench.team import Place
-from lightning_safusion.bench.workers import FLOOR, Task
+from lightning_safusion.bench.workers import REFERENCE_STRATEGIES, Task
 from lightning_safusion.bench.workload import scaled
 from lightning_safusion.naming import look_up
 from lightning_safusion.simulate.trace import resolve_trace
@@ -54,9 +54,10 @@ def run_bench(
 ) -> None:
     """Measures systems side by side: steps, exposed exchange, bytes and memory, over links of a given rate.
 
-    The floor (no exchange at all) and DDP are always among the rows. All systems train in one run on the same workers,
-    a few steps each in turn; every worker has one thread, and denormals are flushed. Links of a given rate need Linux
-    and root; otherwise the loopback is measured, and the table says so.
+    The floor (no exchange at all), the floor with workers that wait for each other in every step, and DDP are always
+    among the rows. All systems train in one run on the same workers, a few steps each in turn; every worker has one
+    thread, and denormals are flushed. Links of a given rate need Linux and root; otherwise the loopback is measured,
+    and the table says so.
 
     Args:
         systems: Names, separated by commas; "safusion systems" lists them. With options: "saf-pooled[wire=q4]".
@@ -99,8 +100,9 @@ def run_bench(
         measure_accuracy(comparison, _rates(bandwidth, console), rhythm, output, console)
         return
     _refuse("without time_to_accuracy", {"seeds": seeds})
-    refuse_training_options(name for name in given if name != FLOOR)
-    names, task = list(dict.fromkeys([*REFERENCES, *given])), _task(model, size, batch_size, paced, scale, seed)
+    refuse_training_options(name for name in given if name not in REFERENCE_STRATEGIES)
+    names = list(dict.fromkeys([*REFERENCE_STRATEGIES, *REFERENCES, *given]))
+    task = _task(model, size, batch_size, paced, scale, seed)
     for rate in _rates(bandwidth, console):
         with machines(workers, _scaled_rate(rate, scale)) as place:
             for share in _shares(density):

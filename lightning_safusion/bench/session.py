@@ -12,9 +12,9 @@ from lightning_safusion.bench.links import linked_namespaces, why_no_links
 from lightning_safusion.bench.recorders import EngineRecord, EngineRecorder, FloorRecord, FloorRecorder
 from lightning_safusion.bench.rows import parse_row
 from lightning_safusion.bench.team import Place, Team, started
-from lightning_safusion.bench.workers import FLOOR, Block, Task, train
+from lightning_safusion.bench.workers import FLOOR, REFERENCE_STRATEGIES, Block, Task, train
 
-#: Rows of every table: the floor, and what a user has without this package.
+#: Rows of every run: the floor, and what a user has without this package.
 REFERENCES = (FLOOR, "ddp")
 #: The teams that record what costs are fitted to, beside the systems: the job without any exchange, and the engine with
 #: selection ahead of fusion and behind it.
@@ -53,7 +53,7 @@ class Rhythm:
         """Steps before the first round."""
         if system in RECORDS:
             return 2 * self.block
-        fixed = system == FLOOR or parse_row(system).published.ddp_hook is not None
+        fixed = system in REFERENCE_STRATEGIES or parse_row(system).published.ddp_hook is not None
         return min(self.warmup, _FIXED_WARMUP) if fixed else self.warmup
 
 

@@ -16,12 +16,12 @@ from rich.table import Table
 
 from lightning_safusion.__about__ import __version__
 from lightning_safusion.bench.figures import SystemFigures
-from lightning_safusion.bench.workers import FLOOR
+from lightning_safusion.bench.workers import FLOOR, IN_STEP
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_COLORS = {FLOOR: "#4878b0", "ddp": "#8a8a8a"}
+_COLORS = {FLOOR: "#4878b0", IN_STEP: "#86a8cf", "ddp": "#8a8a8a"}
 
 
 @dataclass(frozen=True)

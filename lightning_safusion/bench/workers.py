@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import perf_counter
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ from lightning_safusion.strategy import SAFusionStrategy
 
 #: The row without any exchange: what a step takes if the network costs nothing.
 FLOOR = "no-exchange"
+#: The floor with workers that wait for each other: what a step takes at least if gradients are exchanged at all.
+IN_STEP = "barrier"
 
 
 class NoExchange(DDPStrategy):
@@ -39,6 +42,19 @@ class NoExchange(DDPStrategy):
     def _register_ddp_hooks(self) -> None:
         if isinstance(self.model, DistributedDataParallel):
             register_ddp_hook(self.model, "local", None)
+
+
+class InStep(NoExchange):
+    """Workers that keep their own gradients, and exchange a single number at the end of every backward pass."""
+
+    @override
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        super().post_backward(closure_loss)
+        torch.distributed.all_reduce(torch.zeros(1))
+
+
+#: Rows that are no systems: what others are compared with.
+REFERENCE_STRATEGIES = MappingProxyType({FLOOR: NoExchange, IN_STEP: InStep})
 
 
 @dataclass(frozen=True)
@@ -71,7 +87,7 @@ class Task:
         """
         torch.manual_seed(self.seed)
         if self.training is not None:
-            options = dict(parse_row(system).training) if system != FLOOR else {}
+            options = dict(parse_row(system).training) if system not in REFERENCE_STRATEGIES else {}
             return Learner(self.training, self.batch_size, **options)
         return Classifier(self.model, self.size, self.batch_size) if self.trace is None else Paced(self.trace)
 
@@ -81,8 +97,8 @@ class Task:
         Raises:
             ValueError: If there is no such system, or it has no such option.
         """
-        if system == FLOOR:
-            return NoExchange(process_group_backend="gloo")
+        if system in REFERENCE_STRATEGIES:
+            return REFERENCE_STRATEGIES[system](process_group_backend="gloo")
         return parse_row(system).strategy(self.density)
 
 

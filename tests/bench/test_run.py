@@ -12,7 +12,7 @@ from lightning_safusion.bench import links
 from lightning_safusion.bench.run import run_bench
 from lightning_safusion.bench.session import Rhythm, measure
 from lightning_safusion.bench.team import Place
-from lightning_safusion.bench.workers import FLOOR, Task
+from lightning_safusion.bench.workers import FLOOR, IN_STEP, Task
 from lightning_safusion.simulate.calibration import Calibration
 from lightning_safusion.simulate.trace import Trace
 from tests.e2e.processes import need
@@ -31,8 +31,9 @@ def bench(folder: Path, **options: Any) -> list[dict[str, Any]]:
 def test_a_run_on_the_loopback(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (record,) = bench(tmp_path, systems="wfbp,saf-inter", density="0.1", calibrate=True)
     rows = {row["system"]: row for row in record["systems"]}
-    assert list(rows) == [FLOOR, "ddp", "wfbp", "saf-inter"]
+    assert list(rows) == [FLOOR, IN_STEP, "ddp", "wfbp", "saf-inter"]
     assert all(row["step_s"] > 0 and row["peak_bytes"] > 0 for row in rows.values())
+    assert rows[IN_STEP]["bytes_sent"] is None
     assert rows[FLOOR]["over_floor"] == rows["ddp"]["over_ddp"] == 1.0
     assert rows["wfbp"]["buffers"] == 23  # tensors of the network
     assert rows["saf-inter"]["buffers"] == 3
@@ -109,11 +110,12 @@ def test_a_worker_that_fails_is_reported_with_its_log(tmp_path: Path) -> None:
 def test_over_a_slow_link_ddp_waits_and_its_bytes_are_counted(tmp_path: Path) -> None:
     need("ip", "tc")
     (record,) = bench(tmp_path, systems="saf-inter", bandwidth="20mbit", rounds=2, block=4)
-    floor, ddp, sparse = record["systems"]
+    floor, in_step, ddp, sparse = record["systems"]
     nbytes = 4 * record["parameters"]
     # two workers send and receive the whole gradient, in packets with headers
     assert nbytes < ddp["wire_bytes"] < 1.25 * nbytes
     assert ddp["step_s"] - floor["step_s"] > 0.8 * nbytes * 8 / 20e6
+    assert floor["wire_bytes"] < in_step["wire_bytes"] < 0.01 * nbytes + 2000
     assert sparse["wire_bytes"] < 0.2 * ddp["wire_bytes"]
     assert sparse["step_s"] < ddp["step_s"]
 
