@@ -18,9 +18,10 @@ from benchmarks.convergence.plan import (
     MAIN,
     MORE_DENSITIES,
     OBSERVED,
-    PLAIN,
     RANKS,
     SCOPES,
+    WEIGHED,
+    WEIGHTS,
 )
 from benchmarks.convergence.scheme import Scheme
 from benchmarks.convergence.store import Run
@@ -28,6 +29,7 @@ from benchmarks.convergence.summary import Summary
 from lightning_safusion.tasks import Task
 
 _COLORS = dict(zip(SCOPES, ("tab:red", "tab:cyan", "tab:blue", "tab:green"), strict=True))
+_MEMORIES = {"residual": ("tab:blue", "feedback"), "none": ("tab:red", "no feedback")}
 _RUNS = 3  # of one configuration, from which on an interval says something
 _AXIS = {"accuracy": "validation accuracy", "loss": "validation loss"}
 
@@ -62,6 +64,7 @@ def save_pictures(summaries: Sequence[Summary], folder: Path) -> list[Path]:
         "bytes": by_bytes,
         "observation_1": observation_1,
         "observation_2": observation_2,
+        "scales": scales,
     }
     files = []
     for name, draw in pictures.items():
@@ -106,34 +109,51 @@ def by_bytes(known: Known) -> Figure | None:
 
 
 def observation_1(known: Known) -> Figure | None:
-    """Missing tensors and accuracy by fusion degree, with and without error feedback."""
-    kinds = {
-        memory: known.of(PLAIN, [replace(OBSERVED, memory=memory, degree=degree) for degree in DEGREES])
-        for memory in ("residual", "none")
-    }
-    if not any(kinds.values()):
+    """Missing tensors and accuracy by fusion degree, with and without error feedback; a row for each task."""
+    rows = [(task, scheme) for task, scheme in OBSERVED if _by_degree(known, task, scheme, _MEMORIES)]
+    if not rows:
         return None
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    figure.suptitle(f"Observation 1: {PLAIN.name}, density {OBSERVED.density:.2%}")
-    left, right = figure.subplots(1, 2)
-    for memory, color, label in (("residual", "tab:blue", "feedback"), ("none", "tab:red", "no feedback")):
-        points = kinds[memory]
-        degrees = [float(min(point.scheme.degree or point.tensors, point.tensors)) for point in points]
-        if not points:
-            continue
-        left.plot(degrees, [point.missing or 0.0 for point in points], "o-", color=color, label=f"behind, {label}")
-        _line(right, points, degrees, f"behind, {label}", color)
-        for ahead in known.of(PLAIN, [replace(OBSERVED, method="ahead", memory=memory)]):
-            left.axhline(ahead.missing or 0.0, color=color, ls="--")
-            right.axhline(ahead.metric.mean, color=color, ls="--", label=f"ahead, {label}")
-    _dense(right, known.of(PLAIN, [DENSE]))
-    left.set(ylabel="share of gradient tensors of which nothing was sent")
-    right.set(ylabel=_AXIS[PLAIN.metric])
-    for axes in (left, right):
-        axes.set_xscale("log", base=2)
-        axes.set(xlabel="tensors in a buffer")
+    figure = Figure(figsize=(11, 4.2 * len(rows)), layout="constrained")
+    figure.suptitle("Observation 1: tensors that go missing, and accuracy")
+    for (left, right), (task, scheme) in zip(figure.subplots(len(rows), 2, squeeze=False), rows, strict=True):
+        for memory, (color, label) in _MEMORIES.items():
+            points = _by_degree(known, task, scheme, [memory])
+            degrees = [float(min(point.scheme.degree or point.tensors, point.tensors)) for point in points]
+            left.plot(degrees, [point.missing or 0.0 for point in points], "o-", color=color, label=f"behind, {label}")
+            _line(right, points, degrees, f"behind, {label}", color)
+            for ahead in known.of(task, [replace(scheme, method="ahead", memory=memory)]):
+                left.axhline(ahead.missing or 0.0, color=color, ls="--")
+                right.axhline(ahead.metric.mean, color=color, ls="--", label=f"ahead, {label}")
+        _dense(right, known.of(task, [DENSE]))
+        left.set(ylabel="share of gradient tensors of which nothing was sent")
+        right.set(ylabel=_AXIS[task.metric])
+        for axes in (left, right):
+            axes.set_xscale("log", base=2)
+            axes.set(title=f"{task.name}, density {scheme.density:.2%}", xlabel="tensors in a buffer")
+            axes.grid(alpha=0.3)
+        right.legend(fontsize=8)
+    return figure
+
+
+def _by_degree(known: Known, task: Task, scheme: Scheme, memories: Iterable[str]) -> list[Summary]:
+    return known.of(task, [replace(scheme, memory=memory, degree=degree) for memory in memories for degree in DEGREES])
+
+
+def scales(known: Known) -> Figure | None:
+    """Accuracy by the scale of one head's gradients, with selection from one buffer and from each tensor."""
+    kinds = [replace(scheme, memory=memory) for memory in _MEMORIES for scheme in WEIGHED]
+    if not any(known.of(task, kinds) for task in WEIGHTS.values()):
+        return None
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    figure.suptitle(f"Two heads, AdamW, density {WEIGHED[0].density:.0%}: mean accuracy of both")
+    for axes, (memory, (_, label)) in zip(figure.subplots(1, 2, sharey=True), _MEMORIES.items(), strict=True):
+        for scheme in (DENSE, *(replace(each, memory=memory) for each in WEIGHED)):
+            points = {weight: found[0] for weight, task in WEIGHTS.items() if (found := known.of(task, [scheme]))}
+            color = _COLORS.get(scheme.method, "black")
+            _line(axes, list(points.values()), list(points), scheme.method, color)
+        axes.set(title=label, xscale="log", xlabel="weight of the second head in the loss", ylabel=_AXIS["accuracy"])
         axes.grid(alpha=0.3)
-    right.legend()
+        axes.legend(fontsize=8)
     return figure
 
 

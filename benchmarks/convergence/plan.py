@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 
 from benchmarks.convergence.scheme import Scheme
 from benchmarks.convergence.store import Run
 from lightning_safusion.tasks import TASKS, Task
+from lightning_safusion.tasks.models import TwoHeads
 
 DENSITIES = (0.05, 0.01, 0.002)
 #: The rule of ``system="safusion"`` on small tensors.
@@ -47,13 +49,26 @@ FACTORS = tuple(
 #: Momentum correction, in place of the optimizer's momentum.
 CORRECTED = MappingProxyType({"memory": "dgc", "momentum": 0.0})
 
-VISION, PLAIN, LANGUAGE = TASKS["digits-resnet"], TASKS["digits-vgg"], TASKS["bytes-transformer"]
+VISION, PLAIN, HEADS, LANGUAGE = (
+    TASKS[name] for name in ("digits-resnet", "digits-vgg", "digits-heads", "bytes-transformer")
+)
 #: Tasks on which every contender is run at every density.
-MAIN = (VISION, PLAIN, LANGUAGE, TASKS["bytes-lstm"])
+MAIN = (VISION, PLAIN, HEADS, LANGUAGE, TASKS["bytes-lstm"])
 #: Tensors in a buffer in observation 1; 0 puts all into one.
 DEGREES = (1, 4, 16, 0)
-#: Where observation 1 is seen: a deep plain network, and so few elements that whole layers go without.
-OBSERVED = Scheme("behind", density=0.0005)
+#: Where observation 1 is looked for: a deep plain network, and so few elements that whole layers go without; a network
+#: with a head that counts for less in the loss.
+OBSERVED = ((PLAIN, Scheme("behind", density=0.0005)), (HEADS, Scheme("behind")))
+#: The second head's share of the loss, and the network with it.
+WEIGHTS = MappingProxyType(
+    {
+        1.0: replace(HEADS, name=f"{HEADS.name}-1", model=partial(TwoHeads, 1.0)),
+        0.1: HEADS,
+        0.01: replace(HEADS, name=f"{HEADS.name}-0.01", model=partial(TwoHeads, 0.01)),
+    }
+)
+#: What is compared there: selection from one buffer of all tensors, and from each tensor.
+WEIGHED = (Scheme("behind", degree=0), Scheme("ahead"), Scheme("pooled"))
 
 Configs = Sequence[tuple[Task, Scheme]]
 
@@ -72,14 +87,19 @@ def _swept(schemes: Iterable[Scheme]) -> Configs:
 
 
 def _observation_1() -> Configs:
-    """Missing rate and accuracy by fusion degree, with and without error feedback."""
-    behind = [replace(OBSERVED, degree=degree) for degree in DEGREES]
-    schemes = [
-        replace(each, memory=memory)
+    """Missing rate and accuracy by fusion degree, with and without error feedback; then by the scale of a head."""
+    by_degree = [
+        (task, replace(scheme, memory=memory, **changed))
+        for task, scheme in OBSERVED
         for memory in ("none", "residual")
-        for each in (*behind, replace(OBSERVED, method="ahead"))
+        for changed in (*({"degree": degree} for degree in DEGREES), {"method": "ahead"})
     ]
-    return [(PLAIN, scheme) for scheme in (DENSE, *schemes)]
+    by_weight = [
+        (task, scheme)
+        for task in WEIGHTS.values()
+        for scheme in (DENSE, *(replace(each, memory=memory) for memory in ("none", "residual") for each in WEIGHED))
+    ]
+    return [(PLAIN, DENSE), *by_degree, *by_weight]
 
 
 def _observation_2() -> Configs:

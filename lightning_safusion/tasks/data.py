@@ -84,6 +84,27 @@ class Digits(Data):
         return self._held_out
 
 
+class DigitsTwice(Digits):
+    """Handwritten digits for a network with two heads: each image has its class twice, int64 [batch, 2].
+
+    Args:
+        seed: Decides which images are held out, and the batches.
+        batch: Images of all workers in a step.
+    """
+
+    def samples(self, step: int) -> Batch:
+        images, labels = super().samples(step)
+        return images, _twice(labels)
+
+    def validation(self) -> Batch:
+        images, labels = super().validation()
+        return images, _twice(labels)
+
+
+def _twice(labels: Tensor) -> Tensor:
+    return labels[:, None].expand(-1, 2)
+
+
 class Text(Data):
     """Sequences of bytes from the sources of Python's standard library; every byte but the first is to be predicted.
 

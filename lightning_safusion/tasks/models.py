@@ -48,6 +48,47 @@ class PlainConvNet(nn.Module):
         return classes
 
 
+class TwoHeads(nn.Module):
+    """Convolutions for 8x8 images with two heads of their own layers, one of which counts for less in the loss.
+
+    Where losses are added up, gradients of their heads differ in scale by the factor between them. A choice by
+    magnitude across tensors leaves the lesser head out; an adaptive optimizer would not mind the factor.
+
+    Args:
+        weight: Of the second head in the loss; the first has 1.
+        width: Channels of the first convolutions.
+    """
+
+    def __init__(self, weight: float = 0.1, width: int = 32) -> None:
+        super().__init__()
+        self.weight = weight
+        self.trunk = nn.Sequential(
+            *_convolution(1, width), *_convolution(width, width), nn.MaxPool2d(2), *_convolution(width, 2 * width)
+        )
+        self.heads = nn.ModuleList(
+            nn.Sequential(
+                *_convolution(2 * width, 2 * width),
+                nn.MaxPool2d(2),
+                nn.Flatten(),
+                nn.Linear(8 * width, 128),
+                nn.ReLU(),
+                nn.Linear(128, 10),
+            )
+            for _ in range(2)
+        )
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        """Scores [batch, 2, 10]; gradients of the second head's are multiplied by its weight."""
+        features = self.trunk(x)
+        first, second = (head(features) for head in self.heads)
+        return torch.stack([first, torch.lerp(second.detach(), second, self.weight)], 1)
+
+
+def _convolution(channels: int, width: int) -> list[nn.Module]:
+    return [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
+
+
 class ByteTransformer(nn.Module):
     """A causal transformer over bytes, normalised ahead of each block, with tied embeddings (as GPT-2).
 

@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from lightning_safusion.demo.events import Settings
 from lightning_safusion.demo.model import DigitsNet
-from lightning_safusion.tasks.data import Data, Digits, Text
-from lightning_safusion.tasks.models import ByteLSTM, ByteTransformer, PlainConvNet
+from lightning_safusion.tasks.data import Data, Digits, DigitsTwice, Text
+from lightning_safusion.tasks.models import ByteLSTM, ByteTransformer, PlainConvNet, TwoHeads
 
 # Held-out samples that are evaluated together.
 _EVALUATED = 64
@@ -125,6 +125,7 @@ def _digits_net() -> nn.Module:
 _TASKS = (
     Task("digits-resnet", _digits_net, Digits, "accuracy", "sgd", lr=0.01, steps=210, batch=64),
     Task("digits-vgg", PlainConvNet, Digits, "accuracy", "sgd", lr=0.02, steps=420, batch=64, warmup=0.1, clip=1.0),
+    Task("digits-heads", TwoHeads, DigitsTwice, "accuracy", "adamw", lr=2e-3, steps=420, batch=64, warmup=0.1),
     Task(
         "bytes-transformer",
         ByteTransformer,

@@ -18,7 +18,7 @@ import pytest
 
 from benchmarks.convergence import __main__ as command
 from benchmarks.convergence.pictures import save_pictures
-from benchmarks.convergence.plan import DENSITIES, MAIN, SCOPES, SMALL_DENSE, full, short
+from benchmarks.convergence.plan import DENSITIES, LANGUAGE, MAIN, SCOPES, SMALL_DENSE, full, short
 from benchmarks.convergence.ranks import Results, standings
 from benchmarks.convergence.scheme import Scheme
 from benchmarks.convergence.store import Run, Store
@@ -155,9 +155,9 @@ def test_ranks_know_that_a_small_loss_is_good_and_divergence_bad() -> None:
         for density in DENSITIES
         for place, name in enumerate(SCOPES)
     }
-    found = standings(entered(rows, MAIN[2]), SCOPES)
+    found = standings(entered(rows, LANGUAGE), SCOPES)
     assert [row.name for row in found] == ["pooled, 4 bits", "pooled", "behind", "ahead"]
-    assert math.isnan(standings(entered({k: v for k, v in rows.items() if k[1] == 0.05}, MAIN[2]), SCOPES)[0].error)
+    assert math.isnan(standings(entered({k: v for k, v in rows.items() if k[1] == 0.05}, LANGUAGE), SCOPES)[0].error)
 
 
 @pytest.mark.slow
@@ -167,7 +167,8 @@ def test_every_picture_is_drawn_from_a_full_plan(tmp_path: Path) -> None:
     for place, run in enumerate(runs):
         store._ledger._results[run.key] = result(0.5 + place / 1000)
     files = save_pictures(summarize(runs, store.results(runs)), tmp_path)
-    assert [file.name for file in files] == ["density.png", "bytes.png", "observation_1.png", "observation_2.png"]
+    names = ("density", "bytes", "observation_1", "observation_2", "scales")
+    assert [file.name for file in files] == [f"{name}.png" for name in names]
     assert all(file.stat().st_size > 10_000 for file in files)
     assert save_pictures([], tmp_path) == []
 
