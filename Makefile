@@ -24,7 +24,7 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: $(STAMP)
 	$(BIN)/safusion demo $(DEMO)
 
-test: lint
+test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow" -n 3 $(AGAIN)
 
 lint: $(STAMP)

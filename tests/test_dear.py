@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from lightning_safusion import SAFusionStrategy
 from lightning_safusion.access import ParameterWatch
 from tests.process_group import run_ranks
+from tests.quick import quick_of
 from tests.resume import At, InGroup, StepModel, parameters, run, saving
 
 #: Buckets of one or two tensors of the models below.
@@ -185,7 +186,7 @@ SCENARIOS: dict[str, tuple[Callable[[], Model], dict[str, Any], dict[str, Any]]]
 }
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", quick_of(SCENARIOS, ("sgd", "adam", "accumulation", "awkward", "manual")))
 def test_same_as_settled_at_once_and_as_ddp(name: str) -> None:
     for ours, at_once, theirs in run_ranks(2, three_ways, *SCENARIOS[name]):
         for key in ("weights", "states"):
@@ -386,7 +387,7 @@ def told(rank: int, name: str) -> tuple[list[str], list[Tensor], list[Tensor]]:
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("name", REASONS)
+@pytest.mark.parametrize("name", quick_of(REASONS, ("clipped", "SGD has step hooks", "optimization is manual")))
 def test_says_once_why_it_settles_at_once(name: str) -> None:
     said, *weights = run_ranks(2, told, name)[0]
     assert len(said) == 1

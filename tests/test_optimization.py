@@ -20,8 +20,10 @@ from lightning_safusion import SAFusionStrategy
 from tests.ledger import Ledger, assert_balanced
 from tests.models import classification, trainer
 from tests.process_group import run_launched
+from tests.quick import quick_of
 
 MODES = ["several backwards", "sam", "lbfgs", "gan", "gan toggled", "alternating", "skipped steps", "accumulation"]
+QUICK = ("sam", "gan", "skipped steps", "accumulation")
 TWO_OPTIMIZERS = ("gan", "gan toggled", "alternating")
 # Where gradients are thrown away: steps whose gradients are those of ddp. A tensor's first gradient is not yet known to
 # be one that may be thrown away, nor is the first after a step.
@@ -109,7 +111,7 @@ def train(mode: str, kind: type[DDPStrategy], callbacks: Sequence[Callback] = ()
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", quick_of(MODES, QUICK))
 def test_at_density_1_the_trajectory_is_that_of_ddp(mode: str) -> None:
     def both(rank: int) -> float:
         plain = train(mode, DDPStrategy)
@@ -120,7 +122,7 @@ def test_at_density_1_the_trajectory_is_that_of_ddp(mode: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", quick_of(MODES, QUICK))
 def test_at_a_low_density_replicas_stay_equal_and_nothing_is_lost(mode: str) -> None:
     def sparse(rank: int) -> tuple[list[Tensor], Ledger]:
         ledger = Ledger()

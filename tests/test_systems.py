@@ -20,6 +20,7 @@ from lightning_safusion.comm import local_transports
 from lightning_safusion.elastic import ElasticAverage
 from tests.models import TinyClassifier, classification, trainer
 from tests.process_group import run_launched
+from tests.quick import quick_of
 
 
 def fit(system: str | None, **options: Any) -> tuple[list[Tensor], list[float], dict[str, Any]]:
@@ -36,8 +37,19 @@ SPARSE = [row.name for row in SYSTEMS.values() if row.ddp_hook is None and row.c
 HELD = {f"{name}, held": name for name in SPARSE if SYSTEMS[name].collective == "auto"}
 
 
-def fit_all(rank: int) -> dict[str | None, Any]:
-    return {system: fit(system) for system in (None, *SYSTEMS)}
+# the papers' own, those that are compared with DDP below, and one of each other kind; slow tests train the others
+USUAL = (
+    *("safusion", "saf-pooled", "saf-inter", "saf-naive", "fgbuff", "ssfusion", "adtopk", "oktopk", "behind", "easgd"),
+    *("ddp", "dear", "wfbp-dense", "ddp-bf16", "ddp-fp16", "powersgd", "powersgd-rank4"),
+)
+
+
+def fit_usual(rank: int) -> dict[str | None, Any]:
+    return {system: fit(system) for system in (None, *USUAL)}
+
+
+def fit_others(rank: int) -> dict[str | None, Any]:
+    return {system: fit(system) for system in SYSTEMS if system not in USUAL}
 
 
 def fit_held(rank: int) -> dict[str, Any]:
@@ -46,7 +58,12 @@ def fit_held(rank: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def results() -> list[dict[str | None, Any]]:
-    return run_launched(2, fit_all, timeout=240)
+    return run_launched(2, fit_usual, timeout=240)
+
+
+@pytest.fixture(scope="module")
+def others() -> list[dict[str | None, Any]]:
+    return run_launched(2, fit_others, timeout=240)
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +71,9 @@ def held() -> list[dict[str, Any]]:
     return run_launched(2, fit_held, timeout=240)
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
-def test_every_system_trains(results: list[dict[str | None, Any]], system: str) -> None:
+@pytest.mark.parametrize("system", quick_of(SYSTEMS, USUAL))
+def test_every_system_trains(request: pytest.FixtureRequest, system: str) -> None:
+    results = request.getfixturevalue("results" if system in USUAL else "others")
     (first, losses, report), (second, _, _) = (result[system] for result in results)
     assert sum(losses[-10:]) < 0.7 * sum(losses[:10])
     assert report["system"] == system
@@ -68,12 +86,12 @@ def test_every_system_trains(results: list[dict[str | None, Any]], system: str) 
 
 @pytest.mark.parametrize(
     "label",
-    [*(name for name in SPARSE if name not in HELD.values()), *(pytest.param(x, marks=pytest.mark.slow) for x in HELD)],
+    quick_of([*(name for name in SPARSE if name not in HELD.values()), *HELD], USUAL),
 )
 def test_sparse_systems_send_little_and_ahead_of_fusion_of_everything(
     request: pytest.FixtureRequest, label: str
 ) -> None:
-    results = request.getfixturevalue("held" if label in HELD else "results")
+    results = request.getfixturevalue("held" if label in HELD else "results" if label in USUAL else "others")
     (first, losses, report), (second, _, _) = (result[label] for result in results)
     assert sum(losses[-10:]) < 0.7 * sum(losses[:10])
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

@@ -34,6 +34,7 @@ from lightning_safusion.fusion.controller import Controller
 from lightning_safusion.fusion.replan import Decision
 from tests.models import TinyClassifier, classification, trainer
 from tests.process_group import run_launched
+from tests.quick import quick_of
 
 
 class Deep(TinyClassifier):
@@ -147,7 +148,7 @@ def quick(**options: Any) -> BufferSizeTuner:
     return BufferSizeTuner(**({"warmup_every": 4, "trial_windows": 3} | options))
 
 
-@pytest.mark.parametrize("system", ["saf-inter", "behind"])
+@pytest.mark.parametrize("system", quick_of(("saf-inter", "behind"), ("saf-inter",)))
 def test_one_buffer_per_tensor_is_left_where_messages_are_slow(system: str) -> None:
     def run(rank: int) -> Seen:
         slow_messages(0.008)
@@ -227,7 +228,7 @@ def test_bounds_and_freeze_are_kept() -> None:
     assert max(seen.elements) <= 2200
 
 
-@pytest.mark.parametrize("steps", [7, 12])  # in the middle of a trial, and behind it
+@pytest.mark.parametrize("steps", quick_of((7, 12), (7,)))  # in the middle of a trial, and behind it
 def test_a_resumed_training_goes_on_where_it_was(tmp_path: Path, steps: int) -> None:
     def run(rank: int) -> tuple[Seen, Seen]:
         slow_messages(0.008)

@@ -13,6 +13,7 @@ from lightning_safusion.fusion.plan import Group
 from lightning_safusion.fusion.pool import BufferPool
 from tests.cluster import Cluster, settings, specs
 from tests.comm.exchanges import Build, gtopk, hierarchical, oktopk
+from tests.quick import quick_of
 
 BUILDS: dict[str, Build] = {
     "oktopk": oktopk(refresh=3, repartition=2),
@@ -64,7 +65,7 @@ def drift(monkeypatch: pytest.MonkeyPatch, build: Build, world_size: int, **opti
 
 
 @pytest.mark.filterwarnings("ignore:.* tensors .* were computed on some ranks only")
-@pytest.mark.parametrize("world_size", [2, 3, 5])
+@pytest.mark.parametrize("world_size", quick_of((2, 3, 5), (3,)))
 @pytest.mark.parametrize("name", BUILDS)
 def test_nothing_is_lost_in_training_but_by_gtopk(monkeypatch: pytest.MonkeyPatch, name: str, world_size: int) -> None:
     lost = drift(monkeypatch, BUILDS[name], world_size)

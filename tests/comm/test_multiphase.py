@@ -27,6 +27,7 @@ from tests.comm.exchanges import (
     through,
 )
 from tests.process_group import run_ranks
+from tests.quick import quick_of
 
 WORLDS = [1, 2, 3, 5, 8]
 EXACT: dict[str, Build] = {
@@ -48,7 +49,7 @@ def each_of(builds: dict[str, Build]) -> Any:
 
 
 @each_of(ALL)
-@pytest.mark.parametrize("world_size", [*WORLDS[:-1], pytest.param(WORLDS[-1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", quick_of(WORLDS, (1, 3)))
 def test_ranks_get_the_same_bits_and_nothing_is_lost(build: Build, world_size: int) -> None:
     for shape, (numel, capacity) in enumerate(SHAPES):
         workers = Workers(world_size, span(numel, capacity), build)

@@ -12,6 +12,7 @@ from lightning_safusion.comm import resolve_codec
 from lightning_safusion.comm.exchange import SpanSpec
 from lightning_safusion.comm.oktopk import OkTopkExchange
 from tests.comm.exchanges import CPU, Received, Workers, conserved, gradients, oktopk, part_of, same, span
+from tests.quick import quick_of
 
 WORLDS = [2, 3, 5, 8]
 
@@ -51,7 +52,7 @@ def test_refreshed_in_every_step_it_is_the_top_k_of_the_sum(world_size: int) -> 
             torch.testing.assert_close(delivered(workers.step(xs)), strongest(total(xs, spec), capacity))
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("world_size", quick_of(WORLDS, (3,)))
 @pytest.mark.parametrize("balance", [1.0, 4.0, float("inf")])
 def test_between_refreshes_what_reaches_the_threshold_is_delivered(world_size: int, balance: float) -> None:
     spec = span(3000, 90)

@@ -189,7 +189,12 @@ def windows(controller: Controller, device: torch.device, dtype: torch.dtype = t
 @pytest.mark.parametrize(
     ("dtype", "options"),
     [
-        *((torch.float32, {"compressor": name}) for name in available_sparsifiers()),
+        *(
+            pytest.param(
+                torch.float32, {"compressor": name}, marks=() if name in ("topk", "gaussiank") else pytest.mark.slow
+            )
+            for name in available_sparsifiers()
+        ),
         (torch.float32, {"memory": "dgc"}),
         (torch.float32, {"memory": "ef21"}),
         (torch.float32, {"scope": "group"}),

@@ -29,6 +29,7 @@ from lightning_safusion.sparsify import resolve_sparsifier
 from lightning_safusion.sparsify.registry import available_sparsifiers
 from tests.cluster import Cluster, settings, specs
 from tests.cuda import fake_cuda
+from tests.quick import quick_of
 
 SHAPES = ((90, 70), (90,), (70, 40), (40,), (7, 11), (64, 9, 3), (64,), (30, 30), (9,), (1,), (0,))
 FREE = LinearCost(0.0, 0.0)
@@ -88,7 +89,7 @@ def test_numbers_are_those_of_selection_in_place(make: Callable[..., Cluster], c
     assert offloader(ours)._thread is not None
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 5])
+@pytest.mark.parametrize("world_size", quick_of((1, 3, 5), (3,)))
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(
     "options",

@@ -31,6 +31,7 @@ from lightning_safusion.fusion.profile import agree
 from lightning_safusion.fusion.recorder import RECENT_WINDOWS, ProfileRecorder
 from lightning_safusion.fusion.replan import Cadence, Decision, ReplanSchedule
 from tests.cluster import settings, specs
+from tests.quick import quick_of
 
 WORKERS = 4  # of the simulated job; the planner itself runs alone, or on as many ranks as a test asks for
 SHAPES = [(int(n),) for n in np.random.default_rng(2).lognormal(9, 2, 60)]
@@ -185,7 +186,7 @@ BAD_STARTS = [
 
 
 @pytest.mark.parametrize("link", ["100mbit", "1gbit", "10gbit"])
-@pytest.mark.parametrize("noise", [0.0, 0.05])
+@pytest.mark.parametrize("noise", quick_of((0.0, 0.05), (0.05,)))
 @pytest.mark.parametrize("policy", BAD_STARTS, ids=lambda policy: f"{policy!r:.40}")
 def test_a_bad_start_is_left_within_fifty_windows(policy: FusionPolicy, noise: float, link: str) -> None:
     rank = Rank(policy, Job(link, noise=noise))

@@ -27,6 +27,7 @@ from lightning_safusion.fusion.registry import resolve_fusion
 from tests.cluster import Cluster, settings
 from tests.fusion.test_engine import run
 from tests.fusion.test_planning import Job, Rank, actions, resumed
+from tests.quick import quick_of
 
 PLANNERS: list[tuple[FusionPolicy, str, Callable[[GroupCosts], Plan]]] = [
     (MGWFBP(), "allreduce", plan_mgwfbp),
@@ -199,7 +200,7 @@ def quick(name: str) -> FusionPolicy:
     return Cupcake(windows=1) if name == "cupcake" else type(resolve_fusion(name))(windows=4)  # type: ignore[call-arg] # the planners take it
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("world_size", quick_of((1, 2, 3, 5), (1, 3)))
 @pytest.mark.parametrize("name", ROWS)
 def test_nothing_is_lost_and_all_ranks_have_the_same_plan(name: str, world_size: int) -> None:
     cluster = Cluster(world_size, lambda: settings(fusion=quick(name), **ROWS[name]), measure=True)

@@ -27,7 +27,9 @@ def test_exactly_the_quota_of_distinct_ascending_positions(size: int, quota: int
         assert torch.equal(selection.values, x[selection.indices])
 
 
-@pytest.mark.parametrize(("size", "quota"), [(7, 3), (10, 7), (16, 4)])
+@pytest.mark.parametrize(
+    ("size", "quota"), [(7, 3), *(pytest.param(*shape, marks=pytest.mark.slow) for shape in ((10, 7), (16, 4)))]
+)
 def test_every_element_has_the_same_probability(size: int, quota: int) -> None:
     draws = 10_000
     segments = span_segments(size, quota)

@@ -1,0 +1,18 @@
+"""Which parameters of a test run with every ``make test``; the others run with the slow tests."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+
+def quick_of(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
+    """Parameters of a test.
+
+    Args:
+        values: All of them.
+        quick: Those that are quick; all others are slow tests.
+    """
+    return [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values]
