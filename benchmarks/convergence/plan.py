@@ -123,6 +123,9 @@ def _remedies() -> Configs:
         replace(POOLED, **CORRECTED),
         *(replace(scheme, **memory) for scheme in (POOLED, denser) for memory in (DECOUPLED, *FACTORS)),
         *(replace(POOLED, **memory, dense_start=0.1) for memory in (CORRECTED, DECOUPLED)),
+        # an element that is sent every hundredth step makes few steps: larger ones
+        *(replace(scheme, **FACTORS[1], lr_scale=scale) for scheme in (POOLED, FEW_BITS) for scale in (2.0, 3.0, 5.0)),
+        replace(POOLED, **FACTORS[2], lr_scale=3.0),
         replace(POOLED, **DECOUPLED, ramp=0.3),
         replace(SCOPES["ahead"], **DECOUPLED),
         replace(denser, **DECOUPLED, dense_start=0.1),

@@ -7,12 +7,15 @@ import itertools
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 # A bucket passes its burst at full speed after every pause: as little as tc needs for the rate, or small messages would
@@ -99,16 +102,34 @@ def linked_namespaces(count: int, rate: str = "1gbit") -> Iterator[list[Namespac
     prefix = f"sf{os.getpid()}{chr(ord('a') + next(_uses) % 26)}"
     bridge = f"{prefix}b"
     machines = [Namespace(f"{prefix}n{i}", f"10.71.0.{i + 1}", f"{prefix}v{i}") for i in range(count)]
+    with _terminated_in_order():
+        try:
+            _run("ip", "link", "add", bridge, "type", "bridge")
+            _run("ip", "link", "set", bridge, "up")
+            for machine in machines:
+                _connect(machine, bridge, rate)
+            yield machines
+        finally:
+            for machine in machines:
+                _run("ip", "netns", "delete", machine.name, check=False)  # and with it both ends of the link
+            _run("ip", "link", "delete", bridge, check=False)
+
+
+@contextmanager
+def _terminated_in_order() -> Iterator[None]:
+    """Lets SIGTERM end the program by an exception, so that what it has made outside itself is removed."""
+
+    def leave(number: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():  # handlers belong to the main thread
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, leave)
     try:
-        _run("ip", "link", "add", bridge, "type", "bridge")
-        _run("ip", "link", "set", bridge, "up")
-        for machine in machines:
-            _connect(machine, bridge, rate)
-        yield machines
+        yield
     finally:
-        for machine in machines:
-            _run("ip", "netns", "delete", machine.name, check=False)  # and with it both ends of the link
-        _run("ip", "link", "delete", bridge, check=False)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
 
 def shape(machine: Namespace, rate: str) -> None:

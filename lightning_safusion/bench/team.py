@@ -168,6 +168,7 @@ def _child(
     rank: int, place: Place, log: Path, port: int, pipe: Connection, work: Callable[[int, Connection], None]
 ) -> None:
     _end_with_parent()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent's handler is for what the parent has made
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

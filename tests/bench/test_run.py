@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from lightning_safusion.simulate.trace import Trace
 from tests.e2e.processes import need
 from tests.process_group import run_alone
 
+NAMESPACES = Path("/var/run/netns")
 SHORT: dict[str, Any] = {"size": "tiny", "batch_size": 2, "rounds": 1, "block": 2, "warmup": 3}
 
 
@@ -118,6 +122,25 @@ def test_over_a_slow_link_ddp_waits_and_its_bytes_are_counted(tmp_path: Path) ->
     assert floor["wire_bytes"] < in_step["wire_bytes"] < 0.01 * nbytes + 2000
     assert sparse["wire_bytes"] < 0.2 * ddp["wire_bytes"]
     assert sparse["step_s"] < ddp["step_s"]
+
+
+@pytest.mark.slow
+def test_links_are_removed_if_the_program_is_terminated() -> None:
+    need("ip", "tc")
+    script = """
+import time
+from lightning_safusion.bench.links import linked_namespaces
+with linked_namespaces(2) as machines:
+    print(machines[0].name, flush=True)
+    time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        name = process.stdout.readline().strip()
+        assert (NAMESPACES / name).exists()
+        process.terminate()
+        assert process.wait(30) == 128 + signal.SIGTERM
+    assert not (NAMESPACES / name).exists()
 
 
 def test_rates() -> None:
