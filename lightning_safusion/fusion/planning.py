@@ -14,10 +14,11 @@ import torch
 from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.comm.transport import Transport
 from lightning_safusion.fusion.adaptive import predicted_gain
-from lightning_safusion.fusion.costs import CollectiveChoice, ddp_buckets, job_costs, predict_plain_ddp
+from lightning_safusion.fusion.costs import CollectiveChoice, ddp_buckets, job_costs
 from lightning_safusion.fusion.dp import GroupPricer
 from lightning_safusion.fusion.events import WindowEvents
 from lightning_safusion.fusion.generator import Generator
+from lightning_safusion.fusion.handover import REVIEWS, Handover
 from lightning_safusion.fusion.plan import CollectiveName, Group, GroupCosts, Plan
 from lightning_safusion.fusion.policy import FusionPolicy, Single
 from lightning_safusion.fusion.profile import AgreedProfile, agree
@@ -26,11 +27,6 @@ from lightning_safusion.fusion.recorder import RECENT_WINDOWS, ProfileRecorder, 
 from lightning_safusion.fusion.replan import Action, Cadence, Decision, ReplanSchedule, Trials
 from lightning_safusion.fusion.search import CutSearch
 from lightning_safusion.fusion.spans import WindowSpans
-
-# Reviews in a row that find every buffer dense, or plain DDP faster, before that is taken for final.
-_DENSE_REVIEWS = 3
-# Share of a window that plain DDP must save: nothing leads back from it.
-_DDP_GAIN = 0.03
 
 # Decisions that are kept for whoever wants to know.
 _DECISIONS = 512
@@ -83,9 +79,7 @@ class Planner:
         self._spans = WindowSpans(self._schedule.cadence.trial_windows)
         self._verified = True
         self._dense_reviews = 0
-        self._yields = yields
-        self._ddp_reviews = 0
-        self._yielding = False
+        self._handover = Handover(yields)
 
     @property
     def dense_for_good(self) -> bool:
@@ -93,7 +87,7 @@ class Planner:
 
         The same on all ranks.
         """
-        return self.collective == "auto" and (self._yielding or self._dense_reviews >= _DENSE_REVIEWS)
+        return self.collective == "auto" and (self._handover.agreed or self._dense_reviews >= REVIEWS)
 
     @property
     def wants_times(self) -> bool:
@@ -101,7 +95,11 @@ class Planner:
         ahead = max(RECENT_WINDOWS, self._schedule.cadence.trial_windows + 1)
         if self._search is not None:
             return not self._search.over
-        return self._trials.pending is not None or self._schedule.due_within(ahead)
+        return self._on_trial or self._schedule.due_within(ahead)
+
+    @property
+    def _on_trial(self) -> bool:
+        return self._trials.pending is not None or self._handover.pending is not None
 
     def plan(self, generator: Generator) -> Plan:
         """The plan of the next window."""
@@ -114,7 +112,7 @@ class Planner:
     def invalidate(self, order_changed: bool = False) -> None:
         """Drops the plan: quotas have changed, or the order (then measured times are void too)."""
         self.current = self._search = self._fusing = None
-        self._yielding, self._ddp_reviews = False, 0
+        self._handover.drop()
         self._trials.drop()
         self._spans.restart()
         if order_changed:
@@ -174,7 +172,7 @@ class Planner:
             self._verify(generator.device)
         if self._search is not None:
             self._try_next(self._search, events, generator)
-        if self.prior is None or self._schedule.cadence.freeze_after == 0 or self._yielding:
+        if self.prior is None or self._schedule.cadence.freeze_after == 0 or self._handover.agreed:
             return
         if self._recorder is None:
             # the first windows set up communicators and warm up kernels; their times say nothing of the rest
@@ -183,7 +181,7 @@ class Planner:
             record_events(self._recorder, _KIND, events)
             self._spans.add(events)
         due = self._schedule.advance()
-        if self._trials.pending is not None:
+        if self._on_trial:
             due = self._spans.full  # no review before the verdict
         if self.current is None or self._recorder.windows(_KIND) < 2:
             return
@@ -199,9 +197,16 @@ class Planner:
         """Ends the trial if there is one; changes to the plan that the agreed costs call for, if it promises enough."""
         seconds = self._spans.agree_median(self.transport, generator.device)
         costs = self.costs(generator)
+        if self._handover.pending is not None:
+            self._hand_over(current, seconds, generator)
+            return
         if self._trials.pending is not None and not self._judge(current, seconds, generator):
             return
-        if self._yields and self._gives_way(current, costs, seconds, generator):
+        if self._handover.due(costs, seconds):
+            self._handover.begin(current, seconds)
+            plan = GroupPricer(replace(costs, sparse_allowed=False)).plan(ddp_buckets(costs.dense_bytes))
+            self._change(plan, generator)
+            self._decide("switch", plan, current, None, None, seconds)
             return
         proposed = current if self._schedule.over else self._make(costs)
         if not self._schedule.cadence.on_trial:
@@ -216,18 +221,14 @@ class Planner:
         self._trials.begin(current, costs, gain, seconds)
         self._decide("switch", proposed, current, gain, None, seconds)
 
-    def _gives_way(self, current: Plan, costs: GroupCosts, seconds: float, generator: Generator) -> bool:
-        """Sends everything dense, once, where plain DDP shall go on: it leaves nothing in the memory."""
-        # by the clock: costs do not know all of the engine's work (comparing with NaN, not measured, is False)
-        faster = predict_plain_ddp(costs) < (1 - _DDP_GAIN) * seconds
-        self._ddp_reviews = self._ddp_reviews + 1 if faster else 0
-        if self._ddp_reviews < _DENSE_REVIEWS:
-            return False
-        self._yielding = True
-        plan = GroupPricer(replace(costs, sparse_allowed=False)).plan(ddp_buckets(costs.dense_bytes))
-        self._change(plan, generator)
-        self._decide("switch", plan, current, None, None, seconds)
-        return True
+    def _hand_over(self, current: Plan, seconds: float, generator: Generator) -> None:
+        """Leaves the rest to plain DDP if dense windows are as short as was predicted, or goes back."""
+        previous, gain = self._handover.judge(seconds)
+        if self._handover.agreed:
+            self._decide("keep", current, previous, None, gain, seconds)
+            return
+        self._change(previous, generator)
+        self._decide("revert", previous, current, None, gain, seconds)
 
     def _adopt(self, proposed: Plan, current: Plan, seconds: float, generator: Generator) -> None:
         """Uses a plan whatever it promises."""
@@ -262,6 +263,7 @@ class Planner:
     def use(self, plan: Plan, generator: Generator) -> None:
         """Goes on with this plan, the same on all ranks, until costs call for another. Collective; between windows."""
         self._trials.drop()
+        self._handover.drop()
         self._change(plan, generator)
 
     def _change(self, plan: Plan, generator: Generator) -> None:
@@ -315,6 +317,7 @@ class Planner:
             "replans": self.replans,
             "schedule": self._schedule.state_dict(),
             "trials": self._trials.state_dict(),
+            "handover": self._handover.state_dict(),
             "search": None if self._search is None else self._search.measured,
         }
 
@@ -339,6 +342,7 @@ class Planner:
             self.current, self._verified = plan, False
             self._tell(plan, generator)
         self._trials.load_state_dict(state["trials"])
+        self._handover.load_state_dict(state["handover"])
         self._search = None
         if (measured := state.get("search")) is not None:
             self._search = self.policy.search(len(generator.layout))

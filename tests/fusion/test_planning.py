@@ -46,7 +46,8 @@ class Job:
         link: Name of the link; may be changed.
         backward: Seconds from one gradient to the next.
         noise: Every duration is off by up to this share.
-        hidden: Seconds that each buffer costs after everything that is taken down.
+        hidden: Seconds that each sparse buffer costs after everything that is taken down.
+        surprise: Factor by which an all-reduce takes longer than anybody could know.
         late: Seconds by which this rank begins before the one that all wait for.
     """
 
@@ -54,6 +55,7 @@ class Job:
     backward: float = 5e-4
     noise: float = 0.0
     hidden: float = 0.0
+    surprise: float = 1.0
     late: float = 0.0
     seed: int = 0
     rng: np.random.Generator = field(init=False)
@@ -101,7 +103,8 @@ class Job:
             moment += launched - closed
             sizes = costs.sparse_bytes if group.collective == "allgather" else costs.dense_bytes
             sent = round(sum(sizes[group.start : group.stop]))
-            free = max(free, launched) + self.shaken(self.lines[group.collective](sent))
+            factor = self.surprise if group.collective == "allreduce" else 1.0
+            free = max(free, launched) + factor * self.shaken(self.lines[group.collective](sent))
             places = range(group.start, group.stop)
             moments = (closed, launched, launched, launched, free, free, free)
             buffers.append(BufferEvents(places, group.collective, elements, elements, sent, 3 * sent, *moments, free))
@@ -111,7 +114,7 @@ class Job:
             arrived = max(each.finished, drained, moment)
             drained = arrived + self.shaken(DECODE(each.bytes_sent))
             done.append(replace(each, awaited=arrived, arrived=arrived, decoded=drained))
-        drained += self.hidden * len(buffers)
+        drained += self.hidden * sum(group.collective == "allgather" for group in plan.groups)
         return WindowEvents(step, 0.05, generator.layout, ready, tuple(done), drained)
 
 
@@ -338,11 +341,31 @@ def test_plain_ddp_takes_over_where_the_work_of_selection_is_more_than_the_excha
     fast = link == "25gbit"
     assert rank.planner.dense_for_good == fast
     if fast:
-        assert decisions[-1].window == 15  # the third review in a row; none follows
+        # the third review in a row, and the end of the trial; none follows
+        assert [(each.action, each.window) for each in decisions[-2:]] == [("switch", 15), ("keep", 22)]
         plan = rank.planner.plan(rank.generator)
         assert {group.collective for group in plan.groups} == {"allreduce"}
         rank.planner.invalidate()
         assert not rank.planner.dense_for_good  # another density: judged anew
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_plain_ddp_does_not_take_over_where_its_exchange_is_slower_than_predicted(resumed: bool) -> None:
+    job = Job("25gbit", hidden=0.01, surprise=200.0)
+    rank = Rank(Adaptive(), job, collective="auto", yields=True)
+    decisions = rank.run(18)
+    if resumed:  # in the middle of the trial
+        state = rank.planner.state_dict()
+        rank.planner = Planner(rank.policy, rank.transport, "auto", job.lines, yields=True)
+        rank.planner.load_state_dict(json.loads(json.dumps(state)), rank.generator)
+    decisions += rank.run(282)
+    (trial,) = [each for each in decisions if each.action == "revert"]
+    assert trial.measured is not None
+    assert trial.measured < -1
+    assert not rank.planner.dense_for_good
+    dense = [all(group.collective == "allreduce" for group in plan.groups) for plan in rank.plans]
+    assert sum(dense) < 15  # and never again in so short a run
+    assert not any(dense[30:])
 
 
 def test_an_engine_that_cannot_be_replaced_goes_on() -> None:
