@@ -11,6 +11,8 @@ import torch
 from lightning_safusion.comm.cost import LinearCost, fit_linear
 from lightning_safusion.comm.transport import Transport, Work
 
+# Times as long that the largest size must take: disturbances of a busy machine are not taken for a rate.
+_RISE = 2.0
 _SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)
 
 
@@ -27,13 +29,14 @@ def calibrate(
 
     All ranks run the same sequence: rank 0 says how often each size is timed, the slowest rank's times count, and
     rank 0's fit is broadcast, so that all ranks hold the same numbers, bit for bit. Growing stops when the time is
-    used up or one operation takes longer than ``slow_s``, but never before two sizes are known. Blocks all ranks.
+    used up or one operation takes longer than ``slow_s``, but never before larger messages are seen to take longer.
+    Blocks all ranks.
 
     Args:
         transport: The communicator to measure.
         device: Where the buffers of the exchange live.
         budget_s: Seconds that the measurement may take, warm-up excluded. On very slow networks the two
-            smallest sizes are timed once even if that takes longer.
+            smallest sizes, and larger ones until the time rises, are timed once even if that takes longer.
         sizes: Bytes to time, rising, multiples of 4.
         repeats: Times that each size is measured at most; the median counts.
         slow_s: Seconds of one operation above which no larger size is tried.
@@ -66,12 +69,17 @@ def _turns(sizes: Sequence[int], measured: list[list[float]], remaining: float, 
     """How often the next size should be timed, by this rank's clock; 0 ends the measurement."""
     if not measured:
         return repeats
-    required = 1 if len(measured) < 2 else 0
+    required = 0 if len(measured) > 1 and _rises(measured) else 1
     if max(measured[-1]) > slow_s:
         return required
     growth = sizes[len(measured)] / sizes[len(measured) - 1]
     expected = max(growth * sum(measured[-1]), 1e-9)
     return max(required, min(repeats, int(remaining / expected)))
+
+
+def _rises(measured: list[list[float]]) -> bool:
+    """Whether the time of both collectives is seen to depend on the size: without that there is no rate."""
+    return all(last > _RISE * first for first, last in zip(measured[0], measured[-1], strict=True))
 
 
 def _agree(transport: Transport, device: torch.device, numbers: Sequence[float]) -> list[float]:

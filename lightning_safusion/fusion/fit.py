@@ -13,6 +13,7 @@ Samples = Sequence[tuple[float, float]]
 
 _FITTED: tuple[CollectiveName, ...] = ("allgather", "allreduce")
 _MOST_LATENCY = 2.0  # fixed cost of a fitted line over the one known before
+_LEAST = 0.5  # of what was calibrated, for a collective of which there are no samples
 
 
 def fit_or_scale(samples: Iterable[tuple[float, float]], shape: LinearCost) -> LinearCost | None:
@@ -87,9 +88,13 @@ def _with_latency_of(known: LinearCost, line: LinearCost | None, samples: Sample
 
 
 def _transferred(prior: LinearCost, measured: LinearCost | None, expected: LinearCost) -> LinearCost:
-    """``prior`` of a collective that was not used, corrected as the used one was: latency and bandwidth apart."""
+    """``prior`` of a collective that was not used, corrected as the used one was: latency and bandwidth apart.
+
+    The samples of a plan with few buffers hardly tell one from the other, so that either can seem to cost nothing; an
+    all-reduce of a whole model would too.
+    """
     if measured is None:
         return prior
     fixed = measured.fixed / expected.fixed if expected.fixed > 0 else 1.0
     per_byte = measured.per_byte / expected.per_byte if expected.per_byte > 0 else 1.0
-    return LinearCost(fixed * prior.fixed, per_byte * prior.per_byte)
+    return LinearCost(max(fixed, _LEAST) * prior.fixed, max(per_byte, _LEAST) * prior.per_byte)

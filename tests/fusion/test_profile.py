@@ -174,6 +174,15 @@ def test_the_collective_in_use_corrects_the_other_one() -> None:
     assert fit_exchanges({"allgather": [], "allreduce": []}, PRIOR) == (PRIOR["allgather"], PRIOR["allreduce"])
 
 
+def test_a_collective_without_samples_is_never_free() -> None:
+    flat = [(20_000, 4e-3), (200_000, 4e-3 + 1e-6)]  # on a busy machine a message of any size takes this long
+    steep = [(20_000, 2e-5), (200_000, 2e-4)]
+    for measured in (flat, steep):
+        _, allreduce = fit_exchanges({"allgather": measured, "allreduce": []}, PRIOR)
+        assert allreduce.fixed >= 0.5 * PRIOR["allreduce"].fixed
+        assert allreduce.per_byte >= 0.5 * PRIOR["allreduce"].per_byte
+
+
 def test_a_slow_link_is_not_taken_for_a_slow_start() -> None:
     known = {"allgather": LinearCost(5e-4, 1e-9), "allreduce": LinearCost(5e-4, 1e-9)}
 
