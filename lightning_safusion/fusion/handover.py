@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.fusion.costs import predict_plain_ddp
 from lightning_safusion.fusion.plan import GroupCosts, Plan
 
@@ -22,8 +24,8 @@ _PATIENCE = 4
 class Handover:
     """Whether plain DDP shall do the rest of the job. Pure: all ranks decide alike.
 
-    Costs predict its windows, but what they say of exchanges of a size that has not been seen can be wrong. So the
-    engine sends everything dense for some windows first, by which nothing is left in the memory either.
+    A prediction is made from the calibration, when no other work was done, and can be wrong. So the engine sends
+    everything dense for some windows first, by which nothing is left in the memory either.
 
     Args:
         allowed: Plain DDP may take over at all.
@@ -39,15 +41,18 @@ class Handover:
         self._allowed = allowed
         self._reviews, self._wanted = 0, REVIEWS
 
-    def due(self, costs: GroupCosts, seconds: float) -> bool:
+    def due(self, costs: GroupCosts, allreduce: LinearCost, seconds: float) -> bool:
         """Counts a review; whether to begin a trial.
 
         Args:
             costs: The agreed numbers.
+            allreduce: As it was calibrated. What a job of sparse buffers says of an all-reduce of the whole model, a
+                hundred times as large, varies by as much.
             seconds: Median window with the plan in use; NaN if none was measured.
         """
+        dense = predict_plain_ddp(replace(costs, dense=(allreduce.fixed, allreduce.per_byte)))
         # by the clock: costs do not know all of the engine's work (comparing with NaN is False)
-        faster = self._allowed and predict_plain_ddp(costs) < (1 - _GAIN) * seconds
+        faster = self._allowed and dense < (1 - _GAIN) * seconds
         self._reviews = self._reviews + 1 if faster else 0
         return self._reviews >= self._wanted
 

@@ -202,7 +202,7 @@ class Planner:
             return
         if self._trials.pending is not None and not self._judge(current, seconds, generator):
             return
-        if self._handover.due(costs, seconds):
+        if self.prior is not None and self._handover.due(costs, self.prior["allreduce"], seconds):
             self._handover.begin(current, seconds)
             plan = GroupPricer(replace(costs, sparse_allowed=False)).plan(ddp_buckets(costs.dense_bytes))
             self._change(plan, generator)
