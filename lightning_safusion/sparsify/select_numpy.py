@@ -27,6 +27,7 @@ from lightning_safusion.sparsify.pieces import (
     kth_of_lists,
     lengths_between,
 )
+from lightning_safusion.sparsify.sampling import common_floor, guessed_floor
 from lightning_safusion.sparsify.view import MAGNITUDE_BITS, SegmentedView
 
 _SORTED_TOGETHER = 1 << 11  # candidate lists up to this length are ordered by one common sort
@@ -136,8 +137,9 @@ class NumpyView(SegmentedView):
         floors = np.empty(len(layout.quotas), np.int32)
         self._sure_floors(floors, layout.quotas, layout.sub_blocks)
         for place in layout.large:
-            floors[place] = self._guess(place, int(layout.quotas[place]))
-        lowest = np.minimum(floors, self._common_guess(room))
+            floors[place] = guessed_floor(self._segment(place), int(layout.quotas[place]))
+        live = [self._segment(place) for place in np.flatnonzero(~layout.idle).tolist()]
+        lowest = np.minimum(floors, common_floor(live, room))
         lowest[layout.idle] = MAGNITUDE_BITS
         found = self._above(lowest)
         if len(found.indices) < room or (found.counts < layout.quotas).any():
@@ -180,9 +182,13 @@ class NumpyView(SegmentedView):
         result[self._layout.active] = per_active
         return torch.from_numpy(result)
 
-    def _magnitudes(self, start: int, stop: int, step: int = 1) -> np.ndarray:
+    def _segment(self, place: int) -> np.ndarray:
+        """int32 bits of the elements of an active segment."""
+        return self._bits[self._layout.starts[place] : self._layout.stops[place]]
+
+    def _magnitudes(self, start: int, stop: int) -> np.ndarray:
         """int32 bits of the magnitudes of a part of the span."""
-        bits: np.ndarray = self._bits[start:stop:step] & MAGNITUDE_BITS
+        bits: np.ndarray = self._bits[start:stop] & MAGNITUDE_BITS
         return bits
 
     def _above(self, floors: np.ndarray) -> Candidates:
@@ -255,7 +261,7 @@ class NumpyView(SegmentedView):
         floors = np.empty(len(ranks), np.int32)
         self._sure_floors(floors, ranks, sub_blocks)
         for place in self._layout.large:
-            floors[place] = self._guess(place, int(ranks[place]))
+            floors[place] = guessed_floor(self._segment(place), int(ranks[place]))
         found = self._above(floors)
         short = np.flatnonzero(found.counts < ranks)
         if len(short) == 0:
@@ -278,43 +284,6 @@ class NumpyView(SegmentedView):
         wanted = ranks[sub_blocks.places]
         kth = kth_of_lists(np.concatenate(maxima), sub_blocks.counts, np.maximum(wanted, 1))
         floors[sub_blocks.places] = np.where(wanted > 0, np.maximum(kth - 1, 0), MAGNITUDE_BITS)
-
-    def _guess(self, place: int, rank: int) -> int:
-        """A floor below which the ``rank`` largest elements of an active segment hardly ever reach; -1 takes all."""
-        start, stop = int(self._layout.starts[place]), int(self._layout.stops[place])
-        size = stop - start
-        if rank == 0:
-            return MAGNITUDE_BITS
-        if 2 * rank > size:
-            return -1
-        # A sample with h hits costs h / density, and what it cannot tell apart rank / sqrt(h) candidates more: for the
-        # least of both h goes with this power. 128 put the floor within 9 % (one sigma) of the rank.
-        hits = min(128, max(24, int((3 * rank * rank / size) ** (2 / 3))))
-        stride = size // min(size // 16, max(1024, hits * size // rank)) | 1
-        sample = self._magnitudes(start, stop, stride)
-        expected = rank / stride
-        deep = int(expected + 3 * expected**0.5 + 4)  # three sigma deeper than the rank
-        if deep >= len(sample):
-            return -1
-        value = int(np.partition(sample, len(sample) - deep)[len(sample) - deep])
-        # One value in a large part of the segment is not worth collecting (the zeros of an embedding's gradient): leave
-        # it out, and fill up with its first elements if they are needed after all.
-        tied = np.count_nonzero(sample >= value) > 4 * deep
-        return value if tied else max(value - 1, 0)
-
-    def _common_guess(self, rank: int) -> int:
-        """A floor below which the ``rank`` largest elements of all active segments together hardly ever reach."""
-        layout = self._layout
-        live = np.flatnonzero(~layout.idle)
-        size = int((layout.stops - layout.starts)[live].sum())
-        stride = max(1, size // min(size, max(1024, 128 * size // rank))) | 1
-        pieces = [self._magnitudes(int(layout.starts[s]), int(layout.stops[s]), stride) for s in live.tolist()]
-        sample = np.concatenate(pieces)
-        expected = rank * len(sample) / size
-        deep = int(expected + 3 * expected**0.5 + 4)
-        if deep >= len(sample):
-            return -1
-        return max(int(np.partition(sample, len(sample) - deep)[len(sample) - deep]) - 1, 0)
 
     def _exact(self, place: int, rank: int) -> np.ndarray:
         """Positions of the ``rank`` largest elements of an active segment, in no order."""
