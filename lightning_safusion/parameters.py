@@ -17,6 +17,8 @@ from lightning_safusion.sparsify.feedback import DecoupledMomentum
 from lightning_safusion.sparsify.memory import Memory
 from lightning_safusion.sparsify.momentum import EF21Memory
 
+# Density from which on Adam hardly suffers from error feedback.
+_DENSE_ENOUGH = 0.25
 # Options of DDP that would take its communication out of the strategy's hands. LightningCLI passes every option with
 # its default, so only other values are refused.
 _REFUSED_OPTIONS = {
@@ -113,6 +115,27 @@ def refuse_double_momentum(memory: Memory, optimizer: torch.optim.Optimizer) -> 
                 f"memory={memory.name!r} applies momentum before selection, and {name} would apply it again, "
                 f"which makes its steps too old. Give {name} betas=(0, ...) or momentum=0, or use {instead}."
             )
+
+
+def caution(memory: Memory, density: float, optimizer: torch.optim.Optimizer) -> str | None:
+    """What to know of error feedback below an adaptive optimizer with a momentum; None if there is nothing.
+
+    Measured in ``docs/convergence.md``.
+
+    Args:
+        memory: Error feedback.
+        density: Share of the elements that is sent.
+        optimizer: Steps with what was sent.
+    """
+    adaptive = any(group.get("betas", (0,))[0] for group in optimizer.param_groups)
+    if not adaptive or memory.name != "residual" or density >= _DENSE_ENOUGH:
+        return None
+    name = type(optimizer).__name__
+    return (
+        f"{name} may end with a higher loss at a density of {density:.2g} than without compression, since what is held "
+        f"back reaches it late and at once. memory='decoupled' with betas=(0, ...) for {name}, or a density of "
+        f"{_DENSE_ENOUGH}, lose least"
+    )
 
 
 def check_dense_rules(dense: Sequence[str], dense_below: int, dense_below_ndim: int) -> None:

@@ -26,7 +26,13 @@ from lightning_safusion.fusion.engine import build_controller, check_equal, fing
 from lightning_safusion.fusion.layout import TensorSpec, specs_from_parameters
 from lightning_safusion.fusion.state import handover, take_over
 from lightning_safusion.observed import ObservedDDPStrategy
-from lightning_safusion.parameters import dense_parameters, refuse_double_momentum, sparse_parameters, trainable
+from lightning_safusion.parameters import (
+    caution,
+    dense_parameters,
+    refuse_double_momentum,
+    sparse_parameters,
+    trainable,
+)
 from lightning_safusion.signals import DeferredSignals
 from lightning_safusion.sparsify.schedule import ConstantDensity
 
@@ -177,6 +183,11 @@ class EngineDDPStrategy(ObservedDDPStrategy):
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
         self._bind()
+        density = self.settings.density
+        if self._controller is not None and self._sends_all is None and isinstance(density, ConstantDensity):
+            notes = [caution(self.settings.memory, density.density, optimizer) for optimizer in self.optimizers]
+            for note in dict.fromkeys(filter(None, notes)):
+                _announce(note)
 
     def _bind(self) -> None:
         """Ties the engine to what exists only after the model was wrapped: optimizers and the loss scaler."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_safusion import SAFusionStrategy
-from lightning_safusion.parameters import refuse_double_momentum
-from lightning_safusion.sparsify import DecoupledMomentum, DGCMemory, EF21Memory, GaussianK, ResidualMemory
+from lightning_safusion.parameters import caution, refuse_double_momentum
+from lightning_safusion.sparsify import DecoupledMomentum, DGCMemory, EF21Memory, GaussianK, NoMemory, ResidualMemory
 from tests.models import TinyClassifier, classification, trainer
+from tests.process_group import run_launched
 
 FORK = {"start_method": "fork", "process_group_backend": "gloo"}
 
@@ -234,6 +236,40 @@ def test_which_momentum_comes_twice() -> None:
     for optimizer in without:
         refuse_double_momentum(EF21Memory(), optimizer)
         refuse_double_momentum(DecoupledMomentum(), optimizer)
+
+
+def test_error_feedback_below_adam_is_cautioned_against() -> None:
+    weights = [torch.nn.Parameter(torch.ones(2))]
+    said = caution(ResidualMemory(), 0.01, adam(weights))
+    assert said is not None
+    assert "density of 0.01" in said
+    assert "memory='decoupled' with betas=(0, ...) for Adam" in said
+    for memory, density, optimizer in [
+        (ResidualMemory(), 0.01, heavy_ball(weights)),
+        (ResidualMemory(), 0.25, adam(weights)),
+        (ResidualMemory(), 0.01, torch.optim.AdamW(weights, betas=(0.0, 0.99))),
+        (DecoupledMomentum(), 0.01, torch.optim.AdamW(weights, betas=(0.0, 0.99))),
+        (NoMemory(), 0.01, adam(weights)),
+    ]:
+        assert caution(memory, density, optimizer) is None
+
+
+@pytest.mark.parametrize("optimizer", ["Adam", "SGD"])
+def test_that_is_said_once_before_training(optimizer: str) -> None:
+    class Model(TinyClassifier):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            kind: type[torch.optim.Optimizer] = getattr(torch.optim, optimizer)
+            return kind(self.parameters(), lr=0.01)  # type: ignore[call-arg]  # each takes it
+
+    def run(rank: int) -> list[str]:
+        said: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # a listener
+        logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(handler)
+        trainer(SAFusionStrategy(density=0.05), max_steps=2).fit(Model(), classification())
+        return [text for text in said if "may end with a higher loss" in text]
+
+    assert [len(said) for said in run_launched(2, run)] == [int(optimizer == "Adam"), 0]
 
 
 class Different(SAFusionStrategy):
