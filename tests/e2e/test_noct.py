@@ -36,7 +36,8 @@ def test_exposed_exchange_is_what_a_step_takes_longer_with_it(tmp_path: Path) ->
     rows = json.loads((tmp_path / "overlap.json").read_text())["steps"]
     rows = [row for row in rows if row["step"] >= 2 * BLOCK and row["step"] % BLOCK > 1]  # settled
     on, off = ([row for row in rows if is_on(row["step"]) is state] for state in (True, False))
-    with_exchange, without = (median(row["step_s"] for row in chosen) for chosen in (on, off))
+    # Lightning's own message between batches waits for the worker whose link is behind: that is no part of an exchange.
+    with_exchange, without = (median(row["step_s"] - row["data_s"] for row in chosen) for chosen in (on, off))
     exposed = median(row["exposed_s"] for row in on)
     difference = with_exchange - without
     print(f"step {with_exchange * 1e3:.1f} ms, without exchange {without * 1e3:.1f}, exposed {exposed * 1e3:.1f}")
