@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import torch
 
 from lightning_safusion.sparsify.base import Segments
 
 BLOCK = 1 << 16  # elements of a block
 SMALL = 1 << 14  # segments up to this size share blocks, and are never sampled
+_ROW = 1 << 10  # elements whose squares torch adds in one go: no temporary, and as exact as NumPy's pairwise sum
 _MAXIMA_PER_RANK = 2  # sub-blocks for every element looked for: costs about a quarter more candidates than needed
 
 
@@ -143,6 +145,16 @@ def add_sums(totals: np.ndarray, piece: Piece, block: np.ndarray) -> None:
         totals[piece.first] += np.add.reduce(block)
     else:
         totals[piece.first : piece.last] = np.add.reduceat(block, piece.offsets)
+
+
+def add_squares(totals: np.ndarray, piece: Piece, block: np.ndarray) -> None:
+    """Adds the sums of squares of a piece (float32) to float64 totals [A], in rows too short to lose digits."""
+    if piece.offsets is not None:
+        add_sums(totals, piece, np.square(block))
+        return
+    whole = len(block) // _ROW * _ROW
+    norms = torch.linalg.vector_norm(torch.from_numpy(block[:whole]).view(-1, _ROW), dim=1)
+    totals[piece.first] += np.square(norms.numpy(), dtype=np.float64).sum() + np.square(block[whole:]).sum()
 
 
 def add_counts(counts: np.ndarray, piece: Piece, mask: np.ndarray) -> None:

@@ -23,6 +23,7 @@ from lightning_safusion.sparsify.pieces import (
     Pieces,
     SubBlocks,
     add_counts,
+    add_squares,
     add_sums,
     kth_of_lists,
     lengths_between,
@@ -63,7 +64,11 @@ class NumpyView(SegmentedView):
         return self._fold(np.abs)
 
     def square_sums(self) -> Tensor:
-        return self._fold(np.square)
+        squares = np.zeros(len(self._layout.active))
+        with np.errstate(over="ignore", invalid="ignore"):
+            for piece in self._layout.pieces:
+                add_squares(squares, piece, self._floats[piece.start : piece.stop])
+        return self._per_segment(squares)
 
     def moments(self, *, magnitudes: bool = False) -> tuple[Tensor, Tensor]:
         first, second = np.zeros((2, len(self._layout.active)))
@@ -71,7 +76,7 @@ class NumpyView(SegmentedView):
             for piece in self._layout.pieces:  # both while the block is in the cache
                 block = self._floats[piece.start : piece.stop]
                 add_sums(first, piece, np.abs(block) if magnitudes else block)
-                add_sums(second, piece, np.square(block))
+                add_squares(second, piece, block)
         return self._per_segment(first), self._per_segment(second)
 
     def log_abs_sums(self) -> tuple[Tensor, Tensor]:
