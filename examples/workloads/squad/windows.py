@@ -148,9 +148,8 @@ def _token_span(offsets: Array, answer: Answer) -> tuple[int, int] | None:
 
 
 def _owners(parts: list[range], count: int) -> Array:
-    """For each token the part with the most tokens on its poorer side; of equal ones, the longer, then the first."""
+    """For each token the part with the most tokens on its poorer side; of equal ones the first, and so the longest."""
     scores = np.full((len(parts), count), -1)
     for number, part in enumerate(parts):
-        sides = np.minimum(np.arange(len(part)), np.arange(len(part))[::-1])
-        scores[number, part.start : part.stop] = sides * (count + 1) + len(part)
+        scores[number, part.start : part.stop] = np.minimum(np.arange(len(part)), np.arange(len(part))[::-1])
     return scores.argmax(axis=0)
