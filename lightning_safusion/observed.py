@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_safusion.fusion.clock import Clock, clock_for
@@ -31,11 +32,20 @@ class ObservedDDPStrategy(ResumableDDPStrategy):
         self._aside: str | None = None  # why plain DDP is used
         self._last_report: dict[str, Any] | None = None  # of a fit that has ended
         self._plain_clock: Clock | None = None  # where no engine has one
+        self._decided: tuple[Decision, ...] = ()  # by engines of this fit that are gone
+        self._counted = {"windows": 0, "replans": 0}  # theirs
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        self._last_report = None
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._last_report, self._decided, self._counted = None, (), {"windows": 0, "replans": 0}
         super().setup(trainer)
+
+    def _remember(self, controller: Controller) -> None:
+        """Keeps what is told of an engine that another one, or plain DDP, takes the place of."""
+        self._decided += tuple(controller.planner.decisions)
+        replans = self._counted["replans"] + controller.planner.replans
+        self._counted = {"windows": controller.windows, "replans": replans}
 
     def add_observer(self, observer: Observer) -> None:
         """Has an observer told of every backward window of this rank, in all fits from now on."""
@@ -76,21 +86,21 @@ class ObservedDDPStrategy(ResumableDDPStrategy):
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """The planner's latest decisions on buffer sizes, oldest first, the same on all ranks; none with plain DDP."""
-        return tuple(self._controller.planner.decisions) if self._controller is not None else ()
+        """The planner's latest decisions on buffer sizes, oldest first, the same on all ranks."""
+        return self._decided + (tuple(self._controller.planner.decisions) if self._controller is not None else ())
 
     def report(self) -> dict[str, Any]:
         """Figures of the latest step on this rank, under the keys of :meth:`WindowReport.as_dict`.
 
         Also ``system``, ``windows`` (exchanged so far), ``replans`` and ``plain_ddp``: why plain DDP is used, None if
-        it is not. Before the first step, and with plain DDP, the figures are 0 and the lists empty. Where training runs
-        in other processes (spawn, fork), ask there: in a callback.
+        it is not. Before the first step, and with plain DDP, the figures of a step are 0 and the lists empty. Where
+        training runs in other processes (spawn, fork), ask there: in a callback.
         """
         if self._last_report is not None:
             return self._last_report
-        figures: dict[str, Any] = {"system": self.system, "plain_ddp": self._aside, "windows": 0, "replans": 0}
+        figures: dict[str, Any] = {"system": self.system, "plain_ddp": self._aside, **self._counted}
         controller = self._controller
         if controller is None:
             return figures | nothing_exchanged()
-        figures |= {"windows": controller.windows, "replans": controller.planner.replans}
+        figures |= {"windows": controller.windows, "replans": figures["replans"] + controller.planner.replans}
         return figures | (controller.report.as_dict() if controller.report is not None else nothing_exchanged())

@@ -127,6 +127,8 @@ def caution(memory: Memory, density: float, optimizer: torch.optim.Optimizer) ->
         density: Share of the elements that is sent.
         optimizer: Steps with what was sent.
     """
+    if memory.lives_on_sparsity and density >= 1:
+        return f"memory={memory.name!r} is the momentum of what is held back: at density 1 training has none"
     adaptive = any(group.get("betas", (0,))[0] for group in optimizer.param_groups)
     if not adaptive or memory.name != "residual" or density >= _DENSE_ENOUGH:
         return None

@@ -20,7 +20,8 @@ class DeferredSignals:
 
     Lightning's handlers save a checkpoint or broadcast: collectives, in the middle of whatever this rank was doing,
     while other ranks are elsewhere. Held back, a signal is told to all ranks in the header of the next gradients, and
-    every rank, signalled or not, runs its handler before the same batch.
+    every rank, signalled or not, runs its handler before the same batch. Where no gradients will follow for a while,
+    the ranks ask each other.
 
     Args:
         tell: Called with a bit of ``Notice`` when a signal arrives.

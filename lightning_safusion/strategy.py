@@ -253,20 +253,17 @@ class SAFusionStrategy(EngineDDPStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         self._hold_signals()  # again where a learning-rate finder has trained, and ended, inside of this training
+        self._deliver_signals()
         self._follow_costs()
         if batch_idx == 0:
             self._follow_trainable()
-        if self._signals is not None and self._controller is not None and self._controller.heard:
-            heard, self._controller.heard = self._controller.heard, 0
-            self._signals.deliver(heard)
 
     @override
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        self._swap_centre()
         self._settle()
-        if self._signals is not None:
-            self._signals.remove()  # no gradients are exchanged that could carry the news
+        self._release_signals()  # no gradients are exchanged that could carry the news
+        self._swap_centre()
 
     @override
     def on_validation_end(self) -> None:
@@ -278,12 +275,11 @@ class SAFusionStrategy(EngineDDPStrategy):
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
+        self._settle()
+        self._release_signals()
+        self._signals = None
         self._swap_centre()
         self._elastic = None
-        self._settle()
-        if self._signals is not None:
-            self._signals.remove()
-            self._signals = None
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -303,6 +299,7 @@ class SAFusionStrategy(EngineDDPStrategy):
             self._hook.close()
             self._ended = self._controller
             if self._ended is not None:
+                self._remember(self._ended)
                 self._ended.release()
         if self._dear is not None:
             self._dear.close()

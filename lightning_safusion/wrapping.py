@@ -24,7 +24,7 @@ from lightning_safusion.environments.horovod import check_horovod
 from lightning_safusion.fusion.ddp import DDPHook
 from lightning_safusion.fusion.engine import build_controller, check_equal, fingerprint
 from lightning_safusion.fusion.layout import TensorSpec, specs_from_parameters
-from lightning_safusion.fusion.state import handover, take_over
+from lightning_safusion.fusion.state import carried, carry_on
 from lightning_safusion.observed import ObservedDDPStrategy
 from lightning_safusion.parameters import (
     caution,
@@ -232,7 +232,10 @@ class EngineDDPStrategy(ObservedDDPStrategy):
     def _wrap_again(self, module: nn.Module, keep: bool = True) -> None:
         """Wraps the model anew; ``keep``: what the engine holds is taken over by the next one."""
         had_engine = self._controller is not None
-        state = handover(self._controller) if self._controller is not None and keep else None
+        if self._controller is not None:
+            self._controller.settle()
+            self._remember(self._controller)
+        state = carried(self._controller) if self._controller is not None and keep else None
         if self._hook is not None:
             self._hook.close()
         if self._dear is not None:
@@ -253,7 +256,7 @@ class EngineDDPStrategy(ObservedDDPStrategy):
 
     def _take_over(self, state: dict[str, Any] | None) -> None:
         if self._controller is not None and state is not None:
-            take_over(self._controller, state)
+            carry_on(self._controller, state)
         elif self._controller is None and self._signals is not None:
             self._signals.remove()  # there are no messages of ours left that could carry the news
 
@@ -266,12 +269,36 @@ class EngineDDPStrategy(ObservedDDPStrategy):
         if controller.windows == self._costs_followed:
             return
         self._costs_followed = controller.windows
-        if not controller.can_step_aside():
+        if not controller.step_aside():
             return
+        self._deliver_signals(ask=True)
         self._dense_for_good = "its all-reduce has been predicted to be faster, review after review"
         del controller  # or its buffers would stay as long as the model is wrapped
         self._wrap_again(self._ddp.module, keep=False)  # nothing is held back
         self.settings.memory.bind([0], self.root_device)
+
+    def _deliver_signals(self, ask: bool = False) -> None:
+        """Runs the handlers of signals that some rank was sent, on all ranks alike.
+
+        Args:
+            ask: Also those of which no gradients have told yet. Collective.
+        """
+        controller = self._controller
+        if controller is None or self._signals is None:
+            return
+        if ask and self._transport is not None:
+            controller.settle()
+            for notices in self._transport.gather_objects(controller.notices):
+                controller.heard |= notices
+            controller.notices &= ~controller.heard
+        heard, controller.heard = controller.heard, 0
+        self._signals.deliver(heard)
+
+    def _release_signals(self) -> None:
+        """Leaves signals to Lightning as long as no gradients are exchanged that could carry the news. Collective."""
+        self._deliver_signals(ask=True)
+        if self._signals is not None:
+            self._signals.remove()
 
     @property
     def dense_rules(self) -> tuple[list[str], int, int]:

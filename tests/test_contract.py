@@ -148,28 +148,67 @@ def test_plain_ddp_goes_on_where_every_buffer_is_dense_for_good(
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_plain_ddp_takes_over_from_sparse_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def slow_selection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network on which a sparse exchange always pays, and selection that takes longer than what it saves."""
     from lightning_safusion.comm import LinearCost
     from lightning_safusion.fusion import engine, handover
 
-    # a network on which a sparse exchange always pays, and selection that takes longer than what it saves
     costs = {"allgather": LinearCost(1e-6, 1e-12), "allreduce": LinearCost(1.0, 1.0)}
     monkeypatch.setattr(engine, "calibrate", lambda transport, device: costs)
     monkeypatch.setattr(handover, "predict_plain_ddp", lambda costs: 0.0)
     monkeypatch.setattr(handover, "_LENIENCE", 10.0)  # windows this short are noise
 
-    def run(rank: int) -> tuple[Any, int, list[Tensor]]:
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.usefixtures("slow_selection")
+def test_plain_ddp_takes_over_from_sparse_windows() -> None:
+    def run(rank: int) -> tuple[dict[str, Any], list[str], int, list[Tensor]]:
         model = TinyClassifier()
         strategy = SAFusionStrategy(density=0.05)
-        trainer(strategy, max_epochs=4).fit(model, classification())
+        run = trainer(strategy, max_epochs=4)
+        run.fit(model, classification())
         held = strategy.settings.memory.accumulated(0, 1).numel()
-        return strategy.report()["plain_ddp"], held, [p.detach() for p in model.parameters()]
+        return strategy.report(), actions(strategy), held, [p.detach() for p in model.parameters()]
 
-    (reason, held, first), (_, _, second) = run_launched(2, run)
-    assert "predicted to be faster" in reason
+    (report, decided, held, first), (_, _, _, second) = run_launched(2, run)
+    assert "predicted to be faster" in report["plain_ddp"]
+    assert report["windows"] > 20  # exchanged before
+    assert decided[-2:] == ["dense", "keep"]
     assert held == 0  # the residual was emptied, and is freed
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+class Abandoned(TinyClassifier):
+    """A branch of it learns for a few steps only, and leaves something in the residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch = nn.Linear(32, 10)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = super().training_step(batch, batch_idx)
+        return loss + self.branch(batch[0]).square().mean() if self.trainer.global_step < 5 else loss
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.usefixtures("slow_selection")
+def test_the_engine_goes_on_where_something_is_held_back() -> None:
+    def run(rank: int) -> tuple[dict[str, Any], list[str]]:
+        strategy = SAFusionStrategy(density=0.05, find_unused_parameters=True)
+        trainer(strategy, max_epochs=4).fit(Abandoned(), classification())
+        return strategy.report(), actions(strategy)
+
+    report, decided = run_launched(2, run)[0]
+    assert report["plain_ddp"] is None
+    assert decided.count("dense") == 1
+    assert decided[(tried := decided.index("dense")) : tried + 3] == ["dense", "keep", "revert"]
+    assert "allgather" in report["collectives"]
+
+
+def actions(strategy: SAFusionStrategy) -> list[str]:
+    """What the planner has decided, but for reviews that changed nothing."""
+    return [decision.action for decision in strategy.decisions if decision.action != "stay"]
 
 
 def test_misspelled_arguments_are_found_at_once() -> None:

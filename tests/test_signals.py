@@ -14,7 +14,9 @@ from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
 
 from lightning_safusion import SAFusionStrategy
+from lightning_safusion.comm import LinearCost
 from lightning_safusion.comm.exchange import Notice
+from lightning_safusion.fusion import engine
 from lightning_safusion.signals import DeferredSignals, requeue_signal
 from tests.models import TinyClassifier, classification, trainer
 from tests.process_group import run_launched
@@ -62,6 +64,64 @@ def test_all_ranks_hear_of_it_before_the_same_batch(tmp_path: Path, collective: 
     steps = [torch.load(tmp_path / f"heard{rank}.pt") for rank in range(2)]
     # told in the gradients of the next step, acted on before the batch after it
     assert steps == [10, 10]
+
+
+class Interrupted(TinyClassifier):
+    """Rank 1 is asked to end when gradients have been exchanged; all ranks note how much they know at the next stop."""
+
+    def __init__(self, folder: Path, step: int | None) -> None:
+        super().__init__()
+        self.folder, self.step = folder, step
+
+    def on_after_backward(self) -> None:
+        controller = self.trainer.strategy.controller  # type: ignore[attr-defined]
+        agreed = controller is not None and controller.planner.dense_for_good
+        if self.global_rank == 1 and (agreed if self.step is None else self.trainer.global_step == self.step):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """What is measured does not matter."""
+
+    def on_validation_epoch_start(self) -> None:
+        self._note("validation")
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self._note("training")
+
+    def on_fit_end(self) -> None:
+        self._note("end")
+
+    def _note(self, where: str) -> None:
+        path = self.folder / f"{where}{self.global_rank}.pt"
+        if self.trainer.received_sigterm and not path.exists():
+            torch.save((self.trainer.global_step, self.trainer.strategy.controller is None), path)  # type: ignore[attr-defined]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("step", "where"),
+    [(18, "validation"), (19, "validation"), (39, "end"), (None, "training")],
+    ids=["told before validation", "told to nobody before validation", "at the end", "as plain DDP takes over"],
+)
+def test_where_no_gradients_carry_the_news_ranks_ask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int | None, where: str
+) -> None:
+    costs = {"allgather": LinearCost(1.0, 1.0), "allreduce": LinearCost(1e-6, 1e-12)}
+    monkeypatch.setattr(engine, "calibrate", lambda transport, device: costs)
+
+    def train(rank: int) -> str:
+        strategy = SAFusionStrategy(density=0.05, collective="auto" if step is None else "allgather")
+        run = trainer(strategy, max_epochs=2 if step else 4, limit_val_batches=1, num_sanity_val_steps=0)
+        try:
+            run.fit(Interrupted(tmp_path, step), classification(), classification() if where == "validation" else None)
+        except BaseException as error:
+            return type(error).__name__
+        return "ended"
+
+    assert len(set(run_launched(2, train))) == 1
+    first, second = (torch.load(tmp_path / f"{where}{rank}.pt") for rank in range(2))
+    assert first == second
+    assert first[1] or step is not None
 
 
 def test_handlers_are_put_back_and_nothing_is_swallowed() -> None:

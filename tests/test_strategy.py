@@ -17,6 +17,7 @@ from torch import nn
 from lightning_safusion import SAFusionStrategy
 from lightning_safusion.parameters import caution, refuse_double_momentum
 from lightning_safusion.sparsify import DecoupledMomentum, DGCMemory, EF21Memory, GaussianK, NoMemory, ResidualMemory
+from tests.cluster import specs
 from tests.models import TinyClassifier, classification, trainer
 from tests.process_group import run_launched
 
@@ -252,6 +253,22 @@ def test_error_feedback_below_adam_is_cautioned_against() -> None:
         (NoMemory(), 0.01, adam(weights)),
     ]:
         assert caution(memory, density, optimizer) is None
+
+
+def test_a_momentum_of_what_is_held_back_is_none_where_nothing_is() -> None:
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], betas=(0.0, 0.99))
+    said = caution(DecoupledMomentum(), 1.0, optimizer)
+    assert said is not None
+    assert "at density 1 training has none" in said
+    with pytest.raises(ValueError, match="collective='allreduce' sends every gradient whole"):
+        SAFusionStrategy(memory="decoupled", collective="allreduce")
+
+
+def test_what_plain_ddp_would_send_of_wide_gradients_is_counted_whole() -> None:
+    for dtype, aside in ((torch.float32, True), (torch.float64, False)):
+        sent = SAFusionStrategy(density=0.999, wire="fp32").settings
+        reason = sent.dense_reason(specs([(1000,)], dtype), world_size=2)
+        assert (reason is not None) == aside
 
 
 @pytest.mark.parametrize("optimizer", ["Adam", "SGD"])

@@ -108,6 +108,8 @@ class TraceRecorder(StrategyCallback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._handles and self._strategy(trainer).controller is None:
+            self._finish(trainer)  # plain DDP has taken over
         if self._handles and self._batches >= self.skip_steps:
             self._step = _Marks(self._strategy(trainer).clock.mark())
 
@@ -140,10 +142,12 @@ class TraceRecorder(StrategyCallback):
         self._release(strategy)
         steps = [times for marks in self._marked if (times := _times(marks, self._windows, clock)) is not None]
         steps = steps[: self.record_steps]
+        reason = strategy.report()["plain_ddp"]
+        unseen = "" if reason is None else f" Gradients are no longer seen: {reason}; system='wfbp' shows them all."
         if not steps:
             rank_zero_warn(
                 f"TraceRecorder has recorded no step of {self._batches}: a step must have one backward pass with all "
-                f"gradients, and {self.skip_steps} steps are skipped."
+                f"gradients, and {self.skip_steps} steps are skipped.{unseen}"
             )
             return
         module = trainer.lightning_module
@@ -155,7 +159,7 @@ class TraceRecorder(StrategyCallback):
         self.trace = build_trace(type(module).__name__, self._windows[-1].layout, steps, source)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.trace.save(self.path)
-        rank_zero_info(f"TraceRecorder: {len(steps)} steps written to {self.path}.")
+        rank_zero_info(f"TraceRecorder: {len(steps)} steps written to {self.path}.{unseen}")
 
     def _release(self, strategy: SAFusionStrategy) -> None:
         strategy.remove_observer(self)

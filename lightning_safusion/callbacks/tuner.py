@@ -119,14 +119,14 @@ class BufferSizeTuner(StrategyCallback):
     def _follow(self, trainer: Trainer) -> None:
         """Logs and tells what was decided since."""
         strategy = self._strategy(trainer)
-        if self.decisions and strategy.plan is None:
-            self._say_idle(strategy)  # the engine has stepped aside
         for decision in _after(strategy.decisions, self._latest):
             self._latest = decision
             self.decisions.append(decision)
             self._log(trainer, decision)
             if decision.action != "stay":
                 rank_zero_info(f"BufferSizeTuner: window {decision.window}: {describe(decision)}.")
+        if self.decisions and strategy.plan is None:
+            self._say_idle(strategy)  # the engine has stepped aside
 
     def _say_idle(self, strategy: SAFusionStrategy) -> None:
         if self._said:
@@ -157,16 +157,19 @@ def describe(decision: Decision) -> str:
     """A decision in plain words."""
     buffers, rival = _buffers(decision.buffers), _buffers(decision.rival)
     now = "" if decision.seconds is None else f"{decision.seconds * 1e3:.1f} ms"
-    if decision.action == "switch" and decision.predicted is None:
-        return f"{buffers} instead of {rival}, which no longer fit"
-    if decision.action == "switch" and decision.predicted is None:
-        return f"{buffers} instead of {rival}, which no longer fit"
+    if decision.action == "dense":
+        return f"everything dense in {buffers} instead of {rival}, since plain DDP should be faster: it is tried"
     if decision.action == "switch":
+        if decision.predicted is None:
+            return f"{buffers} instead of {rival}, which no longer fit"
         now = now or "not measured"
         return f"{buffers} instead of {rival}: a window ({now}) should take {_less(decision.predicted)}"
     if decision.action in ("keep", "revert"):
         outcome = f"{buffers} stay" if decision.action == "keep" else f"back to {buffers} from {rival}"
-        return f"{outcome}: a window took {now}, {_less(decision.measured)} ({_less(decision.predicted)} predicted)"
+        if decision.measured is None:
+            return f"{outcome}: no window was measured, or gradients are still held back"
+        promised = "" if decision.predicted is None else f" ({_less(decision.predicted)} predicted)"
+        return f"{outcome}: a window took {now}, {_less(decision.measured)}{promised}"
     if decision.action == "stay":
         if not decision.predicted:
             return f"{buffers} stay: no other plan would take less time"
@@ -178,10 +181,8 @@ def _buffers(count: int) -> str:
     return f"{count} buffer" if count == 1 else f"{count} buffers"
 
 
-def _less(gain: float | None) -> str:
+def _less(gain: float) -> str:
     """A saving, or the contrary, in words."""
-    if gain is None:
-        return "an unknown time"
     return f"{100 * abs(gain):.1f} % {'less' if gain >= 0 else 'more'}"
 
 

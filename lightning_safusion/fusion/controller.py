@@ -24,7 +24,7 @@ from lightning_safusion.fusion.planning import Planner
 from lightning_safusion.fusion.report import WindowReport
 from lightning_safusion.fusion.ticks import Ticks
 from lightning_safusion.fusion.window import Window, unmarked
-from lightning_safusion.sparsify.schedule import ConstantDensity, DensitySchedule, check_density
+from lightning_safusion.sparsify.schedule import DensitySchedule, check_density
 
 # The end of a collective is told by a callback on the backend's thread, which stops the backward's for the
 # interpreter's lock: taken down in every window at first, then in one of 16 and whenever the planner needs it.
@@ -288,19 +288,20 @@ class Controller:
         self.generator.set_layout(layout)
         self.planner.invalidate(order_changed=True)
 
-    def can_step_aside(self) -> bool:
-        """Whether plain DDP would do the rest of the job as well: dense for good, and nothing is held back anywhere.
+    def step_aside(self) -> bool:
+        """Whether plain DDP does the rest of the job: that was agreed, and nothing is held back anywhere.
 
-        Collective once every buffer is dense for good; the answer is the same on all ranks.
+        If something is, as of a tensor that had no gradient while all were sent, the engine goes on. Collective once it
+        was agreed; the answer is the same on all ranks.
         """
-        memory = self.generator.memory
-        settled = isinstance(self.density, ConstantDensity) and not memory.shapes_updates
-        if not (settled and self.planner.dense_for_good):
+        if not self.planner.dense_for_good:
             return False
-        held = torch.tensor([float(any(bool(state.any()) for state in memory.state_dict().values()))])
-        held = held.to(self.generator.device)
-        self.transport.all_reduce(held, "max").wait()
-        return not bool(held.item())
+        held = any(bool(state.any()) for state in self.generator.memory.state_dict().values())
+        anywhere = torch.tensor([float(held)], device=self.generator.device)
+        self.transport.all_reduce(anywhere, "max").wait()
+        if anywhere.item():
+            self.planner.go_on(self.generator)
+        return not anywhere.item()
 
     def track(self, indices: Iterable[int]) -> None:
         """Announces that :meth:`stepped` will be called whenever these parameters (registration indices) are updated.

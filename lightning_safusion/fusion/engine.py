@@ -129,6 +129,11 @@ class EngineSettings:
                 f"scope='tensor', collective='allgather' or 'allreduce' and offload=False, got {self.scope!r}, "
                 f"{self.collective!r} and {self.offload}"
             )
+        if self.memory.lives_on_sparsity and self.collective == "allreduce":
+            raise ValueError(
+                f"memory={self.memory.name!r} is the momentum of what is held back, and collective='allreduce' sends "
+                "every gradient whole: there would be none. Use collective='auto' or 'allgather'."
+            )
         if self.memory.name == "ef21" and self.collective == "gtopk":
             raise ValueError(
                 "memory='ef21' adds up all that is sent, and collective='gtopk' loses some of it on its way: the "
@@ -142,7 +147,8 @@ class EngineSettings:
     @property
     def replaceable(self) -> bool:
         """Whether plain DDP may take the engine's place while the job runs."""
-        settled = isinstance(self.density, ConstantDensity) and not self.memory.shapes_updates
+        lives_on = self.memory.shapes_updates or self.memory.lives_on_sparsity
+        settled = isinstance(self.density, ConstantDensity) and not lives_on
         return settled and self.collective == "auto" and not self.own_buffers
 
     def dense_reason(self, specs: Sequence[TensorSpec], world_size: int) -> str | None:
@@ -165,7 +171,7 @@ class EngineSettings:
             return "everything is sent (density 1)"
         layout = Layout(tuple(specs))
         quotas = tensor_quotas(layout, self.compressor, density)
-        dense = sum(spec.numel * min(4, spec.dtype.itemsize) for spec in specs)
+        dense = sum(spec.numel * spec.dtype.itemsize for spec in specs)
         sparse = sum(
             spec.numel * spec.dtype.itemsize
             if whole
@@ -266,8 +272,8 @@ def build_controller(
     generator = Generator(layout, settings.memory, copy.deepcopy(settings.compressor), pool)
     wanted = settings.fusion.needs_costs or choice == "auto"
     prior = calibrate(transport, device) if measure and wanted else None
-    # what narrow gradients cannot hold of a mean would stay in the memory
-    yields = yields and settings.replaceable and all(spec.dtype.itemsize >= 4 for spec in specs)
+    # what narrow gradients cannot hold of a mean would stay in the memory; wide ones, DDP sends at twice the width
+    yields = yields and settings.replaceable and all(spec.dtype == torch.float32 for spec in specs)
     planner = Planner(settings.fusion, transport, choice, prior, announce, yields)
     dense_first = choice != "allgather" and not settings.memory.shapes_updates
     # the others negotiate counts on the host

@@ -13,6 +13,7 @@ Samples = Sequence[tuple[float, float]]
 
 _FITTED: tuple[CollectiveName, ...] = ("allgather", "allreduce")
 _MOST_LATENCY = 2.0  # fixed cost of a fitted line over the one known before
+_LEAST_LATENCY = 0.1  # of the prior: what a known fixed cost counts for at least
 _LEAST = 0.5  # of what was calibrated, for a collective of which there are no samples
 
 
@@ -61,7 +62,7 @@ def fit_exchanges(
     shape = known or prior
     lines = {name: fit_or_scale(samples[name], shape[name]) for name in _FITTED}
     if known is not None:
-        lines = {name: _with_latency_of(known[name], line, samples[name]) for name, line in lines.items()}
+        lines = {name: _with_latency_of(known[name], prior[name], line, samples[name]) for name, line in lines.items()}
     allgather, allreduce = (lines[name] for name in _FITTED)
     return (
         allgather or _transferred(prior["allgather"], allreduce, prior["allreduce"]),
@@ -69,14 +70,16 @@ def fit_exchanges(
     )
 
 
-def _with_latency_of(known: LinearCost, line: LinearCost | None, samples: Samples) -> LinearCost | None:
+def _with_latency_of(
+    known: LinearCost, prior: LinearCost, line: LinearCost | None, samples: Samples
+) -> LinearCost | None:
     """The line, if its fixed cost is at most twice the known one; else the line of that fixed cost through the samples.
 
     The rate of a link can fall to a tenth, its latency does not rise tenfold. The samples of a plan with few buffers
     hardly tell one from the other, and a planner that takes a slow link for a slow start makes fewer buffers where it
     should make more.
     """
-    most = _MOST_LATENCY * known.fixed
+    most = _MOST_LATENCY * max(known.fixed, _LEAST_LATENCY * prior.fixed)  # noise can make a known one nothing
     if line is None or line.fixed <= most:
         return line
     slopes = sorted(((seconds - most) / size, size) for size, seconds in samples if size > 0 and seconds > most)

@@ -1,4 +1,4 @@
-"""When plain DDP takes the engine's place: predicted review after review, then tried, then for good."""
+"""When plain DDP takes the engine's place: found review after review, tried, then for good."""
 
 from __future__ import annotations
 
@@ -17,29 +17,37 @@ REVIEWS = 3
 _GAIN = 0.03
 # Share by which the engine's dense windows may be longer than those before: what they cost besides, DDP does not.
 _LENIENCE = 0.1
-# After a trial that failed, so many times as many reviews are needed.
+# After a time that it came to nothing, so many times as many reviews are needed.
 _PATIENCE = 4
 
 
 class Handover:
     """Whether plain DDP shall do the rest of the job. Pure: all ranks decide alike.
 
-    A prediction is made from the calibration, when no other work was done, and can be wrong. So the engine sends
-    everything dense for some windows first, by which nothing is left in the memory either.
+    A plan that is dense anyway needs to stay so for some reviews. That another one should give way is a prediction from
+    the calibration, when no other work was done, and can be wrong. So the engine sends everything dense for some
+    windows first, by which nothing is left in the memory either.
 
     Args:
         allowed: Plain DDP may take over at all.
 
     Attributes:
         agreed: Plain DDP goes on from here.
-        pending: The plan before the trial and its median window, as long as there is one.
+        previous: The plan before a trial, to which the engine goes back if nothing comes of it; None without one.
     """
 
     def __init__(self, allowed: bool) -> None:
         self.agreed = False
-        self.pending: tuple[Plan, float] | None = None
+        self.previous: Plan | None = None
         self._allowed = allowed
-        self._reviews, self._wanted = 0, REVIEWS
+        self._before = math.nan  # median window before the trial
+        self._faster = self._dense = 0  # reviews in a row
+        self._wanted = REVIEWS
+
+    @property
+    def on_trial(self) -> bool:
+        """Whether everything travels dense in order to see how long that takes."""
+        return self.previous is not None and not self.agreed
 
     def due(self, costs: GroupCosts, allreduce: LinearCost, seconds: float) -> bool:
         """Counts a review; whether to begin a trial.
@@ -50,11 +58,17 @@ class Handover:
                 hundred times as large, varies by as much.
             seconds: Median window with the plan in use; NaN if none was measured.
         """
+        if not self._allowed:
+            return False
         dense = predict_plain_ddp(replace(costs, dense=(allreduce.fixed, allreduce.per_byte)))
         # by the clock: costs do not know all of the engine's work (comparing with NaN is False)
-        faster = self._allowed and dense < (1 - _GAIN) * seconds
-        self._reviews = self._reviews + 1 if faster else 0
-        return self._reviews >= self._wanted
+        self._faster = self._faster + 1 if dense < (1 - _GAIN) * seconds else 0
+        return self._faster >= self._wanted
+
+    def count_dense(self, dense: bool) -> None:
+        """Counts a review that left the plan as it is; ``dense``: every buffer of it is, by choice."""
+        self._dense = self._dense + 1 if dense else 0
+        self.agreed = self._allowed and self._dense >= self._wanted
 
     def begin(self, previous: Plan, seconds: float) -> None:
         """Everything travels dense from here on.
@@ -63,38 +77,47 @@ class Handover:
             previous: The plan in use.
             seconds: Median window with it.
         """
-        self.pending = previous, seconds
+        self.previous, self._before = previous, seconds
 
-    def judge(self, seconds: float) -> tuple[Plan, float]:
+    def judge(self, seconds: float) -> float:
         """Ends the trial; plain DDP goes on if its windows were not clearly longer.
 
         Args:
             seconds: Median window of the trial; NaN, which counts as longer, if none was measured.
 
         Returns:
-            The plan before, and the share of its windows that those of the trial saved.
+            The share of the windows before that those of the trial saved.
         """
-        if self.pending is None:
-            raise RuntimeError("no trial has begun")
-        (previous, before), self.pending = self.pending, None
-        gain = 1.0 - seconds / before if math.isfinite(seconds) else -math.inf
+        gain = 1.0 - seconds / self._before if math.isfinite(seconds) else -math.inf
         self.agreed = gain >= -_LENIENCE
-        if not self.agreed:
-            self._reviews, self._wanted = 0, self._wanted * _PATIENCE
-        return previous, gain
+        return gain
+
+    def decline(self) -> Plan | None:
+        """Plain DDP does not take over, and is not asked for a while.
+
+        Returns:
+            The plan to go back to; None if the one in use stays.
+        """
+        previous = self.previous
+        self.drop()
+        self._wanted *= _PATIENCE
+        return previous
 
     def drop(self) -> None:
         """Forgets what was found of a plan, or of costs, that are no more."""
-        self.agreed, self.pending, self._reviews = False, None, 0
+        self.agreed, self.previous = False, None
+        self._faster = self._dense = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values, the same on all ranks. What was agreed is left out: a resumed job may run elsewhere."""
-        pending = None if self.pending is None else [self.pending[0].to_list(), self.pending[1]]
-        return {"pending": pending, "reviews": self._reviews, "wanted": self._wanted}
+        """Plain values, the same on all ranks.
+
+        A trial and what was agreed are left out: a resumed job may run elsewhere, where windows take another time.
+        """
+        counts = [0, 0] if self.previous is not None or self.agreed else [self._faster, self._dense]
+        return {"reviews": counts, "wanted": self._wanted}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what :meth:`state_dict` returned."""
-        pending = state["pending"]
-        self.agreed = False
-        self.pending = None if pending is None else (Plan.from_list(pending[0]), float(pending[1]))
-        self._reviews, self._wanted = int(state["reviews"]), int(state["wanted"])
+        self.drop()
+        self._faster, self._dense = (int(count) for count in state["reviews"])
+        self._wanted = int(state["wanted"])

@@ -14,11 +14,12 @@ import torch
 from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.comm.transport import Transport
 from lightning_safusion.fusion.adaptive import predicted_gain
+from lightning_safusion.fusion.announcer import Announcer
 from lightning_safusion.fusion.costs import CollectiveChoice, ddp_buckets, job_costs
 from lightning_safusion.fusion.dp import GroupPricer
 from lightning_safusion.fusion.events import WindowEvents
 from lightning_safusion.fusion.generator import Generator
-from lightning_safusion.fusion.handover import REVIEWS, Handover
+from lightning_safusion.fusion.handover import Handover
 from lightning_safusion.fusion.plan import CollectiveName, Group, GroupCosts, Plan
 from lightning_safusion.fusion.policy import FusionPolicy, Single
 from lightning_safusion.fusion.profile import AgreedProfile, agree
@@ -66,8 +67,7 @@ class Planner:
         self.prior = prior
         self.current: Plan | None = None
         self.replans = 0
-        self._announce = announce
-        self._announced: tuple[bool, bool] | None = None
+        self._announcer = Announcer(announce)
         schedule = policy.schedule() if prior is not None else None
         self._schedule = schedule or ReplanSchedule(Cadence(freeze_after=0))
         self.decisions: deque[Decision] = deque(maxlen=_DECISIONS)
@@ -78,7 +78,6 @@ class Planner:
         self._fusing: GroupCosts | None = None  # what buffers are fused by, until it changes
         self._spans = WindowSpans(self._schedule.cadence.trial_windows)
         self._verified = True
-        self._dense_reviews = 0
         self._handover = Handover(yields)
 
     @property
@@ -87,7 +86,7 @@ class Planner:
 
         The same on all ranks.
         """
-        return self.collective == "auto" and (self._handover.agreed or self._dense_reviews >= REVIEWS)
+        return self._handover.agreed
 
     @property
     def wants_times(self) -> bool:
@@ -99,7 +98,7 @@ class Planner:
 
     @property
     def _on_trial(self) -> bool:
-        return self._trials.pending is not None or self._handover.pending is not None
+        return self._trials.pending is not None or self._handover.on_trial
 
     def plan(self, generator: Generator) -> Plan:
         """The plan of the next window."""
@@ -197,16 +196,17 @@ class Planner:
         """Ends the trial if there is one; changes to the plan that the agreed costs call for, if it promises enough."""
         seconds = self._spans.agree_median(self.transport, generator.device)
         costs = self.costs(generator)
-        if self._handover.pending is not None:
+        if self._handover.on_trial:
             self._hand_over(current, seconds, generator)
             return
         if self._trials.pending is not None and not self._judge(current, seconds, generator):
             return
-        if self.prior is not None and self._handover.due(costs, self.prior["allreduce"], seconds):
+        sparse = any(group.collective != "allreduce" for group in current.groups)
+        if sparse and self.prior is not None and self._handover.due(costs, self.prior["allreduce"], seconds):
             self._handover.begin(current, seconds)
             plan = GroupPricer(replace(costs, sparse_allowed=False)).plan(ddp_buckets(costs.dense_bytes))
             self._change(plan, generator)
-            self._decide("switch", plan, current, None, None, seconds)
+            self._decide("dense", plan, current, None, None, seconds)
             return
         proposed = current if self._schedule.over else self._make(costs)
         if not self._schedule.cadence.on_trial:
@@ -215,7 +215,7 @@ class Planner:
         gain = predicted_gain(current, proposed, costs)
         if gain <= self._trials.required(current, costs, self._schedule.threshold):
             self._decide("stay", current, proposed, gain, None, seconds)
-            self._count_dense(current, generator)
+            self._handover.count_dense(not sparse and costs.sparse_allowed)
             return
         self._change(proposed, generator)
         self._trials.begin(current, costs, gain, seconds)
@@ -223,12 +223,24 @@ class Planner:
 
     def _hand_over(self, current: Plan, seconds: float, generator: Generator) -> None:
         """Leaves the rest to plain DDP if dense windows are as short as was predicted, or goes back."""
-        previous, gain = self._handover.judge(seconds)
+        gain = self._handover.judge(seconds)
         if self._handover.agreed:
-            self._decide("keep", current, previous, None, gain, seconds)
-            return
-        self._change(previous, generator)
-        self._decide("revert", previous, current, None, gain, seconds)
+            self._decide("keep", current, current, None, gain, seconds)
+        else:
+            self.go_on(generator, gain, seconds)
+
+    def go_on(self, generator: Generator, gain: float | None = None, seconds: float | None = None) -> None:
+        """Does without plain DDP, for a while at least. Collective; between windows.
+
+        Args:
+            generator: Makes the buffers.
+            gain: Share of a window that everything dense has saved, if that was tried.
+            seconds: Median window of the trial.
+        """
+        tried, previous = self.current, self._handover.decline()
+        if tried is not None and previous is not None:
+            self._change(previous, generator)
+            self._decide("revert", previous, tried, None, gain, seconds)
 
     def _adopt(self, proposed: Plan, current: Plan, seconds: float, generator: Generator) -> None:
         """Uses a plan whatever it promises."""
@@ -256,10 +268,6 @@ class Planner:
         self._decide("revert", trial.previous, current, trial.promised, gain, seconds)
         return False
 
-    def _count_dense(self, current: Plan, generator: Generator) -> None:
-        dense = all(group.collective == "allreduce" for group in current.groups)
-        self._dense_reviews = self._dense_reviews + 1 if dense and not generator.quotas.dense.all() else 0
-
     def use(self, plan: Plan, generator: Generator) -> None:
         """Goes on with this plan, the same on all ranks, until costs call for another. Collective; between windows."""
         self._trials.drop()
@@ -281,20 +289,7 @@ class Planner:
         self.decisions.append(Decision(self._schedule.windows, action, *counts, *known))
 
     def _tell(self, plan: Plan, generator: Generator) -> None:
-        """Says which collectives are used, once for each combination: nobody should take a dense run for a sparse
-        one."""
-        dense = sum(group.collective == "allreduce" for group in plan.groups)
-        kinds = (dense > 0, dense < len(plan.groups))
-        if self._announce is None or kinds == self._announced:
-            return
-        self._announced = kinds
-        sparse = len(plan.groups) - dense
-        text = (
-            f"{len(generator.layout)} tensors travel in {len(plan.groups)} buffers, {sparse} sparse and {dense} dense"
-        )
-        if dense and self.collective == "auto" and not generator.quotas.dense.all():
-            text += "; dense ones are predicted to be faster here (collective='allgather' sends every buffer sparse)"
-        self._announce(text)
+        self._announcer.tell(plan, self.collective == "auto" and not generator.quotas.dense.all())
 
     def _verify(self, device: torch.device) -> None:
         if self.current is None:
@@ -311,8 +306,9 @@ class Planner:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the tuning stands: plain values, the same on all ranks; what it measured since is left out."""
+        plan = self._handover.previous or self.current
         return {
-            "plan": None if self.current is None else self.current.to_list(),
+            "plan": None if plan is None else plan.to_list(),
             "profile": None if self._profile is None else self._profile.to_vector().tolist(),
             "replans": self.replans,
             "schedule": self._schedule.state_dict(),
@@ -342,7 +338,8 @@ class Planner:
             self.current, self._verified = plan, False
             self._tell(plan, generator)
         self._trials.load_state_dict(state["trials"])
-        self._handover.load_state_dict(state["handover"])
+        if "handover" in state:  # older checkpoints have none
+            self._handover.load_state_dict(state["handover"])
         self._search = None
         if (measured := state.get("search")) is not None:
             self._search = self.policy.search(len(generator.layout))

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from lightning_safusion.fusion.dp import predict_finish
 from lightning_safusion.fusion.plan import GroupCosts, Plan
 
-Action = Literal["stay", "switch", "keep", "revert", "freeze", "try"]
+Action = Literal["stay", "switch", "dense", "keep", "revert", "freeze", "try"]
 
 
 @dataclass(frozen=True)
@@ -124,9 +124,10 @@ class Decision:
 
     Args:
         window: Planned windows before it.
-        action: ``"stay"``: no plan promises enough. ``"switch"``: to another plan, on trial. ``"keep"``: the trial has
-            ended well. ``"revert"``: it has not, the plan before is back. ``"freeze"``: the plan stays from now on.
-            ``"try"``: a search measures another plan.
+        action: ``"stay"``: no plan promises enough. ``"switch"``: to another plan, on trial. ``"dense"``: everything
+            travels whole, on trial, since plain DDP is predicted to be faster. ``"keep"``: the trial has ended well.
+            ``"revert"``: it has not, or something is still held back, and the plan before is back. ``"freeze"``: the
+            plan stays from now on. ``"try"``: a search measures another plan.
         buffers: Buffers of the plan in force from here on.
         rival: Buffers of the plan it was compared with.
         predicted: Share of the backward pass and exchange that the newer of both plans saves by the costs of the

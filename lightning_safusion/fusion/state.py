@@ -131,7 +131,7 @@ class HeldBack:
         self._controller.generator.memory.load_state_dict(self.fields)
 
 
-def handover(controller: Controller) -> dict[str, Any]:
+def carried(controller: Controller) -> dict[str, Any]:
     """What a controller over other tensors of the same model needs to go on: copies, since parts are used again."""
     state = local_state(controller)
     memory = {field: {name: piece.clone() for name, piece in views.items()} for field, views in state["memory"].items()}
@@ -139,8 +139,8 @@ def handover(controller: Controller) -> dict[str, Any]:
     return {**state, "memory": memory, "counters": counters}
 
 
-def take_over(controller: Controller, state: Mapping[str, Any]) -> None:
-    """Goes on where the controller that made ``state`` (:func:`handover`) has stopped.
+def carry_on(controller: Controller, state: Mapping[str, Any]) -> None:
+    """Goes on where the controller that made ``state`` (:func:`carried`) has stopped.
 
     Residuals move by name; those of tensors that are no longer there are forgotten. The order is settled anew.
     """

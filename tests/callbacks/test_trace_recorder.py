@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from lightning_safusion import SAFusionStrategy, Segments, Selection, TopK
 from lightning_safusion.callbacks import TraceRecorder
+from lightning_safusion.comm import LinearCost
+from lightning_safusion.fusion import engine
 from lightning_safusion.simulate.report import run_plan
 from lightning_safusion.simulate.trace import Trace, resolve_trace
 from tests.models import TinyClassifier, classification, trainer
@@ -88,6 +90,26 @@ def test_a_recorded_trace_is_a_job_for_the_planner(tmp_path: Path, capsys: pytes
     shown = " ".join(capsys.readouterr().out.split())
     assert "SleepyClassifier" in shown
     assert "recorded: medians of 4 steps" in shown
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_what_was_recorded_is_written_when_plain_ddp_takes_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    costs = {"allgather": LinearCost(1.0, 1.0), "allreduce": LinearCost(1e-6, 1e-12)}
+    monkeypatch.setattr(engine, "calibrate", lambda transport, device: costs)
+
+    def run(rank: int) -> tuple[str, str]:
+        recorder = TraceRecorder(tmp_path / "job.json", record_steps=1000, skip_steps=2)
+        trainer(SAFusionStrategy(density=0.05), callbacks=[recorder], max_epochs=4).fit(
+            TinyClassifier(), classification()
+        )
+        return (recorder.trace.source if recorder.trace else ""), caplog.text
+
+    source, said = run_launched(2, run)[0]
+    assert source.startswith("recorded: medians of ")
+    assert int(source.split()[3]) < 1000
+    assert "Gradients are no longer seen: its all-reduce has been predicted to be faster" in said
 
 
 def test_what_cannot_be_recorded_is_said(tmp_path: Path) -> None:

@@ -350,6 +350,9 @@ def test_decisions_in_words() -> None:
         describe(Decision(9, "stay", 3, 4, 0.004, None, 0.05)),
         describe(Decision(9, "stay", 3, 3, 0.0, None, 0.05)),
         describe(Decision(9, "freeze", 3, 3)),
+        describe(Decision(15, "dense", 2, 3, None, None, 0.05)),
+        describe(Decision(22, "keep", 2, 2, None, 0.1, 0.045)),
+        describe(Decision(22, "revert", 3, 2)),
     ]
     assert words == [
         "3 buffers instead of 1 buffer: a window (50.0 ms) should take 20.0 % less",
@@ -358,4 +361,7 @@ def test_decisions_in_words() -> None:
         "3 buffers stay: a window in another plan of 4 buffers would take 0.4 % less",
         "3 buffers stay: no other plan would take less time",
         "3 buffers from now on",
+        "everything dense in 2 buffers instead of 3 buffers, since plain DDP should be faster: it is tried",
+        "2 buffers stay: a window took 45.0 ms, 10.0 % less",
+        "back to 3 buffers from 2 buffers: no window was measured, or gradients are still held back",
     ]

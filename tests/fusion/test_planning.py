@@ -342,30 +342,61 @@ def test_plain_ddp_takes_over_where_the_work_of_selection_is_more_than_the_excha
     assert rank.planner.dense_for_good == fast
     if fast:
         # the third review in a row, and the end of the trial; none follows
-        assert [(each.action, each.window) for each in decisions[-2:]] == [("switch", 15), ("keep", 22)]
+        assert [(each.action, each.window) for each in decisions[-2:]] == [("dense", 15), ("keep", 22)]
         plan = rank.planner.plan(rank.generator)
         assert {group.collective for group in plan.groups} == {"allreduce"}
         rank.planner.invalidate()
         assert not rank.planner.dense_for_good  # another density: judged anew
 
 
-@pytest.mark.parametrize("resumed", [False, True])
-def test_plain_ddp_does_not_take_over_where_its_exchange_is_slower_than_predicted(resumed: bool) -> None:
-    job = Job("25gbit", hidden=0.01, surprise=200.0)
-    rank = Rank(Adaptive(), job, collective="auto", yields=True)
-    decisions = rank.run(18)
-    if resumed:  # in the middle of the trial
-        state = rank.planner.state_dict()
-        rank.planner = Planner(rank.policy, rank.transport, "auto", job.lines, yields=True)
-        rank.planner.load_state_dict(json.loads(json.dumps(state)), rank.generator)
-    decisions += rank.run(282)
-    (trial,) = [each for each in decisions if each.action == "revert"]
+def test_plain_ddp_does_not_take_over_where_its_exchange_is_slower_than_predicted() -> None:
+    rank = Rank(Adaptive(), Job("25gbit", hidden=0.01, surprise=200.0), collective="auto", yields=True)
+    (trial,) = [each for each in rank.run(300) if each.action == "revert"]
     assert trial.measured is not None
     assert trial.measured < -1
     assert not rank.planner.dense_for_good
     dense = [all(group.collective == "allreduce" for group in plan.groups) for plan in rank.plans]
     assert sum(dense) < 15  # and never again in so short a run
     assert not any(dense[30:])
+
+
+@pytest.mark.parametrize("windows", [18, 22], ids=["on trial", "agreed"])
+@pytest.mark.parametrize("measures", [True, False])
+def test_what_everything_dense_took_elsewhere_is_forgotten(windows: int, measures: bool) -> None:
+    first = Rank(Adaptive(), Job("25gbit", hidden=0.01), collective="auto", yields=True)
+    assert [each.action for each in first.run(windows)][-1] == ("dense" if windows == 18 else "keep")
+    again = Rank(Adaptive(), Job("100mbit"), collective="auto", yields=True)
+    again.planner = Planner(
+        again.policy, again.transport, "auto", again.job.lines if measures else None, yields=measures
+    )
+    again.planner.load_state_dict(json.loads(json.dumps(first.planner.state_dict())), again.generator)
+    again.run(100)
+    assert not again.planner.dense_for_good
+    dense = [all(group.collective == "allreduce" for group in plan.groups) for plan in again.plans]
+    assert not any(dense)
+
+
+def test_where_something_is_held_back_the_plan_before_goes_on() -> None:
+    rank = Rank(Adaptive(), Job("25gbit", hidden=0.01), collective="auto", yields=True)
+    rank.run(15)
+    before = rank.plans[-1]
+    rank.run(7)
+    assert rank.planner.dense_for_good
+    rank.planner.go_on(rank.generator)
+    assert not rank.planner.dense_for_good
+    assert rank.planner.plan(rank.generator) == before
+    assert actions(rank.planner.decisions)[-1] == "revert"
+    assert "dense" not in actions(rank.run(100))  # another trial needs four times as many reviews
+
+
+def test_a_checkpoint_of_an_earlier_version_says_nothing_of_plain_ddp() -> None:
+    rank = Rank(Adaptive(), Job("25gbit", hidden=0.01), collective="auto", yields=True)
+    rank.run(10)
+    state = rank.planner.state_dict()
+    del state["handover"]
+    rank.planner.load_state_dict(state, rank.generator)
+    rank.run(100)
+    assert rank.planner.dense_for_good
 
 
 def test_an_engine_that_cannot_be_replaced_goes_on() -> None:

@@ -206,6 +206,15 @@ def test_a_slow_link_is_not_taken_for_a_slow_start() -> None:
     assert (line.fixed, line.per_byte) == pytest.approx((0.01, 1e-8), rel=1e-6)
 
 
+def test_noise_that_has_hidden_a_latency_does_not_hide_it_for_good() -> None:
+    known = {"allgather": LinearCost(0.0, 1.2e-8), "allreduce": LinearCost(0.0, 1.2e-8)}
+    measured = [(size, 2e-3 + 1e-8 * size) for size in (2e4, 2e5)] * 8
+    for _ in range(9):
+        line, _ = fit_exchanges({"allgather": measured, "allreduce": []}, PRIOR, known)
+        known = {"allgather": line, "allreduce": line}
+    assert (line.fixed, line.per_byte) == pytest.approx((2e-3, 1e-8), rel=1e-6)
+
+
 # --- agreement --------------------------------------------------------------------------------------------------------
 
 
