@@ -186,10 +186,11 @@ def _workers() -> Configs:
 def _length() -> Configs:
     """A training three times as long: whether what compression costs is made up for."""
     longer = replace(LANGUAGE, name=f"{LANGUAGE.name}-long", steps=3 * LANGUAGE.steps)
+    references = (DENSE, replace(DENSE, momentum=0.0), Scheme("powersgd"))
     plain = (replace(FEW_BITS, density=density) for density in (0.25, 0.1, 0.05))
     remedies = (replace(FEW_BITS, density=0.1, **DECOUPLED), replace(FEW_BITS, density=0.05, **FACTORS[0]))
     estimate = replace(FEW_BITS, density=0.1, memory=_FASTER, momentum=0.0, lr_scale=0.5)
-    return [(longer, scheme) for scheme in (DENSE, Scheme("powersgd"), *plain, *remedies, estimate)]
+    return [(longer, scheme) for scheme in (*references, *plain, *remedies, estimate)]
 
 
 #: Configurations by study, in the order in which they are run.
