@@ -111,9 +111,10 @@ def refuse_double_momentum(memory: Memory, optimizer: torch.optim.Optimizer) -> 
         twice = [group for group in optimizer.param_groups if group.get("momentum") or group.get("betas", (0,))[0]]
         if twice:
             instead = "EF21Memory(momentum=0)" if isinstance(memory, EF21Memory) else "memory='residual'"
+            none = "betas=(0.0, ...)" if "betas" in twice[0] else "momentum=0 (and cycle_momentum=False to a schedule)"
             raise MisconfigurationException(
                 f"memory={memory.name!r} applies momentum before selection, and {name} would apply it again, "
-                f"which makes its steps too old. Give {name} betas=(0, ...) or momentum=0, or use {instead}."
+                f"which makes its steps too old. Give {name} {none}, or use {instead}."
             )
 
 
@@ -135,7 +136,7 @@ def caution(memory: Memory, density: float, optimizer: torch.optim.Optimizer) ->
     name = type(optimizer).__name__
     return (
         f"{name} may end with a higher loss at a density of {density:.2g} than without compression, since what is held "
-        f"back reaches it late and at once. memory='decoupled' with betas=(0, ...) for {name}, or a density of "
+        f"back reaches it late and at once. memory='decoupled' with betas=(0.0, ...) for {name}, or a density of "
         f"{_DENSE_ENOUGH}, lose least"
     )
 
@@ -149,15 +150,22 @@ def check_dense_rules(dense: Sequence[str], dense_below: int, dense_below_ndim: 
         dense_below_ndim: Least dimensions of such a tensor.
 
     Raises:
-        TypeError: If the patterns are one text.
+        TypeError: If the patterns are one text, or not texts, or a number is no integer.
         ValueError: If a number is negative.
     """
     if isinstance(dense, str):
         raise TypeError(f"dense is a list of patterns, got the text {dense!r}: write [{dense!r}]")
-    if dense_below < 0:
-        raise ValueError(f"dense_below is a number of elements, 0 or more, got {dense_below}")
-    if dense_below_ndim < 0:
-        raise ValueError(f"dense_below_ndim is a number of dimensions, 0 or more, got {dense_below_ndim}")
+    for pattern in dense:
+        if not isinstance(pattern, str):
+            raise TypeError(f"dense is a list of patterns, texts such as '*.bias', got {pattern!r}")
+    for name, count, of in (
+        ("dense_below", dense_below, "elements"),
+        ("dense_below_ndim", dense_below_ndim, "dimensions"),
+    ):
+        if not isinstance(count, int) or isinstance(count, bool):
+            raise TypeError(f"{name} is a number of {of}, an integer, got {count!r}")
+        if count < 0:
+            raise ValueError(f"{name} is a number of {of}, 0 or more, got {count}")
 
 
 def refuse_parts(system: str, parts: Iterable[str], transport: str) -> None:

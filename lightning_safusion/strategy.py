@@ -65,8 +65,8 @@ class SAFusionStrategy(EngineDDPStrategy):
         dense_below: Tensors of fewer elements than this travel dense.
         dense_below_ndim: Tensors of fewer dimensions than this travel dense; 2: vectors and scalars.
         memory: Error feedback: ``"residual"``, ``"decoupled"`` (the residual is the momentum, too; use Adam with
-            betas=(0, ...), or plain SGD at ten times the learning rate), ``"dgc"`` (momentum correction; plain SGD
-            with it), ``"ef21"`` (the optimizer gets a dense estimate of the gradient; use Adam with betas=(0, ...)),
+            betas=(0.0, ...), or plain SGD at ten times the learning rate), ``"dgc"`` (momentum correction; plain SGD
+            with it), ``"ef21"`` (the optimizer gets a dense estimate of the gradient; use Adam with betas=(0.0, ...)),
             ``"none"``, or a ``Memory``.
         collective: ``"auto"`` (dense where that is predicted to be cheaper), ``"allgather"`` (always sparse),
             ``"hybrid"`` (the same, with an all-reduce beside it for what travels whole), ``"hierarchical"`` (dense

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -75,7 +76,7 @@ class EngineDDPStrategy(ObservedDDPStrategy):
         self._transport: Transport | None = None
         self._hook: DDPHook | None = None
         self._signals: DeferredSignals | None = None
-        self._wrapped: list[str] = []  # trainable parameters that DDP knows
+        self._wrapped: list[tuple[str, nn.Parameter]] = []  # trainable parameters that DDP knows
         self._dense_for_good: str | None = None  # why plain DDP goes on where the engine has begun
         self._costs_followed = 0  # windows when costs were last looked at
         self._sends_all: str | None = None  # why the engine does that, instead of stepping aside
@@ -89,7 +90,7 @@ class EngineDDPStrategy(ObservedDDPStrategy):
                 "works on; set it to True (the default) or False."
             )
         self._ended = None
-        self._wrapped = [name for name, _ in trainable(model)]
+        self._wrapped = trainable(model)
         specs = self.gradient_specs(model)
         self._transport = self._make_transport(model)
         entry = self._resumed[1] if self._resumed is not None else {}
@@ -183,11 +184,33 @@ class EngineDDPStrategy(ObservedDDPStrategy):
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
         self._bind()
+        self._leave_to_ddp()
         density = self.settings.density
         if self._controller is not None and self._sends_all is None and isinstance(density, ConstantDensity):
             notes = [caution(self.settings.memory, density.density, optimizer) for optimizer in self.optimizers]
             for note in dict.fromkeys(filter(None, notes)):
                 _announce(note)
+
+    def _leave_to_ddp(self) -> None:
+        """Uses plain DDP under an optimizer that compares gradients of several passes: some would be sparse."""
+        if self._controller is None or self._sends_all is not None or self._ddp is None:
+            return
+        if not any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self.optimizers):
+            return
+        if self._over_horovod:
+            raise MisconfigurationException(
+                "LBFGS compares the gradients of several backward passes, which must all be whole: with "
+                "transport='horovod' use density=1.0."
+            )
+        self._go_plain("LBFGS compares the gradients of several backward passes, which must all be whole")
+
+    def _go_plain(self, reason: str) -> None:
+        """Goes on with plain DDP; nothing is held back."""
+        if self._ddp is None:
+            return
+        self._dense_for_good = reason
+        self._wrap_again(self._ddp.module, keep=False)
+        self.settings.memory.bind([0], self.root_device)
 
     def _bind(self) -> None:
         """Ties the engine to what exists only after the model was wrapped: optimizers and the loss scaler."""
@@ -218,24 +241,34 @@ class EngineDDPStrategy(ObservedDDPStrategy):
             return
         module = self._ddp.module
         names = [name for name, _ in trainable(module)]
-        everyone = self._transport.gather_objects(names) if self._transport.world_size > 1 else [names]
-        for rank, theirs in enumerate(everyone):
-            if theirs != everyone[0]:
-                different = sorted(set(theirs) ^ set(everyone[0]))
+        known = dict(self._wrapped)
+        replaced = [name for name, param in trainable(module) if known.get(name, param) is not param]
+        same = not replaced and names == list(known)
+        everyone = self._transport.gather_objects((names, same)) if self._transport.world_size > 1 else [(names, same)]
+        names_of_first = everyone[0][0]
+        for rank, (theirs, _) in enumerate(everyone):
+            if theirs != names_of_first:
+                different = sorted(set(theirs) ^ set(names_of_first))
                 raise RuntimeError(
                     f"ranks 0 and {rank} have different trainable parameters: {', '.join(different[:20])}. Freeze and "
                     "unfreeze the same ones on all ranks."
                 )
-        if names != self._wrapped:
-            self._wrap_again(module)
+        if not all(unchanged for _, unchanged in everyone):
+            self._wrap_again(module, replaced)
 
-    def _wrap_again(self, module: nn.Module, keep: bool = True) -> None:
-        """Wraps the model anew; ``keep``: what the engine holds is taken over by the next one."""
+    def _wrap_again(self, module: nn.Module, replaced: Sequence[str] = (), keep: bool = True) -> None:
+        """Wraps the model anew.
+
+        Args:
+            module: The model.
+            replaced: Parameters that are others than those of their names before: what was held back is not theirs.
+            keep: What the engine holds is taken over by the next one.
+        """
         had_engine = self._controller is not None
         if self._controller is not None:
             self._controller.settle()
             self._remember(self._controller)
-        state = carried(self._controller) if self._controller is not None and keep else None
+        state = carried(self._controller, replaced) if self._controller is not None and keep else None
         if self._hook is not None:
             self._hook.close()
         if self._dear is not None:
@@ -272,10 +305,8 @@ class EngineDDPStrategy(ObservedDDPStrategy):
         if not controller.step_aside():
             return
         self._deliver_signals(ask=True)
-        self._dense_for_good = "its all-reduce has been predicted to be faster, review after review"
         del controller  # or its buffers would stay as long as the model is wrapped
-        self._wrap_again(self._ddp.module, keep=False)  # nothing is held back
-        self.settings.memory.bind([0], self.root_device)
+        self._go_plain("its all-reduce has been predicted to be faster, review after review")
 
     def _deliver_signals(self, ask: bool = False) -> None:
         """Runs the handlers of signals that some rank was sent, on all ranks alike.

@@ -122,7 +122,17 @@ def test_at_density_1_the_trajectory_is_that_of_ddp(mode: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("mode", quick_of(MODES, QUICK))
+def test_lbfgs_is_left_to_plain_ddp() -> None:
+    def both(rank: int) -> float:
+        plain = train("lbfgs", DDPStrategy)
+        ours = train("lbfgs", SAFusionStrategy, density=0.05, dense_below=0, collective="allgather")
+        return max(float((a - b).abs().max()) for a, b in zip(ours, plain, strict=True))
+
+    assert max(run_launched(2, both)) <= 2e-6
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("mode", quick_of([mode for mode in MODES if mode != "lbfgs"], QUICK))
 def test_at_a_low_density_replicas_stay_equal_and_nothing_is_lost(mode: str) -> None:
     def sparse(rank: int) -> tuple[list[Tensor], Ledger]:
         ledger = Ledger()

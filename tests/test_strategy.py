@@ -229,7 +229,7 @@ def test_which_momentum_comes_twice() -> None:
         (EF21Memory(), adam(weights)),
         (EF21Memory(), heavy_ball(weights)),
     ]:
-        with pytest.raises(MisconfigurationException, match="momentum=0"):
+        with pytest.raises(MisconfigurationException, match=r"betas=\(0.0, ...\)|momentum=0"):
             refuse_double_momentum(memory, optimizer)
     for optimizer in (*without, adam(weights), heavy_ball(weights)):
         refuse_double_momentum(EF21Memory(momentum=0.0), optimizer)
@@ -244,7 +244,7 @@ def test_error_feedback_below_adam_is_cautioned_against() -> None:
     said = caution(ResidualMemory(), 0.01, adam(weights))
     assert said is not None
     assert "density of 0.01" in said
-    assert "memory='decoupled' with betas=(0, ...) for Adam" in said
+    assert "memory='decoupled' with betas=(0.0, ...) for Adam" in said
     for memory, density, optimizer in [
         (ResidualMemory(), 0.01, heavy_ball(weights)),
         (ResidualMemory(), 0.25, adam(weights)),
@@ -253,6 +253,19 @@ def test_error_feedback_below_adam_is_cautioned_against() -> None:
         (NoMemory(), 0.01, adam(weights)),
     ]:
         assert caution(memory, density, optimizer) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dense": ["*.bias", 3]}, r"texts such as '\*.bias', got 3"),
+        ({"dense_below": "1k"}, "dense_below is a number of elements, an integer, got '1k'"),
+        ({"dense_below_ndim": 1.5}, "dense_below_ndim is a number of dimensions, an integer, got 1.5"),
+    ],
+)
+def test_rules_on_what_travels_dense_are_checked_at_once(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        SAFusionStrategy(**options)
 
 
 def test_a_momentum_of_what_is_held_back_is_none_where_nothing_is() -> None:

@@ -156,3 +156,34 @@ def test_ranks_that_unfreeze_different_parameters_are_told() -> None:
         return ""
 
     assert all("backbone.bias, backbone.weight" in message for message in run_launched(2, run))
+
+
+class Rebuilt(Finetuned):
+    """Gets a new head of the same name and shape between two epochs."""
+
+    def __init__(self) -> None:
+        super().__init__(freeze=False)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 2:
+            torch.manual_seed(7)
+            self.head = nn.Linear(48, 10)
+            optimizer = self.optimizers()
+            optimizer.param_groups[1]["params"] = list(self.head.parameters())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": self.backbone.parameters()}, {"params": self.head.parameters()}], 0.1)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_layer_that_another_one_of_its_name_replaces_is_exchanged() -> None:
+    def run(rank: int) -> tuple[Tensor, list[Tensor]]:
+        model = Rebuilt()
+        strategy = SAFusionStrategy(density=0.1, collective="allgather", dense_below=0)
+        trainer(strategy, max_epochs=4).fit(model, classification())
+        torch.manual_seed(7)
+        return nn.Linear(48, 10).weight.detach(), [p.detach() for p in model.parameters()]
+
+    (start, first), (_, second) = run_launched(2, run)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert not torch.equal(start, first[2])

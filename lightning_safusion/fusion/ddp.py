@@ -135,8 +135,8 @@ class DDPHook:
             self.reset()
             raise RuntimeError(
                 f"{len(missing)} parameters got no gradient in this backward pass: {', '.join(missing[:20])}. The "
-                "gradients of this step are not synchronised. Pass find_unused_parameters=True to the strategy if "
-                "this is intended."
+                "gradients of this step are not synchronised. Pass find_unused_parameters=True to the strategy (by "
+                "name: 'safusion_find_unused_parameters_true') if this is intended."
             )
 
     def watch(self, optimizer: Optimizer) -> None:

@@ -152,7 +152,7 @@ class DeferredDrain:
             raise RuntimeError(
                 f"{len(names)} parameters ({', '.join(names[:8])}) got a gradient on some ranks only in step "
                 f"{window.step}: the gradients of that step were wrong. Pass find_unused_parameters=True to the "
-                "strategy."
+                "strategy (by name: 'safusion_find_unused_parameters_true')."
             )
 
 

@@ -222,11 +222,13 @@ class Drain:
             return
         self._warned = True
         names = self.generator.layout.names(places)
+        shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         warnings.warn(
-            f"{len(names)} tensors ({', '.join(names[:3])}, ...) were computed on some ranks only, or computed "
-            "again before their optimizer stepped; such gradients travel dense. Use "
-            "toggle_optimizer/untoggle_optimizer in manual "
-            "optimization to keep them out of backward passes whose gradients are thrown away.",
+            f"{len(names)} tensors ({shown}) were computed on some ranks only, or computed again before their "
+            "optimizer stepped; such gradients travel dense. In manual optimization, toggle_optimizer and "
+            "untoggle_optimizer keep tensors out of backward passes whose gradients are thrown away, and "
+            "`with trainer.strategy.model.no_sync():` around all but the last backward pass of a step accumulates "
+            "without sending.",
             stacklevel=2,
         )
 

@@ -131,10 +131,18 @@ class HeldBack:
         self._controller.generator.memory.load_state_dict(self.fields)
 
 
-def carried(controller: Controller) -> dict[str, Any]:
-    """What a controller over other tensors of the same model needs to go on: copies, since parts are used again."""
+def carried(controller: Controller, replaced: Collection[str] = ()) -> dict[str, Any]:
+    """What a controller over other tensors of the same model needs to go on: copies, since parts are used again.
+
+    Args:
+        controller: The one that ends.
+        replaced: Tensors of which nothing is kept.
+    """
     state = local_state(controller)
-    memory = {field: {name: piece.clone() for name, piece in views.items()} for field, views in state["memory"].items()}
+    memory = {
+        field: {name: piece.clone() for name, piece in views.items() if name not in replaced}
+        for field, views in state["memory"].items()
+    }
     counters = {name: getattr(controller, name) for name in ("windows", "epoch", "notices", "heard")}
     return {**state, "memory": memory, "counters": counters}
 

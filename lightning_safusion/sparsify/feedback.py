@@ -75,7 +75,7 @@ class ResidualMemory(Memory):
 class DecoupledMomentum(ResidualMemory):
     """A residual that is a momentum as well: what is sent is taken out of every worker's own momentum, the rest fades.
 
-    It takes the place of the optimizer's: Adam or AdamW with ``betas=(0, ...)``. Plain error feedback hands Adam an
+    It takes the place of the optimizer's: Adam or AdamW with ``betas=(0.0, ...)``. Plain error feedback hands Adam an
     element late, many gradients at once, and Adam's momentum goes on to repeat it; here it is sent once. What fades is
     not conserved. An element that is sent in every step gets no more than its gradient: SGD needs ``momentum=0`` and
     ``1 / (1 - momentum)`` times the learning rate, and ``collective="auto"`` sends no buffer dense, which would have no

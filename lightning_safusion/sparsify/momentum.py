@@ -121,7 +121,7 @@ class EF21Memory(Memory):
     The optimizer sees the mean estimate: dense in every step, where error feedback delivers an element in bursts, many
     gradients late and at once, which inflate Adam's second moment. Density 1 gives the mean of ``v`` itself.
 
-    The momentum here takes the place of the optimizer's: Adam with ``betas=(0, ...)``, SGD with ``momentum=0`` (and
+    The momentum here takes the place of the optimizer's: Adam with ``betas=(0.0, ...)``, SGD with ``momentum=0`` (and
     ``1 / (1 - m)`` times the learning rate, since ``v`` is an average). It needs four more copies of the parameters in
     fp32 where error feedback needs one.
 
