@@ -308,4 +308,5 @@ class SAFusionStrategy(EngineDDPStrategy):
         self._hook = self._controller = self._transport = self._resumed = None
         self._sends_all = self._dense_for_good = self._plain_clock = self._elastic = None
         self._dear = self._settles_because = self._compiled = None
+        self._wrapped = []
         super().teardown()

@@ -114,10 +114,10 @@ class Handover:
         A trial and what was agreed are left out: a resumed job may run elsewhere, where windows take another time.
         """
         counts = [0, 0] if self.previous is not None or self.agreed else [self._faster, self._dense]
-        return {"reviews": counts, "wanted": self._wanted}
+        return {"counts": counts, "wanted": self._wanted}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what :meth:`state_dict` returned."""
         self.drop()
-        self._faster, self._dense = (int(count) for count in state["reviews"])
+        self._faster, self._dense = (int(count) for count in state.get("counts", (0, 0)))
         self._wanted = int(state["wanted"])

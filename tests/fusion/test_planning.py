@@ -389,11 +389,14 @@ def test_where_something_is_held_back_the_plan_before_goes_on() -> None:
     assert "dense" not in actions(rank.run(100))  # another trial needs four times as many reviews
 
 
-def test_a_checkpoint_of_an_earlier_version_says_nothing_of_plain_ddp() -> None:
+@pytest.mark.parametrize("earlier", [None, {"pending": None, "reviews": 2, "wanted": 3}])
+def test_a_checkpoint_of_an_earlier_version_says_nothing_of_plain_ddp(earlier: dict[str, Any] | None) -> None:
     rank = Rank(Adaptive(), Job("25gbit", hidden=0.01), collective="auto", yields=True)
     rank.run(10)
     state = rank.planner.state_dict()
-    del state["handover"]
+    state |= {"handover": earlier}
+    if earlier is None:
+        del state["handover"]
     rank.planner.load_state_dict(state, rank.generator)
     rank.run(100)
     assert rank.planner.dense_for_good
