@@ -19,6 +19,7 @@ from lightning_safusion.fusion.selective import Selective
 from lightning_safusion.sparsify import (
     DGC,
     ADTopk,
+    AutoMemory,
     ConstantDensity,
     DecoupledMomentum,
     DenseStart,
@@ -56,6 +57,7 @@ __all__ = [
     "ADTopk",
     "Adaptive",
     "Aligned",
+    "AutoMemory",
     "BufferSizeTuner",
     "ConstantDensity",
     "ConvergenceProbe",

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_safusion.momentum import momenta_of
 from lightning_safusion.naming import suggestion
 from lightning_safusion.sparsify.feedback import DecoupledMomentum
 from lightning_safusion.sparsify.memory import Memory
@@ -107,6 +108,8 @@ def refuse_double_momentum(memory: Memory, optimizer: torch.optim.Optimizer) -> 
             f"memory='dgc' applies momentum before selection, and {name} would apply it again. Use "
             "torch.optim.SGD with momentum=0, or memory='residual'."
         )
+    if isinstance(memory, DecoupledMomentum) and momenta_of(optimizer) is not None:
+        return  # which is off then
     if isinstance(memory, DecoupledMomentum | EF21Memory) and memory.momentum:
         twice = [group for group in optimizer.param_groups if group.get("momentum") or group.get("betas", (0,))[0]]
         if twice:
@@ -118,7 +121,7 @@ def refuse_double_momentum(memory: Memory, optimizer: torch.optim.Optimizer) -> 
             )
 
 
-def caution(memory: Memory, density: float, optimizer: torch.optim.Optimizer) -> str | None:
+def caution(memory: Memory, density: float, optimizer: torch.optim.Optimizer, carried: bool = False) -> str | None:
     """What to know of error feedback below an adaptive optimizer with a momentum; None if there is nothing.
 
     Measured in ``docs/convergence.md``.
@@ -127,17 +130,20 @@ def caution(memory: Memory, density: float, optimizer: torch.optim.Optimizer) ->
         memory: Error feedback.
         density: Share of the elements that is sent.
         optimizer: Steps with what was sent.
+        carried: Its momentum is the memory's.
     """
     if memory.lives_on_sparsity and density >= 1:
         return f"memory={memory.name!r} is the momentum of what is held back: at density 1 training has none"
     adaptive = any(group.get("betas", (0,))[0] for group in optimizer.param_groups)
-    if not adaptive or memory.name != "residual" or density >= _DENSE_ENOUGH:
+    if not adaptive or carried or memory.name not in ("residual", "auto") or density >= _DENSE_ENOUGH:
         return None
     name = type(optimizer).__name__
+    remedy = "memory='decoupled'"
+    if momenta_of(optimizer) is None:
+        remedy += f" with betas=(0.0, ...) for {name}"
     return (
         f"{name} may end with a higher loss at a density of {density:.2g} than without compression, since what is held "
-        f"back reaches it late and at once. memory='decoupled' with betas=(0.0, ...) for {name}, or a density of "
-        f"{_DENSE_ENOUGH}, lose least"
+        f"back reaches it late and at once. {remedy}, or a density of {_DENSE_ENOUGH}, lose least"
     )
 
 

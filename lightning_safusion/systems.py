@@ -71,8 +71,12 @@ class System:
 
     @property
     def conserves(self) -> bool:
-        """Whether what a gradient does not bring now comes later: sum of updates + residuals = sum of gradients."""
-        return self.ddp_hook in (None, "none", "dear") and self.memory == "residual" and self.collective != "gtopk"
+        """Whether what a gradient does not bring now comes later: sum of updates + residuals = sum of gradients.
+
+        With ``memory="auto"``, as long as the optimizer keeps its momentum.
+        """
+        engine = self.ddp_hook in (None, "none", "dear")
+        return engine and self.memory in ("residual", "auto") and self.collective != "gtopk"
 
     def policy(self) -> FusionPolicy:
         """The grouping policy with this row's options."""
@@ -95,6 +99,7 @@ _ROWS = (
         "this package, after SAFusion; the default, for what it does to accuracy (docs/convergence.md)",
         "adaptive",
         quota="pooled",
+        memory="auto",
         wire="q4",
     ),
     System(

@@ -26,6 +26,7 @@ from lightning_safusion.fusion.ddp import DDPHook
 from lightning_safusion.fusion.engine import build_controller, check_equal, fingerprint
 from lightning_safusion.fusion.layout import TensorSpec, specs_from_parameters
 from lightning_safusion.fusion.state import carried, carry_on
+from lightning_safusion.momentum import MomentumSwitch, carried_momentum
 from lightning_safusion.observed import ObservedDDPStrategy
 from lightning_safusion.parameters import (
     caution,
@@ -35,6 +36,7 @@ from lightning_safusion.parameters import (
     trainable,
 )
 from lightning_safusion.signals import DeferredSignals
+from lightning_safusion.sparsify.feedback import AutoMemory
 from lightning_safusion.sparsify.schedule import ConstantDensity
 
 # What torch.compile takes for the bucket size when it splits graphs; the real buckets hold one parameter each.
@@ -76,8 +78,10 @@ class EngineDDPStrategy(ObservedDDPStrategy):
         self._transport: Transport | None = None
         self._hook: DDPHook | None = None
         self._signals: DeferredSignals | None = None
+        self._told_of_momentum = ""
         self._wrapped: list[tuple[str, nn.Parameter]] = []  # trainable parameters that DDP knows
         self._dense_for_good: str | None = None  # why plain DDP goes on where the engine has begun
+        self._switches: list[MomentumSwitch] = []  # of optimizers whose momentum the memory carries
         self._costs_followed = 0  # windows when costs were last looked at
         self._sends_all: str | None = None  # why the engine does that, instead of stepping aside
 
@@ -187,7 +191,8 @@ class EngineDDPStrategy(ObservedDDPStrategy):
         self._leave_to_ddp()
         density = self.settings.density
         if self._controller is not None and self._sends_all is None and isinstance(density, ConstantDensity):
-            notes = [caution(self.settings.memory, density.density, optimizer) for optimizer in self.optimizers]
+            carried = bool(self._switches)
+            notes = [caution(self.settings.memory, density.density, each, carried) for each in self.optimizers]
             for note in dict.fromkeys(filter(None, notes)):
                 _announce(note)
 
@@ -214,6 +219,7 @@ class EngineDDPStrategy(ObservedDDPStrategy):
 
     def _bind(self) -> None:
         """Ties the engine to what exists only after the model was wrapped: optimizers and the loss scaler."""
+        self._leave_momentum()
         for optimizer in self.optimizers:
             refuse_double_momentum(self.settings.memory, optimizer)
         if self._hook is None or self._controller is None:
@@ -224,6 +230,28 @@ class EngineDDPStrategy(ObservedDDPStrategy):
             self._controller.loss_scale = scaler._get_scale_async
         for optimizer in self.optimizers:
             self._hook.watch(optimizer)
+        self._carry_momentum(self._hook)
+
+    def _carry_momentum(self, hook: DDPHook) -> None:
+        """Has the memory carry the momentum of the optimizers, if it does so for these."""
+        memory = self.settings.memory
+        momentum = carried_momentum(memory, self.settings.density, self.optimizers)
+        if isinstance(memory, AutoMemory):
+            memory.carry(None if self._sends_all else momentum)
+        if momentum is None or self._sends_all:
+            return
+        self._switches = [MomentumSwitch(optimizer, hook.selected_from) for optimizer in self.optimizers]
+        names = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in self.optimizers))
+        note = f"what is held back carries the momentum (factor {momentum:.3g}), and {names} steps without"
+        if note != self._told_of_momentum:
+            _announce(f"{note}; memory='residual' leaves it to {names}")
+        self._told_of_momentum = note
+
+    def _leave_momentum(self) -> None:
+        """Leaves optimizers as they were made."""
+        for switch in self._switches:
+            switch.close()
+        self._switches = []
 
     @property
     def _ddp(self) -> DistributedDataParallel | None:

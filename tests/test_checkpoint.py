@@ -207,7 +207,7 @@ def test_what_cannot_be_restored_is_said_once_and_begins_with_nothing(tmp_path: 
         assert why in first[name][0][0]
     assert "belongs to another checkpoint" in first["mixed"][0][0]
     assert "the compressor was TopK(" in first["compressor"][0][0]
-    assert "the memory was ResidualMemory and is DGCMemory" in first["memory"][0][0]
+    assert "the memory was AutoMemory and is DGCMemory" in first["memory"][0][0]
 
 
 def _copy(source: Path, name: str, folder: Path) -> None:

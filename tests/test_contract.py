@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 
 from lightning_safusion import (
@@ -162,13 +163,20 @@ def slow_selection(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.usefixtures("slow_selection")
-def test_plain_ddp_takes_over_from_sparse_windows() -> None:
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_plain_ddp_takes_over_from_sparse_windows(adaptive: bool) -> None:
     def run(rank: int) -> tuple[dict[str, Any], list[str], int, list[Tensor]]:
         model = TinyClassifier()
+        if adaptive:  # the memory carries its momentum until then
+            model.configure_optimizers = lambda: torch.optim.AdamW(model.parameters())  # type: ignore[method-assign]  # another optimizer for this model
         strategy = SAFusionStrategy(density=0.05)
-        run = trainer(strategy, max_epochs=4)
+        carried: list[bool] = []
+        watch = LambdaCallback(on_train_batch_end=lambda *_: carried.append(bool(strategy._switches)))
+        run = trainer(strategy, max_epochs=4, callbacks=[watch])
         run.fit(model, classification())
         held = strategy.settings.memory.accumulated(0, 1).numel()
+        assert carried[0] == adaptive
+        assert not carried[-1]
         return strategy.report(), actions(strategy), held, [p.detach() for p in model.parameters()]
 
     (report, decided, held, first), (_, _, _, second) = run_launched(2, run)

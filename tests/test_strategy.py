@@ -206,11 +206,15 @@ def adam(params: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(params)
 
 
+def nadam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.NAdam(params)
+
+
 def heavy_ball(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, 0.1, momentum=0.9)
 
 
-@pytest.mark.parametrize(("memory", "optimizer"), [("dgc", adam), ("ef21", heavy_ball), ("decoupled", adam)])
+@pytest.mark.parametrize(("memory", "optimizer"), [("dgc", adam), ("ef21", heavy_ball), ("decoupled", nadam)])
 def test_a_memory_with_momentum_refuses_an_optimizer_with_momentum(tmp_path: Path, memory: str, optimizer: Any) -> None:
     model = TinyClassifier()
     model.configure_optimizers = lambda: optimizer(model.parameters())  # type: ignore[method-assign]  # another optimizer for this model
@@ -225,7 +229,7 @@ def test_which_momentum_comes_twice() -> None:
         (DGCMemory(), adam(weights)),
         (DGCMemory(), heavy_ball(weights)),
         (DGCMemory(), without[1]),  # its steps are not those of SGD
-        (DecoupledMomentum(), adam(weights)),
+        (DecoupledMomentum(), nadam(weights)),
         (EF21Memory(), adam(weights)),
         (EF21Memory(), heavy_ball(weights)),
     ]:
@@ -241,10 +245,10 @@ def test_which_momentum_comes_twice() -> None:
 
 def test_error_feedback_below_adam_is_cautioned_against() -> None:
     weights = [torch.nn.Parameter(torch.ones(2))]
-    said = caution(ResidualMemory(), 0.01, adam(weights))
+    said = caution(ResidualMemory(), 0.01, nadam(weights))
     assert said is not None
     assert "density of 0.01" in said
-    assert "memory='decoupled' with betas=(0.0, ...) for Adam" in said
+    assert "memory='decoupled' with betas=(0.0, ...) for NAdam" in said
     for memory, density, optimizer in [
         (ResidualMemory(), 0.01, heavy_ball(weights)),
         (ResidualMemory(), 0.25, adam(weights)),
@@ -284,7 +288,7 @@ def test_what_plain_ddp_would_send_of_wide_gradients_is_counted_whole() -> None:
         assert (reason is not None) == aside
 
 
-@pytest.mark.parametrize("optimizer", ["Adam", "SGD"])
+@pytest.mark.parametrize("optimizer", ["NAdam", "SGD"])
 def test_that_is_said_once_before_training(optimizer: str) -> None:
     class Model(TinyClassifier):
         def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -299,7 +303,7 @@ def test_that_is_said_once_before_training(optimizer: str) -> None:
         trainer(SAFusionStrategy(density=0.05), max_steps=2).fit(Model(), classification())
         return [text for text in said if "may end with a higher loss" in text]
 
-    assert [len(said) for said in run_launched(2, run)] == [int(optimizer == "Adam"), 0]
+    assert [len(said) for said in run_launched(2, run)] == [int(optimizer == "NAdam"), 0]
 
 
 class Different(SAFusionStrategy):

@@ -24,7 +24,7 @@ from rich.console import Console
 
 from benchmarks.convergence import ranks
 from benchmarks.convergence.pictures import save_pictures
-from benchmarks.convergence.plan import FOUR_BITS, PRESETS, SCOPES, SMALL_DENSE, STUDIES
+from benchmarks.convergence.plan import CONTENDERS, FOUR_BITS, PRESETS, SCOPES, SMALL_DENSE, STUDIES
 from benchmarks.convergence.runner import run_all
 from benchmarks.convergence.store import Run, Store
 from benchmarks.convergence.summary import Summary, markdown, summarize
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def report(summaries: Sequence[Summary], results: ranks.Results, folder: Path) -> None:
     """Prints the tables, and saves them (``table.md``), the same figures (``summary.json``) and the pictures."""
-    contests = [ranks.standings(results, each) for each in (SCOPES, FOUR_BITS, {**SCOPES, **SMALL_DENSE})]
+    contests = [ranks.standings(results, each) for each in (CONTENDERS, SCOPES, FOUR_BITS, {**SCOPES, **SMALL_DENSE})]
     standings = [contest for contest in contests if contest]
     tables = [markdown(summaries), *map(ranks.markdown, standings)]
     text = "\n\n".join(tables)

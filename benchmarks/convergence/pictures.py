@@ -11,6 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.convergence.plan import (
+    CONTENDERS,
+    DEFAULT,
     DEGREES,
     DENSE,
     DENSITIES,
@@ -19,7 +21,6 @@ from benchmarks.convergence.plan import (
     MORE_DENSITIES,
     OBSERVED,
     RANKS,
-    SCOPES,
     WEIGHED,
     WEIGHTS,
 )
@@ -28,7 +29,7 @@ from benchmarks.convergence.store import Run
 from benchmarks.convergence.summary import Summary
 from lightning_safusion.tasks import Task
 
-_COLORS = dict(zip(SCOPES, ("tab:red", "tab:cyan", "tab:blue", "tab:green"), strict=True))
+_COLORS = dict(zip(CONTENDERS, ("tab:red", "tab:cyan", "tab:blue", "tab:olive", "tab:green"), strict=True))
 _MEMORIES = {"residual": ("tab:blue", "feedback"), "none": ("tab:red", "no feedback")}
 _RUNS = 3  # of one configuration, from which on an interval says something
 _AXIS = {"accuracy": "validation accuracy", "loss": "validation loss"}
@@ -80,7 +81,7 @@ def by_density(known: Known) -> Figure | None:
 
     def draw(axes: Axes, task: Task) -> None:
         _dense(axes, known.of(task, [DENSE]))
-        for name, scheme in SCOPES.items():
+        for name, scheme in CONTENDERS.items():
             points = known.of(task, [replace(scheme, density=density) for density in DENSITIES])
             _line(axes, points, [point.scheme.density for point in points], name, _COLORS[name])
         axes.set(xscale="log", xlabel="density")
@@ -93,8 +94,8 @@ def by_bytes(known: Known) -> Figure | None:
 
     def draw(axes: Axes, task: Task) -> None:
         _dense(axes, known.of(task, [DENSE]))
-        for name, scheme in SCOPES.items():
-            densities = (*DENSITIES, *(MORE_DENSITIES if scheme == FEW_BITS else ()))
+        for name, scheme in CONTENDERS.items():
+            densities = (*DENSITIES, *(MORE_DENSITIES if scheme in (FEW_BITS, DEFAULT) else ()))
             points = known.of(task, [replace(scheme, density=density) for density in densities])
             _line(axes, points, [point.bytes_mean for point in points], name, _COLORS[name])
         ranks = known.of(task, [Scheme("powersgd", rank=rank) for rank in RANKS])
@@ -182,7 +183,7 @@ def _is_usual(scheme: Scheme) -> bool:
 
 
 def _swept(known: Known, task: Task) -> bool:
-    return bool(known.of(task, [replace(s, density=density) for s in SCOPES.values() for density in DENSITIES]))
+    return bool(known.of(task, [replace(s, density=density) for s in CONTENDERS.values() for density in DENSITIES]))
 
 
 def _panels(known: Known, title: str, tasks: Sequence[Task], draw: Callable[[Axes, Task], None]) -> Figure | None:

@@ -16,7 +16,7 @@ DENSITIES = (0.05, 0.01, 0.002)
 #: The rule of ``system="safusion"`` on small tensors.
 SMALL = 512
 DENSE = Scheme("dense")
-#: The contenders, at the density of the centre point; the last one is ``SAFusionStrategy()``.
+#: The scopes, at the density of the centre point and with the same memory.
 SCOPES = MappingProxyType(
     {
         "behind": Scheme("behind"),
@@ -35,6 +35,9 @@ FOUR_BITS = MappingProxyType(
 )
 RANKS = (1, 4, 16)
 POOLED, FEW_BITS = SCOPES["pooled"], SCOPES["pooled, 4 bits"]
+#: ``SAFusionStrategy()``.
+DEFAULT = replace(FEW_BITS, memory="auto")
+CONTENDERS = MappingProxyType({**SCOPES, "the default": DEFAULT})
 #: Densities of four bits per value beyond those of all contenders: the bytes of float32 values at a few per cent.
 MORE_DENSITIES = (0.25, 0.1)
 #: Other formats of few bits.
@@ -45,6 +48,11 @@ DECOUPLED = MappingProxyType({"memory": "decoupled", "momentum": 0.0})
 #: The same with other factors than the usual 0.9.
 FACTORS = tuple(
     MappingProxyType({**DECOUPLED, "memory": f"decoupled:momentum={momentum}"}) for momentum in (0.95, 0.98, 0.99)
+)
+#: A residual that fades, with the optimizer's momentum as it is.
+FADING = tuple(
+    MappingProxyType({"memory": memory})
+    for memory in (*(f"residual:decay={decay}" for decay in (0.8, 0.9, 0.95, 0.98, 0.99)), "clipped:factor=3.0")
 )
 #: Momentum correction, in place of the optimizer's momentum.
 CORRECTED = MappingProxyType({"memory": "dgc", "momentum": 0.0})
@@ -84,6 +92,12 @@ def _scopes() -> Configs:
 def _swept(schemes: Iterable[Scheme]) -> Configs:
     """Contenders of one study, on every task at every density."""
     return [(task, replace(scheme, density=density)) for task in MAIN for density in DENSITIES for scheme in schemes]
+
+
+def _defaults() -> Configs:
+    """What the package does when it is given a density."""
+    more = [(task, replace(DEFAULT, density=density)) for task in MAIN for density in MORE_DENSITIES]
+    return [*_swept([DEFAULT]), *more]
 
 
 def _observation_1() -> Configs:
@@ -163,12 +177,22 @@ def _memories() -> Configs:
         *(replace(scheme, **CORRECTED) for scheme in SCOPES.values()),
         *(replace(POOLED, **DECOUPLED, lr_scale=scale) for scale in (1.0, 5.0, 10.0)),
         *(replace(POOLED, **FACTORS[0], lr_scale=scale) for scale in (5.0, 10.0)),
-        *(replace(FEW_BITS, **memory, lr_scale=10.0) for memory in (DECOUPLED, FACTORS[0])),
+        *(replace(FEW_BITS, **memory, lr_scale=10.0) for memory in (DECOUPLED, *FACTORS)),
+        *(replace(FEW_BITS, density=0.1, **memory, lr_scale=10.0) for memory in (DECOUPLED, FACTORS[0])),
         *(replace(scheme, ramp=0.3) for scheme in (POOLED, FEW_BITS)),
         *(replace(scheme, dense_start=0.1) for scheme in (POOLED, FEW_BITS)),
         replace(POOLED, **CORRECTED, dense_start=0.1),
+        *(replace(FEW_BITS, **memory) for memory in FADING),
     ]
-    return [*((task, scheme) for task in (PLAIN, TASKS["bytes-lstm"]) for scheme in sparse), *_on_vision()]
+    on_both = [(task, scheme) for task in (PLAIN, TASKS["bytes-lstm"]) for scheme in sparse]
+    return [*on_both, *_on_vision(), *_on_heads()]
+
+
+def _on_heads() -> Configs:
+    """Decoupled momentum below another adaptive task."""
+    at = ((0.1, DECOUPLED), (0.1, FACTORS[0]), (0.05, FACTORS[0]), (0.01, FACTORS[1]))
+    schemes = (*(replace(FEW_BITS, density=density, **memory) for density, memory in at), replace(DENSE, momentum=0.0))
+    return [(HEADS, scheme) for scheme in schemes]
 
 
 def _on_vision() -> Configs:
@@ -197,6 +221,7 @@ def _length() -> Configs:
 STUDIES = MappingProxyType(
     {
         "scopes": _scopes(),
+        "defaults": _defaults(),
         "four-bits": _swept(FOUR_BITS.values()),
         "small-tensors": _swept(SMALL_DENSE.values()),
         "remedies": _remedies(),

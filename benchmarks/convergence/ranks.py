@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 
 import numpy as np
 
-from benchmarks.convergence.plan import DENSITIES, FEW_BITS, MAIN, MORE_DENSITIES
+from benchmarks.convergence.plan import DEFAULT, DENSITIES, FEW_BITS, MAIN, MORE_DENSITIES
 from benchmarks.convergence.scheme import Scheme
 from benchmarks.convergence.store import Run
 from benchmarks.convergence.training import Result
@@ -77,7 +77,7 @@ def _config(task: Task, scheme: Scheme) -> str:
 
 def _curve(task: Task, scheme: Scheme, seed: int, results: Results) -> dict[float, Result]:
     """A contender's results on one task with one seed by density."""
-    densities = (*DENSITIES, *(MORE_DENSITIES if scheme == FEW_BITS else ()))
+    densities = (*DENSITIES, *(MORE_DENSITIES if scheme in (FEW_BITS, DEFAULT) else ()))
     runs = {density: results.get(_config(task, replace(scheme, density=density)), {}) for density in densities}
     return {density: run[seed] for density, run in runs.items() if seed in run}
 

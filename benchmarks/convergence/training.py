@@ -134,6 +134,8 @@ def _steps(scheme: Scheme, training: VirtualTraining, averager: Averager, statis
     """Trains until the last step, or until the loss is not finite."""
     task = training.task
     optimizer = make_optimizer(task, scheme, training.params)
+    if isinstance(averager, Engines):
+        averager.carry_momentum(optimizer, training.params)
     frozen = FrozenSecondMoment(optimizer, round(scheme.frozen * task.steps))
     sampled_every = max(1, task.steps // _POINTS)
     for step in range(task.steps):

@@ -128,6 +128,8 @@ def train_curve(training: Training) -> Curve:
     lr = options.pop("lr", task.lr)
     optimizer = task.make_optimizer(virtual.params, lr, **options)
     averager = make_averager(training, virtual)
+    if isinstance(averager, Engines):
+        averager.carry_momentum(optimizer, virtual.params)
     every = max(1, task.steps // _POINTS)
     steps: list[int] = []
     metrics: list[float | None] = []

@@ -151,6 +151,11 @@ class DDPHook:
         handle = optimizer.register_step_post_hook(lambda *_: controller.stepped(indices))
         self._handles.append(handle)
 
+    def selected_from(self, param: Tensor) -> bool:
+        """Whether the latest gradient of a parameter is a mean of selected elements, not of whole gradients."""
+        report = self.controller.report
+        return report is not None and self._index.get(id(param), -1) in report.selected_from
+
     def close(self) -> None:
         """Removes every hook and forgets an open window."""
         for handle in self._handles:

@@ -176,6 +176,7 @@ class Drain:
         """
         if not places:
             return True
+        window.repaired += places
         self._warn(places)
         grads = [window.grads_of(Group(place, place + 1))[0] for place in places]
         for place, grad in zip(places, grads, strict=True):

@@ -47,6 +47,15 @@ class WindowReport:
         selected = [buffer.selected() for buffer, _ in self.window.inflight]
         return np.concatenate(selected) if selected else np.zeros(0, np.int64)
 
+    @cached_property
+    def selected_from(self) -> frozenset[int]:
+        """Registration indices of the tensors whose mean is of selected elements, not of whole gradients."""
+        sparse = np.zeros(self.window.length, bool)
+        for buffer, _ in self.window.inflight:
+            sparse[buffer.group.start : buffer.group.stop] = ~buffer.dense
+        sparse[self.window.repaired] = False
+        return frozenset(self.layout.specs[place].index for place in np.flatnonzero(sparse))
+
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank handed to the collectives."""

@@ -3,7 +3,7 @@
 from lightning_safusion.sparsify.adtopk import ADTopk
 from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier, element_quota, span_segments
 from lightning_safusion.sparsify.dgc import DGC
-from lightning_safusion.sparsify.feedback import DecoupledMomentum, NoMemory, ResidualMemory, resolve_memory
+from lightning_safusion.sparsify.feedback import AutoMemory, DecoupledMomentum, NoMemory, ResidualMemory, resolve_memory
 from lightning_safusion.sparsify.gaussiank import GaussianK
 from lightning_safusion.sparsify.identity import NoCompression
 from lightning_safusion.sparsify.memory import Memory
@@ -29,6 +29,7 @@ from lightning_safusion.sparsify.topk import TopK
 __all__ = [
     "DGC",
     "ADTopk",
+    "AutoMemory",
     "ConstantDensity",
     "DGCMemory",
     "DGCWarmup",

@@ -75,11 +75,10 @@ class ResidualMemory(Memory):
 class DecoupledMomentum(ResidualMemory):
     """A residual that is a momentum as well: what is sent is taken out of every worker's own momentum, the rest fades.
 
-    It takes the place of the optimizer's: Adam or AdamW with ``betas=(0.0, ...)``. Plain error feedback hands Adam an
-    element late, many gradients at once, and Adam's momentum goes on to repeat it; here it is sent once. What fades is
-    not conserved. An element that is sent in every step gets no more than its gradient: SGD needs ``momentum=0`` and
-    ``1 / (1 - momentum)`` times the learning rate, and ``collective="auto"`` sends no buffer dense, which would have no
-    momentum at all.
+    It takes the place of the optimizer's, which the strategy switches off for as long as Adam, AdamW or SGD update
+    parameters. Plain error feedback hands the optimizer an element late, many gradients at once, and its momentum goes
+    on to repeat it; here it is sent once. What fades is not conserved. ``collective="auto"`` sends no buffer dense,
+    which would have no momentum at all where the optimizer has none.
 
     Sources: Peng, Quesnelle, Kingma, DeMo: Decoupled Momentum Optimization, 2024, algorithm 1 (its transform and the
     sign are not part of this); Sarfi et al., Communication Efficient LLM Pre-training with SparseLoCo, 2025.
@@ -105,6 +104,29 @@ class DecoupledMomentum(ResidualMemory):
     def momentum(self) -> float:
         """The momentum factor."""
         return self.decay
+
+
+class AutoMemory(ResidualMemory):
+    """A residual, which is the optimizer's momentum as well where that has been measured to lose less.
+
+    Which that is: see :func:`lightning_safusion.momentum.carried_momentum`. The optimizer's own momentum is off then
+    for tensors that were selected from, as with :class:`DecoupledMomentum`, and on for what travels whole, so that
+    buffers may still travel as they like.
+    """
+
+    name: ClassVar[str] = "auto"
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def bind(self, edges: Sequence[int], device: torch.device) -> None:
+        super().bind(edges, device)
+        self.carry(None)
+
+    def carry(self, momentum: float | None) -> None:
+        """Lets what is held back fade by a momentum factor in every step, or, with None, stay as it is."""
+        self.decay = 1.0 if momentum is None else momentum
+        self.conserves = momentum is None
 
 
 class NoMemory(Memory):
@@ -160,12 +182,12 @@ class NoMemory(Memory):
 
 
 _MEMORIES: dict[str, type[Memory]] = {
-    memory.name: memory for memory in (ResidualMemory, DecoupledMomentum, DGCMemory, EF21Memory, NoMemory)
+    memory.name: memory for memory in (AutoMemory, ResidualMemory, DecoupledMomentum, DGCMemory, EF21Memory, NoMemory)
 }
 
 
 def resolve_memory(spec: str | Memory) -> Memory:
-    """Builds a memory from its name ("residual", "decoupled", "dgc", "ef21", "none"); a memory is returned as it is.
+    """Builds a memory from its name ("auto", "residual", "decoupled", "dgc", "ef21", "none"); others are returned.
 
     Raises:
         ValueError: If the name is unknown.

@@ -15,7 +15,8 @@ from lightning_safusion.fusion.controller import Controller
 from lightning_safusion.fusion.engine import EngineSettings, build_controller
 from lightning_safusion.fusion.layout import TensorSpec
 from lightning_safusion.metrics.figures import TensorFigures, window_figures
-from lightning_safusion.sparsify import Sparsifier
+from lightning_safusion.momentum import MomentumSwitch, carried_momentum
+from lightning_safusion.sparsify import AutoMemory, Sparsifier
 
 # Steps from one comparison of all workers' results to the next.
 _COMPARED_EVERY = 50
@@ -150,6 +151,28 @@ class Engines:
                         f"step {self._steps}: worker {rank} has another mean of {name} than worker 0: replicas would "
                         "diverge"
                     )
+
+    def carry_momentum(self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> None:
+        """Has the memories carry the optimizer's momentum, as the strategy does.
+
+        Args:
+            optimizer: Steps with what the workers get.
+            params: Its parameters, by registration index.
+        """
+        memories = [controller.generator.memory for controller in self.controllers]
+        momentum = carried_momentum(memories[0], self.controllers[0].density, [optimizer])
+        for memory in memories:
+            if isinstance(memory, AutoMemory):
+                memory.carry(momentum)
+        if momentum is None:
+            return
+        index = {id(param): place for place, param in enumerate(params)}
+
+        def carried(param: Tensor) -> bool:
+            report = self.controllers[0].report
+            return report is not None and index[id(param)] in report.selected_from
+
+        MomentumSwitch(optimizer, carried)
 
     @property
     def sparsifiers(self) -> list[Sparsifier]:

@@ -1,0 +1,311 @@
+"""The optimizer's momentum, carried by the memory: when, what a step does then, and what everybody else sees of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
+
+from lightning_safusion import SAFusionStrategy
+from lightning_safusion.momentum import MomentumSwitch, carried_momentum
+from lightning_safusion.parameters import caution, refuse_double_momentum
+from lightning_safusion.sparsify import AutoMemory, DecoupledMomentum, DGCMemory, Memory, ResidualMemory
+from lightning_safusion.sparsify.schedule import ConstantDensity, DensitySchedule, LinearRamp
+from tests.models import TinyClassifier, classification, trainer
+from tests.process_group import run_launched, run_ranks
+from tests.resume import At, StepModel, parameters, run, saving
+from tests.test_checkpoint import ours
+
+Make = Callable[[Any], Optimizer]
+
+
+class Derived(Adam):
+    """Of a class that may do anything in its step."""
+
+
+def of(make: Make) -> Optimizer:
+    return make([nn.Parameter(torch.ones(3))])
+
+
+def groups(*betas: float) -> Make:
+    return lambda params: Adam([{"params": [nn.Parameter(torch.ones(2))], "betas": (b, 0.99)} for b in betas])
+
+
+@pytest.mark.parametrize(
+    ("memory", "density", "makes", "factor"),
+    [
+        (AutoMemory(), 0.1, [AdamW], 0.9),
+        (AutoMemory(), 0.05, [Adam], 0.95),  # as long as an element waits
+        (AutoMemory(), 0.001, [AdamW], 0.99),  # and no longer than has been tried
+        (AutoMemory(), 0.25, [lambda p: AdamW(p, betas=(0.5, 0.999))], 0.75),
+        (AutoMemory(), 0.1, [lambda p: AdamW(p, betas=(0.95, 0.999)), Adam], 0.95),
+        (AutoMemory(), 0.1, [groups(0.9, 0.97)], 0.97),
+        (AutoMemory(), 0.01, [lambda p: SGD(p, 0.1, momentum=0.9, nesterov=True)], 0.99),
+        (AutoMemory(), 0.01, [AdamW, lambda p: SGD(p, 0.1, momentum=0.9)], 0.99),
+        # where it stays with the optimizer
+        (AutoMemory(), 0.3, [AdamW], None),
+        (AutoMemory(), 0.05, [lambda p: SGD(p, 0.1, momentum=0.9)], None),
+        (AutoMemory(), 0.05, [AdamW, lambda p: SGD(p, 0.1, momentum=0.9)], None),
+        (AutoMemory(), 0.01, [lambda p: SGD(p, 0.1)], None),
+        (AutoMemory(), 0.01, [lambda p: SGD(p, 0.1, momentum=0.9, dampening=0.5)], None),
+        (AutoMemory(), 0.1, [lambda p: AdamW(p, betas=(0.0, 0.999))], None),
+        (AutoMemory(), 0.1, [groups(0.9, 0.0)], None),
+        (AutoMemory(), 0.1, [NAdam], None),
+        (AutoMemory(), 0.1, [Derived], None),
+        (AutoMemory(), 0.1, [AdamW, NAdam], None),
+        (AutoMemory(), 0.1, [], None),
+        (AutoMemory(), LinearRamp(0.3, 0.05, 7), [AdamW], None),
+        (ResidualMemory(), 0.1, [AdamW], None),
+        (DGCMemory(), 0.1, [lambda p: SGD(p, 0.1)], None),
+        # asked for by name
+        (DecoupledMomentum(0.8), 0.5, [AdamW], 0.8),
+        (DecoupledMomentum(0.8), LinearRamp(0.3, 0.05, 7), [lambda p: SGD(p, 0.1, momentum=0.9)], 0.8),
+        (DecoupledMomentum(0.8), 0.1, [lambda p: SGD(p, 0.1)], None),  # there is nothing to switch off
+    ],
+)
+def test_whose_momentum_it_is(
+    memory: Memory, density: float | DensitySchedule, makes: list[Make], factor: float | None
+) -> None:
+    schedule = ConstantDensity(density) if isinstance(density, float) else density
+    assert carried_momentum(memory, schedule, [of(make) for make in makes]) == factor
+
+
+def test_a_capturable_momentum_stays_with_its_optimizer() -> None:
+    optimizer = of(lambda p: Adam(p, betas=(torch.tensor(0.9), torch.tensor(0.99)), capturable=True, foreach=False))
+    assert carried_momentum(AutoMemory(), ConstantDensity(0.1), [optimizer]) is None
+
+
+def test_decoupled_momentum_takes_the_place_of_what_it_knows_only() -> None:
+    for make in (Adam, AdamW, lambda p: SGD(p, 0.1, momentum=0.9)):
+        refuse_double_momentum(DecoupledMomentum(), of(make))
+    with pytest.raises(MisconfigurationException, match=r"NAdam would apply it again.*betas=\(0.0, ...\)"):
+        refuse_double_momentum(DecoupledMomentum(), of(NAdam))
+    with pytest.raises(MisconfigurationException, match="SGD would apply it again"):
+        refuse_double_momentum(DecoupledMomentum(), of(lambda p: SGD(p, 0.1, momentum=0.9, dampening=0.5)))
+
+
+def test_who_is_cautioned_says_what_helps() -> None:
+    assert caution(AutoMemory(), 0.1, of(AdamW), carried=True) is None
+    unknown = caution(AutoMemory(), 0.1, of(NAdam))
+    assert unknown is not None
+    assert "memory='decoupled' with betas=(0.0, ...) for NAdam" in unknown
+    known = caution(ResidualMemory(), 0.1, of(AdamW))
+    assert known is not None
+    assert "memory='decoupled', or a density of 0.25" in known
+
+
+# --- steps ----------------------------------------------------------------------------------------------------------
+
+
+def steps(make: Make, count: int, carried: Callable[[int], bool] | None, closures: bool = False) -> list[Tensor]:
+    """Three parameters after some steps with gradients that depend on nothing."""
+    generator = torch.Generator().manual_seed(0)
+    params = [nn.Parameter(torch.linspace(-1, 1, 8)) for _ in range(3)]
+    optimizer = make(params)
+    if carried is not None:
+        MomentumSwitch(optimizer, lambda param: carried([p is param for p in params].index(True)))
+    for number in range(count):
+        for param in params:
+            param.grad = torch.randn(8, generator=generator)
+        if not closures:
+            optimizer.step()
+        elif number % 2:
+            optimizer.step(lambda: 0.0)
+        else:
+            optimizer.step(closure=lambda: 0.0)
+    return [param.detach() for param in params]
+
+
+RATES = {"lr": 0.02, "weight_decay": 0.1}
+MAKES: dict[str, tuple[Make, Make]] = {
+    "AdamW": (lambda p: AdamW(p, **RATES), lambda p: AdamW(p, betas=(0.0, 0.999), **RATES)),
+    "Adam, one by one": (lambda p: Adam(p, foreach=False), lambda p: Adam(p, betas=(0.0, 0.999), foreach=False)),
+    "AMSGrad": (lambda p: Adam(p, amsgrad=True), lambda p: Adam(p, betas=(0.0, 0.999), amsgrad=True)),
+    "SGD": (
+        lambda p: SGD(p, momentum=0.9, nesterov=True, **RATES),
+        lambda p: SGD(p, **{**RATES, "lr": RATES["lr"] / (1.0 - 0.9)}),
+    ),
+    "fused SGD": (
+        lambda p: SGD(p, momentum=0.5, fused=True, **RATES),
+        lambda p: SGD(p, fused=True, **{**RATES, "lr": RATES["lr"] / 0.5}),
+    ),
+}
+
+
+@pytest.mark.parametrize("closures", [False, True])
+@pytest.mark.parametrize("name", MAKES)
+def test_a_step_has_no_momentum_for_what_is_carried_and_its_own_for_the_rest(name: str, closures: bool) -> None:
+    with_it, without = MAKES[name]
+    own, none = steps(with_it, 6, None), steps(without, 6, None)
+    some = steps(with_it, 6, lambda index: index != 1, closures)
+    for index, (mine, theirs) in enumerate(zip(some, [none[0], own[1], none[2]], strict=True)):
+        assert torch.equal(mine, theirs), index
+    assert not torch.equal(own[0], none[0])
+    for mine, theirs in zip(steps(with_it, 6, lambda _: False, closures), own, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("make", [AdamW, lambda p: SGD(p, 0.1, momentum=0.9)])
+def test_only_the_update_sees_another_optimizer(make: Make) -> None:
+    params = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizer = make(params)
+    before = deepcopy(optimizer.state_dict()["param_groups"])
+    switch = MomentumSwitch(optimizer, lambda param: param is params[0])
+    seen = []
+
+    def closure() -> float:
+        seen.append(deepcopy(optimizer.state_dict()["param_groups"]))
+        optimizer.param_groups[0]["lr"] = 0.5  # as a warm-up in a training step would
+        for param in params:
+            param.grad = torch.ones(3)
+        return 1.0
+
+    assert optimizer.step(closure) == 1.0
+    assert seen == [before]
+    assert optimizer.state_dict()["param_groups"] == [{**before[0], "lr": 0.5}]
+    switch.close()
+    optimizer.step()
+    assert len(optimizer._optimizer_step_pre_hooks) == len(optimizer._optimizer_step_post_hooks) == 0
+
+
+def test_an_error_in_a_step_leaves_the_optimizer_as_it_was_made() -> None:
+    param = nn.Parameter(torch.ones(3))
+    optimizer = AdamW([param])
+    made = optimizer.param_groups
+    switch = MomentumSwitch(optimizer, lambda _: True)
+
+    def stop() -> float:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step(stop)
+    assert optimizer.param_groups is made
+    param.grad = torch.ones(3).to_sparse()
+    with pytest.raises(RuntimeError, match="sparse gradients"):
+        optimizer.step()
+    assert optimizer.param_groups is not made
+    switch.restore()
+    assert optimizer.param_groups is made
+    with pytest.raises(RuntimeError, match="sparse gradients"):
+        optimizer.step()
+    param.grad = torch.ones(3)
+    optimizer.step()  # not from the groups that the error has left
+    assert optimizer.param_groups is made
+
+
+def test_a_schedule_of_the_momentum_goes_on() -> None:
+    param = nn.Parameter(torch.ones(3))
+    optimizer = AdamW([param])
+    MomentumSwitch(optimizer, lambda _: True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=6)
+    found = []
+    for _ in range(5):
+        param.grad = torch.ones(3)
+        optimizer.step()
+        schedule.step()
+        found.append(optimizer.param_groups[0]["betas"][0])
+    assert min(found) < 0.9 < max(found)
+    assert torch.equal(optimizer.state[param]["exp_avg"], torch.ones(3))  # the latest gradient, and no other
+
+
+# --- training -------------------------------------------------------------------------------------------------------
+
+SPARSE: dict[str, Any] = {"density": 0.1, "collective": "allgather"}
+
+
+def adamw(beta1: float) -> TinyClassifier:
+    model = TinyClassifier()
+    model.temperature.requires_grad_(False)  # one element travels whole, and keeps its momentum
+    model.configure_optimizers = lambda: AdamW(model.parameters(), 0.01, betas=(beta1, 0.99))  # type: ignore[method-assign]  # another optimizer for this model
+    return model
+
+
+def fitted(model: TinyClassifier, **options: Any) -> tuple[list[Tensor], Any]:
+    job = trainer(SAFusionStrategy(**(SPARSE | options)), max_epochs=2)
+    job.fit(model, classification())
+    groups = [{**group, "params": None} for group in job.optimizers[0].param_groups]
+    return [param.detach() for param in model.parameters()], groups
+
+
+def test_the_default_carries_the_momentum_of_adamw(caplog: pytest.LogCaptureFixture) -> None:
+    def both(rank: int) -> Any:
+        with caplog.at_level(logging.INFO):
+            (default, groups), said = fitted(adamw(0.9)), caplog.text
+        explicit = fitted(adamw(0.0), memory=DecoupledMomentum(0.9), wire="q4", quota="pooled")[0]
+        named = fitted(adamw(0.9), memory="decoupled")[0]
+        plain = fitted(adamw(0.9), memory="residual")[0]
+        return default, explicit, named, plain, groups, said
+
+    first, second = run_launched(2, both)
+    default, explicit, named, plain, groups, said = first
+    for weights in zip(default, explicit, named, second[0], strict=True):
+        assert all(torch.equal(weights[0], other) for other in weights)
+    assert not all(torch.equal(a, b) for a, b in zip(default, plain, strict=True))
+    assert groups[0]["betas"] == (0.9, 0.99)
+    assert "what is held back carries the momentum (factor 0.9), and AdamW steps without" in said
+    assert said.count("carries the momentum") == 1
+
+
+def test_what_travels_whole_keeps_the_momentum_of_its_optimizer() -> None:
+    def weights(rank: int) -> Any:
+        everything = {"dense": ["*"], "collective": "allgather"}
+        return fitted(adamw(0.9), **everything)[0], fitted(adamw(0.9), memory="residual", **everything)[0]
+
+    carried, plain = run_launched(2, weights)[0]
+    assert all(torch.equal(a, b) for a, b in zip(carried, plain, strict=True))
+
+
+class Steps(StepModel):
+    """With AdamW."""
+
+    def configure_optimizers(self) -> Optimizer:
+        return AdamW(self.parameters(), self.lr)
+
+
+def _resumed(rank: int, folder: Path) -> Any:
+    results = []
+    for name, make, density in (("adamw", Steps, 0.1), ("sgd", StepModel, 0.02)):
+        path = folder / f"{name}.ckpt"
+        options = {"density": density, "memory": "auto", "collective": None}
+        whole = run(ours(**options), 9, saving(path, 4), model=make(), deterministic=True)
+        resumed = run(ours(**options), 9, ckpt=path, model=make(), deterministic=True)
+        group = torch.load(path, weights_only=True)["optimizer_states"][0]["param_groups"][0]
+        same = all(torch.equal(a, b) for a, b in zip(parameters(whole), parameters(resumed), strict=True))
+        results.append((same, group.get("betas", (group.get("momentum"),))[0], len(whole.strategy._switches)))
+    return results
+
+
+def test_a_resumed_run_carries_on_and_its_checkpoint_has_the_optimizer_as_made(tmp_path: Path) -> None:
+    for results in run_ranks(2, _resumed, tmp_path, timeout=120):
+        assert results == [(True, 0.9, 0), (True, 0.9, 0)]
+
+
+def _interrupted(rank: int) -> Any:
+    model = Steps()
+    forward = model.training_step
+    seen: list[Any] = []
+
+    def step(batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 3:
+            raise ValueError("boom")
+        return forward(batch, batch_idx)
+
+    model.training_step = step  # type: ignore[method-assign]
+    during = At(2, lambda job: seen.append(len(job.strategy._switches)))
+    with pytest.raises(ValueError, match="boom"):
+        run(ours(memory="auto"), 9, during, model=model)
+    optimizer = model.optimizers(use_pl_optimizer=False)
+    assert isinstance(optimizer, Optimizer)
+    return seen, optimizer.param_groups[0]["betas"][0], len(optimizer._optimizer_step_pre_hooks)
+
+
+def test_a_failed_fit_leaves_the_optimizer_as_it_was_made() -> None:
+    assert run_ranks(2, _interrupted) == [([1], 0.9, 0)] * 2
