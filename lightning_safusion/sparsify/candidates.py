@@ -11,6 +11,7 @@ import numpy as np
 from lightning_safusion.sparsify.pieces import lengths_between
 from lightning_safusion.sparsify.view import MAGNITUDE_BITS
 
+_ONE_BY_ONE = 32  # segments up to this number are looked at one by one
 _FEW_WORDS = 4 / 7  # of the words of a mask: what a tenth of true places touches
 
 
@@ -43,6 +44,21 @@ class Candidates:
         """Which of them have bits above the floor (int32 [A]) of their segment, and how many of each segment."""
         places = (self.bits > floors.repeat(self.counts)).nonzero()[0]
         return places, lengths_between(places.searchsorted(self.stops))
+
+    def counts_above(self, floors: np.ndarray, known: tuple[np.ndarray, np.ndarray] | None) -> np.ndarray:
+        """How many of each segment have bits above the floor (int32 [A]) of their segment.
+
+        Args:
+            floors: int32 [A].
+            known: Floors for which that is known already, and the numbers (int64 [A]).
+        """
+        if known is None or len(changed := np.flatnonzero(floors != known[0])) > _ONE_BY_ONE:
+            return self.places_above(floors)[1]
+        counts, stops = known[1].copy(), self.stops
+        for place in changed.tolist():
+            mine = self.bits[stops[place] - self.counts[place] : stops[place]]
+            counts[place] = np.count_nonzero(mine > floors[place])
+        return counts
 
 
 class Swept(NamedTuple):

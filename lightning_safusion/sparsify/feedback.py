@@ -38,10 +38,15 @@ class ResidualMemory(Memory):
         self._residual = Flat(edges, device)
 
     def compensate(self, ids: Sequence[int], grads: Sequence[Tensor], dense: Sequence[bool], norms: Tensor) -> None:
-        views = self._residual.of(ids)
-        if self.decay != 1:
+        views, added = self._residual.of(ids), as_float32(grads)
+        if self.decay == 1:
+            torch._foreach_add_(views, added)
+        elif self._residual.data.is_cpu:
+            for view, grad in zip(views, added, strict=True):
+                torch.add(grad, view, alpha=self.decay, out=view)  # one pass over memory in place of two
+        else:
             torch._foreach_mul_(views, self.decay)
-        torch._foreach_add_(views, as_float32(grads))
+            torch._foreach_add_(views, added)
 
     def accumulated(self, start: int, stop: int) -> Tensor:
         return self._residual.data[start:stop]

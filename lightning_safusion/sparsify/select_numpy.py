@@ -54,6 +54,7 @@ class NumpyView(SegmentedView):
         self._floats: np.ndarray = x.detach().numpy()
         self._bits: np.ndarray = self._floats.view(np.int32)
         self._swept: Swept | None = None
+        self._counted: tuple[np.ndarray, np.ndarray] | None = None  # the latest floors, and elements above them
 
     # -- statistics ------------------------------------------------------------------------------------------------
 
@@ -101,7 +102,11 @@ class NumpyView(SegmentedView):
 
     def count_above(self, thresholds: Tensor) -> Tensor:
         floors = self._floors(thresholds)
-        return self._per_segment(self._swept_down_to(floors).found.places_above(floors)[1])
+        swept = self._swept_down_to(floors)
+        # whoever looks for a threshold changes few segments in the end
+        counts = swept.found.counts if swept.floors is floors else swept.found.counts_above(floors, self._counted)
+        self._counted = floors, counts
+        return self._per_segment(counts)
 
     def tail_moments(self, thresholds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         limits = self._active(thresholds)

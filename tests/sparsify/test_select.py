@@ -118,6 +118,22 @@ def test_kth_largest_and_counts_agree_with_a_sort(backend: type[SegmentedView], 
             assert recounted[s] == (magnitude > thresholds[s]).sum()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("seed", range(5))
+def test_counts_stay_true_while_a_few_thresholds_move(backend: type[SegmentedView], seed: int) -> None:
+    x, segments = random_case(seed)
+    view, rng = backend(x, segments), np.random.default_rng(seed)
+    thresholds = torch.ones(len(segments))
+    for _ in range(12):
+        thresholds[rng.integers(len(segments), size=rng.integers(1, 3))] = float(rng.choice([0.0, 0.4, 0.9, 1.7, 3.0]))
+        counts = view.count_above(thresholds)
+        for s, quota in enumerate(segments.quotas.tolist()):
+            if quota:
+                magnitude = x[segments.edges[s] : segments.edges[s + 1]].abs()
+                assert counts[s] == (magnitude > thresholds[s]).sum()
+    check(view.take(thresholds), x, exact_take(x, segments, thresholds.tolist()))
+
+
 def test_kth_largest_of_rank_zero_is_infinite_and_beats_the_quota() -> None:
     x, segments = torch.randn(60_000), cut([20_000, 40_000], [100, 100])
     for backend in (NumpyView, TorchView):
