@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from lightning_safusion.sparsify.pieces import lengths_between
+from lightning_safusion.sparsify.pieces import BLOCK, Piece, lengths_between
 from lightning_safusion.sparsify.view import MAGNITUDE_BITS
 
-_ONE_BY_ONE = 32  # segments up to this number are looked at one by one
+ONE_BY_ONE = 32  # segments up to this number are looked at one by one
 _FEW_WORDS = 4 / 7  # of the words of a mask: what a tenth of true places touches
 
 
@@ -45,16 +47,49 @@ class Candidates:
         places = (self.bits > floors.repeat(self.counts)).nonzero()[0]
         return places, lengths_between(places.searchsorted(self.stops))
 
-    def counts_above(self, floors: np.ndarray, known: tuple[np.ndarray, np.ndarray] | None) -> np.ndarray:
+    def above(self, floors: np.ndarray, swept: np.ndarray) -> Candidates:
+        """Those with bits above the floor (int32 [A]) of their segment.
+
+        Args:
+            floors: int32 [A], none below those of ``swept``.
+            swept: int32 [A], floors that all of them are above.
+        """
+        changed = np.flatnonzero(floors != swept)
+        if len(changed) > ONE_BY_ONE:
+            places, counts = self.places_above(floors)
+            return Candidates(self.indices.take(places), self.signed.take(places), counts)
+        return self.cut(changed, lambda place, bits: (bits > floors[place]).nonzero()[0])
+
+    def cut(self, segments: np.ndarray, keep: Callable[[int, np.ndarray], np.ndarray]) -> Candidates:
+        """Leaves some of the candidates of a few segments out.
+
+        Args:
+            segments: int64, ascending.
+            keep: Takes a segment and the bits of its candidates, and gives the ascending places of those that stay.
+        """
+        counts, parts, done = self.counts.copy(), [], 0
+        for place in segments.tolist():
+            start, stop = self.stops[place] - self.counts[place], self.stops[place]
+            kept = keep(place, self.bits[start:stop])
+            counts[place] = len(kept)
+            parts += [slice(done, start), kept + start]
+            done = stop
+        parts.append(slice(done, None))
+        indices = np.concatenate([self.indices[part] for part in parts])
+        return Candidates(indices, np.concatenate([self.signed[part] for part in parts]), counts)
+
+    def counts_above(self, floors: np.ndarray, known: np.ndarray, numbers: np.ndarray) -> np.ndarray:
         """How many of each segment have bits above the floor (int32 [A]) of their segment.
 
         Args:
             floors: int32 [A].
-            known: Floors for which that is known already, and the numbers (int64 [A]).
+            known: int32 [A], floors for which that is known already.
+            numbers: int64 [A], how many those are.
         """
-        if known is None or len(changed := np.flatnonzero(floors != known[0])) > _ONE_BY_ONE:
+        changed = np.flatnonzero(floors != known)
+        if len(changed) > ONE_BY_ONE:
             return self.places_above(floors)[1]
-        counts, stops = known[1].copy(), self.stops
+        counts, stops = numbers.copy(), self.stops
         for place in changed.tolist():
             mine = self.bits[stops[place] - self.counts[place] : stops[place]]
             counts[place] = np.count_nonzero(mine > floors[place])
@@ -85,6 +120,36 @@ def true_places(mask: np.ndarray) -> np.ndarray:
     inside &= 7
     places += inside
     return places
+
+
+class _Scratch(threading.local):
+    """A block of each thread, in its cache: fresh memory for every block would be mapped, faulted in and unmapped."""
+
+    def __init__(self) -> None:
+        self.bits = np.empty(BLOCK, np.int32)
+        self.mask = np.empty(BLOCK, np.bool_)
+
+
+_scratch = _Scratch()
+
+
+def read_above(span: np.ndarray, piece: Piece, floors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Positions and bits of the elements of a piece above the floors, while it is in the cache.
+
+    Args:
+        span: int32 [N], bits of the elements.
+        piece: Of the span.
+        floors: int32 [A], of the active segments.
+    """
+    block = span[piece.start : piece.stop]
+    size, mask = len(block), _scratch.mask[: -(-len(block) // 8) * 8]
+    bits = np.bitwise_and(block, MAGNITUDE_BITS, out=_scratch.bits[:size])
+    np.greater(bits, piece.spread(floors), out=mask[:size])
+    mask[size:] = False
+    places = true_places(mask)
+    signed = block.take(places)
+    places += piece.start
+    return places, signed
 
 
 def order_floors(thresholds: np.ndarray, inclusive: bool) -> np.ndarray:

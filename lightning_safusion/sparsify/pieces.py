@@ -12,6 +12,7 @@ from lightning_safusion.sparsify.base import Segments
 
 BLOCK = 1 << 16  # elements of a block
 SMALL = 1 << 14  # segments up to this size share blocks, and are never sampled
+_FEW = 1 / 8  # of the elements
 _ROW = 1 << 10  # elements whose squares are added by one dot product
 _MAXIMA_PER_RANK = 2  # sub-blocks for every element looked for: costs about a quarter more candidates than needed
 
@@ -109,6 +110,13 @@ class Pieces:
     def large(self) -> list[int]:
         """Places of the segments that have pieces of their own."""
         return np.flatnonzero(self.stops - self.starts > SMALL).tolist()
+
+    @cached_property
+    def few_small(self) -> np.ndarray:
+        """bool [A], small segments with a quota, if they have a small share of the elements; otherwise none."""
+        sizes = self.stops - self.starts
+        small = (sizes <= SMALL) & ~self.idle
+        return small & (sizes[small].sum() < _FEW * sizes.sum())
 
     @cached_property
     def sub_blocks(self) -> SubBlocks:

@@ -8,7 +8,6 @@ cut.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -16,10 +15,16 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.sparsify.base import Segments, Selection
-from lightning_safusion.sparsify.candidates import Candidates, Swept, largest_first, order_floors, true_places
+from lightning_safusion.sparsify.candidates import (
+    ONE_BY_ONE,
+    Candidates,
+    Swept,
+    largest_first,
+    order_floors,
+    read_above,
+)
 from lightning_safusion.sparsify.pieces import (
     BLOCK,
-    Piece,
     Pieces,
     SubBlocks,
     add_counts,
@@ -31,18 +36,8 @@ from lightning_safusion.sparsify.pieces import (
 from lightning_safusion.sparsify.sampling import common_floor, guessed_floor
 from lightning_safusion.sparsify.view import MAGNITUDE_BITS, SegmentedView
 
+_NEXT = 0.5  # of a threshold that lets too little through
 _SORTED_TOGETHER = 1 << 11  # candidate lists up to this length are ordered by one common sort
-
-
-class _Scratch(threading.local):
-    """A block of each thread, in its cache: fresh memory for every block would be mapped, faulted in and unmapped."""
-
-    def __init__(self) -> None:
-        self.bits = np.empty(BLOCK, np.int32)
-        self.mask = np.empty(BLOCK, np.bool_)
-
-
-_scratch = _Scratch()
 
 
 class NumpyView(SegmentedView):
@@ -102,9 +97,12 @@ class NumpyView(SegmentedView):
 
     def count_above(self, thresholds: Tensor) -> Tensor:
         floors = self._floors(thresholds)
+        if self._swept is None and (few := self._layout.few_small).any():
+            # the next threshold may be lower where few elements are to be found: that shall not read their piece again
+            self._swept_down_to(np.where(few, np.minimum(floors, self._floors(_NEXT * thresholds)), floors))
         swept = self._swept_down_to(floors)
         # whoever looks for a threshold changes few segments in the end
-        counts = swept.found.counts if swept.floors is floors else swept.found.counts_above(floors, self._counted)
+        counts = swept.found.counts_above(floors, *(self._counted or (swept.floors, swept.found.counts)))
         self._counted = floors, counts
         return self._per_segment(counts)
 
@@ -204,10 +202,7 @@ class NumpyView(SegmentedView):
     def _above(self, floors: np.ndarray) -> Candidates:
         """The elements with bits above the floors (int32 [A]) of their segments."""
         swept = self._swept_down_to(floors)
-        if swept.floors is floors:
-            return swept.found
-        places, counts = swept.found.places_above(floors)
-        return Candidates(swept.found.indices.take(places), swept.found.signed.take(places), counts)
+        return swept.found if swept.floors is floors else swept.found.above(floors, swept.floors)
 
     def _swept_down_to(self, floors: np.ndarray) -> Swept:
         """At least the elements with bits above the floors; reads the span only where no floor was as low so far."""
@@ -222,7 +217,7 @@ class NumpyView(SegmentedView):
     def _sweep(self, floors: np.ndarray, changed: list[bool], known: list[tuple[np.ndarray, np.ndarray]]) -> Swept:
         """Reads the pieces with a segment whose floor has changed, and keeps what is known of the others."""
         parts = [
-            self._read(piece, floors) if any(changed[piece.first : piece.last]) else known[at]
+            read_above(self._bits, piece, floors) if any(changed[piece.first : piece.last]) else known[at]
             for at, piece in enumerate(self._layout.pieces)
         ]
         # one piece is the common case of small tensors, and no piece that of a span without quotas
@@ -232,18 +227,6 @@ class NumpyView(SegmentedView):
             indices = np.concatenate([np.empty(0, np.int64), *(part for part, _ in parts)])
             signed = np.concatenate([np.empty(0, np.int32), *(bits for _, bits in parts)])
         return Swept(floors, parts, self._listed(indices, signed))
-
-    def _read(self, piece: Piece, floors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Positions and bits of the elements of a piece above the floors, while it is in the cache."""
-        block = self._bits[piece.start : piece.stop]
-        size, mask = len(block), _scratch.mask[: -(-len(block) // 8) * 8]
-        bits = np.bitwise_and(block, MAGNITUDE_BITS, out=_scratch.bits[:size])
-        np.greater(bits, piece.spread(floors), out=mask[:size])
-        mask[size:] = False
-        places = true_places(mask)
-        signed = block.take(places)
-        places += piece.start
-        return places, signed
 
     def _listed(self, indices: np.ndarray, signed: np.ndarray | None = None) -> Candidates:
         """Ascending positions as candidates."""
@@ -318,7 +301,11 @@ class NumpyView(SegmentedView):
 
     def _trim(self, found: Candidates) -> Selection:
         """Cuts segments with more candidates than their quota to the largest, at equal magnitude the first."""
-        if not (found.counts > self._layout.quotas).any():
+        quotas = self._layout.quotas
+        over = np.flatnonzero(found.counts > quotas)
+        if len(over) <= ONE_BY_ONE:
+            if len(over):
+                found = found.cut(over, lambda place, bits: largest_first(bits, int(quotas[place])))
             return _selection(found.indices, found.signed)
         kept = self._kept(found)
         return _selection(found.indices.take(kept), found.signed.take(kept))
