@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
@@ -28,12 +30,12 @@ def momenta_of(optimizer: Optimizer) -> list[float] | None:
     groups = optimizer.param_groups
     if type(optimizer) not in (Adam, AdamW, SGD) or any(group.get("dampening") for group in groups):
         return None
-    momenta = [_own_momentum(group) for group in groups]
-    return None if any(isinstance(momentum, Tensor) for momentum in momenta) else momenta
+    momenta = [momentum for momentum in map(_own_momentum, groups) if not isinstance(momentum, Tensor)]
+    return momenta if len(momenta) == len(groups) and all(0 <= momentum < 1 for momentum in momenta) else None
 
 
-def _own_momentum(group: Group) -> float:
-    momentum: float = group["betas"][0] if "betas" in group else group["momentum"]
+def _own_momentum(group: Group) -> float | Tensor:
+    momentum: float | Tensor = group["betas"][0] if "betas" in group else group["momentum"]
     return momentum
 
 
@@ -42,7 +44,7 @@ def carried_momentum(memory: Memory, density: DensitySchedule, optimizers: Seque
 
     ``memory="decoupled"`` always does so. ``memory="auto"`` where that has been measured to lose less: Adam and AdamW
     at constant densities of up to a quarter, SGD up to 2 %, if all optimizers are of these and have a momentum. It
-    remembers for as long as an element waits on average, if that is longer than the optimizer would.
+    remembers for twice as long as an element waits on average, if that is longer than the optimizer would.
 
     Args:
         memory: Error feedback.
@@ -58,7 +60,7 @@ def carried_momentum(memory: Memory, density: DensitySchedule, optimizers: Seque
     bounds = [_SGD_UP_TO if type(optimizer) is SGD else _ADAPTIVE_UP_TO for optimizer in optimizers]
     if not own or None in known or not all(own) or density.density > min(bounds):
         return None
-    return max(*own, min(1.0 - density.density, _LONGEST))
+    return max(*own, min(1.0 - density.density / 2, _LONGEST))
 
 
 class MomentumSwitch:
@@ -66,7 +68,7 @@ class MomentumSwitch:
 
     Only while parameters are updated: training steps, schedules, loggers and checkpoints see the optimizer as it was
     made. SGD makes ``1 / (1 - momentum)`` steps of every gradient with its momentum, and one without: its learning rate
-    is that much larger meanwhile.
+    is that much larger meanwhile. A momentum that comes back begins from nothing: what was sent has been used.
 
     Args:
         optimizer: Adam, AdamW or SGD.
@@ -76,13 +78,16 @@ class MomentumSwitch:
     def __init__(self, optimizer: Optimizer, carried: Callable[[Tensor], bool]) -> None:
         self._optimizer, self._carried = optimizer, carried
         self._groups: list[Group] | None = None  # as they were made, while others are in their place
-        self._handles = [
-            optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(lambda *_: self.restore()),
-        ]
+        self._gone: dict[int, Tensor] = {}  # parameters that made their latest step without their own momentum
+        after = optimizer.register_step_post_hook(lambda *_: self.restore())
+        # others shall see the groups as they were made
+        cast("OrderedDict[int, Any]", optimizer._optimizer_step_post_hooks).move_to_end(after.id, last=False)
+        self._handles = [optimizer.register_step_pre_hook(self._before), after]
 
+    @torch.compiler.disable
     def _before(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """Has the momentum off once the closure, which is the training step in Lightning, has returned."""
+        self.restore()  # where a step has ended with an error
         given = len(args) > 1  # the first is the optimizer
         closure = args[1] if given else kwargs.get("closure")
         if closure is None:
@@ -98,8 +103,8 @@ class MomentumSwitch:
             return (args[0], closure_first, *args[2:]), kwargs
         return args, {**kwargs, "closure": closure_first}
 
+    @torch.compiler.disable
     def _switch(self) -> None:
-        self.restore()
         self._groups = self._optimizer.param_groups
         self._optimizer.param_groups = [part for group in self._groups for part in self._parts(group)]
 
@@ -107,25 +112,88 @@ class MomentumSwitch:
         """The parameters of a group with their own momentum, and those without."""
         own = _own_momentum(group)
         carried = [bool(own) and self._carried(param) for param in group["params"]]
-        if not all(carried):
-            yield {**group, "params": [p for p, gone in zip(group["params"], carried, strict=True) if not gone]}
-        if not any(carried):
+        keep = [param for param, gone in zip(group["params"], carried, strict=True) if not gone]
+        gone = [param for param, gone in zip(group["params"], carried, strict=True) if gone]
+        if keep or not gone:
+            for param in keep:
+                if self._gone.pop(id(param), None) is not None:
+                    self._forget(param)
+            self._complete(group, keep)
+            yield {**group, "params": keep}
+        if not gone:
             return
-        params = [p for p, gone in zip(group["params"], carried, strict=True) if gone]
+        for param in gone:
+            if id(param) not in self._gone:
+                self._forget(param)
+                self._gone[id(param)] = param
         if "betas" in group:
-            yield {**group, "params": params, "betas": (0.0, group["betas"][1])}
+            yield {**group, "params": gone, "betas": (0.0, group["betas"][1])}
+        else:
+            yield {**group, "params": gone, "momentum": 0.0, "nesterov": False, "lr": group["lr"] / (1.0 - own)}
+
+    def _forget(self, param: Tensor) -> None:
+        """Empties the momentum of a parameter."""
+        state = self._optimizer.state.get(param, {})
+        for name in ("exp_avg", "momentum_buffer"):
+            if isinstance(state.get(name), Tensor):
+                state[name].zero_()
+
+    def _complete(self, group: Group, params: Sequence[Tensor]) -> None:
+        """Gives all parameters a buffer if some have one, which fused SGD insists on."""
+        if not group.get("fused") or not group.get("momentum"):
             return
-        for param in params:
-            self._optimizer.state.get(param, {}).pop("momentum_buffer", None)  # old, if it is ever used again
-        yield {**group, "params": params, "momentum": 0.0, "nesterov": False, "lr": group["lr"] / (1.0 - own)}
+        states = [self._optimizer.state[param] for param in params]
+        if any(state.get("momentum_buffer") is not None for state in states):
+            for param, state in zip(params, states, strict=True):
+                if state.get("momentum_buffer") is None:
+                    state["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.preserve_format)
 
     def restore(self) -> None:
-        """Puts the optimizer's groups back, where a step has ended with an error."""
+        """Puts the optimizer's groups back."""
         if self._groups is not None:
             self._optimizer.param_groups, self._groups = self._groups, None
 
+    def settle(self) -> None:
+        """Makes of the optimizer's state what any step may go on from, as for a checkpoint."""
+        self.restore()
+        for param in self._gone.values():
+            self._forget(param)
+        if self._gone:
+            for group in self._optimizer.param_groups:
+                self._complete(group, group["params"])
+
     def close(self) -> None:
         """Leaves the optimizer as it was made."""
-        self.restore()
+        self.settle()
+        self._gone.clear()
         for handle in self._handles:
             handle.remove()
+
+
+def carry_momentum(
+    memories: Sequence[Memory],
+    density: DensitySchedule,
+    optimizers: Sequence[Optimizer],
+    carried: Callable[[Tensor], bool],
+) -> tuple[list[MomentumSwitch], str]:
+    """Has memories carry the momentum of optimizers, if they do so for these.
+
+    Args:
+        memories: Error feedback, of one worker or of several, all alike.
+        density: Share of the elements that is sent.
+        optimizers: All that step with what was sent.
+        carried: Whether the latest gradient of a parameter is a mean of selected elements.
+
+    Returns:
+        What switches the momentum of the optimizers off, and a line about it; nothing if they keep it.
+    """
+    momentum = carried_momentum(memories[0], density, optimizers)
+    for memory in memories:
+        if isinstance(memory, AutoMemory):
+            memory.carry(momentum)
+    if momentum is None:
+        return [], ""
+    known = [optimizer for optimizer in optimizers if any(momenta_of(optimizer) or ())]
+    names = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in known))
+    said = f"{names} leaves the momentum of what is sent sparse to what is held back (factor {momentum:.3g})"
+    return [MomentumSwitch(optimizer, carried) for optimizer in known], f"{said}; memory='residual' lets it be"

@@ -58,6 +58,21 @@ def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return named
 
 
+def check_same_trainable(everyone: Sequence[Sequence[str]]) -> None:
+    """Compares the names of trainable parameters of all ranks.
+
+    Raises:
+        RuntimeError: If they differ, with those that only some ranks have.
+    """
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            different = sorted(set(theirs) ^ set(everyone[0]))
+            raise RuntimeError(
+                f"ranks 0 and {rank} have different trainable parameters: {', '.join(different[:20])}. Freeze and "
+                "unfreeze the same ones on all ranks."
+            )
+
+
 def dense_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Trainable parameters whose gradients are ordinary tensors."""
     sparse = {id(param) for _, param in sparse_parameters(module)}
@@ -145,6 +160,12 @@ def caution(memory: Memory, density: float, optimizer: torch.optim.Optimizer, ca
         f"{name} may end with a higher loss at a density of {density:.2g} than without compression, since what is held "
         f"back reaches it late and at once. {remedy}, or a density of {_DENSE_ENOUGH}, lose least"
     )
+
+
+def cautions(memory: Memory, density: float, optimizers: Sequence[torch.optim.Optimizer], carried: bool) -> list[str]:
+    """What to know of all optimizers, each thing once; as :func:`caution`."""
+    notes = [caution(memory, density, optimizer, carried) for optimizer in optimizers]
+    return list(dict.fromkeys(note for note in notes if note is not None))
 
 
 def check_dense_rules(dense: Sequence[str], dense_below: int, dense_below_ndim: int) -> None:

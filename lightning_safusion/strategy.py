@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from lightning.fabric.strategies.registry import _StrategyRegistry
@@ -210,8 +210,14 @@ class SAFusionStrategy(EngineDDPStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
         self.settle()
         for switch in self._switches:
-            switch.restore()  # of a step that an error has ended
+            switch.settle()
         return super().optimizer_state(optimizer)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for switch in self._switches:
+            switch.restore()  # of a step that an error has ended
+        super().load_optimizer_state_dict(checkpoint)
 
     def _swap_centre(self) -> None:
         """Puts the centre in the place of this worker's weights, or back."""

@@ -26,17 +26,17 @@ from lightning_safusion.fusion.ddp import DDPHook
 from lightning_safusion.fusion.engine import build_controller, check_equal, fingerprint
 from lightning_safusion.fusion.layout import TensorSpec, specs_from_parameters
 from lightning_safusion.fusion.state import carried, carry_on
-from lightning_safusion.momentum import MomentumSwitch, carried_momentum
+from lightning_safusion.momentum import MomentumSwitch, carry_momentum
 from lightning_safusion.observed import ObservedDDPStrategy
 from lightning_safusion.parameters import (
-    caution,
+    cautions,
+    check_same_trainable,
     dense_parameters,
     refuse_double_momentum,
     sparse_parameters,
     trainable,
 )
 from lightning_safusion.signals import DeferredSignals
-from lightning_safusion.sparsify.feedback import AutoMemory
 from lightning_safusion.sparsify.schedule import ConstantDensity
 
 # What torch.compile takes for the bucket size when it splits graphs; the real buckets hold one parameter each.
@@ -191,9 +191,7 @@ class EngineDDPStrategy(ObservedDDPStrategy):
         self._leave_to_ddp()
         density = self.settings.density
         if self._controller is not None and self._sends_all is None and isinstance(density, ConstantDensity):
-            carried = bool(self._switches)
-            notes = [caution(self.settings.memory, density.density, each, carried) for each in self.optimizers]
-            for note in dict.fromkeys(filter(None, notes)):
+            for note in cautions(self.settings.memory, density.density, self.optimizers, bool(self._switches)):
                 _announce(note)
 
     def _leave_to_ddp(self) -> None:
@@ -234,18 +232,12 @@ class EngineDDPStrategy(ObservedDDPStrategy):
 
     def _carry_momentum(self, hook: DDPHook) -> None:
         """Has the memory carry the momentum of the optimizers, if it does so for these."""
-        memory = self.settings.memory
-        momentum = carried_momentum(memory, self.settings.density, self.optimizers)
-        if isinstance(memory, AutoMemory):
-            memory.carry(None if self._sends_all else momentum)
-        if momentum is None or self._sends_all:
-            return
-        self._switches = [MomentumSwitch(optimizer, hook.selected_from) for optimizer in self.optimizers]
-        names = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in self.optimizers))
-        note = f"what is held back carries the momentum (factor {momentum:.3g}), and {names} steps without"
-        if note != self._told_of_momentum:
-            _announce(f"{note}; memory='residual' leaves it to {names}")
-        self._told_of_momentum = note
+        density = ConstantDensity(1.0) if self._sends_all is not None else self.settings.density
+        memories = [self.settings.memory]
+        self._switches, said = carry_momentum(memories, density, self.optimizers, hook.selected_from)
+        if said and said != self._told_of_momentum:
+            _announce(said)
+        self._told_of_momentum = said
 
     def _leave_momentum(self) -> None:
         """Leaves optimizers as they were made."""
@@ -273,14 +265,7 @@ class EngineDDPStrategy(ObservedDDPStrategy):
         replaced = [name for name, param in trainable(module) if known.get(name, param) is not param]
         same = not replaced and names == list(known)
         everyone = self._transport.gather_objects((names, same)) if self._transport.world_size > 1 else [(names, same)]
-        names_of_first = everyone[0][0]
-        for rank, (theirs, _) in enumerate(everyone):
-            if theirs != names_of_first:
-                different = sorted(set(theirs) ^ set(names_of_first))
-                raise RuntimeError(
-                    f"ranks 0 and {rank} have different trainable parameters: {', '.join(different[:20])}. Freeze and "
-                    "unfreeze the same ones on all ranks."
-                )
+        check_same_trainable([theirs for theirs, _ in everyone])
         if not all(unchanged for _, unchanged in everyone):
             self._wrap_again(module, replaced)
 

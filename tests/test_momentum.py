@@ -42,10 +42,11 @@ def groups(*betas: float) -> Make:
 @pytest.mark.parametrize(
     ("memory", "density", "makes", "factor"),
     [
-        (AutoMemory(), 0.1, [AdamW], 0.9),
-        (AutoMemory(), 0.05, [Adam], 0.95),  # as long as an element waits
+        (AutoMemory(), 0.1, [AdamW], 0.95),  # twice as long as an element waits
+        (AutoMemory(), 0.05, [Adam], 0.975),
+        (AutoMemory(), 0.25, [Adam], 0.9),  # its own is longer
         (AutoMemory(), 0.001, [AdamW], 0.99),  # and no longer than has been tried
-        (AutoMemory(), 0.25, [lambda p: AdamW(p, betas=(0.5, 0.999))], 0.75),
+        (AutoMemory(), 0.25, [lambda p: AdamW(p, betas=(0.5, 0.999))], 0.875),
         (AutoMemory(), 0.1, [lambda p: AdamW(p, betas=(0.95, 0.999)), Adam], 0.95),
         (AutoMemory(), 0.1, [groups(0.9, 0.97)], 0.97),
         (AutoMemory(), 0.01, [lambda p: SGD(p, 0.1, momentum=0.9, nesterov=True)], 0.99),
@@ -59,6 +60,7 @@ def groups(*betas: float) -> Make:
         (AutoMemory(), 0.1, [lambda p: AdamW(p, betas=(0.0, 0.999))], None),
         (AutoMemory(), 0.1, [groups(0.9, 0.0)], None),
         (AutoMemory(), 0.1, [NAdam], None),
+        (AutoMemory(), 0.01, [lambda p: SGD(p, 0.1, momentum=1.0)], None),  # it never ends
         (AutoMemory(), 0.1, [Derived], None),
         (AutoMemory(), 0.1, [AdamW, NAdam], None),
         (AutoMemory(), 0.1, [], None),
@@ -197,8 +199,81 @@ def test_an_error_in_a_step_leaves_the_optimizer_as_it_was_made() -> None:
     with pytest.raises(RuntimeError, match="sparse gradients"):
         optimizer.step()
     param.grad = torch.ones(3)
-    optimizer.step()  # not from the groups that the error has left
+
+    def closure() -> float:
+        assert optimizer.param_groups is made  # not the groups that the error has left
+        return 1.0
+
+    assert optimizer.step(closure) == 1.0
     assert optimizer.param_groups is made
+
+
+def test_what_a_hook_of_the_user_writes_stays() -> None:
+    param = nn.Parameter(torch.ones(3))
+    optimizer = AdamW([param], lr=1.0)
+
+    def decay(*_: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+
+    optimizer.register_step_post_hook(decay)
+    MomentumSwitch(optimizer, lambda _: True)
+    for _ in range(3):
+        param.grad = torch.ones(3)
+        optimizer.step()
+    assert optimizer.param_groups[0]["lr"] == 0.125
+
+
+# A tensor that changes sides: every gradient counts as much as it does with or without the momentum, and no more.
+
+
+@pytest.mark.parametrize("before", [1, 2, 5, 20])
+@pytest.mark.parametrize("make", [AdamW, lambda p: AdamW(p, foreach=False)])
+def test_a_momentum_that_comes_back_begins_from_nothing(make: Make, before: int) -> None:
+    param = nn.Parameter(torch.zeros(1))
+    optimizer = make([param])
+    lr, carried = optimizer.param_groups[0]["lr"], True
+    switch = MomentumSwitch(optimizer, lambda _: carried)
+    moved = []
+    for number in range(before + 12):
+        carried = number < before
+        param.grad = torch.ones(1)
+        was = float(param)
+        optimizer.step()
+        moved.append((was - float(param)) / lr)
+    assert moved[:before] == pytest.approx([1.0] * before, rel=1e-3)
+    assert max(moved) < 1.01  # the last one is not made again
+    assert moved[before] < moved[-1]
+    carried = True
+    optimizer.step()
+    switch.settle()  # as for a checkpoint, from which any optimizer may go on
+    assert optimizer.state[param]["exp_avg"] == 0
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_sgd_goes_on_with_any_part_of_its_parameters(fused: bool) -> None:
+    params = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    optimizer = SGD(params, 0.1, momentum=0.9, fused=fused)
+    carried: set[int] = set()
+    switch = MomentumSwitch(optimizer, lambda param: [p is param for p in params].index(True) in carried)
+    for sides in ({0, 1, 2}, {0}, {1}, set(), {0, 1, 2}, {2}):
+        carried = sides
+        for param in params:
+            param.grad = torch.ones(2)
+        optimizer.step()
+    switch.close()
+    plain = SGD(params, 0.1, momentum=0.9, fused=fused)
+    plain.load_state_dict(optimizer.state_dict())
+    plain.step()
+    carried = {0}
+    again = [nn.Parameter(torch.zeros(2))]
+    optimizer = SGD(again, 0.1, momentum=0.9, fused=fused)
+    switch = MomentumSwitch(optimizer, lambda _: bool(carried))
+    for sides in ({0}, {0}, set()):
+        carried = sides
+        again[0].grad = torch.ones(2)
+        optimizer.step()
+    assert torch.allclose(again[0], torch.full((2,), -0.1 * (10 + 10 + 1)))
 
 
 def test_a_schedule_of_the_momentum_goes_on() -> None:
@@ -239,8 +314,8 @@ def test_the_default_carries_the_momentum_of_adamw(caplog: pytest.LogCaptureFixt
     def both(rank: int) -> Any:
         with caplog.at_level(logging.INFO):
             (default, groups), said = fitted(adamw(0.9)), caplog.text
-        explicit = fitted(adamw(0.0), memory=DecoupledMomentum(0.9), wire="q4", quota="pooled")[0]
-        named = fitted(adamw(0.9), memory="decoupled")[0]
+        explicit = fitted(adamw(0.0), memory=DecoupledMomentum(0.95), wire="q4", quota="pooled")[0]
+        named = fitted(adamw(0.9), memory=DecoupledMomentum(0.95), wire="q4", quota="pooled")[0]
         plain = fitted(adamw(0.9), memory="residual")[0]
         return default, explicit, named, plain, groups, said
 
@@ -250,8 +325,8 @@ def test_the_default_carries_the_momentum_of_adamw(caplog: pytest.LogCaptureFixt
         assert all(torch.equal(weights[0], other) for other in weights)
     assert not all(torch.equal(a, b) for a, b in zip(default, plain, strict=True))
     assert groups[0]["betas"] == (0.9, 0.99)
-    assert "what is held back carries the momentum (factor 0.9), and AdamW steps without" in said
-    assert said.count("carries the momentum") == 1
+    assert "AdamW leaves the momentum of what is sent sparse to what is held back (factor 0.95)" in said
+    assert said.count("leaves the momentum") == 1
 
 
 def test_what_travels_whole_keeps_the_momentum_of_its_optimizer() -> None:

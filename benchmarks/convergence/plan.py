@@ -144,7 +144,7 @@ def _remedies() -> Configs:
         replace(SCOPES["ahead"], **DECOUPLED),
         replace(denser, **DECOUPLED, dense_start=0.1),
         *(replace(FEW_BITS, density=density, **DECOUPLED) for density in (*MORE_DENSITIES, 0.05, 0.01)),
-        *(replace(FEW_BITS, density=density, **memory) for density in (0.1, 0.05, 0.01) for memory in FACTORS),
+        *(replace(FEW_BITS, density=density, **memory) for density in (0.25, 0.1, 0.05, 0.01) for memory in FACTORS),
         replace(denser, dense_start=0.1, beta2=0.95),
         # a dense estimate of the gradient, in place of bursts; it lags behind, so that a smaller step helps
         *(replace(denser, memory=memory, momentum=0.0, lr_scale=0.5) for memory in (_SLOWER, _FASTER)),
@@ -190,7 +190,8 @@ def _memories() -> Configs:
 
 def _on_heads() -> Configs:
     """Decoupled momentum below another adaptive task."""
-    at = ((0.1, DECOUPLED), (0.1, FACTORS[0]), (0.05, FACTORS[0]), (0.01, FACTORS[1]))
+    at = [(0.1, DECOUPLED), *((density, memory) for density in MORE_DENSITIES for memory in FACTORS[:2])]
+    at += [(0.05, FACTORS[0]), (0.05, FACTORS[1]), (0.01, FACTORS[1])]
     schemes = (*(replace(FEW_BITS, density=density, **memory) for density, memory in at), replace(DENSE, momentum=0.0))
     return [(HEADS, scheme) for scheme in schemes]
 
@@ -212,9 +213,11 @@ def _length() -> Configs:
     longer = replace(LANGUAGE, name=f"{LANGUAGE.name}-long", steps=3 * LANGUAGE.steps)
     references = (DENSE, replace(DENSE, momentum=0.0), Scheme("powersgd"))
     plain = (replace(FEW_BITS, density=density) for density in (0.25, 0.1, 0.05))
-    remedies = (replace(FEW_BITS, density=0.1, **DECOUPLED), replace(FEW_BITS, density=0.05, **FACTORS[0]))
+    at = ((0.1, DECOUPLED), (0.1, FACTORS[0]), (0.1, FACTORS[1]), (0.05, FACTORS[0]), (0.05, FACTORS[1]))
+    remedies = (replace(FEW_BITS, density=density, **memory) for density, memory in at)
     estimate = replace(FEW_BITS, density=0.1, memory=_FASTER, momentum=0.0, lr_scale=0.5)
-    return [(longer, scheme) for scheme in (*references, *plain, *remedies, estimate)]
+    defaults = (replace(DEFAULT, density=density) for density in (0.1, 0.05, 0.25))
+    return [(longer, scheme) for scheme in (*references, *defaults, *plain, *remedies, estimate)]
 
 
 #: Configurations by study, in the order in which they are run.

@@ -95,9 +95,9 @@ class Drain:
             verdict, finite = self._receive(window, buffer, times, errors)
             notices |= verdict.notices
             good &= finite and not verdict.bad.any()
-            repairs += [
-                buffer.group.start + int(t) for t in np.flatnonzero(verdict.irregular(self.transport.world_size))
-            ]
+            first = buffer.group.start
+            repairs += [first + int(t) for t in np.flatnonzero(verdict.irregular(self.transport.world_size))]
+            window.unused += [first + int(t) for t in np.flatnonzero(verdict.raw)]
         if notices & Notice.FAILED:
             return False, notices
         good &= self._repair(window, repairs)
@@ -176,7 +176,6 @@ class Drain:
         """
         if not places:
             return True
-        window.repaired += places
         self._warn(places)
         grads = [window.grads_of(Group(place, place + 1))[0] for place in places]
         for place, grad in zip(places, grads, strict=True):

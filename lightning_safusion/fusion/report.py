@@ -49,11 +49,15 @@ class WindowReport:
 
     @cached_property
     def selected_from(self) -> frozenset[int]:
-        """Registration indices of the tensors whose mean is of selected elements, not of whole gradients."""
+        """Registration indices of the tensors whose mean is of selected elements.
+
+        Also of those that some ranks had no gradient of: these travel whole now and then, and selected otherwise. Not
+        of those that travelled whole because what was sent before was not used.
+        """
         sparse = np.zeros(self.window.length, bool)
         for buffer, _ in self.window.inflight:
             sparse[buffer.group.start : buffer.group.stop] = ~buffer.dense
-        sparse[self.window.repaired] = False
+        sparse[self.window.unused] = False
         return frozenset(self.layout.specs[place].index for place in np.flatnonzero(sparse))
 
     @property

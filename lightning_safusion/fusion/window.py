@@ -78,7 +78,7 @@ class Window:
     arrived: list[Mark] = field(init=False)  # [L]
     drained: Mark = nan
     order: list[int] = field(default_factory=list)
-    repaired: list[int] = field(default_factory=list)  # places of what went round again, whole
+    unused: list[int] = field(default_factory=list)  # places that are raw on some rank
     inflight: list[tuple[FusionBuffer, BufferTimes]] = field(default_factory=list)
     unsent: list[tuple[FusionBuffer, BufferTimes, Tensor | None]] = field(default_factory=list)  # closed, with flags
     launched: int = 0  # places below this one have left, or are about to

@@ -15,8 +15,8 @@ from lightning_safusion.fusion.controller import Controller
 from lightning_safusion.fusion.engine import EngineSettings, build_controller
 from lightning_safusion.fusion.layout import TensorSpec
 from lightning_safusion.metrics.figures import TensorFigures, window_figures
-from lightning_safusion.momentum import MomentumSwitch, carried_momentum
-from lightning_safusion.sparsify import AutoMemory, Sparsifier
+from lightning_safusion.momentum import MomentumSwitch, carry_momentum
+from lightning_safusion.sparsify import Sparsifier
 
 # Steps from one comparison of all workers' results to the next.
 _COMPARED_EVERY = 50
@@ -95,6 +95,7 @@ class Engines:
         self.order = list(order)
         self.bytes_sent = 0
         self._steps = 0
+        self._switches: list[MomentumSwitch] = []
         self._pool = ThreadPoolExecutor(workers)
         transports = local_transports(workers)
         settings = [make_settings() for _ in range(workers)]
@@ -159,20 +160,14 @@ class Engines:
             optimizer: Steps with what the workers get.
             params: Its parameters, by registration index.
         """
-        memories = [controller.generator.memory for controller in self.controllers]
-        momentum = carried_momentum(memories[0], self.controllers[0].density, [optimizer])
-        for memory in memories:
-            if isinstance(memory, AutoMemory):
-                memory.carry(momentum)
-        if momentum is None:
-            return
         index = {id(param): place for place, param in enumerate(params)}
+        first = self.controllers[0]
 
         def carried(param: Tensor) -> bool:
-            report = self.controllers[0].report
-            return report is not None and index[id(param)] in report.selected_from
+            return first.report is not None and index[id(param)] in first.report.selected_from
 
-        MomentumSwitch(optimizer, carried)
+        memories = [controller.generator.memory for controller in self.controllers]
+        self._switches, _ = carry_momentum(memories, first.density, [optimizer], carried)
 
     @property
     def sparsifiers(self) -> list[Sparsifier]:
@@ -186,5 +181,7 @@ class Engines:
         return TensorFigures(known[0].names, torch.stack([each.sums for each in known]).sum(0))
 
     def close(self) -> None:
-        """Ends the threads."""
+        """Ends the threads, and leaves the optimizer as it was made."""
         self._pool.shutdown()
+        for switch in self._switches:
+            switch.close()
