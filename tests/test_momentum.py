@@ -384,3 +384,68 @@ def _interrupted(rank: int) -> Any:
 
 def test_a_failed_fit_leaves_the_optimizer_as_it_was_made() -> None:
     assert run_ranks(2, _interrupted) == [([1], 0.9, 0)] * 2
+
+
+class Branched(StepModel):
+    """A branch that rank 0 alone uses in odd steps, and nobody in even ones."""
+
+    def __init__(self, make: Make) -> None:
+        super().__init__()
+        self.branch, self.make = nn.Parameter(torch.zeros(500)), make
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss + 0.002 * self.branch.sum() if self.global_step % 2 and self.global_rank == 0 else loss
+
+    def configure_optimizers(self) -> Optimizer:
+        return self.make(self.parameters())
+
+
+def _branched(rank: int) -> list[tuple[float, float]]:
+    moved = []
+    for make, density in (
+        (lambda p: SGD(p, 0.001, momentum=0.9), 0.02),
+        (lambda p: AdamW(p, 0.001, weight_decay=0.0), 0.1),
+    ):
+        models = [Branched(make), Branched(make)]
+        for memory, model in zip(("residual", "auto"), models, strict=True):
+            options = {"density": density, "memory": memory, "find_unused_parameters": True}
+            run(ours(**options), 120, model=model)
+        moved.append((float(models[0].branch.mean()), float(models[1].branch.mean())))
+    return moved
+
+
+@pytest.mark.filterwarnings("ignore:.*tensors .* were computed on some ranks only")
+def test_what_some_ranks_lack_moves_as_far_as_with_a_momentum() -> None:
+    first, second = run_ranks(2, _branched, timeout=120)
+    assert first == second
+    for plain, carried in first:
+        assert plain < 0
+        assert carried == pytest.approx(plain, rel=0.3)  # plain momentum is still on its way
+
+
+def test_another_optimizer_beside_it_keeps_what_it_has() -> None:
+    class Both(TinyClassifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.manual_backward(super().training_step(batch, batch_idx))
+            for optimizer in self.optimizers():
+                optimizer.step()
+                optimizer.zero_grad()
+
+        def configure_optimizers(self) -> Any:
+            first, *others = self.parameters()
+            return [AdamW([first]), torch.optim.Adagrad(others)]
+
+    def fit(rank: int) -> tuple[int, int]:
+        counts = []
+        for memory in ("decoupled", "auto"):
+            strategy = SAFusionStrategy(**SPARSE, memory=memory)
+            watch = At(4, lambda job, strategy=strategy: counts.append(len(strategy._switches)))  # type: ignore[misc]  # bound now
+            trainer(strategy, max_steps=8, callbacks=[watch]).fit(Both(), classification())
+        return counts[0], counts[-1]
+
+    assert run_launched(2, fit) == [(1, 0)] * 2
