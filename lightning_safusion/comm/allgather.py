@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_safusion import native
 from lightning_safusion.comm.codec import Codec
 from lightning_safusion.comm.exchange import (
     Notice,
@@ -123,6 +124,8 @@ class SparseAllGather(StreamOrderedExchange):
         return scratch
 
     def decode_into(self, gradients: Sequence[Tensor]) -> bool | None:
+        if native.serves(*gradients):
+            return self._written_at_once(gradients)
         if self.device.type != "cpu" or self.spec.numel < _WRITTEN_ALONE * self.spec.num_tensors:
             return None
         scale = 1.0 / self.transport.world_size
@@ -132,8 +135,7 @@ class SparseAllGather(StreamOrderedExchange):
         # one tensor after the other, so that all ranks but the first find it in the cache
         for t, gradient in enumerate(gradients):
             gradient.zero_()
-            for lane in self._lanes_of.get(t, ()):
-                gradient.add_(lane, alpha=scale)
+            self._add_lanes(t, gradient)
             for indices, values, cuts, _ in entries:
                 first, last = cuts[t], cuts[t + 1]
                 if first < last:
@@ -142,15 +144,40 @@ class SparseAllGather(StreamOrderedExchange):
         doubtful = gradients if not bound <= _LARGEST else [gradients[t] for t in self._lanes_of]
         return all(map(all_finite, doubtful))
 
+    def _written_at_once(self, gradients: Sequence[Tensor]) -> bool:
+        """:meth:`decode_into` with compiled kernels."""
+        entries = []
+        for message in self._messages if self.codec is not None else ():
+            indices, values = self._entries(message)
+            entries.append((indices.numpy(), values.numpy()))
+        live = [gradient for gradient in gradients if gradient.numel()]
+        finite = native.mean_into(live, self._parts, entries, 1.0 / self.transport.world_size)
+        for t in self._lanes_of:
+            self._add_lanes(t, gradients[t])
+            finite &= all_finite(gradients[t])
+        return finite
+
+    def _add_lanes(self, tensor: int, gradient: Tensor) -> None:
+        for lane in self._lanes_of.get(tensor, ()):
+            gradient.add_(lane, alpha=1.0 / self.transport.world_size)
+
+    def _entries(self, message: Tensor) -> tuple[Tensor, Tensor]:
+        """Positions (int64 [K]) and values (float32 [K]) that a rank sent."""
+        if self.codec is None:
+            raise RuntimeError("a span that travels dense has no entries")
+        return self.codec.decode(message[self._selection])
+
     def _entries_by_tensor(self, message: Tensor, scale: float) -> tuple[Tensor, Tensor, list[int], float]:
         """Positions (int64 [K]) and scaled values (float32 [K]) that a rank sent, where those of each tensor begin
         among them (T + 1 numbers), and the largest magnitude."""
-        if self.codec is None:
-            raise RuntimeError("a span that travels dense has no entries")
-        indices, values = self.codec.decode(message[self._selection])
+        indices, values = self._entries(message)
         scaled = values * scale
         cuts = np.searchsorted(indices.numpy(), self.spec.edges).tolist()
         return indices, scaled, cuts, float(scaled.abs().amax()) if len(scaled) else 0.0
+
+    @cached_property
+    def _parts(self) -> native.Parts:
+        return native.Parts.between(self.spec.edges)
 
     @cached_property
     def _lanes_of(self) -> dict[int, list[Tensor]]:

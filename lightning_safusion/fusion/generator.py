@@ -137,6 +137,8 @@ class Generator:
         if not grads:
             return flags
         first = buffer.group.start
+        if scale is None and (left_out := self.memory.compensate_finite(ids, grads)) is not None:
+            return _marked(flags, [ids[i] - first for i in left_out])
         narrowed = list(grads)
         if torch.float64 in buffer.dtypes:  # added as the memory holds it
             narrowed = [grad.float() if grad.dtype == torch.float64 else grad for grad in grads]
@@ -150,8 +152,7 @@ class Generator:
         elif not all_finite(norms):
             # the norm of finite numbers can overflow: look at the elements before calling a tensor bad
             good = [i for i, grad in enumerate(narrowed) if all_finite(grad)]
-            flags = flags.clone()
-            flags[[ids[i] - first for i in range(len(ids)) if i not in set(good)]] |= _BAD
+            flags = _marked(flags, [ids[i] - first for i in range(len(ids)) if i not in set(good)])
             narrowed, ids, norms = [narrowed[i] for i in good], [ids[i] for i in good], norms[good]
         if narrowed and scale is not None:
             narrowed = unscaled(narrowed, scale)
@@ -235,6 +236,14 @@ class Generator:
             if good is not None:
                 whole = torch.where(good, whole, 0.0)
             self.memory.commit_dense(buffer.start + start, buffer.start + stop, whole)
+
+
+def _marked(flags: Tensor, bad: list[int]) -> Tensor:
+    """Flags of tensors, those at some places bad."""
+    if bad:
+        flags = flags.clone()
+        flags[bad] |= _BAD
+    return flags
 
 
 def _spread(values: Tensor, places: list[int], length: int) -> Tensor:

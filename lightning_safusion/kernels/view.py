@@ -61,7 +61,7 @@ class TritonView(SegmentedView):
         (largest,) = self._reduce(statistics.chunk_largest, 1, self._bits, largest=True)
         return largest.int().view(torch.float32)
 
-    def count_above(self, thresholds: Tensor) -> Tensor:
+    def count_above(self, thresholds: Tensor, enough: Tensor | None = None) -> Tensor:
         (number,) = self._reduce(statistics.chunk_counts, 1, self._bits, thresholds=thresholds)
         return number.long()
 

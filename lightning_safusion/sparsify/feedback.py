@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lightning_safusion import native
 from lightning_safusion.sparsify.memory import Flat, Memory, as_float32
 from lightning_safusion.sparsify.momentum import DGCMemory, EF21Memory
 
@@ -48,10 +49,20 @@ class ResidualMemory(Memory):
             torch._foreach_mul_(views, self.decay)
             torch._foreach_add_(views, added)
 
+    def compensate_finite(self, ids: Sequence[int], grads: Sequence[Tensor]) -> list[int] | None:
+        if type(self).compensate is not ResidualMemory.compensate or not native.serves(self._residual.data, *grads):
+            return None
+        if any(grad.dtype != torch.float32 or grad.numel() == 0 for grad in grads):
+            return None
+        return native.add_finite(self._residual.data, self._residual.parts(ids), grads, self.decay)
+
     def accumulated(self, start: int, stop: int) -> Tensor:
         return self._residual.data[start:stop]
 
     def commit(self, start: int, indices: Tensor, sent: Tensor) -> None:
+        if native.serves(self._residual.data, indices, sent):
+            native.take_out(self._residual.data[start:], indices, sent)
+            return
         # An addition, not an assignment: padding may repeat the index of an element that was sent.
         self._residual.data[start:].index_add_(0, indices, sent, alpha=-1)
 

@@ -54,7 +54,7 @@ class GaussianK(ThresholdSparsifier):
     def _paper(self, view: SegmentedView, tau: Tensor) -> Tensor:
         fewest, most = _FEW * view.quotas, torch.where(view.quotas > 0, _MANY * view.quotas, math.inf)
         for _ in range(self.max_refine - 1):  # the count of the last trial would change nothing
-            found = view.count_above(tau.float())
+            found = view.count_above(tau.float(), enough=most)
             few, many = found < fewest, found > most
             if view.x.device.type == "cpu" and not (few | many).any():
                 break
@@ -66,7 +66,7 @@ class GaussianK(ThresholdSparsifier):
         most = torch.maximum(_MANY * view.quotas, view.quotas + _SPARE)
         low, high = torch.zeros_like(tau), torch.full_like(tau, math.inf)
         for _ in range(self.max_refine):
-            found = view.count_above(tau.float())
+            found = view.count_above(tau.float(), enough=most)
             low, high = torch.where(found < fewest, low, tau), torch.where(found > most, high, tau)
             if view.x.device.type == "cpu" and torch.equal(low, high):
                 break

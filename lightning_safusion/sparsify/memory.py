@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from lightning_safusion.native import Parts
 
 
 class Memory(ABC):
@@ -45,6 +48,19 @@ class Memory(ABC):
             dense: Whether each travels whole in this window.
             norms: float32 [len(ids)], Euclidean norms of the gradients (known from the finiteness test).
         """
+
+    def compensate_finite(self, ids: Sequence[int], grads: Sequence[Tensor]) -> list[int] | None:
+        """:meth:`compensate` for gradients that may not be finite, where looking for that costs no pass of its own.
+
+        Args:
+            ids: Positions in the layout.
+            grads: Flat gradients, any floating dtype, one per id; not changed.
+
+        Returns:
+            Which of the gradients were left out since they are not finite; None if nothing was done, because this
+            memory, or this device, has no such pass.
+        """
+        return None
 
     @abstractmethod
     def accumulated(self, start: int, stop: int) -> Tensor:
@@ -125,11 +141,22 @@ class Flat:
         self._adopt(torch.zeros(edges[-1], device=device), edges)
 
     def _adopt(self, data: Tensor, edges: Sequence[int]) -> None:
-        self.data = data
+        self.data, self._edges = data, edges
+        self._parts: dict[tuple[int, ...], Parts] = {}
         self.views = list(data.split([stop - start for start, stop in pairwise(edges)]))
 
     def of(self, ids: Sequence[int]) -> list[Tensor]:
         return [self.views[i] for i in ids]
+
+    def parts(self, ids: Sequence[int]) -> Parts:
+        """Where ascending tensors that are not empty lie, as compiled kernels take it; worked out once."""
+        run = len(ids) == ids[-1] - ids[0] + 1
+        key = (ids[0], len(ids), -1) if run else tuple(ids)
+        if key not in self._parts:
+            edges = np.asarray(self._edges, np.int64)
+            places = np.asarray(ids)
+            self._parts[key] = Parts.of(edges[places], edges[places + 1] - edges[places])
+        return self._parts[key]
 
     def permute(self, order: Sequence[int], edges: Sequence[int]) -> None:
         self._adopt(torch.cat([self.data[:0], *self.of(order)]), edges)

@@ -11,8 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_safusion import native
 from lightning_safusion.kernels import MOST_ELEMENTS, serves
 from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier
+from lightning_safusion.sparsify.select_native import NativeView
 from lightning_safusion.sparsify.select_numpy import NumpyView
 from lightning_safusion.sparsify.select_torch import TorchView
 from lightning_safusion.sparsify.view import SegmentedView, device_constant
@@ -21,14 +23,15 @@ __all__ = ["SegmentedView", "ThresholdSparsifier", "empty_selection", "pooled", 
 
 
 def segmented_view(x: Tensor, segments: Segments) -> SegmentedView:
-    """Reads ``x`` segment by segment: with NumPy on the CPU, with Triton on CUDA devices, with PyTorch elsewhere.
+    """Reads ``x`` segment by segment: with compiled kernels or NumPy on the CPU, with Triton on CUDA devices, with
+    PyTorch elsewhere.
 
     Args:
         x: float32 [N], contiguous.
         segments: The cut of ``x`` and the quotas.
     """
     if x.device.type == "cpu":
-        return NumpyView(x, segments)
+        return NativeView(x, segments) if native.usable() else NumpyView(x, segments)
     if serves(x.device) and x.numel() <= MOST_ELEMENTS:
         from lightning_safusion.kernels.view import TritonView  # imports Triton
 

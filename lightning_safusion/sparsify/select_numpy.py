@@ -95,16 +95,14 @@ class NumpyView(SegmentedView):
                 largest[piece.first : piece.last] = np.maximum.reduceat(bits, piece.offsets)
         return self._per_segment(largest.view(np.float32))
 
-    def count_above(self, thresholds: Tensor) -> Tensor:
+    def count_above(self, thresholds: Tensor, enough: Tensor | None = None) -> Tensor:
         floors = self._floors(thresholds)
         if self._swept is None and (few := self._layout.few_small).any():
             # the next threshold may be lower where few elements are to be found: that shall not read their piece again
             self._swept_down_to(np.where(few, np.minimum(floors, self._floors(_NEXT * thresholds)), floors))
-        swept = self._swept_down_to(floors)
-        # whoever looks for a threshold changes few segments in the end
-        counts = swept.found.counts_above(floors, *(self._counted or (swept.floors, swept.found.counts)))
-        self._counted = floors, counts
-        return self._per_segment(counts)
+        if enough is not None:
+            floors = self._no_lower(floors, self._active(enough) + 1)
+        return self._per_segment(self._counts(self._swept_down_to(floors), floors))
 
     def tail_moments(self, thresholds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         limits = self._active(thresholds)
@@ -139,27 +137,64 @@ class NumpyView(SegmentedView):
         return self._trim(self._candidates(self._layout.quotas, self._layout.sub_blocks))
 
     def top_pooled(self) -> Selection | None:
-        layout, room = self._layout, self.segments.capacity
-        if layout.idle.all():
+        if self._layout.idle.all():
             return None
-        floors = np.empty(len(layout.quotas), np.int32)
-        self._sure_floors(floors, layout.quotas, layout.sub_blocks)
-        for place in layout.large:
-            floors[place] = guessed_floor(self._segment(place), int(layout.quotas[place]))
-        live = [self._segment(place) for place in np.flatnonzero(~layout.idle).tolist()]
-        lowest = np.minimum(floors, common_floor(live, room))
-        lowest[layout.idle] = MAGNITUDE_BITS
-        found = self._above(lowest)
+        own = np.full(len(self._layout.quotas), MAGNITUDE_BITS, np.int32)
+        self._guess(own, self._layout.quotas, self._layout.sub_blocks, ~self._layout.idle)
+        live = [self._segment(place) for place in np.flatnonzero(~self._layout.idle).tolist()]
+        return self._pooled_above(np.minimum(own, common_floor(live, self.segments.capacity)))
+
+    def _pooled_above(self, floors: np.ndarray) -> Selection | None:
+        """The pooled selection from what is above floors (int32 [A]); None where these were too high for it."""
+        layout, room = self._layout, self.segments.capacity
+        floors = np.where(layout.idle, MAGNITUDE_BITS, floors).astype(np.int32)
+        found = self._above(floors)
         if len(found.indices) < room or (found.counts < layout.quotas).any():
-            return None  # a guess was too high, or there are hardly more elements than room
+            return None
+        chosen, lowest = self._cut_to_pool(found, floors)
+        # what was not found has at most the bits of a floor
+        if lowest <= floors[~layout.idle].max():
+            return None
+        if len(chosen.indices) != room:  # elements of equal magnitude: the first
+            chosen, lowest = self._first_of_pool(found)
+        return _selection(chosen.indices, chosen.signed)
+
+    def _cut_to_pool(self, found: Candidates, floors: np.ndarray) -> tuple[Candidates, int]:
+        """The largest of all candidates, and of those segments that have too few of these their own largest.
+
+        Returns:
+            The room's largest, or more if the last of them have equals; the least magnitude (bits) that is among the
+            largest of all.
+        """
+        quotas, room = self._layout.quotas, self.segments.capacity
+        few = np.zeros(len(quotas), bool)  # they send their quota, and no more
+        while True:
+            rest = found.bits if not few.any() else found.bits[~few.repeat(found.counts)]
+            left = room - int(quotas[few].sum())
+            lowest = int(np.partition(rest, len(rest) - left)[len(rest) - left]) if left else MAGNITUDE_BITS
+            limits = np.where(few, self._kth_bits(found, quotas, few), lowest).astype(np.int32)
+            chosen = self._narrowed(found, floors, limits - np.int32(1))
+            if (more := chosen.counts < quotas).any():
+                few |= more
+                continue
+            return chosen, lowest
+
+    def _first_of_pool(self, found: Candidates) -> tuple[Candidates, int]:
+        """As :meth:`_cut_to_pool`, but of equals the first, so that there are no more than there is room for."""
         own = np.zeros(len(found.indices), bool)
         own[self._kept(found)] = True
         rest = np.flatnonzero(~own)
-        own[rest[largest_first(found.bits[rest], room - int(own.sum()))]] = True
-        return _selection(found.indices[own], found.signed[own])
+        rest = rest[largest_first(found.bits[rest], self.segments.capacity - int(own.sum()))]
+        own[rest] = True
+        return self._listed(found.indices[own], found.signed[own]), int(found.bits[rest].min(initial=MAGNITUDE_BITS))
+
+    def _narrowed(self, found: Candidates, floors: np.ndarray, higher: np.ndarray) -> Candidates:
+        """Of candidates above floors (int32 [A]) those above others, none of which is lower."""
+        return found.above(higher, floors)
 
     def take(self, thresholds: Tensor, *, inclusive: bool = False) -> Selection:
-        found = self._above(self._floors(thresholds, inclusive))
+        # more than its quota is cut off again
+        found = self._above(self._no_lower(self._floors(thresholds, inclusive), self._layout.quotas))
         empty = np.flatnonzero((found.counts == 0) & ~self._layout.idle)
         if len(empty):
             largest = [self._largest(place) for place in empty.tolist()]
@@ -199,10 +234,23 @@ class NumpyView(SegmentedView):
         bits: np.ndarray = self._bits[start:stop] & MAGNITUDE_BITS
         return bits
 
+    def _no_lower(self, floors: np.ndarray, enough: np.ndarray) -> np.ndarray:
+        """The floors, but not below what has been swept in a segment with that many (float [A]) candidates already."""
+        if self._swept is None:
+            return floors
+        return np.where(self._swept.found.counts >= enough, np.maximum(floors, self._swept.floors), floors)
+
+    def _counts(self, swept: Swept, floors: np.ndarray) -> np.ndarray:
+        """int64 [A], candidates above floors (int32 [A]) that are no lower than what has been swept."""
+        # whoever looks for a threshold changes few segments in the end
+        counts = swept.found.counts_above(floors, *(self._counted or (swept.floors, swept.found.counts)))
+        self._counted = floors, counts
+        return counts
+
     def _above(self, floors: np.ndarray) -> Candidates:
         """The elements with bits above the floors (int32 [A]) of their segments."""
         swept = self._swept_down_to(floors)
-        return swept.found if swept.floors is floors else swept.found.above(floors, swept.floors)
+        return swept.found if swept.floors is floors else self._narrowed(swept.found, swept.floors, floors)
 
     def _swept_down_to(self, floors: np.ndarray) -> Swept:
         """At least the elements with bits above the floors; reads the span only where no floor was as low so far."""
@@ -251,11 +299,20 @@ class NumpyView(SegmentedView):
         strided sample; the sweep proves it right by finding enough elements above it, and the rare segment where it
         does not is done again from its exact value.
         """
-        floors = np.empty(len(ranks), np.int32)
-        self._sure_floors(floors, ranks, sub_blocks)
+        floors = np.full(len(ranks), MAGNITUDE_BITS, np.int32)
+        self._guess(floors, ranks, sub_blocks, ranks > 0)
+        return self._completed(self._above(floors), floors, ranks)
+
+    def _guess(self, floors: np.ndarray, ranks: np.ndarray, sub_blocks: SubBlocks, wanted: np.ndarray) -> None:
+        """Fills in floors of the ``wanted`` (bool [A]) segments that ``ranks`` elements are above, most likely."""
+        if wanted[sub_blocks.places].any():
+            self._sure_floors(floors, ranks, sub_blocks, wanted)
         for place in self._layout.large:
-            floors[place] = guessed_floor(self._segment(place), int(ranks[place]))
-        found = self._above(floors)
+            if wanted[place]:
+                floors[place] = guessed_floor(self._segment(place), int(ranks[place]))
+
+    def _completed(self, found: Candidates, floors: np.ndarray, ranks: np.ndarray) -> Candidates:
+        """At least ``ranks`` candidates of every segment, from those above the floors."""
         short = np.flatnonzero(found.counts < ranks)
         if len(short) == 0:
             return found
@@ -266,17 +323,15 @@ class NumpyView(SegmentedView):
         ]
         return self._listed(np.unique(np.concatenate([found.indices, *more])))
 
-    def _sure_floors(self, floors: np.ndarray, ranks: np.ndarray, sub_blocks: SubBlocks) -> None:
-        """Fills in floors of the small segments that ``ranks`` elements exceed, or all that are not zero."""
-        if len(sub_blocks.places) == 0:
-            return
+    def _sure_floors(self, floors: np.ndarray, ranks: np.ndarray, sub_blocks: SubBlocks, wanted: np.ndarray) -> None:
+        """Fills in floors of the ``wanted`` small segments that ``ranks`` elements exceed, or all that are not zero."""
         maxima = [
             np.maximum.reduceat(self._magnitudes(piece.start, piece.stop), offsets)
             for piece, offsets in sub_blocks.offsets
         ]
-        wanted = ranks[sub_blocks.places]
-        kth = kth_of_lists(np.concatenate(maxima), sub_blocks.counts, np.maximum(wanted, 1))
-        floors[sub_blocks.places] = np.where(wanted > 0, np.maximum(kth - 1, 0), MAGNITUDE_BITS)
+        places = sub_blocks.places
+        kth = kth_of_lists(np.concatenate(maxima), sub_blocks.counts, np.maximum(ranks[places], 1))
+        floors[places] = np.where(wanted[places], np.maximum(kth - 1, 0), floors[places])
 
     def _exact(self, place: int, rank: int) -> np.ndarray:
         """Positions of the ``rank`` largest elements of an active segment, in no order."""

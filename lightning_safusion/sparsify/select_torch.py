@@ -106,7 +106,7 @@ class TorchView(SegmentedView):
         largest = torch.zeros(len(self.segments), dtype=torch.int32, device=self.x.device)
         return largest.scatter_reduce(0, self._fixed.owner, self._bits, "amax").view(torch.float32)
 
-    def count_above(self, thresholds: Tensor) -> Tensor:
+    def count_above(self, thresholds: Tensor, enough: Tensor | None = None) -> Tensor:
         return self._count(self._above(thresholds, False))
 
     def tail_moments(self, thresholds: Tensor) -> tuple[Tensor, Tensor, Tensor]:

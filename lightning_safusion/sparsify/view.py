@@ -106,8 +106,14 @@ class SegmentedView(ABC):
         """float32 [M], largest magnitude."""
 
     @abstractmethod
-    def count_above(self, thresholds: Tensor) -> Tensor:
-        """int64 [M], elements with a magnitude strictly above ``thresholds`` (float32 [M])."""
+    def count_above(self, thresholds: Tensor, enough: Tensor | None = None) -> Tensor:
+        """int64 [M], elements with a magnitude strictly above a threshold.
+
+        Args:
+            thresholds: float32 [M].
+            enough: float64 [M]. Of segments with more than that any number above it may be returned, if that is known
+                without another look at the span.
+        """
 
     @abstractmethod
     def tail_moments(self, thresholds: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -124,9 +124,9 @@ class Counted:
         self._view = segmented_view(x, segments)
         self.counts = 0
 
-    def count_above(self, thresholds: torch.Tensor) -> torch.Tensor:
+    def count_above(self, thresholds: torch.Tensor, enough: torch.Tensor | None = None) -> torch.Tensor:
         self.counts += 1
-        return self._view.count_above(thresholds)
+        return self._view.count_above(thresholds, enough)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._view, name)

@@ -10,15 +10,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_safusion import native
 from lightning_safusion.sparsify import TopK
 from lightning_safusion.sparsify.base import Segments, Selection, span_segments
 from lightning_safusion.sparsify.candidates import true_places
 from lightning_safusion.sparsify.pieces import Pieces
 from lightning_safusion.sparsify.select import SegmentedView, ThresholdSparsifier, pooled, segmented_view
+from lightning_safusion.sparsify.select_native import NativeView
 from lightning_safusion.sparsify.select_numpy import NumpyView
 from lightning_safusion.sparsify.select_torch import TorchView
 
-BACKENDS = [pytest.param(NumpyView, id="numpy"), pytest.param(TorchView, id="torch")]
+needs_kernels = pytest.mark.skipif(not native.usable(), reason="the package was installed without a C compiler")
+BACKENDS = [
+    pytest.param(NumpyView, id="numpy"),
+    pytest.param(NativeView, id="native", marks=needs_kernels),
+    pytest.param(TorchView, id="torch"),
+]
 
 
 def cut(sizes: Sequence[int], quotas: Sequence[int], pool: int = 0) -> Segments:
@@ -376,6 +383,66 @@ def test_pooled_quotas_take_one_look_at_the_span(seed: int) -> None:
     twice = pooled(x, segments, exact_choice)
     assert once is not None or (scale == 0).any()  # among zeros only the first ones count
     check(TopK().select(x, segments, 0), x, twice.indices.tolist())
+
+
+@pytest.mark.parametrize("backend", [param for param in BACKENDS if param.id != "torch"])
+def test_an_element_that_was_not_found_is_never_smaller_than_one_that_was_pooled(backend: type[SegmentedView]) -> None:
+    """A floor of its own that lets many through must not make up for a common one that lets too few."""
+    x = torch.cat([torch.linspace(0.1, 2, 1000), torch.linspace(0, 0.9, 40_000)])
+    segments = cut([1000, 40_000], [5, 10], pool=1195)
+    view = backend(x, segments)
+    assert isinstance(view, NumpyView)
+    floors = np.array([0.0, 0.895], np.float32).view(np.int32)  # 1000 and some 200 elements, 1210 are wanted
+    assert view._pooled_above(floors) is None
+    once = view.top_pooled()
+    assert once is not None
+    check(once, x, pooled(x, segments, exact_choice).indices.tolist())
+
+
+@needs_kernels
+@pytest.mark.parametrize("pool", [0, 700])
+@pytest.mark.parametrize("seed", range(4))
+def test_floors_of_the_last_selection_change_no_result(pool: int, seed: int) -> None:
+    """Gradients that shrink and grow, vanish, become NaN, all alike, or move to another tensor."""
+    rng = np.random.default_rng(seed)
+    sizes = [40_000, 3, 0, 700, 17_000, 700, 90_000]
+    segments = cut(sizes, [400, 1, 0, 7, 0, 20, 900], pool)
+    x = np.zeros(sum(sizes), np.float32)
+    for scale in [1, 1, 1.1, 3, 1e-3, 0, 1, 1e30, 1e-30, "ties", "nan", 1, "shift", "sparse", 1, 1]:
+        noise = rng.standard_t(3, len(x)).astype(np.float32)
+        if scale == "ties":
+            x = np.round(noise)
+        elif scale == "nan":
+            x[rng.integers(len(x), size=30)] = np.nan
+        elif scale == "shift":
+            x = noise * np.repeat(rng.random(len(sizes)).astype(np.float32), sizes)
+        elif scale == "sparse":
+            x = np.where(rng.random(len(x)) < 0.003, noise, 0).astype(np.float32)
+        else:
+            x = (0.3 * np.nan_to_num(x) + noise) * np.float32(scale)
+        span, plain = torch.from_numpy(x), cut(sizes, segments.quotas.tolist(), pool)
+        for sparsifier in (TopK(), Constant()):
+            with native.unused():
+                expected = sparsifier.select(span, plain, 0)
+            selection = sparsifier.select(span, segments, 0)
+            assert torch.equal(selection.indices, expected.indices)
+            assert torch.equal(selection.values.view(torch.int32), expected.values.view(torch.int32))
+        view, reference = NativeView(span, segments), NumpyView(span, plain)
+        for theirs, ours in zip(reference.moments(), view.moments(), strict=True):
+            atol = 1e-3 * float(span.nan_to_num().abs().mean())
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=atol, equal_nan=True)
+        thresholds = torch.full((len(segments),), float(np.nan_to_num(np.abs(x)).mean()))
+        assert torch.equal(view.count_above(thresholds), reference.count_above(thresholds))
+
+
+@needs_kernels
+def test_counts_beyond_enough_need_no_other_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
+    view = NativeView(x, span_segments(100_000, 1000))
+    assert int(view.count_above(torch.tensor([2.0]))) == int((x.abs() > 2).sum())
+    monkeypatch.setattr(NativeView, "_sweep", None)  # which would be called
+    assert int(view.count_above(torch.tensor([1.0]), enough=torch.tensor([1333.0]))) > 1333
+    assert int(view.count_above(torch.tensor([2.5]), enough=torch.tensor([1333.0]))) == int((x.abs() > 2.5).sum())
 
 
 def test_merge_is_the_same_on_both_backends() -> None:

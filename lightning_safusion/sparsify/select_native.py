@@ -1,0 +1,210 @@
+"""Segmented selection on the CPU with compiled kernels: one look at the span, where it goes on as it did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from lightning_safusion import native
+from lightning_safusion.sparsify.base import Segments, Selection
+from lightning_safusion.sparsify.candidates import Candidates, Swept
+from lightning_safusion.sparsify.pieces import SubBlocks
+from lightning_safusion.sparsify.sampling import common_floor
+from lightning_safusion.sparsify.select_numpy import NumpyView
+from lightning_safusion.sparsify.view import MAGNITUDE_BITS
+
+# Candidates that a floor should let through, in elements that are looked for: enough that the next step hardly ever
+# finds too few, which costs another look at the segment.
+_SPARE, _SIGMAS, _MORE = 1.5, 4, 32
+# A threshold follows the number that it lets through slowly: magnitudes have a long tail.
+_STEEPNESS, _LOWER, _HIGHER = 0.2, 0.8, 2
+_FAR_OFF = 64  # times the candidates that it should let through: it is guessed anew
+_ROOM, _ROOM_AT_LEAST = 8, 1 << 12  # times the quotas
+
+
+@dataclass
+class LikelyFloors:
+    """What the next selection from the same segments will most likely find enough above; no result depends on it.
+
+    Args:
+        own: float32 [A], magnitudes for the quota of each active segment; NaN where nothing is known.
+        common: A magnitude for all segments together; NaN if it is not known.
+    """
+
+    own: np.ndarray
+    common: np.ndarray
+
+    @classmethod
+    def of(cls, segments: Segments, count: int) -> LikelyFloors:
+        """Those of segments with ``count`` active ones, kept with them."""
+        if "likely floors" not in segments.cache:
+            segments.cache["likely floors"] = cls(np.full(count, np.nan, np.float32), np.full(1, np.nan, np.float32))
+        likely: LikelyFloors = segments.cache["likely floors"]
+        return likely
+
+    def learn(self, floors: np.ndarray, counts: np.ndarray, ranks: np.ndarray) -> None:
+        """Takes in how many elements of each segment were above floors (int32 [A]; -2 tells nothing)."""
+        told = (floors > -2) & (floors < MAGNITUDE_BITS) & (ranks > 0)
+        self.own = np.where(told, _moved(floors, counts, ranks), self.own)
+
+    def learn_common(self, floor: int, count: int, rank: int) -> None:
+        """The same for all segments together."""
+        self.common = _moved(np.array([floor], np.int32), np.array([count]), np.array([rank]))
+
+
+def _moved(floors: np.ndarray, counts: np.ndarray, ranks: np.ndarray) -> np.ndarray:
+    """Thresholds (float32) that more than ``ranks`` will be above; NaN where that is not to be expected."""
+    shares = counts / (_SPARE * ranks + _SIGMAS * np.sqrt(ranks) + _MORE)
+    factors = np.clip(shares**_STEEPNESS, _LOWER, _HIGHER)
+    with np.errstate(invalid="ignore", over="ignore"):
+        moved = np.maximum(floors, 0).view(np.float32) * factors.astype(np.float32)
+    usable = (floors > 0) & (shares < _FAR_OFF) & np.isfinite(moved)
+    return np.where(usable, moved, np.float32(np.nan))
+
+
+class NativeView(NumpyView):
+    """Finds what :class:`NumpyView` finds; sums are rounded otherwise.
+
+    Floors need not be guessed from samples where the last selection from the same segments has left some, and
+    candidates are collected while sums are made.
+    """
+
+    def __init__(self, x: Tensor, segments: Segments) -> None:
+        super().__init__(x, segments)
+        self._sizes = self._layout.stops - self._layout.starts
+        if "native parts" not in segments.cache:
+            segments.cache["native parts"] = native.Parts.of(self._layout.starts, self._sizes)
+        self._parts: native.Parts = segments.cache["native parts"]
+        self._likely = LikelyFloors.of(segments, len(self._sizes))
+
+    # -- statistics ------------------------------------------------------------------------------------------------
+
+    def sums(self) -> Tensor:
+        return self.moments()[0]
+
+    def abs_sums(self) -> Tensor:
+        return self.moments(magnitudes=True)[0]
+
+    def square_sums(self) -> Tensor:
+        return self.moments()[1]
+
+    def moments(self, *, magnitudes: bool = False) -> tuple[Tensor, Tensor]:
+        floors = None
+        if self._swept is None and not np.isnan(self._likely.own[~self._layout.idle]).all():
+            floors = self._likely_floors(MAGNITUDE_BITS)
+        found = native.survey(self._floats, self._parts, floors, self._room, sums=True, magnitudes=magnitudes)
+        if floors is not None and found.places is not None and found.bits is not None:
+            self._swept = Swept(floors, [], Candidates(found.places, found.bits, found.counts))
+        if found.sums is None or found.squares is None:
+            raise RuntimeError("sums were asked for and not made")
+        return self._per_segment(found.sums), self._per_segment(found.squares)
+
+    def abs_max(self) -> Tensor:
+        return self._per_segment(native.largest(self._floats, self._parts).view(np.float32))
+
+    # -- selection -------------------------------------------------------------------------------------------------
+
+    def take(self, thresholds: Tensor, *, inclusive: bool = False) -> Selection:
+        selection = super().take(thresholds, inclusive=inclusive)
+        if self._swept is not None:
+            self._likely.learn(self._swept.floors, self._swept.found.counts, self._layout.quotas)
+        return selection
+
+    def top_pooled(self) -> Selection | None:
+        if self._layout.idle.all():
+            return None
+        learned = self._likely.common
+        if not np.isnan(learned[0]):
+            selection = self._pooled_below(int(learned.view(np.int32)[0]))
+            if selection is not None:
+                return selection
+        live = [self._segment(place) for place in np.flatnonzero(~self._layout.idle).tolist()]
+        return self._pooled_below(common_floor(live, self.segments.capacity))
+
+    def _pooled_below(self, common: int) -> Selection | None:
+        """The pooled selection, if what is above ``common`` (bits) and above the floors of the quotas will do."""
+        quotas = self._layout.quotas
+        floors = np.minimum(self._likely_floors(MAGNITUDE_BITS), common)
+        floors[self._layout.idle] = MAGNITUDE_BITS
+        found = self._above(floors)
+        self._likely.learn_common(common, len(found.indices), self.segments.capacity)
+        if (short := found.counts < quotas).any():
+            floors, found = self._found_again(floors, quotas, self._layout.sub_blocks, short)
+        self._likely.learn(np.where(floors < common, floors, -2), found.counts, quotas)
+        return self._pooled_above(floors)
+
+    def _candidates(self, ranks: np.ndarray, sub_blocks: SubBlocks) -> Candidates:
+        if ranks is not self._layout.quotas:
+            return super()._candidates(ranks, sub_blocks)
+        floors = self._likely_floors(-2)
+        unknown = (floors == -2) & (ranks > 0)
+        self._guess(floors, ranks, sub_blocks, unknown)
+        found = self._above(floors)
+        if (short := (found.counts < ranks) & ~unknown).any():
+            floors, found = self._found_again(floors, ranks, sub_blocks, short)
+        self._likely.learn(floors, found.counts, ranks)
+        return self._completed(found, floors, ranks)
+
+    def _found_again(
+        self, floors: np.ndarray, ranks: np.ndarray, sub_blocks: SubBlocks, short: np.ndarray
+    ) -> tuple[np.ndarray, Candidates]:
+        """Looks once more at the ``short`` segments (bool [A]), with floors from samples."""
+        lower = floors.copy()
+        self._guess(lower, ranks, sub_blocks, short)
+        return lower, self._above(lower)
+
+    # -- parts -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _room(self) -> int:
+        return max(_ROOM_AT_LEAST, _ROOM * self.segments.capacity)
+
+    def _likely_floors(self, unknown: int) -> np.ndarray:
+        """int32 [A]; nothing is above that of an idle segment."""
+        own = self._likely.own
+        floors = np.where(np.isnan(own), np.int32(unknown), own.view(np.int32))
+        floors[self._layout.idle] = MAGNITUDE_BITS
+        return floors
+
+    def _narrowed(self, found: Candidates, floors: np.ndarray, higher: np.ndarray) -> Candidates:
+        if np.array_equal(higher, floors):
+            return found
+        read = self._read_again(found, higher, len(found.indices))
+        if read.places is None:
+            raise RuntimeError("candidates have changed while they were read")
+        counts = np.zeros_like(found.counts)
+        counts[found.counts > 0] = read.counts
+        return Candidates(found.indices.take(read.places), found.signed.take(read.places), counts)
+
+    def _counts(self, swept: Swept, floors: np.ndarray) -> np.ndarray:
+        counts = np.zeros_like(swept.found.counts)
+        counts[swept.found.counts > 0] = self._read_again(swept.found, floors, 0).counts
+        return counts
+
+    def _read_again(self, found: Candidates, floors: np.ndarray, room: int) -> native.Survey:
+        """Looks at the candidates of the segments that have any."""
+        held = found.counts > 0
+        parts = native.Parts.of((found.stops - found.counts)[held], found.counts[held])
+        return native.survey(found.signed.view(np.float32), parts, floors[held], room)
+
+    def _sweep(self, floors: np.ndarray, changed: list[bool], known: list[tuple[np.ndarray, np.ndarray]]) -> Swept:
+        again, old = np.array(changed), self._swept
+        everything = old is None or again.all()
+        runs = (self._layout.starts[again], self._sizes[again])
+        parts = self._parts if everything else native.Parts.of(*runs)
+        found = native.survey(self._floats, parts, floors[again], self._room)
+        if found.places is None:  # now it is known how many
+            found = native.survey(self._floats, parts, floors[again], int(found.counts.sum()))
+        if found.places is None or found.bits is None:
+            raise RuntimeError("a span has changed while it was read")
+        if old is None or everything:
+            return Swept(floors, [], Candidates(found.places, found.bits, found.counts))
+        counts = old.found.counts.copy()
+        counts[again] = found.counts
+        fresh, kept = again.repeat(counts), ~again.repeat(old.found.counts)
+        indices, signed = np.empty(len(fresh), np.int64), np.empty(len(fresh), np.int32)
+        indices[fresh], signed[fresh] = found.places, found.bits
+        indices[~fresh], signed[~fresh] = old.found.indices[kept], old.found.signed[kept]
+        return Swept(floors, [], Candidates(indices, signed, counts))

@@ -1,0 +1,212 @@
+"""Compiled kernels against NumPy and PyTorch.
+
+Covers: every size around the width of a vector and of a part; NaN, infinities, denormals, zeros of both signs; too
+little room; sums; bad gradients, found at once and late, with and without decay; means of several ranks bitwise as
+without the kernels, at any alignment; several threads; a forked process; a library of another version, and none.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_safusion import native
+from lightning_safusion.native import Parts
+
+pytestmark = pytest.mark.skipif(not native.usable(), reason="the package was installed without a C compiler")
+MAGNITUDE = 0x7FFFFFFF
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(native, "_SHARED", 1)
+    monkeypatch.setattr(native, "_PART", 5000)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: request.param)
+    return int(request.param)
+
+
+def numbers(size: int, seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(size).astype(np.float32)
+    special = np.array([0.0, -0.0, 1e-44, -1e-44, 1e30, -1e30], np.float32)
+    at = rng.integers(size, size=size // 7)
+    x[at] = special[rng.integers(len(special), size=len(at))]
+    return x
+
+
+@pytest.mark.parametrize("sizes", [[1], [31], [32], [33], [4096], [4097], [0, 5, 0, 70_000, 1, 0], [12_345, 9999]])
+@pytest.mark.parametrize("offset", [0, 1, 3])
+def test_what_is_above_floors_is_found_in_order(threads: int, sizes: list[int], offset: int) -> None:
+    x = numbers(sum(sizes) + offset)[offset:]
+    edges = np.cumsum([0, *sizes])
+    parts = Parts.between(edges.tolist())
+    live = np.flatnonzero(np.diff(edges))
+    for threshold in (0.0, 0.7, 2.9, 1e38):
+        floors = np.full(len(live), np.float32(threshold)).view(np.int32)
+        floors[::3] = -1  # everything
+        found = native.survey(x, parts, floors, len(x), sums=True, magnitudes=True)
+        mask = (x.view(np.int32) & MAGNITUDE) > np.repeat(floors, np.diff(edges)[live])
+        assert found.places is not None
+        assert found.bits is not None
+        assert found.places.tolist() == np.flatnonzero(mask).tolist()
+        assert np.array_equal(found.bits, x.view(np.int32)[mask])
+        cuts = edges[live]
+        assert found.counts.tolist() == np.add.reduceat(mask, cuts, dtype=np.int64).tolist()
+        with np.errstate(over="ignore"):
+            assert found.sums is not None
+            np.testing.assert_allclose(found.sums, np.add.reduceat(np.abs(x.astype(np.float64)), cuts), rtol=1e-5)
+        counted = native.survey(x, parts, floors, 0)
+        assert counted.counts.tolist() == found.counts.tolist()
+        assert (counted.places is None) == bool(mask.any())
+
+
+@pytest.mark.parametrize("room", [0, 1, 31, 32, 33, 99, 100])
+def test_without_room_everything_is_counted_and_nothing_overwritten(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[np.ndarray] = []
+
+    def empty(size: int, dtype: type) -> np.ndarray:
+        made.append(np.full(size + 64, 7, dtype))
+        return made[-1][:size]
+
+    monkeypatch.setattr(native.np, "empty", empty)
+    x = np.arange(1, 101, dtype=np.float32)
+    found = native.survey(x, Parts.between([0, 50, 100]), np.zeros(2, np.int32), room)
+    assert found.counts.tolist() == [50, 50]
+    assert (found.places is None) == (room < 100)
+    assert all((array[-64:] == 7).all() for array in made)
+
+
+def test_sums_are_kept_in_double_precision(threads: int) -> None:
+    x = np.full(3_000_000, 0.1, np.float32)
+    found = native.survey(x, Parts.between([0, len(x)]), None, sums=True)
+    assert found.sums is not None
+    assert found.squares is not None
+    np.testing.assert_allclose(found.sums, [float(x[0]) * len(x)], rtol=1e-6)
+    np.testing.assert_allclose(found.squares, [float(x[0]) ** 2 * len(x)], rtol=1e-6)
+    x[17] = np.nan
+    found = native.survey(x, Parts.between([0, len(x)]), None, sums=True)
+    assert found.sums is not None
+    assert np.isnan(found.sums).all()
+
+
+def test_the_largest_magnitude(threads: int) -> None:
+    x, parts = numbers(20_000), Parts.between([0, 1, 6000, 6000, 20_000])
+    expected = [(x.view(np.int32)[low:high] & MAGNITUDE).max() for low, high in ((0, 1), (1, 6000), (6000, 20_000))]
+    assert native.largest(x, parts).tolist() == expected
+    x[7] = np.nan
+    assert native.largest(x, parts)[1] > np.float32(np.inf).view(np.int32)
+
+
+@pytest.mark.parametrize("decay", [1.0, 0.9])
+@pytest.mark.parametrize("bad", [None, 0, 16_000, 39_999])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_gradients_that_are_not_finite_are_left_out(threads: int, decay: float, bad: int | None, value: float) -> None:
+    torch.manual_seed(0)
+    grads = [torch.randn(size) for size in (5, 40_000, 1, 70_001)]
+    edges = np.cumsum([0, *map(len, grads)])
+    memory = torch.randn(int(edges[-1]))
+    before, expected = memory.clone(), decay * memory + torch.cat(grads)
+    if bad is not None:
+        grads[1][bad] = value
+        expected[5:40_005] = before[5:40_005]
+    left_out = native.add_finite(memory, Parts.between(edges.tolist()), grads, decay)
+    assert left_out == ([] if bad is None else [1])
+    torch.testing.assert_close(memory, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [0, 30_000, 32_767])
+def test_what_is_found_soon_has_changed_nothing(bad: int) -> None:
+    grad, memory = torch.randn(100_000), torch.randn(100_000)
+    grad[bad], before = float("nan"), memory.clone()
+    assert native.add_finite(memory, Parts.between([0, 100_000]), [grad], 0.9) == [0]
+    assert torch.equal(memory, before)
+
+
+def test_large_finite_gradients_are_added(threads: int) -> None:
+    grad, memory = torch.full((100,), 3e38), torch.zeros(100)
+    assert native.add_finite(memory, Parts.between([0, 100]), [grad], 1.0) == []
+    assert torch.equal(memory, grad)
+
+
+@pytest.mark.parametrize("ranks", [0, 1, 2, 5])
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("sizes", [[1], [40_000, 3, 300_000], [16_384, 16_385, 7]])
+def test_means_are_bitwise_those_of_pytorch(threads: int, ranks: int, offset: int, sizes: list[int]) -> None:
+    torch.manual_seed(ranks)
+    grads = [torch.full((size + offset,), float("nan"))[offset:] for size in sizes]
+    total, scale = sum(sizes), 1 / 3
+    entries, expected = [], torch.zeros(total)
+    for _ in range(ranks):
+        indices = torch.randperm(total)[: max(1, total // 3)].sort().values
+        values = torch.randn(len(indices))
+        expected.scatter_add_(0, indices, values * scale)
+        entries.append((indices.numpy(), values.numpy()))
+    edges = [0, *np.cumsum(sizes).tolist()]
+    assert native.mean_into(grads, Parts.between(edges), entries, scale)
+    assert torch.equal(torch.cat(grads), expected)
+
+
+def test_a_mean_that_overflows_is_noticed(threads: int) -> None:
+    entries = [(np.array([9_000]), np.array([3e38], np.float32))] * 2
+    grad = torch.empty(10_000)
+    assert not native.mean_into([grad], Parts.between([0, 10_000]), entries, 1.0)
+    assert grad[9_000] == float("inf")
+    entries = [(np.array([9_000]), np.array([np.nan], np.float32))]
+    assert not native.mean_into([grad], Parts.between([0, 10_000]), entries, 1.0)
+
+
+def test_what_was_sent_is_taken_out_in_turn() -> None:
+    memory = torch.ones(10)
+    native.take_out(memory, torch.tensor([3, 3, 7]), torch.tensor([0.25, 0.0, 2.0]))
+    assert memory.tolist() == [1, 1, 1, 0.75, 1, 1, 1, -1, 1, 1]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_a_forked_process_has_threads_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_SHARED", 1)
+    monkeypatch.setattr(native, "_PART", 100)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    x, parts = numbers(1000), Parts.between([0, 1000])
+    here = native.largest(x, parts)
+    child = os.fork()
+    if child == 0:
+        os._exit(int(native.largest(x, parts).tolist() != here.tolist()))
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "VERSION", native.VERSION + 1)
+    native._library.cache_clear()
+    try:
+        assert not native.usable()
+    finally:
+        monkeypatch.undo()
+        native._library.cache_clear()
+    assert native.usable()
+
+
+def test_a_file_that_is_no_library_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = next(Path(native.__file__).parent.glob("_kernels*"))
+    shutil.copy(native.__file__, tmp_path / "__init__.py")
+    (tmp_path / built.name).write_text("no library")
+    monkeypatch.setattr(native, "__file__", str(tmp_path / "__init__.py"))
+    native._library.cache_clear()
+    try:
+        assert not native.usable()
+    finally:
+        monkeypatch.undo()
+        native._library.cache_clear()
+
+
+def test_they_can_be_left_out_to_compare() -> None:
+    with native.unused():
+        assert not native.usable()
+        assert not native.serves(torch.zeros(3))
+    assert native.serves(torch.zeros(3), torch.zeros(3, dtype=torch.int64))
+    assert not native.serves(torch.zeros(3, dtype=torch.float64))
+    assert not native.serves(torch.zeros(6)[::2])
