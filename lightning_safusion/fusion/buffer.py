@@ -16,6 +16,7 @@ from lightning_safusion.comm.exchange import Exchange, TensorFlag
 from lightning_safusion.fusion.layout import Layout
 from lightning_safusion.fusion.plan import Group
 from lightning_safusion.sparsify.base import Segments, Selection
+from lightning_safusion.sparsify.select_native import Foresight
 from lightning_safusion.sparsify.view import device_constant
 
 
@@ -58,6 +59,13 @@ class FusionBuffer:
     def all_fresh(self) -> Tensor:
         """uint8 [T]: the flags of almost every step."""
         return device_constant(np.full(len(self.places), int(TensorFlag.FRESH), np.uint8), self.exchange.device)
+
+    @cached_property
+    def foresight(self) -> Foresight | None:
+        """Finds elements while gradients are added; None where nothing is selected from what is in host memory."""
+        if self.segments is None or self.exchange.selects_itself or self.exchange.device.type != "cpu":
+            return None
+        return Foresight(self.segments, self.exchange.spec.edges)
 
     @cached_property
     def sizes(self) -> list[int]:

@@ -88,6 +88,8 @@ class Generator:
         taken = fresh & ~raw
         if taken.all() and not early:
             buffer.absent = []
+            if scale is None and (done := self._compensate_and_select(buffer, grads, step)) is not None:
+                return done
             flags = self.compensate(buffer, grads, list(buffer.places), buffer.all_fresh, scale)
         else:
             flags = device_constant((fresh * _FRESH + raw * _RAW).astype(np.uint8), self.device)
@@ -98,6 +100,22 @@ class Generator:
         x = self.memory.accumulated(buffer.start, buffer.stop)
         buffer.exchange.begin(x, Part(None, flags, buffer.absent))
         buffer.selection = self._select(buffer, x, step, early)
+        return flags
+
+    def _compensate_and_select(self, buffer: FusionBuffer, grads: Sequence[Tensor], step: int) -> Tensor | None:
+        """:meth:`select` from fresh tensors, where what is wanted can be seen while gradients are added; else None."""
+        foresight = buffer.foresight
+        floors = None if foresight is None else foresight.floors()
+        if foresight is None or floors is None:
+            return None
+        added = self.memory.compensate_finite(buffer.places, grads, floors, foresight.room)
+        if added is None:
+            return None
+        flags = _marked(buffer.all_fresh, added.left_out)
+        x = self.memory.accumulated(buffer.start, buffer.stop)
+        buffer.exchange.begin(x, Part(None, flags, buffer.absent))
+        with foresight.known(added.found):
+            buffer.selection = self._select(buffer, x, step, ())
         return flags
 
     def pack(self, buffer: FusionBuffer, flags: Tensor, notices: int = 0) -> None:
@@ -137,8 +155,8 @@ class Generator:
         if not grads:
             return flags
         first = buffer.group.start
-        if scale is None and (left_out := self.memory.compensate_finite(ids, grads)) is not None:
-            return _marked(flags, [ids[i] - first for i in left_out])
+        if scale is None and (added := self.memory.compensate_finite(ids, grads)) is not None:
+            return _marked(flags, [ids[i] - first for i in added.left_out])
         narrowed = list(grads)
         if torch.float64 in buffer.dtypes:  # added as the memory holds it
             narrowed = [grad.float() if grad.dtype == torch.float64 else grad for grad in grads]

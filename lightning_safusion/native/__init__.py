@@ -6,7 +6,8 @@ them NumPy and PyTorch do the same work with the same results, but for the round
 ============== ============================================================= =====================================
 function       work                                                          passes over the elements
 ============== ============================================================= =====================================
-``add_finite`` looks for what is not finite, and adds a gradient to a memory 3 (reads both, writes one)
+``add_finite`` looks for what is not finite, adds a gradient to a memory,    3 (reads both, writes one)
+               and finds what is above a floor then
 ``survey``     sums, sums of squares, and what is above a floor              1
 ``largest``    largest magnitudes                                            1
 ``mean_into``  decoded mean of sparse messages, zeros included               1 (written past the caches)
@@ -34,7 +35,7 @@ from torch import Tensor
 
 __all__ = ["Parts", "Survey", "add_finite", "largest", "mean_into", "survey", "take_out", "unused", "usable"]
 
-VERSION = 1  # of the functions in kernels.c that are called here
+VERSION = 2  # of the functions in kernels.c that are called here
 _SPARE = 33  # places behind the last that are written to before it is noticed that there is no more room
 _PART = 1 << 20  # elements of a part
 _SHARED = 1 << 18  # elements that are worth another thread
@@ -55,7 +56,8 @@ def _library() -> ctypes.CDLL | None:
                     return None  # left over from another version: an editable installation that was not built again
             except (OSError, AttributeError):
                 return None
-            library.safusion_survey.restype = library.safusion_mean.restype = ctypes.c_int64
+            for name in ("add", "survey", "mean"):
+                getattr(library, f"safusion_{name}").restype = ctypes.c_int64
             return library
     return None
 
@@ -187,14 +189,18 @@ def survey(
         return places[:found], bits[:found], found
 
     found = _shared(read, parts.sizes)
-    numbers = parts.whole(counts)
-    first, second = (None, None) if totals is None else (parts.whole(totals[0]), parts.whole(totals[1]))
-    if floors is None or any(number > room for _, _, number in found):
-        return Survey(None, None, numbers, first, second)
+    joined = _joined(found, room if floors is not None else -1, parts.whole(counts))
+    return joined if totals is None else joined._replace(sums=parts.whole(totals[0]), squares=parts.whole(totals[1]))
+
+
+def _joined(found: Sequence[tuple[np.ndarray, np.ndarray, int]], room: int, counts: np.ndarray) -> Survey:
+    """What several threads have found."""
+    if any(number > room for _, _, number in found):
+        return Survey(None, None, counts, None, None)
     if len(found) == 1:
-        return Survey(found[0][0], found[0][1], numbers, first, second)
+        return Survey(found[0][0], found[0][1], counts, None, None)
     places, bits = (np.concatenate([part[i] for part in found]) for i in (0, 1))
-    return Survey(places, bits, numbers, first, second)
+    return Survey(places, bits, counts, None, None)
 
 
 def largest(x: np.ndarray, parts: Parts) -> np.ndarray:
@@ -208,7 +214,26 @@ def largest(x: np.ndarray, parts: Parts) -> np.ndarray:
     return bits if len(bits) == len(parts.firsts) else np.maximum.reduceat(bits, parts.firsts)
 
 
-def add_finite(memory: Tensor, parts: Parts, grads: Sequence[Tensor], decay: float) -> list[int]:
+class Added(NamedTuple):
+    """What became of gradients.
+
+    Args:
+        left_out: Places of those that are not finite.
+        found: What is above floors afterwards; None if it was not asked for, or something was left out.
+    """
+
+    left_out: list[int]
+    found: Survey | None
+
+
+def add_finite(
+    memory: Tensor,
+    parts: Parts,
+    grads: Sequence[Tensor],
+    decay: float,
+    floors: np.ndarray | None = None,
+    room: int = 0,
+) -> Added:
     """``memory = decay * memory + gradient`` for the gradients without infinities and NaNs, and nothing for the others.
 
     (What the others had changed before that was noticed is taken back: after 32768 elements, to rounding.)
@@ -218,16 +243,19 @@ def add_finite(memory: Tensor, parts: Parts, grads: Sequence[Tensor], decay: flo
         parts: Where the gradients belong in it.
         grads: float32, contiguous, not empty.
         decay: Factor on the memory, positive.
-
-    Returns:
-        Places of the gradients that were left out.
+        floors: int32 [G]: wanted are elements of the new memory with bits of magnitude above these, as in
+            :func:`survey`; positions count from the first gradient. None for no element.
+        room: For how many.
     """
     addresses = _addresses(grads, parts)
-    added = np.empty(len(parts.starts), np.int64)
+    added, counts = np.empty((2, len(parts.starts)), np.int64)
     target = memory.numpy()
+    spread = None if floors is None else parts.spread(floors)
+    room = 0 if floors is None else room
 
-    def add(low: int, high: int) -> None:
-        _call(
+    def add(low: int, high: int) -> tuple[np.ndarray, np.ndarray, int]:
+        places, bits = np.empty(room + _SPARE, np.int64), np.empty(room + _SPARE, np.int32)
+        found = _call(
             "safusion_add",
             addresses[low:high],
             target,
@@ -236,11 +264,18 @@ def add_finite(memory: Tensor, parts: Parts, grads: Sequence[Tensor], decay: flo
             high - low,
             ctypes.c_float(decay),
             added[low:high],
+            None if spread is None else spread[low:high],
+            int(parts.starts[0]),
+            places,
+            bits,
+            room,
+            counts[low:high],
         )
+        return places[:found], bits[:found], found
 
-    _shared(add, parts.sizes)
+    found = _shared(add, parts.sizes)
     if np.array_equal(added, parts.sizes):
-        return []
+        return Added([], None if floors is None else _joined(found, room, parts.whole(counts)))
     bad = np.flatnonzero(np.add.reduceat(added != parts.sizes, parts.firsts)).tolist()
     cuts = [*parts.firsts.tolist(), len(added)]
     for place in bad:
@@ -248,7 +283,7 @@ def add_finite(memory: Tensor, parts: Parts, grads: Sequence[Tensor], decay: flo
         for part in range(cuts[place], cuts[place + 1]):
             start, size = int(parts.starts[part]), int(added[part])
             memory[start : start + size].sub_(grads[place].view(-1)[start - first :][:size]).div_(decay)
-    return bad
+    return Added(bad, None)
 
 
 def mean_into(

@@ -15,7 +15,7 @@
 #include <emmintrin.h>
 #endif
 
-#define VERSION 1 /* of the functions below and their arguments; __init__.py has the same number */
+#define VERSION 2 /* of the functions below and their arguments; __init__.py has the same number */
 
 #if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__)
 #define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
@@ -26,7 +26,7 @@
 #define MAGNITUDE 0x7FFFFFFF /* the bits of a float without its sign: as integers they order magnitudes */
 #define INFINITE 0x7F800000
 #define CHECKED 32768 /* elements that are looked at before any of them is added; half of them stay in the L2 cache */
-#define SUMMED 4096   /* elements whose sums are kept in float32 */
+#define CACHED 4096   /* elements that stay in the L1 cache, and whose sums are kept in float32 */
 #define DECODED 16384 /* elements that are put together in the cache */
 #define LANES 16
 #define ROOM 32 /* elements that are compared at once */
@@ -52,44 +52,6 @@ CLONES static void add(float *restrict memory, const float *restrict grad, int64
         for (int64_t i = 0; i < size; i++) memory[i] += grad[i];
     else
         for (int64_t i = 0; i < size; i++) memory[i] = decay * memory[i] + grad[i];
-}
-
-void safusion_add(const int64_t *grads, float *memory, const int64_t *starts, const int64_t *sizes, int64_t parts,
-                  float decay, int64_t *added)
-{
-    for (int64_t p = 0; p < parts; p++) {
-        const float *grad = (const float *)(intptr_t)grads[p];
-        int64_t at = 0;
-        for (; at < sizes[p]; at += CHECKED) {
-            int64_t size = sizes[p] - at < CHECKED ? sizes[p] - at : CHECKED;
-            if (largest((const int32_t *)grad + at, size) >= INFINITE) break;
-            add(memory + starts[p] + at, grad + at, size, decay);
-        }
-        added[p] = at < sizes[p] ? at : sizes[p];
-    }
-}
-
-CLONES static void sum(const float *x, int64_t size, int32_t mask, double *first, double *second)
-{
-    floats a = {0}, b = {0}, c = {0}, d = {0};
-    int64_t i = 0;
-    for (; i + 2 * LANES <= size; i += 2 * LANES) {
-        floats v = (floats)(*(const ints *)(x + i) & mask), w = (floats)(*(const ints *)(x + i + LANES) & mask);
-        a += v;
-        b += *(const floats *)(x + i) * *(const floats *)(x + i);
-        c += w;
-        d += *(const floats *)(x + i + LANES) * *(const floats *)(x + i + LANES);
-    }
-    a += c;
-    b += d;
-    for (int j = 0; j < LANES; j++) {
-        *first += a[j];
-        *second += b[j];
-    }
-    for (; i < size; i++) {
-        *first += mask == -1 || x[i] >= 0 ? x[i] : -x[i];
-        *second += x[i] * x[i];
-    }
 }
 
 /* The first places above a floor, at most `room` (and ROOM more are written); the number of all of them. */
@@ -129,6 +91,60 @@ CLONES static int64_t above(const int32_t *x, int64_t size, int32_t floor, int64
     return found;
 }
 
+int64_t safusion_add(const int64_t *grads, float *memory, const int64_t *starts, const int64_t *sizes, int64_t parts,
+                     float decay, int64_t *added, const int32_t *floors, int64_t base, int64_t *places, int32_t *bits,
+                     int64_t room, int64_t *counts)
+{
+    int64_t found = 0;
+    for (int64_t p = 0; p < parts; p++) {
+        const float *grad = (const float *)(intptr_t)grads[p];
+        float *target = memory + starts[p];
+        int64_t checked = 0;
+        counts[p] = 0;
+        for (int64_t at = 0; at < sizes[p]; at += CACHED) {
+            int64_t size = sizes[p] - at < CACHED ? sizes[p] - at : CACHED;
+            if (at == checked) {
+                int64_t next = sizes[p] - at < CHECKED ? sizes[p] - at : CHECKED;
+                if (largest((const int32_t *)grad + at, next) >= INFINITE) break;
+                checked = at + next;
+            }
+            add(target + at, grad + at, size, decay);
+            if (floors && floors[p] < MAGNITUDE) {
+                int64_t kept = found <= room ? found : room + 1;
+                int64_t more = above((const int32_t *)target + at, size, floors[p], starts[p] - base + at,
+                                     places + kept, bits + kept, room - kept);
+                counts[p] += more;
+                found += more;
+            }
+        }
+        added[p] = checked;
+    }
+    return found;
+}
+
+CLONES static void sum(const float *x, int64_t size, int32_t mask, double *first, double *second)
+{
+    floats a = {0}, b = {0}, c = {0}, d = {0};
+    int64_t i = 0;
+    for (; i + 2 * LANES <= size; i += 2 * LANES) {
+        floats v = (floats)(*(const ints *)(x + i) & mask), w = (floats)(*(const ints *)(x + i + LANES) & mask);
+        a += v;
+        b += *(const floats *)(x + i) * *(const floats *)(x + i);
+        c += w;
+        d += *(const floats *)(x + i + LANES) * *(const floats *)(x + i + LANES);
+    }
+    a += c;
+    b += d;
+    for (int j = 0; j < LANES; j++) {
+        *first += a[j];
+        *second += b[j];
+    }
+    for (; i < size; i++) {
+        *first += mask == -1 || x[i] >= 0 ? x[i] : -x[i];
+        *second += x[i] * x[i];
+    }
+}
+
 int64_t safusion_survey(const float *x, const int64_t *starts, const int64_t *sizes, const int32_t *floors,
                         int64_t parts, int64_t magnitudes, double *sums, double *squares, int64_t *places,
                         int32_t *bits, int64_t room, int64_t *counts)
@@ -137,10 +153,10 @@ int64_t safusion_survey(const float *x, const int64_t *starts, const int64_t *si
     for (int64_t p = 0; p < parts; p++) {
         counts[p] = 0;
         if (sums) sums[p] = squares[p] = 0;
-        for (int64_t at = 0; at < sizes[p]; at += SUMMED) {
-            int64_t size = sizes[p] - at < SUMMED ? sizes[p] - at : SUMMED, start = starts[p] + at;
+        for (int64_t at = 0; at < sizes[p]; at += CACHED) {
+            int64_t size = sizes[p] - at < CACHED ? sizes[p] - at : CACHED, start = starts[p] + at;
             if (sums) sum(x + start, size, magnitudes ? MAGNITUDE : -1, sums + p, squares + p);
-            if (floors) {
+            if (floors && floors[p] < MAGNITUDE) {
                 int64_t kept = found <= room ? found : room + 1;
                 int64_t more = above((const int32_t *)x + start, size, floors[p], start, places + kept, bits + kept,
                                      room - kept);

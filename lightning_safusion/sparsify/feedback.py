@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,12 +50,14 @@ class ResidualMemory(Memory):
             torch._foreach_mul_(views, self.decay)
             torch._foreach_add_(views, added)
 
-    def compensate_finite(self, ids: Sequence[int], grads: Sequence[Tensor]) -> list[int] | None:
+    def compensate_finite(
+        self, ids: Sequence[int], grads: Sequence[Tensor], floors: np.ndarray | None = None, room: int = 0
+    ) -> native.Added | None:
         if type(self).compensate is not ResidualMemory.compensate or not native.serves(self._residual.data, *grads):
             return None
         if any(grad.dtype != torch.float32 or grad.numel() == 0 for grad in grads):
             return None
-        return native.add_finite(self._residual.data, self._residual.parts(ids), grads, self.decay)
+        return native.add_finite(self._residual.data, self._residual.parts(ids), grads, self.decay, floors, room)
 
     def accumulated(self, start: int, stop: int) -> Tensor:
         return self._residual.data[start:stop]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +12,7 @@ from torch import Tensor
 from lightning_safusion import native
 from lightning_safusion.sparsify.base import Segments, Selection
 from lightning_safusion.sparsify.candidates import Candidates, Swept
-from lightning_safusion.sparsify.pieces import SubBlocks
+from lightning_safusion.sparsify.pieces import Pieces, SubBlocks, lengths_between
 from lightning_safusion.sparsify.sampling import common_floor
 from lightning_safusion.sparsify.select_numpy import NumpyView
 from lightning_safusion.sparsify.view import MAGNITUDE_BITS
@@ -44,6 +46,14 @@ class LikelyFloors:
         likely: LikelyFloors = segments.cache["likely floors"]
         return likely
 
+    def floors(self, segments: Segments) -> np.ndarray:
+        """int32 [A], what will most likely do; that of a segment of which nothing is known lets nothing through."""
+        floors = np.where(np.isnan(self.own), MAGNITUDE_BITS, self.own.view(np.int32))
+        if segments.pool:
+            common = self.common.view(np.int32)[0]
+            floors = np.minimum(floors, MAGNITUDE_BITS if np.isnan(self.common[0]) else common)
+        return np.where(Pieces.of(segments).idle, MAGNITUDE_BITS, floors).astype(np.int32)
+
     def learn(self, floors: np.ndarray, counts: np.ndarray, ranks: np.ndarray) -> None:
         """Takes in how many elements of each segment were above floors (int32 [A]; -2 tells nothing)."""
         told = (floors > -2) & (floors < MAGNITUDE_BITS) & (ranks > 0)
@@ -64,6 +74,52 @@ def _moved(floors: np.ndarray, counts: np.ndarray, ranks: np.ndarray) -> np.ndar
     return np.where(usable, moved, np.float32(np.nan))
 
 
+class Foresight:
+    """Lets elements be found while gradients are added, before anyone has asked for them.
+
+    Args:
+        segments: Cut of the span that will be selected from.
+        edges: Where the tensors of the span begin and end: each lies in one segment.
+    """
+
+    def __init__(self, segments: Segments, edges: Sequence[int]) -> None:
+        self._segments = segments
+        bounds = np.asarray(edges, np.int64)
+        starts = bounds[:-1][np.diff(bounds) > 0]
+        self._owners = np.searchsorted(segments.edges, starts, side="right") - 1
+        self._floors: np.ndarray | None = None
+
+    @property
+    def room(self) -> int:
+        """For how many elements there should be room."""
+        return _room(self._segments)
+
+    def floors(self) -> np.ndarray | None:
+        """int32, a floor for each tensor that is not empty; None if nothing is known."""
+        likely, layout = self._segments.cache.get("likely floors"), Pieces.of(self._segments)
+        if likely is None:
+            return None
+        self._floors = likely.floors(self._segments)
+        per_segment = np.full(len(self._segments), MAGNITUDE_BITS, np.int32)
+        per_segment[layout.active] = self._floors
+        return per_segment[self._owners]
+
+    @contextmanager
+    def known(self, found: native.Survey | None) -> Iterator[None]:
+        """Lets whoever looks at the span next begin with what has been found in it."""
+        if found is not None and found.places is not None and found.bits is not None and self._floors is not None:
+            counts = lengths_between(found.places.searchsorted(Pieces.of(self._segments).stops))
+            self._segments.cache["seen"] = Swept(self._floors, [], Candidates(found.places, found.bits, counts))
+        try:
+            yield
+        finally:
+            self._segments.cache.pop("seen", None)
+
+
+def _room(segments: Segments) -> int:
+    return max(_ROOM_AT_LEAST, _ROOM * segments.capacity)
+
+
 class NativeView(NumpyView):
     """Finds what :class:`NumpyView` finds; sums are rounded otherwise.
 
@@ -78,6 +134,7 @@ class NativeView(NumpyView):
             segments.cache["native parts"] = native.Parts.of(self._layout.starts, self._sizes)
         self._parts: native.Parts = segments.cache["native parts"]
         self._likely = LikelyFloors.of(segments, len(self._sizes))
+        self._swept: Swept | None = segments.cache.pop("seen", None)
 
     # -- statistics ------------------------------------------------------------------------------------------------
 
@@ -94,7 +151,7 @@ class NativeView(NumpyView):
         floors = None
         if self._swept is None and not np.isnan(self._likely.own[~self._layout.idle]).all():
             floors = self._likely_floors(MAGNITUDE_BITS)
-        found = native.survey(self._floats, self._parts, floors, self._room, sums=True, magnitudes=magnitudes)
+        found = native.survey(self._floats, self._parts, floors, _room(self.segments), sums=True, magnitudes=magnitudes)
         if floors is not None and found.places is not None and found.bits is not None:
             self._swept = Swept(floors, [], Candidates(found.places, found.bits, found.counts))
         if found.sums is None or found.squares is None:
@@ -157,10 +214,6 @@ class NativeView(NumpyView):
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
-    @property
-    def _room(self) -> int:
-        return max(_ROOM_AT_LEAST, _ROOM * self.segments.capacity)
-
     def _likely_floors(self, unknown: int) -> np.ndarray:
         """int32 [A]; nothing is above that of an idle segment."""
         own = self._likely.own
@@ -194,7 +247,7 @@ class NativeView(NumpyView):
         everything = old is None or again.all()
         runs = (self._layout.starts[again], self._sizes[again])
         parts = self._parts if everything else native.Parts.of(*runs)
-        found = native.survey(self._floats, parts, floors[again], self._room)
+        found = native.survey(self._floats, parts, floors[again], _room(self.segments))
         if found.places is None:  # now it is known how many
             found = native.survey(self._floats, parts, floors[again], int(found.counts.sum()))
         if found.places is None or found.bits is None:
