@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lightning_safusion import native
 from lightning_safusion.sparsify.view import device_constant
 
 # Entries that share a scale of 16 bits, about: an eighth of a bit for each.
@@ -141,7 +142,10 @@ class QuantizedField(ValueField):
             magnitudes = np.abs(values.numpy())
             coarse, scales = _rounded(self._host_scales(magnitudes, counts))
             if np.isfinite(scales).all():
-                packed = self._host_codes(magnitudes, np.signbit(values.numpy()), np.repeat(scales, counts))
+                if native.serves(values):
+                    packed = native.codes(values.numpy(), scales, counts, self.bits)
+                else:
+                    packed = self._host_codes(magnitudes, np.signbit(values.numpy()), np.repeat(scales, counts))
                 self._fill(field, torch.from_numpy(packed), coarse)
                 return self._host_values(packed, scales, counts)
         part, magnitudes = self._parts(indices), values.abs()
@@ -224,6 +228,8 @@ class QuantizedField(ValueField):
 
     def _host_values(self, packed: np.ndarray, scales: np.ndarray, counts: np.ndarray) -> Tensor:
         """:meth:`_values`."""
+        if native.usable():
+            return torch.from_numpy(native.values(packed, scales, counts, self.bits))
         scale = np.repeat(scales, counts)
         values = _LEVELS[self.bits].take(packed, axis=0).reshape(-1)[: len(scale)]
         return torch.from_numpy(values).mul_(torch.from_numpy(scale))

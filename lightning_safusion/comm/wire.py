@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_safusion import native
 from lightning_safusion.comm.codec import Codec
 from lightning_safusion.comm.values import VALUES, FloatField, FloatValues, Values, fill
 from lightning_safusion.kernels import serves
@@ -146,8 +147,11 @@ class BlockCodec(Codec):
         header, values, offsets, _ = self._fields(message)
         counts = self._counts(header).numpy()
         count = int(counts.sum())
-        unsigned = np.uint16 if self.offset_bits == 16 else np.uint8
-        indices = offsets.numpy().view(unsigned)[:count].astype(np.int64)
+        every = offsets.numpy().view(np.uint16 if self.offset_bits == 16 else np.uint8)
+        if native.usable():
+            positions = torch.from_numpy(native.positions(every, counts))
+            return positions, self.field.read(positions, values)
+        indices = every[:count].astype(np.int64)
         if self.blocks > 1:
             indices += np.repeat(np.arange(self.blocks) << self.offset_bits, counts)
         positions = torch.from_numpy(indices)

@@ -11,7 +11,10 @@ function       work                                                          pas
 ``survey``     sums, sums of squares, and what is above a floor              1
 ``largest``    largest magnitudes                                            1
 ``mean_into``  decoded mean of sparse messages, zeros included               1 (written past the caches)
-``take_out``   subtracts what was sent                                       of what was sent
+``take_out``   subtracts what was sent                                       1, over what was sent
+``positions``, wire formats: positions from offsets, codes of a few bits     1, over what was sent
+``codes``,     and back
+``values``
 ============== ============================================================= =====================================
 
 Work is cut into parts, which as many threads share as PyTorch uses.
@@ -33,9 +36,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Parts", "Survey", "add_finite", "largest", "mean_into", "survey", "take_out", "unused", "usable"]
+__all__ = [
+    "Added",
+    "Parts",
+    "Survey",
+    "add_finite",
+    "codes",
+    "largest",
+    "mean_into",
+    "positions",
+    "serves",
+    "survey",
+    "take_out",
+    "unused",
+    "usable",
+    "values",
+]
 
-VERSION = 2  # of the functions in kernels.c that are called here
+VERSION = 3  # of the functions in kernels.c that are called here
 _SPARE = 33  # places behind the last that are written to before it is noticed that there is no more room
 _PART = 1 << 20  # elements of a part
 _SHARED = 1 << 18  # elements that are worth another thread
@@ -332,6 +350,53 @@ def mean_into(
 def take_out(memory: Tensor, indices: Tensor, sent: Tensor) -> None:
     """``memory[indices] -= sent``, one after the other: float32 [D], int64 [K], float32 [K], all contiguous."""
     _call("safusion_take_out", memory.numpy(), indices.numpy(), sent.numpy(), len(indices))
+
+
+def positions(offsets: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Positions (int64 [K]) from offsets (uint8 or uint16 [K or more]) in blocks of 256 or 65536 elements.
+
+    Args:
+        offsets: Those of the first block, of the second, and so on.
+        counts: Entries of each block.
+
+    Raises:
+        ValueError: If there are fewer offsets than entries.
+    """
+    found = np.empty(_number(counts, len(offsets)), np.int64)
+    _call("safusion_positions", offsets, 8 * offsets.itemsize, counts.astype(np.int64), len(counts), found)
+    return found
+
+
+def codes(values: np.ndarray, scales: np.ndarray, counts: np.ndarray, bits: int) -> np.ndarray:
+    """Signs and levels of values, packed: uint8, a multiple of 8 bits of each.
+
+    Args:
+        values: float32 [K].
+        scales: float32 [P], the largest magnitude of each part, finite.
+        counts: int64 [P], values of each part.
+        bits: Of a code: 1, 2 or 4.
+    """
+    packed = np.zeros(-(-len(values) // 8) * bits, np.uint8)
+    _call("safusion_codes", values, scales, counts, len(counts), bits, packed)
+    return packed
+
+
+def values(packed: np.ndarray, scales: np.ndarray, counts: np.ndarray, bits: int) -> np.ndarray:
+    """What :func:`codes` stand for, float32 [K].
+
+    Raises:
+        ValueError: If there are fewer codes than values.
+    """
+    found = np.empty(_number(counts, len(packed) * 8 // bits), np.float32)
+    _call("safusion_values", packed, scales, counts, len(counts), bits, found)
+    return found
+
+
+def _number(counts: np.ndarray, most: int) -> int:
+    number = int(counts.sum())
+    if not 0 <= number <= most:
+        raise ValueError(f"a message with {number} entries has room for {most}: it is damaged")
+    return number
 
 
 def _addresses(tensors: Sequence[Tensor], parts: Parts) -> np.ndarray:

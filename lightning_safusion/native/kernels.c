@@ -15,7 +15,7 @@
 #include <emmintrin.h>
 #endif
 
-#define VERSION 2 /* of the functions below and their arguments; __init__.py has the same number */
+#define VERSION 3 /* of the functions below and their arguments; __init__.py has the same number */
 
 #if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__)
 #define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
@@ -205,8 +205,11 @@ int64_t safusion_mean(const int64_t *grads, const int64_t *starts, const int64_t
                     if (place[entry + half] < start) entry += half + 1, step -= half + 1;
                     else step = half;
                 }
-                for (; entry < last && place[entry] < start + size; entry++)
-                    block[place[entry] - start] += value[entry] * scale;
+                for (; entry < last; entry++) {
+                    uint64_t at = (uint64_t)(place[entry] - start);
+                    if (at >= (uint64_t)size) break;
+                    block[at] += value[entry] * scale;
+                }
             }
             int32_t bits = largest((const int32_t *)block, size);
             highest = bits > highest ? bits : highest;
@@ -223,4 +226,47 @@ int64_t safusion_mean(const int64_t *grads, const int64_t *starts, const int64_t
 void safusion_take_out(float *memory, const int64_t *places, const float *values, int64_t count)
 {
     for (int64_t i = 0; i < count; i++) memory[places[i]] -= values[i];
+}
+
+void safusion_positions(const void *offsets, int64_t offset_bits, const int64_t *counts, int64_t blocks,
+                        int64_t *positions)
+{
+    const uint8_t *narrow = offsets;
+    const uint16_t *wide = offsets;
+    int64_t entry = 0;
+    for (int64_t b = 0; b < blocks; b++)
+        for (int64_t last = entry + counts[b]; entry < last; entry++)
+            positions[entry] = b << offset_bits | (offset_bits == 8 ? narrow[entry] : wide[entry]);
+}
+
+/* Codes are a level, and the sign in the highest bit; the first of a byte is in its lowest bits. */
+void safusion_codes(const float *values, const float *scales, const int64_t *counts, int64_t parts, int64_t bits,
+                    uint8_t *codes)
+{
+    const float levels = (float)(1 << (bits - 1)), highest = levels - 1;
+    int64_t entry = 0;
+    for (int64_t p = 0; p < parts; p++) {
+        const float factor = scales[p] > 0 ? levels / scales[p] : 0;
+        for (int64_t last = entry + counts[p]; entry < last; entry++) {
+            int negative = __builtin_signbit(values[entry]) != 0;
+            float level = (negative ? -values[entry] : values[entry]) * factor;
+            int code = (int)(level < highest ? level : highest) | negative << (bits - 1);
+            codes[entry * bits >> 3] |= (uint8_t)(code << (entry * bits & 7));
+        }
+    }
+}
+
+void safusion_values(const uint8_t *codes, const float *scales, const int64_t *counts, int64_t parts, int64_t bits,
+                     float *values)
+{
+    const int levels = 1 << (bits - 1), mask = 2 * levels - 1;
+    float table[16];
+    int64_t entry = 0;
+    for (int code = 0; code <= mask; code++) {
+        float level = ((float)(code & (levels - 1)) + 0.5f) / (float)levels;
+        table[code] = code < levels ? level : -level;
+    }
+    for (int64_t p = 0; p < parts; p++)
+        for (int64_t last = entry + counts[p]; entry < last; entry++)
+            values[entry] = table[codes[entry * bits >> 3] >> (entry * bits & 7) & mask] * scales[p];
 }

@@ -20,8 +20,11 @@ from lightning_safusion.sparsify.view import MAGNITUDE_BITS
 # Candidates that a floor should let through, in elements that are looked for: enough that the next step hardly ever
 # finds too few, which costs another look at the segment.
 _SPARE, _SIGMAS, _MORE = 1.5, 4, 32
-# A threshold follows the number that it lets through slowly: magnitudes have a long tail.
-_STEEPNESS, _LOWER, _HIGHER = 0.2, 0.8, 2
+# How thresholds follow the number that they let through. Whoever was above the last one has been sent, so that there
+# are many residuals a little below it and few above, and the next one may be a little lower or higher: they stay where
+# they let enough through in all steps, as long as these are not too many.
+_FALLS, _RISES, _TOO_MANY, _SHARE = 0.93, 1.02, 4, 0.1
+_FAR_FROM, _STEEPNESS, _HIGHER = 8, 0.2, 2
 _FAR_OFF = 64  # times the candidates that it should let through: it is guessed anew
 _ROOM, _ROOM_AT_LEAST = 8, 1 << 12  # times the quotas
 
@@ -54,20 +57,22 @@ class LikelyFloors:
             floors = np.minimum(floors, MAGNITUDE_BITS if np.isnan(self.common[0]) else common)
         return np.where(Pieces.of(segments).idle, MAGNITUDE_BITS, floors).astype(np.int32)
 
-    def learn(self, floors: np.ndarray, counts: np.ndarray, ranks: np.ndarray) -> None:
+    def learn(self, floors: np.ndarray, counts: np.ndarray, ranks: np.ndarray, sizes: np.ndarray) -> None:
         """Takes in how many elements of each segment were above floors (int32 [A]; -2 tells nothing)."""
         told = (floors > -2) & (floors < MAGNITUDE_BITS) & (ranks > 0)
-        self.own = np.where(told, _moved(floors, counts, ranks), self.own)
+        self.own = np.where(told, _moved(floors, counts, ranks, sizes), self.own)
 
-    def learn_common(self, floor: int, count: int, rank: int) -> None:
+    def learn_common(self, floor: int, count: int, rank: int, size: int) -> None:
         """The same for all segments together."""
-        self.common = _moved(np.array([floor], np.int32), np.array([count]), np.array([rank]))
+        self.common = _moved(np.array([floor], np.int32), np.array([count]), np.array([rank]), np.array([size]))
 
 
-def _moved(floors: np.ndarray, counts: np.ndarray, ranks: np.ndarray) -> np.ndarray:
+def _moved(floors: np.ndarray, counts: np.ndarray, ranks: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """Thresholds (float32) that more than ``ranks`` will be above; NaN where that is not to be expected."""
     shares = counts / (_SPARE * ranks + _SIGMAS * np.sqrt(ranks) + _MORE)
-    factors = np.clip(shares**_STEEPNESS, _LOWER, _HIGHER)
+    many = np.clip(_SHARE * sizes / np.maximum(ranks, 1), 1, _TOO_MANY)
+    factors = np.where(shares < 1, _FALLS, np.where(shares < many, 1, _RISES))
+    factors = np.where(shares < _FAR_FROM, factors, np.minimum(shares**_STEEPNESS, _HIGHER))
     with np.errstate(invalid="ignore", over="ignore"):
         moved = np.maximum(floors, 0).view(np.float32) * factors.astype(np.float32)
     usable = (floors > 0) & (shares < _FAR_OFF) & np.isfinite(moved)
@@ -166,7 +171,7 @@ class NativeView(NumpyView):
     def take(self, thresholds: Tensor, *, inclusive: bool = False) -> Selection:
         selection = super().take(thresholds, inclusive=inclusive)
         if self._swept is not None:
-            self._likely.learn(self._swept.floors, self._swept.found.counts, self._layout.quotas)
+            self._likely.learn(self._swept.floors, self._swept.found.counts, self._layout.quotas, self._sizes)
         return selection
 
     def top_pooled(self) -> Selection | None:
@@ -186,10 +191,10 @@ class NativeView(NumpyView):
         floors = np.minimum(self._likely_floors(MAGNITUDE_BITS), common)
         floors[self._layout.idle] = MAGNITUDE_BITS
         found = self._above(floors)
-        self._likely.learn_common(common, len(found.indices), self.segments.capacity)
+        self._likely.learn_common(common, len(found.indices), self.segments.capacity, len(self._floats))
         if (short := found.counts < quotas).any():
             floors, found = self._found_again(floors, quotas, self._layout.sub_blocks, short)
-        self._likely.learn(np.where(floors < common, floors, -2), found.counts, quotas)
+        self._likely.learn(np.where(floors < common, floors, -2), found.counts, quotas, self._sizes)
         return self._pooled_above(floors)
 
     def _candidates(self, ranks: np.ndarray, sub_blocks: SubBlocks) -> Candidates:
@@ -201,7 +206,7 @@ class NativeView(NumpyView):
         found = self._above(floors)
         if (short := (found.counts < ranks) & ~unknown).any():
             floors, found = self._found_again(floors, ranks, sub_blocks, short)
-        self._likely.learn(floors, found.counts, ranks)
+        self._likely.learn(floors, found.counts, ranks, self._sizes)
         return self._completed(found, floors, ranks)
 
     def _found_again(
@@ -231,10 +236,13 @@ class NativeView(NumpyView):
         counts[found.counts > 0] = read.counts
         return Candidates(found.indices.take(read.places), found.signed.take(read.places), counts)
 
-    def _counts(self, swept: Swept, floors: np.ndarray) -> np.ndarray:
-        counts = np.zeros_like(swept.found.counts)
-        counts[swept.found.counts > 0] = self._read_again(swept.found, floors, 0).counts
+    def _numbers(self, found: Candidates, floors: np.ndarray, higher: np.ndarray) -> np.ndarray:
+        counts = np.zeros_like(found.counts)
+        counts[found.counts > 0] = self._read_again(found, higher, 0).counts
         return counts
+
+    def _counts(self, swept: Swept, floors: np.ndarray) -> np.ndarray:
+        return self._numbers(swept.found, swept.floors, floors)
 
     def _read_again(self, found: Candidates, floors: np.ndarray, room: int) -> native.Survey:
         """Looks at the candidates of the segments that have any."""

@@ -173,11 +173,10 @@ class NumpyView(SegmentedView):
             left = room - int(quotas[few].sum())
             lowest = int(np.partition(rest, len(rest) - left)[len(rest) - left]) if left else MAGNITUDE_BITS
             limits = np.where(few, self._kth_bits(found, quotas, few), lowest).astype(np.int32)
-            chosen = self._narrowed(found, floors, limits - np.int32(1))
-            if (more := chosen.counts < quotas).any():
-                few |= more
-                continue
-            return chosen, lowest
+            limits -= 1
+            if not (more := self._numbers(found, floors, limits) < quotas).any():
+                return self._narrowed(found, floors, limits), lowest
+            few |= more
 
     def _first_of_pool(self, found: Candidates) -> tuple[Candidates, int]:
         """As :meth:`_cut_to_pool`, but of equals the first, so that there are no more than there is room for."""
@@ -191,6 +190,10 @@ class NumpyView(SegmentedView):
     def _narrowed(self, found: Candidates, floors: np.ndarray, higher: np.ndarray) -> Candidates:
         """Of candidates above floors (int32 [A]) those above others, none of which is lower."""
         return found.above(higher, floors)
+
+    def _numbers(self, found: Candidates, floors: np.ndarray, higher: np.ndarray) -> np.ndarray:
+        """int64 [A], how many :meth:`_narrowed` leaves of each segment."""
+        return self._narrowed(found, floors, higher).counts
 
     def take(self, thresholds: Tensor, *, inclusive: bool = False) -> Selection:
         # more than its quota is cut off again

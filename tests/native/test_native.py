@@ -7,6 +7,7 @@ without the kernels, at any alignment; several threads; a forked process; a libr
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from lightning_safusion import native
+from lightning_safusion.comm.values import VALUES
 from lightning_safusion.native import Parts
 
 pytestmark = pytest.mark.skipif(not native.usable(), reason="the package was installed without a C compiler")
@@ -210,3 +212,48 @@ def test_they_can_be_left_out_to_compare() -> None:
     assert native.serves(torch.zeros(3), torch.zeros(3, dtype=torch.int64))
     assert not native.serves(torch.zeros(3, dtype=torch.float64))
     assert not native.serves(torch.zeros(6)[::2])
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_positions_are_offsets_in_blocks(dtype: type) -> None:
+    counts = np.array([3, 0, 1, 2], np.int32)
+    offsets = np.array([0, 5, 255, 7, 1, 2, 99], dtype)
+    unit = 256 if dtype is np.uint8 else 65_536
+    expected = [0, 5, 255, 2 * unit + 7, 3 * unit + 1, 3 * unit + 2]
+    assert native.positions(offsets, counts).tolist() == expected
+    assert native.positions(offsets[:0], counts[:0]).tolist() == []
+    with pytest.raises(ValueError, match="6 entries has room for 5"):
+        native.positions(offsets[:5], counts)
+
+
+@pytest.mark.parametrize("name", ["q4", "q2", "sign"])
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 5000])
+def test_codes_and_values_are_bitwise_those_of_numpy(name: str, count: int) -> None:
+    rng = np.random.default_rng(count)
+    edges = [0, 10, 10, 40_000, 90_000]
+    field = VALUES[name].field(max(count, 1), edges)
+    indices = torch.from_numpy(np.sort(rng.choice(90_000, count, replace=False)))
+    values = torch.from_numpy(numbers(count, 1) if count else np.empty(0, np.float32))
+    values[: count // 3] = 0
+    messages, sent, received = [], [], []
+    for context in (contextlib.nullcontext(), native.unused()):
+        with context:
+            messages.append(torch.full((field.nbytes,), 255, dtype=torch.uint8))
+            sent.append(field.write(indices, values.clone(), messages[-1]))
+            received.append(field.read(indices, messages[-1]))
+    assert torch.equal(messages[0], messages[1])
+    assert torch.equal(sent[0].view(torch.int32), sent[1].view(torch.int32))
+    assert torch.equal(received[0].view(torch.int32), received[1].view(torch.int32))
+    assert torch.equal(sent[0], received[0])
+
+
+def test_damaged_codes_are_refused() -> None:
+    with pytest.raises(ValueError, match="9 entries has room for 8"):
+        native.values(np.zeros(4, np.uint8), np.ones(1, np.float32), np.array([9]), 4)
+
+
+def test_positions_that_do_not_rise_write_nowhere_else() -> None:
+    grad = torch.full((50_000,), 7.0)
+    entries = [(np.array([20_000, 3, 49_999, 60_000, -4]), np.ones(5, np.float32))]
+    native.mean_into([grad], Parts.between([0, 50_000]), entries, 1.0)
+    assert set(grad.unique().tolist()) <= {0.0, 1.0}
