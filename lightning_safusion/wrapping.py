@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_safusion import native
 from lightning_safusion.comm.horovod_transport import HorovodTransport
 from lightning_safusion.comm.torch_transport import TorchTransport, default_transport
 from lightning_safusion.comm.transport import Transport
@@ -155,6 +156,8 @@ class EngineDDPStrategy(ObservedDDPStrategy):
             # what the checkpoint has held back leaves with the first gradients, then this is plain DDP in all but name
             settings = replace(settings, density=ConstantDensity(1.0))
             _announce(f"gradients travel whole, because {self._sends_all}; so does what a checkpoint has held back")
+        if self.root_device.type == "cpu" and not native.usable():
+            _announce("there are no compiled kernels, so NumPy selects; installed with a C compiler it is faster")
         self._controller = build_controller(
             settings,
             self.gradient_specs(module),

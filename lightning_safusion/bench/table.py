@@ -14,6 +14,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from lightning_safusion import native
 from lightning_safusion.__about__ import __version__
 from lightning_safusion.bench.figures import SystemFigures
 from lightning_safusion.bench.workers import FLOOR, IN_STEP
@@ -105,7 +106,9 @@ def as_record(rows: Sequence[SystemFigures], conditions: Conditions) -> dict[str
 
 def machine() -> dict[str, str]:
     """What the figures of a run depend on besides its settings."""
-    return {"processor": platform.machine(), "torch": torch.__version__, "lightning_safusion": __version__}
+    kernels = "compiled" if native.usable() else "NumPy"
+    versions = {"torch": torch.__version__, "lightning_safusion": __version__}
+    return {"processor": platform.machine(), "cpu_kernels": kernels, **versions}
 
 
 def write_json(records: Sequence[dict[str, Any]], path: Path) -> None:

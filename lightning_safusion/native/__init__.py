@@ -182,7 +182,7 @@ def survey(
         sums: Whether to sum the elements and their squares: in float32 over a few hundred, in float64 from there on.
         magnitudes: Whether to sum magnitudes instead of elements.
     """
-    spread = None if floors is None else parts.spread(floors)
+    spread = None if floors is None else parts.spread(floors.astype(np.int32, copy=False))
     counts = np.zeros(len(parts.starts), np.int64)
     totals = np.zeros((2, len(parts.starts))) if sums else None
 
@@ -268,7 +268,7 @@ def add_finite(
     addresses = _addresses(grads, parts)
     added, counts = np.empty((2, len(parts.starts)), np.int64)
     target = memory.numpy()
-    spread = None if floors is None else parts.spread(floors)
+    spread = None if floors is None else parts.spread(floors.astype(np.int32, copy=False))
     room = 0 if floors is None else room
 
     def add(low: int, high: int) -> tuple[np.ndarray, np.ndarray, int]:
