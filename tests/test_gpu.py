@@ -156,7 +156,7 @@ def test_spans_on_the_device_are_read_by_the_kernels() -> None:
     x, segments = many_tensors()
     assert serves(DEVICE)
     assert type(segmented_view(x.to(DEVICE), segments)).__name__ == "TritonView"
-    assert type(segmented_view(x, segments)).__name__ == "NumpyView"
+    assert type(segmented_view(x, segments)).__name__ in ("NativeView", "NumpyView")
 
 
 @pytest.mark.parametrize("wire", ["block16-bf16", "coo-fp32", "bitmap-fp16"])

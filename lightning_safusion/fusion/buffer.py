@@ -16,7 +16,7 @@ from lightning_safusion.comm.exchange import Exchange, TensorFlag
 from lightning_safusion.fusion.layout import Layout
 from lightning_safusion.fusion.plan import Group
 from lightning_safusion.sparsify.base import Segments, Selection
-from lightning_safusion.sparsify.select_native import Foresight
+from lightning_safusion.sparsify.likely import Foresight
 from lightning_safusion.sparsify.view import device_constant
 
 

@@ -1,7 +1,7 @@
 /* What the CPU does to every element of a gradient, in as few passes over memory as there can be.
  *
  * Plain C without Python's headers: it is built where there is a compiler (setup.py), loaded with ctypes, which lets
- * other threads run meanwhile, and called by __init__.py, which also says what the arguments mean. Work comes in
+ * other threads run meanwhile, and called by elements.py and messages.py, which say what the arguments mean. Work comes in
  * parts, runs of elements that several threads can take from. Vectors are the compiler's own (GCC and Clang): a
  * function marked CLONES is compiled for several processors, and the loader takes the one that fits.
  *
@@ -15,7 +15,7 @@
 #include <emmintrin.h>
 #endif
 
-#define VERSION 3 /* of the functions below and their arguments; __init__.py has the same number */
+#define VERSION 3 /* of the functions below and their arguments; library.py has the same number */
 
 #if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__)
 #define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))

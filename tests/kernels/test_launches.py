@@ -57,7 +57,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     for module in (view_module, wire_module):
         monkeypatch.setattr(module, "launch", counted)
     monkeypatch.setattr(codec_module, "serves", lambda device: True)
-    monkeypatch.setattr(select, "NumpyView", view_module.TritonView)
+    for name_of_view in ("NumpyView", "NativeView"):
+        monkeypatch.setattr(select, name_of_view, view_module.TritonView)
     return counter
 
 

@@ -18,7 +18,7 @@ import torch
 
 from lightning_safusion import native
 from lightning_safusion.comm.values import VALUES
-from lightning_safusion.native import Parts
+from lightning_safusion.native import Parts, elements, library
 
 COMPILER = next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
 pytestmark = pytest.mark.skipif(
@@ -29,8 +29,8 @@ MAGNITUDE = 0x7FFFFFFF
 
 @pytest.fixture(params=[1, 3])
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(native, "_SHARED", 1)
-    monkeypatch.setattr(native, "_PART", 5000)
+    monkeypatch.setattr(library, "_SHARED", 1)
+    monkeypatch.setattr(library, "_PART", 5000)
     monkeypatch.setattr(torch, "get_num_threads", lambda: request.param)
     return int(request.param)
 
@@ -82,7 +82,7 @@ def test_without_room_everything_is_counted_and_nothing_overwritten(room: int, m
         made.append(np.full(size + 64, 7, dtype))
         return made[-1][:size]
 
-    monkeypatch.setattr(native.np, "empty", empty)
+    monkeypatch.setattr(elements.np, "empty", empty)
     x = np.arange(1, 101, dtype=np.float32)
     found = native.survey(x, Parts.between([0, 50, 100]), np.zeros(2, np.int32), room)
     assert found.counts.tolist() == [50, 50]
@@ -177,8 +177,8 @@ def test_what_was_sent_is_taken_out_in_turn() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 def test_a_forked_process_has_threads_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_SHARED", 1)
-    monkeypatch.setattr(native, "_PART", 100)
+    monkeypatch.setattr(library, "_SHARED", 1)
+    monkeypatch.setattr(library, "_PART", 100)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     x, parts = numbers(1000), Parts.between([0, 1000])
     here = native.largest(x, parts)
@@ -189,27 +189,27 @@ def test_a_forked_process_has_threads_of_its_own(monkeypatch: pytest.MonkeyPatch
 
 
 def test_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "VERSION", native.VERSION + 1)
-    native._library.cache_clear()
+    monkeypatch.setattr(library, "VERSION", library.VERSION + 1)
+    library.library.cache_clear()
     try:
         assert not native.usable()
     finally:
         monkeypatch.undo()
-        native._library.cache_clear()
+        library.library.cache_clear()
     assert native.usable()
 
 
 def test_a_file_that_is_no_library_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    built = next(Path(native.__file__).parent.glob("_kernels*"))
-    shutil.copy(native.__file__, tmp_path / "__init__.py")
+    built = next(Path(library.__file__).parent.glob("_kernels*"))
+    shutil.copy(library.__file__, tmp_path / "library.py")
     (tmp_path / built.name).write_text("no library")
-    monkeypatch.setattr(native, "__file__", str(tmp_path / "__init__.py"))
-    native._library.cache_clear()
+    monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
+    library.library.cache_clear()
     try:
         assert not native.usable()
     finally:
         monkeypatch.undo()
-        native._library.cache_clear()
+        library.library.cache_clear()
 
 
 def test_they_can_be_left_out_to_compare() -> None:

@@ -1,0 +1,141 @@
+"""The compiled library: found, called, and shared by several threads."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.machinery
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+VERSION = 3  # of the functions in kernels.c that are called here
+_PART = 1 << 20  # elements of a part
+_SHARED = 1 << 18  # elements that are worth another thread
+
+_switched_off = False
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+        path = Path(__file__).with_name("_kernels" + suffix)
+        if path.exists():
+            try:
+                loaded = ctypes.CDLL(str(path))
+                loaded.safusion_version.restype = ctypes.c_int64
+                if loaded.safusion_version() != VERSION:
+                    return None  # left over from another version: an editable installation that was not built again
+            except (OSError, AttributeError):
+                return None
+            for name in ("add", "survey", "mean"):
+                getattr(loaded, f"safusion_{name}").restype = ctypes.c_int64
+            return loaded
+    return None
+
+
+def usable() -> bool:
+    """Whether there are compiled kernels, for tensors on the CPU."""
+    return not _switched_off and library() is not None
+
+
+def serves(*tensors: Tensor) -> bool:
+    """Whether there are compiled kernels for all of these: contiguous, on the CPU, of float32, or int64 for places."""
+    return usable() and all(
+        tensor.is_cpu and tensor.is_contiguous() and tensor.dtype in (torch.float32, torch.int64) for tensor in tensors
+    )
+
+
+@contextmanager
+def unused() -> Iterator[None]:
+    """Lets NumPy and PyTorch do the work meanwhile, to compare."""
+    global _switched_off
+    before, _switched_off = _switched_off, True
+    try:
+        yield
+    finally:
+        _switched_off = before
+
+
+class Parts(NamedTuple):
+    """Runs of elements, ascending, cut for several threads.
+
+    Args:
+        starts: int64 [P], first element of each.
+        sizes: int64 [P], elements of each.
+        firsts: int64 [S], the first part of every run that was cut.
+    """
+
+    starts: np.ndarray
+    sizes: np.ndarray
+    firsts: np.ndarray
+
+    @classmethod
+    def between(cls, edges: Sequence[int]) -> Parts:
+        """Parts of the runs between ascending edges, but for the empty ones."""
+        bounds = np.asarray(edges, np.int64)
+        sizes = np.diff(bounds)
+        return cls.of(bounds[:-1][sizes > 0], sizes[sizes > 0])
+
+    @classmethod
+    def of(cls, starts: np.ndarray, sizes: np.ndarray) -> Parts:
+        """Cuts runs (int64 [S], none of them empty) into parts of at most about a million elements."""
+        numbers = -(-sizes // _PART)
+        firsts = numbers.cumsum() - numbers
+        offsets = (np.arange(int(numbers.sum())) - firsts.repeat(numbers)) * _PART
+        return cls(starts.repeat(numbers) + offsets, np.minimum(sizes.repeat(numbers) - offsets, _PART), firsts)
+
+    def whole(self, per_part: np.ndarray) -> np.ndarray:
+        """Sums of the parts of every run."""
+        if len(self.firsts) == len(per_part):
+            return per_part
+        total: np.ndarray = np.add.reduceat(per_part, self.firsts)
+        return total
+
+    def spread(self, per_run: np.ndarray) -> np.ndarray:
+        """The number of every run for each of its parts."""
+        if len(self.firsts) == len(self.starts):
+            return per_run
+        return per_run.repeat(np.diff(self.firsts, append=len(self.starts)))
+
+
+def call(name: str, *arguments: Any) -> int:
+    """Calls a function with arrays, None for no array, whole numbers (int64) and ctypes' own."""
+    loaded = library()
+    if loaded is None:
+        raise RuntimeError("there are no compiled kernels: ask usable() first")
+    converted = [
+        ctypes.c_void_p(argument.ctypes.data if isinstance(argument, np.ndarray) else None)
+        if argument is None or isinstance(argument, np.ndarray)
+        else ctypes.c_int64(argument)
+        if isinstance(argument, int)
+        else argument
+        for argument in arguments
+    ]
+    result: int = getattr(loaded, name)(*converted)
+    return result
+
+
+def shared(work: Callable[[int, int], Any], sizes: np.ndarray) -> list[Any]:
+    """Lets as many threads as PyTorch uses do their share of parts, if there is enough for them."""
+    threads = min(torch.get_num_threads(), len(sizes), 1 + int(sizes.sum()) // _SHARED)
+    if threads <= 1:
+        return [work(0, len(sizes))]
+    ends = sizes.cumsum()
+    cuts = [0, *ends.searchsorted(ends[-1] * np.arange(1, threads) / threads).tolist(), len(sizes)]
+    shares = [(low, high) for low, high in zip(cuts[:-1], cuts[1:], strict=True) if low < high]
+    others = [_helpers(os.getpid(), threads).submit(work, low, high) for low, high in shares[1:]]
+    return [work(*shares[0]), *(other.result() for other in others)]
+
+
+@cache
+def _helpers(process: int, threads: int) -> ThreadPoolExecutor:
+    """Threads of one process: those of the process that forked it do not run in it."""
+    return ThreadPoolExecutor(threads - 1, thread_name_prefix="safusion-kernels")

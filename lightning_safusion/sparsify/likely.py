@@ -1,0 +1,123 @@
+"""What the next selection from the same segments will most likely find enough above; no result depends on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_safusion import native
+from lightning_safusion.sparsify.base import Segments
+from lightning_safusion.sparsify.candidates import Candidates, Swept
+from lightning_safusion.sparsify.pieces import Pieces, lengths_between
+from lightning_safusion.sparsify.view import MAGNITUDE_BITS
+
+# Candidates that a floor should let through, in elements that are looked for: enough that the next step hardly ever
+# finds too few, which costs another look at the segment.
+_SPARE, _SIGMAS, _MORE = 1.5, 4, 32
+# How thresholds follow the number that they let through. Whoever was above the last one has been sent, so that there
+# are many residuals a little below it and few above, and the next one may be a little lower or higher: they stay where
+# they let enough through in all steps, as long as these are not too many.
+_FALLS, _RISES, _TOO_MANY, _SHARE = 0.93, 1.02, 4, 0.1
+_FAR_FROM, _STEEPNESS, _HIGHER = 8, 0.2, 2
+_FAR_OFF = 64  # times the candidates that it should let through: it is guessed anew
+_ROOM, _ROOM_AT_LEAST = 8, 1 << 12  # times the quotas
+
+
+@dataclass
+class LikelyFloors:
+    """What the next selection from the same segments will most likely find enough above; no result depends on it.
+
+    Args:
+        own: float32 [A], magnitudes for the quota of each active segment; NaN where nothing is known.
+        common: A magnitude for all segments together; NaN if it is not known.
+    """
+
+    own: np.ndarray
+    common: np.ndarray
+
+    @classmethod
+    def of(cls, segments: Segments, count: int) -> LikelyFloors:
+        """Those of segments with ``count`` active ones, kept with them."""
+        if "likely floors" not in segments.cache:
+            segments.cache["likely floors"] = cls(np.full(count, np.nan, np.float32), np.full(1, np.nan, np.float32))
+        likely: LikelyFloors = segments.cache["likely floors"]
+        return likely
+
+    def floors(self, segments: Segments) -> np.ndarray:
+        """int32 [A], what will most likely do; that of a segment of which nothing is known lets nothing through."""
+        floors = np.where(np.isnan(self.own), MAGNITUDE_BITS, self.own.view(np.int32))
+        if segments.pool:
+            common = self.common.view(np.int32)[0]
+            floors = np.minimum(floors, MAGNITUDE_BITS if np.isnan(self.common[0]) else common)
+        return np.where(Pieces.of(segments).idle, MAGNITUDE_BITS, floors).astype(np.int32)
+
+    def learn(self, floors: np.ndarray, counts: np.ndarray, ranks: np.ndarray, sizes: np.ndarray) -> None:
+        """Takes in how many elements of each segment were above floors (int32 [A]; -2 tells nothing)."""
+        told = (floors > -2) & (floors < MAGNITUDE_BITS) & (ranks > 0)
+        self.own = np.where(told, _moved(floors, counts, ranks, sizes), self.own)
+
+    def learn_common(self, floor: int, count: int, rank: int, size: int) -> None:
+        """The same for all segments together."""
+        self.common = _moved(np.array([floor], np.int32), np.array([count]), np.array([rank]), np.array([size]))
+
+
+def _moved(floors: np.ndarray, counts: np.ndarray, ranks: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Thresholds (float32) that more than ``ranks`` will be above; NaN where that is not to be expected."""
+    shares = counts / (_SPARE * ranks + _SIGMAS * np.sqrt(ranks) + _MORE)
+    many = np.clip(_SHARE * sizes / np.maximum(ranks, 1), 1, _TOO_MANY)
+    factors = np.where(shares < 1, _FALLS, np.where(shares < many, 1, _RISES))
+    factors = np.where(shares < _FAR_FROM, factors, np.minimum(shares**_STEEPNESS, _HIGHER))
+    with np.errstate(invalid="ignore", over="ignore"):
+        moved = np.maximum(floors, 0).view(np.float32) * factors.astype(np.float32)
+    usable = (floors > 0) & (shares < _FAR_OFF) & np.isfinite(moved)
+    return np.where(usable, moved, np.float32(np.nan))
+
+
+class Foresight:
+    """Lets elements be found while gradients are added, before anyone has asked for them.
+
+    Args:
+        segments: Cut of the span that will be selected from.
+        edges: Where the tensors of the span begin and end: each lies in one segment.
+    """
+
+    def __init__(self, segments: Segments, edges: Sequence[int]) -> None:
+        self._segments = segments
+        bounds = np.asarray(edges, np.int64)
+        starts = bounds[:-1][np.diff(bounds) > 0]
+        self._owners = np.searchsorted(segments.edges, starts, side="right") - 1
+        self._floors: np.ndarray | None = None
+
+    @property
+    def room(self) -> int:
+        """For how many elements there should be room."""
+        return room_of(self._segments)
+
+    def floors(self) -> np.ndarray | None:
+        """int32, a floor for each tensor that is not empty; None if nothing is known."""
+        likely, layout = self._segments.cache.get("likely floors"), Pieces.of(self._segments)
+        if likely is None:
+            return None
+        self._floors = likely.floors(self._segments)
+        per_segment = np.full(len(self._segments), MAGNITUDE_BITS, np.int32)
+        per_segment[layout.active] = self._floors
+        return per_segment[self._owners]
+
+    @contextmanager
+    def known(self, found: native.Survey | None) -> Iterator[None]:
+        """Lets whoever looks at the span next begin with what has been found in it."""
+        if found is not None and found.places is not None and found.bits is not None and self._floors is not None:
+            counts = lengths_between(found.places.searchsorted(Pieces.of(self._segments).stops))
+            self._segments.cache["seen"] = Swept(self._floors, [], Candidates(found.places, found.bits, counts))
+        try:
+            yield
+        finally:
+            self._segments.cache.pop("seen", None)
+
+
+def room_of(segments: Segments) -> int:
+    """For how many candidates there shall be room."""
+    return max(_ROOM_AT_LEAST, _ROOM * segments.capacity)
