@@ -1,14 +1,23 @@
 """Compiles the kernels for the CPU, where there is a compiler; everything else is in pyproject.toml."""
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+
+class BuildLibrary(build_ext):
+    """Builds a plain library: it is loaded with ctypes, and nobody who walks through the modules shall import it."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return fullname.replace(".", "/") + ".so.3"
+
 
 # Without Python's headers, so that a compiler is all it takes. Without one, or with one that does not know GCC's
 # vectors, the package is installed without the kernels (optional).
 kernels = Extension(
-    "lightning_safusion.native._kernels",
+    "lightning_safusion.native.libkernels",
     ["lightning_safusion/native/kernels.c"],
     extra_compile_args=["-O3", "-ffp-contract=off", "-fno-strict-aliasing"],
     optional=True,
 )
 
-setup(ext_modules=[kernels])
+setup(ext_modules=[kernels], cmdclass={"build_ext": BuildLibrary})

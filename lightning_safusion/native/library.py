@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.machinery
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-VERSION = 3  # of the functions in kernels.c that are called here
+VERSION = 3  # of the functions in kernels.c that are called here; setup.py names the library after it
 _PART = 1 << 20  # elements of a part
 _SHARED = 1 << 18  # elements that are worth another thread
 
@@ -25,20 +24,16 @@ _switched_off = False
 
 @cache
 def library() -> ctypes.CDLL | None:
-    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
-        path = Path(__file__).with_name("_kernels" + suffix)
-        if path.exists():
-            try:
-                loaded = ctypes.CDLL(str(path))
-                loaded.safusion_version.restype = ctypes.c_int64
-                if loaded.safusion_version() != VERSION:
-                    return None  # left over from another version: an editable installation that was not built again
-            except (OSError, AttributeError):
-                return None
-            for name in ("add", "survey", "mean"):
-                getattr(loaded, f"safusion_{name}").restype = ctypes.c_int64
-            return loaded
-    return None
+    try:
+        loaded = ctypes.CDLL(str(Path(__file__).with_name(f"libkernels.so.{VERSION}")))
+        loaded.safusion_version.restype = ctypes.c_int64
+        if loaded.safusion_version() != VERSION:
+            return None
+    except (OSError, AttributeError):
+        return None
+    for name in ("add", "survey", "mean"):
+        getattr(loaded, f"safusion_{name}").restype = ctypes.c_int64
+    return loaded
 
 
 def usable() -> bool:

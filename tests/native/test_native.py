@@ -200,7 +200,7 @@ def test_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_file_that_is_no_library_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    built = next(Path(library.__file__).parent.glob("_kernels*"))
+    built = next(Path(library.__file__).parent.glob("libkernels*"))
     shutil.copy(library.__file__, tmp_path / "library.py")
     (tmp_path / built.name).write_text("no library")
     monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
