@@ -8,14 +8,15 @@ class BuildLibrary(build_ext):
     """Builds a plain library: it is loaded with ctypes, and nobody who walks through the modules shall import it."""
 
     def get_ext_filename(self, fullname: str) -> str:
-        return fullname.replace(".", "/") + ".so.3"
+        return fullname.replace(".", "/") + ".so.4"
 
 
 # Without Python's headers, so that a compiler is all it takes. Without one, or with one that does not know GCC's
 # vectors, the package is installed without the kernels (optional).
 kernels = Extension(
     "lightning_safusion.native.libkernels",
-    ["lightning_safusion/native/kernels.c"],
+    ["lightning_safusion/native/elements.c", "lightning_safusion/native/messages.c"],
+    depends=["lightning_safusion/native/kernels.h"],
     extra_compile_args=["-O3", "-ffp-contract=off", "-fno-strict-aliasing"],
     optional=True,
 )

@@ -138,14 +138,17 @@ class QuantizedField(ValueField):
         self.nbytes = -(-(self._code_bytes + 2 * len(self._starts)) // 4) * 4
 
     def write(self, indices: Tensor, values: Tensor, field: Tensor) -> Tensor:
+        if native.serves(indices, values):
+            coded = native.quantized(indices.numpy(), values.numpy(), self._starts, self.bits)
+            if coded is not None:
+                rounded = torch.from_numpy(coded.scales).view(torch.bfloat16)
+                self._fill(field, torch.from_numpy(coded.codes), rounded)
+                return torch.from_numpy(coded.values)
         if (counts := self._host_counts(indices)) is not None:
             magnitudes = np.abs(values.numpy())
             coarse, scales = _rounded(self._host_scales(magnitudes, counts))
             if np.isfinite(scales).all():
-                if native.serves(values):
-                    packed = native.codes(values.numpy(), scales, counts, self.bits)
-                else:
-                    packed = self._host_codes(magnitudes, np.signbit(values.numpy()), np.repeat(scales, counts))
+                packed = self._host_codes(magnitudes, np.signbit(values.numpy()), np.repeat(scales, counts))
                 self._fill(field, torch.from_numpy(packed), coarse)
                 return self._host_values(packed, scales, counts)
         part, magnitudes = self._parts(indices), values.abs()
@@ -159,10 +162,15 @@ class QuantizedField(ValueField):
 
     def read(self, indices: Tensor, field: Tensor) -> Tensor:
         packed = field[: -(-len(indices) * self.bits // 8)]
-        scales = field[self._code_bytes :][: 2 * len(self._starts)].view(torch.bfloat16).float()
+        coarse = field[self._code_bytes :][: 2 * len(self._starts)].view(torch.bfloat16)
+        if native.serves(indices):
+            bits = coarse.view(torch.uint16).numpy()
+            values = native.values(indices.numpy(), self._starts, packed.numpy(), bits, self.bits)
+            if values is not None:
+                return torch.from_numpy(values)
         if (counts := self._host_counts(indices)) is not None:
-            return self._host_values(packed.numpy(), scales.numpy(), counts)
-        return self._values(_unpacked(packed, self.bits)[: len(indices)], scales[self._parts(indices)])
+            return self._host_values(packed.numpy(), coarse.float().numpy(), counts)
+        return self._values(_unpacked(packed, self.bits)[: len(indices)], coarse.float()[self._parts(indices)])
 
     def _fill(self, field: Tensor, packed: Tensor, coarse: Tensor) -> None:
         """Writes codes and scales, and zeros between them and behind them."""
@@ -208,8 +216,8 @@ class QuantizedField(ValueField):
         if self.bits > 1:
             scales[filled] = np.maximum.reduceat(magnitudes, first)
             return scales
-        present = np.add.reduceat((magnitudes > 0).astype(np.float32), first)
-        scales[filled] = np.add.reduceat(magnitudes, first) * (2 / np.maximum(present, 1))
+        present = np.add.reduceat(magnitudes > 0, first, dtype=np.int64)
+        scales[filled] = np.add.reduceat(magnitudes, first, dtype=np.float64) * (2 / np.maximum(present, 1))
         return scales
 
     def _host_codes(self, magnitudes: np.ndarray, negative: np.ndarray, scale: np.ndarray) -> np.ndarray:
@@ -228,8 +236,6 @@ class QuantizedField(ValueField):
 
     def _host_values(self, packed: np.ndarray, scales: np.ndarray, counts: np.ndarray) -> Tensor:
         """:meth:`_values`."""
-        if native.usable():
-            return torch.from_numpy(native.values(packed, scales, counts, self.bits))
         scale = np.repeat(scales, counts)
         values = _LEVELS[self.bits].take(packed, axis=0).reshape(-1)[: len(scale)]
         return torch.from_numpy(values).mul_(torch.from_numpy(scale))

@@ -133,12 +133,20 @@ class BlockCodec(Codec):
         header, values, offsets = fields
         # Padding lies behind the last block: it is counted in no block, and its low bits are 0.
         positions = _positions(selection, padding=self.blocks << self.offset_bits)
-        fill(header.view(self.count_dtype), self._block_counts(positions))
-        fill(self._offsets(offsets), positions)  # the conversion keeps the low bits
+        if native.serves(positions):
+            counts, every = header.view(self.count_dtype).numpy(), self._host_offsets(offsets)
+            native.write_offsets(positions.numpy(), counts[: self.blocks], every)
+            counts[self.blocks :], every[len(positions) :] = 0, 0
+        else:
+            fill(header.view(self.count_dtype), self._block_counts(positions))
+            fill(self._offsets(offsets), positions)  # the conversion keeps the low bits
         return self._write_values(selection, values)
 
     def _offsets(self, field: Tensor) -> Tensor:
         return field.view(torch.int16) if self.offset_bits == 16 else field
+
+    def _host_offsets(self, field: Tensor) -> np.ndarray:
+        return field.numpy().view(np.uint16 if self.offset_bits == 16 else np.uint8)
 
     def _counts(self, header: Tensor) -> Tensor:
         return header.view(self.count_dtype)[: self.blocks]
@@ -147,7 +155,7 @@ class BlockCodec(Codec):
         header, values, offsets, _ = self._fields(message)
         counts = self._counts(header).numpy()
         count = int(counts.sum())
-        every = offsets.numpy().view(np.uint16 if self.offset_bits == 16 else np.uint8)
+        every = self._host_offsets(offsets)
         if native.usable():
             positions = torch.from_numpy(native.positions(every, counts))
             return positions, self.field.read(positions, values)

@@ -105,10 +105,10 @@ class Generator:
     def _compensate_and_select(self, buffer: FusionBuffer, grads: Sequence[Tensor], step: int) -> Tensor | None:
         """:meth:`select` from fresh tensors, where what is wanted can be seen while gradients are added; else None."""
         foresight = buffer.foresight
-        floors = None if foresight is None else foresight.floors()
-        if foresight is None or floors is None:
+        wanted = None if foresight is None else foresight.wanted()
+        if foresight is None or wanted is None:
             return None
-        added = self.memory.compensate_finite(buffer.places, grads, floors, foresight.room)
+        added = self.memory.compensate_finite(buffer.places, grads, wanted)
         if added is None:
             return None
         flags = _marked(buffer.all_fresh, added.left_out)

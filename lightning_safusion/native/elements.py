@@ -4,15 +4,32 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from torch import Tensor
 
 from lightning_safusion.native.library import Parts, call, shared
 
+Sums: TypeAlias = Literal["values", "magnitudes"]
+
 _SPARE = 33  # places behind the last that are written to before it is noticed that there is no more room
 _PAST_CACHES = 1 << 18  # elements that have left the caches by the time that they are read
+
+
+class Wanted(NamedTuple):
+    """What shall be found in some runs of a span, while they are read anyway.
+
+    Args:
+        floors: int32 [S]: elements with bits of magnitude above the floor of their run. None for no element.
+        room: For how many elements there shall be room; that many are allowed for each thread.
+        sums: Of the elements or of their magnitudes, and of squares: in float32 over a thousand, in float64 from there
+            on.
+    """
+
+    floors: np.ndarray | None = None
+    room: int = 0
+    sums: Sums | None = None
 
 
 class Survey(NamedTuple):
@@ -33,62 +50,61 @@ class Survey(NamedTuple):
     squares: np.ndarray | None
 
 
-def survey(
-    x: np.ndarray,
-    parts: Parts,
-    floors: np.ndarray | None,
-    room: int = 0,
-    *,
-    sums: bool = False,
-    magnitudes: bool = False,
-) -> Survey:
-    """Reads runs of a span once.
+class _Look:
+    """Where several threads write what is wanted of their share of the parts.
 
     Args:
-        x: float32 [N].
-        parts: The runs.
-        floors: int32 [S]: wanted are elements with bits of magnitude above the floor of their run. None for no element.
-        room: For how many elements there shall be room; that many are allowed for each thread.
-        sums: Whether to sum the elements and their squares: in float32 over a few hundred, in float64 from there on.
-        magnitudes: Whether to sum magnitudes instead of elements.
+        wanted: What that is.
+        parts: Of the span.
     """
-    spread = None if floors is None else parts.spread(floors.astype(np.int32, copy=False))
-    counts = np.zeros(len(parts.starts), np.int64)
-    totals = np.zeros((2, len(parts.starts))) if sums else None
 
-    def read(low: int, high: int) -> tuple[np.ndarray, np.ndarray, int]:
+    def __init__(self, wanted: Wanted, parts: Parts) -> None:
+        self._floors = None if wanted.floors is None else parts.spread(wanted.floors.astype(np.int32, copy=False))
+        self._room = 0 if wanted.floors is None else wanted.room
+        self._counts = np.zeros(len(parts.starts), np.int64)
+        self._sums = None if wanted.sums is None else np.zeros((2, len(parts.starts)))
+        self._magnitudes = int(wanted.sums == "magnitudes")
+        self._parts = parts
+
+    def call(self, name: str, low: int, high: int, *arguments: Any) -> tuple[np.ndarray, np.ndarray, int]:
+        """Calls a function for the parts from ``low`` up to ``high``: what it has found, and how much of that."""
+        sums, floors = self._sums, self._floors
         # not touched, not in memory: room for many costs nothing
-        places, bits = np.empty(room + _SPARE, np.int64), np.empty(room + _SPARE, np.int32)
+        places, bits = np.empty(self._room + _SPARE, np.int64), np.empty(self._room + _SPARE, np.int32)
         found = call(
-            "safusion_survey",
-            x,
-            parts.starts[low:high],
-            parts.sizes[low:high],
-            None if spread is None else spread[low:high],
+            name,
+            *arguments,
+            self._parts.starts[low:high],
+            self._parts.sizes[low:high],
             high - low,
-            int(magnitudes),
-            None if totals is None else totals[0, low:high],
-            None if totals is None else totals[1, low:high],
+            None if floors is None else floors[low:high],
+            self._magnitudes,
+            None if sums is None else sums[0, low:high],
+            None if sums is None else sums[1, low:high],
             places,
             bits,
-            room,
-            counts[low:high],
+            self._room,
+            self._counts[low:high],
         )
         return places[:found], bits[:found], found
 
-    found = shared(read, parts.sizes)
-    joined = _joined(found, room if floors is not None else -1, parts.whole(counts))
-    return joined if totals is None else joined._replace(sums=parts.whole(totals[0]), squares=parts.whole(totals[1]))
+    def joined(self, found: Sequence[tuple[np.ndarray, np.ndarray, int]]) -> Survey:
+        """What all threads have found."""
+        whole, sums, squares = self._parts.whole, None, None
+        if self._sums is not None:
+            sums, squares = whole(self._sums[0]), whole(self._sums[1])
+        places, bits, _ = found[0]
+        if any(number > self._room for _, _, number in found) or self._floors is None:
+            return Survey(None, None, whole(self._counts), sums, squares)
+        if len(found) > 1:
+            places, bits = (np.concatenate([part[i] for part in found]) for i in (0, 1))
+        return Survey(places, bits, whole(self._counts), sums, squares)
 
 
-def _joined(found: Sequence[tuple[np.ndarray, np.ndarray, int]], room: int, counts: np.ndarray) -> Survey:
-    """What several threads have found."""
-    if any(number > room for _, _, number in found):
-        return Survey(None, None, counts, None, None)
-    if len(found) == 1:
-        return Survey(found[0][0], found[0][1], counts, None, None)
-    places, bits = (np.concatenate([part[i] for part in found]) for i in (0, 1))
-    return Survey(places, bits, counts, None, None)
+def survey(x: np.ndarray, parts: Parts, wanted: Wanted) -> Survey:
+    """Reads runs of a span (float32 [N]) once."""
+    look = _Look(wanted, parts)
+    return look.joined(shared(lambda low, high: look.call("safusion_survey", low, high, x), parts.sizes))
 
 
 def largest(x: np.ndarray, parts: Parts) -> np.ndarray:
@@ -107,7 +123,7 @@ class Added(NamedTuple):
 
     Args:
         left_out: Places of those that are not finite.
-        found: What is above floors afterwards; None if it was not asked for, or something was left out.
+        found: What was wanted of the memory afterwards; None if nothing was, or something was left out.
     """
 
     left_out: list[int]
@@ -115,12 +131,7 @@ class Added(NamedTuple):
 
 
 def add_finite(
-    memory: Tensor,
-    parts: Parts,
-    grads: Sequence[Tensor],
-    decay: float,
-    floors: np.ndarray | None = None,
-    room: int = 0,
+    memory: Tensor, parts: Parts, grads: Sequence[Tensor], decay: float, wanted: Wanted | None = None
 ) -> Added:
     """``memory = decay * memory + gradient`` for the gradients without infinities and NaNs, and nothing for the others.
 
@@ -131,39 +142,21 @@ def add_finite(
         parts: Where the gradients belong in it.
         grads: float32, contiguous, not empty.
         decay: Factor on the memory, positive.
-        floors: int32 [G]: wanted are elements of the new memory with bits of magnitude above these, as in
-            :func:`survey`; positions count from the first gradient. None for no element.
-        room: For how many.
+        wanted: What is to be found in the new memory, as by :func:`survey`; positions count from the first gradient.
     """
     addresses = _addresses(grads, parts)
-    added, counts = np.empty((2, len(parts.starts)), np.int64)
-    target = memory.numpy()
-    spread = None if floors is None else parts.spread(floors.astype(np.int32, copy=False))
-    room = 0 if floors is None else room
+    added = np.empty(len(parts.starts), np.int64)
+    # positions count from here, and so do the places of the gradients
+    target, base = memory.numpy()[parts.starts[0] :], parts.starts - parts.starts[0]
+    look = _Look(wanted or Wanted(), parts._replace(starts=base))
 
     def add(low: int, high: int) -> tuple[np.ndarray, np.ndarray, int]:
-        places, bits = np.empty(room + _SPARE, np.int64), np.empty(room + _SPARE, np.int32)
-        found = call(
-            "safusion_add",
-            addresses[low:high],
-            target,
-            parts.starts[low:high],
-            parts.sizes[low:high],
-            high - low,
-            ctypes.c_float(decay),
-            added[low:high],
-            None if spread is None else spread[low:high],
-            int(parts.starts[0]),
-            places,
-            bits,
-            room,
-            counts[low:high],
-        )
-        return places[:found], bits[:found], found
+        factor = ctypes.c_float(decay)
+        return look.call("safusion_add", low, high, addresses[low:high], added[low:high], factor, target)
 
     found = shared(add, parts.sizes)
     if np.array_equal(added, parts.sizes):
-        return Added([], None if floors is None else _joined(found, room, parts.whole(counts)))
+        return Added([], None if wanted is None else look.joined(found))
     bad = np.flatnonzero(np.add.reduceat(added != parts.sizes, parts.firsts)).tolist()
     cuts = [*parts.firsts.tolist(), len(added)]
     for place in bad:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-VERSION = 3  # of the functions in kernels.c that are called here; setup.py names the library after it
+VERSION = 4  # of the compiled functions that are called here, as in kernels.h; setup.py names the library after it
 _PART = 1 << 20  # elements of a part
 _SHARED = 1 << 18  # elements that are worth another thread
 
@@ -31,7 +31,7 @@ def library() -> ctypes.CDLL | None:
             return None
     except (OSError, AttributeError):
         return None
-    for name in ("add", "survey", "mean"):
+    for name in ("add", "survey", "mean", "quantize", "values"):
         getattr(loaded, f"safusion_{name}").restype = ctypes.c_int64
     return loaded
 

@@ -1,6 +1,8 @@
-"""Wire formats: positions from offsets in blocks, codes of a few bits and back."""
+"""Wire formats: positions as offsets in blocks, values as codes of a few bits, and back."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,38 +19,70 @@ def positions(offsets: np.ndarray, counts: np.ndarray) -> np.ndarray:
     Raises:
         ValueError: If there are fewer offsets than entries.
     """
-    found = np.empty(_number(counts, len(offsets)), np.int64)
+    number = int(counts.sum())
+    if not 0 <= number <= len(offsets):
+        raise ValueError(f"a message with {number} entries has room for {len(offsets)}: it is damaged")
+    found = np.empty(number, np.int64)
     call("safusion_positions", offsets, 8 * offsets.itemsize, counts.astype(np.int64), len(counts), found)
     return found
 
 
-def codes(values: np.ndarray, scales: np.ndarray, counts: np.ndarray, bits: int) -> np.ndarray:
-    """Signs and levels of values, packed: uint8, a multiple of 8 bits of each.
+def write_offsets(positions: np.ndarray, counts: np.ndarray, offsets: np.ndarray) -> None:
+    """The inverse of :func:`positions`.
 
     Args:
-        values: float32 [K].
-        scales: float32 [P], the largest magnitude of each part, finite.
-        counts: int64 [P], values of each part.
-        bits: Of a code: 1, 2 or 4.
+        positions: int64 [K], not negative; what lies behind the last block is counted in none.
+        counts: int16 or int32 [blocks], is written: entries of each block of 256 or 65536 elements.
+        offsets: uint8 or uint16 [K or more], the first K are written.
     """
-    packed = np.zeros(-(-len(values) // 8) * bits, np.uint8)
-    call("safusion_codes", values, scales, counts, len(counts), bits, packed)
-    return packed
+    counts[:] = 0
+    call("safusion_offsets", positions, len(positions), 8 * offsets.itemsize, len(counts), counts, offsets)
 
 
-def values(packed: np.ndarray, scales: np.ndarray, counts: np.ndarray, bits: int) -> np.ndarray:
-    """What :func:`codes` stand for, float32 [K].
+class Quantized(NamedTuple):
+    """Values in a few bits.
+
+    Args:
+        codes: uint8, a multiple of 8 codes: of each a level, and the sign in the highest bit.
+        scales: uint16 [P], bits of a bfloat16 for each part.
+        values: float32 [K], what the codes stand for.
+    """
+
+    codes: np.ndarray
+    scales: np.ndarray
+    values: np.ndarray
+
+
+def quantized(positions: np.ndarray, values: np.ndarray, starts: np.ndarray, bits: int) -> Quantized | None:
+    """Codes of values relative to the largest magnitude of their part; with one bit, to twice the mean magnitude.
+
+    Args:
+        positions: int64 [K].
+        values: float32 [K].
+        starts: int64 [P], the first position of each part, ascending.
+        bits: Of a code: 1, 2 or 4.
+
+    Returns:
+        None if positions do not ascend, or something is not finite, or would not be in bfloat16.
+    """
+    codes = np.zeros(-(-len(values) // 8) * bits, np.uint8)
+    scales, sent = np.empty(len(starts), np.uint16), np.empty(len(values), np.float32)
+    count, parts = len(values), len(starts)
+    done = call("safusion_quantize", positions, values, count, starts, parts, bits, codes, scales, sent)
+    return Quantized(codes, scales, sent) if done else None
+
+
+def values(
+    positions: np.ndarray, starts: np.ndarray, codes: np.ndarray, scales: np.ndarray, bits: int
+) -> np.ndarray | None:
+    """What :func:`quantized` codes stand for, float32 [K]; None if positions (int64 [K]) do not ascend.
 
     Raises:
-        ValueError: If there are fewer codes than values.
+        ValueError: If there are fewer codes than positions, or another number of scales than of parts.
     """
-    found = np.empty(_number(counts, len(packed) * 8 // bits), np.float32)
-    call("safusion_values", packed, scales, counts, len(counts), bits, found)
-    return found
-
-
-def _number(counts: np.ndarray, most: int) -> int:
-    number = int(counts.sum())
-    if not 0 <= number <= most:
-        raise ValueError(f"a message with {number} entries has room for {most}: it is damaged")
-    return number
+    if len(codes) * 8 // bits < len(positions) or len(scales) != len(starts):
+        sizes = f"{len(codes)} bytes of codes and {len(scales)} scales"
+        raise ValueError(f"a message of {sizes} is damaged: {len(positions)} entries in {len(starts)} parts")
+    found = np.empty(len(positions), np.float32)
+    done = call("safusion_values", positions, len(positions), starts, len(starts), bits, codes, scales, found)
+    return found if done else None

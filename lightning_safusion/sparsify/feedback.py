@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,13 +50,13 @@ class ResidualMemory(Memory):
             torch._foreach_add_(views, added)
 
     def compensate_finite(
-        self, ids: Sequence[int], grads: Sequence[Tensor], floors: np.ndarray | None = None, room: int = 0
+        self, ids: Sequence[int], grads: Sequence[Tensor], wanted: native.Wanted | None = None
     ) -> native.Added | None:
         if type(self).compensate is not ResidualMemory.compensate or not native.serves(self._residual.data, *grads):
             return None
         if any(grad.dtype != torch.float32 or grad.numel() == 0 for grad in grads):
             return None
-        return native.add_finite(self._residual.data, self._residual.parts(ids), grads, self.decay, floors, room)
+        return native.add_finite(self._residual.data, self._residual.parts(ids), grads, self.decay, wanted)
 
     def accumulated(self, start: int, stop: int) -> Tensor:
         return self._residual.data[start:stop]

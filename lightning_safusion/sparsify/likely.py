@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,7 +24,7 @@ _SPARE, _SIGMAS, _MORE = 1.5, 4, 32
 _FALLS, _RISES, _TOO_MANY, _SHARE = 0.93, 1.02, 4, 0.1
 _FAR_FROM, _STEEPNESS, _HIGHER = 8, 0.2, 2
 _FAR_OFF = 64  # times the candidates that it should let through: it is guessed anew
-_ROOM, _ROOM_AT_LEAST = 8, 1 << 12  # times the quotas
+_ROOM, _ROOM_AT_LEAST = 16, 1 << 12  # times the quotas
 
 
 @dataclass
@@ -33,10 +34,12 @@ class LikelyFloors:
     Args:
         own: float32 [A], magnitudes for the quota of each active segment; NaN where nothing is known.
         common: A magnitude for all segments together; NaN if it is not known.
+        sums: Which sums will most likely be asked for.
     """
 
     own: np.ndarray
     common: np.ndarray
+    sums: native.Sums | None = None
 
     @classmethod
     def of(cls, segments: Segments, count: int) -> LikelyFloors:
@@ -59,6 +62,11 @@ class LikelyFloors:
         told = (floors > -2) & (floors < MAGNITUDE_BITS) & (ranks > 0)
         self.own = np.where(told, _moved(floors, counts, ranks, sizes), self.own)
 
+    def no_higher(self, floors: np.ndarray, short: np.ndarray) -> None:
+        """Takes in floors (int32 [A]) for those segments (bool [A]) that too few were found in."""
+        guessed = np.maximum(floors, 0).view(np.float32)
+        self.own = np.where(short & (floors > 0), np.fmin(self.own, guessed), self.own)
+
     def learn_common(self, floor: int, count: int, rank: int, size: int) -> None:
         """The same for all segments together."""
         self.common = _moved(np.array([floor], np.int32), np.array([count]), np.array([rank]), np.array([size]))
@@ -76,8 +84,24 @@ def _moved(floors: np.ndarray, counts: np.ndarray, ranks: np.ndarray, sizes: np.
     return np.where(usable, moved, np.float32(np.nan))
 
 
+class Seen(NamedTuple):
+    """What is known of a span before anyone has asked for it.
+
+    Args:
+        swept: Some of its elements; None if there was no room for them.
+        kind: What was summed, if anything.
+        sums: float64 [A].
+        squares: float64 [A], sums of squares.
+    """
+
+    swept: Swept | None
+    kind: native.Sums | None
+    sums: np.ndarray
+    squares: np.ndarray
+
+
 class Foresight:
-    """Lets elements be found while gradients are added, before anyone has asked for them.
+    """Lets elements be found, and sums be made, while gradients are added, before anyone has asked for them.
 
     Args:
         segments: Cut of the span that will be selected from.
@@ -89,33 +113,38 @@ class Foresight:
         bounds = np.asarray(edges, np.int64)
         starts = bounds[:-1][np.diff(bounds) > 0]
         self._owners = np.searchsorted(segments.edges, starts, side="right") - 1
-        self._floors: np.ndarray | None = None
+        self._floors = np.empty(0, np.int32)
+        self._kind: native.Sums | None = None
 
-    @property
-    def room(self) -> int:
-        """For how many elements there should be room."""
-        return room_of(self._segments)
-
-    def floors(self) -> np.ndarray | None:
-        """int32, a floor for each tensor that is not empty; None if nothing is known."""
-        likely, layout = self._segments.cache.get("likely floors"), Pieces.of(self._segments)
+    def wanted(self) -> native.Wanted | None:
+        """What is to be found, with a floor for each tensor that is not empty; None if nothing is known."""
+        likely: LikelyFloors | None = self._segments.cache.get("likely floors")
         if likely is None:
             return None
-        self._floors = likely.floors(self._segments)
+        self._floors, self._kind = likely.floors(self._segments), likely.sums
         per_segment = np.full(len(self._segments), MAGNITUDE_BITS, np.int32)
-        per_segment[layout.active] = self._floors
-        return per_segment[self._owners]
+        per_segment[Pieces.of(self._segments).active] = self._floors
+        return native.Wanted(per_segment[self._owners], room_of(self._segments), self._kind)
 
     @contextmanager
     def known(self, found: native.Survey | None) -> Iterator[None]:
         """Lets whoever looks at the span next begin with what has been found in it."""
-        if found is not None and found.places is not None and found.bits is not None and self._floors is not None:
-            counts = lengths_between(found.places.searchsorted(Pieces.of(self._segments).stops))
-            self._segments.cache["seen"] = Swept(self._floors, [], Candidates(found.places, found.bits, counts))
+        if found is not None:
+            layout, swept = Pieces.of(self._segments), None
+            if found.places is not None and found.bits is not None:
+                counts = lengths_between(found.places.searchsorted(layout.stops))
+                swept = Swept(self._floors, [], Candidates(found.places, found.bits, counts))
+            sums, squares = (self._per_segment(totals)[layout.active] for totals in (found.sums, found.squares))
+            self._segments.cache["seen"] = Seen(swept, self._kind, sums, squares)
         try:
             yield
         finally:
             self._segments.cache.pop("seen", None)
+
+    def _per_segment(self, per_tensor: np.ndarray | None) -> np.ndarray:
+        if per_tensor is None:
+            return np.zeros(len(self._segments))
+        return np.bincount(self._owners, per_tensor, len(self._segments))
 
 
 def room_of(segments: Segments) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.native import Added, Parts
+from lightning_safusion.native import Added, Parts, Wanted
 
 
 class Memory(ABC):
@@ -50,18 +50,17 @@ class Memory(ABC):
         """
 
     def compensate_finite(
-        self, ids: Sequence[int], grads: Sequence[Tensor], floors: np.ndarray | None = None, room: int = 0
+        self, ids: Sequence[int], grads: Sequence[Tensor], wanted: Wanted | None = None
     ) -> Added | None:
         """:meth:`compensate` for gradients that may not be finite, where looking for that costs no pass of its own.
 
         Args:
             ids: Positions in the layout.
             grads: Flat gradients, any floating dtype, one per id; not changed.
-            floors: int32, one per id: what is above these afterwards is wanted as well; None for nothing.
-            room: For how many elements there shall be room.
+            wanted: What is to be found in the new memory, with a floor for each id; None for nothing.
 
         Returns:
-            Which of the gradients were left out, and what is above the floors; None if nothing was done, because this
+            Which of the gradients were left out, and what was wanted; None if nothing was done, because this
             memory, or this device, has no such pass.
         """
         return None

@@ -59,15 +59,19 @@ def pooled(x: Tensor, segments: Segments, choose: Callable[[Tensor, Segments], S
     left_out = (segments.quotas == 0) & (segments.sizes > 0)
     if left_out.any():
         return _pooled_among(x, segments, ~left_out, choose)
-    floors = segmented_view(x, replace(segments, pool=0, cache={})).top()
+    if "pooled" not in segments.cache:
+        segments.cache["pooled"] = replace(segments, pool=0, cache={}), _as_one(segments)
+    own, whole = segments.cache["pooled"]
+    floors = segmented_view(x, own).top()
     room = min(segments.capacity, segments.numel) - len(floors.indices)
-    whole = Segments(
-        np.array([0, segments.numel], np.int64),
-        np.array([min(segments.capacity, segments.numel)], np.int64),
-        (segments.keys,),
-        ((segments.numel,),),
-    )
     return segmented_view(x, segments).merge(floors, choose(x, whole), room)
+
+
+def _as_one(segments: Segments) -> Segments:
+    """The span as a single segment."""
+    quota = min(segments.capacity, segments.numel)
+    edges = np.array([0, segments.numel], np.int64)
+    return Segments(edges, np.array([quota], np.int64), (segments.keys,), ((segments.numel,),))
 
 
 def _pooled_among(

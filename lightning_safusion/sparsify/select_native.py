@@ -8,7 +8,7 @@ from torch import Tensor
 from lightning_safusion import native
 from lightning_safusion.sparsify.base import Segments, Selection
 from lightning_safusion.sparsify.candidates import Candidates, Swept
-from lightning_safusion.sparsify.likely import LikelyFloors, room_of
+from lightning_safusion.sparsify.likely import LikelyFloors, Seen, room_of
 from lightning_safusion.sparsify.pieces import SubBlocks
 from lightning_safusion.sparsify.sampling import common_floor
 from lightning_safusion.sparsify.select_numpy import NumpyView
@@ -29,7 +29,9 @@ class NativeView(NumpyView):
             segments.cache["native parts"] = native.Parts.of(self._layout.starts, self._sizes)
         self._parts: native.Parts = segments.cache["native parts"]
         self._likely = LikelyFloors.of(segments, len(self._sizes))
-        self._swept: Swept | None = segments.cache.pop("seen", None)
+        seen: Seen | None = segments.cache.pop("seen", None)
+        self._swept: Swept | None = None if seen is None else seen.swept
+        self._seen = seen
 
     # -- statistics ------------------------------------------------------------------------------------------------
 
@@ -43,12 +45,14 @@ class NativeView(NumpyView):
         return self.moments()[1]
 
     def moments(self, *, magnitudes: bool = False) -> tuple[Tensor, Tensor]:
+        kind: native.Sums = "magnitudes" if magnitudes else "values"
+        self._likely.sums = kind
+        if self._seen is not None and self._seen.kind == kind:
+            return self._per_segment(self._seen.sums), self._per_segment(self._seen.squares)
         floors = None
         if self._swept is None and not np.isnan(self._likely.own[~self._layout.idle]).all():
             floors = self._likely_floors(MAGNITUDE_BITS)
-        found = native.survey(
-            self._floats, self._parts, floors, room_of(self.segments), sums=True, magnitudes=magnitudes
-        )
+        found = native.survey(self._floats, self._parts, native.Wanted(floors, room_of(self.segments), kind))
         if floors is not None and found.places is not None and found.bits is not None:
             self._swept = Swept(floors, [], Candidates(found.places, found.bits, found.counts))
         if found.sums is None or found.squares is None:
@@ -83,10 +87,11 @@ class NativeView(NumpyView):
         floors = np.minimum(self._likely_floors(MAGNITUDE_BITS), common)
         floors[self._layout.idle] = MAGNITUDE_BITS
         found = self._above(floors)
-        self._likely.learn_common(common, len(found.indices), self.segments.capacity, len(self._floats))
-        if (short := found.counts < quotas).any():
-            floors, found = self._found_again(floors, quotas, self._layout.sub_blocks, short)
+        above = found.counts if (floors >= common).all() else found.bits > common
+        self._likely.learn_common(common, int(above.sum()), self.segments.capacity, len(self._floats))
         self._likely.learn(np.where(floors < common, floors, -2), found.counts, quotas, self._sizes)
+        if (short := found.counts < quotas).any():
+            floors, _ = self._found_again(floors, quotas, self._layout.sub_blocks, short)
         return self._pooled_above(floors)
 
     def _candidates(self, ranks: np.ndarray, sub_blocks: SubBlocks) -> Candidates:
@@ -96,9 +101,9 @@ class NativeView(NumpyView):
         unknown = (floors == -2) & (ranks > 0)
         self._guess(floors, ranks, sub_blocks, unknown)
         found = self._above(floors)
+        self._likely.learn(floors, found.counts, ranks, self._sizes)
         if (short := (found.counts < ranks) & ~unknown).any():
             floors, found = self._found_again(floors, ranks, sub_blocks, short)
-        self._likely.learn(floors, found.counts, ranks, self._sizes)
         return self._completed(found, floors, ranks)
 
     def _found_again(
@@ -107,6 +112,7 @@ class NativeView(NumpyView):
         """Looks once more at the ``short`` segments (bool [A]), with floors from samples."""
         lower = floors.copy()
         self._guess(lower, ranks, sub_blocks, short)
+        self._likely.no_higher(lower, short)
         return lower, self._above(lower)
 
     # -- parts -----------------------------------------------------------------------------------------------------
@@ -140,16 +146,16 @@ class NativeView(NumpyView):
         """Looks at the candidates of the segments that have any."""
         held = found.counts > 0
         parts = native.Parts.of((found.stops - found.counts)[held], found.counts[held])
-        return native.survey(found.signed.view(np.float32), parts, floors[held], room)
+        return native.survey(found.signed.view(np.float32), parts, native.Wanted(floors[held], room))
 
     def _sweep(self, floors: np.ndarray, changed: list[bool], known: list[tuple[np.ndarray, np.ndarray]]) -> Swept:
         again, old = np.array(changed), self._swept
         everything = old is None or again.all()
         runs = (self._layout.starts[again], self._sizes[again])
         parts = self._parts if everything else native.Parts.of(*runs)
-        found = native.survey(self._floats, parts, floors[again], room_of(self.segments))
+        found = native.survey(self._floats, parts, native.Wanted(floors[again], room_of(self.segments)))
         if found.places is None:  # now it is known how many
-            found = native.survey(self._floats, parts, floors[again], int(found.counts.sum()))
+            found = native.survey(self._floats, parts, native.Wanted(floors[again], int(found.counts.sum())))
         if found.places is None or found.bits is None:
             raise RuntimeError("a span has changed while it was read")
         if old is None or everything:

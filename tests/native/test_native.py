@@ -18,7 +18,7 @@ import torch
 
 from lightning_safusion import native
 from lightning_safusion.comm.values import VALUES
-from lightning_safusion.native import Parts, elements, library
+from lightning_safusion.native import Parts, Wanted, elements, library
 
 COMPILER = next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
 pytestmark = pytest.mark.skipif(
@@ -58,7 +58,7 @@ def test_what_is_above_floors_is_found_in_order(threads: int, sizes: list[int], 
     for threshold in (0.0, 0.7, 2.9, 1e38):
         floors = np.full(len(live), np.float32(threshold)).view(np.int32)
         floors[::3] = -1  # everything
-        found = native.survey(x, parts, floors, len(x), sums=True, magnitudes=True)
+        found = native.survey(x, parts, Wanted(floors, len(x), "magnitudes"))
         mask = (x.view(np.int32) & MAGNITUDE) > np.repeat(floors, np.diff(edges)[live])
         assert found.places is not None
         assert found.bits is not None
@@ -69,7 +69,7 @@ def test_what_is_above_floors_is_found_in_order(threads: int, sizes: list[int], 
         with np.errstate(over="ignore"):
             assert found.sums is not None
             np.testing.assert_allclose(found.sums, np.add.reduceat(np.abs(x.astype(np.float64)), cuts), rtol=1e-5)
-        counted = native.survey(x, parts, floors, 0)
+        counted = native.survey(x, parts, Wanted(floors, 0))
         assert counted.counts.tolist() == found.counts.tolist()
         assert (counted.places is None) == bool(mask.any())
 
@@ -84,7 +84,7 @@ def test_without_room_everything_is_counted_and_nothing_overwritten(room: int, m
 
     monkeypatch.setattr(elements.np, "empty", empty)
     x = np.arange(1, 101, dtype=np.float32)
-    found = native.survey(x, Parts.between([0, 50, 100]), np.zeros(2, np.int32), room)
+    found = native.survey(x, Parts.between([0, 50, 100]), Wanted(np.zeros(2, np.int32), room))
     assert found.counts.tolist() == [50, 50]
     assert (found.places is None) == (room < 100)
     assert all((array[-64:] == 7).all() for array in made)
@@ -92,13 +92,13 @@ def test_without_room_everything_is_counted_and_nothing_overwritten(room: int, m
 
 def test_sums_are_kept_in_double_precision(threads: int) -> None:
     x = np.full(3_000_000, 0.1, np.float32)
-    found = native.survey(x, Parts.between([0, len(x)]), None, sums=True)
+    found = native.survey(x, Parts.between([0, len(x)]), Wanted(sums="values"))
     assert found.sums is not None
     assert found.squares is not None
     np.testing.assert_allclose(found.sums, [float(x[0]) * len(x)], rtol=1e-6)
     np.testing.assert_allclose(found.squares, [float(x[0]) ** 2 * len(x)], rtol=1e-6)
     x[17] = np.nan
-    found = native.survey(x, Parts.between([0, len(x)]), None, sums=True)
+    found = native.survey(x, Parts.between([0, len(x)]), Wanted(sums="values"))
     assert found.sums is not None
     assert np.isnan(found.sums).all()
 
@@ -255,8 +255,26 @@ def test_codes_and_values_are_bitwise_those_of_numpy(name: str, count: int) -> N
 
 
 def test_damaged_codes_are_refused() -> None:
-    with pytest.raises(ValueError, match="9 entries has room for 8"):
-        native.values(np.zeros(4, np.uint8), np.ones(1, np.float32), np.array([9]), 4)
+    places, starts = np.arange(9), np.zeros(1, np.int64)
+    with pytest.raises(ValueError, match="9 entries in 1 parts"):
+        native.values(places, starts, np.zeros(4, np.uint8), np.ones(1, np.uint16), 4)
+    with pytest.raises(ValueError, match="2 scales is damaged"):
+        native.values(places, starts, np.zeros(8, np.uint8), np.ones(2, np.uint16), 4)
+
+
+def test_positions_that_do_not_ascend_have_no_codes() -> None:
+    starts, numbers = np.array([0, 10]), np.ones(3, np.float32)
+    for places in ([3, 2, 11], [3, 3, 11], [3, 11, 4]):
+        assert native.quantized(np.array(places), numbers, starts, 4) is None
+        assert native.values(np.array(places), starts, np.zeros(4, np.uint8), np.zeros(2, np.uint16), 4) is None
+    assert native.quantized(np.array([3, 4, 11]), numbers, starts, 4) is not None
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3.4e38])
+def test_what_has_no_scale_has_no_codes(bits: int, value: float) -> None:
+    values = np.array([1, value, 1], np.float32)
+    assert native.quantized(np.arange(3), values, np.zeros(1, np.int64), bits) is None or (bits == 1 and value < 1e39)
 
 
 def test_positions_that_do_not_rise_write_nowhere_else() -> None:

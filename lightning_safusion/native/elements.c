@@ -1,0 +1,232 @@
+/* What the CPU does to every element of a gradient, in as few passes over memory as there can be. Work comes in parts,
+ * runs of elements that several threads can take from. */
+#include "kernels.h"
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+#define WHOLE 32768   /* elements of a gradient that are looked at before any of it is added */
+#define BLOCK 1024    /* elements that stay in the L1 cache, and whose sums are kept in float32 */
+#define DECODED 16384 /* elements that are put together in the cache */
+#define ROW 32        /* elements that are compared at once */
+#define AHEAD 1024    /* elements that are asked for before they are needed: processors stop at the end of a page */
+#define LANES 8
+
+typedef float floats __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4)));
+
+int64_t safusion_version(void) { return VERSION; }
+
+static inline void ask_for(const void *row, int to_write)
+{
+    for (int line = 0; line < ROW; line += 16)
+        if (to_write) __builtin_prefetch((const float *)row + AHEAD + line, 1);
+        else __builtin_prefetch((const float *)row + AHEAD + line);
+}
+
+/* Where elements above floors are written, those of several runs one behind the other. */
+struct places {
+    int64_t *places;
+    int32_t *bits;
+    int64_t room, found; /* at most `room` are kept, and ROW more are written; all are counted */
+};
+
+static inline void keep_above(struct places *to, const int32_t *row, int32_t floor, int64_t first)
+{
+    uint32_t hits = 0;
+    for (int j = 0; j < ROW; j++) hits |= (uint32_t)((row[j] & MAGNITUDE) > floor) << j;
+    int64_t at = to->found;
+    to->found += __builtin_popcount(hits);
+    if (at > to->room) return;
+    /* two without asking whether there are any: a branch that nobody can foresee costs more */
+    for (int k = 0; k < 2; k++, hits &= hits - 1) {
+        int j = __builtin_ctz(hits | 1u << (ROW - 1));
+        to->places[at + k] = first + j;
+        to->bits[at + k] = row[j];
+    }
+    for (at += 2; hits; at++, hits &= hits - 1) {
+        int j = __builtin_ctz(hits);
+        to->places[at] = first + j;
+        to->bits[at] = row[j];
+    }
+}
+
+static inline void keep_if_above(struct places *to, int32_t bits, int32_t floor, int64_t place)
+{
+    if ((bits & MAGNITUDE) <= floor) return;
+    if (to->found <= to->room) {
+        to->places[to->found] = place;
+        to->bits[to->found] = bits;
+    }
+    to->found++;
+}
+
+CLONES static void above(struct places *to, const float *x, int64_t size, int32_t floor, int64_t first)
+{
+    struct places kept = *to;
+    const int32_t *bits = (const int32_t *)x;
+    int64_t i = 0;
+    for (; i + ROW <= size; i += ROW) {
+        ask_for(x + i, 0);
+        keep_above(&kept, bits + i, floor, first + i);
+    }
+    for (; i < size; i++) keep_if_above(&kept, bits[i], floor, first + i);
+    *to = kept;
+}
+
+/* memory = decay * memory + grad, and what is above the floor then */
+CLONES static void add(struct places *to, float *restrict memory, const float *restrict grad, int64_t size, float decay,
+                       int32_t floor, int64_t first)
+{
+    struct places kept = *to;
+    const int32_t *bits = (const int32_t *)memory;
+    int64_t i = 0;
+    for (; i + ROW <= size; i += ROW) {
+        ask_for(memory + i, 1);
+        ask_for(grad + i, 0);
+        for (int j = 0; j < ROW; j++) memory[i + j] = decay * memory[i + j] + grad[i + j];
+        keep_above(&kept, bits + i, floor, first + i);
+    }
+    for (; i < size; i++) {
+        memory[i] = decay * memory[i] + grad[i];
+        keep_if_above(&kept, bits[i], floor, first + i);
+    }
+    *to = kept;
+}
+
+CLONES static void sum(const float *x, int64_t size, int32_t mask, double *first, double *second)
+{
+    floats sums[ROW / LANES] = {0}, squares[ROW / LANES] = {0};
+    int64_t i = 0;
+    for (; i + ROW <= size; i += ROW) {
+        ask_for(x + i, 0);
+        for (int j = 0; j < ROW / LANES; j++) {
+            floats v = *(const floats *)(x + i + j * LANES);
+            sums[j] += (floats)((ints)v & mask);
+            squares[j] += v * v;
+        }
+    }
+    for (int j = 1; j < ROW / LANES; j++) {
+        sums[0] += sums[j];
+        squares[0] += squares[j];
+    }
+    for (int j = 0; j < LANES; j++) {
+        *first += sums[0][j];
+        *second += squares[0][j];
+    }
+    for (; i < size; i++) {
+        *first += mask == -1 || x[i] >= 0 ? x[i] : -x[i];
+        *second += x[i] * x[i];
+    }
+}
+
+int64_t safusion_add(const int64_t *grads, int64_t *added, float decay, float *memory, const int64_t *starts,
+                     const int64_t *sizes, int64_t parts, const int32_t *floors, int64_t magnitudes, double *sums,
+                     double *squares, int64_t *places, int32_t *bits, int64_t room, int64_t *counts)
+{
+    struct places to = {places, bits, room, 0};
+    for (int64_t p = 0; p < parts; p++) {
+        const float *grad = (const float *)(intptr_t)grads[p];
+        float *target = memory + starts[p];
+        int64_t checked = 0, before = to.found;
+        if (sums) sums[p] = squares[p] = 0;
+        for (int64_t at = 0; at < sizes[p]; at += BLOCK) {
+            int64_t size = sizes[p] - at < BLOCK ? sizes[p] - at : BLOCK;
+            if (at == checked) {
+                int64_t next = at ? size : sizes[p] < WHOLE ? sizes[p] : WHOLE;
+                if (largest((const int32_t *)grad + at, next) >= INFINITE) break;
+                checked += next;
+            }
+            add(&to, target + at, grad + at, size, decay, floors ? floors[p] : MAGNITUDE, starts[p] + at);
+            if (sums) sum(target + at, size, magnitudes ? MAGNITUDE : -1, sums + p, squares + p);
+        }
+        added[p] = checked;
+        counts[p] = to.found - before;
+    }
+    return to.found;
+}
+
+int64_t safusion_survey(const float *x, const int64_t *starts, const int64_t *sizes, int64_t parts,
+                        const int32_t *floors, int64_t magnitudes, double *sums, double *squares, int64_t *places,
+                        int32_t *bits, int64_t room, int64_t *counts)
+{
+    struct places to = {places, bits, room, 0};
+    for (int64_t p = 0; p < parts; p++) {
+        int64_t before = to.found;
+        if (sums) sums[p] = squares[p] = 0;
+        for (int64_t at = 0; at < sizes[p]; at += BLOCK) {
+            int64_t size = sizes[p] - at < BLOCK ? sizes[p] - at : BLOCK, start = starts[p] + at;
+            if (sums) sum(x + start, size, magnitudes ? MAGNITUDE : -1, sums + p, squares + p);
+            if (floors && floors[p] < MAGNITUDE) above(&to, x + start, size, floors[p], start);
+        }
+        counts[p] = to.found - before;
+    }
+    return to.found;
+}
+
+void safusion_largest(const float *x, const int64_t *starts, const int64_t *sizes, int64_t parts, int32_t *bits)
+{
+    for (int64_t p = 0; p < parts; p++) bits[p] = largest((const int32_t *)x + starts[p], sizes[p]);
+}
+
+/* Writes past the caches: whoever reads a large gradient next comes when it has left them anyway. */
+static void stream(float *restrict target, const float *restrict source, int64_t size)
+{
+    int64_t i = 0;
+#if defined(__SSE2__)
+    if (((uintptr_t)target & 15) == 0)
+        for (; i + 4 <= size; i += 4) _mm_stream_ps(target + i, _mm_loadu_ps(source + i));
+#endif
+    memcpy(target + i, source + i, sizeof(float) * (size_t)(size - i));
+}
+
+static int all_finite(const float *x, int64_t size) { return largest((const int32_t *)x, size) < INFINITE; }
+
+int64_t safusion_mean(const int64_t *grads, const int64_t *starts, const int64_t *sizes, int64_t parts,
+                      const int64_t *places, const int64_t *values, const int64_t *cuts, int64_t ranks, float scale,
+                      int64_t past_caches)
+{
+    float block[DECODED];
+    float bound = 0;
+    for (int64_t r = 0; r < ranks; r++) { /* no sum is larger than that of the largest */
+        int64_t first = cuts[r * (parts + 1)], last = cuts[r * (parts + 1) + parts];
+        int32_t bits = largest((const int32_t *)(intptr_t)values[r] + first, last - first);
+        bound += as_float((uint32_t)bits) * scale;
+    }
+    int certain = bound <= FLT_MAX, finite = 1;
+    for (int64_t p = 0; p < parts; p++) {
+        float *grad = (float *)(intptr_t)grads[p];
+        for (int64_t at = 0; at < sizes[p]; at += DECODED) {
+            int64_t size = sizes[p] - at < DECODED ? sizes[p] - at : DECODED, start = starts[p] + at;
+            memset(block, 0, sizeof(float) * (size_t)size);
+            for (int64_t r = 0; r < ranks; r++) {
+                const int64_t *place = (const int64_t *)(intptr_t)places[r];
+                const float *value = (const float *)(intptr_t)values[r];
+                int64_t entry = cuts[r * (parts + 1) + p], last = cuts[r * (parts + 1) + p + 1];
+                /* entries before this block have been taken: find the first of the others */
+                for (int64_t step = last - entry; at && step > 0;) {
+                    int64_t half = step / 2;
+                    if (place[entry + half] < start) entry += half + 1, step -= half + 1;
+                    else step = half;
+                }
+                for (; entry < last; entry++) {
+                    uint64_t at = (uint64_t)(place[entry] - start);
+                    if (at >= (uint64_t)size) break;
+                    block[at] += value[entry] * scale;
+                }
+            }
+            finite &= certain || all_finite(block, size);
+            if (past_caches) stream(grad + at, block, size);
+            else memcpy(grad + at, block, sizeof(float) * (size_t)size);
+        }
+    }
+#if defined(__SSE2__)
+    _mm_sfence();
+#endif
+    return finite;
+}
+
+void safusion_take_out(float *memory, const int64_t *places, const float *values, int64_t count)
+{
+    for (int64_t i = 0; i < count; i++) memory[places[i]] -= values[i];
+}

@@ -1,0 +1,42 @@
+/* What the sources of the compiled kernels share.
+ *
+ * Plain C without Python's headers: it is built where there is a compiler (setup.py), loaded with ctypes, which lets
+ * other threads run meanwhile, and called by elements.py and messages.py, which say what the arguments mean. Vectors are
+ * the compiler's own (GCC and Clang): a function marked CLONES is compiled for several processors, and the loader takes
+ * the one that fits.
+ *
+ * Built with -ffp-contract=off: products and sums are rounded one by one, as PyTorch's are, so that workers with and
+ * without this library decode the same means.
+ */
+#include <float.h>
+#include <stdint.h>
+#include <string.h>
+
+#define VERSION 4 /* of the functions and their arguments; library.py has the same number */
+
+#if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__)
+#define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define CLONES
+#endif
+
+#define MAGNITUDE 0x7FFFFFFF /* the bits of a float without its sign: as integers they order magnitudes */
+#define INFINITE 0x7F800000
+
+/* Bits of the largest magnitude. */
+CLONES static int32_t largest(const int32_t *bits, int64_t size)
+{
+    int32_t result = 0;
+    for (int64_t i = 0; i < size; i++) {
+        int32_t magnitude = bits[i] & MAGNITUDE;
+        result = magnitude > result ? magnitude : result;
+    }
+    return result;
+}
+
+static inline float as_float(uint32_t bits)
+{
+    float number;
+    memcpy(&number, &bits, sizeof number);
+    return number;
+}

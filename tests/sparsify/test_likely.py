@@ -1,0 +1,123 @@
+"""What is found while gradients are added, before anyone asks for it.
+
+Covers: selections with it are those without it, ahead and behind, pooled or not, over steps in which gradients grow,
+shrink and vanish; it saves looks at the span; sums; a gradient that is not finite; room that does not suffice.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_safusion import native
+from lightning_safusion.native import elements
+from lightning_safusion.sparsify import likely
+from lightning_safusion.sparsify.base import Segments
+from lightning_safusion.sparsify.likely import Foresight
+from lightning_safusion.sparsify.registry import resolve_sparsifier
+
+pytestmark = pytest.mark.skipif(not native.usable(), reason="the package was installed without a C compiler")
+SIZES = (40_000, 300, 1, 20_000, 2_000)
+EDGES = np.cumsum([0, *SIZES])
+SCALES = (1, 1, 1, 3, 1, 0.01, 1, 0, 1, 50, 1, 1)
+
+
+def cut(scope: str, pool: int) -> Segments:
+    if scope == "behind":
+        return Segments(EDGES[[0, -1]], np.array([700]), ("all",), ((int(EDGES[-1]),),), pool)
+    return Segments(EDGES, np.array([400, 3, 1, 200, 20]), tuple(range(5)), tuple((size,) for size in SIZES), pool)
+
+
+def looked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Elements of each look at a span."""
+    sizes: list[int] = []
+    call = elements.call
+
+    def noted(name: str, *arguments: object) -> int:
+        if name == "safusion_survey" and isinstance(arguments[0], np.ndarray) and len(arguments[0]) == EDGES[-1]:
+            sizes.append(int(np.sum(arguments[2])))
+        return call(name, *arguments)
+
+    monkeypatch.setattr(elements, "call", noted)
+    return sizes
+
+
+def train(name: str, scope: str, pool: int, foresight: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What is selected in each step, of a memory from which it is taken out."""
+    torch.manual_seed(0)
+    segments, sparsifier = cut(scope, pool), resolve_sparsifier(name)
+    ahead, parts = Foresight(segments, EDGES.tolist()), native.Parts.between(EDGES.tolist())
+    memory, selected = torch.zeros(int(EDGES[-1])), []
+    for step, scale in enumerate(SCALES):
+        grads = [scale * torch.randn(size) * (1 + i) for i, size in enumerate(SIZES)]
+        wanted = ahead.wanted() if foresight else None
+        added = native.add_finite(memory, parts, grads, 0.9, wanted)
+        if not foresight:
+            segments.cache.pop("likely floors", None)
+        with ahead.known(added.found):
+            chosen = sparsifier.select(memory, segments, step)
+        assert "seen" not in segments.cache
+        selected.append((chosen.indices.clone(), chosen.values.clone()))
+        native.take_out(memory, chosen.indices, chosen.values)
+    return selected
+
+
+@pytest.mark.parametrize("room", [0, 16])
+@pytest.mark.parametrize("pool", [0, 300])
+@pytest.mark.parametrize("scope", ["ahead", "behind"])
+@pytest.mark.parametrize("name", ["topk", "gaussiank", "redsync", "sidco", "dgc"])
+def test_no_result_depends_on_it(name: str, scope: str, pool: int, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(likely, "_ROOM", room)
+    monkeypatch.setattr(likely, "_ROOM_AT_LEAST", 1)
+    with_it, without = train(name, scope, pool, True), train(name, scope, pool, False)
+    for step, ((indices, values), (expected, numbers)) in enumerate(zip(with_it, without, strict=True)):
+        if scope == "behind" and name == "gaussiank":  # sums of tensors are added to one
+            assert abs(len(indices) - len(expected)) <= 2, step
+            continue
+        assert torch.equal(indices, expected), step
+        assert torch.equal(values, numbers), step
+
+
+@pytest.mark.parametrize("name", ["topk", "gaussiank"])
+def test_the_span_is_hardly_ever_read_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "SCALES", (1,) * 40)
+    sizes = looked(monkeypatch)
+    train(name, "ahead", 0, False)
+    without = sum(sizes)
+    sizes.clear()
+    train(name, "ahead", 0, True)
+    assert without >= 40 * EDGES[-1]
+    assert sum(sizes) < without / 4
+
+
+@pytest.mark.parametrize("kind", ["values", "magnitudes"])
+def test_sums_are_those_of_the_memory_afterwards(kind: native.Sums) -> None:
+    torch.manual_seed(0)
+    memory, grads = torch.randn(int(EDGES[-1])), [torch.randn(size) for size in SIZES]
+    parts = native.Parts.between(EDGES.tolist())
+    found = native.add_finite(memory, parts, grads, 0.5, native.Wanted(sums=kind)).found
+    assert found is not None
+    assert found.places is None
+    x = memory.double().abs() if kind == "magnitudes" else memory.double()
+    pieces = x.split(list(SIZES))
+    np.testing.assert_allclose(found.sums, [piece.sum().item() for piece in pieces], rtol=1e-5, atol=1e-3)
+    np.testing.assert_allclose(found.squares, [piece.square().sum().item() for piece in pieces], rtol=1e-5)
+    again = native.survey(memory.numpy(), parts, native.Wanted(sums=kind))
+    assert np.array_equal(found.sums, again.sums)
+    assert np.array_equal(found.squares, again.squares)
+
+
+def test_nothing_is_known_where_a_gradient_was_left_out() -> None:
+    segments = cut("ahead", 0)
+    ahead, parts = Foresight(segments, EDGES.tolist()), native.Parts.between(EDGES.tolist())
+    assert ahead.wanted() is None
+    memory, grads = torch.zeros(int(EDGES[-1])), [torch.randn(size) for size in SIZES]
+    native.add_finite(memory, parts, grads, 1.0)
+    resolve_sparsifier("topk").select(memory, segments, 0)
+    grads[3][17] = float("nan")
+    added = native.add_finite(memory, parts, grads, 1.0, ahead.wanted())
+    assert added.left_out == [3]
+    assert added.found is None
+    with ahead.known(added.found):
+        assert "seen" not in segments.cache
