@@ -15,7 +15,7 @@ class BuildLibrary(build_ext):
 # vectors, the package is installed without the kernels (optional).
 kernels = Extension(
     "lightning_safusion.native.libkernels",
-    ["lightning_safusion/native/elements.c", "lightning_safusion/native/messages.c"],
+    [f"lightning_safusion/native/{name}.c" for name in ("candidates", "elements", "messages")],
     depends=["lightning_safusion/native/kernels.h"],
     extra_compile_args=["-O3", "-ffp-contract=off", "-fno-strict-aliasing"],
     optional=True,

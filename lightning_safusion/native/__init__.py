@@ -1,6 +1,6 @@
 """Compiled kernels for the CPU: what is done to every element of a gradient, in as few passes as there can be.
 
-They are built with the package where there is a C compiler (``elements.c``, ``messages.c``, ``setup.py``), for GCC and
+They are built with the package where there is a C compiler (``*.c``, ``setup.py``), for GCC and
 Clang. Without them NumPy and PyTorch do the same work with the same results, but for the rounding of sums, in more
 passes.
 
@@ -11,6 +11,9 @@ function          work                                                       pas
                   and finds sums and what is above a floor then
 ``survey``        sums, sums of squares, and what is above a floor           1
 ``largest``       largest magnitudes                                         1
+``number_above``, counts what was found above other floors, takes it over,   1 to 4, over what was found
+``keep_above``,   and cuts it to quotas
+``keep_largest``
 ``mean_into``     decoded mean of sparse messages, zeros included            1 (written past the caches)
 ``take_out``      subtracts what was sent                                    1, over what was sent
 ``positions``,    wire formats: positions as offsets in blocks, values as    1, over what was sent
@@ -22,6 +25,7 @@ function          work                                                       pas
 Work is cut into parts, which as many threads share as PyTorch uses.
 """
 
+from lightning_safusion.native.candidates import keep_above, keep_largest, number_above
 from lightning_safusion.native.elements import (
     Added,
     Sums,
@@ -43,8 +47,11 @@ __all__ = [
     "Survey",
     "Wanted",
     "add_finite",
+    "keep_above",
+    "keep_largest",
     "largest",
     "mean_into",
+    "number_above",
     "positions",
     "quantized",
     "serves",

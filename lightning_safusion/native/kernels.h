@@ -24,7 +24,7 @@
 #define INFINITE 0x7F800000
 
 /* Bits of the largest magnitude. */
-CLONES static int32_t largest(const int32_t *bits, int64_t size)
+CLONES __attribute__((unused)) static int32_t largest(const int32_t *bits, int64_t size)
 {
     int32_t result = 0;
     for (int64_t i = 0; i < size; i++) {

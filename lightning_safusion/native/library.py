@@ -31,7 +31,7 @@ def library() -> ctypes.CDLL | None:
             return None
     except (OSError, AttributeError):
         return None
-    for name in ("add", "survey", "mean", "quantize", "values"):
+    for name in ("add", "survey", "keep_above", "keep_largest", "mean", "quantize", "values"):
         getattr(loaded, f"safusion_{name}").restype = ctypes.c_int64
     return loaded
 

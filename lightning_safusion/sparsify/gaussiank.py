@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Literal
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,18 +64,31 @@ class GaussianK(ThresholdSparsifier):
         return tau.float()
 
     def _bisect(self, view: SegmentedView, tau: Tensor) -> Tensor:
-        fewest = torch.where(tau == 0, 0.0, _FEW * view.quotas)  # a segment of zeros has no lower threshold
-        most = torch.maximum(_MANY * view.quotas, view.quotas + _SPARE)
-        low, high = torch.zeros_like(tau), torch.full_like(tau, math.inf)
+        if view.x.device.type != "cpu":
+            return self._bisected(torch, tau, view.quotas, view.count_above)
+        with np.errstate(over="ignore", invalid="ignore"):
+            low = self._bisected(np, tau.numpy(), view.quotas.numpy(), lambda tau, enough: _counted(view, tau, enough))
+        return torch.from_numpy(low)
+
+    def _bisected(self, xp: Any, tau: Any, quotas: Any, count_above: Callable[[Any, Any], Any]) -> Any:
+        """The search in torch's functions, or, for a few numbers on the host, in NumPy's, whose calls take a third."""
+        fewest = xp.where(tau == 0, 0.0, _FEW * quotas)  # a segment of zeros has no lower threshold
+        most = xp.maximum(_MANY * quotas, quotas + _SPARE)
+        low, high = xp.zeros_like(tau), xp.full_like(tau, math.inf)
         for _ in range(self.max_refine):
-            found = view.count_above(tau.float(), enough=most)
-            low, high = torch.where(found < fewest, low, tau), torch.where(found > most, high, tau)
-            if view.x.device.type == "cpu" and torch.equal(low, high):
+            found = count_above(xp.asarray(tau, dtype=xp.float32), most)
+            low, high = xp.where(found < fewest, low, tau), xp.where(found > most, high, tau)
+            if xp is np and np.array_equal(low, high):
                 break
             # Once settled, low and high are tau, and so is their mean. As long as one of them is 0 or infinite the mean
             # is the paper's step.
-            tau = (low * high).sqrt_().maximum(0.5 * tau).minimum(1.5 * tau)
-        return low.float()
+            tau = xp.minimum(xp.maximum(xp.sqrt(low * high), 0.5 * tau), 1.5 * tau)
+        return xp.asarray(low, dtype=xp.float32)
+
+
+def _counted(view: SegmentedView, thresholds: np.ndarray, enough: np.ndarray) -> np.ndarray:
+    counts: np.ndarray = view.count_above(torch.from_numpy(thresholds), torch.from_numpy(enough)).numpy()
+    return counts
 
 
 def normal_thresholds(view: SegmentedView) -> Tensor:

@@ -11,7 +11,7 @@ from lightning_safusion.sparsify.candidates import Candidates, Swept
 from lightning_safusion.sparsify.likely import LikelyFloors, Seen, room_of
 from lightning_safusion.sparsify.pieces import SubBlocks
 from lightning_safusion.sparsify.sampling import common_floor
-from lightning_safusion.sparsify.select_numpy import NumpyView
+from lightning_safusion.sparsify.select_numpy import NumpyView, as_selection
 from lightning_safusion.sparsify.view import MAGNITUDE_BITS
 
 
@@ -127,26 +127,22 @@ class NativeView(NumpyView):
     def _narrowed(self, found: Candidates, floors: np.ndarray, higher: np.ndarray) -> Candidates:
         if np.array_equal(higher, floors):
             return found
-        read = self._read_again(found, higher, len(found.indices))
-        if read.places is None:
-            raise RuntimeError("candidates have changed while they were read")
-        counts = np.zeros_like(found.counts)
-        counts[found.counts > 0] = read.counts
-        return Candidates(found.indices.take(read.places), found.signed.take(read.places), counts)
+        return Candidates(*native.keep_above(found.indices, found.signed, found.counts, higher))
+
+    def _trim(self, found: Candidates) -> Selection:
+        quotas = self._layout.quotas
+        if not (found.counts > quotas).any():
+            return as_selection(found.indices, found.signed)
+        return as_selection(*native.keep_largest(found.indices, found.signed, found.counts, quotas))
 
     def _numbers(self, found: Candidates, floors: np.ndarray, higher: np.ndarray) -> np.ndarray:
-        counts = np.zeros_like(found.counts)
-        counts[found.counts > 0] = self._read_again(found, higher, 0).counts
-        return counts
+        return native.number_above(found.signed, found.counts, higher, floors, found.counts)
 
     def _counts(self, swept: Swept, floors: np.ndarray) -> np.ndarray:
-        return self._numbers(swept.found, swept.floors, floors)
-
-    def _read_again(self, found: Candidates, floors: np.ndarray, room: int) -> native.Survey:
-        """Looks at the candidates of the segments that have any."""
-        held = found.counts > 0
-        parts = native.Parts.of((found.stops - found.counts)[held], found.counts[held])
-        return native.survey(found.signed.view(np.float32), parts, native.Wanted(floors[held], room))
+        found, known = swept.found, self._counted or (swept.floors, swept.found.counts)
+        counts = native.number_above(found.signed, found.counts, floors, *known)
+        self._counted = floors, counts
+        return counts
 
     def _sweep(self, floors: np.ndarray, changed: list[bool], known: list[tuple[np.ndarray, np.ndarray]]) -> Swept:
         again, old = np.array(changed), self._swept

@@ -157,7 +157,7 @@ class NumpyView(SegmentedView):
             return None
         if len(chosen.indices) != room:  # elements of equal magnitude: the first
             chosen, lowest = self._first_of_pool(found)
-        return _selection(chosen.indices, chosen.signed)
+        return as_selection(chosen.indices, chosen.signed)
 
     def _cut_to_pool(self, found: Candidates, floors: np.ndarray) -> tuple[Candidates, int]:
         """The largest of all candidates, and of those segments that have too few of these their own largest.
@@ -210,7 +210,7 @@ class NumpyView(SegmentedView):
         if len(rest) > room:
             rest = rest[largest_first(self._bits[rest] & MAGNITUDE_BITS, room)]
         indices = np.sort(np.concatenate([kept, rest]))
-        return _selection(indices, self._bits.take(indices))
+        return as_selection(indices, self._bits.take(indices))
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
@@ -364,9 +364,9 @@ class NumpyView(SegmentedView):
         if len(over) <= ONE_BY_ONE:
             if len(over):
                 found = found.cut(over, lambda place, bits: largest_first(bits, int(quotas[place])))
-            return _selection(found.indices, found.signed)
+            return as_selection(found.indices, found.signed)
         kept = self._kept(found)
-        return _selection(found.indices.take(kept), found.signed.take(kept))
+        return as_selection(found.indices.take(kept), found.signed.take(kept))
 
     def _kept(self, found: Candidates) -> np.ndarray:
         """Places of the candidates that their segments have room for."""
@@ -388,5 +388,5 @@ class NumpyView(SegmentedView):
         return np.flatnonzero(keep)
 
 
-def _selection(indices: np.ndarray, signed: np.ndarray) -> Selection:
+def as_selection(indices: np.ndarray, signed: np.ndarray) -> Selection:
     return Selection(torch.from_numpy(indices), torch.from_numpy(signed.view(np.float32)), len(indices))

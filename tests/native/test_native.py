@@ -282,3 +282,34 @@ def test_positions_that_do_not_rise_write_nowhere_else() -> None:
     entries = [(np.array([20_000, 3, 49_999, 60_000, -4]), np.ones(5, np.float32))]
     native.mean_into([grad], Parts.between([0, 50_000]), entries, 1.0)
     assert set(grad.unique().tolist()) <= {0.0, 1.0}
+
+
+@pytest.mark.parametrize("spread", [1, 3, 1000])
+def test_lists_are_cut_to_their_largest_and_of_equals_the_first(spread: int) -> None:
+    rng = np.random.default_rng(spread)
+    counts, quotas = np.array([0, 1, 7, 5000, 300, 40, 3]), np.array([3, 1, 7, 400, 299, 0, 1])
+    places = np.arange(counts.sum()) * 3
+    x = rng.integers(-spread, spread + 1, counts.sum()).astype(np.float32) / 3
+    kept, bits = native.keep_largest(places, x.view(np.int32), counts, quotas)
+    expected, stop = [], 0
+    for count, quota in zip(counts, quotas, strict=True):
+        order = np.argsort(-np.abs(x[stop : stop + count]), kind="stable")[:quota]
+        expected += (np.sort(order) + stop).tolist()
+        stop += count
+    assert kept.tolist() == places[expected].tolist()
+    assert np.array_equal(bits, x.view(np.int32)[expected])
+
+
+def test_what_is_above_other_floors_is_counted_and_kept() -> None:
+    counts, floors = np.array([0, 5, 3000, 1]), np.array([3, 0, 2, 9], np.int32)
+    rng = np.random.default_rng(0)
+    bits = rng.integers(0, 5, counts.sum()).astype(np.int32) | rng.integers(0, 2, counts.sum()).astype(np.int32) << 31
+    places = np.arange(len(bits)) + 7
+    mask = (bits & MAGNITUDE) > floors.repeat(counts)
+    kept, signed, numbers = native.keep_above(places, bits, counts, floors)
+    assert kept.tolist() == places[mask].tolist()
+    assert signed.tolist() == bits[mask].tolist()
+    expected = [int(part.sum()) for part in np.split(mask, counts.cumsum()[:-1])]
+    assert numbers.tolist() == expected
+    known, told = np.array([1, 0, 1, 9], np.int32), np.array([11, 12, 13, 14])
+    assert native.number_above(bits, counts, floors, known, told).tolist() == [expected[0], 12, expected[2], 14]
