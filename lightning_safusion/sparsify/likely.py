@@ -24,7 +24,8 @@ _SPARE, _SIGMAS, _MORE = 1.5, 4, 32
 _FALLS, _RISES, _TOO_MANY, _SHARE = 0.93, 1.02, 4, 0.1
 _FAR_FROM, _STEEPNESS, _HIGHER = 8, 0.2, 2
 _FAR_OFF = 64  # times the candidates that it should let through: it is guessed anew
-_ROOM, _ROOM_AT_LEAST = 16, 1 << 12  # times the quotas
+# Room for candidates: times the quotas, and a share of the elements that is not exceeded without need.
+_ROOM, _ROOM_AT_LEAST, _ROOM_SHARE, _ROOM_NEEDED = 16, 1 << 12, 1 / 8, 4
 
 
 @dataclass
@@ -149,4 +150,5 @@ class Foresight:
 
 def room_of(segments: Segments) -> int:
     """For how many candidates there shall be room."""
-    return max(_ROOM_AT_LEAST, _ROOM * segments.capacity)
+    room = min(_ROOM * segments.capacity, int(_ROOM_SHARE * segments.numel))
+    return max(_ROOM_AT_LEAST, _ROOM_NEEDED * segments.capacity, room)
