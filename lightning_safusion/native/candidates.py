@@ -19,8 +19,8 @@ def number_above(
         known: int32 [S], floors for which that is known already.
         numbers: int64 [S], how many those are.
     """
-    found = numbers.copy()
-    call("safusion_number_above", bits, counts, floors, known, len(counts), found)
+    found, (floors, known) = numbers.astype(np.int64), _as(np.int32, floors, known)
+    call("safusion_number_above", bits, *_as(np.int64, counts), floors, known, len(counts), found)
     return found
 
 
@@ -38,6 +38,7 @@ def keep_above(
     # entries are written before it is known whether they stay
     kept_places, kept_bits = np.empty(len(bits), np.int64), np.empty(len(bits), np.int32)
     numbers = np.empty(len(counts), np.int64)
+    (counts,), (floors,) = _as(np.int64, counts), _as(np.int32, floors)
     kept = call("safusion_keep_above", places, bits, counts, floors, len(counts), kept_places, kept_bits, numbers)
     return kept_places[:kept], kept_bits[:kept], numbers
 
@@ -53,7 +54,12 @@ def keep_largest(
         counts: int64 [S], entries of each list.
         quotas: int64 [S], most that are kept of each.
     """
+    counts, quotas = _as(np.int64, counts, quotas)
     room = int(np.minimum(counts, quotas).sum()) + 1  # entries are written before it is known whether they stay
     kept_places, kept_bits = np.empty(room, np.int64), np.empty(room, np.int32)
     kept = call("safusion_keep_largest", places, bits, counts, quotas, len(counts), kept_places, kept_bits)
     return kept_places[:kept], kept_bits[:kept]
+
+
+def _as(dtype: type, *arrays: np.ndarray) -> list[np.ndarray]:
+    return [np.ascontiguousarray(array, dtype) for array in arrays]
