@@ -115,6 +115,7 @@ class Generator:
         x = self.memory.accumulated(buffer.start, buffer.stop)
         buffer.exchange.begin(x, Part(None, flags, buffer.absent))
         with foresight.known(added.found):
+            del added  # candidates are as large as the residual where many elements are sent: no longer than needed
             buffer.selection = self._select(buffer, x, step, ())
         return flags
 

@@ -137,6 +137,8 @@ class Foresight:
                 swept = Swept(self._floors, [], Candidates(found.places, found.bits, counts))
             sums, squares = (self._per_segment(totals)[layout.active] for totals in (found.sums, found.squares))
             self._segments.cache["seen"] = Seen(swept, self._kind, sums, squares)
+            del swept
+        del found  # whoever finds other candidates shall be able to free these
         try:
             yield
         finally:

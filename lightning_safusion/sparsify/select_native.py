@@ -31,7 +31,7 @@ class NativeView(NumpyView):
         self._likely = LikelyFloors.of(segments, len(self._sizes))
         seen: Seen | None = segments.cache.pop("seen", None)
         self._swept: Swept | None = None if seen is None else seen.swept
-        self._seen = seen
+        self._seen = None if seen is None else seen._replace(swept=None)
 
     # -- statistics ------------------------------------------------------------------------------------------------
 
@@ -87,10 +87,12 @@ class NativeView(NumpyView):
         floors = np.minimum(self._likely_floors(MAGNITUDE_BITS), common)
         floors[self._layout.idle] = MAGNITUDE_BITS
         found = self._above(floors)
-        above = found.counts if (floors >= common).all() else found.bits > common
-        self._likely.learn_common(common, int(above.sum()), self.segments.capacity, len(self._floats))
+        above = int(self._numbers(found, floors, np.maximum(floors, common)).sum())
+        self._likely.learn_common(common, above, self.segments.capacity, len(self._floats))
         self._likely.learn(np.where(floors < common, floors, -2), found.counts, quotas, self._sizes)
-        if (short := found.counts < quotas).any():
+        short = found.counts < quotas
+        del found
+        if short.any():
             floors, _ = self._found_again(floors, quotas, self._layout.sub_blocks, short)
         return self._pooled_above(floors)
 
@@ -146,15 +148,16 @@ class NativeView(NumpyView):
 
     def _sweep(self, floors: np.ndarray, changed: list[bool], known: list[tuple[np.ndarray, np.ndarray]]) -> Swept:
         again, old = np.array(changed), self._swept
-        everything = old is None or again.all()
+        if old is None or again.all():
+            self._swept = old = None  # freed before there are others
         runs = (self._layout.starts[again], self._sizes[again])
-        parts = self._parts if everything else native.Parts.of(*runs)
+        parts = self._parts if old is None else native.Parts.of(*runs)
         found = native.survey(self._floats, parts, native.Wanted(floors[again], room_of(self.segments)))
         if found.places is None:  # now it is known how many
             found = native.survey(self._floats, parts, native.Wanted(floors[again], int(found.counts.sum())))
         if found.places is None or found.bits is None:
             raise RuntimeError("a span has changed while it was read")
-        if old is None or everything:
+        if old is None:
             return Swept(floors, [], Candidates(found.places, found.bits, found.counts))
         counts = old.found.counts.copy()
         counts[again] = found.counts

@@ -261,7 +261,8 @@ class NumpyView(SegmentedView):
         if swept is None:
             swept = self._sweep(floors, [True] * len(floors), [])
         elif (lowered := floors < swept.floors).any():
-            swept = self._sweep(np.minimum(floors, swept.floors), lowered.tolist(), swept.parts)
+            floors, parts, swept = np.minimum(floors, swept.floors), swept.parts, None
+            swept = self._sweep(floors, lowered.tolist(), parts)
         self._swept = swept
         return swept
 
