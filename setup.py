@@ -8,7 +8,7 @@ class BuildLibrary(build_ext):
     """Builds a plain library: it is loaded with ctypes, and nobody who walks through the modules shall import it."""
 
     def get_ext_filename(self, fullname: str) -> str:
-        return fullname.replace(".", "/") + ".so.4"
+        return fullname.replace(".", "/") + ".so.5"
 
 
 # Without Python's headers, so that a compiler is all it takes. Without one, or with one that does not know GCC's

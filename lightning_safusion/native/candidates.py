@@ -44,20 +44,21 @@ def keep_above(
 
 
 def keep_largest(
-    places: np.ndarray, bits: np.ndarray, counts: np.ndarray, quotas: np.ndarray
+    places: np.ndarray, bits: np.ndarray, counts: np.ndarray, floors: np.ndarray, quotas: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Places and bits of the largest magnitudes of each of several lists; of equal ones the first.
+    """Places and bits of the largest magnitudes above the floor of each of several lists; of equal ones the first.
 
     Args:
         places: int64 [C], those of the first list, of the second, and so on.
         bits: int32 [C].
         counts: int64 [S], entries of each list.
+        floors: int32 [S], of the bits of magnitudes; -1 lets all through.
         quotas: int64 [S], most that are kept of each.
     """
-    counts, quotas = _as(np.int64, counts, quotas)
+    (counts, quotas), (floors,) = _as(np.int64, counts, quotas), _as(np.int32, floors)
     room = int(np.minimum(counts, quotas).sum()) + 1  # entries are written before it is known whether they stay
     kept_places, kept_bits = np.empty(room, np.int64), np.empty(room, np.int32)
-    kept = call("safusion_keep_largest", places, bits, counts, quotas, len(counts), kept_places, kept_bits)
+    kept = call("safusion_keep_largest", places, bits, counts, floors, quotas, len(counts), kept_places, kept_bits)
     return kept_places[:kept], kept_bits[:kept]
 
 

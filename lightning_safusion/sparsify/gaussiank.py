@@ -30,7 +30,8 @@ class GaussianK(ThresholdSparsifier):
     distribution at 0.001 it turns 8.1 into 0.2. The default ``refine="bisect"`` takes the same steps until the
     threshold is bracketed and halves the bracket on a logarithmic scale from there on; what has not settled by the
     last trial falls back to the best threshold known to be too low, which the exact cut at the quota turns into Top-k.
-    A few dozen elements more than the quota are not refined either: the exact cut is cheaper.
+    A few dozen elements more than the quota are not refined either: the exact cut is cheaper. Where these make a
+    difference, below a hundred elements, the first threshold aims at the middle of what is not refined.
 
     Args:
         refine: ``"bisect"`` or ``"paper"``.
@@ -50,8 +51,9 @@ class GaussianK(ThresholdSparsifier):
 
     def thresholds(self, view: SegmentedView, step: int) -> Tensor:
         """Refined thresholds, float32 [M]."""
-        tau = normal_thresholds(view)
-        return self._bisect(view, tau) if self.refine == "bisect" else self._paper(view, tau)
+        if self.refine == "paper":
+            return self._paper(view, normal_thresholds(view))
+        return self._bisect(view, normal_thresholds(view, _in_the_middle))
 
     def _paper(self, view: SegmentedView, tau: Tensor) -> Tensor:
         fewest, most = _FEW * view.quotas, torch.where(view.quotas > 0, _MANY * view.quotas, math.inf)
@@ -73,7 +75,7 @@ class GaussianK(ThresholdSparsifier):
     def _bisected(self, xp: Any, tau: Any, quotas: Any, count_above: Callable[[Any, Any], Any]) -> Any:
         """The search in torch's functions, or, for a few numbers on the host, in NumPy's, whose calls take a third."""
         fewest = xp.where(tau == 0, 0.0, _FEW * quotas)  # a segment of zeros has no lower threshold
-        most = xp.maximum(_MANY * quotas, quotas + _SPARE)
+        most = _most(xp, quotas)
         low, high = xp.zeros_like(tau), xp.full_like(tau, math.inf)
         for _ in range(self.max_refine):
             found = count_above(xp.asarray(tau, dtype=xp.float32), most)
@@ -91,17 +93,32 @@ def _counted(view: SegmentedView, thresholds: np.ndarray, enough: np.ndarray) ->
     return counts
 
 
-def normal_thresholds(view: SegmentedView) -> Tensor:
-    """Two-sided normal quantiles ``|mean| + z * std`` of every segment at its density, float64 [M]."""
+def _most(xp: Any, quotas: Any) -> Any:
+    """Up to how many elements above a threshold are cut to the quota as they are."""
+    return xp.maximum(_MANY * quotas, quotas + _SPARE)
+
+
+def _in_the_middle(quotas: Tensor) -> Tensor:
+    """How many elements above the first threshold leave most room for chance on both sides."""
+    return torch.where(quotas > 0, 0.5 * (_FEW * quotas + _most(torch, quotas)), 0.0)
+
+
+def normal_thresholds(view: SegmentedView, aim: Callable[[Tensor], Tensor] = torch.clone) -> Tensor:
+    """Two-sided normal quantiles ``|mean| + z * std`` of every segment, float64 [M].
+
+    Args:
+        view: The span.
+        aim: Which number of elements shall be above them, from the quotas; these themselves if not given.
+    """
     total, squares = view.moments()
     mean = total / view.sizes
     variance = (squares - total * mean) / (view.sizes - 1).clamp(min=1)
-    return mean.abs() + _normal_quantiles(view) * variance.clamp(min=0).sqrt()
+    return mean.abs() + _normal_quantiles(view, aim) * variance.clamp(min=0).sqrt()
 
 
-def _normal_quantiles(view: SegmentedView) -> Tensor:
-    cache, key = view.segments.cache, ("two-sided normal quantiles", view.quotas.device)
+def _normal_quantiles(view: SegmentedView, aim: Callable[[Tensor], Tensor]) -> Tensor:
+    cache, key = view.segments.cache, ("two-sided normal quantiles", aim, view.quotas.device)
     if key not in cache:
-        cache[key] = -torch.special.ndtri(0.5 * view.quotas / view.sizes)
+        cache[key] = -torch.special.ndtri(0.5 * (aim(view.quotas) / view.sizes).clamp(max=1))
     quantiles: Tensor = cache[key]
     return quantiles

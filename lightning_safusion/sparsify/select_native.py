@@ -65,10 +65,13 @@ class NativeView(NumpyView):
     # -- selection -------------------------------------------------------------------------------------------------
 
     def take(self, thresholds: Tensor, *, inclusive: bool = False) -> Selection:
-        selection = super().take(thresholds, inclusive=inclusive)
-        if self._swept is not None:
-            self._likely.learn(self._swept.floors, self._swept.found.counts, self._layout.quotas, self._sizes)
-        return selection
+        quotas = self._layout.quotas
+        floors = self._no_lower(self._floors(thresholds, inclusive), quotas)
+        swept = self._swept_down_to(floors)
+        self._likely.learn(swept.floors, swept.found.counts, quotas, self._sizes)
+        if ((self._counts(swept, floors) == 0) & ~self._layout.idle).any():
+            return super().take(thresholds, inclusive=inclusive)
+        return self._largest_above(swept.found, floors)
 
     def top_pooled(self) -> Selection | None:
         if self._layout.idle.all():
@@ -132,10 +135,14 @@ class NativeView(NumpyView):
         return Candidates(*native.keep_above(found.indices, found.signed, found.counts, higher))
 
     def _trim(self, found: Candidates) -> Selection:
-        quotas = self._layout.quotas
-        if not (found.counts > quotas).any():
+        if not (found.counts > self._layout.quotas).any():
             return as_selection(found.indices, found.signed)
-        return as_selection(*native.keep_largest(found.indices, found.signed, found.counts, quotas))
+        return self._largest_above(found, np.full(len(found.counts), -1, np.int32))
+
+    def _largest_above(self, found: Candidates, floors: np.ndarray) -> Selection:
+        """Those above floors (int32 [A]), of each segment no more than there is room for."""
+        quotas = self._layout.quotas
+        return as_selection(*native.keep_largest(found.indices, found.signed, found.counts, floors, quotas))
 
     def _numbers(self, found: Candidates, floors: np.ndarray, higher: np.ndarray) -> np.ndarray:
         return native.number_above(found.signed, found.counts, higher, floors, found.counts)

@@ -285,15 +285,19 @@ def test_positions_that_do_not_rise_write_nowhere_else() -> None:
 
 
 @pytest.mark.parametrize("spread", [1, 3, 1000])
-def test_lists_are_cut_to_their_largest_and_of_equals_the_first(spread: int) -> None:
+@pytest.mark.parametrize("above", [-1.0, 0.0, 0.3, 0.9])
+def test_lists_are_cut_to_their_largest_and_of_equals_the_first(spread: int, above: float) -> None:
     rng = np.random.default_rng(spread)
     counts, quotas = np.array([0, 1, 7, 5000, 300, 40, 3]), np.array([3, 1, 7, 400, 299, 0, 1])
     places = np.arange(counts.sum()) * 3
     x = rng.integers(-spread, spread + 1, counts.sum()).astype(np.float32) / 3
-    kept, bits = native.keep_largest(places, x.view(np.int32), counts, quotas)
+    limit = np.float32(above * spread / 3)
+    floors = np.full(len(counts), -1 if above < 0 else limit.view(np.int32), np.int32)
+    kept, bits = native.keep_largest(places, x.view(np.int32), counts, floors, quotas)
     expected, stop = [], 0
     for count, quota in zip(counts, quotas, strict=True):
-        order = np.argsort(-np.abs(x[stop : stop + count]), kind="stable")[:quota]
+        mine = np.abs(x[stop : stop + count])
+        order = np.argsort(-mine, kind="stable")[: min(quota, (mine > limit).sum())]
         expected += (np.sort(order) + stop).tolist()
         stop += count
     assert kept.tolist() == places[expected].tolist()
