@@ -10,7 +10,8 @@ function          work                                                       pas
 ``add_finite``    looks for what is not finite, adds a gradient to a memory, 3 (reads both, writes one)
                   and finds sums and what is above a floor then
 ``survey``        sums, sums of squares, and what is above a floor           1
-``largest``       largest magnitudes                                         1
+``largest``,      largest magnitudes; what exceeds limits, and by how much   1
+``tail``
 ``number_above``, counts what was found above other floors, takes it over,   1 to 4, over what was found
 ``keep_above``,   and cuts it to quotas
 ``keep_largest``
@@ -35,6 +36,7 @@ from lightning_safusion.native.elements import (
     largest,
     mean_into,
     survey,
+    tail,
     take_out,
 )
 from lightning_safusion.native.library import Parts, serves, unused, usable
@@ -56,6 +58,7 @@ __all__ = [
     "quantized",
     "serves",
     "survey",
+    "tail",
     "take_out",
     "unused",
     "usable",

@@ -120,6 +120,38 @@ CLONES static void sum(const float *x, int64_t size, int32_t mask, double *first
     }
 }
 
+/* How many magnitudes exceed a limit, and by how much: sums, and sums of squares. */
+CLONES static int64_t exceed(const float *x, int64_t size, float limit, double *first, double *second)
+{
+    floats sums[ROW / LANES] = {0}, squares[ROW / LANES] = {0};
+    ints hits[ROW / LANES] = {0};
+    int64_t i = 0, count = 0;
+    for (; i + ROW <= size; i += ROW) {
+        ask_for(x + i, 0);
+        for (int j = 0; j < ROW / LANES; j++) {
+            floats v = (floats)(*(const ints *)(x + i + j * LANES) & MAGNITUDE) - limit;
+            ints hit = (ints)(v > 0);
+            v = (floats)((ints)v & hit);
+            hits[j] -= hit;
+            sums[j] += v;
+            squares[j] += v * v;
+        }
+    }
+    for (int j = 0; j < ROW; j++) {
+        *first += sums[j / LANES][j % LANES];
+        *second += squares[j / LANES][j % LANES];
+        count += hits[j / LANES][j % LANES];
+    }
+    for (; i < size; i++) {
+        float excess = (x[i] < 0 ? -x[i] : x[i]) - limit;
+        if (!(excess > 0)) continue;
+        *first += excess;
+        *second += excess * excess;
+        count++;
+    }
+    return count;
+}
+
 int64_t safusion_add(const int64_t *grads, int64_t *added, float decay, float *memory, const int64_t *starts,
                      const int64_t *sizes, int64_t parts, const int32_t *floors, int64_t magnitudes, double *sums,
                      double *squares, int64_t *places, int32_t *bits, int64_t room, int64_t *counts)
@@ -162,6 +194,18 @@ int64_t safusion_survey(const float *x, const int64_t *starts, const int64_t *si
         counts[p] = to.found - before;
     }
     return to.found;
+}
+
+void safusion_tail(const float *x, const int64_t *starts, const int64_t *sizes, int64_t parts, const float *limits,
+                   int64_t *counts, double *sums, double *squares)
+{
+    for (int64_t p = 0; p < parts; p++) {
+        counts[p] = sums[p] = squares[p] = 0;
+        for (int64_t at = 0; at < sizes[p]; at += BLOCK) {
+            int64_t size = sizes[p] - at < BLOCK ? sizes[p] - at : BLOCK;
+            counts[p] += exceed(x + starts[p] + at, size, limits[p], sums + p, squares + p);
+        }
+    }
 }
 
 void safusion_largest(const float *x, const int64_t *starts, const int64_t *sizes, int64_t parts, int32_t *bits)

@@ -118,6 +118,26 @@ def largest(x: np.ndarray, parts: Parts) -> np.ndarray:
     return bits if len(bits) == len(parts.firsts) else np.maximum.reduceat(bits, parts.firsts)
 
 
+def tail(x: np.ndarray, parts: Parts, limits: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """How many magnitudes of every run exceed its limit, and by how much: counts, sums and sums of squares.
+
+    Args:
+        x: float32 [N].
+        parts: Runs of it.
+        limits: float32 [S].
+    """
+    spread = parts.spread(limits.astype(np.float32, copy=False))
+    counts, (sums, squares) = np.empty(len(spread), np.int64), np.empty((2, len(spread)))
+
+    def read(low: int, high: int) -> None:
+        place, size = parts.starts[low:high], parts.sizes[low:high]
+        found = counts[low:high], sums[low:high], squares[low:high]
+        call("safusion_tail", x, place, size, high - low, spread[low:high], *found)
+
+    shared(read, parts.sizes)
+    return parts.whole(counts), parts.whole(sums), parts.whole(squares)
+
+
 class Added(NamedTuple):
     """What became of gradients.
 

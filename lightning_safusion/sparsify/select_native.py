@@ -62,6 +62,10 @@ class NativeView(NumpyView):
     def abs_max(self) -> Tensor:
         return self._per_segment(native.largest(self._floats, self._parts).view(np.float32))
 
+    def tail_moments(self, thresholds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        counts, sums, squares = native.tail(self._floats, self._parts, self._active(thresholds))
+        return self._per_segment(counts), self._per_segment(sums), self._per_segment(squares)
+
     # -- selection -------------------------------------------------------------------------------------------------
 
     def take(self, thresholds: Tensor, *, inclusive: bool = False) -> Selection:
