@@ -19,6 +19,8 @@ VERSION = 5  # of the compiled functions that are called here, as in kernels.h; 
 _PART = 1 << 20  # elements of a part
 _SHARED = 1 << 18  # elements that are worth another thread
 
+_Address = ctypes.c_char * 0
+
 _switched_off = False
 
 
@@ -106,16 +108,17 @@ def call(name: str, *arguments: Any) -> int:
     loaded = library()
     if loaded is None:
         raise RuntimeError("there are no compiled kernels: ask usable() first")
-    converted = [
-        ctypes.c_void_p(argument.ctypes.data if isinstance(argument, np.ndarray) else None)
-        if argument is None or isinstance(argument, np.ndarray)
-        else ctypes.c_int64(argument)
-        if isinstance(argument, int)
-        else argument
-        for argument in arguments
-    ]
-    result: int = getattr(loaded, name)(*converted)
+    result: int = getattr(loaded, name)(*map(_converted, arguments))
     return result
+
+
+def _converted(argument: Any) -> Any:
+    if isinstance(argument, np.ndarray):
+        try:
+            return _Address.from_buffer(argument.data)  # a quarter of the time that NumPy takes to tell an address
+        except TypeError:  # read-only
+            return ctypes.c_void_p(argument.ctypes.data)
+    return ctypes.c_int64(argument) if isinstance(argument, int) else argument
 
 
 def shared(work: Callable[[int, int], Any], sizes: np.ndarray) -> list[Any]:
