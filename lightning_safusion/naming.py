@@ -15,19 +15,21 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
-def look_up(kind: str, name: str, table: Mapping[str, _T]) -> _T:
+def look_up(kind: str, name: str, table: Mapping[str, _T], instead: str = "") -> _T:
     """The entry of a table called ``name``.
 
     Args:
         kind: What the table holds, for the message.
         name: The name.
         table: Everything of this kind, by name.
+        instead: What may be given in place of a name (``"a Memory"``).
 
     Raises:
         ValueError: If there is none; the message lists the names and suggests the closest.
     """
     if name not in table:
+        other = f" or pass {instead}" if instead else ""
         raise ValueError(
-            f"unknown {kind} {name!r}; choose one of {', '.join(map(repr, table))}.{suggestion(name, table)}"
+            f"unknown {kind} {name!r}; choose one of {', '.join(map(repr, table))}{other}.{suggestion(name, table)}"
         )
     return table[name]

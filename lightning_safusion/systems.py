@@ -69,15 +69,6 @@ class System:
         """Whether all workers hold the same weights after every step."""
         return not self.elastic
 
-    @property
-    def conserves(self) -> bool:
-        """Whether what a gradient does not bring now comes later: sum of updates + residuals = sum of gradients.
-
-        With ``memory="auto"``, as long as the optimizer keeps its momentum.
-        """
-        engine = self.ddp_hook in (None, "none", "dear")
-        return engine and self.memory in ("residual", "auto") and self.collective != "gtopk"
-
     def policy(self) -> FusionPolicy:
         """The grouping policy with this row's options."""
         return Adaptive(rule="paper") if self.fusion == "adaptive-paper" else resolve_fusion(self.fusion)

@@ -60,3 +60,26 @@ def test_parts_of_other_systems_do_not_give_way() -> None:
     with pytest.raises(ValueError, match="gives every tensor a floor"):
         SAFusionStrategy(system="behind", quota="pooled")
     assert SAFusionStrategy(system="safusion", memory="none").settings.wire == "auto"
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ({"system": "saf-pooled "}, "saf-pooled"),
+        ({"fusion": "adaptiv"}, "adaptive"),
+        ({"memory": "residul"}, "residual"),
+        ({"wire": "bitmap-bf61"}, "bitmap-bf16"),
+        ({"collective": "all-gather"}, "allgather"),
+        ({"scope": "tensors"}, "tensor"),
+        ({"quota": "pool"}, "pooled"),
+        ({"compressor": "top-k"}, "topk"),
+    ],
+)
+def test_a_slip_of_the_pen_is_told_what_was_meant(given: dict[str, Any], meant: str) -> None:
+    with pytest.raises(ValueError, match=f"Did you mean '{meant}'"):
+        SAFusionStrategy(**given)
+
+
+def test_offload_is_on_or_off() -> None:
+    with pytest.raises(TypeError, match="offload must be True or False, got 'yes'"):
+        SAFusionStrategy(system="safusion", offload="yes")  # type: ignore[arg-type]

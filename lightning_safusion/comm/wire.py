@@ -29,6 +29,7 @@ from lightning_safusion import native
 from lightning_safusion.comm.codec import Codec
 from lightning_safusion.comm.values import VALUES, FloatField, FloatValues, Values, fill
 from lightning_safusion.kernels import serves
+from lightning_safusion.naming import look_up
 from lightning_safusion.sparsify.base import Selection
 
 
@@ -288,8 +289,7 @@ def resolve_codec(
     Raises:
         ValueError: If the name is unknown, or the format cannot carry the span.
     """
-    if wire not in available_wires():
-        raise ValueError(f"unknown wire format {wire!r}; available: {', '.join(available_wires())}")
+    look_up("wire format", wire, dict.fromkeys(available_wires()))
     layout, _, name = wire.rpartition("-")
     if layout:
         return _CODECS[layout](numel, capacity, VALUES[name], edges)

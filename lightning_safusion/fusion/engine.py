@@ -30,6 +30,7 @@ from lightning_safusion.fusion.quota import QuotaRule, Scope, tensor_quotas
 from lightning_safusion.fusion.replan import Cadence
 from lightning_safusion.fusion.selective import Selective
 from lightning_safusion.fusion.ticks import Ticks
+from lightning_safusion.naming import suggestion
 from lightning_safusion.sparsify.base import Sparsifier
 from lightning_safusion.sparsify.memory import Memory
 from lightning_safusion.sparsify.schedule import ConstantDensity, DensitySchedule
@@ -41,7 +42,8 @@ FEW_BITS_COLLECTIVES: tuple[CollectiveOption, ...] = ("auto", "allgather", "hybr
 
 def _choice(name: str, value: str, allowed: Sequence[str]) -> None:
     if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+        hint = suggestion(value, allowed)
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}.{hint}")
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class EngineSettings:
 
     Raises:
         ValueError: If a choice is unknown, or two do not go together.
+        TypeError: If ``offload`` is not a bool.
     """
 
     compressor: Sparsifier
@@ -80,6 +83,8 @@ class EngineSettings:
         _choice("scope", self.scope, get_args(Scope))
         _choice("quota", self.quota, get_args(QuotaRule))
         _choice("collective", self.collective, get_args(CollectiveOption))
+        if not isinstance(self.offload, bool):
+            raise TypeError(f"offload must be True or False, got {self.offload!r}")
         self._check_scope()
         self._check_collective()
 

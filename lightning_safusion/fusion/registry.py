@@ -7,6 +7,7 @@ from lightning_safusion.fusion.per_tensor import Espresso, HiPress
 from lightning_safusion.fusion.policy import WFBP, Aligned, FusionPolicy, Naive, Single
 from lightning_safusion.fusion.published import MGWFBP, OMGS, Cupcake, Horovod
 from lightning_safusion.fusion.selective import Selective
+from lightning_safusion.naming import look_up
 
 _POLICIES = (Adaptive, Aligned, Cupcake, Espresso, HiPress, Horovod, MGWFBP, Naive, OMGS, Selective, Single, WFBP)
 
@@ -29,6 +30,4 @@ def resolve_fusion(spec: str | FusionPolicy) -> FusionPolicy:
         raise TypeError(f"fusion must be a name or a FusionPolicy, got {spec!r}")
     policies: dict[str, type[FusionPolicy]] = {policy.name: policy for policy in _POLICIES}
     policies["behind"] = Aligned
-    if spec not in policies:
-        raise ValueError(f"unknown fusion policy {spec!r}: choose one of {sorted(policies)} or pass a FusionPolicy")
-    return policies[spec]()
+    return look_up("fusion policy", spec, policies, "a FusionPolicy")()

@@ -45,7 +45,7 @@ def run_plan(
     jitter: float | None = None,
     seed: int = 0,
     calibration: str | None = None,
-    systems: list[str] | None = None,
+    systems: str | list[str] | None = None,
     sweep: str | None = None,
     output: str | None = None,
 ) -> None:
@@ -64,7 +64,7 @@ def run_plan(
         seed: Of the jitter.
         calibration: JSON file of "safusion bench --calibrate": its costs replace bandwidth, entry_bytes and those of
             selection.
-        systems: Systems to compare; all by default.
+        systems: Systems to compare, separated by commas; all by default.
         sweep: Also vary something: "bandwidth", "density" or "nodes", or with values, as in "bandwidth=10gbit,25gbit";
             several are separated by spaces.
         output: Folder for tables (CSV, JSON), settings (YAML) and pictures (PNG).
@@ -81,6 +81,8 @@ def run_plan(
         cluster = Cluster(nodes, gpus_per_node, resolve_link(bandwidth), jitter=jitter or 0.0, seed=seed)
     options: dict[str, Any] = {"entry_bytes": entry_bytes, "selection": selection}
     over = parse_sweep(sweep) if sweep else {}
+    if isinstance(systems, str):
+        systems = [name.strip() for name in systems.split(",")]
     rows = plan_table(job_trace, cluster, density, systems, **options)
     job = Job(job_trace, cluster, density, **options)
     console = Console()

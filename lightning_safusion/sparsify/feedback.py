@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_safusion import native
+from lightning_safusion.naming import look_up
 from lightning_safusion.sparsify.memory import Flat, Memory, as_float32
 from lightning_safusion.sparsify.momentum import DGCMemory, EF21Memory
 
@@ -215,6 +216,4 @@ def resolve_memory(spec: str | Memory) -> Memory:
         return spec
     if not isinstance(spec, str):
         raise TypeError(f"memory must be a name or a Memory, got {spec!r} of type {type(spec).__name__}")
-    if spec not in _MEMORIES:
-        raise ValueError(f"unknown memory {spec!r}; choose one of {', '.join(map(repr, _MEMORIES))} or pass a Memory")
-    return _MEMORIES[spec]()
+    return look_up("memory", spec, _MEMORIES, "a Memory")()

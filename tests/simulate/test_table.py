@@ -167,5 +167,8 @@ def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_the_command_takes_a_recorded_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     resolve_trace("lstm").save(tmp_path / "mine.json")
-    run_plan(str(tmp_path / "mine.json"), nodes=2, gpus_per_node=1, systems=["safusion"])
-    assert "37.3 M parameters" in capsys.readouterr().out
+    run_plan(str(tmp_path / "mine.json"), nodes=2, gpus_per_node=1, systems="safusion, ddp")
+    printed = capsys.readouterr().out
+    assert "37.3 M parameters" in printed
+    assert all(f"│ {system} " in printed for system in ("safusion", "ddp"))
+    assert "wfbp" not in printed
