@@ -29,6 +29,8 @@ from lightning_safusion.sparsify.base import Selection
 _SPARSE_CLEAR_SHARE = 4
 # Elements of an average tensor, from which on the calls for each tensor cost less than a copy of the span.
 _WRITTEN_ALONE = 1 << 14
+# Decoded entries take several times the bytes of messages: those of at most this share of the elements at a time.
+_DECODED_SHARE = 4
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -112,7 +114,7 @@ class SparseAllGather(StreamOrderedExchange):
     def decode(self, scratch: Tensor) -> Tensor:
         scale = 1.0 / self.transport.world_size
         runs = self._runs(scratch)
-        self._touched = []
+        self._touched, written = [], 0
         for message, lanes in zip(self._messages, self._received_lanes, strict=True):
             if runs:
                 torch._foreach_add_(runs, lanes, alpha=scale)
@@ -120,7 +122,11 @@ class SparseAllGather(StreamOrderedExchange):
                 # indices are unique within a rank, so the order of additions to an element is the order of ranks
                 indices, values = self.codec.decode(message[self._selection])
                 scratch.scatter_add_(0, indices, values * scale)
-                self._touched.append(indices)
+                written += len(indices)
+                if written * _SPARSE_CLEAR_SHARE > self.spec.numel:
+                    self._touched, self._spoiled = [], True  # all of it will be cleared: where it was is no matter
+                else:
+                    self._touched.append(indices)
         return scratch
 
     def decode_into(self, gradients: Sequence[Tensor]) -> bool | None:
@@ -129,29 +135,32 @@ class SparseAllGather(StreamOrderedExchange):
         if self.device.type != "cpu" or self.spec.numel < _WRITTEN_ALONE * self.spec.num_tensors:
             return None
         scale = 1.0 / self.transport.world_size
-        entries = [self._entries_by_tensor(message, scale) for message in self._messages] if self.codec else []
-        # no sum is larger than that of the largest
-        bound = sum(largest for _, _, _, largest in entries)
-        # one tensor after the other, so that all ranks but the first find it in the cache
-        for t, gradient in enumerate(gradients):
-            gradient.zero_()
-            self._add_lanes(t, gradient)
-            for indices, values, cuts, _ in entries:
-                first, last = cuts[t], cuts[t + 1]
-                if first < last:
-                    # unique within a rank, so the order of additions to an element is the order of ranks
-                    gradient.scatter_add_(0, indices[first:last] - self.spec.edges[t], values[first:last])
+        bound = 0.0
+        for ranks in self._together:
+            entries = [self._entries_by_tensor(self._messages[rank], scale) for rank in ranks]
+            # no sum is larger than that of the largest
+            bound += sum(largest for _, _, _, largest in entries)
+            # one tensor after the other, so that all ranks but the first find it in the cache
+            for t, gradient in enumerate(gradients):
+                if ranks.start == 0:
+                    gradient.zero_()
+                    self._add_lanes(t, gradient)
+                for indices, values, cuts, _ in entries:
+                    first, last = cuts[t], cuts[t + 1]
+                    if first < last:
+                        # unique within a rank, so the order of additions to an element is the order of ranks
+                        gradient.scatter_add_(0, indices[first:last] - self.spec.edges[t], values[first:last])
         doubtful = gradients if not bound <= _LARGEST else [gradients[t] for t in self._lanes_of]
         return all(map(all_finite, doubtful))
 
     def _written_at_once(self, gradients: Sequence[Tensor]) -> bool:
         """:meth:`decode_into` with compiled kernels."""
-        entries = []
-        for message in self._messages if self.codec is not None else ():
-            indices, values = self._entries(message)
-            entries.append((indices.numpy(), values.numpy()))
         live = [gradient for gradient in gradients if gradient.numel()]
-        finite = native.mean_into(live, self._parts, entries, 1.0 / self.transport.world_size)
+        scale, finite = 1.0 / self.transport.world_size, True
+        for ranks in self._together:
+            decoded = [self._entries(self._messages[rank]) for rank in ranks]
+            entries = [(indices.numpy(), values.numpy()) for indices, values in decoded]
+            finite &= native.mean_into(live, self._parts, entries, scale, onto=ranks.start > 0)
         for t in self._lanes_of:
             self._add_lanes(t, gradients[t])
             finite &= all_finite(gradients[t])
@@ -176,6 +185,15 @@ class SparseAllGather(StreamOrderedExchange):
         return indices, scaled, cuts, float(scaled.abs().amax()) if len(scaled) else 0.0
 
     @cached_property
+    def _together(self) -> list[range]:
+        """Ranks whose messages are decoded at the same time, in order; none where all travels dense."""
+        ranks = self.transport.world_size
+        if self.codec is None:
+            return [range(0)]
+        share = max(2, self.spec.numel // (_DECODED_SHARE * max(self.spec.capacity, 1)))
+        return [range(first, min(first + share, ranks)) for first in range(0, ranks, share)]
+
+    @cached_property
     def _parts(self) -> native.Parts:
         return native.Parts.between(self.spec.edges)
 
@@ -193,6 +211,8 @@ class SparseAllGather(StreamOrderedExchange):
         return [span[start:stop] for start, stop, _ in self.spec.dense_runs]
 
     def is_finite(self, mean: Tensor) -> bool:
+        if self._spoiled:
+            return all_finite(mean)
         # only what was written: the rest is zero
         return all(all_finite(mean[indices]) for indices in self._touched) and all(map(all_finite, self._runs(mean)))
 

@@ -188,7 +188,11 @@ def add_finite(
 
 
 def mean_into(
-    grads: Sequence[Tensor], parts: Parts, entries: Sequence[tuple[np.ndarray, np.ndarray]], scale: float
+    grads: Sequence[Tensor],
+    parts: Parts,
+    entries: Sequence[tuple[np.ndarray, np.ndarray]],
+    scale: float,
+    onto: bool = False,
 ) -> bool:
     """Writes sums of scaled entries, added in the order of ranks, and zeros everywhere else.
 
@@ -197,6 +201,7 @@ def mean_into(
         parts: Where they belong in it.
         entries: Ascending positions in the span (int64 [K]) and values (float32 [K]) of every rank.
         scale: Factor on the values.
+        onto: Add to what the gradients hold: the sums of the ranks before these.
 
     Returns:
         Whether all sums are finite.
@@ -223,6 +228,7 @@ def mean_into(
             mine,
             len(entries),
             ctypes.c_float(scale),
+            int(onto),
             past_caches,
         )
         return bool(finite)

@@ -33,7 +33,14 @@ def garbage(spec: SpanSpec) -> list[Tensor]:
     return [torch.full((2 * sizes[0],), torch.nan)[::2], *(torch.full((size,), torch.nan) for size in sizes[1:])]
 
 
-def both(workers: Workers, xs: Sequence[Tensor]) -> list[tuple[list[Tensor], bool | None, Tensor, bool]]:
+def contiguous(spec: SpanSpec) -> list[Tensor]:
+    """The same, but in one piece each: compiled kernels write them."""
+    return [grad.contiguous() for grad in garbage(spec)]
+
+
+def both(
+    workers: Workers, xs: Sequence[Tensor], target: Callable[[SpanSpec], list[Tensor]] = garbage
+) -> list[tuple[list[Tensor], bool | None, Tensor, bool]]:
     """What each rank gets from one exchange, in both ways, and whether it is finite."""
 
     def run(rank: int) -> tuple[list[Tensor], bool | None, Tensor, bool]:
@@ -41,11 +48,12 @@ def both(workers: Workers, xs: Sequence[Tensor]) -> list[tuple[list[Tensor], boo
         exchange.encode(xs[rank], part_of(xs[rank], workers.spec))
         exchange.start()
         exchange.wait()
-        direct, scratch = garbage(workers.spec), torch.zeros(workers.spec.numel)
+        direct, scratch = target(workers.spec), torch.zeros(workers.spec.numel)
         finite = exchange.decode_into(direct)
         mean = exchange.decode(scratch)
         result = direct, finite, mean.clone(), exchange.is_finite(mean)
         exchange.release(scratch)
+        assert not scratch.any()
         return result
 
     return workers.each(run)
@@ -66,15 +74,34 @@ def test_the_mean_is_that_of_the_buffer(wire: str, dense: tuple[int, int] | None
         assert mean.count_nonzero() >= 1000
 
 
+@pytest.mark.parametrize("target", [garbage, contiguous])
+@pytest.mark.parametrize("capacity", [1500, 60_000])  # five messages at a time, and two
+@pytest.mark.parametrize("dense", [None, (0, 70_000)])
+def test_messages_of_many_ranks_are_decoded_a_few_at_a_time(
+    dense: tuple[int, int] | None, capacity: int, target: Callable[[SpanSpec], list[Tensor]]
+) -> None:
+    runs = () if dense is None else ((*dense, torch.float32),)
+    workers = Workers(5, SpanSpec(EDGES[-1], capacity, EDGES, runs), gather("block16-fp32"))
+    assert [len(ranks) for ranks in workers.exchanges[0]._together] == ([5] if capacity == 1500 else [2, 2, 1])
+    results = both(workers, gradients(5, EDGES[-1]), target)
+    for direct, finite, mean, otherwise in results:
+        assert finite is otherwise is True
+        assert torch.equal(torch.cat(direct), mean)
+        assert torch.equal(mean, results[0][2])
+
+
+@pytest.mark.parametrize("target", [garbage, contiguous])
 @pytest.mark.parametrize("value", [3e38, torch.inf, torch.nan])
 @pytest.mark.parametrize("dense", [None, (70_000, 120_000)])
-def test_a_sum_that_is_not_finite_is_seen(value: float, dense: tuple[int, int] | None) -> None:
+def test_a_sum_that_is_not_finite_is_seen(
+    value: float, dense: tuple[int, int] | None, target: Callable[[SpanSpec], list[Tensor]]
+) -> None:
     runs = () if dense is None else ((*dense, torch.float32),)
-    workers = Workers(3, SpanSpec(EDGES[-1], 3000, EDGES, runs), gather("block16-fp32"))
+    workers = Workers(3, SpanSpec(EDGES[-1], 30_000, EDGES, runs), gather("block16-fp32"))
     xs = gradients(3, EDGES[-1])
     for x in xs:
         x[[5, -5]] = value
-    for direct, finite, mean, otherwise in both(workers, xs):
+    for direct, finite, mean, otherwise in both(workers, xs, target):
         assert finite is otherwise is (value == 3e38)  # whose mean fits
         torch.testing.assert_close(torch.cat(direct), mean, rtol=0, atol=0, equal_nan=True)
 

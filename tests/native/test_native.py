@@ -156,6 +156,9 @@ def test_means_are_bitwise_those_of_pytorch(threads: int, ranks: int, offset: in
         expected.scatter_add_(0, indices, values * scale)
         entries.append((indices.numpy(), values.numpy()))
     edges = [0, *np.cumsum(sizes).tolist()]
+    assert native.mean_into(grads, Parts.between(edges), entries[: ranks // 2], scale)
+    assert native.mean_into(grads, Parts.between(edges), entries[ranks // 2 :], scale, onto=True)
+    assert torch.equal(torch.cat(grads), expected)
     assert native.mean_into(grads, Parts.between(edges), entries, scale)
     assert torch.equal(torch.cat(grads), expected)
 
