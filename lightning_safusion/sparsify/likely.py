@@ -58,6 +58,10 @@ class LikelyFloors:
             floors = np.minimum(floors, MAGNITUDE_BITS if np.isnan(self.common[0]) else common)
         return np.where(Pieces.of(segments).idle, MAGNITUDE_BITS, floors).astype(np.int32)
 
+    def forget(self) -> None:
+        """Knows nothing any more: where far too many elements were above the floors, samples tell better."""
+        self.own, self.common = np.full_like(self.own, np.nan), np.full_like(self.common, np.nan)
+
     def learn(self, floors: np.ndarray, counts: np.ndarray, ranks: np.ndarray, sizes: np.ndarray) -> None:
         """Takes in how many elements of each segment were above floors (int32 [A]; -2 tells nothing)."""
         told = (floors > -2) & (floors < MAGNITUDE_BITS) & (ranks > 0)
@@ -135,6 +139,8 @@ class Foresight:
             if found.places is not None and found.bits is not None:
                 counts = lengths_between(found.places.searchsorted(layout.stops))
                 swept = Swept(self._floors, [], Candidates(found.places, found.bits, counts))
+            else:
+                LikelyFloors.of(self._segments, len(layout.active)).forget()
             sums, squares = (self._per_segment(totals)[layout.active] for totals in (found.sums, found.squares))
             self._segments.cache["seen"] = Seen(swept, self._kind, sums, squares)
             del swept

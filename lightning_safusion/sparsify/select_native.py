@@ -82,7 +82,8 @@ class NativeView(NumpyView):
             return None
         learned = self._likely.common
         if not np.isnan(learned[0]):
-            selection = self._pooled_below(int(learned.view(np.int32)[0]))
+            common = int(learned.view(np.int32)[0])
+            selection = self._pooled_below(common) if self._has_room(self._pooled_floors(common)) else None
             if selection is not None:
                 return selection
         live = [self._segment(place) for place in np.flatnonzero(~self._layout.idle).tolist()]
@@ -90,9 +91,7 @@ class NativeView(NumpyView):
 
     def _pooled_below(self, common: int) -> Selection | None:
         """The pooled selection, if what is above ``common`` (bits) and above the floors of the quotas will do."""
-        quotas = self._layout.quotas
-        floors = np.minimum(self._likely_floors(MAGNITUDE_BITS), common)
-        floors[self._layout.idle] = MAGNITUDE_BITS
+        quotas, floors = self._layout.quotas, self._pooled_floors(common)
         found = self._above(floors)
         above = int(self._numbers(found, floors, np.maximum(floors, common)).sum())
         self._likely.learn_common(common, above, self.segments.capacity, len(self._floats))
@@ -108,6 +107,8 @@ class NativeView(NumpyView):
             return super()._candidates(ranks, sub_blocks)
         floors = self._likely_floors(-2)
         unknown = (floors == -2) & (ranks > 0)
+        if not unknown.any() and not self._has_room(floors):
+            floors, unknown = self._likely_floors(-2), ranks > 0
         self._guess(floors, ranks, sub_blocks, unknown)
         found = self._above(floors)
         self._likely.learn(floors, found.counts, ranks, self._sizes)
@@ -124,12 +125,29 @@ class NativeView(NumpyView):
         self._likely.no_higher(lower, short)
         return lower, self._above(lower)
 
+    def _has_room(self, floors: np.ndarray) -> bool:
+        """Looks for what is above floors that are likely; forgets these where there is no room for all of that."""
+        if self._swept is not None:
+            return True
+        found = native.survey(self._floats, self._parts, native.Wanted(floors, room_of(self.segments)))
+        if found.places is None or found.bits is None:
+            self._likely.forget()
+            return False
+        self._swept = Swept(floors, [], Candidates(found.places, found.bits, found.counts))
+        return True
+
     # -- parts -----------------------------------------------------------------------------------------------------
 
     def _likely_floors(self, unknown: int) -> np.ndarray:
         """int32 [A]; nothing is above that of an idle segment."""
         own = self._likely.own
         floors = np.where(np.isnan(own), np.int32(unknown), own.view(np.int32))
+        floors[self._layout.idle] = MAGNITUDE_BITS
+        return floors
+
+    def _pooled_floors(self, common: int) -> np.ndarray:
+        """int32 [A], what will most likely do for the quotas and, with a magnitude (bits) for all, for the pool."""
+        floors = np.minimum(self._likely_floors(MAGNITUDE_BITS), common)
         floors[self._layout.idle] = MAGNITUDE_BITS
         return floors
 

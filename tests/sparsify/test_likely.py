@@ -92,6 +92,36 @@ def test_the_span_is_hardly_ever_read_again(name: str, monkeypatch: pytest.Monke
     assert sum(sizes) < without / 4
 
 
+@pytest.mark.parametrize("foresight", [True, False])
+@pytest.mark.parametrize("pool", [0, 300])
+@pytest.mark.parametrize("scope", ["ahead", "behind"])
+def test_gradients_that_grow_need_no_more_room(
+    scope: str, pool: int, foresight: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(likely, "_ROOM", 4)
+    monkeypatch.setattr(likely, "_ROOM_AT_LEAST", 1)
+    rooms, call = [], elements.call
+
+    def noted(name: str, *arguments: object) -> int:
+        if name in ("safusion_survey", "safusion_add"):
+            rooms.append(arguments[-2])
+        return call(name, *arguments)
+
+    monkeypatch.setattr(elements, "call", noted)
+    segments, sparsifier = cut(scope, pool), resolve_sparsifier("topk")
+    ahead, parts = Foresight(segments, EDGES.tolist()), native.Parts.between(EDGES.tolist())
+    for step, scale in enumerate((1, 1, 1, 100, 1e4, 1e4)):
+        torch.manual_seed(step)
+        memory = torch.zeros(int(EDGES[-1]))
+        grads = [scale * torch.randn(size) for size in SIZES]
+        added = native.add_finite(memory, parts, grads, 1.0, ahead.wanted() if foresight else None)
+        with ahead.known(added.found):
+            chosen = sparsifier.select(memory, segments, step)
+        expected = sparsifier.select(memory, cut(scope, pool), step)
+        assert torch.equal(chosen.indices, expected.indices)
+    assert max(rooms) == likely.room_of(segments) < EDGES[-1] / 4
+
+
 @pytest.mark.parametrize("kind", ["values", "magnitudes"])
 def test_sums_are_those_of_the_memory_afterwards(kind: native.Sums) -> None:
     torch.manual_seed(0)
