@@ -78,8 +78,3 @@ def test_parts_of_other_systems_do_not_give_way() -> None:
 def test_a_slip_of_the_pen_is_told_what_was_meant(given: dict[str, Any], meant: str) -> None:
     with pytest.raises(ValueError, match=f"Did you mean '{meant}'"):
         SAFusionStrategy(**given)
-
-
-def test_offload_is_on_or_off() -> None:
-    with pytest.raises(TypeError, match="offload must be True or False, got 'yes'"):
-        SAFusionStrategy(system="safusion", offload="yes")  # type: ignore[arg-type]

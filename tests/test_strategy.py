@@ -167,6 +167,7 @@ def test_strategy_names_are_registered_on_import() -> None:
         ({"dense_below": -1}, "-1"),
         ({"dense_below_ndim": -1}, "dense_below_ndim"),
         ({"transport": "mpi"}, "'torch'"),
+        ({"system": "safusion", "offload": "yes"}, "offload must be True or False, got 'yes'"),
         ({"quota": "pooled", "scope": "group"}, "scope='tensor'"),
         ({"fusion": "naive", "scope": "group"}, "scope='tensor'"),
         ({"compressor": "none", "density": 0.5, "scope": "everywhere"}, "everywhere"),
