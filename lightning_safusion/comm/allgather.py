@@ -29,7 +29,7 @@ from lightning_safusion.sparsify.base import Selection
 _SPARSE_CLEAR_SHARE = 4
 # Elements of an average tensor, from which on the calls for each tensor cost less than a copy of the span.
 _WRITTEN_ALONE = 1 << 14
-# Decoded entries take several times the bytes of messages: those of at most this share of the elements at a time.
+# Decoded entries take several times the bytes of messages: at a time no more of them than one for so many elements.
 _DECODED_SHARE = 4
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -186,7 +186,7 @@ class SparseAllGather(StreamOrderedExchange):
 
     @cached_property
     def _together(self) -> list[range]:
-        """Ranks whose messages are decoded at the same time, in order; none where all travels dense."""
+        """Ranks whose messages are decoded at the same time, in order; nobody's where all travels dense."""
         ranks = self.transport.world_size
         if self.codec is None:
             return [range(0)]
