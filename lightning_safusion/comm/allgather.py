@@ -29,7 +29,8 @@ from lightning_safusion.sparsify.base import Selection
 _SPARSE_CLEAR_SHARE = 4
 # Elements of an average tensor, from which on the calls for each tensor cost less than a copy of the span.
 _WRITTEN_ALONE = 1 << 14
-# Decoded entries take several times the bytes of messages: at a time no more of them than one for so many elements.
+# Decoded entries take several times the bytes of messages: those of two ranks are held at a time, or of more as long as
+# they are no more than one for so many elements.
 _DECODED_SHARE = 4
 _LARGEST = torch.finfo(torch.float32).max
 
