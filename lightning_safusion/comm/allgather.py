@@ -69,7 +69,11 @@ class SparseAllGather(StreamOrderedExchange):
         self._headers = messages[:, : spec.num_tensors + 1]
         self._received_lanes = [self._lane_views(message) for message in self._messages]
         empty = torch.zeros(0, dtype=torch.int64, device=device)
-        self._sent = (empty, empty.to(torch.float32))
+        self._nothing = Selection(empty, empty.to(torch.float32), 0)
+        # On the host the message can be read again: entries take several times its bytes. On an accelerator that would
+        # be more launches, and a message without positions would give them for the whole span.
+        self._reads_again = codec is not None and codec.layout != "dense" and device.type == "cpu"
+        self._sent = (self._nothing.indices, self._nothing.values)
         self._touched: list[Tensor] = []
         self._spoiled = False
         self._regular = Verdict.regular(spec.num_tensors, transport.world_size)
@@ -100,9 +104,10 @@ class SparseAllGather(StreamOrderedExchange):
             for tensor in part.absent:
                 self._erase(spec.edges[tensor], spec.edges[tensor + 1])
         if self.codec is not None:
-            selection = part.selection or Selection(self._sent[0][:0], self._sent[1][:0], 0)
+            selection = part.selection or self._nothing
             values = self.codec.encode(selection, self._send[self._selection])
-            self._sent = (selection.indices, values)
+            if not self._reads_again:
+                self._sent = (selection.indices, values)
 
     def start(self) -> None:
         self.work = self.transport.all_gather(self._received, self._send)
@@ -248,7 +253,7 @@ class SparseAllGather(StreamOrderedExchange):
         self._touched, self._spoiled = [], False
 
     def sent(self) -> tuple[Tensor, Tensor]:
-        return self._sent
+        return self._entries(self._send) if self._reads_again else self._sent
 
     def sent_dense(self, start: int, stop: int, x: Tensor) -> Tensor:
         dtype = next(d for a, b, d in self.spec.dense_runs if a <= start and stop <= b)

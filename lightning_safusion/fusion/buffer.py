@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.exchange import Exchange, TensorFlag
+from lightning_safusion.comm.exchange import Exchange, Part, TensorFlag
 from lightning_safusion.fusion.layout import Layout
 from lightning_safusion.fusion.plan import Group
 from lightning_safusion.sparsify.base import Segments, Selection
@@ -32,6 +32,9 @@ class FusionBuffer:
         exchange: Its collective.
         dense: bool [T], tensors that travel whole.
         dtypes: What the gradients arrive in.
+        selection: What was selected, until it is packed.
+        absent: Tensors of which nothing was selected, as they are not fresh or travel outside the compressed path.
+        constants: What has been worked out for it.
     """
 
     group: Group
@@ -44,6 +47,7 @@ class FusionBuffer:
     selection: Selection | None = None
     absent: list[int] = field(default_factory=list)
     constants: dict[Hashable, Any] = field(default_factory=dict)
+    _packed: np.ndarray | Selection | None = None
 
     @cached_property
     def narrow(self) -> bool:
@@ -77,13 +81,37 @@ class FusionBuffer:
         """Places of its tensors."""
         return range(self.group.start, self.group.stop)
 
+    @property
+    def sparse(self) -> bool:
+        """Whether the message of the last window holds selected elements."""
+        return self._packed is not None or self.exchange.selects_itself
+
+    def pack(self, flags: Tensor, x: Tensor, notices: int) -> None:
+        """Writes this rank's part into the message.
+
+        Args:
+            flags: uint8 [T], of its tensors.
+            x: float32 [N], residual plus gradient.
+            notices: What this rank tells all others (bits of ``Notice``).
+        """
+        self.exchange.encode(x, Part(self.selection, flags, self.absent, notices))
+        # the message holds it: on the host only the numbers are kept, on an accelerator these are not known yet
+        host = self.selection is not None and self.exchange.device.type == "cpu"
+        self._packed, self.selection = self._counts(self.selection) if host else self.selection, None
+
+    def _counts(self, selection: Selection) -> np.ndarray:
+        """int64 [T], elements of each tensor that were selected."""
+        indices = selection.indices[: int(selection.count)].cpu().numpy()
+        return np.diff(np.searchsorted(indices, np.asarray(self.exchange.spec.edges)))
+
     def selected(self) -> np.ndarray:
         """int64 [T]: elements that each tensor sent in the last window (waits for the device)."""
         edges = np.asarray(self.exchange.spec.edges)
         counts = np.where(self.dense, np.diff(edges), 0)
-        if self.selection is not None:
-            count = int(self.selection.count)
-            counts += np.diff(np.searchsorted(self.selection.indices[:count].cpu().numpy(), edges))
+        if isinstance(self._packed, Selection):
+            counts += self._counts(self._packed)
+        elif self._packed is not None:
+            counts += self._packed
         elif self.exchange.selects_itself:
             counts += np.diff(np.searchsorted(self.exchange.sent()[0].cpu().numpy(), edges))
         counts[self.absent] = 0

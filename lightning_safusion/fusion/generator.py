@@ -127,8 +127,7 @@ class Generator:
             flags: What :meth:`select` returned.
             notices: What this rank tells all others (bits of ``Notice``).
         """
-        x = self.memory.accumulated(buffer.start, buffer.stop)
-        buffer.exchange.encode(x, Part(buffer.selection, flags, buffer.absent, notices))
+        buffer.pack(flags, self.memory.accumulated(buffer.start, buffer.stop), notices)
 
     def leave_empty(self, buffer: FusionBuffer, notices: int = 0) -> None:
         """Packs nothing for a group, and the news that this rank has failed."""
@@ -136,7 +135,7 @@ class Generator:
         buffer.selection, buffer.absent = None, list(range(count))
         flags = torch.zeros(count, dtype=torch.uint8, device=self.device)
         x = torch.zeros(buffer.stop - buffer.start, device=self.device)
-        buffer.exchange.encode(x, Part(None, flags, buffer.absent, notices | int(Notice.FAILED)))
+        buffer.pack(flags, x, notices | int(Notice.FAILED))
 
     def compensate(
         self, buffer: FusionBuffer, grads: Sequence[Tensor], ids: list[int], flags: Tensor, scale: Tensor | None
@@ -234,8 +233,8 @@ class Generator:
             good: bool on the device: whether the window ended well, where the host does not know it; None if it did.
         """
         edges = buffer.exchange.spec.edges
-        indices, sent = buffer.exchange.sent()
-        if buffer.selection is not None or buffer.exchange.selects_itself:
+        if buffer.sparse:
+            indices, sent = buffer.exchange.sent()
             for tensor in withdrawn:
                 inside = (indices >= edges[tensor]) & (indices < edges[tensor + 1])
                 sent = torch.where(inside, 0.0, sent)
