@@ -223,6 +223,9 @@ class BitmapCodec(Codec):
     def write(self, selection: Selection, fields: Sequence[Tensor]) -> Tensor:
         bits, values = fields
         places = 8 * bits.numel()
+        if native.serves(selection.indices):
+            native.mark(_positions(selection, padding=places).numpy(), bits.numpy())
+            return self._write_values(selection, values)
         mask = torch.zeros(places + 1, dtype=torch.bool, device=selection.indices.device)
         positions = _positions(selection, padding=places)
         mask.index_fill_(0, positions, True)
@@ -231,7 +234,10 @@ class BitmapCodec(Codec):
 
     def decode_cut(self, message: Tensor) -> tuple[Tensor, Tensor]:
         bits, values, _ = self._fields(message)
-        indices = np.flatnonzero(np.unpackbits(bits.numpy(), bitorder="little").view(np.bool_))
+        if native.usable():
+            indices = native.marked(bits.numpy())
+        else:
+            indices = np.flatnonzero(np.unpackbits(bits.numpy(), bitorder="little").view(np.bool_))
         positions = torch.from_numpy(indices)
         return positions, self.field.read(positions, values)
 

@@ -95,9 +95,9 @@ class FusionBuffer:
             notices: What this rank tells all others (bits of ``Notice``).
         """
         self.exchange.encode(x, Part(self.selection, flags, self.absent, notices))
-        # the message holds it: on the host only the numbers are kept, on an accelerator these are not known yet
-        host = self.selection is not None and self.exchange.device.type == "cpu"
-        self._packed, self.selection = self._counts(self.selection) if host else self.selection, None
+        self._packed, self.selection = self.selection, None
+        if self._packed is not None and self.exchange.device.type == "cpu":
+            self._packed = self._counts(self._packed)  # the message holds the rest; a device would be waited for
 
     def _counts(self, selection: Selection) -> np.ndarray:
         """int64 [T], elements of each tensor that were selected."""

@@ -12,22 +12,35 @@ function          work                                                       pas
 ``survey``        sums, sums of squares, and what is above a floor           1
 ``largest``,      largest magnitudes; what exceeds limits, and by how much   1
 ``tail``
-``number_above``, counts what was found above other floors, takes it over,   1 to 4, over what was found
-``keep_above``,   and cuts it to quotas
-``keep_largest``
+``number_above``, counts what was found above other floors, leaves no more   1 to 4, over what was found
+``keep_above``,   than that, and cuts it to quotas or to a room for all
+``keep_largest``,
+``share``
 ``mean_into``     decoded mean of sparse messages, zeros included            1 (written past the caches)
 ``take_out``      subtracts what was sent                                    1, over what was sent
-``positions``,    wire formats: positions as offsets in blocks, values as    1, over what was sent
-``write_offsets`` codes of a few bits, and back
+``positions``,    wire formats: positions as offsets in blocks or as a       1, over what was sent, and 2 over bitmaps
+``write_offsets`` bitmap, values as codes of a few bits, and back
+``marked``,
+``mark``
 ``quantized``,
 ``values``
 ================= ========================================================== =====================================
 
-Work is cut into parts, which as many threads share as PyTorch uses.
+Work is cut into parts, which as many threads share as PyTorch uses. Large results lie in memory that is kept for the
+next ones (``workspace.py``); ``release`` gives it back.
 """
 
-from lightning_safusion.native.candidates import keep_above, keep_largest, number_above
+from lightning_safusion.native.candidates import (
+    Lists,
+    Shares,
+    keep_above,
+    keep_largest,
+    number_above,
+    replaced,
+    share,
+)
 from lightning_safusion.native.elements import (
+    MOST_ELEMENTS,
     Added,
     Sums,
     Survey,
@@ -40,11 +53,15 @@ from lightning_safusion.native.elements import (
     take_out,
 )
 from lightning_safusion.native.library import Parts, serves, unused, usable
-from lightning_safusion.native.messages import positions, quantized, values, write_offsets
+from lightning_safusion.native.messages import mark, marked, positions, quantized, values, write_offsets
+from lightning_safusion.native.workspace import release
 
 __all__ = [
+    "MOST_ELEMENTS",
     "Added",
+    "Lists",
     "Parts",
+    "Shares",
     "Sums",
     "Survey",
     "Wanted",
@@ -52,11 +69,16 @@ __all__ = [
     "keep_above",
     "keep_largest",
     "largest",
+    "mark",
+    "marked",
     "mean_into",
     "number_above",
     "positions",
     "quantized",
+    "release",
+    "replaced",
     "serves",
+    "share",
     "survey",
     "tail",
     "take_out",

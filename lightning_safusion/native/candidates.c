@@ -1,12 +1,28 @@
-/* Elements that have been found, in lists: positions and bits. */
+/* Elements that have been found, in lists: positions in the span and bits. */
 #include "kernels.h"
 
 #define FEW 512 /* a sample, and what is looked at one by one */
+
+/* Lists that lie one behind the other, but for those that are left out; NULL for none of them. */
+struct lists {
+    const int32_t *bits;
+    const int64_t *counts;
+    const uint8_t *left_out;
+    int64_t number;
+};
 
 CLONES static int64_t number_above(const int32_t *bits, int64_t size, int32_t floor)
 {
     int64_t number = 0;
     for (int64_t i = 0; i < size; i++) number += (bits[i] & MAGNITUDE) > floor;
+    return number;
+}
+
+static int64_t all_above(struct lists of, int32_t floor)
+{
+    int64_t number = 0;
+    for (int64_t l = 0; l < of.number; of.bits += of.counts[l++])
+        if (!of.left_out || !of.left_out[l]) number += number_above(of.bits, of.counts[l], floor);
     return number;
 }
 
@@ -18,27 +34,37 @@ void safusion_number_above(const int32_t *bits, const int64_t *counts, const int
         if (floors[l] != known[l]) numbers[l] = number_above(bits, counts[l], floors[l]);
 }
 
-/* Keeps what is above a floor: entries are written before it is known whether they stay. */
-static int64_t keep_above(const int64_t *places, const int32_t *bits, int64_t size, int32_t floor, int64_t *kept_places,
-                          int32_t *kept_bits)
+/* Leaves what is above the floors in the lists, which move together. Entries are written before it is known whether
+ * they stay. */
+int64_t safusion_keep_above(int32_t *places, int32_t *bits, const int64_t *counts, const int32_t *floors, int64_t lists,
+                            int64_t *numbers)
 {
-    int64_t kept = 0;
-    for (int64_t i = 0; i < size; i++) {
-        kept_places[kept] = places[i];
-        kept_bits[kept] = bits[i];
-        kept += (bits[i] & MAGNITUDE) > floor;
+    int64_t entry = 0, kept = 0;
+    for (int64_t l = 0; l < lists; l++) {
+        int64_t before = kept;
+        for (int64_t last = entry + counts[l]; entry < last; entry++) {
+            places[kept] = places[entry];
+            bits[kept] = bits[entry];
+            kept += (bits[entry] & MAGNITUDE) > floors[l];
+        }
+        numbers[l] = kept - before;
     }
     return kept;
 }
 
-int64_t safusion_keep_above(const int64_t *places, const int32_t *bits, const int64_t *counts, const int32_t *floors,
-                            int64_t lists, int64_t *kept_places, int32_t *kept_bits, int64_t *kept_counts)
+/* Lists of which some, marked, are replaced by others. */
+void safusion_replace(const int32_t *places, const int32_t *bits, const int64_t *counts, const uint8_t *marked,
+                      int64_t lists, const int32_t *others, const int32_t *other_bits, const int64_t *other_counts,
+                      int32_t *to_places, int32_t *to_bits)
 {
-    int64_t entry = 0, kept = 0;
-    for (int64_t l = 0; l < lists; entry += counts[l], kept += kept_counts[l], l++)
-        kept_counts[l] =
-            keep_above(places + entry, bits + entry, counts[l], floors[l], kept_places + kept, kept_bits + kept);
-    return kept;
+    for (int64_t l = 0; l < lists; places += counts[l], bits += counts[l], l++) {
+        int64_t size = marked[l] ? *other_counts++ : counts[l];
+        memcpy(to_places, marked[l] ? others : places, sizeof(int32_t) * (size_t)size);
+        memcpy(to_bits, marked[l] ? other_bits : bits, sizeof(int32_t) * (size_t)size);
+        if (marked[l]) others += size, other_bits += size;
+        to_places += size;
+        to_bits += size;
+    }
 }
 
 /* The rank-th largest of a few; changes their order. */
@@ -64,24 +90,30 @@ static int32_t kth_of_few(int32_t *few, int64_t size, int64_t rank)
 }
 
 /* Every so many of the magnitudes above low and not above high, as long as there is room. */
-static int64_t inside(const int32_t *bits, int64_t size, int32_t low, int32_t high, int64_t stride, int32_t *few)
+static int64_t inside(struct lists of, int32_t low, int32_t high, int64_t stride, int32_t *few)
 {
-    int64_t number = 0;
-    for (int64_t i = 0; i < size && number < FEW; i += stride) {
-        uint32_t beyond = (uint32_t)(bits[i] & MAGNITUDE) - (uint32_t)low; /* one branch, which is hardly ever taken */
-        if (beyond - 1 < (uint32_t)high - (uint32_t)low) few[number++] = bits[i] & MAGNITUDE;
+    int64_t number = 0, next = 0;
+    for (int64_t l = 0; l < of.number; of.bits += of.counts[l++]) {
+        if (of.left_out && of.left_out[l]) continue;
+        for (; next < of.counts[l] && number < FEW; next += stride) {
+            int32_t magnitude = of.bits[next] & MAGNITUDE;
+            uint32_t beyond = (uint32_t)magnitude - (uint32_t)low; /* one branch, which is hardly ever taken */
+            if (beyond - 1 < (uint32_t)high - (uint32_t)low) few[number++] = magnitude;
+        }
+        next -= of.counts[l];
+        if (number == FEW) break;
     }
     return number;
 }
 
 /* The bits of the rank-th largest magnitude, and how many that are equal to it belong to the largest. To count what is
  * above a number takes a twentieth of the time that sorting it into a histogram takes: samples say which to try. */
-static int32_t kth_largest(const int32_t *bits, int64_t size, int64_t rank, int64_t *equals)
+static int32_t kth_largest(struct lists of, int64_t size, int64_t rank, int64_t *equals)
 {
     int32_t low = -1, high = MAGNITUDE, few[FEW]; /* the one in question is above low and not above high */
     int64_t above_low = size, above_high = 0;
     while (above_low - above_high > FEW && (int64_t)high - low > 1) {
-        int64_t left = above_low - above_high, number = inside(bits, size, low, high, left / FEW, few);
+        int64_t left = above_low - above_high, number = inside(of, low, high, left / FEW, few);
         int64_t place = (int64_t)((double)(rank - above_high) / left * number), moved = 0;
         for (int side = 0; side < 3 && !(side == 2 && moved); side++) {
             int64_t at = side ? place + 1 + FEW / 16 : place - FEW / 16;
@@ -89,14 +121,14 @@ static int32_t kth_largest(const int32_t *bits, int64_t size, int64_t rank, int6
             if (side < 2 && (at < 1 || at > number)) continue;
             if (side < 2) limit = kth_of_few(few, number, at) - side;
             if (limit <= low || limit >= high) continue;
-            int64_t above = number_above(bits, size, limit);
+            int64_t above = all_above(of, limit);
             moved = 1;
             if (above >= rank) low = limit, above_low = above;
             else high = limit, above_high = above;
         }
     }
     if ((int64_t)high - low > 1) {
-        int64_t number = inside(bits, size, low, high, 1, few);
+        int64_t number = inside(of, low, high, 1, few);
         high = kth_of_few(few, number, rank - above_high);
         for (int64_t i = 0; i < number; i++) above_high += few[i] > high;
     }
@@ -104,14 +136,32 @@ static int32_t kth_largest(const int32_t *bits, int64_t size, int64_t rank, int6
     return high;
 }
 
+static int32_t kth_of_list(const int32_t *bits, int64_t size, int64_t rank, int64_t *equals)
+{
+    struct lists only = {bits, &size, 0, 1};
+    return kth_largest(only, size, rank, equals);
+}
+
+static int64_t copy_above(const int32_t *places, const int32_t *bits, int64_t size, int32_t floor, int64_t *kept_places,
+                          int32_t *kept_bits)
+{
+    int64_t kept = 0;
+    for (int64_t i = 0; i < size; i++) {
+        kept_places[kept] = places[i];
+        kept_bits[kept] = bits[i];
+        kept += (bits[i] & MAGNITUDE) > floor;
+    }
+    return kept;
+}
+
 /* Keeps what is above the rank-th largest, and the first of those that are equal to it, up to rank in all. */
-static int64_t keep_largest(const int64_t *places, const int32_t *bits, int64_t size, int64_t rank,
+static int64_t keep_largest(const int32_t *places, const int32_t *bits, int64_t size, int64_t rank,
                             int64_t *kept_places, int32_t *kept_bits)
 {
     int64_t kept = 0, equals;
-    int32_t kth = kth_largest(bits, size, rank, &equals);
+    int32_t kth = kth_of_list(bits, size, rank, &equals);
     if (number_above(bits, size, kth - 1) == rank) /* all of them */
-        return keep_above(places, bits, size, kth - 1, kept_places, kept_bits);
+        return copy_above(places, bits, size, kth - 1, kept_places, kept_bits);
     for (int64_t i = 0; i < size; i++) {
         int32_t magnitude = bits[i] & MAGNITUDE;
         int tie = magnitude == kth;
@@ -123,8 +173,8 @@ static int64_t keep_largest(const int64_t *places, const int32_t *bits, int64_t 
     return kept;
 }
 
-/* Of each list what is above its floor, but no more than its quota. */
-int64_t safusion_keep_largest(const int64_t *places, const int32_t *bits, const int64_t *counts, const int32_t *floors,
+/* Of each list what is above its floor, but no more than its quota; of equals the first. */
+int64_t safusion_keep_largest(const int32_t *places, const int32_t *bits, const int64_t *counts, const int32_t *floors,
                               const int64_t *quotas, int64_t lists, int64_t *kept_places, int32_t *kept_bits)
 {
     int64_t kept = 0;
@@ -134,7 +184,61 @@ int64_t safusion_keep_largest(const int64_t *places, const int32_t *bits, const 
         if (quota == 0) continue;
         if (size > quota && number_above(bits, size, floors[l]) > quota)
             kept += keep_largest(places, bits, size, quota, to_places, to_bits);
-        else kept += keep_above(places, bits, size, floors[l], to_places, to_bits);
+        else kept += copy_above(places, bits, size, floors[l], to_places, to_bits);
     }
     return kept;
+}
+
+/* Of too many equals of the lowest those that fill a quota stay, and of the others the first: numbers of the lists that
+ * are not few are cut, so that they fill the room. Where quotas alone take larger elements' places, nothing is done. */
+static void cut_equals(const int32_t *bits, const int64_t *counts, const int64_t *quotas, int64_t lists, int64_t room,
+                       int32_t lowest, const uint8_t *few, int64_t *numbers, int64_t *at_least)
+{
+    for (int64_t l = 0; l < lists; bits += counts[l++]) {
+        if (few[l]) continue;
+        at_least[l] = number_above(bits, counts[l], lowest);
+        if (at_least[l] < quotas[l]) at_least[l] = quotas[l];
+        room -= at_least[l];
+    }
+    if (room < 0) return;
+    for (int64_t l = 0; l < lists; l++) {
+        if (few[l]) continue;
+        int64_t more = numbers[l] - at_least[l];
+        if (more > room) more = room;
+        numbers[l] = at_least[l] + more;
+        room -= more;
+    }
+}
+
+/* Shares a room: of each list its quota at least, and otherwise the largest of all, of equals the first. Says how many
+ * of each list that are, and what these are above. Returns the least magnitude that is among the largest of all. What is
+ * few is zero at first; at_least is scratch. */
+int64_t safusion_share(const int32_t *bits, const int64_t *counts, const int64_t *quotas, int64_t lists, int64_t room,
+                       uint8_t *few, int64_t *at_least, int32_t *floors, int64_t *numbers)
+{
+    int64_t total = 0, found, equals;
+    int32_t lowest = MAGNITUDE;
+    for (int64_t l = 0; l < lists; l++) total += counts[l];
+    struct lists rest = {bits, &total, 0, 1}; /* all of them */
+    for (int more = 1; more;) { /* lists with fewer than their quota among the largest have these alone */
+        const int32_t *list = bits;
+        lowest = room > 0 ? kth_largest(rest, total, room, &equals) : MAGNITUDE;
+        more = 0, found = 0;
+        for (int64_t l = 0; l < lists; list += counts[l++]) {
+            if (few[l]) continue;
+            floors[l] = lowest - 1;
+            numbers[l] = number_above(list, counts[l], floors[l]);
+            found += numbers[l];
+            if (numbers[l] >= quotas[l]) continue;
+            floors[l] = kth_of_list(list, counts[l], quotas[l], &equals) - 1;
+            numbers[l] = quotas[l];
+            room -= quotas[l];
+            total -= counts[l];
+            few[l] = 1;
+            more = 1;
+        }
+        rest = (struct lists){bits, counts, few, lists};
+    }
+    if (found > room) cut_equals(bits, counts, quotas, lists, room, lowest, few, numbers, at_least);
+    return lowest;
 }

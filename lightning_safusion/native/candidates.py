@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from lightning_safusion.native.library import call
+from lightning_safusion.native.workspace import empty
 
 
 def number_above(
@@ -27,29 +30,31 @@ def number_above(
 def keep_above(
     places: np.ndarray, bits: np.ndarray, counts: np.ndarray, floors: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Places and bits of those with bits of magnitude above the floor of their list, and how many each list has left.
+    """Leaves what has bits of magnitude above the floor of its list in the lists.
 
     Args:
-        places: int64 [C].
+        places: int32 [C]; changed, as the bits are.
         bits: int32 [C].
         counts: int64 [S], entries of each list.
         floors: int32 [S].
+
+    Returns:
+        Views of places and bits, and how many each list has left.
     """
-    # entries are written before it is known whether they stay
-    kept_places, kept_bits = np.empty(len(bits), np.int64), np.empty(len(bits), np.int32)
     numbers = np.empty(len(counts), np.int64)
     (counts,), (floors,) = _as(np.int64, counts), _as(np.int32, floors)
-    kept = call("safusion_keep_above", places, bits, counts, floors, len(counts), kept_places, kept_bits, numbers)
-    return kept_places[:kept], kept_bits[:kept], numbers
+    kept = call("safusion_keep_above", places, bits, counts, floors, len(counts), numbers)
+    return places[:kept], bits[:kept], numbers
 
 
 def keep_largest(
     places: np.ndarray, bits: np.ndarray, counts: np.ndarray, floors: np.ndarray, quotas: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Places and bits of the largest magnitudes above the floor of each of several lists; of equal ones the first.
+    """Places (int64) and bits of the largest magnitudes above the floor of each of several lists; of equal ones the
+    first.
 
     Args:
-        places: int64 [C], those of the first list, of the second, and so on.
+        places: int32 [C], those of the first list, of the second, and so on.
         bits: int32 [C].
         counts: int64 [S], entries of each list.
         floors: int32 [S], of the bits of magnitudes; -1 lets all through.
@@ -57,9 +62,64 @@ def keep_largest(
     """
     (counts, quotas), (floors,) = _as(np.int64, counts, quotas), _as(np.int32, floors)
     room = int(np.minimum(counts, quotas).sum()) + 1  # entries are written before it is known whether they stay
-    kept_places, kept_bits = np.empty(room, np.int64), np.empty(room, np.int32)
+    kept_places, kept_bits = empty(room, np.int64), empty(room, np.int32)
     kept = call("safusion_keep_largest", places, bits, counts, floors, quotas, len(counts), kept_places, kept_bits)
     return kept_places[:kept], kept_bits[:kept]
+
+
+class Lists(NamedTuple):
+    """Elements that have been found, in lists one behind the other.
+
+    Args:
+        places: int32 [C], positions in the span.
+        bits: int32 [C].
+        counts: int64 [S], entries of each list.
+    """
+
+    places: np.ndarray
+    bits: np.ndarray
+    counts: np.ndarray
+
+
+def replaced(lists: Lists, marked: np.ndarray, others: Lists) -> Lists:
+    """Lists of which those that are ``marked`` (bool [S]) are replaced by others."""
+    counts = lists.counts.copy()
+    counts[marked] = others.counts
+    places, bits = empty(int(counts.sum()), np.int32), empty(int(counts.sum()), np.int32)
+    call("safusion_replace", *lists, marked.astype(np.uint8), len(counts), *others, places, bits)
+    return Lists(places, bits, counts)
+
+
+class Shares(NamedTuple):
+    """How lists share a room.
+
+    Args:
+        floors: int32 [S], of the bits of magnitudes: what is taken is above them.
+        numbers: int64 [S], how many are taken of each list, the largest of what is above its floor.
+        lowest: Bits of the least magnitude that is among the largest of all.
+    """
+
+    floors: np.ndarray
+    numbers: np.ndarray
+    lowest: int
+
+
+def share(bits: np.ndarray, counts: np.ndarray, quotas: np.ndarray, room: int) -> Shares:
+    """Shares a room: of each list its quota at least, and otherwise the largest of all, of equal ones the first.
+
+    Numbers exceed the room where the last of the largest have equals, and quotas take the places of larger ones.
+
+    Args:
+        bits: int32 [C].
+        counts: int64 [S], entries of each list, not fewer than its quota.
+        quotas: int64 [S].
+        room: Not less than all quotas, and not more than all entries.
+    """
+    counts, quotas = _as(np.int64, counts, quotas)
+    floors, numbers = np.empty(len(counts), np.int32), np.empty((2, len(counts)), np.int64)
+    few = np.zeros(len(counts), np.uint8)
+    lowest = call("safusion_share", bits, counts, quotas, len(counts), room, few, numbers[1], floors, numbers[0])
+    return Shares(floors, numbers[0], lowest)
 
 
 def _as(dtype: type, *arrays: np.ndarray) -> list[np.ndarray]:

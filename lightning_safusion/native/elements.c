@@ -24,10 +24,10 @@ static inline void ask_for(const void *row, int to_write)
         else __builtin_prefetch((const float *)row + AHEAD + line);
 }
 
-/* Where elements above floors are written, those of several runs one behind the other. */
+/* Where elements above floors are written, those of several runs one behind the other. Half as wide as what is sent:
+ * they are several times as many, and are held for the largest buffer. */
 struct places {
-    int64_t *places;
-    int32_t *bits;
+    int32_t *places, *bits;
     int64_t room, found; /* at most `room` are kept, and ROW more are written; all are counted */
 };
 
@@ -41,12 +41,12 @@ static inline void keep_above(struct places *to, const int32_t *row, int32_t flo
     /* two without asking whether there are any: a branch that nobody can foresee costs more */
     for (int k = 0; k < 2; k++, hits &= hits - 1) {
         int j = __builtin_ctz(hits | 1u << (ROW - 1));
-        to->places[at + k] = first + j;
+        to->places[at + k] = (int32_t)(first + j);
         to->bits[at + k] = row[j];
     }
     for (at += 2; hits; at++, hits &= hits - 1) {
         int j = __builtin_ctz(hits);
-        to->places[at] = first + j;
+        to->places[at] = (int32_t)(first + j);
         to->bits[at] = row[j];
     }
 }
@@ -55,7 +55,7 @@ static inline void keep_if_above(struct places *to, int32_t bits, int32_t floor,
 {
     if ((bits & MAGNITUDE) <= floor) return;
     if (to->found <= to->room) {
-        to->places[to->found] = place;
+        to->places[to->found] = (int32_t)place;
         to->bits[to->found] = bits;
     }
     to->found++;
@@ -154,7 +154,7 @@ CLONES static int64_t exceed(const float *x, int64_t size, float limit, double *
 
 int64_t safusion_add(const int64_t *grads, int64_t *added, float decay, float *memory, const int64_t *starts,
                      const int64_t *sizes, int64_t parts, const int32_t *floors, int64_t magnitudes, double *sums,
-                     double *squares, int64_t *places, int32_t *bits, int64_t room, int64_t *counts)
+                     double *squares, int32_t *places, int32_t *bits, int64_t room, int64_t *counts)
 {
     struct places to = {places, bits, room, 0};
     for (int64_t p = 0; p < parts; p++) {
@@ -179,7 +179,7 @@ int64_t safusion_add(const int64_t *grads, int64_t *added, float decay, float *m
 }
 
 int64_t safusion_survey(const float *x, const int64_t *starts, const int64_t *sizes, int64_t parts,
-                        const int32_t *floors, int64_t magnitudes, double *sums, double *squares, int64_t *places,
+                        const int32_t *floors, int64_t magnitudes, double *sums, double *squares, int32_t *places,
                         int32_t *bits, int64_t room, int64_t *counts)
 {
     struct places to = {places, bits, room, 0};

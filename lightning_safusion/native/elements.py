@@ -10,10 +10,12 @@ import numpy as np
 from torch import Tensor
 
 from lightning_safusion.native.library import Parts, call, shared
+from lightning_safusion.native.workspace import empty
 
 Sums: TypeAlias = Literal["values", "magnitudes"]
 
 _SPARE = 33  # places behind the last that are written to before it is noticed that there is no more room
+MOST_ELEMENTS = 1 << 31  # of a span in which elements are found: positions have 32 bits until some are selected
 _PAST_CACHES = 1 << 18  # elements that have left the caches by the time that they are read
 
 
@@ -36,7 +38,7 @@ class Survey(NamedTuple):
     """What one look at some runs of a span has found.
 
     Args:
-        places: int64 [K], ascending positions of what is above the floors; None if there was no room for them.
+        places: int32 [K], ascending positions of what is above the floors; None if there was no room for them.
         bits: int32 [K], their bits.
         counts: int64 [S], how many of each run.
         sums: float64 [S], or None if they were not asked for.
@@ -69,8 +71,7 @@ class _Look:
     def call(self, name: str, low: int, high: int, *arguments: Any) -> tuple[np.ndarray, np.ndarray, int]:
         """Calls a function for the parts from ``low`` up to ``high``: what it has found, and how much of that."""
         sums, floors = self._sums, self._floors
-        # not touched, not in memory: room for many costs nothing
-        places, bits = np.empty(self._room + _SPARE, np.int64), np.empty(self._room + _SPARE, np.int32)
+        places, bits = empty(self._room + _SPARE, np.int32), empty(self._room + _SPARE, np.int32)
         found = call(
             name,
             *arguments,
@@ -97,8 +98,15 @@ class _Look:
         if any(number > self._room for _, _, number in found) or self._floors is None:
             return Survey(None, None, whole(self._counts), sums, squares)
         if len(found) > 1:
-            places, bits = (np.concatenate([part[i] for part in found]) for i in (0, 1))
+            places, bits = _joined([part[0] for part in found]), _joined([part[1] for part in found])
         return Survey(places, bits, whole(self._counts), sums, squares)
+
+
+def _joined(lists: Sequence[np.ndarray]) -> np.ndarray:
+    """int32 lists, one behind the other."""
+    joined = empty(sum(map(len, lists)), np.int32)
+    np.concatenate(lists, out=joined)
+    return joined
 
 
 def survey(x: np.ndarray, parts: Parts, wanted: Wanted) -> Survey:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-VERSION = 5  # of the compiled functions that are called here, as in kernels.h; setup.py names the library after it
+VERSION = 6  # of the compiled functions that are called here, as in kernels.h; setup.py names the library after it
 _PART = 1 << 20  # elements of a part
 _SHARED = 1 << 18  # elements that are worth another thread
 
@@ -33,7 +33,7 @@ def library() -> ctypes.CDLL | None:
             return None
     except (OSError, AttributeError):
         return None
-    for name in ("add", "survey", "keep_above", "keep_largest", "mean", "quantize", "values"):
+    for name in ("add", "survey", "keep_above", "keep_largest", "marked", "mean", "quantize", "share", "values"):
         getattr(loaded, f"safusion_{name}").restype = ctypes.c_int64
     return loaded
 

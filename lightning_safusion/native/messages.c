@@ -26,6 +26,30 @@ void safusion_offsets(const int64_t *positions, int64_t size, int64_t offset_bit
     }
 }
 
+/* Sets a bit for each position below a number; all are zero at first, and the first of a byte is its lowest. */
+void safusion_mark(const int64_t *positions, int64_t size, int64_t below, uint8_t *bitmap)
+{
+    for (int64_t entry = 0; entry < size; entry++) {
+        uint64_t position = (uint64_t)positions[entry];
+        if (position < (uint64_t)below) bitmap[position >> 3] |= (uint8_t)(1u << (position & 7));
+    }
+}
+
+/* How many bits of a bitmap are set, and, if there are positions, which. */
+int64_t safusion_marked(const uint8_t *bitmap, int64_t bytes, int64_t *positions)
+{
+    int64_t found = 0;
+    for (int64_t byte = 0; byte < bytes; byte += 8) {
+        uint64_t word = 0;
+        int64_t size = bytes - byte < 8 ? bytes - byte : 8;
+        memcpy(&word, bitmap + byte, (size_t)size);
+        if (!positions) found += __builtin_popcountll(word);
+        else
+            for (; word; word &= word - 1) positions[found++] = byte << 3 | __builtin_ctzll(word);
+    }
+    return found;
+}
+
 /* The first entry behind a part that begins at entry `first`, or -1 if positions do not ascend. */
 static int64_t end_of_part(const int64_t *positions, int64_t first, int64_t size, int64_t stop)
 {

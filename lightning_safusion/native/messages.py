@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_safusion.native.library import call
+from lightning_safusion.native.workspace import empty
 
 
 def positions(offsets: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -22,7 +23,7 @@ def positions(offsets: np.ndarray, counts: np.ndarray) -> np.ndarray:
     number = int(counts.sum())
     if not 0 <= number <= len(offsets):
         raise ValueError(f"a message with {number} entries has room for {len(offsets)}: it is damaged")
-    found = np.empty(number, np.int64)
+    found = empty(number, np.int64)
     call("safusion_positions", offsets, 8 * offsets.itemsize, counts.astype(np.int64), len(counts), found)
     return found
 
@@ -37,6 +38,19 @@ def write_offsets(positions: np.ndarray, counts: np.ndarray, offsets: np.ndarray
     """
     counts[:] = 0
     call("safusion_offsets", positions, len(positions), 8 * offsets.itemsize, len(counts), counts, offsets)
+
+
+def marked(bitmap: np.ndarray) -> np.ndarray:
+    """Ascending places (int64 [K]) of the bits that are set in a bitmap (uint8 [B], the lowest bit of a byte first)."""
+    found = empty(call("safusion_marked", bitmap, len(bitmap), None), np.int64)
+    call("safusion_marked", bitmap, len(bitmap), found)
+    return found
+
+
+def mark(positions: np.ndarray, bitmap: np.ndarray) -> None:
+    """The inverse of :func:`marked`: writes the whole bitmap; positions (int64 [K]) behind its end are left out."""
+    bitmap[:] = 0
+    call("safusion_mark", positions, len(positions), 8 * len(bitmap), bitmap)
 
 
 class Quantized(NamedTuple):
@@ -66,7 +80,7 @@ def quantized(positions: np.ndarray, values: np.ndarray, starts: np.ndarray, bit
         None if positions do not ascend, or something is not finite, or would not be in bfloat16.
     """
     codes = np.zeros(-(-len(values) // 8) * bits, np.uint8)
-    scales, sent = np.empty(len(starts), np.uint16), np.empty(len(values), np.float32)
+    scales, sent = np.empty(len(starts), np.uint16), empty(len(values), np.float32)
     count, parts = len(values), len(starts)
     done = call("safusion_quantize", positions, values, count, starts, parts, bits, codes, scales, sent)
     return Quantized(codes, scales, sent) if done else None
@@ -83,6 +97,6 @@ def values(
     if len(codes) * 8 // bits < len(positions) or len(scales) != len(starts):
         sizes = f"{len(codes)} bytes of codes and {len(scales)} scales"
         raise ValueError(f"a message of {sizes} is damaged: {len(positions)} entries in {len(starts)} parts")
-    found = np.empty(len(positions), np.float32)
+    found = empty(len(positions), np.float32)
     done = call("safusion_values", positions, len(positions), starts, len(starts), bits, codes, scales, found)
     return found if done else None

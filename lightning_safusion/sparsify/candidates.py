@@ -22,7 +22,7 @@ class Candidates:
     """Some elements of every active segment.
 
     Args:
-        indices: int64 [C], ascending positions in the span.
+        indices: int64 [C], or int32 where compiled kernels have found them: ascending positions in the span.
         signed: int32 [C], their bits.
         counts: int64 [A], how many each active segment has.
     """

@@ -12,7 +12,7 @@ import numpy as np
 from lightning_safusion import native
 from lightning_safusion.sparsify.base import Segments
 from lightning_safusion.sparsify.candidates import Candidates, Swept
-from lightning_safusion.sparsify.pieces import Pieces, lengths_between
+from lightning_safusion.sparsify.pieces import Pieces
 from lightning_safusion.sparsify.view import MAGNITUDE_BITS
 
 # Candidates that a floor should let through, in elements that are looked for: enough that the next step hardly ever
@@ -124,7 +124,7 @@ class Foresight:
     def wanted(self) -> native.Wanted | None:
         """What is to be found, with a floor for each tensor that is not empty; None if nothing is known."""
         likely: LikelyFloors | None = self._segments.cache.get("likely floors")
-        if likely is None:
+        if likely is None or self._segments.numel >= native.MOST_ELEMENTS:
             return None
         self._floors, self._kind = likely.floors(self._segments), likely.sums
         per_segment = np.full(len(self._segments), MAGNITUDE_BITS, np.int32)
@@ -137,8 +137,8 @@ class Foresight:
         if found is not None:
             layout, swept = Pieces.of(self._segments), None
             if found.places is not None and found.bits is not None:
-                counts = lengths_between(found.places.searchsorted(layout.stops))
-                swept = Swept(self._floors, [], Candidates(found.places, found.bits, counts))
+                counts = np.bincount(self._owners, found.counts, len(self._segments)).astype(np.int64)
+                swept = Swept(self._floors, [], Candidates(found.places, found.bits, counts[layout.active]))
             else:
                 LikelyFloors.of(self._segments, len(layout.active)).forget()
             sums, squares = (self._per_segment(totals)[layout.active] for totals in (found.sums, found.squares))

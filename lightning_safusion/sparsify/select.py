@@ -31,7 +31,8 @@ def segmented_view(x: Tensor, segments: Segments) -> SegmentedView:
         segments: The cut of ``x`` and the quotas.
     """
     if x.device.type == "cpu":
-        return NativeView(x, segments) if native.usable() else NumpyView(x, segments)
+        compiled = native.usable() and x.numel() < native.MOST_ELEMENTS
+        return NativeView(x, segments) if compiled else NumpyView(x, segments)
     if serves(x.device) and x.numel() <= MOST_ELEMENTS:
         from lightning_safusion.kernels.view import TritonView  # imports Triton
 

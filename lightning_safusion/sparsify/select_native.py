@@ -154,17 +154,24 @@ class NativeView(NumpyView):
     def _narrowed(self, found: Candidates, floors: np.ndarray, higher: np.ndarray) -> Candidates:
         if np.array_equal(higher, floors):
             return found
-        return Candidates(*native.keep_above(found.indices, found.signed, found.counts, higher))
+        # in place, as lists are as large as the residual where many elements are sent: lower floors are a new sweep
+        narrowed = Candidates(*native.keep_above(found.indices, found.signed, found.counts, higher))
+        self._swept, self._counted = Swept(higher, [], narrowed), None
+        return narrowed
+
+    def _cut_to_pool(self, found: Candidates, floors: np.ndarray) -> tuple[Candidates, int]:
+        shares = native.share(found.signed, found.counts, self._layout.quotas, self.segments.capacity)
+        kept = native.keep_largest(found.indices, found.signed, found.counts, shares.floors, shares.numbers)
+        return Candidates(*kept, shares.numbers), shares.lowest
 
     def _trim(self, found: Candidates) -> Selection:
-        if not (found.counts > self._layout.quotas).any():
-            return as_selection(found.indices, found.signed)
         return self._largest_above(found, np.full(len(found.counts), -1, np.int32))
 
     def _largest_above(self, found: Candidates, floors: np.ndarray) -> Selection:
         """Those above floors (int32 [A]), of each segment no more than there is room for."""
         quotas = self._layout.quotas
-        return as_selection(*native.keep_largest(found.indices, found.signed, found.counts, floors, quotas))
+        places = found.indices.astype(np.int32, copy=False)
+        return as_selection(*native.keep_largest(places, found.signed, found.counts, floors, quotas))
 
     def _numbers(self, found: Candidates, floors: np.ndarray, higher: np.ndarray) -> np.ndarray:
         return native.number_above(found.signed, found.counts, higher, floors, found.counts)
@@ -175,7 +182,7 @@ class NativeView(NumpyView):
         self._counted = floors, counts
         return counts
 
-    def _sweep(self, floors: np.ndarray, changed: list[bool], known: list[tuple[np.ndarray, np.ndarray]]) -> Swept:
+    def _sweep(self, floors: np.ndarray, changed: list[bool], _: list[tuple[np.ndarray, np.ndarray]]) -> Swept:
         again, old = np.array(changed), self._swept
         if old is None or again.all():
             self._swept = old = None  # freed before there are others
@@ -188,10 +195,6 @@ class NativeView(NumpyView):
             raise RuntimeError("a span has changed while it was read")
         if old is None:
             return Swept(floors, [], Candidates(found.places, found.bits, found.counts))
-        counts = old.found.counts.copy()
-        counts[again] = found.counts
-        fresh, kept = again.repeat(counts), ~again.repeat(old.found.counts)
-        indices, signed = np.empty(len(fresh), np.int64), np.empty(len(fresh), np.int32)
-        indices[fresh], signed[fresh] = found.places, found.bits
-        indices[~fresh], signed[~fresh] = old.found.indices[kept], old.found.signed[kept]
-        return Swept(floors, [], Candidates(indices, signed, counts))
+        known = native.Lists(old.found.indices, old.found.signed, old.found.counts)
+        lists = native.replaced(known, again, native.Lists(found.places, found.bits, found.counts))
+        return Swept(floors, [], Candidates(*lists))

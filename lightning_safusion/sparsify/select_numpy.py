@@ -282,7 +282,7 @@ class NumpyView(SegmentedView):
 
     def _listed(self, indices: np.ndarray, signed: np.ndarray | None = None) -> Candidates:
         """Ascending positions as candidates."""
-        counts = lengths_between(indices.searchsorted(self._layout.stops))
+        counts = lengths_between(indices.searchsorted(self._layout.stops.astype(indices.dtype, copy=False)))
         return Candidates(indices, self._bits.take(indices) if signed is None else signed, counts)
 
     def _largest(self, place: int) -> int:
@@ -390,4 +390,5 @@ class NumpyView(SegmentedView):
 
 
 def as_selection(indices: np.ndarray, signed: np.ndarray) -> Selection:
+    indices = indices.astype(np.int64, copy=False)
     return Selection(torch.from_numpy(indices), torch.from_numpy(signed.view(np.float32)), len(indices))

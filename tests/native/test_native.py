@@ -82,7 +82,7 @@ def test_without_room_everything_is_counted_and_nothing_overwritten(room: int, m
         made.append(np.full(size + 64, 7, dtype))
         return made[-1][:size]
 
-    monkeypatch.setattr(elements.np, "empty", empty)
+    monkeypatch.setattr(elements, "empty", empty)
     x = np.arange(1, 101, dtype=np.float32)
     found = native.survey(x, Parts.between([0, 50, 100]), Wanted(np.zeros(2, np.int32), room))
     assert found.counts.tolist() == [50, 50]
@@ -287,36 +287,11 @@ def test_positions_that_do_not_rise_write_nowhere_else() -> None:
     assert set(grad.unique().tolist()) <= {0.0, 1.0}
 
 
-@pytest.mark.parametrize("spread", [1, 3, 1000])
-@pytest.mark.parametrize("above", [-1.0, 0.0, 0.3, 0.9])
-def test_lists_are_cut_to_their_largest_and_of_equals_the_first(spread: int, above: float) -> None:
-    rng = np.random.default_rng(spread)
-    counts, quotas = np.array([0, 1, 7, 5000, 300, 40, 3]), np.array([3, 1, 7, 400, 299, 0, 1])
-    places = np.arange(counts.sum()) * 3
-    x = rng.integers(-spread, spread + 1, counts.sum()).astype(np.float32) / 3
-    limit = np.float32(above * spread / 3)
-    floors = np.full(len(counts), -1 if above < 0 else limit.view(np.int32), np.int32)
-    kept, bits = native.keep_largest(places, x.view(np.int32), counts, floors, quotas)
-    expected, stop = [], 0
-    for count, quota in zip(counts, quotas, strict=True):
-        mine = np.abs(x[stop : stop + count])
-        order = np.argsort(-mine, kind="stable")[: min(quota, (mine > limit).sum())]
-        expected += (np.sort(order) + stop).tolist()
-        stop += count
-    assert kept.tolist() == places[expected].tolist()
-    assert np.array_equal(bits, x.view(np.int32)[expected])
-
-
-def test_what_is_above_other_floors_is_counted_and_kept() -> None:
-    counts, floors = np.array([0, 5, 3000, 1]), np.array([3, 0, 2, 9], np.int32)
-    rng = np.random.default_rng(0)
-    bits = rng.integers(0, 5, counts.sum()).astype(np.int32) | rng.integers(0, 2, counts.sum()).astype(np.int32) << 31
-    places = np.arange(len(bits)) + 7
-    mask = (bits & MAGNITUDE) > floors.repeat(counts)
-    kept, signed, numbers = native.keep_above(places, bits, counts, floors)
-    assert kept.tolist() == places[mask].tolist()
-    assert signed.tolist() == bits[mask].tolist()
-    expected = [int(part.sum()) for part in np.split(mask, counts.cumsum()[:-1])]
-    assert numbers.tolist() == expected
-    known, told = np.array([1, 0, 1, 9], np.int32), np.array([11, 12, 13, 14])
-    assert native.number_above(bits, counts, floors, known, told).tolist() == [expected[0], 12, expected[2], 14]
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 12, 5000])
+def test_bitmaps_and_back(size: int) -> None:
+    bitmap = np.random.default_rng(size).integers(0, 256, size).astype(np.uint8)
+    places = native.marked(bitmap)
+    assert places.tolist() == np.flatnonzero(np.unpackbits(bitmap, bitorder="little")).tolist()
+    again = np.full(size, 7, np.uint8)
+    native.mark(np.append(places, [8 * size, -1]), again)  # the last two are outside
+    assert np.array_equal(again, bitmap)
