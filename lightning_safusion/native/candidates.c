@@ -52,18 +52,23 @@ int64_t safusion_keep_above(int32_t *places, int32_t *bits, const int64_t *count
     return kept;
 }
 
-/* Lists of which some, marked, are replaced by others. */
-void safusion_replace(const int32_t *places, const int32_t *bits, const int64_t *counts, const uint8_t *marked,
-                      int64_t lists, const int32_t *others, const int32_t *other_bits, const int64_t *other_counts,
-                      int32_t *to_places, int32_t *to_bits)
+/* Puts longer lists in the place of some, marked. Lists move from the last to the first: there is room behind them. */
+void safusion_replace(int32_t *places, int32_t *bits, const int64_t *counts, const uint8_t *marked, int64_t lists,
+                      const int32_t *others, const int32_t *other_bits, const int64_t *other_counts)
 {
-    for (int64_t l = 0; l < lists; places += counts[l], bits += counts[l], l++) {
-        int64_t size = marked[l] ? *other_counts++ : counts[l];
-        memcpy(to_places, marked[l] ? others : places, sizeof(int32_t) * (size_t)size);
-        memcpy(to_bits, marked[l] ? other_bits : bits, sizeof(int32_t) * (size_t)size);
-        if (marked[l]) others += size, other_bits += size;
-        to_places += size;
-        to_bits += size;
+    int64_t from = 0, to = 0, other = 0, next = 0;
+    for (int64_t l = 0; l < lists; l++) {
+        from += counts[l];
+        to += marked[l] ? other_counts[next] : counts[l];
+        if (marked[l]) other += other_counts[next++];
+    }
+    for (int64_t l = lists - 1; l >= 0; l--) {
+        int64_t size = marked[l] ? other_counts[--next] : counts[l];
+        from -= counts[l];
+        to -= size;
+        if (marked[l]) other -= size;
+        memmove(places + to, marked[l] ? others + other : places + from, sizeof(int32_t) * (size_t)size);
+        memmove(bits + to, marked[l] ? other_bits + other : bits + from, sizeof(int32_t) * (size_t)size);
     }
 }
 
@@ -173,7 +178,8 @@ static int64_t keep_largest(const int32_t *places, const int32_t *bits, int64_t 
     return kept;
 }
 
-/* Of each list what is above its floor, but no more than its quota; of equals the first. */
+/* Of each list what is above its floor, but no more than its quota; of equals the first. What is kept may be written over
+ * the bits themselves. */
 int64_t safusion_keep_largest(const int32_t *places, const int32_t *bits, const int64_t *counts, const int32_t *floors,
                               const int64_t *quotas, int64_t lists, int64_t *kept_places, int32_t *kept_bits)
 {

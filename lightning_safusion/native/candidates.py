@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_safusion.native.library import call
-from lightning_safusion.native.workspace import empty
+from lightning_safusion.native.workspace import empty, grown
 
 
 def number_above(
@@ -55,16 +55,16 @@ def keep_largest(
 
     Args:
         places: int32 [C], those of the first list, of the second, and so on.
-        bits: int32 [C].
+        bits: int32 [C]; overwritten by those that are kept.
         counts: int64 [S], entries of each list.
         floors: int32 [S], of the bits of magnitudes; -1 lets all through.
         quotas: int64 [S], most that are kept of each.
     """
     (counts, quotas), (floors,) = _as(np.int64, counts, quotas), _as(np.int32, floors)
     room = int(np.minimum(counts, quotas).sum()) + 1  # entries are written before it is known whether they stay
-    kept_places, kept_bits = empty(room, np.int64), empty(room, np.int32)
-    kept = call("safusion_keep_largest", places, bits, counts, floors, quotas, len(counts), kept_places, kept_bits)
-    return kept_places[:kept], kept_bits[:kept]
+    kept_places = empty(room, np.int64)
+    kept = call("safusion_keep_largest", places, bits, counts, floors, quotas, len(counts), kept_places, bits)
+    return kept_places[:kept], bits[:kept]
 
 
 class Lists(NamedTuple):
@@ -82,12 +82,21 @@ class Lists(NamedTuple):
 
 
 def replaced(lists: Lists, marked: np.ndarray, others: Lists) -> Lists:
-    """Lists of which those that are ``marked`` (bool [S]) are replaced by others."""
-    counts = lists.counts.copy()
-    counts[marked] = others.counts
-    places, bits = empty(int(counts.sum()), np.int32), empty(int(counts.sum()), np.int32)
-    call("safusion_replace", *lists, marked.astype(np.uint8), len(counts), *others, places, bits)
-    return Lists(places, bits, counts)
+    """Lists of which those that are ``marked`` (bool [S]) are replaced by others; they move in the room that they have.
+
+    Raises:
+        ValueError: If some other list is shorter than the one in whose place it comes.
+    """
+    (counts,), (other_counts,) = _as(np.int64, lists.counts), _as(np.int64, others.counts)
+    if (other_counts < counts[marked]).any():
+        raise ValueError("a list can only be replaced by one that is no shorter: the others would be overwritten")
+    new = counts.copy()
+    new[marked] = other_counts
+    size = int(new.sum())
+    places, bits = grown(lists.places, size), grown(lists.bits, size)
+    mark = marked.astype(np.uint8)
+    call("safusion_replace", places, bits, counts, mark, len(counts), others.places, others.bits, other_counts)
+    return Lists(places, bits, new)
 
 
 class Shares(NamedTuple):

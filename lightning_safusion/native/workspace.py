@@ -52,6 +52,17 @@ def empty(count: int, dtype: type) -> np.ndarray:
     return np.asarray(_Loan(_block(count * kind.itemsize), count, kind, _free))
 
 
+def grown(array: np.ndarray, count: int) -> np.ndarray:
+    """The beginning of an array with room for ``count`` elements: where it lies, if there is more behind it."""
+    room = array.base if isinstance(array.base, np.ndarray) else array
+    same_place = room.dtype == array.dtype and room.ctypes.data == array.ctypes.data
+    if same_place and len(room) >= count:
+        return room[:count]
+    more = empty(count, array.dtype.type)
+    more[: len(array)] = array
+    return more
+
+
 def _block(size: int) -> _Block:
     """The smallest of the free ones that is large enough, or else another in place of the largest."""
     with _lock:

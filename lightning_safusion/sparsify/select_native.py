@@ -161,17 +161,22 @@ class NativeView(NumpyView):
 
     def _cut_to_pool(self, found: Candidates, floors: np.ndarray) -> tuple[Candidates, int]:
         shares = native.share(found.signed, found.counts, self._layout.quotas, self.segments.capacity)
-        kept = native.keep_largest(found.indices, found.signed, found.counts, shares.floors, shares.numbers)
-        return Candidates(*kept, shares.numbers), shares.lowest
+        if int(shares.numbers.sum()) > self.segments.capacity:
+            return found, shares.lowest
+        return Candidates(*self._kept_of(found, shares.floors, shares.numbers), shares.numbers), shares.lowest
 
     def _trim(self, found: Candidates) -> Selection:
         return self._largest_above(found, np.full(len(found.counts), -1, np.int32))
 
     def _largest_above(self, found: Candidates, floors: np.ndarray) -> Selection:
         """Those above floors (int32 [A]), of each segment no more than there is room for."""
-        quotas = self._layout.quotas
+        return as_selection(*self._kept_of(found, floors, self._layout.quotas))
+
+    def _kept_of(self, found: Candidates, floors: np.ndarray, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Places (int64) and bits of what is largest above the floor of each segment, up to a number (int64 [A])."""
+        self._swept = self._counted = None  # overwritten
         places = found.indices.astype(np.int32, copy=False)
-        return as_selection(*native.keep_largest(places, found.signed, found.counts, floors, quotas))
+        return native.keep_largest(places, found.signed, found.counts, floors, numbers)
 
     def _numbers(self, found: Candidates, floors: np.ndarray, higher: np.ndarray) -> np.ndarray:
         return native.number_above(found.signed, found.counts, higher, floors, found.counts)

@@ -30,7 +30,7 @@ def test_lists_are_cut_to_their_largest_and_of_equals_the_first(spread: int, abo
     x = rng.integers(-spread, spread + 1, counts.sum()).astype(np.float32) / 3
     limit = np.float32(above * spread / 3)
     floors = np.full(len(counts), -1 if above < 0 else limit.view(np.int32), np.int32)
-    kept, bits = native.keep_largest(places, x.view(np.int32), counts, floors, quotas)
+    kept, bits = native.keep_largest(places, x.view(np.int32).copy(), counts, floors, quotas)
     expected, stop = [], 0
     for count, quota in zip(counts, quotas, strict=True):
         mine = np.abs(x[stop : stop + count])
@@ -88,16 +88,19 @@ def test_quotas_may_take_the_places_of_larger_elements() -> None:
     assert shares.numbers.tolist() == [2, 1, 1]
 
 
-def test_some_lists_are_replaced_by_others() -> None:
-    def lists(counts: list[int], first: int) -> native.Lists:
-        places = np.arange(first, first + sum(counts), dtype=np.int32)
-        return native.Lists(places, -places, np.array(counts))
+@pytest.mark.parametrize("room", [6, 8, 9, 50])
+def test_some_lists_are_replaced_by_longer_ones(room: int) -> None:
+    def lists(counts: list[int], first: int, room: int = 0) -> native.Lists:
+        places = np.arange(first, first + max(room, sum(counts)), dtype=np.int32)
+        return native.Lists(places[: sum(counts)], (-places)[: sum(counts)], np.array(counts))
 
     marked = np.array([False, True, False, True])
-    replaced = native.replaced(lists([2, 1, 3, 0], 10), marked, lists([3, 1], 90))
+    replaced = native.replaced(lists([2, 1, 3, 0], 10, room), marked, lists([3, 1], 90))
     assert replaced.counts.tolist() == [2, 3, 3, 1]
     assert replaced.places.tolist() == [10, 11, 90, 91, 92, 13, 14, 15, 93]
     assert replaced.bits.tolist() == (-replaced.places).tolist()
+    with pytest.raises(ValueError, match="no shorter"):
+        native.replaced(lists([2, 1, 3, 1], 10, room), marked, lists([3, 0], 90))
 
 
 def test_spans_that_positions_of_32_bits_cannot_address_are_left_to_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
