@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -32,6 +32,8 @@ _WRITTEN_ALONE = 1 << 14
 # Decoded entries take several times the bytes of messages: those of two ranks are held at a time, or of more as long as
 # they are no more than one for so many elements.
 _DECODED_SHARE = 4
+# Compiled kernels decode so many entries of all ranks at a time, which stay in the caches, but not of too few elements.
+_DECODED_TOGETHER, _LEAST_PIECE = 1 << 17, 1 << 16
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -162,11 +164,8 @@ class SparseAllGather(StreamOrderedExchange):
     def _written_at_once(self, gradients: Sequence[Tensor]) -> bool:
         """:meth:`decode_into` with compiled kernels."""
         live = [gradient for gradient in gradients if gradient.numel()]
-        scale, finite = 1.0 / self.transport.world_size, True
-        for ranks in self._together:
-            decoded = [self._entries(self._messages[rank]) for rank in ranks]
-            entries = [(indices.numpy(), values.numpy()) for indices, values in decoded]
-            finite &= native.mean_into(live, self._parts, entries, scale, onto=ranks.start > 0)
+        messages = [] if self.codec is None else [partial(self._reader, message) for message in self._messages]
+        finite = native.mean_into(live, self._parts, messages, 1.0 / self.transport.world_size, self._piece)
         for t in self._lanes_of:
             self._add_lanes(t, gradients[t])
             finite &= all_finite(gradients[t])
@@ -181,6 +180,11 @@ class SparseAllGather(StreamOrderedExchange):
         if self.codec is None:
             raise RuntimeError("a span that travels dense has no entries")
         return self.codec.decode(message[self._selection])
+
+    def _reader(self, message: Tensor) -> native.Reader:
+        if self.codec is None:
+            raise RuntimeError("a span that travels dense has no entries")
+        return self.codec.reader(message[self._selection])
 
     def _entries_by_tensor(self, message: Tensor, scale: float) -> tuple[Tensor, Tensor, list[int], float]:
         """Positions (int64 [K]) and scaled values (float32 [K]) that a rank sent, where those of each tensor begin
@@ -200,8 +204,14 @@ class SparseAllGather(StreamOrderedExchange):
         return [range(first, min(first + share, ranks)) for first in range(0, ranks, share)]
 
     @cached_property
+    def _piece(self) -> int:
+        """Elements whose entries are decoded together by compiled kernels."""
+        entries = self.transport.world_size * max(self.spec.capacity, 1)
+        return max(_LEAST_PIECE, _DECODED_TOGETHER * self.spec.numel // entries)
+
+    @cached_property
     def _parts(self) -> native.Parts:
-        return native.Parts.between(self.spec.edges)
+        return native.Parts.between(self.spec.edges, self._piece)
 
     @cached_property
     def _lanes_of(self) -> dict[int, list[Tensor]]:

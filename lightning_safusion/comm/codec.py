@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lightning_safusion import native
 from lightning_safusion.comm.values import FloatValues, Values
 from lightning_safusion.kernels import serves
 from lightning_safusion.sparsify.base import Selection
@@ -114,9 +115,14 @@ class Codec(ABC):
         self._check(message)
         return self.decode_cut(message) if message.device.type == "cpu" else self.decode_padded(message)
 
-    @abstractmethod
     def decode_cut(self, message: Tensor) -> tuple[Tensor, Tensor]:
         """:meth:`decode` of a message in host memory: as many entries as were sent."""
+        return self.reader(message)(0, self.numel)
+
+    @abstractmethod
+    def reader(self, message: Tensor) -> native.Reader:
+        """Reads a message in host memory piece by piece, in any order: what it has of the elements from one up to
+        another."""
 
     @abstractmethod
     def decode_padded(self, message: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,3 +158,17 @@ class Codec(ABC):
 def _without_padding(values: Tensor, count: Tensor) -> Tensor:
     """Zeros behind the first ``count`` (one element on the device): in a few bits there is no zero."""
     return torch.where(torch.arange(len(values), device=values.device) < count, values, 0.0)
+
+
+def blocks_of(count: int, length: int) -> int:
+    """Blocks of a length that so many elements fill, the last one in part."""
+    return -(-count // length)
+
+
+def positions_to_write(selection: Selection, padding: int) -> Tensor:
+    """Positions to be written: the valid ones if the host knows how many, else all, with ``padding`` behind them."""
+    if isinstance(selection.count, int):
+        every = selection.count == selection.indices.numel()
+        return selection.indices if every else selection.indices[: selection.count]
+    places = torch.arange(selection.indices.numel(), device=selection.indices.device)
+    return selection.indices.masked_fill(places >= selection.count, padding)

@@ -38,8 +38,8 @@ class ValueField(ABC):
         """
 
     @abstractmethod
-    def read(self, indices: Tensor, field: Tensor) -> Tensor:
-        """float32 [K], the values of the positions (int64 [K]) that were written first."""
+    def read(self, indices: Tensor, field: Tensor, first: int = 0) -> Tensor:
+        """float32 [K], the values of positions (int64 [K]) that were written one after the other, from ``first`` on."""
 
 
 class Values(ABC):
@@ -91,9 +91,9 @@ class FloatField(ValueField):
         fill(field.view(self.dtype), coded)
         return sent
 
-    def read(self, indices: Tensor, field: Tensor) -> Tensor:
+    def read(self, indices: Tensor, field: Tensor, first: int = 0) -> Tensor:
         values = field.view(self.dtype)
-        return (values if len(indices) == len(values) else values[: len(indices)]).float()
+        return (values if len(indices) == len(values) else values[first : first + len(indices)]).float()
 
 
 class QuantizedValues(Values):
@@ -160,17 +160,29 @@ class QuantizedField(ValueField):
         self._fill(field, _packed(pad(codes, (0, -len(codes) % 8)), self.bits), coarse)
         return self._values(codes, scale)
 
-    def read(self, indices: Tensor, field: Tensor) -> Tensor:
-        packed = field[: -(-len(indices) * self.bits // 8)]
+    def read(self, indices: Tensor, field: Tensor, first: int = 0) -> Tensor:
+        begin, skipped = divmod(first * self.bits, 8)
+        skipped //= self.bits
+        packed = field[begin : -(-(first + len(indices)) * self.bits // 8)]
         coarse = field[self._code_bytes :][: 2 * len(self._starts)].view(torch.bfloat16)
         if native.serves(indices):
-            bits = coarse.view(torch.uint16).numpy()
-            values = native.values(indices.numpy(), self._starts, packed.numpy(), bits, self.bits)
+            values = self._read_native(indices.numpy(), packed.numpy(), coarse.view(torch.uint16).numpy(), skipped)
             if values is not None:
                 return torch.from_numpy(values)
-        if (counts := self._host_counts(indices)) is not None:
+        if skipped == 0 and (counts := self._host_counts(indices)) is not None:
             return self._host_values(packed.numpy(), coarse.float().numpy(), counts)
-        return self._values(_unpacked(packed, self.bits)[: len(indices)], coarse.float()[self._parts(indices)])
+        codes = _unpacked(packed, self.bits)[skipped : skipped + len(indices)]
+        return self._values(codes, coarse.float()[self._parts(indices)])
+
+    def _read_native(
+        self, indices: np.ndarray, packed: np.ndarray, scales: np.ndarray, skipped: int
+    ) -> np.ndarray | None:
+        """:meth:`read` with compiled kernels, which look at the parts that the positions lie in."""
+        if not len(indices):
+            return np.empty(0, np.float32)
+        low, high = self._starts.searchsorted(indices[[0, -1]], side="right")
+        parts = slice(max(low - 1, 0), high)
+        return native.values(indices, self._starts[parts], packed, scales[parts], self.bits, skipped)
 
     def _fill(self, field: Tensor, packed: Tensor, coarse: Tensor) -> None:
         """Writes codes and scales, and zeros between them and behind them."""

@@ -18,15 +18,14 @@ the size of a message is known without looking at the gradient, and they need no
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
-from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_safusion import native
-from lightning_safusion.comm.codec import Codec
+from lightning_safusion.comm.block_codec import Block8Codec, Block16Codec
+from lightning_safusion.comm.codec import Codec, blocks_of, positions_to_write
 from lightning_safusion.comm.values import VALUES, FloatField, FloatValues, Values, fill
 from lightning_safusion.kernels import serves
 from lightning_safusion.naming import look_up
@@ -54,13 +53,19 @@ class DenseCodec(Codec):
         coded, sent = self._floats.cast(selection.values)
         # The place behind the span takes the padding, whose own positions are those of other entries.
         span = torch.zeros(self.numel + 1, dtype=self.value_dtype, device=selection.indices.device)
-        positions = _positions(selection, padding=self.numel)
+        positions = positions_to_write(selection, padding=self.numel)
         span.index_copy_(0, positions, coded[: positions.numel()])
         field.view(self.value_dtype).copy_(span[:-1])
         return sent
 
-    def decode_cut(self, message: Tensor) -> tuple[Tensor, Tensor]:
-        return self.decode_padded(message)
+    def reader(self, message: Tensor) -> native.Reader:
+        field, _ = self._fields(message)
+
+        def between(start: int, stop: int) -> tuple[Tensor, Tensor]:
+            indices = torch.arange(start, stop)
+            return indices, self._floats.read(indices, field, start)
+
+        return between
 
     def decode_padded(self, message: Tensor) -> tuple[Tensor, Tensor]:
         field, _ = self._fields(message)
@@ -88,7 +93,7 @@ class CooCodec(Codec):
 
     def write(self, selection: Selection, fields: Sequence[Tensor]) -> Tensor:
         header, indices, values = fields
-        positions = _positions(selection, padding=0)
+        positions = positions_to_write(selection, padding=0)
         if isinstance(selection.count, int):
             header.view(torch.int32).fill_(selection.count)
         else:
@@ -96,119 +101,21 @@ class CooCodec(Codec):
         fill(indices.view(torch.int32), positions)
         return self._write_values(selection, values)
 
-    def decode_cut(self, message: Tensor) -> tuple[Tensor, Tensor]:
+    def reader(self, message: Tensor) -> native.Reader:
         header, indices, values, _ = self._fields(message)
-        positions = indices.view(torch.int32)[: int(header.view(torch.int32))].long()
-        return positions, self.field.read(positions, values)
+        every = indices.view(torch.int32)[: int(header.view(torch.int32))]
+
+        def between(start: int, stop: int) -> tuple[Tensor, Tensor]:
+            first, last = every.numpy().searchsorted(np.array([start, stop], np.int32))
+            positions = every[first:last].long()
+            return positions, self.field.read(positions, values, int(first))
+
+        return between
 
     def decode_padded(self, message: Tensor) -> tuple[Tensor, Tensor]:
         header, indices, values, _ = self._fields(message)
         positions = indices.view(torch.int32).long()
         return positions, self._read_padded(positions, values, lambda: header.view(torch.int32))
-
-
-# Entries that are counted one by one in the time in which the end of a block is found by bisection.
-_SEARCH = 16
-
-
-class BlockCodec(Codec):
-    """Offsets in blocks of a fixed length, with a count for every block.
-
-    Ascending positions are already in the order of the blocks, so that both directions are a few element-wise passes.
-    """
-
-    offset_bits: ClassVar[int]
-    count_dtype: ClassVar[torch.dtype]
-
-    @cached_property
-    def blocks(self) -> int:
-        """Number of blocks of the span."""
-        return _ceil(self.numel, 1 << self.offset_bits)
-
-    @property
-    def field_bytes(self) -> tuple[int, ...]:
-        header = _ceil(self.count_dtype.itemsize * self.blocks, 4) * 4  # what follows is aligned
-        return header, self.field.nbytes, self.offset_bits // 8 * self.capacity
-
-    def write(self, selection: Selection, fields: Sequence[Tensor]) -> Tensor:
-        header, values, offsets = fields
-        # Padding lies behind the last block: it is counted in no block, and its low bits are 0.
-        positions = _positions(selection, padding=self.blocks << self.offset_bits)
-        if native.serves(positions):
-            counts, every = header.view(self.count_dtype).numpy(), self._host_offsets(offsets)
-            native.write_offsets(positions.numpy(), counts[: self.blocks], every)
-            counts[self.blocks :], every[len(positions) :] = 0, 0
-        else:
-            fill(header.view(self.count_dtype), self._block_counts(positions))
-            fill(self._offsets(offsets), positions)  # the conversion keeps the low bits
-        return self._write_values(selection, values)
-
-    def _offsets(self, field: Tensor) -> Tensor:
-        return field.view(torch.int16) if self.offset_bits == 16 else field
-
-    def _host_offsets(self, field: Tensor) -> np.ndarray:
-        return field.numpy().view(np.uint16 if self.offset_bits == 16 else np.uint8)
-
-    def _counts(self, header: Tensor) -> Tensor:
-        return header.view(self.count_dtype)[: self.blocks]
-
-    def decode_cut(self, message: Tensor) -> tuple[Tensor, Tensor]:
-        header, values, offsets, _ = self._fields(message)
-        counts = self._counts(header).numpy()
-        count = int(counts.sum())
-        every = self._host_offsets(offsets)
-        if native.usable():
-            positions = torch.from_numpy(native.positions(every, counts))
-            return positions, self.field.read(positions, values)
-        indices = every[:count].astype(np.int64)
-        if self.blocks > 1:
-            indices += np.repeat(np.arange(self.blocks) << self.offset_bits, counts)
-        positions = torch.from_numpy(indices)
-        return positions, self.field.read(positions, values)
-
-    def _block_counts(self, positions: Tensor) -> Tensor:
-        """Entries of each block, from ascending positions; on the CPU a few NumPy calls cost half as much."""
-        if positions.device.type == "cpu":
-            if _SEARCH * self.blocks > len(positions):
-                counted = np.bincount(positions.numpy() >> self.offset_bits, minlength=self.blocks)
-                return torch.from_numpy(counted[: self.blocks])
-            ends = positions.numpy().searchsorted(np.arange(self.blocks + 1) << self.offset_bits)
-            return torch.from_numpy(ends[1:] - ends[:-1])
-        edges = torch.arange(self.blocks + 1, device=positions.device) << self.offset_bits
-        return torch.searchsorted(positions, edges).diff()
-
-    def decode_padded(self, message: Tensor) -> tuple[Tensor, Tensor]:
-        header, field, offsets, _ = self._fields(message)
-        counts = self._counts(header)
-        indices = self._padded_indices(counts, self._offsets(offsets))
-        return indices, self._read_padded(indices, field, lambda: counts.sum(dtype=torch.int64))
-
-    def _padded_indices(self, counts: Tensor, offsets: Tensor) -> Tensor:
-        if self.has_kernel and serves(counts.device):
-            from lightning_safusion.kernels import wire  # imports Triton
-
-            return wire.decode_block16(counts, offsets, self.capacity)
-        block = torch.searchsorted(counts.cumsum(0), torch.arange(self.capacity, device=counts.device), right=True)
-        # Padding is past the last end; as its offset is 0 it becomes the first element of the last block.
-        block.clamp_(max=max(self.blocks - 1, 0))
-        return (block << self.offset_bits) + (offsets.long() & ((1 << self.offset_bits) - 1))
-
-
-class Block16Codec(BlockCodec):
-    """16-bit offsets in blocks of 65 536 elements."""
-
-    layout = "block16"
-    offset_bits = 16
-    count_dtype = torch.int32
-
-
-class Block8Codec(BlockCodec):
-    """8-bit offsets in blocks of 256 elements: half the bits for positions at densities of some per cent."""
-
-    layout = "block8"
-    has_kernel = False
-    offset_bits = 8
-    count_dtype = torch.int16
 
 
 class BitmapCodec(Codec):
@@ -218,28 +125,38 @@ class BitmapCodec(Codec):
 
     @property
     def field_bytes(self) -> tuple[int, ...]:
-        return 4 * _ceil(self.numel, 32), self.field.nbytes
+        return 4 * blocks_of(self.numel, 32), self.field.nbytes
 
     def write(self, selection: Selection, fields: Sequence[Tensor]) -> Tensor:
         bits, values = fields
         places = 8 * bits.numel()
         if native.serves(selection.indices):
-            native.mark(_positions(selection, padding=places).numpy(), bits.numpy())
+            native.mark(positions_to_write(selection, padding=places).numpy(), bits.numpy())
             return self._write_values(selection, values)
         mask = torch.zeros(places + 1, dtype=torch.bool, device=selection.indices.device)
-        positions = _positions(selection, padding=places)
+        positions = positions_to_write(selection, padding=places)
         mask.index_fill_(0, positions, True)
         bits.copy_(_pack_bits(mask[:places]))
         return self._write_values(selection, values)
 
-    def decode_cut(self, message: Tensor) -> tuple[Tensor, Tensor]:
+    def reader(self, message: Tensor) -> native.Reader:
         bits, values, _ = self._fields(message)
-        if native.usable():
-            indices = native.marked(bits.numpy())
-        else:
-            indices = np.flatnonzero(np.unpackbits(bits.numpy(), bitorder="little").view(np.bool_))
-        positions = torch.from_numpy(indices)
-        return positions, self.field.read(positions, values)
+        every = bits.numpy()
+        known = (0, 0)  # bytes, and entries in them
+
+        def between(start: int, stop: int) -> tuple[Tensor, Tensor]:
+            nonlocal known
+            low, high = start >> 3, blocks_of(stop, 8)
+            if low < known[0]:
+                known = (0, 0)
+            known = low, known[1] + _number_marked(every[known[0] : low])
+            indices = _marked(every[low:high])
+            indices += low << 3
+            first, last = indices.searchsorted([start, stop]).tolist()
+            positions = torch.from_numpy(indices[first:last])
+            return positions, self.field.read(positions, values, known[1] + first)
+
+        return between
 
     def decode_padded(self, message: Tensor) -> tuple[Tensor, Tensor]:
         bits, field, _ = self._fields(message)
@@ -306,17 +223,15 @@ def resolve_codec(
     return min((codec(numel, capacity, values, edges) for codec in layouts), key=lambda codec: codec.nbytes)
 
 
-def _ceil(value: int, unit: int) -> int:
-    return -(-value // unit)
+def _marked(bitmap: np.ndarray) -> np.ndarray:
+    """int64, places of the bits that are set."""
+    if native.usable():
+        return native.marked(bitmap)
+    return np.flatnonzero(np.unpackbits(bitmap, bitorder="little").view(np.bool_))
 
 
-def _positions(selection: Selection, padding: int) -> Tensor:
-    """Positions to be written: the valid ones if the host knows how many, else all, with ``padding`` behind them."""
-    if isinstance(selection.count, int):
-        every = selection.count == selection.indices.numel()
-        return selection.indices if every else selection.indices[: selection.count]
-    places = torch.arange(selection.indices.numel(), device=selection.indices.device)
-    return selection.indices.masked_fill(places >= selection.count, padding)
+def _number_marked(bitmap: np.ndarray) -> int:
+    return native.number_marked(bitmap) if native.usable() else int(np.unpackbits(bitmap).sum())
 
 
 def _pack_bits(mask: Tensor) -> Tensor:

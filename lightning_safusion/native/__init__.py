@@ -42,6 +42,7 @@ from lightning_safusion.native.candidates import (
 from lightning_safusion.native.elements import (
     MOST_ELEMENTS,
     Added,
+    Reader,
     Sums,
     Survey,
     Wanted,
@@ -53,7 +54,7 @@ from lightning_safusion.native.elements import (
     take_out,
 )
 from lightning_safusion.native.library import Parts, serves, unused, usable
-from lightning_safusion.native.messages import mark, marked, positions, quantized, values, write_offsets
+from lightning_safusion.native.messages import mark, marked, number_marked, positions, quantized, values, write_offsets
 from lightning_safusion.native.workspace import release
 
 __all__ = [
@@ -61,6 +62,7 @@ __all__ = [
     "Added",
     "Lists",
     "Parts",
+    "Reader",
     "Shares",
     "Sums",
     "Survey",
@@ -73,6 +75,7 @@ __all__ = [
     "marked",
     "mean_into",
     "number_above",
+    "number_marked",
     "positions",
     "quantized",
     "release",

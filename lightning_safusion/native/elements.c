@@ -228,7 +228,7 @@ static int all_finite(const float *x, int64_t size) { return largest((const int3
 
 int64_t safusion_mean(const int64_t *grads, const int64_t *starts, const int64_t *sizes, int64_t parts,
                       const int64_t *places, const int64_t *values, const int64_t *cuts, int64_t ranks, float scale,
-                      int64_t onto, int64_t past_caches)
+                      int64_t past_caches)
 {
     float block[DECODED];
     float bound = 0;
@@ -237,13 +237,12 @@ int64_t safusion_mean(const int64_t *grads, const int64_t *starts, const int64_t
         int32_t bits = largest((const int32_t *)(intptr_t)values[r] + first, last - first);
         bound += as_float((uint32_t)bits) * scale;
     }
-    int certain = bound <= FLT_MAX && !onto, finite = 1;
+    int certain = bound <= FLT_MAX, finite = 1;
     for (int64_t p = 0; p < parts; p++) {
         float *grad = (float *)(intptr_t)grads[p];
         for (int64_t at = 0; at < sizes[p]; at += DECODED) {
             int64_t size = sizes[p] - at < DECODED ? sizes[p] - at : DECODED, start = starts[p] + at;
-            if (onto) memcpy(block, grad + at, sizeof(float) * (size_t)size);
-            else memset(block, 0, sizeof(float) * (size_t)size);
+            memset(block, 0, sizeof(float) * (size_t)size);
             for (int64_t r = 0; r < ranks; r++) {
                 const int64_t *place = (const int64_t *)(intptr_t)places[r];
                 const float *value = (const float *)(intptr_t)values[r];

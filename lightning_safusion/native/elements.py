@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -12,6 +12,8 @@ from torch import Tensor
 from lightning_safusion.native.library import Parts, call, shared
 from lightning_safusion.native.workspace import empty
 
+#: Gives ascending positions (int64 [K]) and values (float32 [K]) of what a message has of a run of elements, or more.
+Reader: TypeAlias = Callable[[int, int], tuple[Tensor, Tensor]]
 Sums: TypeAlias = Literal["values", "magnitudes"]
 
 _SPARE = 33  # places behind the last that are written to before it is noticed that there is no more room
@@ -196,50 +198,46 @@ def add_finite(
 
 
 def mean_into(
-    grads: Sequence[Tensor],
-    parts: Parts,
-    entries: Sequence[tuple[np.ndarray, np.ndarray]],
-    scale: float,
-    onto: bool = False,
+    grads: Sequence[Tensor], parts: Parts, messages: Sequence[Callable[[], Reader]], scale: float, piece: int
 ) -> bool:
     """Writes sums of scaled entries, added in the order of ranks, and zeros everywhere else.
 
     Args:
         grads: float32, contiguous, not empty: tensors that follow each other in a span.
         parts: Where they belong in it.
-        entries: Ascending positions in the span (int64 [K]) and values (float32 [K]) of every rank.
+        messages: Those of all ranks, each as what begins to read it; every thread reads on its own.
         scale: Factor on the values.
-        onto: Add to what the gradients hold: the sums of the ranks before these.
+        piece: Elements of the span whose entries are read together: entries take several times the bytes of messages,
+            and shall not leave the caches in between.
 
     Returns:
         Whether all sums are finite.
     """
     if not grads:
         return True
-    addresses = _addresses(grads, parts)
-    places = np.array([indices.ctypes.data for indices, _ in entries], np.int64)
-    values = np.array([numbers.ctypes.data for _, numbers in entries], np.int64)
-    ends = np.append(parts.starts, parts.starts[-1] + parts.sizes[-1])
-    cuts = [indices.searchsorted(ends) for indices, _ in entries]
+    addresses, ends = _addresses(grads, parts), parts.starts + parts.sizes
     past_caches = int(parts.sizes.sum() > _PAST_CACHES)
 
     def write(low: int, high: int) -> bool:
-        mine = np.array([cut[low : high + 1] for cut in cuts], np.int64)
-        finite = call(
-            "safusion_mean",
-            addresses[low:high],
-            parts.starts[low:high],
-            parts.sizes[low:high],
-            high - low,
-            places,
-            values,
-            mine,
-            len(entries),
-            ctypes.c_float(scale),
-            int(onto),
-            past_caches,
-        )
-        return bool(finite)
+        readers, finite = [begin() for begin in messages], True
+        while low < high:
+            first, stop = int(parts.starts[low]), min(high, int(ends.searchsorted(parts.starts[low] + piece, "right")))
+            stop = max(stop, low + 1)
+            entries = [read(first, int(ends[stop - 1])) for read in readers]
+            runs = addresses[low:stop], parts.starts[low:stop], parts.sizes[low:stop]
+            finite &= _write_mean(*runs, [(indices.numpy(), values.numpy()) for indices, values in entries])
+            low = stop
+        return finite
+
+    def _write_mean(
+        addresses: np.ndarray, starts: np.ndarray, sizes: np.ndarray, entries: list[tuple[np.ndarray, np.ndarray]]
+    ) -> bool:
+        edges = np.append(starts, starts[-1] + sizes[-1])
+        cuts = np.array([indices.searchsorted(edges) for indices, _ in entries], np.int64)
+        places = np.array([indices.ctypes.data for indices, _ in entries], np.int64)
+        values = np.array([numbers.ctypes.data for _, numbers in entries], np.int64)
+        runs, factor = (addresses, starts, sizes, len(starts)), ctypes.c_float(scale)
+        return bool(call("safusion_mean", *runs, places, values, cuts, len(entries), factor, past_caches))
 
     return all(shared(write, parts.sizes))
 

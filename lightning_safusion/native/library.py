@@ -75,19 +75,20 @@ class Parts(NamedTuple):
     firsts: np.ndarray
 
     @classmethod
-    def between(cls, edges: Sequence[int]) -> Parts:
+    def between(cls, edges: Sequence[int], most: int | None = None) -> Parts:
         """Parts of the runs between ascending edges, but for the empty ones."""
         bounds = np.asarray(edges, np.int64)
         sizes = np.diff(bounds)
-        return cls.of(bounds[:-1][sizes > 0], sizes[sizes > 0])
+        return cls.of(bounds[:-1][sizes > 0], sizes[sizes > 0], most)
 
     @classmethod
-    def of(cls, starts: np.ndarray, sizes: np.ndarray) -> Parts:
-        """Cuts runs (int64 [S], none of them empty) into parts of at most about a million elements."""
-        numbers = -(-sizes // _PART)
+    def of(cls, starts: np.ndarray, sizes: np.ndarray, most: int | None = None) -> Parts:
+        """Cuts runs (int64 [S], none of them empty) into parts of at most so many elements: about a million."""
+        length = min(_PART, most or _PART)
+        numbers = -(-sizes // length)
         firsts = numbers.cumsum() - numbers
-        offsets = (np.arange(int(numbers.sum())) - firsts.repeat(numbers)) * _PART
-        return cls(starts.repeat(numbers) + offsets, np.minimum(sizes.repeat(numbers) - offsets, _PART), firsts)
+        offsets = (np.arange(int(numbers.sum())) - firsts.repeat(numbers)) * length
+        return cls(starts.repeat(numbers) + offsets, np.minimum(sizes.repeat(numbers) - offsets, length), firsts)
 
     def whole(self, per_part: np.ndarray) -> np.ndarray:
         """Sums of the parts of every run."""

@@ -2,14 +2,14 @@
 #include "kernels.h"
 
 void safusion_positions(const void *offsets, int64_t offset_bits, const int64_t *counts, int64_t blocks,
-                        int64_t *positions)
+                        int64_t first_block, int64_t *positions)
 {
     const uint8_t *narrow = offsets;
     const uint16_t *wide = offsets;
     int64_t entry = 0;
     for (int64_t b = 0; b < blocks; b++)
         for (int64_t last = entry + counts[b]; entry < last; entry++)
-            positions[entry] = b << offset_bits | (offset_bits == 8 ? narrow[entry] : wide[entry]);
+            positions[entry] = (first_block + b) << offset_bits | (offset_bits == 8 ? narrow[entry] : wide[entry]);
 }
 
 /* Counts are zero at first; what lies behind the last block is counted in none. */
@@ -120,7 +120,7 @@ int64_t safusion_quantize(const int64_t *positions, const float *values, int64_t
 }
 
 int64_t safusion_values(const int64_t *positions, int64_t size, const int64_t *starts, int64_t parts, int64_t bits,
-                        const uint8_t *codes, const uint16_t *scales, float *values)
+                        const uint8_t *codes, int64_t first_code, const uint16_t *scales, float *values)
 {
     const int mask = (1 << bits) - 1;
     float table[16];
@@ -130,8 +130,10 @@ int64_t safusion_values(const int64_t *positions, int64_t size, const int64_t *s
         int64_t last = end_of_part(positions, entry, size, p + 1 < parts ? starts[p + 1] : INT64_MAX);
         if (last < 0) return 0;
         float scale = as_float((uint32_t)scales[p] << 16);
-        for (; entry < last; entry++)
-            values[entry] = table[codes[entry * bits >> 3] >> (entry * bits & 7) & mask] * scale;
+        for (; entry < last; entry++) {
+            int64_t bit = (first_code + entry) * bits;
+            values[entry] = table[codes[bit >> 3] >> (bit & 7) & mask] * scale;
+        }
     }
     return entry == size;
 }

@@ -10,12 +10,13 @@ from lightning_safusion.native.library import call
 from lightning_safusion.native.workspace import empty
 
 
-def positions(offsets: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def positions(offsets: np.ndarray, counts: np.ndarray, first_block: int = 0) -> np.ndarray:
     """Positions (int64 [K]) from offsets (uint8 or uint16 [K or more]) in blocks of 256 or 65536 elements.
 
     Args:
         offsets: Those of the first block, of the second, and so on.
         counts: Entries of each block.
+        first_block: Which block that is.
 
     Raises:
         ValueError: If there are fewer offsets than entries.
@@ -24,7 +25,7 @@ def positions(offsets: np.ndarray, counts: np.ndarray) -> np.ndarray:
     if not 0 <= number <= len(offsets):
         raise ValueError(f"a message with {number} entries has room for {len(offsets)}: it is damaged")
     found = empty(number, np.int64)
-    call("safusion_positions", offsets, 8 * offsets.itemsize, counts.astype(np.int64), len(counts), found)
+    call("safusion_positions", offsets, 8 * offsets.itemsize, counts.astype(np.int64), len(counts), first_block, found)
     return found
 
 
@@ -40,9 +41,14 @@ def write_offsets(positions: np.ndarray, counts: np.ndarray, offsets: np.ndarray
     call("safusion_offsets", positions, len(positions), 8 * offsets.itemsize, len(counts), counts, offsets)
 
 
+def number_marked(bitmap: np.ndarray) -> int:
+    """How many bits are set in a bitmap (uint8 [B])."""
+    return call("safusion_marked", bitmap, len(bitmap), None)
+
+
 def marked(bitmap: np.ndarray) -> np.ndarray:
     """Ascending places (int64 [K]) of the bits that are set in a bitmap (uint8 [B], the lowest bit of a byte first)."""
-    found = empty(call("safusion_marked", bitmap, len(bitmap), None), np.int64)
+    found = empty(number_marked(bitmap), np.int64)
     call("safusion_marked", bitmap, len(bitmap), found)
     return found
 
@@ -87,16 +93,25 @@ def quantized(positions: np.ndarray, values: np.ndarray, starts: np.ndarray, bit
 
 
 def values(
-    positions: np.ndarray, starts: np.ndarray, codes: np.ndarray, scales: np.ndarray, bits: int
+    positions: np.ndarray, starts: np.ndarray, codes: np.ndarray, scales: np.ndarray, bits: int, first: int = 0
 ) -> np.ndarray | None:
     """What :func:`quantized` codes stand for, float32 [K]; None if positions (int64 [K]) do not ascend.
+
+    Args:
+        positions: int64 [K].
+        starts: int64 [P], the first position of each part, ascending.
+        codes: uint8.
+        scales: uint16 [P], bits of a bfloat16 for each part.
+        bits: Of a code: 1, 2 or 4.
+        first: How many codes there are before that of the first position.
 
     Raises:
         ValueError: If there are fewer codes than positions, or another number of scales than of parts.
     """
-    if len(codes) * 8 // bits < len(positions) or len(scales) != len(starts):
+    if len(codes) * 8 // bits < first + len(positions) or len(scales) != len(starts):
         sizes = f"{len(codes)} bytes of codes and {len(scales)} scales"
         raise ValueError(f"a message of {sizes} is damaged: {len(positions)} entries in {len(starts)} parts")
     found = empty(len(positions), np.float32)
-    done = call("safusion_values", positions, len(positions), starts, len(starts), bits, codes, scales, found)
+    count, parts = len(positions), len(starts)
+    done = call("safusion_values", positions, count, starts, parts, bits, codes, first, scales, found)
     return found if done else None

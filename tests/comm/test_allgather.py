@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm import Transport, resolve_codec
+from lightning_safusion import native
+from lightning_safusion.comm import Transport, allgather, resolve_codec
 from lightning_safusion.comm.allgather import SparseAllGather
 from lightning_safusion.comm.exchange import SpanSpec
 from tests.cluster import Cluster, settings, specs
@@ -83,11 +84,42 @@ def test_messages_of_many_ranks_are_decoded_a_few_at_a_time(
     runs = () if dense is None else ((*dense, torch.float32),)
     workers = Workers(5, SpanSpec(EDGES[-1], capacity, EDGES, runs), gather("block16-fp32"))
     assert [len(ranks) for ranks in workers.exchanges[0]._together] == ([5] if capacity == 1500 else [2, 2, 1])
-    results = both(workers, gradients(5, EDGES[-1]), target)
+    with native.unused():
+        results = both(workers, gradients(5, EDGES[-1]), target)
     for direct, finite, mean, otherwise in results:
         assert finite is otherwise is True
         assert torch.equal(torch.cat(direct), mean)
         assert torch.equal(mean, results[0][2])
+
+
+@pytest.mark.skipif(not native.usable(), reason="the package was installed without a C compiler")
+@pytest.mark.parametrize("wire", ["block16-fp32", "block16-q4", "block8-q2", "bitmap-sign", "coo-bf16", "dense-fp32"])
+@pytest.mark.parametrize("least", [1000, 40_000])
+def test_messages_are_decoded_piece_by_piece(wire: str, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allgather, "_LEAST_PIECE", least)
+    monkeypatch.setattr(allgather, "_DECODED_TOGETHER", 1)
+    most: list[int] = []
+    begin = SparseAllGather._reader
+
+    def reader(self: SparseAllGather, message: Tensor) -> native.Reader:
+        read = begin(self, message)
+
+        def between(start: int, stop: int) -> tuple[Tensor, Tensor]:
+            indices, values = read(start, stop)
+            assert len(indices) == 0 or start <= indices[0] <= indices[-1] < stop
+            most.append(stop - start)
+            return indices, values
+
+        return between
+
+    monkeypatch.setattr(SparseAllGather, "_reader", reader)
+    workers = Workers(3, SpanSpec(EDGES[-1], 9000, EDGES, ()), gather(wire))
+    results = both(workers, gradients(3, EDGES[-1]), contiguous)
+    for direct, finite, mean, otherwise in results:
+        assert finite is otherwise is True
+        assert torch.equal(torch.cat(direct), mean)
+    assert max(most) <= least
+    assert len(most) >= 3 * 3 * EDGES[-1] // least
 
 
 @pytest.mark.parametrize("target", [garbage, contiguous])

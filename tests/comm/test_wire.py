@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 from itertools import pairwise
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_safusion import native
 from lightning_safusion.comm.codec import Codec
 from lightning_safusion.comm.wire import _pack_bits, _pack_bits_on_device, available_wires, resolve_codec
 from lightning_safusion.sparsify.base import Selection
@@ -103,6 +105,30 @@ def test_positions_above_two_to_the_24(layout: str) -> None:
     for decoded, values in (codec.decode_cut(out), codec.decode_padded(out)):
         assert torch.equal(decoded[:6], indices)
         assert torch.equal(values[:6], selection.values)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("wire", ["block16-fp32", "block8-q4", "block16-sign", "coo-q2", "bitmap-bf16", "dense-fp32"])
+def test_messages_are_read_piece_by_piece(wire: str, compiled: bool) -> None:
+    numel, count = 200_001, 9000
+    indices = torch.randperm(numel, generator=torch.Generator().manual_seed(0))[:count].sort().values
+    codec = resolve_codec(wire, numel, count + 7, torch.float32, (0, 70_000, 70_000, numel))
+    out = message(codec)
+    codec.encode(Selection(indices, torch.randn(count), count), out)
+    with contextlib.nullcontext() if compiled else native.unused():
+        whole, every = codec.decode(out)
+        read = codec.reader(out)
+        for start, stop in ((0, numel), (0, 0), (65_536, 131_072), (1, 2), (70_000, 70_001), (199_999, numel), (5, 9)):
+            found, values = read(start, stop)
+            inside = (whole >= start) & (whole < stop)
+            assert torch.equal(found, whole[inside])
+            assert torch.equal(values, every[inside])
+        for start in range(0, numel, 777):  # in order, at any place in a byte and a block
+            stop = min(start + 777, numel)
+            found, values = read(start, stop)
+            inside = (whole >= start) & (whole < stop)
+            assert torch.equal(found, whole[inside])
+            assert torch.equal(values, every[inside])
 
 
 def test_positions_above_two_to_the_31() -> None:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from lightning_safusion import native
 from lightning_safusion.comm.values import VALUES
@@ -46,6 +48,11 @@ def numbers(size: int, seed: int = 0) -> np.ndarray:
 
 def test_they_are_there_where_there_is_a_compiler() -> None:
     assert native.usable(), f"{COMPILER} should have built them: install the package again (pip install -e . -v)"
+
+
+def read(entries: list[tuple[Tensor, Tensor]]) -> list[Callable[[], native.Reader]]:
+    """Messages of which every piece is the whole."""
+    return [lambda both=both: lambda start, stop: both for both in entries]  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("sizes", [[1], [31], [32], [33], [4096], [4097], [0, 5, 0, 70_000, 1, 0], [12_345, 9999]])
@@ -154,22 +161,20 @@ def test_means_are_bitwise_those_of_pytorch(threads: int, ranks: int, offset: in
         indices = torch.randperm(total)[: max(1, total // 3)].sort().values
         values = torch.randn(len(indices))
         expected.scatter_add_(0, indices, values * scale)
-        entries.append((indices.numpy(), values.numpy()))
+        entries.append((indices, values))
     edges = [0, *np.cumsum(sizes).tolist()]
-    assert native.mean_into(grads, Parts.between(edges), entries[: ranks // 2], scale)
-    assert native.mean_into(grads, Parts.between(edges), entries[ranks // 2 :], scale, onto=True)
-    assert torch.equal(torch.cat(grads), expected)
-    assert native.mean_into(grads, Parts.between(edges), entries, scale)
-    assert torch.equal(torch.cat(grads), expected)
+    for piece in (1, 20_000, total):
+        assert native.mean_into(grads, Parts.between(edges), read(entries), scale, piece)
+        assert torch.equal(torch.cat(grads), expected)
 
 
 def test_a_mean_that_overflows_is_noticed(threads: int) -> None:
-    entries = [(np.array([9_000]), np.array([3e38], np.float32))] * 2
+    entries = [(torch.tensor([9_000]), torch.tensor([3e38]))] * 2
     grad = torch.empty(10_000)
-    assert not native.mean_into([grad], Parts.between([0, 10_000]), entries, 1.0)
+    assert not native.mean_into([grad], Parts.between([0, 10_000]), read(entries), 1.0, 10_000)
     assert grad[9_000] == float("inf")
-    entries = [(np.array([9_000]), np.array([np.nan], np.float32))]
-    assert not native.mean_into([grad], Parts.between([0, 10_000]), entries, 1.0)
+    entries = [(torch.tensor([9_000]), torch.tensor([torch.nan]))]
+    assert not native.mean_into([grad], Parts.between([0, 10_000]), read(entries), 1.0, 10_000)
 
 
 def test_what_was_sent_is_taken_out_in_turn() -> None:
@@ -282,8 +287,8 @@ def test_what_has_no_scale_has_no_codes(bits: int, value: float) -> None:
 
 def test_positions_that_do_not_rise_write_nowhere_else() -> None:
     grad = torch.full((50_000,), 7.0)
-    entries = [(np.array([20_000, 3, 49_999, 60_000, -4]), np.ones(5, np.float32))]
-    native.mean_into([grad], Parts.between([0, 50_000]), entries, 1.0)
+    entries = [(torch.tensor([20_000, 3, 49_999, 60_000, -4]), torch.ones(5))]
+    native.mean_into([grad], Parts.between([0, 50_000]), read(entries), 1.0, 50_000)
     assert set(grad.unique().tolist()) <= {0.0, 1.0}
 
 
