@@ -55,7 +55,7 @@ from lightning_safusion.native.elements import (
 )
 from lightning_safusion.native.library import Parts, serves, unused, usable
 from lightning_safusion.native.messages import mark, marked, number_marked, positions, quantized, values, write_offsets
-from lightning_safusion.native.workspace import release
+from lightning_safusion.native.workspace import rearranged, release, zeros
 
 __all__ = [
     "MOST_ELEMENTS",
@@ -78,6 +78,7 @@ __all__ = [
     "number_marked",
     "positions",
     "quantized",
+    "rearranged",
     "release",
     "replaced",
     "serves",
@@ -89,4 +90,5 @@ __all__ = [
     "usable",
     "values",
     "write_offsets",
+    "zeros",
 ]

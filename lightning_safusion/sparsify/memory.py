@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.native import Added, Parts, Wanted
+from lightning_safusion.native import Added, Parts, Wanted, rearranged, zeros
 
 
 class Memory(ABC):
@@ -141,12 +141,16 @@ class Flat:
     """
 
     def __init__(self, edges: Sequence[int], device: torch.device) -> None:
-        self._adopt(torch.zeros(edges[-1], device=device), edges)
+        if device.type == "cpu":
+            self._adopt(zeros(edges[-1], np.float32), edges)
+        else:
+            self._adopt(torch.zeros(edges[-1], device=device), edges)
 
-    def _adopt(self, data: Tensor, edges: Sequence[int]) -> None:
-        self.data, self._edges = data, edges
+    def _adopt(self, data: Tensor | np.ndarray, edges: Sequence[int]) -> None:
+        self._memory, self._edges = data, edges
+        self.data = data if isinstance(data, Tensor) else torch.from_numpy(data)
         self._parts: dict[tuple[int, ...], Parts] = {}
-        self.views = list(data.split([stop - start for start, stop in pairwise(edges)]))
+        self.views = list(self.data.split([stop - start for start, stop in pairwise(edges)]))
 
     def of(self, ids: Sequence[int]) -> list[Tensor]:
         return [self.views[i] for i in ids]
@@ -162,7 +166,11 @@ class Flat:
         return self._parts[key]
 
     def permute(self, order: Sequence[int], edges: Sequence[int]) -> None:
-        self._adopt(torch.cat([self.data[:0], *self.of(order)]), edges)
+        if isinstance(self._memory, np.ndarray):
+            runs = [(self._edges[place], self._edges[place + 1]) for place in order]
+            self._adopt(rearranged(self._memory, runs), edges)
+        else:
+            self._adopt(torch.cat([self.data[:0], *self.of(order)]), edges)
 
     def load(self, state: dict[str, Any], name: str) -> None:
         value = state.get(name)
