@@ -202,6 +202,8 @@ class SAFusionStrategy(EngineDDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        if self._controller is not None:
+            self._controller.let_go()
         output = super().training_step(*args, **kwargs)
         self.settle()  # what this forward pass has not used: gradients are emptied next
         return output

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
 
@@ -264,6 +264,12 @@ class SparseAllGather(StreamOrderedExchange):
 
     def sent(self) -> tuple[Tensor, Tensor]:
         return self._entries(self._send) if self._reads_again else self._sent
+
+    def sent_in_pieces(self) -> Iterable[tuple[Tensor, Tensor]]:
+        if not self._reads_again:
+            return (self._sent,)
+        read, numel = self._reader(self._send), self.spec.numel
+        return (read(start, min(start + self._piece, numel)) for start in range(0, numel, self._piece))
 
     def sent_dense(self, start: int, stop: int, x: Tensor) -> Tensor:
         dtype = next(d for a, b, d in self.spec.dense_runs if a <= start and stop <= b)

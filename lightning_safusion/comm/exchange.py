@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntFlag
 from typing import Any, ClassVar
@@ -238,6 +238,10 @@ class Exchange(ABC):
     @abstractmethod
     def sent(self) -> tuple[Tensor, Tensor]:
         """``(indices int64 [K], values float32 [K])`` of the sparse part as the receivers decoded them."""
+
+    def sent_in_pieces(self) -> Iterable[tuple[Tensor, Tensor]]:
+        """The same, one part after the other where that takes less memory."""
+        return (self.sent(),)
 
     @abstractmethod
     def sent_dense(self, start: int, stop: int, x: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -129,6 +129,9 @@ class HybridExchange(StreamOrderedExchange):
 
     def sent(self) -> tuple[Tensor, Tensor]:
         return self._sparse.sent()
+
+    def sent_in_pieces(self) -> Iterable[tuple[Tensor, Tensor]]:
+        return self._sparse.sent_in_pieces()
 
     def sent_dense(self, start: int, stop: int, x: Tensor) -> Tensor:
         return self._dense.sent_dense(start, stop, x)

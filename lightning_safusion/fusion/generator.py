@@ -233,8 +233,7 @@ class Generator:
             good: bool on the device: whether the window ended well, where the host does not know it; None if it did.
         """
         edges = buffer.exchange.spec.edges
-        if buffer.sparse:
-            indices, sent = buffer.exchange.sent()
+        for indices, sent in buffer.exchange.sent_in_pieces() if buffer.sparse else ():
             for tensor in withdrawn:
                 inside = (indices >= edges[tensor]) & (indices < edges[tensor + 1])
                 sent = torch.where(inside, 0.0, sent)
