@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import cached_property, partial
+from collections.abc import Sequence
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -32,8 +32,9 @@ _WRITTEN_ALONE = 1 << 14
 # Decoded entries take several times the bytes of messages: those of two ranks are held at a time, or of more as long as
 # they are no more than one for so many elements.
 _DECODED_SHARE = 4
-# Compiled kernels decode so many entries of all ranks at a time, which stay in the caches, but not of too few elements.
-_DECODED_TOGETHER, _LEAST_PIECE = 1 << 17, 1 << 16
+# What compiled kernels cannot read as it is is decoded for them: so many entries of all ranks at a time, but not of too
+# few elements.
+_DECODED_TOGETHER, _LEAST_PIECE = 1 << 19, 1 << 16
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -164,8 +165,12 @@ class SparseAllGather(StreamOrderedExchange):
     def _written_at_once(self, gradients: Sequence[Tensor]) -> bool:
         """:meth:`decode_into` with compiled kernels."""
         live = [gradient for gradient in gradients if gradient.numel()]
-        messages = [] if self.codec is None else [partial(self._reader, message) for message in self._messages]
-        finite = native.mean_into(live, self._parts, messages, 1.0 / self.transport.world_size, self._piece)
+        scale = 1.0 / self.transport.world_size
+        messages = [] if self.codec is None else [self._compiled(message) for message in self._messages]
+        if None not in messages:
+            finite = native.mean_into(live, self._parts, [each for each in messages if each is not None], scale)
+        else:
+            finite = native.mean_in_pieces(live, self._parts, self._decoded, scale, self._piece)
         for t in self._lanes_of:
             self._add_lanes(t, gradients[t])
             finite &= all_finite(gradients[t])
@@ -181,10 +186,15 @@ class SparseAllGather(StreamOrderedExchange):
             raise RuntimeError("a span that travels dense has no entries")
         return self.codec.decode(message[self._selection])
 
-    def _reader(self, message: Tensor) -> native.Reader:
+    def _compiled(self, message: Tensor) -> native.Message | None:
+        return None if self.codec is None else self.codec.compiled(message[self._selection])
+
+    def _decoded(self, start: int, stop: int) -> list[native.Message]:
+        """What all messages have of some elements."""
         if self.codec is None:
-            raise RuntimeError("a span that travels dense has no entries")
-        return self.codec.reader(message[self._selection])
+            return []
+        readers = [self.codec.reader(message[self._selection]) for message in self._messages]
+        return [native.Message.decoded(*read(start, stop)) for read in readers]
 
     def _entries_by_tensor(self, message: Tensor, scale: float) -> tuple[Tensor, Tensor, list[int], float]:
         """Positions (int64 [K]) and scaled values (float32 [K]) that a rank sent, where those of each tensor begin
@@ -205,7 +215,7 @@ class SparseAllGather(StreamOrderedExchange):
 
     @cached_property
     def _piece(self) -> int:
-        """Elements whose entries are decoded together by compiled kernels."""
+        """Elements whose entries are decoded together for compiled kernels."""
         entries = self.transport.world_size * max(self.spec.capacity, 1)
         return max(_LEAST_PIECE, _DECODED_TOGETHER * self.spec.numel // entries)
 
@@ -265,11 +275,8 @@ class SparseAllGather(StreamOrderedExchange):
     def sent(self) -> tuple[Tensor, Tensor]:
         return self._entries(self._send) if self._reads_again else self._sent
 
-    def sent_in_pieces(self) -> Iterable[tuple[Tensor, Tensor]]:
-        if not self._reads_again:
-            return (self._sent,)
-        read, numel = self._reader(self._send), self.spec.numel
-        return (read(start, min(start + self._piece, numel)) for start in range(0, numel, self._piece))
+    def sent_message(self) -> native.Message | None:
+        return self._compiled(self._send) if self._reads_again and native.usable() else None
 
     def sent_dense(self, start: int, stop: int, x: Tensor) -> Tensor:
         dtype = next(d for a, b, d in self.spec.dense_runs if a <= start and stop <= b)

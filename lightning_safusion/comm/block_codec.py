@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_safusion import native
-from lightning_safusion.comm.codec import Codec, blocks_of, positions_to_write
+from lightning_safusion.comm.codec import Codec, Reader, blocks_of, positions_to_write
 from lightning_safusion.comm.values import fill
 from lightning_safusion.kernels import serves
 from lightning_safusion.sparsify.base import Selection
@@ -61,13 +61,10 @@ class BlockCodec(Codec):
     def _counts(self, header: Tensor) -> Tensor:
         return header.view(self.count_dtype)[: self.blocks]
 
-    def reader(self, message: Tensor) -> native.Reader:
+    def reader(self, message: Tensor) -> Reader:
         header, values, offsets, _ = self._fields(message)
         counts, every = self._counts(header).numpy(), self._host_offsets(offsets)
-        ends = np.zeros(len(counts) + 1, np.int64)
-        counts.cumsum(out=ends[1:])
-        if len(counts) and (counts.min() < 0 or ends[-1] > len(every)):
-            raise ValueError(f"a message with {ends[-1]} entries has room for {len(every)}: it is damaged")
+        ends = native.ends_of(counts, len(every))
 
         def entry(position: int) -> int:
             """The first that is not before a position."""
@@ -84,6 +81,11 @@ class BlockCodec(Codec):
             return positions, self.field.read(positions, values, first)
 
         return between
+
+    def compiled(self, message: Tensor) -> native.Message | None:
+        header, values, offsets, _ = self._fields(message)
+        every = self._host_offsets(offsets)
+        return self.field.compiled(values, every, native.ends_of(self._counts(header).numpy(), len(every)))
 
     def _host_positions(self, offsets: np.ndarray, counts: np.ndarray, first_block: int) -> np.ndarray:
         """int64 [K], of entries from offsets in some blocks (int64 [blocks], how many each has)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from lightning_safusion import native
 from lightning_safusion.comm.values import FloatValues, Values
 from lightning_safusion.kernels import serves
 from lightning_safusion.sparsify.base import Selection
+
+#: Gives ascending positions (int64 [K]) and values (float32 [K]) of what a message has of a run of elements.
+Reader: TypeAlias = Callable[[int, int], tuple[Tensor, Tensor]]
 
 
 class Codec(ABC):
@@ -120,9 +123,13 @@ class Codec(ABC):
         return self.reader(message)(0, self.numel)
 
     @abstractmethod
-    def reader(self, message: Tensor) -> native.Reader:
+    def reader(self, message: Tensor) -> Reader:
         """Reads a message in host memory piece by piece, in any order: what it has of the elements from one up to
         another."""
+
+    def compiled(self, message: Tensor) -> native.Message | None:
+        """A message in host memory as compiled kernels read it; None if they cannot."""
+        return None
 
     @abstractmethod
     def decode_padded(self, message: Tensor) -> tuple[Tensor, Tensor]:

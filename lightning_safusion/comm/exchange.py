@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntFlag
 from typing import Any, ClassVar
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_safusion import native
 from lightning_safusion.comm.transport import Transport, Work
 from lightning_safusion.sparsify.base import Selection
 from lightning_safusion.sparsify.view import device_constant
@@ -239,9 +240,9 @@ class Exchange(ABC):
     def sent(self) -> tuple[Tensor, Tensor]:
         """``(indices int64 [K], values float32 [K])`` of the sparse part as the receivers decoded them."""
 
-    def sent_in_pieces(self) -> Iterable[tuple[Tensor, Tensor]]:
-        """The same, one part after the other where that takes less memory."""
-        return (self.sent(),)
+    def sent_message(self) -> native.Message | None:
+        """The same as it has travelled, where compiled kernels can read it there."""
+        return None
 
     @abstractmethod
     def sent_dense(self, start: int, stop: int, x: Tensor) -> Tensor:

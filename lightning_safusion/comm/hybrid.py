@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_safusion import native
 from lightning_safusion.comm.allgather import SparseAllGather
 from lightning_safusion.comm.allreduce import DenseAllReduce
 from lightning_safusion.comm.codec import Codec
@@ -130,8 +131,8 @@ class HybridExchange(StreamOrderedExchange):
     def sent(self) -> tuple[Tensor, Tensor]:
         return self._sparse.sent()
 
-    def sent_in_pieces(self) -> Iterable[tuple[Tensor, Tensor]]:
-        return self._sparse.sent_in_pieces()
+    def sent_message(self) -> native.Message | None:
+        return self._sparse.sent_message()
 
     def sent_dense(self, start: int, stop: int, x: Tensor) -> Tensor:
         return self._dense.sent_dense(start, stop, x)

@@ -41,6 +41,10 @@ class ValueField(ABC):
     def read(self, indices: Tensor, field: Tensor, first: int = 0) -> Tensor:
         """float32 [K], the values of positions (int64 [K]) that were written one after the other, from ``first`` on."""
 
+    def compiled(self, field: Tensor, offsets: np.ndarray, ends: np.ndarray) -> native.Message | None:
+        """A message with these values as compiled kernels read it (see there); None if they cannot."""
+        return None
+
 
 class Values(ABC):
     """A format of values, by name.
@@ -94,6 +98,13 @@ class FloatField(ValueField):
     def read(self, indices: Tensor, field: Tensor, first: int = 0) -> Tensor:
         values = field.view(self.dtype)
         return (values if len(indices) == len(values) else values[first : first + len(indices)]).float()
+
+    def compiled(self, field: Tensor, offsets: np.ndarray, ends: np.ndarray) -> native.Message | None:
+        if self.dtype == torch.float16:
+            return None
+        values = field.view(self.dtype)
+        bits = 8 * self.dtype.itemsize
+        return native.Message(offsets, ends, (values if bits == 32 else values.view(torch.uint16)).numpy(), bits)
 
 
 class QuantizedValues(Values):
@@ -173,6 +184,10 @@ class QuantizedField(ValueField):
             return self._host_values(packed.numpy(), coarse.float().numpy(), counts)
         codes = _unpacked(packed, self.bits)[skipped : skipped + len(indices)]
         return self._values(codes, coarse.float()[self._parts(indices)])
+
+    def compiled(self, field: Tensor, offsets: np.ndarray, ends: np.ndarray) -> native.Message | None:
+        scales = field[self._code_bytes :][: 2 * len(self._starts)].view(torch.uint16).numpy()
+        return native.Message(offsets, ends, field.numpy(), self.bits, scales, self._starts)
 
     def _read_native(
         self, indices: np.ndarray, packed: np.ndarray, scales: np.ndarray, skipped: int

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lightning_safusion import native
 from lightning_safusion.comm.block_codec import Block8Codec, Block16Codec
-from lightning_safusion.comm.codec import Codec, blocks_of, positions_to_write
+from lightning_safusion.comm.codec import Codec, Reader, blocks_of, positions_to_write
 from lightning_safusion.comm.values import VALUES, FloatField, FloatValues, Values, fill
 from lightning_safusion.kernels import serves
 from lightning_safusion.naming import look_up
@@ -58,7 +58,7 @@ class DenseCodec(Codec):
         field.view(self.value_dtype).copy_(span[:-1])
         return sent
 
-    def reader(self, message: Tensor) -> native.Reader:
+    def reader(self, message: Tensor) -> Reader:
         field, _ = self._fields(message)
 
         def between(start: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -101,7 +101,7 @@ class CooCodec(Codec):
         fill(indices.view(torch.int32), positions)
         return self._write_values(selection, values)
 
-    def reader(self, message: Tensor) -> native.Reader:
+    def reader(self, message: Tensor) -> Reader:
         header, indices, values, _ = self._fields(message)
         every = indices.view(torch.int32)[: int(header.view(torch.int32))]
 
@@ -139,7 +139,7 @@ class BitmapCodec(Codec):
         bits.copy_(_pack_bits(mask[:places]))
         return self._write_values(selection, values)
 
-    def reader(self, message: Tensor) -> native.Reader:
+    def reader(self, message: Tensor) -> Reader:
         bits, values, _ = self._fields(message)
         every = bits.numpy()
         known = (0, 0)  # bytes, and entries in them

@@ -233,7 +233,10 @@ class Generator:
             good: bool on the device: whether the window ended well, where the host does not know it; None if it did.
         """
         edges = buffer.exchange.spec.edges
-        for indices, sent in buffer.exchange.sent_in_pieces() if buffer.sparse else ():
+        as_it_is = not withdrawn and good is None
+        message = buffer.exchange.sent_message() if buffer.sparse and as_it_is else None
+        if buffer.sparse and (message is None or not self.memory.commit_message(buffer.start, buffer.stop, message)):
+            indices, sent = buffer.exchange.sent()
             for tensor in withdrawn:
                 inside = (indices >= edges[tensor]) & (indices < edges[tensor + 1])
                 sent = torch.where(inside, 0.0, sent)

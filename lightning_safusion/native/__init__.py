@@ -16,8 +16,10 @@ function          work                                                       pas
 ``keep_above``,   than that, and cuts it to quotas or to a room for all
 ``keep_largest``,
 ``share``
-``mean_into``     decoded mean of sparse messages, zeros included            1 (written past the caches)
-``take_out``      subtracts what was sent                                    1, over what was sent
+``mean_into``,    mean of sparse messages, decoded there, zeros included     1 (written past the caches)
+``mean_in_pieces``
+``take_out``,     subtracts what was sent                                    1, over what was sent
+``take_out_message``
 ``positions``,    wire formats: positions as offsets in blocks or as a       1, over what was sent, and 2 over bitmaps
 ``write_offsets`` bitmap, values as codes of a few bits, and back
 ``marked``,
@@ -42,37 +44,50 @@ from lightning_safusion.native.candidates import (
 from lightning_safusion.native.elements import (
     MOST_ELEMENTS,
     Added,
-    Reader,
     Sums,
     Survey,
     Wanted,
     add_finite,
     largest,
+    mean_in_pieces,
     mean_into,
     survey,
     tail,
     take_out,
 )
 from lightning_safusion.native.library import Parts, serves, unused, usable
-from lightning_safusion.native.messages import mark, marked, number_marked, positions, quantized, values, write_offsets
+from lightning_safusion.native.messages import (
+    Message,
+    ends_of,
+    mark,
+    marked,
+    number_marked,
+    positions,
+    quantized,
+    take_out_message,
+    values,
+    write_offsets,
+)
 from lightning_safusion.native.workspace import rearranged, release, zeros
 
 __all__ = [
     "MOST_ELEMENTS",
     "Added",
     "Lists",
+    "Message",
     "Parts",
-    "Reader",
     "Shares",
     "Sums",
     "Survey",
     "Wanted",
     "add_finite",
+    "ends_of",
     "keep_above",
     "keep_largest",
     "largest",
     "mark",
     "marked",
+    "mean_in_pieces",
     "mean_into",
     "number_above",
     "number_marked",
@@ -86,6 +101,7 @@ __all__ = [
     "survey",
     "tail",
     "take_out",
+    "take_out_message",
     "unused",
     "usable",
     "values",

@@ -227,38 +227,19 @@ static void stream(float *restrict target, const float *restrict source, int64_t
 static int all_finite(const float *x, int64_t size) { return largest((const int32_t *)x, size) < INFINITE; }
 
 int64_t safusion_mean(const int64_t *grads, const int64_t *starts, const int64_t *sizes, int64_t parts,
-                      const int64_t *places, const int64_t *values, const int64_t *cuts, int64_t ranks, float scale,
-                      int64_t past_caches)
+                      const struct message *messages, int64_t ranks, float scale, int64_t past_caches)
 {
     float block[DECODED];
     float bound = 0;
-    for (int64_t r = 0; r < ranks; r++) { /* no sum is larger than that of the largest */
-        int64_t first = cuts[r * (parts + 1)], last = cuts[r * (parts + 1) + parts];
-        int32_t bits = largest((const int32_t *)(intptr_t)values[r] + first, last - first);
-        bound += as_float((uint32_t)bits) * scale;
-    }
-    int certain = bound <= FLT_MAX, finite = 1;
+    int64_t from = parts ? starts[0] : 0, to = parts ? starts[parts - 1] + sizes[parts - 1] : 0;
+    for (int64_t r = 0; r < ranks; r++) bound += largest_value(messages + r, from, to) * scale;
+    int certain = bound <= FLT_MAX, finite = 1; /* no sum is larger than that of the largest */
     for (int64_t p = 0; p < parts; p++) {
         float *grad = (float *)(intptr_t)grads[p];
         for (int64_t at = 0; at < sizes[p]; at += DECODED) {
-            int64_t size = sizes[p] - at < DECODED ? sizes[p] - at : DECODED, start = starts[p] + at;
+            int64_t size = sizes[p] - at < DECODED ? sizes[p] - at : DECODED;
             memset(block, 0, sizeof(float) * (size_t)size);
-            for (int64_t r = 0; r < ranks; r++) {
-                const int64_t *place = (const int64_t *)(intptr_t)places[r];
-                const float *value = (const float *)(intptr_t)values[r];
-                int64_t entry = cuts[r * (parts + 1) + p], last = cuts[r * (parts + 1) + p + 1];
-                /* entries before this block have been taken: find the first of the others */
-                for (int64_t step = last - entry; at && step > 0;) {
-                    int64_t half = step / 2;
-                    if (place[entry + half] < start) entry += half + 1, step -= half + 1;
-                    else step = half;
-                }
-                for (; entry < last; entry++) {
-                    uint64_t at = (uint64_t)(place[entry] - start);
-                    if (at >= (uint64_t)size) break;
-                    block[at] += value[entry] * scale;
-                }
-            }
+            for (int64_t r = 0; r < ranks; r++) add_message(messages + r, starts[p] + at, size, scale, block);
             finite &= certain || all_finite(block, size);
             if (past_caches) stream(grad + at, block, size);
             else memcpy(grad + at, block, sizeof(float) * (size_t)size);

@@ -10,10 +10,9 @@ import numpy as np
 from torch import Tensor
 
 from lightning_safusion.native.library import Parts, call, shared
+from lightning_safusion.native.messages import Message
 from lightning_safusion.native.workspace import empty
 
-#: Gives ascending positions (int64 [K]) and values (float32 [K]) of what a message has of a run of elements, or more.
-Reader: TypeAlias = Callable[[int, int], tuple[Tensor, Tensor]]
 Sums: TypeAlias = Literal["values", "magnitudes"]
 
 _SPARE = 33  # places behind the last that are written to before it is noticed that there is no more room
@@ -197,21 +196,36 @@ def add_finite(
     return Added(bad, None)
 
 
-def mean_into(
-    grads: Sequence[Tensor], parts: Parts, messages: Sequence[Callable[[], Reader]], scale: float, piece: int
-) -> bool:
+def mean_into(grads: Sequence[Tensor], parts: Parts, messages: Sequence[Message], scale: float) -> bool:
     """Writes sums of scaled entries, added in the order of ranks, and zeros everywhere else.
 
     Args:
         grads: float32, contiguous, not empty: tensors that follow each other in a span.
         parts: Where they belong in it.
-        messages: Those of all ranks, each as what begins to read it; every thread reads on its own.
+        messages: Those of all ranks.
         scale: Factor on the values.
-        piece: Elements of the span whose entries are read together: entries take several times the bytes of messages,
-            and shall not leave the caches in between.
 
     Returns:
         Whether all sums are finite.
+    """
+    return mean_in_pieces(grads, parts, lambda start, stop: messages, scale, int(parts.sizes.sum()))
+
+
+def mean_in_pieces(
+    grads: Sequence[Tensor],
+    parts: Parts,
+    read: Callable[[int, int], Sequence[Message]],
+    scale: float,
+    piece: int,
+) -> bool:
+    """:func:`mean_into` where messages are decoded before: entries take several times their bytes.
+
+    Args:
+        grads: As there.
+        parts: As there.
+        read: Gives what messages have of the elements from one up to another, or more; threads call it at once.
+        scale: As there.
+        piece: Elements of the span whose entries are read together.
     """
     if not grads:
         return True
@@ -219,25 +233,16 @@ def mean_into(
     past_caches = int(parts.sizes.sum() > _PAST_CACHES)
 
     def write(low: int, high: int) -> bool:
-        readers, finite = [begin() for begin in messages], True
+        finite = True
         while low < high:
-            first, stop = int(parts.starts[low]), min(high, int(ends.searchsorted(parts.starts[low] + piece, "right")))
-            stop = max(stop, low + 1)
-            entries = [read(first, int(ends[stop - 1])) for read in readers]
-            runs = addresses[low:stop], parts.starts[low:stop], parts.sizes[low:stop]
-            finite &= _write_mean(*runs, [(indices.numpy(), values.numpy()) for indices, values in entries])
+            stop = max(low + 1, min(high, int(ends.searchsorted(parts.starts[low] + piece, side="right"))))
+            messages = read(int(parts.starts[low]), int(ends[stop - 1]))
+            described = np.array([message.described() for message in messages], np.int64)
+            runs = addresses[low:stop], parts.starts[low:stop], parts.sizes[low:stop], stop - low
+            factor = ctypes.c_float(scale)
+            finite &= bool(call("safusion_mean", *runs, described, len(messages), factor, past_caches))
             low = stop
         return finite
-
-    def _write_mean(
-        addresses: np.ndarray, starts: np.ndarray, sizes: np.ndarray, entries: list[tuple[np.ndarray, np.ndarray]]
-    ) -> bool:
-        edges = np.append(starts, starts[-1] + sizes[-1])
-        cuts = np.array([indices.searchsorted(edges) for indices, _ in entries], np.int64)
-        places = np.array([indices.ctypes.data for indices, _ in entries], np.int64)
-        values = np.array([numbers.ctypes.data for _, numbers in entries], np.int64)
-        runs, factor = (addresses, starts, sizes, len(starts)), ctypes.c_float(scale)
-        return bool(call("safusion_mean", *runs, places, values, cuts, len(entries), factor, past_caches))
 
     return all(shared(write, parts.sizes))
 

@@ -20,6 +20,7 @@
 #define CLONES
 #endif
 
+#define HIDDEN __attribute__((visibility("hidden"))) /* between these sources */
 #define MAGNITUDE 0x7FFFFFFF /* the bits of a float without its sign: as integers they order magnitudes */
 #define INFINITE 0x7F800000
 
@@ -40,3 +41,17 @@ static inline float as_float(uint32_t bits)
     memcpy(&number, &bits, sizeof number);
     return number;
 }
+
+/* What a rank has sent, as it has travelled: all addresses and numbers are int64, as messages.py writes them. */
+struct message {
+    int64_t offsets, offset_bits; /* 8 or 16, in blocks; 64: positions in the span */
+    int64_t ends, blocks;         /* entries before each block, and in all */
+    int64_t values, value_bits;   /* 32: float32; 16: bfloat16; 4, 2, 1: codes, the first of a byte in its lowest bits */
+    int64_t scales, starts, parts; /* of codes: a bfloat16 for each part of the span, and where these begin */
+};
+
+/* target[position - start] += factor * value for what a message has of a run of elements. */
+HIDDEN void add_message(const struct message *from, int64_t start, int64_t size, float factor, float *target);
+
+/* No value that a message has of a run of elements has a larger magnitude; infinite for NaN. */
+HIDDEN float largest_value(const struct message *of, int64_t start, int64_t stop);

@@ -137,3 +137,123 @@ int64_t safusion_values(const int64_t *positions, int64_t size, const int64_t *s
     }
     return entry == size;
 }
+
+static int64_t number(const void *offsets, int64_t offset_bits, int64_t entry)
+{
+    if (offset_bits == 8) return ((const uint8_t *)offsets)[entry];
+    if (offset_bits == 16) return ((const uint16_t *)offsets)[entry];
+    return ((const int64_t *)offsets)[entry];
+}
+
+/* The first entry that is not before a position. */
+static int64_t first_entry(const struct message *of, int64_t position)
+{
+    const int64_t *ends = (const int64_t *)(intptr_t)of->ends;
+    const void *offsets = (const void *)(intptr_t)of->offsets;
+    int64_t block = of->offset_bits == 64 ? 0 : position >> of->offset_bits;
+    if (block >= of->blocks) return ends[of->blocks];
+    int64_t entry = ends[block], wanted = position;
+    if (of->offset_bits < 64) wanted &= (INT64_C(1) << of->offset_bits) - 1;
+    for (int64_t step = ends[block + 1] - entry; step > 0;) {
+        int64_t half = step / 2;
+        if (number(offsets, of->offset_bits, entry + half) < wanted) entry += half + 1, step -= half + 1;
+        else step = half;
+    }
+    return entry;
+}
+
+/* The last part that begins at a position, or before it. */
+static int64_t part_of(const struct message *of, int64_t position)
+{
+    const int64_t *starts = (const int64_t *)(intptr_t)of->starts;
+    int64_t low = 0, high = of->parts - 1;
+    while (low < high) {
+        int64_t middle = low + (high - low + 1) / 2;
+        if (starts[middle] <= position) low = middle;
+        else high = middle - 1;
+    }
+    return low;
+}
+
+static float scale_of_part(const struct message *of, int64_t part)
+{
+    return as_float((uint32_t)((const uint16_t *)(intptr_t)of->scales)[part] << 16);
+}
+
+static int64_t end_of(const struct message *of, int64_t part)
+{
+    return part + 1 < of->parts ? ((const int64_t *)(intptr_t)of->starts)[part + 1] : INT64_MAX;
+}
+
+/* Compiled for each kind of offsets and of values. */
+static inline __attribute__((always_inline)) void add_entries(const struct message *from, int64_t start, int64_t size,
+                                                              float factor, float *target, const int64_t offset_bits,
+                                                              const int64_t value_bits)
+{
+    const int64_t *ends = (const int64_t *)(intptr_t)from->ends;
+    const void *offsets = (const void *)(intptr_t)from->offsets, *values = (const void *)(intptr_t)from->values;
+    const int64_t bits = from->value_bits, mask = (1 << (bits & 7)) - 1;
+    int64_t entry = first_entry(from, start), block = offset_bits == 64 ? 0 : start >> offset_bits, part = 0, next = 0;
+    float table[16], scale = 1;
+    if (value_bits < 16) {
+        if (!from->parts) return;
+        level_table(bits, table);
+        part = part_of(from, start);
+        next = end_of(from, part);
+        scale = scale_of_part(from, part);
+    }
+    for (; block < from->blocks; block++) {
+        const int64_t base = (offset_bits == 64 ? 0 : block << offset_bits) - start;
+        if (base >= size) return;
+        for (const int64_t last = ends[block + 1]; entry < last; entry++) {
+            const int64_t at = base + number(offsets, offset_bits, entry);
+            float value;
+            if ((uint64_t)at >= (uint64_t)size) return;
+            if (value_bits == 32) value = ((const float *)values)[entry];
+            else if (value_bits == 16) value = as_float((uint32_t)((const uint16_t *)values)[entry] << 16);
+            else {
+                while (start + at >= next) {
+                    next = end_of(from, ++part);
+                    scale = scale_of_part(from, part);
+                }
+                const int64_t bit = entry * bits;
+                value = table[((const uint8_t *)values)[bit >> 3] >> (bit & 7) & mask] * scale;
+            }
+            target[at] += value * factor;
+        }
+    }
+}
+
+void add_message(const struct message *from, int64_t start, int64_t size, float factor, float *target)
+{
+#define KIND(OFFSETS)                                                                                     \
+    if (from->value_bits == 32) add_entries(from, start, size, factor, target, OFFSETS, 32);              \
+    else if (from->value_bits == 16) add_entries(from, start, size, factor, target, OFFSETS, 16);         \
+    else add_entries(from, start, size, factor, target, OFFSETS, 4)
+    if (from->offset_bits == 8) { KIND(8); }
+    else if (from->offset_bits == 16) { KIND(16); }
+    else { KIND(64); }
+}
+
+float largest_value(const struct message *of, int64_t start, int64_t stop)
+{
+    const void *values = (const void *)(intptr_t)of->values;
+    int64_t first = first_entry(of, start), last = first_entry(of, stop);
+    uint32_t bits = 0;
+    if (of->value_bits == 32) bits = (uint32_t)largest((const int32_t *)values + first, last - first);
+    for (; of->value_bits == 16 && first < last; first++) {
+        uint32_t magnitude = (uint32_t)(((const uint16_t *)values)[first] & 0x7FFF) << 16;
+        bits = magnitude > bits ? magnitude : bits;
+    }
+    if (of->value_bits < 16 && of->parts && start < stop)
+        for (int64_t part = part_of(of, start), end = part_of(of, stop - 1); part <= end; part++) {
+            uint32_t scale = (uint32_t)((const uint16_t *)(intptr_t)of->scales)[part] << 16 & MAGNITUDE;
+            bits = scale > bits ? scale : bits;
+        }
+    return bits >= INFINITE ? as_float(INFINITE) : as_float(bits);
+}
+
+void safusion_add_message(const struct message *from, int64_t size, float factor, float *target)
+{
+    add_message(from, 0, size, factor, target);
+}

@@ -2,12 +2,65 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from lightning_safusion.native.library import call
 from lightning_safusion.native.workspace import empty
+
+
+class Message(NamedTuple):
+    """What a rank has sent, as it has travelled.
+
+    Args:
+        offsets: uint8 or uint16 [K or more], in blocks of 256 or 65536 elements; int64: positions in the span.
+        ends: int64 [blocks + 1], entries before each block, and in all.
+        values: float32 or uint16 (the bits of bfloat16) [K or more], or uint8, codes as :func:`quantized` gives them.
+        bits: Of a value.
+        scales: uint16 [P], of codes: bits of a bfloat16 for each part.
+        starts: int64 [P], the first position of each part, ascending.
+    """
+
+    offsets: np.ndarray
+    ends: np.ndarray
+    values: np.ndarray
+    bits: int
+    scales: np.ndarray = np.empty(0, np.uint16)
+    starts: np.ndarray = np.empty(0, np.int64)
+
+    @classmethod
+    def decoded(cls, indices: Tensor, values: Tensor) -> Message:
+        """Ascending positions (int64 [K]) and values (float32 [K])."""
+        return cls(indices.numpy(), np.array([0, len(indices)]), values.contiguous().numpy(), 32)
+
+    def described(self) -> list[int]:
+        """``struct message``; holds as long as this does."""
+        addresses = [array.ctypes.data for array in (self.offsets, self.ends, self.values, self.scales, self.starts)]
+        offsets, ends, values, scales, starts = addresses
+        blocks = (offsets, 8 * self.offsets.itemsize, ends, len(self.ends) - 1)
+        return [*blocks, values, self.bits, scales, starts, len(self.starts)]
+
+
+def ends_of(counts: np.ndarray, room: int) -> np.ndarray:
+    """Entries before each block, and in all (int64 [blocks + 1]), from those in each.
+
+    Raises:
+        ValueError: If some are negative, or there are more than there is room for.
+    """
+    ends = np.zeros(len(counts) + 1, np.int64)
+    counts.cumsum(out=ends[1:])
+    if len(counts) and (counts.min() < 0 or ends[-1] > room):
+        raise ValueError(f"a message with {ends[-1]} entries has room for {room}: it is damaged")
+    return ends
+
+
+def take_out_message(memory: Tensor, message: Message) -> None:
+    """``memory[position] -= value`` for what was sent: float32 [D], contiguous."""
+    described = np.array(message.described(), np.int64)
+    call("safusion_add_message", described, len(memory), ctypes.c_float(-1), memory.numpy())
 
 
 def positions(offsets: np.ndarray, counts: np.ndarray, first_block: int = 0) -> np.ndarray:

@@ -69,6 +69,12 @@ class ResidualMemory(Memory):
         # An addition, not an assignment: padding may repeat the index of an element that was sent.
         self._residual.data[start:].index_add_(0, indices, sent, alpha=-1)
 
+    def commit_message(self, start: int, stop: int, message: native.Message) -> bool:
+        if type(self).commit is not ResidualMemory.commit or not native.serves(self._residual.data):
+            return False
+        native.take_out_message(self._residual.data[start:stop], message)
+        return True
+
     def commit_dense(self, start: int, stop: int, sent: Tensor) -> None:
         self._residual.data[start:stop] -= sent
 

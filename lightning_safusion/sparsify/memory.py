@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.native import Added, Parts, Wanted, rearranged, zeros
+from lightning_safusion.native import Added, Message, Parts, Wanted, rearranged, zeros
 
 
 class Memory(ABC):
@@ -78,6 +78,14 @@ class Memory(ABC):
             indices: int64 [K] positions in the span (padding has ``sent`` 0 and must do no harm).
             sent: float32 [K] values as the receivers decoded them, so that rounding on the wire stays in the state.
         """
+
+    def commit_message(self, start: int, stop: int, message: Message) -> bool:
+        """:meth:`commit` of what a message says was sent of the span ``[start, stop)``, which takes less memory.
+
+        Returns:
+            Whether that was done; if not, :meth:`commit` is to be called.
+        """
+        return False
 
     @abstractmethod
     def commit_dense(self, start: int, stop: int, sent: Tensor) -> None:

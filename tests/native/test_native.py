@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 
 from lightning_safusion import native
+from lightning_safusion.comm import resolve_codec
 from lightning_safusion.comm.values import VALUES
 from lightning_safusion.native import Parts, Wanted, elements, library
+from lightning_safusion.sparsify.base import Selection
 
 COMPILER = next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
 pytestmark = pytest.mark.skipif(
@@ -50,9 +52,8 @@ def test_they_are_there_where_there_is_a_compiler() -> None:
     assert native.usable(), f"{COMPILER} should have built them: install the package again (pip install -e . -v)"
 
 
-def read(entries: list[tuple[Tensor, Tensor]]) -> list[Callable[[], native.Reader]]:
-    """Messages of which every piece is the whole."""
-    return [lambda both=both: lambda start, stop: both for both in entries]  # type: ignore[misc]
+def decoded(entries: list[tuple[Tensor, Tensor]]) -> list[native.Message]:
+    return [native.Message.decoded(*both) for both in entries]
 
 
 @pytest.mark.parametrize("sizes", [[1], [31], [32], [33], [4096], [4097], [0, 5, 0, 70_000, 1, 0], [12_345, 9999]])
@@ -163,18 +164,64 @@ def test_means_are_bitwise_those_of_pytorch(threads: int, ranks: int, offset: in
         expected.scatter_add_(0, indices, values * scale)
         entries.append((indices, values))
     edges = [0, *np.cumsum(sizes).tolist()]
+    messages = decoded(entries)
     for piece in (1, 20_000, total):
-        assert native.mean_into(grads, Parts.between(edges), read(entries), scale, piece)
+        assert native.mean_in_pieces(grads, Parts.between(edges), lambda start, stop: messages, scale, piece)
         assert torch.equal(torch.cat(grads), expected)
 
 
 def test_a_mean_that_overflows_is_noticed(threads: int) -> None:
     entries = [(torch.tensor([9_000]), torch.tensor([3e38]))] * 2
     grad = torch.empty(10_000)
-    assert not native.mean_into([grad], Parts.between([0, 10_000]), read(entries), 1.0, 10_000)
+    assert not native.mean_into([grad], Parts.between([0, 10_000]), decoded(entries), 1.0)
     assert grad[9_000] == float("inf")
     entries = [(torch.tensor([9_000]), torch.tensor([torch.nan]))]
-    assert not native.mean_into([grad], Parts.between([0, 10_000]), read(entries), 1.0, 10_000)
+    assert not native.mean_into([grad], Parts.between([0, 10_000]), decoded(entries), 1.0)
+
+
+@pytest.mark.parametrize("values", ["fp32", "bf16", "q4", "q2", "sign"])
+@pytest.mark.parametrize("layout", ["block8", "block16"])
+def test_messages_are_read_as_they_are_decoded(layout: str, values: str, threads: int) -> None:
+    torch.manual_seed(0)
+    edges = [0, 300, 300, 301, 150_000, 200_000]
+    codec = resolve_codec(f"{layout}-{values}", edges[-1], 30_100, torch.float32, edges)
+    grads = [torch.full((stop - start,), float("nan")) for start, stop in pairwise(edges) if stop > start]
+    messages, expected = [], torch.zeros(edges[-1])
+    for count in (30_000, 0, 1, 7000):
+        indices = torch.randperm(edges[-1])[:count].sort().values
+        messages.append(torch.zeros(codec.nbytes, dtype=torch.uint8))
+        codec.encode(Selection(indices, torch.randn(count), count), messages[-1])
+        at, sent = codec.decode(messages[-1])
+        expected.scatter_add_(0, at, sent * 0.3)
+    compiled = [each for each in map(codec.compiled, messages) if each is not None]
+    assert len(compiled) == 4
+    assert native.mean_into(grads, Parts.between(edges), compiled, 0.3)
+    assert torch.equal(torch.cat(grads), expected)
+    memory = torch.randn(edges[-1])
+    at, sent = codec.decode(messages[0])
+    rest = memory.index_add(0, at, sent, alpha=-1)
+    native.take_out_message(memory, compiled[0])
+    assert torch.equal(memory, rest)
+
+
+@pytest.mark.parametrize("values", ["fp32", "bf16", "q4"])
+def test_damaged_messages_write_nowhere_else(values: str) -> None:
+    codec = resolve_codec(f"block16-{values}", 100_000, 500, torch.float32)
+    message = torch.zeros(codec.nbytes, dtype=torch.uint8)
+    codec.encode(Selection(torch.arange(0, 50_000, 100), torch.ones(500), 500), message)
+    torch.manual_seed(0)
+    header = codec.field_bytes[0]
+    message[header:] = torch.randint(0, 256, message[header:].shape, dtype=torch.uint8)  # the numbers of entries hold
+    room = torch.full((100_064,), 7.0)
+    compiled = codec.compiled(message)
+    assert compiled is not None
+    native.mean_into([room[32:-32]], Parts.between([0, 100_000]), [compiled], 1.0)
+    native.take_out_message(room[32:-32], compiled)
+    assert (room[:32] == 7).all()
+    assert (room[-32:] == 7).all()
+    message[:4] = 255
+    with pytest.raises(ValueError, match="damaged"):
+        codec.compiled(message)
 
 
 def test_what_was_sent_is_taken_out_in_turn() -> None:
@@ -237,6 +284,11 @@ def test_positions_are_offsets_in_blocks(dtype: type) -> None:
     expected = [0, 5, 255, 2 * unit + 7, 3 * unit + 1, 3 * unit + 2]
     assert native.positions(offsets, counts).tolist() == expected
     assert native.positions(offsets[:0], counts[:0]).tolist() == []
+    assert native.positions(offsets[3:], counts[2:], 2).tolist() == expected[3:]
+    assert native.ends_of(counts, 6).tolist() == [0, 3, 3, 4, 6]
+    for count in (-1, 99):
+        with pytest.raises(ValueError, match="room for 6: it is damaged"):
+            native.ends_of(np.array([3, count], np.int16), 6)
     with pytest.raises(ValueError, match="6 entries has room for 5"):
         native.positions(offsets[:5], counts)
 
@@ -288,7 +340,7 @@ def test_what_has_no_scale_has_no_codes(bits: int, value: float) -> None:
 def test_positions_that_do_not_rise_write_nowhere_else() -> None:
     grad = torch.full((50_000,), 7.0)
     entries = [(torch.tensor([20_000, 3, 49_999, 60_000, -4]), torch.ones(5))]
-    native.mean_into([grad], Parts.between([0, 50_000]), read(entries), 1.0, 50_000)
+    native.mean_into([grad], Parts.between([0, 50_000]), decoded(entries), 1.0)
     assert set(grad.unique().tolist()) <= {0.0, 1.0}
 
 
