@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_safusion import native
 from lightning_safusion.comm.exchange import Notice
 from lightning_safusion.comm.transport import Transport
 from lightning_safusion.fusion.clock import clock_for
@@ -343,6 +344,7 @@ class Controller:
             self._offload.release()
         if self._deferred is not None:
             self._deferred.release()
+        native.release()
 
     def current_plan(self) -> Plan | None:
         """The plan in use; None while the order of the gradients is not known."""

@@ -1,6 +1,8 @@
 /* Wire formats: positions as offsets in blocks, values as codes of a few bits. */
 #include "kernels.h"
 
+#define FEW_CODES 256 /* that are made before they are packed */
+
 void safusion_positions(const void *offsets, int64_t offset_bits, const int64_t *counts, int64_t blocks,
                         int64_t first_block, int64_t *positions)
 {
@@ -91,14 +93,30 @@ static void level_table(int64_t bits, float table[16])
     }
 }
 
-/* Codes are a level, and the sign in the highest bit; the first of a byte is in its lowest bits. Codes are zero at
- * first. */
+/* Codes (a level, and the sign in the highest bit) of values that share a scale, one in each byte, and what they stand
+ * for. */
+CLONES static void code(const float *restrict values, int64_t size, int64_t bits, float scale, uint8_t *restrict codes,
+                        float *restrict sent)
+{
+    const float levels = (float)(1 << (bits - 1)), highest = levels - 1, factor = scale > 0 ? levels / scale : 0;
+    const float step = 1 / levels; /* a power of two: products with it are exact */
+    for (int64_t i = 0; i < size; i++) {
+        uint32_t own, sign;
+        memcpy(&own, values + i, sizeof own);
+        sign = own >> 31;
+        float level = as_float(own & MAGNITUDE) * factor;
+        int32_t whole = (int32_t)(level < highest ? level : highest);
+        codes[i] = (uint8_t)((uint32_t)whole | sign << (bits - 1));
+        float value = ((float)whole + 0.5f) * step * scale;
+        sent[i] = sign ? -value : value;
+    }
+}
+
+/* The first code of a byte is in its lowest bits. Codes are zero at first. */
 int64_t safusion_quantize(const int64_t *positions, const float *values, int64_t size, const int64_t *starts,
                           int64_t parts, int64_t bits, uint8_t *codes, uint16_t *scales, float *sent)
 {
-    const float levels = (float)(1 << (bits - 1)), highest = levels - 1;
-    float table[16];
-    level_table(bits, table);
+    uint8_t few[FEW_CODES];
     int64_t entry = 0;
     for (int64_t p = 0; p < parts; p++) {
         int64_t last = end_of_part(positions, entry, size, p + 1 < parts ? starts[p + 1] : INT64_MAX);
@@ -107,13 +125,16 @@ int64_t safusion_quantize(const int64_t *positions, const float *values, int64_t
         if (!(scale <= FLT_MAX)) return 0;
         scales[p] = rounded(&scale);
         if (!(scale <= FLT_MAX)) return 0;
-        const float factor = scale > 0 ? levels / scale : 0;
-        for (; entry < last; entry++) {
-            int negative = __builtin_signbit(values[entry]) != 0;
-            float level = (negative ? -values[entry] : values[entry]) * factor;
-            int code = (int)(level < highest ? level : highest) | negative << (bits - 1);
-            codes[entry * bits >> 3] |= (uint8_t)(code << (entry * bits & 7));
-            sent[entry] = table[code] * scale;
+        while (entry < last) {
+            int64_t number = last - entry < FEW_CODES ? last - entry : FEW_CODES;
+            code(values + entry, number, bits, scale, few, sent + entry);
+            for (int64_t i = 0; i < number;) { /* byte by byte: to write to memory code by code takes longer */
+                int64_t bit = (entry + i) * bits;
+                uint32_t together = codes[bit >> 3];
+                for (int64_t at = bit & 7; at < 8 && i < number; at += bits) together |= (uint32_t)few[i++] << at;
+                codes[bit >> 3] = (uint8_t)together;
+            }
+            entry += number;
         }
     }
     return 1;
