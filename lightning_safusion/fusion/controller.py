@@ -230,7 +230,7 @@ class Controller:
     def let_go(self) -> None:
         """Lets go of the gradients of the first window: DDP is about to make other buckets, in place of theirs."""
         if self.windows == 1 and self.report is not None:
-            self.report.window.grads = [None] * self.report.window.length
+            self.report.window.let_go()
 
     def settle(self) -> None:
         """Reads what the device decided of the last window, if the host does not know it yet.

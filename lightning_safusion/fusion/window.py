@@ -89,10 +89,14 @@ class Window:
     error: Exception | None = None
 
     def __post_init__(self) -> None:
-        self.grads = [None] * self.length
+        self.let_go()
         self.fresh = np.ones(self.length, bool)
         self.raw = np.zeros(self.length, bool)
         self.arrived = [nan] * self.length
+
+    def let_go(self) -> None:
+        """Holds no gradient any more."""
+        self.grads = [None] * self.length
 
     @property
     def complete(self) -> bool:

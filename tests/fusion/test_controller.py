@@ -283,6 +283,19 @@ def test_memory_none_sends_only_gradients_of_this_step(make: Callable[..., Clust
             assert torch.equal(mean[kept], grad[kept])
 
 
+def test_only_gradients_of_the_first_window_are_let_go(make: Callable[..., Cluster]) -> None:
+    """DDP puts other buckets in the place of theirs; observers may read those of later windows."""
+    cluster = make(2)
+    for step in range(3):
+        cluster.step(cluster.random_grads(step))
+        for controller in cluster.controllers:
+            assert controller.report is not None
+            controller.let_go()
+            grads = controller.report.window.grads
+            assert len(grads) == len(cluster.specs)
+            assert all(grad is None for grad in grads) == (step == 0)
+
+
 def test_it_says_once_what_travels_how() -> None:
     said: list[str] = []
     transports = local_transports(1)

@@ -110,3 +110,26 @@ def test_a_forked_process_has_memory_of_its_own() -> None:
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     assert (held == 1).all()
+
+
+@pytest.mark.parametrize("length", [0, 10, LARGE])
+def test_pages_of_their_own_hold_zeros(length: int) -> None:
+    array = workspace.zeros(length, np.float32)
+    assert (array.dtype, array.shape) == (np.float32, (length,))
+    assert not array.any()
+    array[:] = 1
+    assert torch.from_numpy(array).sum() == length
+
+
+@pytest.mark.parametrize("unit", [1, 5000, 70_001])
+def test_runs_change_places_and_their_old_pages_are_given_back(unit: int) -> None:
+    runs = [(7 * unit, 9 * unit), (0, 3 * unit), (3 * unit, 3 * unit), (3 * unit, 7 * unit)]
+    array = workspace.zeros(9 * unit, np.float32)
+    array[:] = np.arange(1, len(array) + 1)
+    expected = np.concatenate([array[start:stop] for start, stop in runs])
+    moved = workspace.rearranged(array, runs)
+    assert np.array_equal(moved, expected)
+    if 4 * len(array) >= LARGE:  # whole pages of all runs: what is left is where two of them meet
+        assert np.count_nonzero(array) < 4 * 4096
+    array[:] = 0  # it can still be written to
+    assert np.array_equal(moved, expected)
