@@ -39,7 +39,7 @@ def rearranged(array: np.ndarray, runs: Sequence[tuple[int, int]]) -> np.ndarray
     for start, stop in runs:
         moved[at : at + stop - start] = array[start:stop]
         at += stop - start
-        if isinstance(pages, mmap.mmap):
+        if isinstance(pages, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
             first, last = -(-start * array.itemsize // mmap.PAGESIZE), stop * array.itemsize // mmap.PAGESIZE
             if first < last:
                 pages.madvise(mmap.MADV_DONTNEED, first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE)

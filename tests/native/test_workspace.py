@@ -7,6 +7,7 @@ a forked process does.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -129,7 +130,7 @@ def test_runs_change_places_and_their_old_pages_are_given_back(unit: int) -> Non
     expected = np.concatenate([array[start:stop] for start, stop in runs])
     moved = workspace.rearranged(array, runs)
     assert np.array_equal(moved, expected)
-    if 4 * len(array) >= LARGE:  # whole pages of all runs: what is left is where two of them meet
+    if 4 * len(array) >= LARGE and sys.platform == "linux":  # what is left is on pages where two runs meet
         assert np.count_nonzero(array) < 4 * 4096
     array[:] = 0  # it can still be written to
     assert np.array_equal(moved, expected)
