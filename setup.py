@@ -1,14 +1,21 @@
 """Compiles the kernels for the CPU, where there is a compiler; everything else is in pyproject.toml."""
 
+import re
+from pathlib import Path
+
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+
+
+HEADER = Path(__file__).parent / "lightning_safusion" / "native" / "kernels.h"
+VERSION = re.findall(r"#define VERSION (\d+)", HEADER.read_text())[0]
 
 
 class BuildLibrary(build_ext):
     """Builds a plain library: it is loaded with ctypes, and nobody who walks through the modules shall import it."""
 
     def get_ext_filename(self, fullname: str) -> str:
-        return fullname.replace(".", "/") + ".so.5"
+        return f"{fullname.replace('.', '/')}.so.{VERSION}"
 
 
 # Without Python's headers, so that a compiler is all it takes. Without one, or with one that does not know GCC's

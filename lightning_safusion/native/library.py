@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-VERSION = 6  # of the compiled functions that are called here, as in kernels.h; setup.py names the library after it
+VERSION = 6  # of the compiled functions that are called here, as in kernels.h, which setup.py names the library after
 _PART = 1 << 20  # elements of a part
 _SHARED = 1 << 18  # elements that are worth another thread
 
