@@ -6,7 +6,6 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-
 HEADER = Path(__file__).parent / "lightning_safusion" / "native" / "kernels.h"
 VERSION = re.findall(r"#define VERSION (\d+)", HEADER.read_text())[0]
 
