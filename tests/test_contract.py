@@ -211,7 +211,7 @@ def test_the_engine_goes_on_where_something_is_held_back() -> None:
     assert report["plain_ddp"] is None
     assert decided.count("dense") == 1
     assert decided[(tried := decided.index("dense")) : tried + 3] == ["dense", "keep", "revert"]
-    assert "allgather" in report["collectives"]
+    assert report["collectives"]  # by what: measured times say
 
 
 def actions(strategy: SAFusionStrategy) -> list[str]:
