@@ -167,8 +167,9 @@ class SparseAllGather(StreamOrderedExchange):
         live = [gradient for gradient in gradients if gradient.numel()]
         scale = 1.0 / self.transport.world_size
         messages = [] if self.codec is None else [self._compiled(message) for message in self._messages]
-        if None not in messages:
-            finite = native.mean_into(live, self._parts, [each for each in messages if each is not None], scale)
+        readable = [message for message in messages if message is not None]
+        if len(readable) == len(messages):
+            finite = native.mean_into(live, self._parts, readable, scale)
         else:
             finite = native.mean_in_pieces(live, self._parts, self._decoded, scale, self._piece)
         for t in self._lanes_of:
