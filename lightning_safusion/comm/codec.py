@@ -86,9 +86,9 @@ class Codec(ABC):
             ValueError: If the selection exceeds the capacity, or ``out`` has another size.
         """
         self._check(out)
-        if selection.indices.numel() > self.capacity:
+        if selection.positions.numel() > self.capacity:
             raise ValueError(
-                f"the selection has {selection.indices.numel()} entries, the message has room for {self.capacity}: "
+                f"the selection has {selection.positions.numel()} entries, the message has room for {self.capacity}: "
                 "cut the selection to the quotas of its segments"
             )
         fields = self._fields(out)
@@ -148,7 +148,7 @@ class Codec(ABC):
 
     def _write_values(self, selection: Selection, field: Tensor) -> Tensor:
         """Fills the field of values; returns what :meth:`encode` does."""
-        indices, values, count = selection.indices, selection.values, selection.count
+        indices, values, count = selection.positions, selection.values, selection.count
         if not isinstance(count, int):
             sent = self.field.write(indices, values, field)
             return sent if isinstance(self.values, FloatValues) else _without_padding(sent, count)
@@ -173,9 +173,12 @@ def blocks_of(count: int, length: int) -> int:
 
 
 def positions_to_write(selection: Selection, padding: int) -> Tensor:
-    """Positions to be written: the valid ones if the host knows how many, else all, with ``padding`` behind them."""
+    """Positions to be written: the valid ones if the host knows how many, else all, with ``padding`` behind them.
+
+    int64, or int32 where they have been found in that.
+    """
     if isinstance(selection.count, int):
-        every = selection.count == selection.indices.numel()
-        return selection.indices if every else selection.indices[: selection.count]
+        every = selection.count == selection.positions.numel()
+        return selection.positions if every else selection.positions[: selection.count]
     places = torch.arange(selection.indices.numel(), device=selection.indices.device)
     return selection.indices.masked_fill(places >= selection.count, padding)

@@ -29,7 +29,7 @@ class ValueField(ABC):
         """Fills the field (uint8 [nbytes]) with the values of ascending positions, and with zeros behind them.
 
         Args:
-            indices: int64 [K], positions in the span.
+            indices: int64 or int32 [K], positions in the span.
             values: float32 [K].
             field: Is written.
 
@@ -162,7 +162,7 @@ class QuantizedField(ValueField):
                 packed = self._host_codes(magnitudes, np.signbit(values.numpy()), np.repeat(scales, counts))
                 self._fill(field, torch.from_numpy(packed), coarse)
                 return self._host_values(packed, scales, counts)
-        part, magnitudes = self._parts(indices), values.abs()
+        part, magnitudes = self._parts(indices.long()), values.abs()
         coarse = self._scales(part, magnitudes).to(torch.bfloat16)
         scale = coarse.float()[part]
         level = (magnitudes * torch.where(scale > 0, self._levels / scale, 0)).floor_().clamp_(max=self._levels - 1)

@@ -52,8 +52,8 @@ class DenseCodec(Codec):
         (field,) = fields
         coded, sent = self._floats.cast(selection.values)
         # The place behind the span takes the padding, whose own positions are those of other entries.
-        span = torch.zeros(self.numel + 1, dtype=self.value_dtype, device=selection.indices.device)
-        positions = positions_to_write(selection, padding=self.numel)
+        span = torch.zeros(self.numel + 1, dtype=self.value_dtype, device=selection.values.device)
+        positions = positions_to_write(selection, padding=self.numel).long()
         span.index_copy_(0, positions, coded[: positions.numel()])
         field.view(self.value_dtype).copy_(span[:-1])
         return sent
@@ -130,11 +130,11 @@ class BitmapCodec(Codec):
     def write(self, selection: Selection, fields: Sequence[Tensor]) -> Tensor:
         bits, values = fields
         places = 8 * bits.numel()
-        if native.serves(selection.indices):
+        if native.serves(selection.positions):
             native.mark(positions_to_write(selection, padding=places).numpy(), bits.numpy())
             return self._write_values(selection, values)
-        mask = torch.zeros(places + 1, dtype=torch.bool, device=selection.indices.device)
-        positions = positions_to_write(selection, padding=places)
+        mask = torch.zeros(places + 1, dtype=torch.bool, device=selection.values.device)
+        positions = positions_to_write(selection, padding=places).long()
         mask.index_fill_(0, positions, True)
         bits.copy_(_pack_bits(mask[:places]))
         return self._write_values(selection, values)

@@ -101,8 +101,8 @@ class FusionBuffer:
 
     def _counts(self, selection: Selection) -> np.ndarray:
         """int64 [T], elements of each tensor that were selected."""
-        indices = selection.indices[: int(selection.count)].cpu().numpy()
-        return np.diff(np.searchsorted(indices, np.asarray(self.exchange.spec.edges)))
+        positions = selection.positions[: int(selection.count)].cpu().numpy()
+        return np.diff(np.searchsorted(positions, np.asarray(self.exchange.spec.edges, positions.dtype)))
 
     def selected(self) -> np.ndarray:
         """int64 [T]: elements that each tensor sent in the last window (waits for the device)."""

@@ -43,9 +43,10 @@ int64_t safusion_keep_above(int32_t *places, int32_t *bits, const int64_t *count
     for (int64_t l = 0; l < lists; l++) {
         int64_t before = kept;
         for (int64_t last = entry + counts[l]; entry < last; entry++) {
+            int32_t own = bits[entry];
             places[kept] = places[entry];
-            bits[kept] = bits[entry];
-            kept += (bits[entry] & MAGNITUDE) > floors[l];
+            bits[kept] = own;
+            kept += (own & MAGNITUDE) > floors[l];
         }
         numbers[l] = kept - before;
     }
@@ -147,50 +148,50 @@ static int32_t kth_of_list(const int32_t *bits, int64_t size, int64_t rank, int6
     return kth_largest(only, size, rank, equals);
 }
 
-static int64_t copy_above(const int32_t *places, const int32_t *bits, int64_t size, int32_t floor, int64_t *kept_places,
+static int64_t copy_above(const int32_t *places, const int32_t *bits, int64_t size, int32_t floor, int32_t *kept_places,
                           int32_t *kept_bits)
 {
     int64_t kept = 0;
     for (int64_t i = 0; i < size; i++) {
+        int32_t own = bits[i];
         kept_places[kept] = places[i];
-        kept_bits[kept] = bits[i];
-        kept += (bits[i] & MAGNITUDE) > floor;
+        kept_bits[kept] = own;
+        kept += (own & MAGNITUDE) > floor;
     }
     return kept;
 }
 
 /* Keeps what is above the rank-th largest, and the first of those that are equal to it, up to rank in all. */
 static int64_t keep_largest(const int32_t *places, const int32_t *bits, int64_t size, int64_t rank,
-                            int64_t *kept_places, int32_t *kept_bits)
+                            int32_t *kept_places, int32_t *kept_bits)
 {
     int64_t kept = 0, equals;
     int32_t kth = kth_of_list(bits, size, rank, &equals);
     if (number_above(bits, size, kth - 1) == rank) /* all of them */
         return copy_above(places, bits, size, kth - 1, kept_places, kept_bits);
     for (int64_t i = 0; i < size; i++) {
-        int32_t magnitude = bits[i] & MAGNITUDE;
+        int32_t own = bits[i], magnitude = own & MAGNITUDE;
         int tie = magnitude == kth;
         kept_places[kept] = places[i];
-        kept_bits[kept] = bits[i];
+        kept_bits[kept] = own;
         kept += (magnitude > kth) | (tie & (equals > 0));
         equals -= tie;
     }
     return kept;
 }
 
-/* Of each list what is above its floor, but no more than its quota; of equals the first. What is kept may be written over
- * the bits themselves. */
-int64_t safusion_keep_largest(const int32_t *places, const int32_t *bits, const int64_t *counts, const int32_t *floors,
-                              const int64_t *quotas, int64_t lists, int64_t *kept_places, int32_t *kept_bits)
+/* Of each list what is above its floor, but no more than its quota; of equals the first. The lists move together. */
+int64_t safusion_keep_largest(int32_t *places, int32_t *bits, const int64_t *counts, const int32_t *floors,
+                              const int64_t *quotas, int64_t lists)
 {
-    int64_t kept = 0;
-    for (int64_t l = 0; l < lists; places += counts[l], bits += counts[l], l++) {
-        int64_t size = counts[l], quota = quotas[l], *to_places = kept_places + kept;
-        int32_t *to_bits = kept_bits + kept;
+    int64_t kept = 0, first = 0;
+    for (int64_t l = 0; l < lists; first += counts[l++]) {
+        const int32_t *own = bits + first, *from = places + first;
+        int64_t size = counts[l], quota = quotas[l];
         if (quota == 0) continue;
-        if (size > quota && number_above(bits, size, floors[l]) > quota)
-            kept += keep_largest(places, bits, size, quota, to_places, to_bits);
-        else kept += copy_above(places, bits, size, floors[l], to_places, to_bits);
+        if (size > quota && number_above(own, size, floors[l]) > quota)
+            kept += keep_largest(from, own, size, quota, places + kept, bits + kept);
+        else kept += copy_above(from, own, size, floors[l], places + kept, bits + kept);
     }
     return kept;
 }

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_safusion.native.library import call
-from lightning_safusion.native.workspace import empty, grown
+from lightning_safusion.native.workspace import grown
 
 
 def number_above(
@@ -50,21 +50,21 @@ def keep_above(
 def keep_largest(
     places: np.ndarray, bits: np.ndarray, counts: np.ndarray, floors: np.ndarray, quotas: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Places (int64) and bits of the largest magnitudes above the floor of each of several lists; of equal ones the
-    first.
+    """Leaves of several lists the largest magnitudes above the floor of each; of equal ones the first.
 
     Args:
-        places: int32 [C], those of the first list, of the second, and so on.
-        bits: int32 [C]; overwritten by those that are kept.
+        places: int32 [C], those of the first list, of the second, and so on; changed, as the bits are.
+        bits: int32 [C].
         counts: int64 [S], entries of each list.
         floors: int32 [S], of the bits of magnitudes; -1 lets all through.
         quotas: int64 [S], most that are kept of each.
+
+    Returns:
+        Views of places and bits.
     """
     (counts, quotas), (floors,) = _as(np.int64, counts, quotas), _as(np.int32, floors)
-    room = int(np.minimum(counts, quotas).sum()) + 1  # entries are written before it is known whether they stay
-    kept_places = empty(room, np.int64)
-    kept = call("safusion_keep_largest", places, bits, counts, floors, quotas, len(counts), kept_places, bits)
-    return kept_places[:kept], bits[:kept]
+    kept = call("safusion_keep_largest", places, bits, counts, floors, quotas, len(counts))
+    return places[:kept], bits[:kept]
 
 
 class Lists(NamedTuple):

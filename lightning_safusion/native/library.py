@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-VERSION = 6  # of the compiled functions that are called here, as in kernels.h, which setup.py names the library after
+VERSION = 7  # of the compiled functions that are called here, as in kernels.h, which setup.py names the library after
 _PART = 1 << 20  # elements of a part
 _SHARED = 1 << 18  # elements that are worth another thread
 
+_DTYPES = (torch.float32, torch.int32, torch.int64)
 _Address = ctypes.c_char * 0
 
 _switched_off = False
@@ -44,10 +45,8 @@ def usable() -> bool:
 
 
 def serves(*tensors: Tensor) -> bool:
-    """Whether there are compiled kernels for all of these: contiguous, on the CPU, of float32, or int64 for places."""
-    return usable() and all(
-        tensor.is_cpu and tensor.is_contiguous() and tensor.dtype in (torch.float32, torch.int64) for tensor in tensors
-    )
+    """Whether there are compiled kernels for all of these: contiguous, on the CPU, of float32 or integers."""
+    return usable() and all(tensor.is_cpu and tensor.is_contiguous() and tensor.dtype in _DTYPES for tensor in tensors)
 
 
 @contextmanager

@@ -3,6 +3,12 @@
 
 #define FEW_CODES 256 /* that are made before they are packed */
 
+/* Positions of 32 or of 64 bits. */
+static inline int64_t at(const void *positions, int64_t bits, int64_t entry)
+{
+    return bits == 32 ? ((const int32_t *)positions)[entry] : ((const int64_t *)positions)[entry];
+}
+
 void safusion_positions(const void *offsets, int64_t offset_bits, const int64_t *counts, int64_t blocks,
                         int64_t first_block, int64_t *positions)
 {
@@ -15,13 +21,13 @@ void safusion_positions(const void *offsets, int64_t offset_bits, const int64_t 
 }
 
 /* Counts are zero at first; what lies behind the last block is counted in none. */
-void safusion_offsets(const int64_t *positions, int64_t size, int64_t offset_bits, int64_t blocks, void *counts,
-                      void *offsets)
+void safusion_offsets(const void *positions, int64_t position_bits, int64_t size, int64_t offset_bits, int64_t blocks,
+                      void *counts, void *offsets)
 {
     for (int64_t entry = 0; entry < size; entry++) {
-        uint64_t block = (uint64_t)positions[entry] >> offset_bits;
-        if (offset_bits == 8) ((uint8_t *)offsets)[entry] = (uint8_t)positions[entry];
-        else ((uint16_t *)offsets)[entry] = (uint16_t)positions[entry];
+        const uint64_t position = (uint64_t)at(positions, position_bits, entry), block = position >> offset_bits;
+        if (offset_bits == 8) ((uint8_t *)offsets)[entry] = (uint8_t)position;
+        else ((uint16_t *)offsets)[entry] = (uint16_t)position;
         if (block >= (uint64_t)blocks) continue;
         if (offset_bits == 8) ((int16_t *)counts)[block]++;
         else ((int32_t *)counts)[block]++;
@@ -29,10 +35,10 @@ void safusion_offsets(const int64_t *positions, int64_t size, int64_t offset_bit
 }
 
 /* Sets a bit for each position below a number; all are zero at first, and the first of a byte is its lowest. */
-void safusion_mark(const int64_t *positions, int64_t size, int64_t below, uint8_t *bitmap)
+void safusion_mark(const void *positions, int64_t position_bits, int64_t size, int64_t below, uint8_t *bitmap)
 {
     for (int64_t entry = 0; entry < size; entry++) {
-        uint64_t position = (uint64_t)positions[entry];
+        uint64_t position = (uint64_t)at(positions, position_bits, entry);
         if (position < (uint64_t)below) bitmap[position >> 3] |= (uint8_t)(1u << (position & 7));
     }
 }
@@ -53,11 +59,15 @@ int64_t safusion_marked(const uint8_t *bitmap, int64_t bytes, int64_t *positions
 }
 
 /* The first entry behind a part that begins at entry `first`, or -1 if positions do not ascend. */
-static int64_t end_of_part(const int64_t *positions, int64_t first, int64_t size, int64_t stop)
+static int64_t end_of_part(const void *positions, int64_t position_bits, int64_t first, int64_t size, int64_t stop)
 {
-    int64_t entry = first;
-    for (; entry < size && positions[entry] < stop; entry++)
-        if (entry && positions[entry] <= positions[entry - 1]) return -1;
+    int64_t entry = first, before = entry ? at(positions, position_bits, entry - 1) : INT64_MIN;
+    for (; entry < size; entry++) {
+        const int64_t position = at(positions, position_bits, entry);
+        if (position >= stop) break;
+        if (position <= before) return -1;
+        before = position;
+    }
     return entry;
 }
 
@@ -113,13 +123,14 @@ CLONES static void code(const float *restrict values, int64_t size, int64_t bits
 }
 
 /* The first code of a byte is in its lowest bits. Codes are zero at first. */
-int64_t safusion_quantize(const int64_t *positions, const float *values, int64_t size, const int64_t *starts,
-                          int64_t parts, int64_t bits, uint8_t *codes, uint16_t *scales, float *sent)
+int64_t safusion_quantize(const void *positions, int64_t position_bits, int64_t size, const float *values,
+                          const int64_t *starts, int64_t parts, int64_t bits, uint8_t *codes, uint16_t *scales,
+                          float *sent)
 {
     uint8_t few[FEW_CODES];
     int64_t entry = 0;
     for (int64_t p = 0; p < parts; p++) {
-        int64_t last = end_of_part(positions, entry, size, p + 1 < parts ? starts[p + 1] : INT64_MAX);
+        int64_t last = end_of_part(positions, position_bits, entry, size, p + 1 < parts ? starts[p + 1] : INT64_MAX);
         if (last < 0) return 0;
         float scale = scale_of(values + entry, last - entry, bits);
         if (!(scale <= FLT_MAX)) return 0;
@@ -148,7 +159,7 @@ int64_t safusion_values(const int64_t *positions, int64_t size, const int64_t *s
     level_table(bits, table);
     int64_t entry = 0;
     for (int64_t p = 0; p < parts; p++) {
-        int64_t last = end_of_part(positions, entry, size, p + 1 < parts ? starts[p + 1] : INT64_MAX);
+        int64_t last = end_of_part(positions, 64, entry, size, p + 1 < parts ? starts[p + 1] : INT64_MAX);
         if (last < 0) return 0;
         float scale = as_float((uint32_t)scales[p] << 16);
         for (; entry < last; entry++) {
@@ -227,20 +238,20 @@ static inline __attribute__((always_inline)) void add_entries(const struct messa
         const int64_t base = (offset_bits == 64 ? 0 : block << offset_bits) - start;
         if (base >= size) return;
         for (const int64_t last = ends[block + 1]; entry < last; entry++) {
-            const int64_t at = base + number(offsets, offset_bits, entry);
+            const int64_t place = base + number(offsets, offset_bits, entry);
             float value;
-            if ((uint64_t)at >= (uint64_t)size) return;
+            if ((uint64_t)place >= (uint64_t)size) return;
             if (value_bits == 32) value = ((const float *)values)[entry];
             else if (value_bits == 16) value = as_float((uint32_t)((const uint16_t *)values)[entry] << 16);
             else {
-                while (start + at >= next) {
+                while (start + place >= next) {
                     next = end_of(from, ++part);
                     scale = scale_of_part(from, part);
                 }
                 const int64_t bit = entry * bits;
                 value = table[((const uint8_t *)values)[bit >> 3] >> (bit & 7) & mask] * scale;
             }
-            target[at] += value * factor;
+            target[place] += value * factor;
         }
     }
 }

@@ -86,12 +86,12 @@ def write_offsets(positions: np.ndarray, counts: np.ndarray, offsets: np.ndarray
     """The inverse of :func:`positions`.
 
     Args:
-        positions: int64 [K], not negative; what lies behind the last block is counted in none.
+        positions: int32 or int64 [K], not negative; what lies behind the last block is counted in none.
         counts: int16 or int32 [blocks], is written: entries of each block of 256 or 65536 elements.
         offsets: uint8 or uint16 [K or more], the first K are written.
     """
     counts[:] = 0
-    call("safusion_offsets", positions, len(positions), 8 * offsets.itemsize, len(counts), counts, offsets)
+    call("safusion_offsets", *_described(positions), 8 * offsets.itemsize, len(counts), counts, offsets)
 
 
 def number_marked(bitmap: np.ndarray) -> int:
@@ -107,9 +107,10 @@ def marked(bitmap: np.ndarray) -> np.ndarray:
 
 
 def mark(positions: np.ndarray, bitmap: np.ndarray) -> None:
-    """The inverse of :func:`marked`: writes the whole bitmap; positions (int64 [K]) behind its end are left out."""
+    """The inverse of :func:`marked`: writes the whole bitmap; positions (int32 or int64 [K]) behind its end are left
+    out."""
     bitmap[:] = 0
-    call("safusion_mark", positions, len(positions), 8 * len(bitmap), bitmap)
+    call("safusion_mark", *_described(positions), 8 * len(bitmap), bitmap)
 
 
 class Quantized(NamedTuple):
@@ -130,7 +131,7 @@ def quantized(positions: np.ndarray, values: np.ndarray, starts: np.ndarray, bit
     """Codes of values relative to the largest magnitude of their part; with one bit, to twice the mean magnitude.
 
     Args:
-        positions: int64 [K].
+        positions: int32 or int64 [K].
         values: float32 [K].
         starts: int64 [P], the first position of each part, ascending.
         bits: Of a code: 1, 2 or 4.
@@ -140,8 +141,7 @@ def quantized(positions: np.ndarray, values: np.ndarray, starts: np.ndarray, bit
     """
     codes = np.zeros(-(-len(values) // 8) * bits, np.uint8)
     scales, sent = np.empty(len(starts), np.uint16), empty(len(values), np.float32)
-    count, parts = len(values), len(starts)
-    done = call("safusion_quantize", positions, values, count, starts, parts, bits, codes, scales, sent)
+    done = call("safusion_quantize", *_described(positions), values, starts, len(starts), bits, codes, scales, sent)
     return Quantized(codes, scales, sent) if done else None
 
 
@@ -168,3 +168,8 @@ def values(
     count, parts = len(positions), len(starts)
     done = call("safusion_values", positions, count, starts, parts, bits, codes, first, scales, found)
     return found if done else None
+
+
+def _described(positions: np.ndarray) -> tuple[np.ndarray, int, int]:
+    """Positions, their bits, and how many there are."""
+    return positions, 8 * positions.itemsize, len(positions)

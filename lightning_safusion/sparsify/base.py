@@ -94,6 +94,34 @@ class Selection:
     values: Tensor
     count: int | Tensor
 
+    @property
+    def positions(self) -> Tensor:
+        """The same as ``indices``, int32 where they have been found in that."""
+        return self.indices
+
+
+class FoundSelection(Selection):
+    """What compiled kernels have found: positions have 32 bits until somebody asks for more.
+
+    Args:
+        positions: int32 [K].
+        values: float32 [K].
+    """
+
+    def __init__(self, positions: Tensor, values: Tensor) -> None:
+        for name, value in {"_positions": positions, "values": values, "count": len(values)}.items():
+            object.__setattr__(self, name, value)
+
+    @cached_property
+    def indices(self) -> Tensor:
+        return self.positions.long()
+
+    @property
+    def positions(self) -> Tensor:
+        """int32 [K]."""
+        found: Tensor = self.__dict__["_positions"]
+        return found
+
 
 class Sparsifier(ABC):
     """Chooses the elements of each segment that are sent. Subclass it to add a compressor of your own.

@@ -173,7 +173,7 @@ class NativeView(NumpyView):
         return as_selection(*self._kept_of(found, floors, self._layout.quotas))
 
     def _kept_of(self, found: Candidates, floors: np.ndarray, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Places (int64) and bits of what is largest above the floor of each segment, up to a number (int64 [A])."""
+        """Places (int32) and bits of what is largest above the floor of each segment, up to a number (int64 [A])."""
         self._swept = self._counted = None  # overwritten
         places = found.indices.astype(np.int32, copy=False)
         return native.keep_largest(places, found.signed, found.counts, floors, numbers)

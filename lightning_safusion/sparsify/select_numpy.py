@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.sparsify.base import Segments, Selection
+from lightning_safusion.sparsify.base import FoundSelection, Segments, Selection
 from lightning_safusion.sparsify.candidates import (
     ONE_BY_ONE,
     Candidates,
@@ -390,5 +390,5 @@ class NumpyView(SegmentedView):
 
 
 def as_selection(indices: np.ndarray, signed: np.ndarray) -> Selection:
-    indices = indices.astype(np.int64, copy=False)
-    return Selection(torch.from_numpy(indices), torch.from_numpy(signed.view(np.float32)), len(indices))
+    positions, values = torch.from_numpy(indices), torch.from_numpy(signed.view(np.float32))
+    return FoundSelection(positions, values) if indices.dtype == np.int32 else Selection(positions, values, len(values))

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_safusion import native
 from lightning_safusion.comm.codec import Codec
 from lightning_safusion.comm.wire import _pack_bits, _pack_bits_on_device, available_wires, resolve_codec
-from lightning_safusion.sparsify.base import Selection
+from lightning_safusion.sparsify.base import FoundSelection, Selection
 
 QUANTIZED = {"q4": 4, "q2": 2, "sign": 1}
 EXPLICIT = [wire for wire in available_wires() if "-" in wire and wire.rpartition("-")[2] not in QUANTIZED]
@@ -159,6 +159,23 @@ def test_accelerator_selections_give_the_same_bytes(wire: str, count: int) -> No
     assert torch.equal(exact, padded)
     assert torch.equal(sent[:count], selection.values)
     assert not sent[count:].any()
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("odd", [False, True])
+@pytest.mark.parametrize("wire", [wire for wire in available_wires() if "-" in wire])
+def test_positions_of_32_bits_give_the_same_bytes(wire: str, odd: bool, compiled: bool) -> None:
+    selection = draw(5000, 700)
+    if odd:
+        selection.values[5] = float("inf")
+    codec = resolve_codec(wire, 5000, 900, torch.float32, (0, 1500, 5000))
+    found = FoundSelection(selection.indices.int(), selection.values)
+    expected, out = message(codec), message(codec, 7)
+    sent = codec.encode(selection, expected)
+    with contextlib.nullcontext() if compiled else native.unused():
+        assert torch.equal(codec.encode(found, out).nan_to_num(7), sent.nan_to_num(7))
+    assert out.tolist() == expected.tolist()
+    assert torch.equal(found.indices, selection.indices)
 
 
 def test_bits_are_packed_alike_on_all_devices() -> None:

@@ -30,7 +30,7 @@ def test_lists_are_cut_to_their_largest_and_of_equals_the_first(spread: int, abo
     x = rng.integers(-spread, spread + 1, counts.sum()).astype(np.float32) / 3
     limit = np.float32(above * spread / 3)
     floors = np.full(len(counts), -1 if above < 0 else limit.view(np.int32), np.int32)
-    kept, bits = native.keep_largest(places, x.view(np.int32).copy(), counts, floors, quotas)
+    kept, bits = native.keep_largest(places.copy(), x.view(np.int32).copy(), counts, floors, quotas)
     expected, stop = [], 0
     for count, quota in zip(counts, quotas, strict=True):
         mine = np.abs(x[stop : stop + count])
