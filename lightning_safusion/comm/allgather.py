@@ -108,7 +108,7 @@ class SparseAllGather(StreamOrderedExchange):
                 self._erase(spec.edges[tensor], spec.edges[tensor + 1])
         if self.codec is not None:
             selection = part.selection or self._nothing
-            values = self.codec.encode(selection, self._send[self._selection])
+            values = self.codec.encode(selection, self._send[self._selection], echo=not self._reads_again)
             if not self._reads_again:
                 self._sent = (selection.indices, values)
 

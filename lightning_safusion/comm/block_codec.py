@@ -39,7 +39,7 @@ class BlockCodec(Codec):
         header = blocks_of(self.count_dtype.itemsize * self.blocks, 4) * 4  # what follows is aligned
         return header, self.field.nbytes, self.offset_bits // 8 * self.capacity
 
-    def write(self, selection: Selection, fields: Sequence[Tensor]) -> Tensor:
+    def write(self, selection: Selection, fields: Sequence[Tensor], echo: bool) -> Tensor:
         header, values, offsets = fields
         # Padding lies behind the last block: it is counted in no block, and its low bits are 0.
         positions = positions_to_write(selection, padding=self.blocks << self.offset_bits)
@@ -50,7 +50,7 @@ class BlockCodec(Codec):
         else:
             fill(header.view(self.count_dtype), self._block_counts(positions))
             fill(self._offsets(offsets), positions)  # the conversion keeps the low bits
-        return self._write_values(selection, values)
+        return self._write_values(selection, values, echo)
 
     def _offsets(self, field: Tensor) -> Tensor:
         return field.view(torch.int16) if self.offset_bits == 16 else field

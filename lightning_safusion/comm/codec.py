@@ -75,12 +75,17 @@ class Codec(ABC):
         sizes = self.field_bytes
         return [*sizes, self.nbytes - sum(sizes)]
 
-    def encode(self, selection: Selection, out: Tensor) -> Tensor:
+    def encode(self, selection: Selection, out: Tensor, *, echo: bool = True) -> Tensor:
         """Writes every byte of ``out`` (uint8 [nbytes], 4-byte aligned).
+
+        Args:
+            selection: What is sent.
+            out: Is written.
+            echo: Whether somebody wants to know what receivers will decode.
 
         Returns:
             float32 [L], one per entry of ``selection.indices``: the value as every receiver will decode it (padding 0).
-            May be ``selection.values`` itself.
+            May be ``selection.values`` itself. Without ``echo`` it says nothing.
 
         Raises:
             ValueError: If the selection exceeds the capacity, or ``out`` has another size.
@@ -98,10 +103,10 @@ class Codec(ABC):
             return wire.encode(self.layout, selection, fields, self.values.dtype)
         if self._split_sizes[-1]:
             fields[-1].zero_()
-        return self.write(selection, fields[:-1])
+        return self.write(selection, fields[:-1], echo)
 
     @abstractmethod
-    def write(self, selection: Selection, fields: Sequence[Tensor]) -> Tensor:
+    def write(self, selection: Selection, fields: Sequence[Tensor], echo: bool) -> Tensor:
         """:meth:`encode` with the operations of PyTorch, into uint8 views of the fields."""
 
     def decode(self, message: Tensor) -> tuple[Tensor, Tensor]:
@@ -146,15 +151,15 @@ class Codec(ABC):
         """Views of the fields, and of the bytes that round the size up."""
         return message.split(self._split_sizes)
 
-    def _write_values(self, selection: Selection, field: Tensor) -> Tensor:
+    def _write_values(self, selection: Selection, field: Tensor, echo: bool) -> Tensor:
         """Fills the field of values; returns what :meth:`encode` does."""
         indices, values, count = selection.positions, selection.values, selection.count
         if not isinstance(count, int):
-            sent = self.field.write(indices, values, field)
+            sent = self.field.write(indices, values, field, echo)
             return sent if isinstance(self.values, FloatValues) else _without_padding(sent, count)
         if count == len(values):
-            return self.field.write(indices, values, field)
-        return pad(self.field.write(indices[:count], values[:count], field), (0, len(values) - count))
+            return self.field.write(indices, values, field, echo)
+        return pad(self.field.write(indices[:count], values[:count], field, echo), (0, len(values) - count))
 
     def _read_padded(self, indices: Tensor, field: Tensor, count: Callable[[], Tensor]) -> Tensor:
         """float32 [capacity], the values of positions; ``count`` tells how many of them are valid."""

@@ -103,7 +103,9 @@ class Stream:
         message = self._round()
         header = np.concatenate([self._flags, np.array([done and self._waiting == 0, self._notices], np.uint8)])
         message.send[: self._tensors + 2].copy_(torch.from_numpy(header))
-        self._codec.encode(Selection(indices[:taken], values[:taken], taken), message.send[self._entries_at :])
+        self._codec.encode(
+            Selection(indices[:taken], values[:taken], taken), message.send[self._entries_at :], echo=False
+        )
         self._rounds.append((message, self.transport.all_gather(message.received, message.send)))
 
     def _round(self) -> _Round:

@@ -25,16 +25,18 @@ class ValueField(ABC):
     nbytes: int
 
     @abstractmethod
-    def write(self, indices: Tensor, values: Tensor, field: Tensor) -> Tensor:
+    def write(self, indices: Tensor, values: Tensor, field: Tensor, echo: bool = True) -> Tensor:
         """Fills the field (uint8 [nbytes]) with the values of ascending positions, and with zeros behind them.
 
         Args:
             indices: int64 or int32 [K], positions in the span.
             values: float32 [K].
             field: Is written.
+            echo: Whether the values as they will be read are wanted.
 
         Returns:
-            float32 [K], the values as :meth:`read` will give them; may be the same tensor.
+            float32 [K], the values as :meth:`read` will give them; may be the same tensor. Without ``echo`` it says
+            nothing.
         """
 
     @abstractmethod
@@ -81,19 +83,18 @@ class FloatField(ValueField):
         self.dtype = dtype
         self.nbytes = dtype.itemsize * capacity
 
-    def cast(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Values (float32) in the dtype of the wire, and the same as float32."""
+    def cast(self, values: Tensor) -> Tensor:
+        """Values (float32) in the dtype of the wire."""
         if self.dtype == torch.float32:
-            return values, values
+            return values
         limit = torch.finfo(self.dtype).max
         # Clamping an infinity would hide an overflow that the training loop must see.
-        coded = torch.where(values.isinf(), values, values.clamp(-limit, limit)).to(self.dtype)
-        return coded, coded.float()
+        return torch.where(values.isinf(), values, values.clamp(-limit, limit)).to(self.dtype)
 
-    def write(self, indices: Tensor, values: Tensor, field: Tensor) -> Tensor:
-        coded, sent = self.cast(values)
+    def write(self, indices: Tensor, values: Tensor, field: Tensor, echo: bool = True) -> Tensor:
+        coded = self.cast(values)
         fill(field.view(self.dtype), coded)
-        return sent
+        return coded.float() if echo else values
 
     def read(self, indices: Tensor, field: Tensor, first: int = 0) -> Tensor:
         values = field.view(self.dtype)
@@ -148,13 +149,12 @@ class QuantizedField(ValueField):
         self._code_bytes = -(-capacity * bits // 64) * 8  # whole bytes, and the scales aligned
         self.nbytes = -(-(self._code_bytes + 2 * len(self._starts)) // 4) * 4
 
-    def write(self, indices: Tensor, values: Tensor, field: Tensor) -> Tensor:
+    def write(self, indices: Tensor, values: Tensor, field: Tensor, echo: bool = True) -> Tensor:
         if native.serves(indices, values):
-            coded = native.quantized(indices.numpy(), values.numpy(), self._starts, self.bits)
-            if coded is not None:
-                rounded = torch.from_numpy(coded.scales).view(torch.bfloat16)
-                self._fill(field, torch.from_numpy(coded.codes), rounded)
-                return torch.from_numpy(coded.values)
+            field.zero_()
+            sent = torch.empty_like(values) if echo else values
+            if native.quantize(indices.numpy(), values.numpy(), self._codes(field), sent.numpy() if echo else None):
+                return sent
         if (counts := self._host_counts(indices)) is not None:
             magnitudes = np.abs(values.numpy())
             coarse, scales = _rounded(self._host_scales(magnitudes, counts))
@@ -175,9 +175,9 @@ class QuantizedField(ValueField):
         begin, skipped = divmod(first * self.bits, 8)
         skipped //= self.bits
         packed = field[begin : -(-(first + len(indices)) * self.bits // 8)]
-        coarse = field[self._code_bytes :][: 2 * len(self._starts)].view(torch.bfloat16)
+        coarse = self._coarse(field)
         if native.serves(indices):
-            values = self._read_native(indices.numpy(), packed.numpy(), coarse.view(torch.uint16).numpy(), skipped)
+            values = self._read_native(indices.numpy(), self._codes(field), first)
             if values is not None:
                 return torch.from_numpy(values)
         if skipped == 0 and (counts := self._host_counts(indices)) is not None:
@@ -186,24 +186,32 @@ class QuantizedField(ValueField):
         return self._values(codes, coarse.float()[self._parts(indices)])
 
     def compiled(self, field: Tensor, offsets: np.ndarray, ends: np.ndarray) -> native.Message | None:
-        scales = field[self._code_bytes :][: 2 * len(self._starts)].view(torch.uint16).numpy()
-        return native.Message(offsets, ends, field.numpy(), self.bits, scales, self._starts)
+        codes = self._codes(field)
+        return native.Message(offsets, ends, codes.codes, self.bits, codes.scales, self._starts)
 
-    def _read_native(
-        self, indices: np.ndarray, packed: np.ndarray, scales: np.ndarray, skipped: int
-    ) -> np.ndarray | None:
+    def _coarse(self, field: Tensor) -> Tensor:
+        """bfloat16, the scales in a field."""
+        return field[self._code_bytes :][: 2 * len(self._starts)].view(torch.bfloat16)
+
+    def _codes(self, field: Tensor) -> native.Codes:
+        """A field as compiled kernels see it."""
+        scales = self._coarse(field).view(torch.uint16).numpy()
+        return native.Codes(field[: self._code_bytes].numpy(), scales, self._starts, self.bits)
+
+    def _read_native(self, indices: np.ndarray, codes: native.Codes, first: int) -> np.ndarray | None:
         """:meth:`read` with compiled kernels, which look at the parts that the positions lie in."""
         if not len(indices):
             return np.empty(0, np.float32)
         low, high = self._starts.searchsorted(indices[[0, -1]], side="right")
         parts = slice(max(low - 1, 0), high)
-        return native.values(indices, self._starts[parts], packed, scales[parts], self.bits, skipped)
+        some = codes._replace(starts=self._starts[parts], scales=codes.scales[parts])
+        return native.values(indices, some, first)
 
     def _fill(self, field: Tensor, packed: Tensor, coarse: Tensor) -> None:
         """Writes codes and scales, and zeros between them and behind them."""
         field.zero_()
         field[: len(packed)].copy_(packed)
-        field[self._code_bytes :][: 2 * len(coarse)].view(torch.bfloat16).copy_(coarse)
+        self._coarse(field).copy_(coarse)
 
     def _parts(self, indices: Tensor) -> Tensor:
         """int64 [K], the part that each position lies in."""

@@ -48,15 +48,15 @@ class DenseCodec(Codec):
     def field_bytes(self) -> tuple[int, ...]:
         return (self._floats.nbytes,)
 
-    def write(self, selection: Selection, fields: Sequence[Tensor]) -> Tensor:
+    def write(self, selection: Selection, fields: Sequence[Tensor], echo: bool) -> Tensor:
         (field,) = fields
-        coded, sent = self._floats.cast(selection.values)
+        coded = self._floats.cast(selection.values)
         # The place behind the span takes the padding, whose own positions are those of other entries.
         span = torch.zeros(self.numel + 1, dtype=self.value_dtype, device=selection.values.device)
         positions = positions_to_write(selection, padding=self.numel).long()
         span.index_copy_(0, positions, coded[: positions.numel()])
         field.view(self.value_dtype).copy_(span[:-1])
-        return sent
+        return coded.float() if echo else selection.values
 
     def reader(self, message: Tensor) -> Reader:
         field, _ = self._fields(message)
@@ -91,7 +91,7 @@ class CooCodec(Codec):
     def field_bytes(self) -> tuple[int, ...]:
         return 4, 4 * self.capacity, self.field.nbytes
 
-    def write(self, selection: Selection, fields: Sequence[Tensor]) -> Tensor:
+    def write(self, selection: Selection, fields: Sequence[Tensor], echo: bool) -> Tensor:
         header, indices, values = fields
         positions = positions_to_write(selection, padding=0)
         if isinstance(selection.count, int):
@@ -99,7 +99,7 @@ class CooCodec(Codec):
         else:
             header.view(torch.int32).copy_(selection.count)
         fill(indices.view(torch.int32), positions)
-        return self._write_values(selection, values)
+        return self._write_values(selection, values, echo)
 
     def reader(self, message: Tensor) -> Reader:
         header, indices, values, _ = self._fields(message)
@@ -127,17 +127,17 @@ class BitmapCodec(Codec):
     def field_bytes(self) -> tuple[int, ...]:
         return 4 * blocks_of(self.numel, 32), self.field.nbytes
 
-    def write(self, selection: Selection, fields: Sequence[Tensor]) -> Tensor:
+    def write(self, selection: Selection, fields: Sequence[Tensor], echo: bool) -> Tensor:
         bits, values = fields
         places = 8 * bits.numel()
         if native.serves(selection.positions):
             native.mark(positions_to_write(selection, padding=places).numpy(), bits.numpy())
-            return self._write_values(selection, values)
+            return self._write_values(selection, values, echo)
         mask = torch.zeros(places + 1, dtype=torch.bool, device=selection.values.device)
         positions = positions_to_write(selection, padding=places).long()
         mask.index_fill_(0, positions, True)
         bits.copy_(_pack_bits(mask[:places]))
-        return self._write_values(selection, values)
+        return self._write_values(selection, values, echo)
 
     def reader(self, message: Tensor) -> Reader:
         bits, values, _ = self._fields(message)

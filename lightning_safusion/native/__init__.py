@@ -24,7 +24,7 @@ function          work                                                       pas
 ``write_offsets`` bitmap, values as codes of a few bits, and back
 ``marked``,
 ``mark``
-``quantized``,
+``quantize``,
 ``values``
 ================= ========================================================== =====================================
 
@@ -57,13 +57,14 @@ from lightning_safusion.native.elements import (
 )
 from lightning_safusion.native.library import Parts, serves, unused, usable
 from lightning_safusion.native.messages import (
+    Codes,
     Message,
     ends_of,
     mark,
     marked,
     number_marked,
     positions,
-    quantized,
+    quantize,
     take_out_message,
     values,
     write_offsets,
@@ -73,6 +74,7 @@ from lightning_safusion.native.workspace import rearranged, release, zeros
 __all__ = [
     "MOST_ELEMENTS",
     "Added",
+    "Codes",
     "Lists",
     "Message",
     "Parts",
@@ -92,7 +94,7 @@ __all__ = [
     "number_above",
     "number_marked",
     "positions",
-    "quantized",
+    "quantize",
     "rearranged",
     "release",
     "replaced",

@@ -122,12 +122,13 @@ CLONES static void code(const float *restrict values, int64_t size, int64_t bits
     }
 }
 
-/* The first code of a byte is in its lowest bits. Codes are zero at first. */
+/* The first code of a byte is in its lowest bits. Codes are zero at first. What is sent may be NULL. */
 int64_t safusion_quantize(const void *positions, int64_t position_bits, int64_t size, const float *values,
                           const int64_t *starts, int64_t parts, int64_t bits, uint8_t *codes, uint16_t *scales,
                           float *sent)
 {
     uint8_t few[FEW_CODES];
+    float few_sent[FEW_CODES];
     int64_t entry = 0;
     for (int64_t p = 0; p < parts; p++) {
         int64_t last = end_of_part(positions, position_bits, entry, size, p + 1 < parts ? starts[p + 1] : INT64_MAX);
@@ -138,7 +139,7 @@ int64_t safusion_quantize(const void *positions, int64_t position_bits, int64_t 
         if (!(scale <= FLT_MAX)) return 0;
         while (entry < last) {
             int64_t number = last - entry < FEW_CODES ? last - entry : FEW_CODES;
-            code(values + entry, number, bits, scale, few, sent + entry);
+            code(values + entry, number, bits, scale, few, sent ? sent + entry : few_sent);
             for (int64_t i = 0; i < number;) { /* byte by byte: to write to memory code by code takes longer */
                 int64_t bit = (entry + i) * bits;
                 uint32_t together = codes[bit >> 3];

@@ -113,61 +113,64 @@ def mark(positions: np.ndarray, bitmap: np.ndarray) -> None:
     call("safusion_mark", *_described(positions), 8 * len(bitmap), bitmap)
 
 
-class Quantized(NamedTuple):
-    """Values in a few bits.
+class Codes(NamedTuple):
+    """Values in a few bits: of each a level, and the sign in the highest bit.
 
     Args:
-        codes: uint8, a multiple of 8 codes: of each a level, and the sign in the highest bit.
+        codes: uint8 [K / 8 * bits or more], the first of a byte in its lowest bits.
         scales: uint16 [P], bits of a bfloat16 for each part.
-        values: float32 [K], what the codes stand for.
+        starts: int64 [P], the first position of each part, ascending.
+        bits: Of a code: 1, 2 or 4.
     """
 
     codes: np.ndarray
     scales: np.ndarray
-    values: np.ndarray
+    starts: np.ndarray
+    bits: int
+
+    def check(self, entries: int, first: int = 0) -> None:
+        """Raises ValueError if there are fewer codes than entries behind the first ones, or scales are not one for
+        each part."""
+        if len(self.codes) * 8 // self.bits < first + entries or len(self.scales) != len(self.starts):
+            sizes = f"{len(self.codes)} bytes of codes and {len(self.scales)} scales"
+            raise ValueError(f"a message of {sizes} is damaged: {entries} entries in {len(self.starts)} parts")
 
 
-def quantized(positions: np.ndarray, values: np.ndarray, starts: np.ndarray, bits: int) -> Quantized | None:
+def quantize(positions: np.ndarray, values: np.ndarray, into: Codes, sent: np.ndarray | None = None) -> bool:
     """Codes of values relative to the largest magnitude of their part; with one bit, to twice the mean magnitude.
 
     Args:
         positions: int32 or int64 [K].
         values: float32 [K].
-        starts: int64 [P], the first position of each part, ascending.
-        bits: Of a code: 1, 2 or 4.
+        into: Codes, zeros at first, and scales are written.
+        sent: float32 [K], what the codes stand for, if somebody wants to know.
 
     Returns:
-        None if positions do not ascend, or something is not finite, or would not be in bfloat16.
+        False if positions do not ascend, or something is not finite, or would not be in bfloat16.
+
+    Raises:
+        ValueError: If there is no room for so many codes, or scales are not one for each part.
     """
-    codes = np.zeros(-(-len(values) // 8) * bits, np.uint8)
-    scales, sent = np.empty(len(starts), np.uint16), empty(len(values), np.float32)
-    done = call("safusion_quantize", *_described(positions), values, starts, len(starts), bits, codes, scales, sent)
-    return Quantized(codes, scales, sent) if done else None
+    into.check(len(positions))
+    parts = into.starts, len(into.starts), into.bits, into.codes, into.scales
+    return bool(call("safusion_quantize", *_described(positions), values, *parts, sent))
 
 
-def values(
-    positions: np.ndarray, starts: np.ndarray, codes: np.ndarray, scales: np.ndarray, bits: int, first: int = 0
-) -> np.ndarray | None:
-    """What :func:`quantized` codes stand for, float32 [K]; None if positions (int64 [K]) do not ascend.
+def values(positions: np.ndarray, of: Codes, first: int = 0) -> np.ndarray | None:
+    """What :func:`quantize` has written, float32 [K]; None if positions do not ascend.
 
     Args:
         positions: int64 [K].
-        starts: int64 [P], the first position of each part, ascending.
-        codes: uint8.
-        scales: uint16 [P], bits of a bfloat16 for each part.
-        bits: Of a code: 1, 2 or 4.
+        of: Codes and scales of the parts that these lie in.
         first: How many codes there are before that of the first position.
 
     Raises:
         ValueError: If there are fewer codes than positions, or another number of scales than of parts.
     """
-    if len(codes) * 8 // bits < first + len(positions) or len(scales) != len(starts):
-        sizes = f"{len(codes)} bytes of codes and {len(scales)} scales"
-        raise ValueError(f"a message of {sizes} is damaged: {len(positions)} entries in {len(starts)} parts")
+    of.check(len(positions), first)
     found = empty(len(positions), np.float32)
-    count, parts = len(positions), len(starts)
-    done = call("safusion_values", positions, count, starts, parts, bits, codes, first, scales, found)
-    return found if done else None
+    parts = of.starts, len(of.starts), of.bits, of.codes, first, of.scales
+    return found if call("safusion_values", positions, len(positions), *parts, found) else None
 
 
 def _described(positions: np.ndarray) -> tuple[np.ndarray, int, int]:

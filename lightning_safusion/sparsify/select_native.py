@@ -14,6 +14,10 @@ from lightning_safusion.sparsify.sampling import common_floor
 from lightning_safusion.sparsify.select_numpy import NumpyView, as_selection
 from lightning_safusion.sparsify.view import MAGNITUDE_BITS
 
+# Times the capacity: ranks whose magnitudes are asked of samples until enough is found. A look that finds too little
+# costs less than to select without samples.
+_DEEPER = (1, 2, 4)
+
 
 class NativeView(NumpyView):
     """Finds what :class:`NumpyView` finds; sums are rounded otherwise.
@@ -87,7 +91,12 @@ class NativeView(NumpyView):
             if selection is not None:
                 return selection
         live = [self._segment(place) for place in np.flatnonzero(~self._layout.idle).tolist()]
-        return self._pooled_below(common_floor(live, self.segments.capacity))
+        for more in _DEEPER:
+            common = common_floor(live, more * self.segments.capacity)
+            selection = self._pooled_below(common)
+            if selection is not None or common <= 0:
+                return selection
+        return None
 
     def _pooled_below(self, common: int) -> Selection | None:
         """The pooled selection, if what is above ``common`` (bits) and above the floors of the quotas will do."""

@@ -309,6 +309,9 @@ def test_codes_and_values_are_bitwise_those_of_numpy(name: str, count: int) -> N
             sent.append(field.write(indices, values.clone(), messages[-1]))
             received.append(field.read(indices, messages[-1]))
     assert torch.equal(messages[0], messages[1])
+    unheard = torch.full((field.nbytes,), 7, dtype=torch.uint8)
+    field.write(indices, values, unheard, echo=False)
+    assert torch.equal(unheard, messages[0])
     assert torch.equal(sent[0].view(torch.int32), sent[1].view(torch.int32))
     assert torch.equal(received[0].view(torch.int32), received[1].view(torch.int32))
     assert torch.equal(sent[0], received[0])
@@ -317,24 +320,31 @@ def test_codes_and_values_are_bitwise_those_of_numpy(name: str, count: int) -> N
 def test_damaged_codes_are_refused() -> None:
     places, starts = np.arange(9), np.zeros(1, np.int64)
     with pytest.raises(ValueError, match="9 entries in 1 parts"):
-        native.values(places, starts, np.zeros(4, np.uint8), np.ones(1, np.uint16), 4)
+        native.values(places, native.Codes(np.zeros(4, np.uint8), np.ones(1, np.uint16), starts, 4))
     with pytest.raises(ValueError, match="2 scales is damaged"):
-        native.values(places, starts, np.zeros(8, np.uint8), np.ones(2, np.uint16), 4)
+        native.values(places, native.Codes(np.zeros(8, np.uint8), np.ones(2, np.uint16), starts, 4))
+    with pytest.raises(ValueError, match="9 entries in 1 parts"):
+        native.quantize(
+            places, np.ones(9, np.float32), native.Codes(np.zeros(4, np.uint8), np.ones(1, np.uint16), starts, 4)
+        )
 
 
 def test_positions_that_do_not_ascend_have_no_codes() -> None:
     starts, numbers = np.array([0, 10]), np.ones(3, np.float32)
+    codes = native.Codes(np.zeros(4, np.uint8), np.zeros(2, np.uint16), starts, 4)
     for places in ([3, 2, 11], [3, 3, 11], [3, 11, 4]):
-        assert native.quantized(np.array(places), numbers, starts, 4) is None
-        assert native.values(np.array(places), starts, np.zeros(4, np.uint8), np.zeros(2, np.uint16), 4) is None
-    assert native.quantized(np.array([3, 4, 11]), numbers, starts, 4) is not None
+        assert not native.quantize(np.array(places), numbers, codes)
+        assert not native.quantize(np.array(places, np.int32), numbers, codes)
+        assert native.values(np.array(places), codes) is None
+    assert native.quantize(np.array([3, 4, 11]), numbers, codes)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 3.4e38])
 def test_what_has_no_scale_has_no_codes(bits: int, value: float) -> None:
     values = np.array([1, value, 1], np.float32)
-    assert native.quantized(np.arange(3), values, np.zeros(1, np.int64), bits) is None or (bits == 1 and value < 1e39)
+    codes = native.Codes(np.zeros(4, np.uint8), np.zeros(1, np.uint16), np.zeros(1, np.int64), bits)
+    assert not native.quantize(np.arange(3), values, codes) or (bits == 1 and value < 1e39)
 
 
 def test_positions_that_do_not_rise_write_nowhere_else() -> None:

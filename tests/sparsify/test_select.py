@@ -15,6 +15,7 @@ from lightning_safusion.sparsify import TopK
 from lightning_safusion.sparsify.base import Segments, Selection, span_segments
 from lightning_safusion.sparsify.candidates import true_places
 from lightning_safusion.sparsify.pieces import Pieces
+from lightning_safusion.sparsify.sampling import common_floor
 from lightning_safusion.sparsify.select import SegmentedView, ThresholdSparsifier, pooled, segmented_view
 from lightning_safusion.sparsify.select_native import NativeView
 from lightning_safusion.sparsify.select_numpy import NumpyView
@@ -397,6 +398,22 @@ def test_an_element_that_was_not_found_is_never_smaller_than_one_that_was_pooled
     once = view.top_pooled()
     assert once is not None
     check(once, x, pooled(x, segments, exact_choice).indices.tolist())
+
+
+@needs_kernels
+def test_pooled_quotas_look_deeper_where_samples_tell_too_little() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.uniform(0.5, 1, 12_000).astype(np.float32)
+    sampled = np.arange(0, 12_000, 11)
+    x[sampled] = 0.1
+    x[sampled[:300]] = 10
+    segments = cut([6_006, 5_994], [5, 10], pool=1985)
+    floor = common_floor([x[:6_006].view(np.int32), x[6_006:].view(np.int32)], segments.capacity)
+    assert (x.view(np.int32) > floor).sum() < segments.capacity
+    span = torch.from_numpy(x)
+    once = NativeView(span, segments).top_pooled()
+    assert once is not None
+    check(once, span, pooled(span, segments, exact_choice).indices.tolist())
 
 
 @needs_kernels
