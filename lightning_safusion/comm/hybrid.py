@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -14,25 +13,8 @@ from lightning_safusion.comm.allgather import SparseAllGather
 from lightning_safusion.comm.allreduce import DenseAllReduce
 from lightning_safusion.comm.codec import Codec
 from lightning_safusion.comm.exchange import Part, SpanSpec, StreamOrderedExchange, Verdict, all_finite
-from lightning_safusion.comm.transport import Transport, Work
+from lightning_safusion.comm.transport import JoinedWork, Transport
 from lightning_safusion.sparsify.view import device_constant
-
-
-class _Lanes:
-    """The operations of both lanes as one."""
-
-    def __init__(self, *works: Work | None) -> None:
-        self._works = [work for work in works if work is not None]
-
-    def wait(self) -> None:
-        """See :meth:`Work.wait`."""
-        for work in self._works:
-            work.wait()
-
-    def on_done(self, callback: Callable[[float], None]) -> None:
-        """Calls ``callback`` at the end of each lane: the last call tells when both have ended."""
-        for work in self._works:
-            work.on_done(callback)
 
 
 class HybridExchange(StreamOrderedExchange):
@@ -96,7 +78,7 @@ class HybridExchange(StreamOrderedExchange):
             self._dense.start()
         self._begun = False
         self._sparse.start()
-        self.work = _Lanes(self._dense.work, self._sparse.work)
+        self.work = JoinedWork([work for work in (self._dense.work, self._sparse.work) if work is not None])
 
     @property
     def headers(self) -> Tensor:

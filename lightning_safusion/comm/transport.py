@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from threading import Lock
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
@@ -22,6 +23,37 @@ class Work(Protocol):
 
         For measurement only: nothing may be launched from it.
         """
+
+
+class JoinedWork:
+    """Operations as one.
+
+    Args:
+        works: Those under way, at least one.
+    """
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        """See :meth:`Work.wait`."""
+        for work in self._works:
+            work.wait()
+
+    def on_done(self, callback: Callable[[float], None]) -> None:
+        """See :meth:`Work.on_done`: when the last of them has ended."""
+        left, lock = len(self._works), Lock()
+
+        def done(time: float) -> None:
+            nonlocal left
+            with lock:
+                left -= 1
+                last = left == 0
+            if last:
+                callback(time)
+
+        for work in self._works:
+            work.on_done(done)
 
 
 class Transport(ABC):

@@ -19,9 +19,12 @@ def collectives(rank: int) -> dict[str, Any]:
     n = transport.world_size
     assert isinstance(transport, TorchTransport)
     result: dict[str, Any] = {"rank": transport.rank, "world": n}
-    message = torch.full((4097,), rank + 1, dtype=torch.uint8)  # neither a multiple of 4 nor of the ranks
-    gathered = torch.zeros(4097 * n, dtype=torch.uint8)
-    works = [transport.all_gather(gathered, message)]
+    sizes = [4097, 300_001, 1, 300_001]  # neither multiples of 4 nor of the ranks
+    messages = [torch.full((size,), rank + 1 + i, dtype=torch.uint8) for i, size in enumerate(sizes)]
+    gathered = [torch.zeros(size * n, dtype=torch.uint8) for size in sizes]
+    works = [transport.all_gather(output, message) for output, message in zip(gathered, messages, strict=True)]
+    called: list[float] = []
+    works[1].on_done(called.append)
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64):
         for op in ("sum", "min", "max"):
             tensor = torch.tensor([rank, -rank, 3 * rank]).to(dtype)
@@ -32,9 +35,14 @@ def collectives(rank: int) -> dict[str, Any]:
     for work in works:
         work.wait()
     result = {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in result.items()}
-    result["gathered"] = torch.equal(
-        gathered.view(n, -1), torch.arange(1, n + 1).to(torch.uint8)[:, None].expand(n, 4097)
+    result["gathered"] = all(
+        torch.equal(output.view(n, -1), torch.arange(1 + i, n + 1 + i).to(torch.uint8)[:, None].expand(n, size))
+        for i, (output, size) in enumerate(zip(gathered, sizes, strict=True))
     )
+    deadline = time.perf_counter() + 10
+    while not called and time.perf_counter() < deadline:
+        time.sleep(0.001)
+    result["called"] = len(called)
     result["copied"] = copied.tolist()
     result["objects"] = transport.gather_objects({"rank": rank})
     return result
@@ -45,6 +53,7 @@ def test_collectives(world_size: int) -> None:
     for rank, result in enumerate(run_ranks(world_size, collectives)):
         assert (result["rank"], result["world"]) == (rank, world_size)
         assert result["gathered"]
+        assert result["called"] == 1
         assert result["copied"] == [world_size - 1] * 2
         assert result["objects"] == [{"rank": r} for r in range(world_size)]
         total, last = sum(range(world_size)), world_size - 1
