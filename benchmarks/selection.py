@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from time import perf_counter
 
 import numpy as np
@@ -46,11 +47,11 @@ def small_shapes() -> list[tuple[int, ...]]:
     return 250 * [(32,), (32, 32)]
 
 
-def ahead(sparsifier: Sparsifier, shapes: Sequence[tuple[int, ...]], density: float) -> Segments:
-    """One segment per tensor."""
+def ahead(sparsifier: Sparsifier, shapes: Sequence[tuple[int, ...]], density: float, first: int = 0) -> Segments:
+    """One segment per tensor, of a buffer that begins with the tensor ``first``."""
     sizes = [math.prod(shape) for shape in shapes]
     quotas = [sparsifier.quota(size, shape, density) for size, shape in zip(sizes, shapes, strict=True)]
-    return Segments(np.cumsum([0, *sizes]), np.array(quotas), tuple(range(len(shapes))), tuple(shapes))
+    return Segments(np.cumsum([0, *sizes]), np.array(quotas), tuple(range(first, first + len(shapes))), tuple(shapes))
 
 
 def behind(cut: Segments) -> Segments:
@@ -99,14 +100,16 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
 
     shapes = models[arguments.model]()
-    groups = [shapes[at : at + arguments.per_buffer] for at in range(0, len(shapes), arguments.per_buffer)]
+    firsts = range(0, len(shapes), arguments.per_buffer)
+    groups = [shapes[first : first + arguments.per_buffer] for first in firsts]
     generator = torch.Generator().manual_seed(0)
     spans = [torch.randn(sum(map(math.prod, group)), generator=generator).to(arguments.device) for group in groups]
     print(f"{len(shapes)} tensors in {len(groups)} buffers, density {arguments.density}, {arguments.device}")
     print(f"{'sparsifier':12}{'ahead ms':>10}{'behind ms':>11}{'ratio':>8}{'copies':>8}{'us per tensor':>15}")
     for name in arguments.sparsifiers.split(","):
         sparsifier = resolve_sparsifier(name)
-        cuts = [ahead(sparsifier, group, arguments.density) for group in groups]
+        # tensors keep their keys, which thresholds of the steps before are kept under
+        cuts = [ahead(sparsifier, *cut) for cut in zip(groups, repeat(arguments.density), firsts, strict=False)]
         before, after, copy = selection_times(sparsifier, spans, cuts, arguments.repetitions)
         per_tensor = before / len(shapes) * 1e6
         ratios = f"{before / after:8.3f}{before / copy:8.2f}"
