@@ -10,6 +10,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
+from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,8 @@ JOBS: dict[str, dict[str, Any]] = {
     "ramp": SPARSE | SMALL | {"density": LinearRamp(0.3, 0.05, 7), "quota": "pooled"},
     "unused": SPARSE | {"find_unused_parameters": True},
 }
+QUICK = ("ddp", "auto", "pooled", "gaussiank", "oktopk all-reduce", "horovod", "decoupled")
+OTHERS = tuple(name for name in JOBS if name not in QUICK)
 
 
 def ours(**options: Any) -> SAFusionStrategy:
@@ -73,9 +76,10 @@ def complaints(caught: list[warnings.WarningMessage]) -> list[str]:
 # --- resuming -------------------------------------------------------------------------------------------------------
 
 
-def _resume_all(rank: int, folder: Path) -> dict[str, tuple[bool, bool]]:
+def _resume_all(rank: int, folder: Path, names: Sequence[str]) -> dict[str, tuple[bool, bool]]:
     results = {}
-    for name, options in {"ddp": None, **JOBS}.items():
+    for name in names:
+        options = None if name == "ddp" else JOBS[name]
 
         def fresh(options: Any = options) -> Any:
             return ddp() if options is None else ours(**({"collective": None, "dense_below": None} | options))
@@ -89,8 +93,11 @@ def _resume_all(rank: int, folder: Path) -> dict[str, tuple[bool, bool]]:
     return results
 
 
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path) -> None:
-    for results in run_ranks(2, _resume_all, tmp_path, timeout=120):
+@pytest.mark.parametrize(
+    "names", [pytest.param(QUICK, id="few"), pytest.param(OTHERS, marks=pytest.mark.slow, id="others")]
+)
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, names: Sequence[str]) -> None:
+    for results in run_ranks(2, _resume_all, tmp_path, names, timeout=120):
         assert [name for name, (same, _) in results.items() if not same] == []
         assert [name for name, (_, untrained) in results.items() if untrained] == []
 

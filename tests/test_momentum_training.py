@@ -142,6 +142,7 @@ def _branched(rank: int) -> list[tuple[float, float]]:
     return moved
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*tensors .* were computed on some ranks only")
 def test_what_some_ranks_lack_moves_as_far_as_with_a_momentum() -> None:
     first, second = run_ranks(2, _branched, timeout=120)

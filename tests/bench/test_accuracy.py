@@ -34,6 +34,7 @@ def training(row: str, plan: list[list[Any]] | None, steps: int = 3) -> Training
     return Training(replace(TASK, steps=steps), parse_row(row), 0.05, 2, 0, plan)
 
 
+@pytest.mark.slow
 def test_a_run_trains_measures_and_goes_on_where_it_was(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     comparison = Comparison(replace(TASK, steps=3), ("saf-pooled[wire=q4,density=0.1]",), 0.05, 2, (0,))
 

@@ -156,7 +156,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=pytest.mark.slow) if case.startswith("compiled,") else case for case in CASES],
+    [pytest.param(case, marks=pytest.mark.slow) if case.startswith("compiled") else case for case in CASES],
 )
 def test_density_1_equals_ddp(case: str) -> None:
     def both(rank: int) -> list[float]:
