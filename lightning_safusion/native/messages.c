@@ -4,7 +4,7 @@
 #define FEW_CODES 256 /* that are made before they are packed */
 
 /* Positions of 32 or of 64 bits. */
-static inline int64_t at(const void *positions, int64_t bits, int64_t entry)
+static inline int64_t position_of(const void *positions, int64_t bits, int64_t entry)
 {
     return bits == 32 ? ((const int32_t *)positions)[entry] : ((const int64_t *)positions)[entry];
 }
@@ -25,7 +25,8 @@ void safusion_offsets(const void *positions, int64_t position_bits, int64_t size
                       void *counts, void *offsets)
 {
     for (int64_t entry = 0; entry < size; entry++) {
-        const uint64_t position = (uint64_t)at(positions, position_bits, entry), block = position >> offset_bits;
+        const uint64_t position = (uint64_t)position_of(positions, position_bits, entry);
+        const uint64_t block = position >> offset_bits;
         if (offset_bits == 8) ((uint8_t *)offsets)[entry] = (uint8_t)position;
         else ((uint16_t *)offsets)[entry] = (uint16_t)position;
         if (block >= (uint64_t)blocks) continue;
@@ -38,7 +39,7 @@ void safusion_offsets(const void *positions, int64_t position_bits, int64_t size
 void safusion_mark(const void *positions, int64_t position_bits, int64_t size, int64_t below, uint8_t *bitmap)
 {
     for (int64_t entry = 0; entry < size; entry++) {
-        uint64_t position = (uint64_t)at(positions, position_bits, entry);
+        uint64_t position = (uint64_t)position_of(positions, position_bits, entry);
         if (position < (uint64_t)below) bitmap[position >> 3] |= (uint8_t)(1u << (position & 7));
     }
 }
@@ -61,9 +62,9 @@ int64_t safusion_marked(const uint8_t *bitmap, int64_t bytes, int64_t *positions
 /* The first entry behind a part that begins at entry `first`, or -1 if positions do not ascend. */
 static int64_t end_of_part(const void *positions, int64_t position_bits, int64_t first, int64_t size, int64_t stop)
 {
-    int64_t entry = first, before = entry ? at(positions, position_bits, entry - 1) : INT64_MIN;
+    int64_t entry = first, before = entry ? position_of(positions, position_bits, entry - 1) : INT64_MIN;
     for (; entry < size; entry++) {
-        const int64_t position = at(positions, position_bits, entry);
+        const int64_t position = position_of(positions, position_bits, entry);
         if (position >= stop) break;
         if (position <= before) return -1;
         before = position;
