@@ -151,20 +151,26 @@ def test_close_after_the_default_group_is_gone() -> None:
     assert run_ranks(2, close_after_the_default_group) == [True, True]
 
 
-def dead_peer(rank: int) -> str:
-    transport = TorchTransport(timeout=timedelta(seconds=1)).subgroup()
+def dead_peer(rank: int) -> list[str]:
+    transport = TorchTransport(timeout=timedelta(seconds=1))
+    groups = [transport.subgroup(), transport.subgroup()]
     if rank == 1:
         time.sleep(2)
-        return ""
-    try:
-        transport.all_reduce(torch.ones(1)).wait()
-    except RuntimeError as error:
-        return str(error)
-    return "nothing was raised"
+        return []
+    large = torch.zeros(600_000, dtype=torch.uint8)
+    errors = []
+    for work in (groups[0].all_reduce(torch.ones(1)), groups[1].all_gather(large, large[:300_000].clone())):
+        try:
+            work.wait()
+        except RuntimeError as error:
+            errors.append(str(error))
+    return errors
 
 
 def test_wait_raises_the_error_of_the_backend() -> None:
-    assert "imed out" in run_ranks(2, dead_peer)[0]
+    errors = run_ranks(2, dead_peer)[0]
+    assert len(errors) == 2
+    assert all("imed out" in error for error in errors)
 
 
 def test_a_single_process_needs_no_group() -> None:
