@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Sequence
-from itertools import repeat
 from time import perf_counter
 
 import numpy as np
@@ -109,7 +108,8 @@ def main() -> None:
     for name in arguments.sparsifiers.split(","):
         sparsifier = resolve_sparsifier(name)
         # tensors keep their keys, which thresholds of the steps before are kept under
-        cuts = [ahead(sparsifier, *cut) for cut in zip(groups, repeat(arguments.density), firsts, strict=False)]
+        pairs = zip(groups, firsts, strict=True)
+        cuts = [ahead(sparsifier, group, arguments.density, first) for group, first in pairs]
         before, after, copy = selection_times(sparsifier, spans, cuts, arguments.repetitions)
         per_tensor = before / len(shapes) * 1e6
         ratios = f"{before / after:8.3f}{before / copy:8.2f}"

@@ -3,9 +3,11 @@
 
 #define FEW_CODES 256 /* that are made before they are packed */
 
-/* Positions of 32 or of 64 bits. */
+/* Offsets of 8 or 16 bits, positions of 32 or 64. */
 static inline int64_t position_of(const void *positions, int64_t bits, int64_t entry)
 {
+    if (bits == 8) return ((const uint8_t *)positions)[entry];
+    if (bits == 16) return ((const uint16_t *)positions)[entry];
     return bits == 32 ? ((const int32_t *)positions)[entry] : ((const int64_t *)positions)[entry];
 }
 
@@ -172,13 +174,6 @@ int64_t safusion_values(const int64_t *positions, int64_t size, const int64_t *s
     return entry == size;
 }
 
-static int64_t number(const void *offsets, int64_t offset_bits, int64_t entry)
-{
-    if (offset_bits == 8) return ((const uint8_t *)offsets)[entry];
-    if (offset_bits == 16) return ((const uint16_t *)offsets)[entry];
-    return ((const int64_t *)offsets)[entry];
-}
-
 /* The first entry that is not before a position. */
 static int64_t first_entry(const struct message *of, int64_t position)
 {
@@ -190,7 +185,7 @@ static int64_t first_entry(const struct message *of, int64_t position)
     if (of->offset_bits < 64) wanted &= (INT64_C(1) << of->offset_bits) - 1;
     for (int64_t step = ends[block + 1] - entry; step > 0;) {
         int64_t half = step / 2;
-        if (number(offsets, of->offset_bits, entry + half) < wanted) entry += half + 1, step -= half + 1;
+        if (position_of(offsets, of->offset_bits, entry + half) < wanted) entry += half + 1, step -= half + 1;
         else step = half;
     }
     return entry;
@@ -240,7 +235,7 @@ static inline __attribute__((always_inline)) void add_entries(const struct messa
         const int64_t base = (offset_bits == 64 ? 0 : block << offset_bits) - start;
         if (base >= size) return;
         for (const int64_t last = ends[block + 1]; entry < last; entry++) {
-            const int64_t place = base + number(offsets, offset_bits, entry);
+            const int64_t place = base + position_of(offsets, offset_bits, entry);
             float value;
             if ((uint64_t)place >= (uint64_t)size) return;
             if (value_bits == 32) value = ((const float *)values)[entry];

@@ -94,7 +94,7 @@ class Selection:
     values: Tensor
     count: int | Tensor
 
-    @property
+    @cached_property
     def positions(self) -> Tensor:
         """The same as ``indices``, int32 where they have been found in that."""
         return self.indices
@@ -109,18 +109,12 @@ class FoundSelection(Selection):
     """
 
     def __init__(self, positions: Tensor, values: Tensor) -> None:
-        for name, value in {"_positions": positions, "values": values, "count": len(values)}.items():
+        for name, value in {"positions": positions, "values": values, "count": len(values)}.items():
             object.__setattr__(self, name, value)
 
     @cached_property
     def indices(self) -> Tensor:
         return self.positions.long()
-
-    @property
-    def positions(self) -> Tensor:
-        """int32 [K]."""
-        found: Tensor = self.__dict__["_positions"]
-        return found
 
 
 class Sparsifier(ABC):
