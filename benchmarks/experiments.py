@@ -15,11 +15,11 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_safusion.fusion.behind import SelectionCost
+from lightning_safusion.fusion.plans.behind import SelectionCost
 from lightning_safusion.simulate.cluster import Cluster, Device, resolve_link
+from lightning_safusion.simulate.comparison import run_system
 from lightning_safusion.simulate.iteration import Iteration
 from lightning_safusion.simulate.job import Job
-from lightning_safusion.simulate.table import run_system
 from lightning_safusion.simulate.trace import resolve_trace
 
 _RIVALS = ("wfbp", "oktopk", "omgs", "cupcake")

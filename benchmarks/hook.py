@@ -20,11 +20,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_safusion.comm import TorchTransport
-from lightning_safusion.fusion.adaptive import Adaptive
 from lightning_safusion.fusion.ddp import DDPHook
 from lightning_safusion.fusion.engine import EngineSettings, build_controller
 from lightning_safusion.fusion.layout import specs_from_parameters
-from lightning_safusion.fusion.policy import Aligned
+from lightning_safusion.fusion.plans.adaptive import Adaptive
+from lightning_safusion.fusion.plans.policy import Aligned
 from lightning_safusion.sparsify import ConstantDensity, ResidualMemory, resolve_sparsifier
 
 

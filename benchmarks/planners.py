@@ -15,15 +15,15 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from lightning_safusion.fusion.behind import predict_behind
-from lightning_safusion.fusion.dp import plan_optimal, predict_finish
-from lightning_safusion.fusion.planners import plan_mgwfbp, plan_omgs, plan_pareto
+from lightning_safusion.fusion.plans.behind import predict_behind
+from lightning_safusion.fusion.plans.merging import plan_mgwfbp, plan_omgs, plan_pareto
+from lightning_safusion.fusion.plans.optimal import plan_optimal, predict_finish
 from lightning_safusion.simulate.cluster import Cluster, resolve_link
 from lightning_safusion.simulate.engine import mean_iteration
 from lightning_safusion.simulate.job import Job
 from lightning_safusion.simulate.systems import SIMULATED
 from lightning_safusion.simulate.trace import TRACE_NAMES, resolve_trace
-from tests.fusion.planner_loss import losses, random_behind, random_dense
+from tests.fusion.plans.planner_loss import losses, random_behind, random_dense
 
 _ABLATION = ("saf-naive", "saf-inter", "safusion-paper", "safusion")
 

@@ -31,8 +31,8 @@ from lightning_safusion.bench.session import REFERENCES, Rhythm, machines, measu
 from lightning_safusion.bench.workers import FLOOR, Task
 from lightning_safusion.bench.workload import scaled
 from lightning_safusion.simulate.calibration import Calibration
+from lightning_safusion.simulate.comparison import run_system
 from lightning_safusion.simulate.job import Job
-from lightning_safusion.simulate.table import run_system
 from lightning_safusion.simulate.trace import Trace, resolve_trace
 
 SYSTEMS = ("ddp", "wfbp", "saf-inter", "syncea", "safusion")

@@ -13,9 +13,9 @@ from lightning_safusion.callbacks import (
     TensorMissingRateMonitor,
     TraceRecorder,
 )
-from lightning_safusion.fusion.adaptive import Adaptive
-from lightning_safusion.fusion.policy import WFBP, Aligned, FusionPolicy, Naive, Single
-from lightning_safusion.fusion.selective import Selective
+from lightning_safusion.fusion.plans.adaptive import Adaptive
+from lightning_safusion.fusion.plans.policy import WFBP, Aligned, FusionPolicy, Naive, Single
+from lightning_safusion.fusion.plans.selective import Selective
 from lightning_safusion.sparsify import (
     DGC,
     ADTopk,

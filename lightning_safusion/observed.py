@@ -11,7 +11,7 @@ from typing_extensions import override
 from lightning_safusion.fusion.clock import Clock, clock_for
 from lightning_safusion.fusion.controller import Controller
 from lightning_safusion.fusion.events import Observer
-from lightning_safusion.fusion.plan import GroupCosts, Plan
+from lightning_safusion.fusion.plans.plan import GroupCosts, Plan
 from lightning_safusion.fusion.replan import Decision
 from lightning_safusion.fusion.report import nothing_exchanged
 from lightning_safusion.resumable import ResumableDDPStrategy

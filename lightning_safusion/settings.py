@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_safusion.fusion.engine import FEW_BITS_COLLECTIVES, EngineSettings
-from lightning_safusion.fusion.policy import FusionPolicy
-from lightning_safusion.fusion.registry import resolve_fusion
+from lightning_safusion.fusion.plans.policy import FusionPolicy
+from lightning_safusion.fusion.plans.registry import resolve_fusion
 from lightning_safusion.sparsify.feedback import resolve_memory
 from lightning_safusion.sparsify.memory import Memory
 from lightning_safusion.sparsify.registry import resolve_sparsifier

@@ -14,7 +14,7 @@ from lightning_safusion.comm import local_transports
 from lightning_safusion.fusion.controller import Controller
 from lightning_safusion.fusion.engine import EngineSettings, build_controller
 from lightning_safusion.fusion.layout import TensorSpec
-from lightning_safusion.fusion.registry import resolve_fusion
+from lightning_safusion.fusion.plans.registry import resolve_fusion
 from lightning_safusion.sparsify import resolve_density, resolve_memory, resolve_sparsifier
 
 #: Uneven on purpose: norms and biases, an empty tensor, one element, and sizes on both sides of 64 Ki.

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from lightning_safusion.advice import JobFigures, advise, busiest, ddp_plan, scaled, step_with
-from lightning_safusion.fusion.dp import plan_optimal, predict_finish
-from lightning_safusion.fusion.plan import Group, GroupCosts, Plan
+from lightning_safusion.fusion.plans.optimal import plan_optimal, predict_finish
+from lightning_safusion.fusion.plans.plan import Group, GroupCosts, Plan
 
 NUMELS = (4_000_000,) * 20
 

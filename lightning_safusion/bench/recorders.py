@@ -18,8 +18,8 @@ from lightning_safusion.bench.collectives import time_collectives
 from lightning_safusion.comm.torch_transport import default_transport
 from lightning_safusion.fusion.clock import HostClock
 from lightning_safusion.fusion.controller import Controller
-from lightning_safusion.fusion.dp import GroupPricer
 from lightning_safusion.fusion.events import BufferEvents, WindowEvents
+from lightning_safusion.fusion.plans.optimal import GroupPricer
 from lightning_safusion.simulate.measured import CollectiveTimes
 from lightning_safusion.strategy import SAFusionStrategy
 

@@ -13,8 +13,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_safusion.callbacks.base import StrategyCallback
-from lightning_safusion.fusion.adaptive import Tuned
-from lightning_safusion.fusion.dp import Bounds
+from lightning_safusion.fusion.plans.adaptive import Tuned
+from lightning_safusion.fusion.plans.optimal import Bounds
 from lightning_safusion.fusion.replan import Cadence, Decision
 from lightning_safusion.strategy import SAFusionStrategy
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lightning_safusion.fusion.plan import Plan
+from lightning_safusion.fusion.plans.plan import Plan
 
 
 class Announcer:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_safusion.comm.exchange import Exchange, Part, TensorFlag
 from lightning_safusion.fusion.layout import Layout
-from lightning_safusion.fusion.plan import Group
+from lightning_safusion.fusion.plans.plan import Group
 from lightning_safusion.sparsify.base import Segments, Selection
 from lightning_safusion.sparsify.likely import Foresight
 from lightning_safusion.sparsify.view import device_constant

@@ -20,8 +20,8 @@ from lightning_safusion.fusion.generator import Generator
 from lightning_safusion.fusion.lane import Lane
 from lightning_safusion.fusion.launch import Launcher
 from lightning_safusion.fusion.offload import Offloader
-from lightning_safusion.fusion.plan import CollectiveName, Group, Plan
 from lightning_safusion.fusion.planning import Planner
+from lightning_safusion.fusion.plans.plan import CollectiveName, Group, Plan
 from lightning_safusion.fusion.report import WindowReport
 from lightning_safusion.fusion.ticks import Ticks
 from lightning_safusion.fusion.window import Window, unmarked

@@ -14,7 +14,7 @@ from lightning_safusion.comm.exchange import Notice, Verdict, all_finite, satura
 from lightning_safusion.comm.transport import Transport
 from lightning_safusion.fusion.buffer import FusionBuffer
 from lightning_safusion.fusion.generator import Generator, unscaled
-from lightning_safusion.fusion.plan import Group
+from lightning_safusion.fusion.plans.plan import Group
 from lightning_safusion.fusion.ranges import profiler_range
 from lightning_safusion.fusion.window import BufferTimes, Window
 

@@ -13,7 +13,7 @@ from lightning_safusion.fusion.clock import Clock
 if TYPE_CHECKING:
     from lightning_safusion.fusion.buffer import FusionBuffer
     from lightning_safusion.fusion.layout import Layout
-    from lightning_safusion.fusion.plan import CollectiveName
+    from lightning_safusion.fusion.plans.plan import CollectiveName
     from lightning_safusion.fusion.window import BufferTimes, Window
 
 

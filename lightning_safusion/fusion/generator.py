@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_safusion.comm.exchange import Notice, Part, TensorFlag, all_finite
 from lightning_safusion.fusion.buffer import FusionBuffer
 from lightning_safusion.fusion.layout import Layout
-from lightning_safusion.fusion.plan import Group
+from lightning_safusion.fusion.plans.plan import Group
 from lightning_safusion.fusion.pool import BufferPool
 from lightning_safusion.fusion.quota import TensorQuotas, tensor_quotas
 from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier, check_selection

@@ -11,7 +11,7 @@ from lightning_safusion.fusion.drain import lost
 from lightning_safusion.fusion.generator import Generator
 from lightning_safusion.fusion.lane import Lane
 from lightning_safusion.fusion.offload import Offloader
-from lightning_safusion.fusion.plan import Group
+from lightning_safusion.fusion.plans.plan import Group
 from lightning_safusion.fusion.ranges import profiler_range
 from lightning_safusion.fusion.window import BufferTimes, Window
 

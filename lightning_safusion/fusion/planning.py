@@ -13,17 +13,17 @@ import torch
 
 from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.comm.transport import Transport
-from lightning_safusion.fusion.adaptive import predicted_gain
 from lightning_safusion.fusion.announcer import Announcer
-from lightning_safusion.fusion.costs import CollectiveChoice, ddp_buckets, job_costs
-from lightning_safusion.fusion.dp import GroupPricer
 from lightning_safusion.fusion.events import WindowEvents
 from lightning_safusion.fusion.generator import Generator
 from lightning_safusion.fusion.handover import Handover
-from lightning_safusion.fusion.plan import CollectiveName, Group, GroupCosts, Plan
-from lightning_safusion.fusion.policy import FusionPolicy, Single
-from lightning_safusion.fusion.profile import AgreedProfile, agree
-from lightning_safusion.fusion.published import Horovod
+from lightning_safusion.fusion.plans.adaptive import predicted_gain
+from lightning_safusion.fusion.plans.costs import CollectiveChoice, ddp_buckets, job_costs
+from lightning_safusion.fusion.plans.optimal import GroupPricer
+from lightning_safusion.fusion.plans.plan import CollectiveName, Group, GroupCosts, Plan
+from lightning_safusion.fusion.plans.policy import FusionPolicy, Single
+from lightning_safusion.fusion.plans.profile import AgreedProfile, agree
+from lightning_safusion.fusion.plans.ticking import Horovod
 from lightning_safusion.fusion.recorder import RECENT_WINDOWS, ProfileRecorder, record_events
 from lightning_safusion.fusion.replan import Action, Cadence, Decision, ReplanSchedule, Trials
 from lightning_safusion.fusion.search import CutSearch

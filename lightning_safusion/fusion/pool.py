@@ -21,7 +21,7 @@ from lightning_safusion.comm.transport import Transport
 from lightning_safusion.comm.wire import resolve_codec
 from lightning_safusion.fusion.buffer import FusionBuffer, dense_runs
 from lightning_safusion.fusion.layout import Layout
-from lightning_safusion.fusion.plan import Group, SparseName
+from lightning_safusion.fusion.plans.plan import Group, SparseName
 from lightning_safusion.fusion.quota import QuotaRule, Scope, TensorQuotas, group_segments, selective_quotas
 from lightning_safusion.sparsify.base import Segments
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.fusion.events import WindowEvents
-from lightning_safusion.fusion.fit import fit_or_scale
-from lightning_safusion.fusion.plan import CollectiveName
+from lightning_safusion.fusion.plans.fit import fit_or_scale
+from lightning_safusion.fusion.plans.plan import CollectiveName
 
 _SAMPLES = 256  # measurements kept of each operation
 #: Latest windows whose exchanges are fitted: of a link that changes, older ones would tell what it was.

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_safusion.fusion.dp import predict_finish
-from lightning_safusion.fusion.plan import GroupCosts, Plan
+from lightning_safusion.fusion.plans.optimal import predict_finish
+from lightning_safusion.fusion.plans.plan import GroupCosts, Plan
 
 Action = Literal["stay", "switch", "dense", "keep", "revert", "freeze", "try"]
 

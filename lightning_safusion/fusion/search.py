@@ -9,7 +9,7 @@ import torch
 
 from lightning_safusion.comm.transport import Transport
 from lightning_safusion.fusion.events import WindowEvents
-from lightning_safusion.fusion.planners import cut_search
+from lightning_safusion.fusion.plans.merging import cut_search
 from lightning_safusion.fusion.spans import WindowSpans
 
 

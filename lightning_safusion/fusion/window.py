@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_safusion.fusion.buffer import FusionBuffer
 from lightning_safusion.fusion.clock import Mark
-from lightning_safusion.fusion.plan import Group
+from lightning_safusion.fusion.plans.plan import Group
 
 
 @dataclass(eq=False)

@@ -6,10 +6,17 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from lightning_safusion.fusion.choices import Option, PrimitiveCost, Primitives, Trial, choose_options, choose_parts
-from lightning_safusion.fusion.per_tensor import HiPress
-from lightning_safusion.fusion.plan import Group
-from lightning_safusion.fusion.ssfusion import SelectiveChoice, choose_offloaded, choose_selective
+from lightning_safusion.fusion.plans.espresso import (
+    Option,
+    PrimitiveCost,
+    Primitives,
+    Trial,
+    choose_options,
+    choose_parts,
+)
+from lightning_safusion.fusion.plans.hipress import HiPress
+from lightning_safusion.fusion.plans.plan import Group
+from lightning_safusion.fusion.plans.ssfusion import SelectiveChoice, choose_offloaded, choose_selective
 from lightning_safusion.simulate.engine import simulate
 from lightning_safusion.simulate.job import Job
 from lightning_safusion.simulate.schedule import Message, Planned, Schedule

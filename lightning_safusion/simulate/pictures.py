@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lightning_safusion.simulate.comparison import PlanRow
 from lightning_safusion.simulate.iteration import Iteration, Resource
 from lightning_safusion.simulate.systems import SIMULATED
-from lightning_safusion.simulate.table import PlanRow
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

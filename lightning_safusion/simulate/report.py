@@ -12,9 +12,7 @@ from rich.table import Table
 
 from lightning_safusion.simulate.calibration import Calibration
 from lightning_safusion.simulate.cluster import Cluster, resolve_link
-from lightning_safusion.simulate.job import Job
-from lightning_safusion.simulate.pictures import plot_sweep, plot_table
-from lightning_safusion.simulate.table import (
+from lightning_safusion.simulate.comparison import (
     PlanRow,
     plan_table,
     settings_yaml,
@@ -22,6 +20,8 @@ from lightning_safusion.simulate.table import (
     verdict,
     write_records,
 )
+from lightning_safusion.simulate.job import Job
+from lightning_safusion.simulate.pictures import plot_sweep, plot_table
 from lightning_safusion.simulate.trace import resolve_trace
 from lightning_safusion.systems import SYSTEMS
 

@@ -29,8 +29,8 @@ from lightning_safusion.callbacks import BufferSizeTuner
 from lightning_safusion.callbacks.tuner import describe
 from lightning_safusion.comm.torch_transport import TorchTransport
 from lightning_safusion.comm.transport import Work
-from lightning_safusion.fusion.adaptive import Tuned
 from lightning_safusion.fusion.controller import Controller
+from lightning_safusion.fusion.plans.adaptive import Tuned
 from lightning_safusion.fusion.replan import Decision
 from tests.models import TinyClassifier, classification, trainer
 from tests.process_group import run_launched

@@ -10,7 +10,7 @@ import torch
 from benchmarks.convergence.plan import PRESETS
 from benchmarks.convergence.scheme import Scheme
 from benchmarks.convergence.training import make_optimizer
-from lightning_safusion.fusion.policy import Aligned, Single
+from lightning_safusion.fusion.plans.policy import Aligned, Single
 from lightning_safusion.sparsify import ResidualMemory
 from lightning_safusion.tasks import TASKS
 

@@ -210,7 +210,7 @@ def test_no_tensor_is_missing_ahead_of_fusion_and_some_are_behind(
 
 
 def test_naive_workers_fill_buffers_at_their_own_pace_and_agree(make: Callable[..., Cluster]) -> None:
-    from lightning_safusion.fusion.policy import Naive
+    from lightning_safusion.fusion.plans.policy import Naive
 
     # an estimator whose counts differ between workers, and buffers so small that the workers need different numbers of
     # them

@@ -23,8 +23,8 @@ from lightning_safusion.fusion.engine import build_controller
 from lightning_safusion.fusion.generator import Generator
 from lightning_safusion.fusion.offload import Offloader, selection_costs
 from lightning_safusion.fusion.planning import Planner
-from lightning_safusion.fusion.selective import Selective
-from lightning_safusion.fusion.ssfusion import choose_offloaded
+from lightning_safusion.fusion.plans.selective import Selective
+from lightning_safusion.fusion.plans.ssfusion import choose_offloaded
 from lightning_safusion.sparsify import resolve_sparsifier
 from lightning_safusion.sparsify.registry import available_sparsifiers
 from tests.cluster import Cluster, settings, specs

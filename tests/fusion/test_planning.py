@@ -19,15 +19,15 @@ import torch
 from lightning_safusion.comm import local_transports
 from lightning_safusion.comm.cost import LINKS, LinearCost
 from lightning_safusion.comm.transport import Transport
-from lightning_safusion.fusion.adaptive import Adaptive, Tuned
-from lightning_safusion.fusion.dp import predict_finish
 from lightning_safusion.fusion.engine import build_controller
 from lightning_safusion.fusion.events import BufferEvents, WindowEvents
 from lightning_safusion.fusion.generator import Generator
-from lightning_safusion.fusion.plan import GroupCosts, Plan
 from lightning_safusion.fusion.planning import Planner
-from lightning_safusion.fusion.policy import WFBP, Aligned, FusionPolicy, Single
-from lightning_safusion.fusion.profile import agree
+from lightning_safusion.fusion.plans.adaptive import Adaptive, Tuned
+from lightning_safusion.fusion.plans.optimal import predict_finish
+from lightning_safusion.fusion.plans.plan import GroupCosts, Plan
+from lightning_safusion.fusion.plans.policy import WFBP, Aligned, FusionPolicy, Single
+from lightning_safusion.fusion.plans.profile import agree
 from lightning_safusion.fusion.recorder import RECENT_WINDOWS, ProfileRecorder
 from lightning_safusion.fusion.replan import Cadence, Decision, ReplanSchedule
 from tests.cluster import settings, specs

@@ -11,9 +11,9 @@ import torch
 
 from lightning_safusion.comm.cost import LINKS, LinearCost
 from lightning_safusion.comm.local_transport import LocalTransport, local_transports
-from lightning_safusion.fusion.dp import plan_optimal
-from lightning_safusion.fusion.fit import fit_exchanges, fit_or_scale
-from lightning_safusion.fusion.profile import AgreedProfile, agree, modelled_costs
+from lightning_safusion.fusion.plans.fit import fit_exchanges, fit_or_scale
+from lightning_safusion.fusion.plans.optimal import plan_optimal
+from lightning_safusion.fusion.plans.profile import AgreedProfile, agree, modelled_costs
 from lightning_safusion.fusion.recorder import ProfileRecorder, SelectionTime, service_seconds
 
 PRIOR = {"allgather": LinearCost(1e-4, 4e-9), "allreduce": LinearCost(2e-4, 1e-9)}

@@ -18,8 +18,8 @@ from lightning_safusion.comm import local_transports
 from lightning_safusion.fusion.controller import Controller
 from lightning_safusion.fusion.engine import build_controller
 from lightning_safusion.fusion.events import WindowEvents
-from lightning_safusion.fusion.planners import fuse_ready
-from lightning_safusion.fusion.published import Horovod
+from lightning_safusion.fusion.plans.merging import fuse_ready
+from lightning_safusion.fusion.plans.ticking import Horovod
 from lightning_safusion.fusion.ticks import Ticks
 from tests.cluster import Cluster, settings, specs
 from tests.fusion.test_controller import Failing

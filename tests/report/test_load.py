@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightning_safusion.fusion.plan import Plan
+from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.report import load_run
 from tests.report.runs import DECISIONS, NASTY, RUN, missing, overlap, step, write_run
 

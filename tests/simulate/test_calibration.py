@@ -12,12 +12,12 @@ import pytest
 from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.simulate.calibration import Calibration
 from lightning_safusion.simulate.cluster import Cluster, Device
+from lightning_safusion.simulate.comparison import run_system
 from lightning_safusion.simulate.engine import simulate
 from lightning_safusion.simulate.job import Job
 from lightning_safusion.simulate.measured import CollectiveSample, CollectiveTimes, Host, StageCost
 from lightning_safusion.simulate.report import run_plan
 from lightning_safusion.simulate.schedule import Message, Planned, Schedule
-from lightning_safusion.simulate.table import run_system
 from lightning_safusion.simulate.trace import Trace, TraceTensor
 
 

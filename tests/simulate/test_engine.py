@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_safusion.fusion.behind import predict_behind
-from lightning_safusion.fusion.dp import predict_finish
-from lightning_safusion.fusion.planners import sparse_plan
+from lightning_safusion.fusion.plans.behind import predict_behind
+from lightning_safusion.fusion.plans.merging import sparse_plan
+from lightning_safusion.fusion.plans.optimal import predict_finish
 from lightning_safusion.simulate.cluster import Cluster, CollectiveCost, Device
 from lightning_safusion.simulate.engine import mean_iteration, simulate
 from lightning_safusion.simulate.iteration import Iteration

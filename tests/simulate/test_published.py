@@ -27,9 +27,9 @@ import numpy as np
 import pytest
 
 from lightning_safusion.comm.cost import LINKS, Link
-from lightning_safusion.fusion.dp import optimal_cuts, plan_optimal
-from lightning_safusion.fusion.planners import even_cuts, plan_omgs, plan_pareto, sparse_plan
-from lightning_safusion.fusion.policy import WFBP, Aligned, Single
+from lightning_safusion.fusion.plans.merging import even_cuts, plan_omgs, plan_pareto, sparse_plan
+from lightning_safusion.fusion.plans.optimal import optimal_cuts, plan_optimal
+from lightning_safusion.fusion.plans.policy import WFBP, Aligned, Single
 from lightning_safusion.simulate.cluster import Cluster, CollectiveCost
 from lightning_safusion.simulate.engine import simulate
 from lightning_safusion.simulate.job import Job, grouped

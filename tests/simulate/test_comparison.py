@@ -15,13 +15,7 @@ from matplotlib.figure import Figure
 from lightning_safusion import SYSTEMS, SAFusionStrategy
 from lightning_safusion.comm.cost import LINKS
 from lightning_safusion.simulate.cluster import Cluster
-from lightning_safusion.simulate.engine import simulate
-from lightning_safusion.simulate.job import Job
-from lightning_safusion.simulate.measured import CollectiveSample, CollectiveTimes
-from lightning_safusion.simulate.pictures import plot_iteration, plot_sweep, plot_table
-from lightning_safusion.simulate.report import SWEEPS, parse_sweep, run_plan
-from lightning_safusion.simulate.systems import SIMULATED
-from lightning_safusion.simulate.table import (
+from lightning_safusion.simulate.comparison import (
     best_sparse,
     plan_table,
     settings_yaml,
@@ -29,6 +23,12 @@ from lightning_safusion.simulate.table import (
     verdict,
     write_records,
 )
+from lightning_safusion.simulate.engine import simulate
+from lightning_safusion.simulate.job import Job
+from lightning_safusion.simulate.measured import CollectiveSample, CollectiveTimes
+from lightning_safusion.simulate.pictures import plot_iteration, plot_sweep, plot_table
+from lightning_safusion.simulate.report import SWEEPS, parse_sweep, run_plan
+from lightning_safusion.simulate.systems import SIMULATED
 from lightning_safusion.simulate.trace import resolve_trace
 
 SLOW = Cluster(8, 1, LINKS["1gbit"])

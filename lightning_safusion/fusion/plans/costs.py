@@ -13,8 +13,8 @@ import torch
 from lightning_safusion.comm.cost import LINKS, LinearCost
 from lightning_safusion.comm.wire import resolve_codec
 from lightning_safusion.fusion.generator import Generator
-from lightning_safusion.fusion.plan import GroupCosts
-from lightning_safusion.fusion.profile import AgreedProfile, modelled_costs
+from lightning_safusion.fusion.plans.plan import GroupCosts
+from lightning_safusion.fusion.plans.profile import AgreedProfile, modelled_costs
 
 #: What buffers may take; ``"auto"``: the all-gather or the all-reduce, whichever is predicted to be cheaper.
 CollectiveChoice = Literal["auto", "allgather", "allreduce"]

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_safusion.fusion.plan import CollectiveName, Group, GroupCosts, Plan
+from lightning_safusion.fusion.plans.plan import CollectiveName, Group, GroupCosts, Plan
 
 # Seconds that a buffer outside its bounds is charged: more than any exchange, so that the fewest possible are.
 _OUT_OF_BOUNDS = 1e6

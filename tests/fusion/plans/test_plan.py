@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_safusion.fusion.plan import Group, Plan
+from lightning_safusion.fusion.plans.plan import Group, Plan
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 0), (3, 3), (4, 2), (-1, 2)])

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from lightning_safusion.fusion.dp import NO_BOUNDS, Bounds, GroupPricer, element_edges, predict_finish
-from lightning_safusion.fusion.plan import GroupCosts, Plan
+from lightning_safusion.fusion.plans.optimal import NO_BOUNDS, Bounds, GroupPricer, element_edges, predict_finish
+from lightning_safusion.fusion.plans.plan import GroupCosts, Plan
 from lightning_safusion.fusion.replan import ReplanSchedule
 from lightning_safusion.fusion.search import CutSearch
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lightning_safusion.fusion.dp import GroupPricer
-from lightning_safusion.fusion.plan import Group, GroupCosts, Plan
-from lightning_safusion.fusion.published import PROFILED_WINDOWS, PlannedOnce
+from lightning_safusion.fusion.plans.optimal import GroupPricer
+from lightning_safusion.fusion.plans.plan import Group, GroupCosts, Plan
+from lightning_safusion.fusion.plans.ssfusion import choose_selective
+from lightning_safusion.fusion.plans.ticking import PROFILED_WINDOWS, PlannedOnce
 from lightning_safusion.fusion.quota import selective_counts
-from lightning_safusion.fusion.ssfusion import choose_selective
 
 
 class Selective(PlannedOnce):

@@ -15,8 +15,8 @@ import torch
 
 from lightning_safusion.comm.cost import LINKS, LinearCost, Link
 from lightning_safusion.comm.transport import Transport
-from lightning_safusion.fusion.fit import fit_exchanges
-from lightning_safusion.fusion.plan import CollectiveName, GroupCosts
+from lightning_safusion.fusion.plans.fit import fit_exchanges
+from lightning_safusion.fusion.plans.plan import CollectiveName, GroupCosts
 from lightning_safusion.fusion.recorder import ProfileRecorder
 
 

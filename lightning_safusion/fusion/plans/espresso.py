@@ -12,8 +12,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from lightning_safusion.fusion.behind import SelectionCost
-from lightning_safusion.fusion.plan import GroupCosts
+from lightning_safusion.fusion.plans.behind import SelectionCost
+from lightning_safusion.fusion.plans.plan import GroupCosts
 
 #: Exact selection on a device, as long as nothing was measured.
 NOMINAL_SELECTION = SelectionCost(40e-6, 1e-10)

@@ -8,11 +8,11 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from lightning_safusion.fusion.adaptive import Adaptive, Tuned, predicted_gain
-from lightning_safusion.fusion.dp import Bounds, GroupPricer, plan_greedy, plan_optimal, predict_finish
-from lightning_safusion.fusion.plan import Group, GroupCosts, Plan
-from lightning_safusion.fusion.policy import WFBP, Aligned, FusionPolicy, Naive, Single
-from lightning_safusion.fusion.registry import resolve_fusion
+from lightning_safusion.fusion.plans.adaptive import Adaptive, Tuned, predicted_gain
+from lightning_safusion.fusion.plans.optimal import Bounds, GroupPricer, plan_greedy, plan_optimal, predict_finish
+from lightning_safusion.fusion.plans.plan import Group, GroupCosts, Plan
+from lightning_safusion.fusion.plans.policy import WFBP, Aligned, FusionPolicy, Naive, Single
+from lightning_safusion.fusion.plans.registry import resolve_fusion
 from lightning_safusion.fusion.replan import Cadence, ReplanSchedule
 
 

@@ -7,9 +7,9 @@ from itertools import combinations
 
 import numpy as np
 
-from lightning_safusion.fusion.behind import BehindCosts, SelectionCost, predict_behind
-from lightning_safusion.fusion.dp import predict_finish
-from lightning_safusion.fusion.plan import CollectiveName, GroupCosts, Plan
+from lightning_safusion.fusion.plans.behind import BehindCosts, SelectionCost, predict_behind
+from lightning_safusion.fusion.plans.optimal import predict_finish
+from lightning_safusion.fusion.plans.plan import CollectiveName, GroupCosts, Plan
 
 
 def all_plans(length: int, collective: CollectiveName = "allgather") -> Iterator[Plan]:

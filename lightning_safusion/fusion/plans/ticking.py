@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from lightning_safusion.fusion.behind import BehindCosts
-from lightning_safusion.fusion.dp import GroupPricer
-from lightning_safusion.fusion.plan import Group, GroupCosts, Plan
-from lightning_safusion.fusion.planners import even_cuts, fuse_ready, plan_mgwfbp, plan_omgs
-from lightning_safusion.fusion.policy import FusionPolicy
+from lightning_safusion.fusion.plans.behind import BehindCosts
+from lightning_safusion.fusion.plans.merging import even_cuts, fuse_ready, plan_mgwfbp, plan_omgs
+from lightning_safusion.fusion.plans.optimal import GroupPricer
+from lightning_safusion.fusion.plans.plan import Group, GroupCosts, Plan
+from lightning_safusion.fusion.plans.policy import FusionPolicy
 from lightning_safusion.fusion.replan import Cadence, ReplanSchedule
 from lightning_safusion.fusion.search import CutSearch
 

@@ -14,18 +14,18 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_safusion.fusion.behind import BehindCosts, predict_behind
-from lightning_safusion.fusion.choices import (
+from lightning_safusion.fusion.plans.behind import BehindCosts, predict_behind
+from lightning_safusion.fusion.plans.espresso import (
     NOMINAL_SELECTION,
     Option,
     choose_compressed,
     choose_options,
     predict_options,
 )
-from lightning_safusion.fusion.dp import predict_finish
-from lightning_safusion.fusion.per_tensor import Espresso, HiPress
-from lightning_safusion.fusion.plan import Group, GroupCosts, Plan
-from lightning_safusion.fusion.policy import FusionPolicy
+from lightning_safusion.fusion.plans.hipress import Espresso, HiPress
+from lightning_safusion.fusion.plans.optimal import predict_finish
+from lightning_safusion.fusion.plans.plan import Group, GroupCosts, Plan
+from lightning_safusion.fusion.plans.policy import FusionPolicy
 from tests.cluster import Cluster, settings, specs
 from tests.fusion.test_engine import run
 from tests.fusion.test_planning import Job, Rank, actions

@@ -14,9 +14,9 @@ from typing import Literal
 
 import numpy as np
 
-from lightning_safusion.fusion.behind import BehindCosts
-from lightning_safusion.fusion.dp import GroupPricer
-from lightning_safusion.fusion.plan import Group, GroupCosts, Plan
+from lightning_safusion.fusion.plans.behind import BehindCosts
+from lightning_safusion.fusion.plans.optimal import GroupPricer
+from lightning_safusion.fusion.plans.plan import Group, GroupCosts, Plan
 
 #: Groups below this size are always merged by the released MG-WFBP, in elements.
 MGWFBP_RELEASED_MIN_ELEMENTS = 8192

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_safusion.fusion.plan import GroupCosts, Plan
+from lightning_safusion.fusion.plans.plan import GroupCosts, Plan
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 import lightning_safusion
-from lightning_safusion.fusion.adaptive import Adaptive
-from lightning_safusion.fusion.dp import predict_finish
-from lightning_safusion.fusion.per_tensor import Espresso, HiPress
-from lightning_safusion.fusion.plan import GroupCosts, Plan
-from lightning_safusion.fusion.policy import WFBP, Aligned, FusionPolicy, Naive, Single
-from lightning_safusion.fusion.profile import modelled_costs
-from lightning_safusion.fusion.published import MGWFBP, OMGS, Cupcake, Horovod
-from lightning_safusion.fusion.registry import resolve_fusion
+from lightning_safusion.fusion.plans.adaptive import Adaptive
+from lightning_safusion.fusion.plans.hipress import Espresso, HiPress
+from lightning_safusion.fusion.plans.optimal import predict_finish
+from lightning_safusion.fusion.plans.plan import GroupCosts, Plan
+from lightning_safusion.fusion.plans.policy import WFBP, Aligned, FusionPolicy, Naive, Single
+from lightning_safusion.fusion.plans.profile import modelled_costs
+from lightning_safusion.fusion.plans.registry import resolve_fusion
+from lightning_safusion.fusion.plans.ticking import MGWFBP, OMGS, Cupcake, Horovod
 
 POLICIES: list[FusionPolicy] = [
     WFBP(),
@@ -84,8 +84,8 @@ def test_plans_are_the_same_in_another_process() -> None:
 import sys, types
 package = sys.modules["lightning_safusion"] = types.ModuleType("lightning_safusion")
 package.__path__ = {list(lightning_safusion.__path__)}
-from lightning_safusion.fusion.registry import resolve_fusion
-from lightning_safusion.fusion.profile import modelled_costs
+from lightning_safusion.fusion.plans.registry import resolve_fusion
+from lightning_safusion.fusion.plans.profile import modelled_costs
 """
     path = os.pathsep.join(filter(None, sys.path))
     result = subprocess.run(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_safusion.fusion.costs import predict_plain_ddp
-from lightning_safusion.fusion.plan import GroupCosts
+from lightning_safusion.fusion.plans.costs import predict_plain_ddp
+from lightning_safusion.fusion.plans.plan import GroupCosts
 
 MIB = 2**20
 

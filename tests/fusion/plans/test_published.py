@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_safusion.fusion.behind import BehindCosts, predict_behind
-from lightning_safusion.fusion.dp import GroupPricer, predict_finish
-from lightning_safusion.fusion.plan import GroupCosts, Plan
-from lightning_safusion.fusion.planners import even_cuts, plan_mgwfbp, plan_omgs, search_cuts
-from lightning_safusion.fusion.policy import FusionPolicy
-from lightning_safusion.fusion.published import MGWFBP, OMGS, Cupcake
-from lightning_safusion.fusion.registry import resolve_fusion
+from lightning_safusion.fusion.plans.behind import BehindCosts, predict_behind
+from lightning_safusion.fusion.plans.merging import even_cuts, plan_mgwfbp, plan_omgs, search_cuts
+from lightning_safusion.fusion.plans.optimal import GroupPricer, predict_finish
+from lightning_safusion.fusion.plans.plan import GroupCosts, Plan
+from lightning_safusion.fusion.plans.policy import FusionPolicy
+from lightning_safusion.fusion.plans.registry import resolve_fusion
+from lightning_safusion.fusion.plans.ticking import MGWFBP, OMGS, Cupcake
 from tests.cluster import Cluster, settings
 from tests.fusion.test_engine import run
 from tests.fusion.test_planning import Job, Rank, actions, resumed

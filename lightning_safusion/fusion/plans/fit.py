@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from lightning_safusion.comm.cost import LinearCost, fit_linear
-from lightning_safusion.fusion.plan import CollectiveName
+from lightning_safusion.fusion.plans.plan import CollectiveName
 
 Samples = Sequence[tuple[float, float]]
 

@@ -119,7 +119,7 @@ class GroupCosts:
         arrivals: Time at which each gradient has been computed, no selection counted [L], rising. Only planners that
             place selection themselves look at it; empty where there are none.
         select: Seconds of one selection over ``d`` elements: ``(fixed, per element, per comparison)``, see
-            :class:`~lightning_safusion.fusion.planners.SelectionCost`; for the same planners.
+            :class:`~lightning_safusion.fusion.plans.merging.SelectionCost`; for the same planners.
         decode: ``(seconds of a buffer, seconds per byte of one rank's message)`` of decoding a sparse exchange; for the
             same planners.
         quotas: Elements that each tensor may send, all of them where it travels whole [L]; empty where nobody knows.

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from lightning_safusion.fusion.choices import Option, choose_compressed, choose_options, predict_options, sends_all
-from lightning_safusion.fusion.plan import CollectiveName, Group, GroupCosts, Plan
-from lightning_safusion.fusion.published import PROFILED_WINDOWS, PlannedOnce
+from lightning_safusion.fusion.plans.espresso import (
+    Option,
+    choose_compressed,
+    choose_options,
+    predict_options,
+    sends_all,
+)
+from lightning_safusion.fusion.plans.plan import CollectiveName, Group, GroupCosts, Plan
+from lightning_safusion.fusion.plans.ticking import PROFILED_WINDOWS, PlannedOnce
 
 Fabric = Literal["nvlink", "pcie"]
 

@@ -9,7 +9,7 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
-from lightning_safusion.fusion.dp import (
+from lightning_safusion.fusion.plans.optimal import (
     GroupPricer,
     choose_collective,
     optimal_cuts,
@@ -17,7 +17,7 @@ from lightning_safusion.fusion.dp import (
     plan_optimal,
     predict_finish,
 )
-from lightning_safusion.fusion.plan import Group, GroupCosts, Plan
+from lightning_safusion.fusion.plans.plan import Group, GroupCosts, Plan
 
 
 def make_costs(

@@ -5,9 +5,16 @@ from __future__ import annotations
 import math
 from typing import Literal, get_args
 
-from lightning_safusion.fusion.dp import NO_BOUNDS, Bounds, check_share, plan_greedy, plan_optimal, predict_finish
-from lightning_safusion.fusion.plan import GroupCosts, Plan
-from lightning_safusion.fusion.policy import FusionPolicy
+from lightning_safusion.fusion.plans.optimal import (
+    NO_BOUNDS,
+    Bounds,
+    check_share,
+    plan_greedy,
+    plan_optimal,
+    predict_finish,
+)
+from lightning_safusion.fusion.plans.plan import GroupCosts, Plan
+from lightning_safusion.fusion.plans.policy import FusionPolicy
 from lightning_safusion.fusion.replan import Cadence, ReplanSchedule
 
 Rule = Literal["optimal", "paper"]
