@@ -1,313 +1,403 @@
-"""Puts a job's parts together: settings, checks across ranks, and the controller."""
+"""The engine: takes gradients in, launches full buffers, drains them, gives the means back."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from lightning_safusion.__about__ import __version__
-from lightning_safusion.comm.calibrate import calibrate
-from lightning_safusion.comm.cost import allgather_bytes, ring_allreduce_bytes
-from lightning_safusion.comm.hierarchical import NodeTransports
+from lightning_safusion import native
+from lightning_safusion.comm.exchange import Notice
 from lightning_safusion.comm.transport import Transport
-from lightning_safusion.comm.values import FloatValues
-from lightning_safusion.comm.wire import resolve_codec
-from lightning_safusion.fusion.controller import Controller
-from lightning_safusion.fusion.generator import Generator
-from lightning_safusion.fusion.layout import Layout, TensorSpec
-from lightning_safusion.fusion.offload import Offloader, selection_costs
+from lightning_safusion.fusion.clock import clock_for
+from lightning_safusion.fusion.device_drain import DeviceDrain
+from lightning_safusion.fusion.drain import Drain
+from lightning_safusion.fusion.events import Observer, WindowEvents
+from lightning_safusion.fusion.lane import Lane
+from lightning_safusion.fusion.offload import Offloader
 from lightning_safusion.fusion.planning import Planner
-from lightning_safusion.fusion.plans.costs import CollectiveChoice
-from lightning_safusion.fusion.plans.plan import SparseName
-from lightning_safusion.fusion.plans.policy import FusionPolicy, Naive
-from lightning_safusion.fusion.plans.selective import Selective
-from lightning_safusion.fusion.plans.ticking import Horovod
-from lightning_safusion.fusion.pool import BufferPool
-from lightning_safusion.fusion.quota import QuotaRule, Scope, tensor_quotas
-from lightning_safusion.fusion.replan import Cadence
+from lightning_safusion.fusion.plans.plan import CollectiveName, Group, Plan
+from lightning_safusion.fusion.record import WindowRecord
+from lightning_safusion.fusion.shipment import Shipment
+from lightning_safusion.fusion.space import GradientSpace
 from lightning_safusion.fusion.ticks import Ticks
-from lightning_safusion.naming import suggestion
-from lightning_safusion.sparsify.base import Sparsifier
-from lightning_safusion.sparsify.memory import Memory
-from lightning_safusion.sparsify.schedule import ConstantDensity, DensitySchedule
+from lightning_safusion.fusion.window import Window, unmarked
+from lightning_safusion.sparsify.schedule import DensitySchedule, check_density
 
-CollectiveOption = Literal["auto", "allgather", "hybrid", "hierarchical", "allreduce", "oktopk", "gtopk"]
-#: Collectives that carry messages as written, so that their sender can keep what rounding to a few bits takes away.
-FEW_BITS_COLLECTIVES: tuple[CollectiveOption, ...] = ("auto", "allgather", "hybrid")
+# The end of a collective is told by a callback on the backend's thread, which stops the backward's for the
+# interpreter's lock: recorded in every window at first, then in one of 16 and whenever the planner needs it.
+_TIMED_WINDOWS, _TIMED_EVERY = 64, 16
 
-
-def _choice(name: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        hint = suggestion(value, allowed)
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}.{hint}")
+# Until the order of the gradients is known everything leaves at the end, in pieces that bound the memory of a buffer.
+_UNPLANNED_ELEMENTS = 1 << 25
 
 
-@dataclass(frozen=True)
-class EngineSettings:
-    """What one job does with its gradients; equal on all ranks.
+class Engine:
+    """Runs backward windows: :meth:`push` every gradient, then :meth:`drain`.
+
+    Every rank must push the same tensors in the same order (DDP's bucket order does), which makes every decision here
+    the same on all ranks: nothing depends on a local count or clock.
 
     Args:
-        compressor: Chooses the elements.
-        density: Share of the elements, by step and epoch.
-        fusion: Cuts the ready order into buffers.
-        memory: Error feedback.
-        scope: ``"tensor"`` (ahead of fusion) or ``"group"`` (behind it).
-        quota: ``"proportional"`` or ``"pooled"``.
-        collective: ``"auto"``, ``"allgather"``, ``"hybrid"``, ``"hierarchical"``, ``"allreduce"``, ``"oktopk"`` or
-            ``"gtopk"``.
-        wire: Wire format by name.
-        own_buffers: Dense buffers are the point: plain DDP, whose own are other ones, never takes their place.
-        offload: Select from tensors on a thread of the host where that holds nothing up.
+        space: Order, quotas, residual and buffers of the tensors.
+        planner: Says which tensors share a buffer.
+        density: Density by step and epoch.
+        dense_first: Average the first window as DDP does: costs are not known yet, and there is no residual to add.
+            Otherwise what no plan covers is sent sparse.
+        overlap: Launch buffers while gradients still arrive. Not where a tensor is submitted at different points of the
+            backward pass on different ranks (unused on some): the collectives of the model's own backward
+            (SyncBatchNorm) would meet ours in different orders.
+        deferred: Read what the ranks say of their tensors one window late, so that the host never waits for the device.
+            Only where every tensor gets a gradient on all ranks in every window.
+        offload: Selects from some tensors on a thread of the host.
+        ticks: Agreement on what is ready; only timer-driven fusion has it.
 
-    Raises:
-        ValueError: If a choice is unknown, or two do not go together.
-        TypeError: If ``offload`` is not a bool.
+    Attributes:
+        windows: Windows drained so far.
+        epoch: For the density schedule; whoever trains sets it.
+        loss_scale: Read at the first gradient of a window; None without a loss scaler.
+        notices: What this rank tells all others in its next messages (bits of ``Notice``).
+        heard: What some rank has told all others: the same on all ranks at the end of every window.
+        report: The record of the latest window.
+        clock: Of this rank's device.
+        observers: Are told of every window.
+        order_known: The layout has the order in which gradients arrive.
+        unstepped: bool [L] by registration index: exchanged, and no optimizer has used it yet.
     """
 
-    compressor: Sparsifier
-    density: DensitySchedule
-    fusion: FusionPolicy
-    memory: Memory
-    scope: Scope = "tensor"
-    quota: QuotaRule = "proportional"
-    collective: CollectiveOption = "auto"
-    wire: str = "auto"
-    own_buffers: bool = False
-    offload: bool = False
-
-    def __post_init__(self) -> None:
-        _choice("scope", self.scope, get_args(Scope))
-        _choice("quota", self.quota, get_args(QuotaRule))
-        _choice("collective", self.collective, get_args(CollectiveOption))
-        if not isinstance(self.offload, bool):
-            raise TypeError(f"offload must be True or False, got {self.offload!r}")
-        self._check_scope()
-        self._check_collective()
-
-    def _check_scope(self) -> None:
-        """Refuses parts that need selection from every tensor where it is from a buffer."""
-        if self.quota == "pooled" and self.scope == "group":
-            raise ValueError(
-                "quota='pooled' gives every tensor a floor, which scope='group' has none of: use scope='tensor'"
-            )
-        if self.offload and (self.scope == "group" or self.quota == "pooled" or self.fusion.streams):
-            raise ValueError(
-                "offload=True selects from each tensor alone, as soon as it is ready: it needs scope='tensor', "
-                "quota='proportional' and a fusion other than 'naive'"
-            )
-        if isinstance(self.fusion, Selective) and self.scope == "group":
-            raise ValueError(
-                "fusion='selective' decides for every tensor of a buffer how much it sends: it needs scope='tensor'"
-            )
-        if self.fusion.streams and self.scope == "group":
-            raise ValueError(
-                f"fusion={self.fusion.name!r} fills buffers with selected elements: it needs scope='tensor'"
-            )
-
-    def _check_collective(self) -> None:
-        """Refuses parts that do not go with the collective."""
-        values = resolve_codec(self.wire, 64, 1, torch.float32).values
-        if not isinstance(values, FloatValues) and (self.fusion.streams or self.collective not in FEW_BITS_COLLECTIVES):
-            raise ValueError(
-                f"wire={self.wire!r} rounds so much that what is lost must stay with the sender, which only messages "
-                "of one worker to all others allow: use collective='allgather', 'hybrid' or 'auto', and a fusion other "
-                "than 'naive'"
-            )
-        if self.fusion.streams and self.collective in ("hybrid", "hierarchical"):
-            raise ValueError(
-                f"fusion={self.fusion.name!r} has no buffers that could have two lanes or levels: use "
-                "collective='allgather'"
-            )
-        if self.collective == "hierarchical" and (self.compressor.name != "topk" or self.offload):
-            raise ValueError(
-                "collective='hierarchical' selects the largest sums of a node itself: it needs compressor='topk' and "
-                f"offload=False, got {self.compressor.name!r} and {self.offload}"
-            )
-        several_phases = self.collective in ("hierarchical", "oktopk", "gtopk")
-        if isinstance(self.fusion, Horovod) and (self.scope == "group" or several_phases or self.offload):
-            raise ValueError(
-                "fusion='horovod' has other buffers in every step, none of which is known before: it needs "
-                f"scope='tensor', collective='allgather' or 'allreduce' and offload=False, got {self.scope!r}, "
-                f"{self.collective!r} and {self.offload}"
-            )
-        if self.memory.lives_on_sparsity and self.collective == "allreduce":
-            raise ValueError(
-                f"memory={self.memory.name!r} is the momentum of what is held back, and collective='allreduce' sends "
-                "every gradient whole: there would be none. Use collective='auto' or 'allgather'."
-            )
-        if self.memory.name == "ef21" and self.collective == "gtopk":
-            raise ValueError(
-                "memory='ef21' adds up all that is sent, and collective='gtopk' loses some of it on its way: the "
-                "estimates would drift apart. Use collective='allgather' or 'oktopk'."
-            )
-
-    def describe(self) -> dict[str, str]:
-        """Every setting as text, the same in every process for the same settings."""
-        return {field.name: describe(getattr(self, field.name)) for field in fields(self)}
+    def __init__(
+        self,
+        space: GradientSpace,
+        planner: Planner,
+        density: DensitySchedule,
+        dense_first: bool = True,
+        overlap: bool = True,
+        deferred: bool = False,
+        offload: Offloader | None = None,
+        ticks: Ticks | None = None,
+    ) -> None:
+        self.space = space
+        self.planner = planner
+        self.transport: Transport = planner.transport
+        self.density = density
+        self.dense_first = dense_first
+        self.overlap = overlap
+        self.epoch = 0
+        self.loss_scale: Callable[[], Tensor | None] | None = None
+        self.windows = 0
+        self.notices = 0
+        self.heard = 0
+        self.report: WindowRecord | None = None
+        self.clock = clock_for(self.space.device)
+        self.observers: list[Observer] = []
+        self.order_known = False
+        self.unstepped = np.zeros(len(space.layout), bool)
+        self._tracked = np.zeros(len(space.layout), bool)  # of these an optimizer announces its steps
+        self._unobserved: WindowRecord | None = None  # its times are not known yet
+        self._timed: WindowEvents | None = None  # of the latest window that recorded everything
+        self._first = True  # DDP's first window submits everything at its end, in an order that means nothing
+        self._window: Window | None = None
+        self._between = True  # no window is open, and the last one has ended: what exchanges have learnt is agreed
+        self._lane = Lane(self.space.device)  # selection and packing
+        self._drain = Drain(space.memory, self.transport, space.device)
+        self._device_drain = DeviceDrain(space.memory, Lane(space.device), space.device) if deferred else None
+        self._offload = offload
+        self._ticks = ticks
 
     @property
-    def replaceable(self) -> bool:
-        """Whether plain DDP may take the engine's place while the job runs."""
-        lives_on = self.memory.shapes_updates or self.memory.lives_on_sparsity
-        settled = isinstance(self.density, ConstantDensity) and not lives_on
-        return settled and self.collective == "auto" and not self.own_buffers
+    def complete(self) -> bool:
+        """Whether every tensor of the open window has been pushed."""
+        return self._window is not None and self._window.complete
 
-    def dense_reason(self, specs: Sequence[TensorSpec], world_size: int) -> str | None:
-        """Why plain DDP does this job at least as well; None if it does not.
+    def missing(self) -> list[str]:
+        """Names of the tensors that the open window still waits for; empty if none is open."""
+        if self._window is None or self._window.complete:
+            return []
+        return self.space.layout.names(p for p, grad in enumerate(self._window.grads) if grad is None)
 
-        Sparse all-gather grows with the number of workers, dense all-reduce does not.
+    def push(self, index: int, grad: Tensor, fresh: bool = True) -> bool:
+        """Takes one gradient; launches the buffer that it completes.
+
+        Args:
+            index: Registration index of its parameter.
+            grad: Flat gradient, any floating dtype; :meth:`drain` writes the mean over ranks into it.
+            fresh: Whether it was computed since the last window. A stale tensor sends nothing, and if it is stale on
+                all ranks it is left exactly as it is.
+
+        Returns:
+            Whether the window is complete now.
         """
-        if self.own_buffers and world_size > 1:
-            return None
-        if self.memory.shapes_updates:
-            return None  # it is part of the algorithm, on any number of workers and at any density
-        if world_size == 1:
-            return "there is one worker, and nothing to exchange"
-        if self.collective == "allreduce" and not self.own_buffers:
-            return "collective='allreduce' sends every gradient dense"
-        if not isinstance(self.density, ConstantDensity) or self.collective != "auto":
-            return None
-        density = self.density(0, 0)
-        if density >= 1 or self.compressor.name == "none":
-            return "everything is sent (density 1)"
-        layout = Layout(tuple(specs))
-        quotas = tensor_quotas(layout, self.compressor, density)
-        dense = sum(spec.numel * spec.dtype.itemsize for spec in specs)
-        sparse = sum(
-            spec.numel * spec.dtype.itemsize
-            if whole
-            else resolve_codec(self.wire, spec.numel, int(count), spec.dtype).nbytes
-            for spec, count, whole in zip(specs, quotas.counts, quotas.dense, strict=True)
+        place = self.space.layout.places[index]
+        window = self._window
+        if window is not None and window.grads[place] is not None:
+            self.reset()  # the last backward never finished, and the model is trained on: a new window begins
+            window = None
+        window = window or self._begin()
+        group = window.submit(place, grad, fresh, fresh and bool(self.unstepped[index]))
+        if self._offload is not None and self._offload.wants(place):
+            with self._lane.fork():
+                self._offload.offer(window, place, grad)
+        if group is not None:
+            self._launch(window, group)
+        if self._ticks is not None and window.ticking:
+            self._fuse(window, self._ticks.poll(window.ready))
+        elif window.complete and not window.plain:
+            self._launch_rest(window)
+        return window.complete
+
+    def _begin(self) -> Window:
+        self.settle()
+        self._between = False
+        density = check_density(self.density(self.windows, self.epoch))
+        if self.space.set_density(density):
+            self.planner.invalidate()
+        groups: Sequence[Group] = ()
+        plain = self.dense_first and self.windows == 0
+        if self.order_known and not plain:
+            plan = self.planner.plan(self.space.shape)
+            groups = plan.groups
+            if self._offload is not None:
+                self._offload.follow(plan, partial(self.planner.costs, self.space.shape))
+        ticking = self._ticks is not None and bool(groups) and self.overlap
+        if self._ticks is not None and ticking:
+            self._ticks.begin()
+            groups = ()
+        regular = self.windows < _TIMED_WINDOWS or self.windows % _TIMED_EVERY == 0
+        surveyed = regular or self.planner.wants_times
+        timed = surveyed or bool(self.observers)
+        scale = self.loss_scale() if self.loss_scale is not None else None
+        # a copy: the scaler updates its factor in place
+        scale = scale.detach().clone() if scale is not None else None
+        self._window = Window(
+            len(self.space.layout),
+            groups,
+            self.windows,
+            density,
+            self.clock.mark if timed or self.clock.instant else unmarked,
+            surveyed=surveyed,
+            timed=timed,
+            ticking=ticking,
+            hold=not self.overlap,
+            # a scaler waits for the device anyway, and a tensor whose gradient was thrown away needs the host
+            deferred=self._device_drain is not None and scale is None and not self.unstepped.any(),
+            scale=scale,
+            plain=plain,
         )
-        by_gather, by_reduce = allgather_bytes(world_size, sparse), ring_allreduce_bytes(world_size, dense)
-        if by_gather < by_reduce:
-            return None
-        return (
-            f"at density {density:g} each of {world_size} workers would receive {by_gather:,.0f} bytes per step by "
-            f"sparse all-gather, {by_reduce:,.0f} by dense all-reduce"
-        )
+        return self._window
 
+    def _launch(self, window: Window, group: Group) -> None:
+        """Fills the buffer of a group and sends it; one that waits for the host leaves behind the next one."""
+        with self._lane.fork():
+            shipment = Shipment(self.space.buffer(group), window)
+            if self._offload is None:
+                shipment.fill(self.space.selector)
+            else:
+                shipment.fill(self.space.selector, *self._offload.taken(group))
+            window.unsent.append(shipment)
+            self._send(window, keep=int(self._offload is not None and self._offload.late))
+        window.launched = group.stop
 
-def describe(part: Any) -> str:
-    """A part and its public options as text."""
-    if isinstance(part, (str, int, float, bool, type(None))):
-        return repr(part)
-    if isinstance(part, (list, tuple)):
-        return f"[{', '.join(map(describe, part))}]"
-    options = {key: value for key, value in sorted(vars(part).items()) if not key.startswith("_")}
-    plain = (str, int, float, bool, type(None), list, tuple, DensitySchedule, FusionPolicy, Cadence)
-    shown = ", ".join(f"{key}={describe(value)}" for key, value in options.items() if isinstance(value, plain))
-    return f"{type(part).__name__}({shown})"
+    def _send(self, window: Window, keep: int = 0) -> None:
+        """Packs and launches the shipments that have been filled, all but the latest ``keep``."""
+        while len(window.unsent) > keep:
+            shipment = window.unsent.pop(0)
+            shipment.pack(self.notices, self._offload.collect if self._offload is not None else None)
+            shipment.launch()
+            if self._device_drain is not None and window.deferred:
+                self._device_drain.launched(shipment)
+            window.shipments.append(shipment)
 
+    def _fuse(self, window: Window, ready: int) -> None:
+        """Launches what a tick has found ready on all ranks."""
+        if ready > window.launched:
+            for group in self.planner.fuse(self.space.shape, window.launched, ready):
+                self._launch(window, group)
 
-def fingerprint(settings: EngineSettings, specs: Sequence[TensorSpec]) -> dict[str, str]:
-    """All that must be the same on every rank, as text: settings, versions and the model's tensors."""
-    tensors = {f"parameter {s.name}": f"{s.shape} {s.dtype}{' dense' if s.dense else ''}" for s in specs}
-    versions = {"lightning_safusion": __version__, "torch": torch.__version__}
-    deterministic = {"deterministic": str(torch.are_deterministic_algorithms_enabled())}
-    return settings.describe() | deterministic | versions | tensors
+    def _launch_rest(self, window: Window) -> None:
+        """Launches planned groups that gradients out of order have kept back; everything if nothing is planned."""
+        for group in window.groups[window.next_group :]:
+            self._launch(window, group)
+        start, length = window.launched, len(self.space.layout)
+        if start < length:
+            collective: CollectiveName = self.planner.fallback(self.space.shape, sparse=not self.dense_first)
+            while start < length:
+                limit = self.space.layout.edges[start] + _UNPLANNED_ELEMENTS
+                stop = max(start + 1, int(np.searchsorted(self.space.layout.edges, limit, side="right")) - 1)
+                self._launch(window, Group(start, stop, collective))
+                start = stop
+        if window.unsent:
+            with self._lane.fork():
+                self._send(window)
 
+    def drain(self) -> None:
+        """Waits for all buffers, writes the means into the gradients, and commits the window if it ended well.
 
-def check_equal(transport: Transport, values: dict[str, str]) -> None:
-    """Compares settings across ranks.
+        Raises:
+            RuntimeError: If a peer is lost (with the buffer's tensors), or a rank could not fill its message.
+        """
+        window = self._window
+        if window is None or not window.complete:
+            raise RuntimeError(f"drain needs a complete window; tensors not seen: {', '.join(self.missing()[:20])}")
+        if self._ticks is not None and window.ticking:
+            for ready in self._ticks.rest(window.length):
+                self._fuse(window, ready)
+            # the next window has other buffers
+            self.space.pool.keep_only([shipment.buffer.group for shipment in window.shipments])
+        self._window = None
+        if self._offload is not None:
+            self._offload.forget()  # what an error has left
+        self._lane.join()
+        good = True  # until it is known better
+        if window.plain:
+            good = self._drain.average(window)
+        elif self._device_drain is not None and window.deferred:
+            self._device_drain.run(window)
+            if window.error is not None:
+                raise window.error
+        else:
+            good, notices = self._drain.run(window, self.space.layout)
+            if notices:
+                self._hear(window, notices)
+        if good:
+            exchanged = self._exchanged(window)
+            self.unstepped[exchanged] = self._tracked[exchanged]
+        window.drained = window.mark()
+        self._finish(window)
 
-    Raises:
-        RuntimeError: On every rank, naming each setting that differs with both values.
-    """
-    everyone = transport.gather_objects(values)
-    for rank, theirs in enumerate(everyone):
-        different = [key for key in everyone[0] | theirs if everyone[0].get(key) != theirs.get(key)]
-        if different:
-            shown = "; ".join(
-                f"{key}: rank 0 has {everyone[0].get(key)}, rank {rank} has {theirs.get(key)}" for key in different
+    def let_go(self) -> None:
+        """Lets go of the gradients of the first window: DDP is about to make other buckets, in place of theirs."""
+        if self.windows == 1 and self.report is not None:
+            self.report.let_go()
+
+    def settle(self) -> None:
+        """Reads what the device decided of the last window, if the host does not know it yet.
+
+        Raises:
+            RuntimeError: If a rank could not fill its message, or some ranks had no gradient of a tensor.
+        """
+        outcome = self._device_drain.read() if self._device_drain is not None else None
+        if outcome is not None:
+            window, good, notices = outcome
+            self._hear(window, notices)
+            if not good:
+                self.unstepped[self._exchanged(window)] = False
+        record, self._unobserved = self._unobserved, None
+        if record is not None:
+            self._observe(record)
+
+    def _hear(self, window: Window, notices: int) -> None:
+        self.heard |= notices
+        self.notices &= ~self.heard
+        if self.heard & Notice.FAILED:
+            self.heard &= ~Notice.FAILED
+            raise window.error or RuntimeError(
+                "another rank could not select its gradients in this step; see that rank's own error"
             )
-            raise RuntimeError(f"workers were started with different settings: {shown}. Give all workers the same.")
 
+    def _exchanged(self, window: Window) -> np.ndarray:
+        """Registration indices of the tensors whose gradients a window has exchanged."""
+        return self.space.layout.indices if window.regular else self.space.layout.indices[window.fresh]
 
-def build_controller(
-    settings: EngineSettings,
-    specs: Sequence[TensorSpec],
-    transport: Transport,
-    device: torch.device,
-    measure: bool = True,
-    announce: Callable[[str], None] | None = None,
-    overlap: bool = True,
-    deferred: bool = False,
-    node: Hashable = None,
-    yields: bool = False,
-) -> Controller:
-    """Builds a job's controller. Collective: all ranks call it with equal settings.
+    def _finish(self, window: Window) -> None:
+        self._between = True
+        window.planned = self.order_known and window.in_order
+        self.report = WindowRecord(window, self.space, self.clock, self.transport.world_size, self._timed)
+        if self.clock.instant:
+            self._observe(self.report)
+        else:
+            self._unobserved = self.report
+        if not window.in_order and not (self._first and self.order_known):
+            self.adopt_order(window.order)
+        self.order_known |= self.windows > 0 and not self._first
+        self._first = False
+        self.windows += 1
 
-    Args:
-        settings: What to do with the gradients.
-        specs: Trainable parameters in registration order.
-        transport: Communicator of the buffers.
-        device: Where the gradients live.
-        measure: Plan with measured times. False: with modelled ones, so that a seeded run repeats bit for bit.
-        announce: Told in one line what travels how, whenever that changes.
-        overlap: Launch buffers while gradients still arrive; see :class:`Controller`.
-        deferred: Never wait for the device within a step; see :class:`Controller`. Without effect where buffers fill at
-            each worker's own pace.
-        node: Name of the node that this rank runs on, for ``collective="hierarchical"``.
-        yields: Plain DDP can take the engine's place.
-    """
-    layout = Layout(tuple(specs))
-    settings.memory.world_size = transport.world_size
-    settings.memory.bind(layout.edges.tolist(), device)
-    # to the planner they are sparse exchanges like the all-gather, whose cost stands for theirs
-    sparse: SparseName = "allgather"
-    choice: CollectiveChoice = "allgather"
-    if settings.collective == "auto" or settings.collective == "allgather" or settings.collective == "allreduce":
-        choice = settings.collective
-        if choice == "auto" and settings.memory.lives_on_sparsity:
-            choice = "allgather"
-    else:
-        sparse = settings.collective
-    timer = settings.fusion if isinstance(settings.fusion, Horovod) else None
-    ticks = Ticks(transport.host_subgroup(), timer.cycle_s) if timer else None
-    nodes = NodeTransports.make(transport, node) if sparse == "hierarchical" else None
-    if nodes is not None and len(nodes.nodes) == 1 and announce is not None:
-        announce("all workers are on one node, where collective='hierarchical' saves nothing: system='ddp' is faster")
-    pool = _buffer_pool(settings, transport, device, sparse, nodes)
-    # a copy: what it learns belongs to this job
-    generator = Generator(layout, settings.memory, copy.deepcopy(settings.compressor), pool)
-    wanted = settings.fusion.needs_costs or choice == "auto"
-    prior = calibrate(transport, device) if measure and wanted else None
-    # what narrow gradients cannot hold of a mean would stay in the memory; wide ones, DDP sends at twice the width
-    yields = yields and settings.replaceable and all(spec.dtype == torch.float32 for spec in specs)
-    planner = Planner(settings.fusion, transport, choice, prior, announce, yields)
-    dense_first = choice != "allgather" and not settings.memory.shapes_updates
-    # the others negotiate counts on the host
-    deferred = deferred and not settings.fusion.streams and timer is None and sparse in ("allgather", "hybrid")
-    offload = None
-    if settings.offload:
-        offload = Offloader(generator, *selection_costs(settings.compressor, device, measure))
-    return Controller(generator, planner, transport, settings.density, dense_first, overlap, deferred, offload, ticks)
+    def _observe(self, record: WindowRecord) -> None:
+        """Hands the times of a window to the planner and to all observers."""
+        if record.planned:
+            # observers may differ between ranks: the planner, whose agreements are collective, does not look at them
+            known = self.clock.instant or record.surveyed
+            replans = self.planner.replans
+            self.planner.observe(record.events if known else None, self.space.shape)
+            self._forget_replaced(replans)
+        if record.timed:
+            self._timed = record.events
+            for observer in self.observers:
+                observer.observe(record.events)
 
+    def adopt_order(self, order: list[int]) -> None:
+        """Moves everything to a layout in which place ``j`` holds the tensor that was at place ``order[j]``."""
+        self.space.reorder(order)
+        self.planner.invalidate(order_changed=True)
 
-def _buffer_pool(
-    settings: EngineSettings,
-    transport: Transport,
-    device: torch.device,
-    sparse: SparseName,
-    nodes: NodeTransports | None,
-) -> BufferPool:
-    """Collective where buffers need communicators of their own."""
-    naive = settings.fusion if isinstance(settings.fusion, Naive) else None
-    return BufferPool(
-        # launched at each rank's own pace, between the collectives of the model's own backward (SyncBatchNorm)
-        transport.subgroup() if isinstance(settings.fusion, Horovod) else transport,
-        device,
-        settings.scope,
-        settings.quota,
-        settings.wire,
-        transport.subgroup() if naive else None,
-        naive.buffer_elements if naive else 1,
-        sparse,
-        transport.subgroup() if sparse == "hybrid" else None,
-        nodes,
-    )
+    def step_aside(self) -> bool:
+        """Whether plain DDP does the rest of the job: that was agreed, and no residual remains anywhere.
+
+        If one does, as of a tensor that had no gradient while all were sent, the engine goes on. Collective once it
+        was agreed; the answer is the same on all ranks.
+        """
+        if not self.planner.dense_for_good:
+            return False
+        held = any(bool(state.any()) for state in self.space.memory.state_dict().values())
+        anywhere = torch.tensor([float(held)], device=self.space.device)
+        self.transport.all_reduce(anywhere, "max").wait()
+        if anywhere.item():
+            replans = self.planner.replans
+            self.planner.go_on(self.space.shape)
+            self._forget_replaced(replans)
+        return not anywhere.item()
+
+    def use(self, plan: Plan) -> None:
+        """Goes on with this plan, the same on all ranks, until costs call for another. Collective; between windows."""
+        replans = self.planner.replans
+        self.planner.use(plan, self.space.shape)
+        self._forget_replaced(replans)
+
+    def _forget_replaced(self, replans: int) -> None:
+        """Forgets the buffers of a plan that another one has replaced since ``replans`` changes had been made."""
+        if self.planner.replans != replans and self.planner.current is not None:
+            self.space.pool.keep_only(self.planner.current.groups)
+
+    def track(self, indices: Iterable[int]) -> None:
+        """Announces that :meth:`stepped` will be called whenever these parameters (registration indices) are updated.
+
+        Such a tensor, submitted again although nothing has stepped since, is sent dense and without its residual: the
+        gradient that was exchanged before has been thrown away, and this one may be.
+        """
+        self._tracked[list(indices)] = True
+
+    def stepped(self, indices: Iterable[int]) -> None:
+        """Notes that an optimizer has used the gradients of these parameters (registration indices)."""
+        self.unstepped[list(indices)] = False
+
+    def reset(self) -> None:
+        """Forgets an open window. Nothing is lost: what it had added to the residual stays there."""
+        if self._offload is not None:
+            self._offload.forget()
+        if self._window is not None:
+            self._lane.synchronize()
+        self._window = self._unobserved = None
+        if self._device_drain is not None:
+            self._device_drain.forget()
+        # an exchange that was abandoned may have learnt something on some ranks and not on others
+        self.space.pool.load_state_dict(self.space.pool.state_dict() if self._between else [])
+        self._between = True
+
+    def release(self) -> None:
+        """Frees buffers and figures; the state that a checkpoint wants stays."""
+        self.reset()
+        self.report = None
+        self._drain.release()
+        if self._offload is not None:
+            self._offload.release()
+        if self._device_drain is not None:
+            self._device_drain.release()
+        native.release()
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in use; None while the order of the gradients is not known."""
+        return self.planner.current

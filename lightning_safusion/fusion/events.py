@@ -11,10 +11,10 @@ import numpy as np
 from lightning_safusion.fusion.clock import Clock
 
 if TYPE_CHECKING:
-    from lightning_safusion.fusion.buffer import FusionBuffer
     from lightning_safusion.fusion.layout import Layout
     from lightning_safusion.fusion.plans.plan import CollectiveName
-    from lightning_safusion.fusion.window import BufferTimes, Window
+    from lightning_safusion.fusion.shipment import Shipment
+    from lightning_safusion.fusion.window import Window
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class BufferEvents:
         selected: Selection had ended; packing begins.
         launched: The message was packed, and its collective begins.
         issued: The call that began it had returned; the backward pass goes on.
-        finished: The collective had ended; NaN if this window did not take that down.
+        finished: The collective had ended; NaN if this window did not record that.
         awaited: The backward pass began to wait for it.
         arrived: It was waited for no longer; decoding begins.
         decoded: The means were in the gradients.
@@ -95,8 +95,8 @@ class Observer(Protocol):
 def resolve_events(window: Window, layout: Layout, clock: Clock) -> WindowEvents:
     """Reads the clock's moments of a window that has ended."""
     buffers, free = [], -np.inf
-    for buffer, times in window.inflight:
-        events = _buffer_events(buffer, times, clock, free)
+    for shipment in window.shipments:
+        events = _buffer_events(shipment, clock, free)
         free = events.decoded
         buffers.append(events)
     return WindowEvents(
@@ -110,14 +110,14 @@ def resolve_events(window: Window, layout: Layout, clock: Clock) -> WindowEvents
     )
 
 
-def _buffer_events(buffer: FusionBuffer, times: BufferTimes, clock: Clock, free: float) -> BufferEvents:
+def _buffer_events(shipment: Shipment, clock: Clock, free: float) -> BufferEvents:
     """Events of one buffer; ``free`` is when the one before it was decoded."""
-    finished, awaited, arrived = (clock.seconds(m) for m in (times.finished, times.awaited, times.arrived))
+    closed, selected, launched, issued, finished, awaited, arrived, decoded = clock.all_seconds(shipment.moments)
     if not clock.instant:
         # it was decoded beside the backward pass: what stood still is what was left when that had ended
         awaited = max(awaited, free)
         arrived = max(awaited, arrived)
-    spec = buffer.exchange.spec
+    buffer, spec = shipment.buffer, shipment.buffer.exchange.spec
     return BufferEvents(
         buffer.places,
         buffer.group.collective,
@@ -125,12 +125,5 @@ def _buffer_events(buffer: FusionBuffer, times: BufferTimes, clock: Clock, free:
         spec.capacity,
         buffer.exchange.bytes_sent,
         buffer.exchange.bytes_received,
-        clock.seconds(times.closed),
-        clock.seconds(times.selected),
-        clock.seconds(times.launched),
-        clock.seconds(times.issued),
-        finished,
-        awaited,
-        arrived,
-        clock.seconds(times.decoded),
+        *map(float, (closed, selected, launched, issued, finished, awaited, arrived, decoded)),
     )

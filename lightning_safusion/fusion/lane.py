@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -23,14 +23,14 @@ class Lane:
         # before the backward pass where both have work: what is selected early is exchanged early
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
-    @contextmanager
-    def fork(self) -> Iterator[None]:
+    def fork(self) -> AbstractContextManager[None]:
         """Work inside runs in the lane, after all that the current stream has been given so far."""
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        return nullcontext() if self._stream is None else self._beside(self._stream)
+
+    @contextmanager
+    def _beside(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
             yield
 
     def join(self) -> None:

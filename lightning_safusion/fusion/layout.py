@@ -65,6 +65,11 @@ class Layout:
         """Place of each registration index."""
         return {spec.index: place for place, spec in enumerate(self.specs)}
 
+    @cached_property
+    def indices(self) -> np.ndarray:
+        """int64 [L]: registration index of the tensor at each place."""
+        return np.array([spec.index for spec in self.specs], np.int64)
+
     @property
     def numel(self) -> int:
         """Elements of the whole space."""

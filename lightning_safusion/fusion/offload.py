@@ -15,13 +15,16 @@ from torch import Tensor
 
 from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.comm.exchange import TensorFlag
-from lightning_safusion.fusion.buffer import FusionBuffer
-from lightning_safusion.fusion.generator import Generator
+from lightning_safusion.fusion.buffers import Buffer
+from lightning_safusion.fusion.compensation import compensate
 from lightning_safusion.fusion.lane import Lane
 from lightning_safusion.fusion.plans.plan import Group, GroupCosts, Plan
 from lightning_safusion.fusion.plans.ssfusion import choose_offloaded
+from lightning_safusion.fusion.shipment import Shipment
+from lightning_safusion.fusion.space import GradientSpace
 from lightning_safusion.fusion.window import Window
 from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier, span_segments
+from lightning_safusion.sparsify.survey import History
 from lightning_safusion.sparsify.view import device_constant
 
 # Selection by bytes where nothing may be measured: one core of a host, and a device.
@@ -55,17 +58,17 @@ class Offloader:
     switched off.)
 
     Args:
-        generator: Makes the buffers.
+        space: Makes the buffers.
         device: Seconds of a selection in place, by bytes.
         host: Seconds of one on the thread, copies included.
     """
 
-    def __init__(self, generator: Generator, device: LinearCost, host: LinearCost) -> None:
-        self.generator = generator
+    def __init__(self, space: GradientSpace, device: LinearCost, host: LinearCost) -> None:
+        self.space = space
         self.device = device
         self.host = host
-        self.late = generator.device.type == "cuda"
-        self._copies = Lane(generator.device)
+        self.late = space.device.type == "cuda"
+        self._copies = Lane(space.device)
         self._plan: Plan | None = None
         self._places: dict[int, Group] = {}
         self._taken: dict[Group, _Taken] = {}
@@ -78,7 +81,7 @@ class Offloader:
         self._plan, self._places = plan, {}
         ready = costs().ready
         for group in plan.groups:
-            segments = self.generator.buffer(group).segments
+            segments = self.space.buffer(group).segments
             if segments is None:
                 continue
             nbytes = 4 * segments.sizes
@@ -94,43 +97,51 @@ class Offloader:
         """Whether the tensor at this place of the plan is one of those chosen."""
         return place in self._places
 
-    def take(self, window: Window, place: int, grad: Tensor) -> None:
+    def offer(self, window: Window, place: int, grad: Tensor) -> None:
+        """Begins to select from a tensor before its buffer is complete, if that is worth while."""
+        if not window.groups or window.error is not None or not window.fresh[place] or window.bypass[place]:
+            return
+        try:
+            self._take(window, place, grad)
+        except Exception as error:
+            window.error = error
+
+    def _take(self, window: Window, place: int, grad: Tensor) -> None:
         """Compensates a fresh tensor and begins to select from it."""
         group = self._places[place]
-        buffer, tensor = self.generator.buffer(group), place - group.start
+        buffer, tensor = self.space.buffer(group), place - group.start
         taken = self._taken.setdefault(group, _Taken())
-        flags = self.generator.compensate(buffer, [grad], [place], torch.zeros_like(buffer.all_fresh), window.scale)
+        flags = compensate(buffer, [grad], [place], torch.zeros_like(buffer.all_fresh), window.scale)
         flags |= self._fresh(buffer, tensor)
         taken.flags = flags if taken.flags is None else taken.flags | flags
-        edges = buffer.exchange.spec.edges
-        x = self.generator.memory.accumulated(buffer.start + edges[tensor], buffer.start + edges[tensor + 1])
-        segments = self._part(buffer, tensor)
+        x = buffer.span[buffer.edges[tensor] : buffer.edges[tensor + 1]]
+        part = self._part(buffer, tensor)
         if self._thread is None:
             self._thread = self._begin_thread()
         if x.device.type == "cpu":
-            chosen = self._thread.submit(self.generator.select_from, x, segments, window.step)
+            chosen = self._thread.submit(self.space.selector.select, x, part, window.step)
         else:
-            chosen = self._thread.submit(self._on_host, *self._copied(x), segments, window.step)
+            chosen = self._thread.submit(self._on_host, *self._copied(x), part, window.step)
         taken.selections[tensor] = chosen
 
     def _begin_thread(self) -> ThreadPoolExecutor:
-        device = self.generator.device
+        device = self.space.device
         if device.type == "cpu":
             return ThreadPoolExecutor(1, "safusion-select")
         # a new thread is on the first device, and would take memory there
         return ThreadPoolExecutor(1, "safusion-select", torch.cuda.set_device, (device,))
 
-    def _fresh(self, buffer: FusionBuffer, tensor: int) -> Tensor:
+    def _fresh(self, buffer: Buffer, tensor: int) -> Tensor:
         """uint8 [T]: this tensor is fresh."""
         key = ("fresh", tensor)
         if key not in buffer.constants:
             flags = np.zeros(len(buffer.places), np.uint8)
             flags[tensor] = int(TensorFlag.FRESH)
-            buffer.constants[key] = device_constant(flags, self.generator.device)
+            buffer.constants[key] = device_constant(flags, self.space.device)
         constant: Tensor = buffer.constants[key]
         return constant
 
-    def _part(self, buffer: FusionBuffer, tensor: int) -> Segments:
+    def _part(self, buffer: Buffer, tensor: int) -> History:
         """One tensor of a buffer as a span of its own."""
         key = ("part", tensor)
         if key not in buffer.constants:
@@ -139,8 +150,8 @@ class Offloader:
                 raise ValueError(f"nothing is selected from {buffer.group}")
             edges = np.array([0, whole.sizes[tensor]], np.int64)
             quotas, one = whole.quotas[tensor : tensor + 1], slice(tensor, tensor + 1)
-            buffer.constants[key] = Segments(edges, quotas, whole.keys[one], whole.shapes[one])
-        part: Segments = buffer.constants[key]
+            buffer.constants[key] = History(Segments(edges, quotas, whole.keys[one], whole.shapes[one]))
+        part: History = buffer.constants[key]
         return part
 
     def _copied(self, x: Tensor) -> tuple[Tensor, torch.cuda.Event]:
@@ -152,33 +163,33 @@ class Offloader:
             event.record()
         return host, event
 
-    def _on_host(self, x: Tensor, copied: torch.cuda.Event, segments: Segments, step: int) -> Selection:
+    def _on_host(self, x: Tensor, copied: torch.cuda.Event, part: History, step: int) -> Selection:
         copied.synchronize()  # of this thread only: the hook has long returned
-        chosen = self.generator.select_from(x, segments, step)
+        chosen = self.space.selector.select(x, part, step)
         count = int(chosen.count)
         return Selection(chosen.indices[:count].pin_memory(), chosen.values[:count].pin_memory(), count)
 
-    def taken(self, buffer: FusionBuffer) -> tuple[Sequence[int], Tensor | None]:
+    def taken(self, group: Group) -> tuple[Sequence[int], Tensor | None]:
         """Tensors of a buffer that the host has in this window, and uint8 [T] what to say of them."""
-        taken = self._taken.get(buffer.group)
+        taken = self._taken.get(group)
         return ((), None) if taken is None else (list(taken.selections), taken.flags)
 
-    def collect(self, buffer: FusionBuffer) -> None:
-        """Waits for the selections from a buffer's tensors and adds them to its own.
+    def collect(self, shipment: Shipment) -> None:
+        """Waits for the selections from a shipment's tensors and adds them to its own.
 
         Raises:
             Exception: What a selection has raised.
         """
-        taken = self._taken.pop(buffer.group, None)
+        taken = self._taken.pop(shipment.buffer.group, None)
         if taken is None:
             return
-        edges, device = buffer.exchange.spec.edges, self.generator.device
-        parts = [] if buffer.selection is None else [buffer.selection]
+        edges, device = shipment.buffer.edges, self.space.device
+        parts = [] if shipment.selection is None else [shipment.selection]
         for tensor, future in taken.selections.items():
             chosen = future.result()
             indices = chosen.indices.to(device, non_blocking=True) + edges[tensor]
             parts.append(Selection(indices, chosen.values.to(device, non_blocking=True), chosen.count))
-        buffer.selection = _merged(parts, buffer.stop - buffer.start)
+        shipment.selection = _merged(parts, shipment.buffer.stop - shipment.buffer.start)
 
     def forget(self) -> None:
         """Waits for the thread and forgets what it has selected."""

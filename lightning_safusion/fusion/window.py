@@ -6,34 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import nan
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 
-from lightning_safusion.fusion.buffer import FusionBuffer
 from lightning_safusion.fusion.clock import Mark
 from lightning_safusion.fusion.plans.plan import Group
 
-
-@dataclass(eq=False)
-class BufferTimes:
-    """When things happened to one buffer: marks of the controller's clock, NaN while unknown.
-
-    See :class:`BufferEvents` for their meaning; ``finished`` may be set by a callback on any thread.
-    """
-
-    closed: Mark = nan
-    selected: Mark = nan
-    launched: Mark = nan
-    issued: Mark = nan
-    finished: Mark = nan
-    awaited: Mark = nan
-    arrived: Mark = nan
-    decoded: Mark = nan
-
-    def finish(self, now: float) -> None:
-        """Notes the end of the collective (callback of the transport)."""
-        self.finished = now
+if TYPE_CHECKING:
+    from lightning_safusion.fusion.shipment import Shipment
 
 
 def unmarked() -> Mark:
@@ -43,21 +25,35 @@ def unmarked() -> Mark:
 
 @dataclass(eq=False)
 class Window:
-    """Gradients submitted so far and buffers under way.
+    """Gradients submitted so far, and the shipments that they left in.
 
     Args:
         length: Tensors of the layout (L).
         groups: Groups of the plan; empty while the order is not known.
         step: Number of the window.
         density: Density in force.
-        mark: Takes down the moment.
-        surveyed: All ranks take down when collectives end.
-        timed: This rank takes down when collectives end.
+        mark: Records the moment.
+        surveyed: All ranks record when collectives end.
+        timed: This rank records when collectives end.
         ticking: Buffers are fused from what is ready at ticks of a clock, not by a plan.
         hold: Launch nothing before every tensor has been submitted.
         deferred: The device decides at its end; the host learns of it later.
         plain: Gradients are averaged as DDP does, at its end: nothing is launched.
         scale: Factor of the loss that the gradients carry (one element, on their device); None for 1.
+
+    Attributes:
+        grads: By place; None until submitted.
+        fresh: bool [L], computed in this window.
+        bypass: bool [L], must not pass through the residual.
+        regular: Every tensor so far is fresh, and none bypasses the residual.
+        arrived: When each was submitted [L].
+        order: Places in the order of submission.
+        unused: Places that bypass the residual on some rank.
+        unsent: Shipments that are filled and not launched yet.
+        shipments: Launched, in order.
+        launched: Places below this one have left, or are about to.
+        planned: Its groups were those of a plan.
+        error: Why this rank could not fill a message.
     """
 
     length: int
@@ -70,28 +66,32 @@ class Window:
     ticking: bool = False
     hold: bool = False
     deferred: bool = False
-    scale: Tensor | None = None
     plain: bool = False
+    scale: Tensor | None = None
     grads: list[Tensor | None] = field(init=False)
-    fresh: np.ndarray = field(init=False)  # bool [L]
-    raw: np.ndarray = field(init=False)  # bool [L]
-    arrived: list[Mark] = field(init=False)  # [L]
+    fresh: np.ndarray = field(init=False)
+    bypass: np.ndarray = field(init=False)
+    regular: bool = field(init=False)
+    complete: bool = field(init=False)
+    arrived: list[Mark] = field(init=False)
     drained: Mark = nan
     order: list[int] = field(default_factory=list)
-    unused: list[int] = field(default_factory=list)  # places that are raw on some rank
-    inflight: list[tuple[FusionBuffer, BufferTimes]] = field(default_factory=list)
-    unsent: list[tuple[FusionBuffer, BufferTimes, Tensor | None]] = field(default_factory=list)  # closed, with flags
-    launched: int = 0  # places below this one have left, or are about to
+    unused: list[int] = field(default_factory=list)
+    unsent: list[Shipment] = field(default_factory=list)
+    shipments: list[Shipment] = field(default_factory=list)
+    launched: int = 0
     next_group: int = 0
-    sequential: int = 0  # places below this one were submitted in their order
     in_order: bool = True
-    planned: bool = False  # its groups were those of a plan
+    planned: bool = False
     error: Exception | None = None
+    _sequential: int = 0  # places below this one were submitted in their order
 
     def __post_init__(self) -> None:
         self.let_go()
         self.fresh = np.ones(self.length, bool)
-        self.raw = np.zeros(self.length, bool)
+        self.bypass = np.full(self.length, self.plain)
+        self.regular = not self.plain
+        self.complete = self.length == 0
         self.arrived = [nan] * self.length
 
     def let_go(self) -> None:
@@ -99,27 +99,25 @@ class Window:
         self.grads = [None] * self.length
 
     @property
-    def complete(self) -> bool:
-        """Whether every tensor has been submitted."""
-        return len(self.order) == self.length
-
-    @property
     def ready(self) -> int:
         """Places below this one have been submitted; a gradient out of its order counts when all have."""
-        return self.length if self.complete else self.sequential
+        return self.length if self.complete else self._sequential
 
-    def submit(self, place: int, grad: Tensor, fresh: bool, raw: bool) -> Group | None:
+    def submit(self, place: int, grad: Tensor, fresh: bool, bypass: bool) -> Group | None:
         """Takes one gradient; returns the planned group that it completes, if any."""
-        self.in_order = self.in_order and place == len(self.order)
         if self.in_order:
-            self.sequential = place + 1
+            self.in_order = place == len(self.order)
+            if self.in_order:
+                self._sequential = place + 1
         self.order.append(place)
         self.grads[place] = grad
         if not fresh:
-            self.fresh[place] = False
-        if raw or self.plain:
-            self.raw[place] = True
+            self.fresh[place] = self.regular = False
+        if bypass:
+            self.bypass[place] = True
+            self.regular = False
         self.arrived[place] = self.mark()
+        self.complete = len(self.order) == self.length
         if self.hold or not self.in_order or self.next_group == len(self.groups):
             return None
         group = self.groups[self.next_group]
@@ -128,7 +126,6 @@ class Window:
         self.next_group += 1
         return group
 
-    def grads_of(self, group: Group) -> list[Tensor]:
-        """Gradients of a group whose tensors have all arrived."""
-        grads = self.grads[group.start : group.stop]
-        return [grad for grad in grads if grad is not None]
+    def grads_of(self, start: int, stop: int) -> list[Tensor]:
+        """Gradients at the places ``[start, stop)``, which have all been submitted."""
+        return [grad for grad in self.grads[start:stop] if grad is not None]

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm.exchange import Notice, StreamOrderedExchange, Verdict
-from lightning_safusion.fusion.buffer import FusionBuffer
-from lightning_safusion.fusion.drain import Rounding, Scratch, deliver, lost
-from lightning_safusion.fusion.generator import Generator
+from lightning_safusion.fusion.delivery import Rounding, Scratch, deliver
 from lightning_safusion.fusion.lane import Lane
-from lightning_safusion.fusion.ranges import profiler_range
-from lightning_safusion.fusion.window import BufferTimes, Window
+from lightning_safusion.fusion.shipment import Shipment, Stage
+from lightning_safusion.fusion.window import Window
+from lightning_safusion.sparsify.memory import Memory
 
 
 class _Mailbox:
@@ -50,18 +49,20 @@ class _Mailbox:
         return self._tensors
 
 
-class DeferredDrain:
-    """Decodes every buffer as soon as its exchange ends, beside the backward pass, without the host.
+class DeviceDrain:
+    """Decodes every shipment as soon as its exchange ends, beside the backward pass, without the host.
 
     Args:
-        generator: Made the buffers.
+        memory: Error feedback.
         lane: Where decoding runs.
+        device: Where gradients live.
     """
 
-    def __init__(self, generator: Generator, lane: Lane) -> None:
-        self.generator = generator
+    def __init__(self, memory: Memory, lane: Lane, device: torch.device) -> None:
+        self.memory = memory
         self.lane = lane
-        self._scratch = Scratch(generator.device)
+        self.device = device
+        self._scratch = Scratch(device)
         self._good: Tensor | None = None
         self._errors: list[Rounding] = []
         self._mailbox: _Mailbox | None = None
@@ -75,48 +76,46 @@ class DeferredDrain:
         """Frees what only speeds up the next window."""
         self._scratch.release()
 
-    def launched(self, window: Window, buffer: FusionBuffer, times: BufferTimes) -> None:
-        """Queues everything that follows the exchange of a buffer: decoding, judging, writing the gradients."""
-        exchange = _stream_ordered(buffer)
+    def launched(self, shipment: Shipment) -> None:
+        """Queues everything that follows the exchange of a shipment: decoding, judging, writing the gradients."""
         with self.lane.fork():
-            try:
-                exchange.wait()
-            except Exception as error:
-                raise lost(self.generator, buffer, window, error) from error
-            times.finished = times.arrived = window.mark()
-            with profiler_range("decode", self.generator, buffer):
-                self._decode(window, buffer, exchange)
-            times.decoded = window.mark()
+            shipment.wait()
+            shipment.finished = shipment.arrived
+            with shipment.profiled("decode"):
+                self._decode(shipment)
+            shipment.decoded = shipment.window.mark()
+            shipment.stage = Stage.DECODED
 
-    def _decode(self, window: Window, buffer: FusionBuffer, exchange: StreamOrderedExchange) -> None:
+    def _decode(self, shipment: Shipment) -> None:
+        buffer, exchange = shipment.buffer, _stream_ordered(shipment)
         scratch = self._scratch.of(buffer)
         mean = exchange.decode(scratch)
         bad, regular = exchange.standing()
         good = regular & ~bad.any() & torch.isfinite(mean).all()
         self._good = good if self._good is None else self._good & good
         exchange.poison(mean, bad)
-        mean = self.generator.memory.received(buffer.start, buffer.stop, mean)
-        self._errors += deliver(window, buffer, mean)
+        mean = self.memory.received(buffer.start, buffer.stop, mean)
+        self._errors += deliver(shipment.window, buffer, mean)
         exchange.release(scratch)
 
     def run(self, window: Window) -> None:
         """Takes what was sent out of the memory if the device finds the window good; the verdict is read later."""
         awaited = window.mark()
-        for _, times in window.inflight:
-            times.awaited = awaited
+        for shipment in window.shipments:
+            shipment.awaited = awaited
         self.lane.join()
         good, errors = self._good, self._errors
         self.forget()
         if good is None:
             return  # a model without tensors
-        for buffer, _ in window.inflight:
-            self.generator.commit(buffer, (), good)
-            self.generator.memory.settle(buffer.start, buffer.stop, good)
+        for shipment in window.shipments:
+            shipment.commit(good=good)
+            self.memory.settle(shipment.buffer.start, shipment.buffer.stop, good)
         for rounding in errors:
-            self.generator.memory.add(rounding.start, rounding.stop, torch.where(good, rounding.error, 0.0))
+            self.memory.add(rounding.start, rounding.stop, torch.where(good, rounding.error, 0.0))
         if self._mailbox is None:
-            self._mailbox = _Mailbox(self.generator.device)
-        self._mailbox.send([good, *(_stream_ordered(buffer).headers for buffer, _ in window.inflight)])
+            self._mailbox = _Mailbox(self.device)
+        self._mailbox.send([good, *(_stream_ordered(shipment).headers for shipment in window.shipments)])
         self._unread = window
 
     def read(self) -> tuple[Window, bool, int] | None:
@@ -132,31 +131,36 @@ class DeferredDrain:
         if window is None or self._mailbox is None:
             return None
         good, *headers = self._mailbox.read()
-        verdicts = [
-            _stream_ordered(buffer).verdict(copy) for (buffer, _), copy in zip(window.inflight, headers, strict=True)
-        ]
-        notices = int(np.bitwise_or.reduce([verdict.notices for verdict in verdicts]))
+        for shipment, copy in zip(window.shipments, headers, strict=True):
+            shipment.verdict = _stream_ordered(shipment).verdict(copy)
+        notices = int(np.bitwise_or.reduce([s.verdict.notices for s in window.shipments if s.verdict is not None]))
         if not notices & Notice.FAILED:
-            self._refuse_irregular(window, verdicts)
+            _refuse_irregular(window)
         return window, bool(good), notices
 
-    def _refuse_irregular(self, window: Window, verdicts: Sequence[Verdict]) -> None:
-        world_size = self.generator.pool.transport.world_size
-        places = [
-            buffer.group.start + int(t)
-            for (buffer, _), verdict in zip(window.inflight, verdicts, strict=True)
-            for t in np.flatnonzero((verdict.fresh < world_size) | verdict.raw)
-        ]
-        if places:
-            names = self.generator.layout.names(places)
-            raise RuntimeError(
-                f"{len(names)} parameters ({', '.join(names[:8])}) got a gradient on some ranks only in step "
-                f"{window.step}: the gradients of that step were wrong. Pass find_unused_parameters=True to the "
-                "strategy (by name: 'safusion_find_unused_parameters_true')."
-            )
+
+def _refuse_irregular(window: Window) -> None:
+    names = [
+        shipment.buffer.names[int(t)]
+        for shipment in window.shipments
+        for t in np.flatnonzero(_irregular(shipment, shipment.verdict))
+    ]
+    if names:
+        raise RuntimeError(
+            f"{len(names)} parameters ({', '.join(names[:8])}) got a gradient on some ranks only in step "
+            f"{window.step}: the gradients of that step were wrong. Pass find_unused_parameters=True to the "
+            "strategy (by name: 'safusion_find_unused_parameters_true')."
+        )
 
 
-def _stream_ordered(buffer: FusionBuffer) -> StreamOrderedExchange:
-    if not isinstance(buffer.exchange, StreamOrderedExchange):
-        raise TypeError(f"{type(buffer.exchange).__name__} needs the host at the end of every window")
-    return buffer.exchange
+def _irregular(shipment: Shipment, verdict: Verdict | None) -> np.ndarray:
+    if verdict is None:
+        return np.zeros(0, bool)
+    return (verdict.fresh < shipment.buffer.exchange.transport.world_size) | verdict.raw
+
+
+def _stream_ordered(shipment: Shipment) -> StreamOrderedExchange:
+    exchange = shipment.buffer.exchange
+    if not isinstance(exchange, StreamOrderedExchange):
+        raise TypeError(f"{type(exchange).__name__} needs the host at the end of every window")
+    return exchange

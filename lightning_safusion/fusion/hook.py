@@ -1,4 +1,4 @@
-"""The adapter between torch's DistributedDataParallel and the Controller: one Python communication hook."""
+"""The adapter between torch's DistributedDataParallel and the engine: one Python communication hook."""
 
 # No "from __future__ import annotations": DDP compares the hook's annotation with the class itself.
 from collections.abc import Iterable
@@ -11,40 +11,39 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_safusion.comm.coo_mean import coo_means
-from lightning_safusion.fusion.controller import Controller
+from lightning_safusion.fusion.engine import Engine
 
 
 class DDPHook:
-    """Feeds every gradient that DDP's buckets bring to a controller, and drains it before DDP finalizes.
+    """Feeds every gradient that DDP's buckets bring to the engine, and drains it before DDP finalizes.
 
-    Knows nothing of Lightning: ``hook = DDPHook(controller, params, static_graph=...)``, then
+    Knows nothing of Lightning: ``hook = DDPHook(engine, params, static_graph=...)``, then
     ``ddp.register_comm_hook(None, hook.run)``. It holds no reference to DDP or to the parameters: DDP's C++ reducer
     holds the hook, and such a cycle would never be collected. With ``torch.compile``, set ``ddp.bucket_bytes_cap`` to
     DDP's usual 25 MiB after ``bucket_cap_mb=0``: graphs are split by it.
 
     Args:
-        controller: Runs the windows.
-        params: Trainable parameters in the order of the controller's registration indices.
-        sparse: Names and parameters whose gradients are sparse tensors; they are not in the controller's layout.
+        engine: Runs the windows.
+        params: Trainable parameters in the order of the engine's registration indices.
+        sparse: Names and parameters whose gradients are sparse tensors; they are not in the engine's layout.
         static_graph: DDP was built with ``static_graph=True``.
     """
 
     def __init__(
         self,
-        controller: Controller,
+        engine: Engine,
         params: Iterable[Tensor],
         sparse: Iterable[tuple[str, Tensor]] = (),
         static_graph: bool = False,
     ) -> None:
-        self.controller = controller
+        self.engine = engine
         self._sparse_names = {id(param): name for name, param in sparse}
         self._sparse: dict[str, tuple[Tensor, Future[Tensor]]] = {}  # submitted in this window
         self._index = {}
         self._fresh: list[bool] = []
         self._handles: list[RemovableHandle] = []
         # In the first static-graph iteration DDP calls all hooks, then finalizes, in one go from the engine's end: a
-        # callback
-        # queued there would come too late.
+        # callback queued there would come too late.
         self._drain_in_hook = static_graph
         for index, param in enumerate(params):
             self._index[id(param)] = index
@@ -76,7 +75,7 @@ class DDPHook:
             else:
                 self._push(bucket, buffer)
             future.set_result(buffer)
-        if self.controller.complete and len(self._sparse) == len(self._sparse_names):
+        if len(self._sparse) == len(self._sparse_names) and self.engine.complete:
             if self._drain_in_hook:
                 self._finish()
             else:
@@ -88,27 +87,31 @@ class DDPHook:
         params = bucket.parameters()
         if len(params) == 1:
             index = self._index[id(params[0])]
-            self.controller.push(index, buffer, self._fresh[index])
+            self.engine.push(index, buffer, self._fresh[index])
             return
         start = 0
         for param in params:
             stop = start + param.numel() * (2 if param.is_complex() else 1)
             index = self._index[id(param)]
-            self.controller.push(index, buffer[start:stop], self._fresh[index])
+            self.engine.push(index, buffer[start:stop], self._fresh[index])
             start = stop
 
     @torch.compiler.disable
     def _finish(self) -> None:
         self._drain_in_hook = False
         self._fresh = [False] * len(self._fresh)
-        device = self.controller.generator.device
+        device = self.engine.space.device
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            self.controller.drain()
-            # in the order in which the buckets came, which is the same on all ranks
-            submitted, self._sparse = list(self._sparse.values()), {}
-            means = coo_means(self.controller.transport, [grad for grad, _ in submitted])
-            for (_, future), mean in zip(submitted, means, strict=True):
-                future.set_result(mean)
+            self.engine.drain()
+            if self._sparse:
+                self._average_sparse()
+
+    def _average_sparse(self) -> None:
+        # in the order in which the buckets came, which is the same on all ranks
+        submitted, self._sparse = list(self._sparse.values()), {}
+        means = coo_means(self.engine.transport, [grad for grad, _ in submitted])
+        for (_, future), mean in zip(submitted, means, strict=True):
+            future.set_result(mean)
 
     def check_complete(self, synchronised: bool = True) -> None:
         """Raises if the backward pass that has just ended left gradients unsynchronised.
@@ -121,15 +124,15 @@ class DDPHook:
         """
         if not (any(self._fresh) or self._sparse):
             return  # drained: almost always
-        layout = self.controller.generator.layout
+        layout = self.engine.space.layout
         stale = [spec.name for spec in layout.specs if not self._fresh[spec.index]]
-        missing = self.controller.missing()
+        missing = self.engine.missing()
         if not missing and synchronised:
             # DDP's first bucket holds everything and was never full: the hook has not run at all
             missing = stale
         # DDP keeps back all later ones behind the first that is missing: name those that have no gradient, if any
         missing = [name for name in missing if name in set(stale)] or missing
-        if self._sparse or self.controller.complete:
+        if self._sparse or self.engine.complete:
             missing += [name for name in self._sparse_names.values() if name not in self._sparse]
         if missing:
             self.reset()
@@ -140,20 +143,20 @@ class DDPHook:
             )
 
     def watch(self, optimizer: Optimizer) -> None:
-        """Tells the controller whenever this optimizer steps."""
+        """Tells the engine whenever this optimizer steps."""
         indices = [
             self._index[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in self._index
         ]
-        controller = self.controller
+        engine = self.engine
         if not hasattr(optimizer, "register_step_post_hook"):
             return  # not one of torch's: when it steps is not known
-        controller.track(indices)
-        handle = optimizer.register_step_post_hook(lambda *_: controller.stepped(indices))
+        engine.track(indices)
+        handle = optimizer.register_step_post_hook(lambda *_: engine.stepped(indices))
         self._handles.append(handle)
 
     def selected_from(self, param: Tensor) -> bool:
         """Whether the latest gradient of a parameter is a mean of selected elements, not of whole gradients."""
-        report = self.controller.report
+        report = self.engine.report
         return report is not None and self._index.get(id(param), -1) in report.selected_from
 
     def close(self) -> None:
@@ -166,4 +169,4 @@ class DDPHook:
     def reset(self) -> None:
         """Forgets an open window."""
         self._sparse = {}
-        self.controller.reset()
+        self.engine.reset()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import astuple
+from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lightning_safusion.comm.allgather import SparseAllGather
 from lightning_safusion.comm.allreduce import DenseAllReduce
-from lightning_safusion.comm.exchange import Exchange, SpanSpec
+from lightning_safusion.comm.exchange import Exchange, SpanSpec, TensorFlag
 from lightning_safusion.comm.gtopk import GTopKExchange
 from lightning_safusion.comm.hierarchical import HierarchicalExchange, NodeTransports
 from lightning_safusion.comm.hybrid import HybridExchange
@@ -19,31 +22,103 @@ from lightning_safusion.comm.oktopk import OkTopkExchange
 from lightning_safusion.comm.stream import Stream, StreamedTensor
 from lightning_safusion.comm.transport import Transport
 from lightning_safusion.comm.wire import resolve_codec
-from lightning_safusion.fusion.buffer import FusionBuffer, dense_runs
 from lightning_safusion.fusion.layout import Layout
 from lightning_safusion.fusion.plans.plan import Group, SparseName
 from lightning_safusion.fusion.quota import QuotaRule, Scope, TensorQuotas, group_segments, selective_quotas
 from lightning_safusion.sparsify.base import Segments
+from lightning_safusion.sparsify.memory import Memory
+from lightning_safusion.sparsify.survey import Foresight, History
+from lightning_safusion.sparsify.view import device_constant
+
+
+class Buffer:
+    """One group's persistent buffer: its tensors, their place in the residual, and its collective.
+
+    What happens to it in one window is a :class:`~lightning_safusion.fusion.shipment.Shipment`.
+
+    Args:
+        group: Places of its tensors.
+        layout: The flat gradient space.
+        memory: Error feedback; the buffer is a span of it.
+        segments: Cut for selection; None if it is dense.
+        exchange: Its collective.
+        dense: bool [T], dense tensors.
+        fused: Elements are selected from the fused span, not from each tensor.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        layout: Layout,
+        memory: Memory,
+        segments: Segments | None,
+        exchange: Exchange,
+        dense: np.ndarray,
+        fused: bool,
+    ) -> None:
+        self.group = group
+        self.memory = memory
+        self.exchange = exchange
+        self.device = exchange.device
+        self.dense = dense
+        self.fused = fused
+        self.places = range(group.start, group.stop)
+        self.start, self.stop = int(layout.edges[group.start]), int(layout.edges[group.stop])
+        self.edges = exchange.spec.edges
+        self.sizes: list[int] = np.diff(self.edges).tolist()
+        self.names = layout.names(self.places)
+        self.dtypes = frozenset(spec.dtype for spec in layout.specs[group.start : group.stop])
+        #: Gradients have fewer bits than the memory, so that a mean may not fit.
+        self.narrow = any(dtype.itemsize < 4 for dtype in self.dtypes)
+        #: All gradients are what the memory holds, float32.
+        self.exact = self.dtypes == {torch.float32}
+        self.dense_pieces = [(start, stop) for start, stop, _ in exchange.spec.dense_runs]
+        self.history = None if segments is None else History(segments)
+        self.constants: dict[Hashable, Any] = {}
+
+    @property
+    def segments(self) -> Segments | None:
+        """How it is cut for selection; None if it is dense."""
+        return None if self.history is None else self.history.segments
+
+    @property
+    def span(self) -> Tensor:
+        """float32 [N]: its part of the residual, with the gradients that have been added. Read, never written."""
+        return self.memory.accumulated(self.start, self.stop)
+
+    @cached_property
+    def all_fresh(self) -> Tensor:
+        """uint8 [T]: the flags of almost every step."""
+        return device_constant(np.full(len(self.places), int(TensorFlag.FRESH), np.uint8), self.device)
+
+    @cached_property
+    def foresight(self) -> Foresight | None:
+        """Finds elements while gradients are added; None where nothing is selected from what is in host memory."""
+        if self.history is None or self.exchange.selects_itself or self.device.type != "cpu":
+            return None
+        return Foresight(self.history, self.edges)
 
 
 class BufferPool:
     """Builds the buffer of a group when it is first asked for, and keeps it.
 
     Args:
+        memory: Error feedback, bound to the layout.
         transport: Communicator of the buffers.
         device: Where they live.
-        scope: ``"tensor"`` selects ahead of fusion, ``"group"`` behind it.
+        scope: ``"tensor"`` selects before fusion, ``"group"`` after it.
         quota: ``"proportional"`` or ``"pooled"``.
         wire: Wire format by name.
         stream_transport: A communicator of its own for buffers that fill at each worker's own pace; only they need it.
         stream_elements: Entries that such a buffer holds.
         sparse: What carries the buffers that a plan sends by all-gather.
-        dense_transport: A communicator of its own for what travels whole; only ``sparse="hybrid"`` needs it.
+        dense_transport: A communicator of its own for dense tensors; only ``sparse="hybrid"`` needs it.
         nodes: Communicators inside and between nodes; only ``sparse="hierarchical"`` needs them.
     """
 
     def __init__(
         self,
+        memory: Memory,
         transport: Transport,
         device: torch.device,
         scope: Scope = "tensor",
@@ -55,6 +130,7 @@ class BufferPool:
         dense_transport: Transport | None = None,
         nodes: NodeTransports | None = None,
     ) -> None:
+        self.memory = memory
         self.transport = transport
         self.device = device
         self.scope = scope
@@ -65,7 +141,7 @@ class BufferPool:
         self.nodes = nodes
         self._stream_transport = stream_transport
         self._dense_transport = dense_transport
-        self._buffers: dict[Group, FusionBuffer] = {}
+        self._buffers: dict[Group, Buffer] = {}
         self._restored: dict[Group, dict[str, Any]] = {}  # state of exchanges that are not built yet
         self._stream: Stream | None = None
 
@@ -73,11 +149,12 @@ class BufferPool:
         """Buffers that are kept."""
         return len(self._buffers)
 
-    def buffer(self, group: Group, layout: Layout, quotas: TensorQuotas) -> FusionBuffer:
+    def buffer(self, group: Group, layout: Layout, quotas: TensorQuotas) -> Buffer:
         """The buffer of a group; the same one until :meth:`forget`, which a new layout or new quotas call for."""
-        if group not in self._buffers:
-            self._buffers[group] = self._build(group, layout, quotas)
-        return self._buffers[group]
+        buffer = self._buffers.get(group)
+        if buffer is None:
+            buffer = self._buffers[group] = self._build(group, layout, quotas)
+        return buffer
 
     def keep_only(self, groups: Sequence[Group]) -> None:
         """Forgets the buffers of groups that no plan uses any more."""
@@ -100,7 +177,7 @@ class BufferPool:
         self.forget()
         self._restored = {Group(*fields): state for fields, state in states}
 
-    def _build(self, group: Group, layout: Layout, quotas: TensorQuotas) -> FusionBuffer:
+    def _build(self, group: Group, layout: Layout, quotas: TensorQuotas) -> Buffer:
         selective = selective_quotas(layout, quotas, group.start, group.stop, group.whole_upto)
         start, stop = int(layout.edges[group.start]), int(layout.edges[group.stop])
         edges = tuple(int(e) - start for e in layout.edges[group.start : group.stop + 1])
@@ -111,18 +188,16 @@ class BufferPool:
             segments = group_segments(layout, selective, group.start, group.stop, self.scope, self.quota)
         runs = dense_runs(layout, group, edges, dense)
         spec = SpanSpec(stop - start, segments.capacity if segments else 0, edges, runs)
-        dtypes = frozenset(spec.dtype for spec in layout.specs[group.start : group.stop])
         if group.collective == "stream":
             exchange: Exchange = StreamedTensor(spec, self._opened_stream(layout, quotas), group.start)
         else:
+            dtypes = {spec.dtype for spec in layout.specs[group.start : group.stop]}
             exchange = self._exchange(group, spec, segments, dtypes)
         if group in self._restored:
             exchange.load_state_dict(self._restored.pop(group))
-        return FusionBuffer(group, start, stop, segments, exchange, dense, dtypes)
+        return Buffer(group, layout, self.memory, segments, exchange, dense, self.scope == "group")
 
-    def _exchange(
-        self, group: Group, spec: SpanSpec, segments: Segments | None, dtypes: frozenset[torch.dtype]
-    ) -> Exchange:
+    def _exchange(self, group: Group, spec: SpanSpec, segments: Segments | None, dtypes: set[torch.dtype]) -> Exchange:
         if group.collective == "allreduce":
             return DenseAllReduce(spec, self.transport, self.device, group.half)
         dtype = next(iter(dtypes)) if len(dtypes) == 1 else torch.float32
@@ -137,7 +212,7 @@ class BufferPool:
             return GTopKExchange(spec, self.transport, self.device, codec)
         if self.sparse == "hybrid" and spec.dense_runs:
             if self._dense_transport is None:
-                raise ValueError("a lane for what travels whole needs a dense_transport")
+                raise ValueError("a lane for dense tensors needs a dense_transport")
             if codec is None:
                 return DenseAllReduce(spec, self._dense_transport, self.device)
             return HybridExchange(spec, self.transport, self._dense_transport, self.device, codec)
@@ -146,13 +221,23 @@ class BufferPool:
     def _opened_stream(self, layout: Layout, quotas: TensorQuotas) -> Stream:
         """The one stream of all buffers that fill at each worker's own pace."""
         if self._stream is None:
-            self._stream = self._open_stream(layout, quotas)
+            if self._stream_transport is None:
+                raise ValueError("buffers that fill at each worker's own pace need a stream_transport")
+            dtype = resolve_codec(self.wire, layout.numel, 1, torch.float32).value_dtype
+            # a buffer that can never be full would only carry padding
+            capacity = min(self.stream_elements, max(1, int(quotas.counts.sum())))
+            self._stream = Stream(self._stream_transport, layout.edges, capacity, dtype, self.device)
         return self._stream
 
-    def _open_stream(self, layout: Layout, quotas: TensorQuotas) -> Stream:
-        if self._stream_transport is None:
-            raise ValueError("buffers that fill at each worker's own pace need a stream_transport")
-        dtype = resolve_codec(self.wire, layout.numel, 1, torch.float32).value_dtype
-        # a buffer that can never be full would only carry padding
-        capacity = min(self.stream_elements, max(1, int(quotas.counts.sum())))
-        return Stream(self._stream_transport, layout.edges, capacity, dtype, self.device)
+
+def dense_runs(
+    layout: Layout, group: Group, edges: tuple[int, ...], dense: np.ndarray
+) -> tuple[tuple[int, int, torch.dtype], ...]:
+    """Neighbouring dense tensors of one dtype, merged."""
+    tensors = [(bool(dense[i]), layout.specs[group.start + i].dtype) for i in range(len(dense))]
+    runs = []
+    for (whole, dtype), members in groupby(range(len(dense)), key=lambda i: tensors[i]):
+        ids = list(members)
+        if whole and edges[ids[-1] + 1] > edges[ids[0]]:
+            runs.append((edges[ids[0]], edges[ids[-1] + 1], dtype))
+    return tuple(runs)

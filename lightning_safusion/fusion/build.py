@@ -1,0 +1,136 @@
+"""Puts a job's parts together: checks across ranks, and the engine."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Hashable, Sequence
+
+import torch
+
+from lightning_safusion.__about__ import __version__
+from lightning_safusion.comm.calibrate import calibrate
+from lightning_safusion.comm.hierarchical import NodeTransports
+from lightning_safusion.comm.transport import Transport
+from lightning_safusion.fusion.buffers import BufferPool
+from lightning_safusion.fusion.compensation import Selector
+from lightning_safusion.fusion.engine import Engine
+from lightning_safusion.fusion.layout import Layout, TensorSpec
+from lightning_safusion.fusion.offload import Offloader, selection_costs
+from lightning_safusion.fusion.planning import Planner
+from lightning_safusion.fusion.plans.costs import CollectiveChoice
+from lightning_safusion.fusion.plans.plan import SparseName
+from lightning_safusion.fusion.plans.policy import Naive
+from lightning_safusion.fusion.plans.ticking import Horovod
+from lightning_safusion.fusion.settings import EngineSettings
+from lightning_safusion.fusion.space import GradientSpace
+from lightning_safusion.fusion.ticks import Ticks
+
+
+def fingerprint(settings: EngineSettings, specs: Sequence[TensorSpec]) -> dict[str, str]:
+    """All that must be the same on every rank, as text: settings, versions and the model's tensors."""
+    tensors = {f"parameter {s.name}": f"{s.shape} {s.dtype}{' dense' if s.dense else ''}" for s in specs}
+    versions = {"lightning_safusion": __version__, "torch": torch.__version__}
+    deterministic = {"deterministic": str(torch.are_deterministic_algorithms_enabled())}
+    return settings.describe() | deterministic | versions | tensors
+
+
+def check_equal(transport: Transport, values: dict[str, str]) -> None:
+    """Compares settings across ranks.
+
+    Raises:
+        RuntimeError: On every rank, naming each setting that differs with both values.
+    """
+    everyone = transport.gather_objects(values)
+    for rank, theirs in enumerate(everyone):
+        different = [key for key in everyone[0] | theirs if everyone[0].get(key) != theirs.get(key)]
+        if different:
+            shown = "; ".join(
+                f"{key}: rank 0 has {everyone[0].get(key)}, rank {rank} has {theirs.get(key)}" for key in different
+            )
+            raise RuntimeError(f"workers were started with different settings: {shown}. Give all workers the same.")
+
+
+def build_engine(
+    settings: EngineSettings,
+    specs: Sequence[TensorSpec],
+    transport: Transport,
+    device: torch.device,
+    measure: bool = True,
+    announce: Callable[[str], None] | None = None,
+    overlap: bool = True,
+    deferred: bool = False,
+    node: Hashable = None,
+    yields: bool = False,
+) -> Engine:
+    """Builds a job's engine. Collective: all ranks call it with equal settings.
+
+    Args:
+        settings: What to do with the gradients.
+        specs: Trainable parameters in registration order.
+        transport: Communicator of the buffers.
+        device: Where the gradients live.
+        measure: Plan with measured times. False: with modelled ones, so that a seeded run repeats bit for bit.
+        announce: Told in one line what travels how, whenever that changes.
+        overlap: Launch buffers while gradients still arrive; see :class:`Engine`.
+        deferred: Never wait for the device within a step; see :class:`Engine`. Without effect where buffers fill at
+            each worker's own pace.
+        node: Name of the node that this rank runs on, for ``collective="hierarchical"``.
+        yields: Plain DDP can take the engine's place.
+    """
+    layout = Layout(tuple(specs))
+    settings.memory.world_size = transport.world_size
+    settings.memory.bind(layout.edges.tolist(), device)
+    # to the planner they are sparse exchanges like the all-gather, whose cost stands for theirs
+    sparse: SparseName = "allgather"
+    choice: CollectiveChoice = "allgather"
+    if settings.collective == "auto" or settings.collective == "allgather" or settings.collective == "allreduce":
+        choice = settings.collective
+        if choice == "auto" and settings.memory.lives_on_sparsity:
+            choice = "allgather"
+    else:
+        sparse = settings.collective
+    timer = settings.fusion if isinstance(settings.fusion, Horovod) else None
+    ticks = Ticks(transport.host_subgroup(), timer.cycle_s) if timer else None
+    nodes = NodeTransports.make(transport, node) if sparse == "hierarchical" else None
+    if nodes is not None and len(nodes.nodes) == 1 and announce is not None:
+        announce("all workers are on one node, where collective='hierarchical' saves nothing: system='ddp' is faster")
+    # a copy of the compressor: what it learns belongs to this job
+    selector = Selector(copy.deepcopy(settings.compressor))
+    space = GradientSpace(layout, _buffer_pool(settings, transport, device, sparse, nodes), selector)
+    wanted = settings.fusion.needs_costs or choice == "auto"
+    prior = calibrate(transport, device) if measure and wanted else None
+    # what narrow gradients cannot hold of a mean would stay in the memory; wide ones, DDP sends at twice the width
+    yields = yields and settings.replaceable and all(spec.dtype == torch.float32 for spec in specs)
+    planner = Planner(settings.fusion, transport, choice, prior, announce, yields)
+    dense_first = choice != "allgather" and not settings.memory.shapes_updates
+    # the others negotiate counts on the host
+    deferred = deferred and not settings.fusion.streams and timer is None and sparse in ("allgather", "hybrid")
+    offload = None
+    if settings.offload:
+        offload = Offloader(space, *selection_costs(settings.compressor, device, measure))
+    return Engine(space, planner, settings.density, dense_first, overlap, deferred, offload, ticks)
+
+
+def _buffer_pool(
+    settings: EngineSettings,
+    transport: Transport,
+    device: torch.device,
+    sparse: SparseName,
+    nodes: NodeTransports | None,
+) -> BufferPool:
+    """Collective where buffers need communicators of their own."""
+    naive = settings.fusion if isinstance(settings.fusion, Naive) else None
+    return BufferPool(
+        settings.memory,
+        # launched at each rank's own pace, between the collectives of the model's own backward (SyncBatchNorm)
+        transport.subgroup() if isinstance(settings.fusion, Horovod) else transport,
+        device,
+        settings.scope,
+        settings.quota,
+        settings.wire,
+        transport.subgroup() if naive else None,
+        naive.buffer_elements if naive else 1,
+        sparse,
+        transport.subgroup() if sparse == "hybrid" else None,
+        nodes,
+    )

@@ -1,0 +1,250 @@
+"""The record of one window: what every tensor and buffer did, for metrics, callbacks and reports."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_safusion.comm.cost import ring_allreduce_bytes
+from lightning_safusion.fusion.events import BufferEvents, WindowEvents, resolve_events
+from lightning_safusion.sparsify.feedback import NoMemory, ResidualMemory
+
+if TYPE_CHECKING:
+    from lightning_safusion.fusion.clock import Clock
+    from lightning_safusion.fusion.layout import Layout
+    from lightning_safusion.fusion.space import GradientSpace
+    from lightning_safusion.fusion.window import Window
+
+
+class WindowRecord:
+    """What one window of this rank did. Read-only; made into numbers only when asked.
+
+    Arrays are by place (``[L]``, the order of ``layout``). What reads messages or the residual must be asked for before
+    the next window begins. Nothing here changes training.
+
+    Args:
+        window: A window that has been drained.
+        space: The flat gradient space.
+        clock: Its marks are of this clock.
+        world_size: Workers.
+        timed: The latest window that recorded everything; what this one did not measure is taken from there.
+    """
+
+    def __init__(
+        self, window: Window, space: GradientSpace, clock: Clock, world_size: int, timed: WindowEvents | None = None
+    ) -> None:
+        self._window = window
+        self._space = space
+        self._clock = clock
+        self._timed = timed
+        self._world_size = world_size
+        self.layout: Layout = space.layout
+
+    @property
+    def step(self) -> int:
+        """Number of the window, the same on all ranks."""
+        return self._window.step
+
+    @property
+    def device(self) -> torch.device:
+        """Where gradients live."""
+        return self._space.device
+
+    @property
+    def planned(self) -> bool:
+        """Whether its buffers were those of a plan."""
+        return self._window.planned
+
+    @property
+    def surveyed(self) -> bool:
+        """Whether all ranks recorded when collectives ended."""
+        return self._window.surveyed
+
+    @property
+    def timed(self) -> bool:
+        """Whether this rank recorded when collectives ended."""
+        return self._window.timed
+
+    @cached_property
+    def events(self) -> WindowEvents:
+        """When things happened (waits for the device)."""
+        return resolve_events(self._window, self.layout, self._clock)
+
+    def let_go(self) -> None:
+        """Holds no gradient any more."""
+        self._window.let_go()
+
+    # What became of the tensors
+
+    @cached_property
+    def used(self) -> np.ndarray:
+        """bool [L]: what this rank had of a tensor went into its message, and the message was used.
+
+        All False if some gradient was not finite (waits for the device).
+        """
+        used = self._window.fresh & ~self._window.bypass
+        for shipment in self._window.shipments:
+            verdict = shipment.verdict or shipment.buffer.exchange.verdict()
+            if verdict.bad.any():
+                return np.zeros_like(used)
+            part = slice(shipment.buffer.group.start, shipment.buffer.group.stop)
+            used[part] &= ~verdict.irregular(self._world_size)
+        return used
+
+    @cached_property
+    def dense(self) -> np.ndarray:
+        """bool [L]: sent dense by its buffer."""
+        dense = np.zeros(len(self.layout), bool)
+        for shipment in self._window.shipments:
+            dense[shipment.buffer.group.start : shipment.buffer.group.stop] = shipment.buffer.dense
+        return dense
+
+    @cached_property
+    def sent_counts(self) -> np.ndarray:
+        """int64 [L]: elements that this rank sent of each tensor (waits for the device)."""
+        if self._window.plain:
+            return np.where(self._window.fresh, np.diff(self.layout.edges), 0)
+        counts = [shipment.sent_counts() for shipment in self._window.shipments]
+        return np.concatenate(counts) if counts else np.zeros(0, np.int64)
+
+    @cached_property
+    def selected_from(self) -> frozenset[int]:
+        """Registration indices of the tensors whose mean is of selected elements.
+
+        Also of those that some ranks had no gradient of: these are dense now and then, and selected from otherwise. Not
+        of those that were dense because what was sent before was not used.
+        """
+        sparse = np.zeros(self._window.length, bool)
+        for shipment in self._window.shipments:
+            sparse[shipment.buffer.group.start : shipment.buffer.group.stop] = ~shipment.buffer.dense
+        sparse[self._window.unused] = False
+        return frozenset(self.layout.specs[place].index for place in np.flatnonzero(sparse))
+
+    # What compression did to their elements
+
+    def accumulated(self) -> Tensor:
+        """float32 [D]: what the error feedback holds of each element now, in the order of ``layout``."""
+        now, held = self._space.layout, self._space.memory.accumulated(0, self._space.layout.numel)
+        if now is self.layout:
+            return held
+        tensors = list(held.split(np.diff(now.edges).tolist()))
+        return torch.cat([held[:0], *(tensors[now.places[spec.index]] for spec in self.layout.specs)])
+
+    def sent(self) -> tuple[Tensor, Tensor]:
+        """``(int64 [K], float32 [K])``: elements that this rank sent sparse, as the receivers decoded them."""
+        pieces = [(s.buffer.exchange.sent(), s.buffer.start) for s in self._window.shipments]
+        if not pieces:
+            empty = torch.zeros(0, device=self.device)
+            return empty.long(), empty
+        return torch.cat([at + start for (at, _), start in pieces]), torch.cat([values for (_, values), _ in pieces])
+
+    @property
+    def forgets(self) -> bool:
+        """Whether there is no error feedback: :meth:`accumulated` is then what elements were selected from."""
+        return isinstance(self._space.memory, NoMemory)
+
+    @property
+    def decay(self) -> float | None:
+        """Factor on the residual before a gradient is added; 0 without error feedback, None if it has a momentum."""
+        memory = self._space.memory
+        if isinstance(memory, NoMemory):
+            return 0.0
+        return memory.decay if isinstance(memory, ResidualMemory) and not memory.shapes_updates else None
+
+    def delivered(self) -> Tensor:
+        """float32 [D]: the gradients that the optimizer gets, without the factor of a loss scaler."""
+        scale = 1.0 if self._window.scale is None else self._window.scale.reciprocal()
+        return torch.cat([grad.float() for grad in self._window.grads if grad is not None]) * scale
+
+    def compress(self, x: Tensor) -> Tensor:
+        """float32 [D]: what the compressor would select from ``x`` in the buffers of this window, 0 elsewhere.
+
+        A copy of the compressor selects: what it learns from this is not for the next step.
+        """
+        sparsifier = copy.deepcopy(self._space.selector.sparsifier)
+        compressed = torch.zeros_like(x)
+        for shipment in self._window.shipments:
+            segments, span = shipment.buffer.segments, slice(shipment.buffer.start, shipment.buffer.stop)
+            if segments is not None:
+                selection = sparsifier.select(x[span].contiguous(), segments, self.step)
+                count = torch.as_tensor(selection.count, device=x.device)
+                valid = torch.arange(len(selection.indices), device=x.device) < count
+                compressed[span].index_add_(0, selection.indices, torch.where(valid, selection.values, 0.0))
+        return compressed
+
+    def mean(self, x: Tensor) -> Tensor:
+        """The mean over ranks, in place. Collective."""
+        self._space.pool.transport.all_reduce(x).wait()
+        return x.div_(self._world_size)
+
+    # Figures
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank handed to the collectives."""
+        return sum(s.buffer.exchange.bytes_sent for s in self._window.shipments) + self._averaged
+
+    @property
+    def _averaged(self) -> int:
+        """Bytes of gradients that were averaged in place."""
+        if not self._window.plain:
+            return 0
+        specs = [self.layout.specs[place] for place in np.flatnonzero(self._window.fresh)]
+        return sum(spec.numel * spec.dtype.itemsize for spec in specs)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers; seconds, bytes and elements of this rank in this window.
+
+        Keys: ``step``, ``density`` (asked for), ``achieved_density`` (sent / all elements), ``bytes_sent``,
+            ``bytes_received``, ``dense_bytes`` (the gradients themselves), ``tensors`` (with a gradient),
+            ``tensors_missing`` (of these, have elements and sent none), ``select_s`` (compensation, selection,
+            packing), ``exchange_s`` (collectives, summed; of the latest window in which it was measured), ``exposed_s``
+            (blocked waiting for them), ``decode_s``, ``plan`` (tensors in each buffer), ``collectives`` (of each
+            buffer).
+        """
+        selected, fresh = self.sent_counts, self._window.fresh
+        wanted = fresh & ~self._window.bypass & (np.diff(self.layout.edges) > 0)
+        buffers = [shipment.buffer for shipment in self._window.shipments]
+        timed = self.events if self.timed or self._timed is None else self._timed
+        return {
+            "step": self.step,
+            "density": self._window.density,
+            "achieved_density": float(selected.sum() / max(1, self.layout.numel)),
+            "bytes_sent": self.bytes_sent,
+            "bytes_received": sum(buffer.exchange.bytes_received for buffer in buffers)
+            + round(ring_allreduce_bytes(self._world_size, self._averaged)),
+            "dense_bytes": sum(spec.numel * spec.dtype.itemsize for spec in self.layout.specs),
+            "tensors": int(fresh.sum()),
+            "tensors_missing": int((wanted & (selected == 0)).sum()),
+            **_seconds((self.events if self._clock.instant else timed).buffers),
+            "exchange_s": _total(each.finished - each.launched for each in timed.buffers),
+            "plan": [len(buffer.places) for buffer in buffers],
+            "collectives": [buffer.group.collective for buffer in buffers],
+        }
+
+
+def _seconds(buffers: Sequence[BufferEvents]) -> dict[str, float]:
+    return {
+        "select_s": _total(each.launched - each.closed for each in buffers),
+        "exposed_s": _total(each.exposed for each in buffers),
+        "decode_s": _total(each.decoded - each.arrived for each in buffers),
+    }
+
+
+def _total(spans: Iterable[float]) -> float:
+    """Their sum; what was not measured counts as nothing."""
+    return float(sum(max(0.0, span) for span in spans if not math.isnan(span)))
+
+
+def nothing_exchanged() -> dict[str, Any]:
+    """The keys of :meth:`WindowRecord.as_dict` for a step in which this package exchanged nothing."""
+    numbers = dict.fromkeys(("step", "bytes_sent", "bytes_received", "dense_bytes", "tensors", "tensors_missing"), 0)
+    figures = dict.fromkeys(("density", "achieved_density", "exchange_s"), 0.0)
+    return {**numbers, **figures, **_seconds(()), "plan": [], "collectives": []}

@@ -1,0 +1,191 @@
+"""What one job does with its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+import torch
+
+from lightning_safusion.comm.cost import allgather_bytes, ring_allreduce_bytes
+from lightning_safusion.comm.values import FloatValues
+from lightning_safusion.comm.wire import resolve_codec
+from lightning_safusion.fusion.layout import Layout, TensorSpec
+from lightning_safusion.fusion.plans.policy import FusionPolicy
+from lightning_safusion.fusion.plans.selective import Selective
+from lightning_safusion.fusion.plans.ticking import Horovod
+from lightning_safusion.fusion.quota import QuotaRule, Scope, tensor_quotas
+from lightning_safusion.fusion.replan import Cadence
+from lightning_safusion.naming import suggestion
+from lightning_safusion.sparsify.base import Sparsifier
+from lightning_safusion.sparsify.memory import Memory
+from lightning_safusion.sparsify.schedule import ConstantDensity, DensitySchedule
+
+CollectiveOption = Literal["auto", "allgather", "hybrid", "hierarchical", "allreduce", "oktopk", "gtopk"]
+#: Collectives that carry messages as written, so that their sender can keep what rounding to a few bits takes away.
+FEW_BITS_COLLECTIVES: tuple[CollectiveOption, ...] = ("auto", "allgather", "hybrid")
+
+
+def _choice(name: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        hint = suggestion(value, allowed)
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}.{hint}")
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What one job does with its gradients; equal on all ranks.
+
+    Args:
+        compressor: Chooses the elements.
+        density: Share of the elements, by step and epoch.
+        fusion: Cuts the ready order into buffers.
+        memory: Error feedback.
+        scope: ``"tensor"`` (ahead of fusion) or ``"group"`` (behind it).
+        quota: ``"proportional"`` or ``"pooled"``.
+        collective: ``"auto"``, ``"allgather"``, ``"hybrid"``, ``"hierarchical"``, ``"allreduce"``, ``"oktopk"`` or
+            ``"gtopk"``.
+        wire: Wire format by name.
+        own_buffers: Dense buffers are the point: plain DDP, whose own are other ones, never takes their place.
+        offload: Select from tensors on a thread of the host where that holds nothing up.
+
+    Raises:
+        ValueError: If a choice is unknown, or two do not go together.
+        TypeError: If ``offload`` is not a bool.
+    """
+
+    compressor: Sparsifier
+    density: DensitySchedule
+    fusion: FusionPolicy
+    memory: Memory
+    scope: Scope = "tensor"
+    quota: QuotaRule = "proportional"
+    collective: CollectiveOption = "auto"
+    wire: str = "auto"
+    own_buffers: bool = False
+    offload: bool = False
+
+    def __post_init__(self) -> None:
+        _choice("scope", self.scope, get_args(Scope))
+        _choice("quota", self.quota, get_args(QuotaRule))
+        _choice("collective", self.collective, get_args(CollectiveOption))
+        if not isinstance(self.offload, bool):
+            raise TypeError(f"offload must be True or False, got {self.offload!r}")
+        self._check_scope()
+        self._check_collective()
+
+    def _check_scope(self) -> None:
+        """Refuses parts that need selection from every tensor where it is from a buffer."""
+        if self.quota == "pooled" and self.scope == "group":
+            raise ValueError(
+                "quota='pooled' gives every tensor a floor, which scope='group' has none of: use scope='tensor'"
+            )
+        if self.offload and (self.scope == "group" or self.quota == "pooled" or self.fusion.streams):
+            raise ValueError(
+                "offload=True selects from each tensor alone, as soon as it is ready: it needs scope='tensor', "
+                "quota='proportional' and a fusion other than 'naive'"
+            )
+        if isinstance(self.fusion, Selective) and self.scope == "group":
+            raise ValueError(
+                "fusion='selective' decides for every tensor of a buffer how much it sends: it needs scope='tensor'"
+            )
+        if self.fusion.streams and self.scope == "group":
+            raise ValueError(
+                f"fusion={self.fusion.name!r} fills buffers with selected elements: it needs scope='tensor'"
+            )
+
+    def _check_collective(self) -> None:
+        """Refuses parts that do not go with the collective."""
+        values = resolve_codec(self.wire, 64, 1, torch.float32).values
+        if not isinstance(values, FloatValues) and (self.fusion.streams or self.collective not in FEW_BITS_COLLECTIVES):
+            raise ValueError(
+                f"wire={self.wire!r} rounds so much that what is lost must stay with the sender, which only messages "
+                "of one worker to all others allow: use collective='allgather', 'hybrid' or 'auto', and a fusion other "
+                "than 'naive'"
+            )
+        if self.fusion.streams and self.collective in ("hybrid", "hierarchical"):
+            raise ValueError(
+                f"fusion={self.fusion.name!r} has no buffers that could have two lanes or levels: use "
+                "collective='allgather'"
+            )
+        if self.collective == "hierarchical" and (self.compressor.name != "topk" or self.offload):
+            raise ValueError(
+                "collective='hierarchical' selects the largest sums of a node itself: it needs compressor='topk' and "
+                f"offload=False, got {self.compressor.name!r} and {self.offload}"
+            )
+        several_phases = self.collective in ("hierarchical", "oktopk", "gtopk")
+        if isinstance(self.fusion, Horovod) and (self.scope == "group" or several_phases or self.offload):
+            raise ValueError(
+                "fusion='horovod' has other buffers in every step, none of which is known before: it needs "
+                f"scope='tensor', collective='allgather' or 'allreduce' and offload=False, got {self.scope!r}, "
+                f"{self.collective!r} and {self.offload}"
+            )
+        if self.memory.lives_on_sparsity and self.collective == "allreduce":
+            raise ValueError(
+                f"memory={self.memory.name!r} is the momentum of what is held back, and collective='allreduce' sends "
+                "every gradient whole: there would be none. Use collective='auto' or 'allgather'."
+            )
+        if self.memory.name == "ef21" and self.collective == "gtopk":
+            raise ValueError(
+                "memory='ef21' adds up all that is sent, and collective='gtopk' loses some of it on its way: the "
+                "estimates would drift apart. Use collective='allgather' or 'oktopk'."
+            )
+
+    def describe(self) -> dict[str, str]:
+        """Every setting as text, the same in every process for the same settings."""
+        return {field.name: describe(getattr(self, field.name)) for field in fields(self)}
+
+    @property
+    def replaceable(self) -> bool:
+        """Whether plain DDP may take the engine's place while the job runs."""
+        lives_on = self.memory.shapes_updates or self.memory.lives_on_sparsity
+        settled = isinstance(self.density, ConstantDensity) and not lives_on
+        return settled and self.collective == "auto" and not self.own_buffers
+
+    def dense_reason(self, specs: Sequence[TensorSpec], world_size: int) -> str | None:
+        """Why plain DDP does this job at least as well; None if it does not.
+
+        Sparse all-gather grows with the number of workers, dense all-reduce does not.
+        """
+        if self.own_buffers and world_size > 1:
+            return None
+        if self.memory.shapes_updates:
+            return None  # it is part of the algorithm, on any number of workers and at any density
+        if world_size == 1:
+            return "there is one worker, and nothing to exchange"
+        if self.collective == "allreduce" and not self.own_buffers:
+            return "collective='allreduce' sends every gradient dense"
+        if not isinstance(self.density, ConstantDensity) or self.collective != "auto":
+            return None
+        density = self.density(0, 0)
+        if density >= 1 or self.compressor.name == "none":
+            return "everything is sent (density 1)"
+        layout = Layout(tuple(specs))
+        quotas = tensor_quotas(layout, self.compressor, density)
+        dense = sum(spec.numel * spec.dtype.itemsize for spec in specs)
+        sparse = sum(
+            spec.numel * spec.dtype.itemsize
+            if whole
+            else resolve_codec(self.wire, spec.numel, int(count), spec.dtype).nbytes
+            for spec, count, whole in zip(specs, quotas.counts, quotas.dense, strict=True)
+        )
+        by_gather, by_reduce = allgather_bytes(world_size, sparse), ring_allreduce_bytes(world_size, dense)
+        if by_gather < by_reduce:
+            return None
+        return (
+            f"at density {density:g} each of {world_size} workers would receive {by_gather:,.0f} bytes per step by "
+            f"sparse all-gather, {by_reduce:,.0f} by dense all-reduce"
+        )
+
+
+def describe(part: Any) -> str:
+    """A part and its public options as text."""
+    if isinstance(part, (str, int, float, bool, type(None))):
+        return repr(part)
+    if isinstance(part, (list, tuple)):
+        return f"[{', '.join(map(describe, part))}]"
+    options = {key: value for key, value in sorted(vars(part).items()) if not key.startswith("_")}
+    plain = (str, int, float, bool, type(None), list, tuple, DensitySchedule, FusionPolicy, Cadence)
+    shown = ", ".join(f"{key}={describe(value)}" for key, value in options.items() if isinstance(value, plain))
+    return f"{type(part).__name__}({shown})"

@@ -1,0 +1,361 @@
+"""One buffer in one window: filled, launched, awaited, decoded, committed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from enum import Enum, auto
+from math import nan
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from lightning_safusion.comm.exchange import Notice, Part, TensorFlag, Verdict
+from lightning_safusion.fusion.buffers import Buffer
+from lightning_safusion.fusion.clock import Mark
+from lightning_safusion.fusion.compensation import Selector, compensate, marked
+from lightning_safusion.fusion.delivery import Rounding, deliver
+from lightning_safusion.fusion.window import Window
+from lightning_safusion.sparsify.base import Selection
+from lightning_safusion.sparsify.survey import History, SpanSurvey
+from lightning_safusion.sparsify.view import device_constant
+
+_FRESH, _BYPASS = int(TensorFlag.FRESH), int(TensorFlag.RAW)
+_NO_RANGE: AbstractContextManager[object] = nullcontext()
+_SHOWN_TENSORS = 8
+
+
+class Stage(Enum):
+    """How far a shipment has come."""
+
+    CLOSED = auto()  #: all of its gradients have arrived
+    FILLED = auto()  #: elements are selected
+    PACKED = auto()  #: the message is written
+    LAUNCHED = auto()  #: the collective has begun
+    ARRIVED = auto()  #: the collective has ended
+    DECODED = auto()  #: the means are in the gradients
+    COMMITTED = auto()  #: what was sent has left the residual
+
+
+class Shipment:
+    """One buffer in one window. Each method is a moment of its life; they are called in this order.
+
+    A rank that fails to fill or pack still takes part in the exchange, with an empty message that carries the
+    ``FAILED`` notice, so that no other rank waits for ever. The error is kept in the window.
+
+    Args:
+        buffer: The group's buffer.
+        window: Holds the gradients; its ``mark`` records moments.
+
+    Attributes:
+        stage: How far it has come.
+        absent: Tensors of the buffer of which nothing is sent.
+        flags: uint8 [T], what this rank says of each tensor; None if it failed to fill the buffer.
+        selection: What is selected, until it is packed.
+        verdict: What all ranks said of the tensors, once decoded on the host.
+        closed: The moments (see :class:`BufferEvents`), NaN while unknown. ``finished`` may be set on any thread.
+    """
+
+    def __init__(self, buffer: Buffer, window: Window) -> None:
+        self.buffer = buffer
+        self.window = window
+        self.stage = Stage.CLOSED
+        self.absent: list[int] = []
+        self.flags: Tensor | None = None
+        self.selection: Selection | None = None
+        self.verdict: Verdict | None = None
+        self._packed: np.ndarray | Selection | None = None
+        self.closed: Mark = window.mark()
+        self.selected: Mark = nan
+        self.launched: Mark = nan
+        self.issued: Mark = nan
+        self.finished: Mark = nan
+        self.awaited: Mark = nan
+        self.arrived: Mark = nan
+        self.decoded: Mark = nan
+
+    def fill(self, selector: Selector, early: Sequence[int] = (), known: Tensor | None = None) -> None:
+        """Adds the gradients to the residual and selects from the sum.
+
+        Args:
+            selector: The compressor of the job.
+            early: Tensors that the host has compensated, and selects from, already.
+            known: uint8 [T], flags of these.
+        """
+        self.stage = Stage.FILLED
+        if self.window.error is not None:
+            return
+        try:
+            with self.profiled("select"):
+                flags = self._fill(selector, early)
+            self.flags = flags if known is None else flags | known
+        except Exception as error:
+            self.window.error = error
+
+    def _fill(self, selector: Selector, early: Sequence[int]) -> Tensor:
+        buffer, window = self.buffer, self.window
+        grads = window.grads_of(buffer.group.start, buffer.group.stop)
+        part = slice(buffer.group.start, buffer.group.stop)
+        taken = window.fresh[part] & ~window.bypass[part] if not window.regular else None
+        if (taken is None or taken.all()) and not early:
+            if window.scale is None and (flags := self._fill_in_one_pass(selector, grads)) is not None:
+                return flags
+            flags = compensate(buffer, grads, list(buffer.places), buffer.all_fresh, window.scale)
+        else:
+            taken = np.ones(len(grads), bool) if taken is None else taken
+            flags = window.fresh[part] * _FRESH + window.bypass[part] * _BYPASS
+            flags = device_constant(flags.astype(np.uint8), buffer.device)
+            self.absent = np.flatnonzero(~taken).tolist()
+            present = [i for i in np.flatnonzero(taken).tolist() if i not in early]
+            places = [buffer.group.start + i for i in present]
+            flags = compensate(buffer, [grads[i] for i in present], places, flags, window.scale)
+        buffer.exchange.begin(buffer.span, Part(None, flags, self.absent))
+        self.selection = self._select(selector, early)
+        return flags
+
+    def _fill_in_one_pass(self, selector: Selector, grads: Sequence[Tensor]) -> Tensor | None:
+        """Finds elements while gradients are added, where it is known what to look for; None otherwise."""
+        buffer = self.buffer
+        foresight = buffer.foresight
+        wanted = None if foresight is None else foresight.wanted()
+        if foresight is None or wanted is None:
+            return None
+        added = buffer.memory.compensate_finite(buffer.places, grads, wanted)
+        if added is None:
+            return None
+        flags = marked(buffer.all_fresh, added.left_out)
+        x = buffer.span
+        buffer.exchange.begin(x, Part(None, flags, self.absent))
+        with foresight.known(x, added.found) as survey:
+            del added  # candidates are as large as the residual where many elements are sent: no longer than needed
+            self.selection = self._select(selector, (), survey)
+        return flags
+
+    def _select(
+        self, selector: Selector, early: Sequence[int], survey: SpanSurvey | None = None
+    ) -> Selection | None:
+        buffer, x = self.buffer, self.buffer.span
+        history = buffer.history
+        if history is None or buffer.exchange.selects_itself:
+            return None
+        if self.absent and buffer.fused:
+            x = self._without_absent(x)
+        elif self.absent or early:
+            history = self._left(history, early)
+            if early and not history.segments.capacity:
+                return None
+        return selector.select(x, history, self.window.step, survey)
+
+    def _left(self, history: History, early: Sequence[int]) -> History:
+        """The cut without absent and early tensors; that without early ones alone comes again in every step."""
+        constants, key = self.buffer.constants, ("left", *sorted(early))
+        if not self.absent and key in constants:
+            known: History = constants[key]
+            return known
+        skip = np.zeros(len(history.segments), bool)
+        skip[[*self.absent, *early]] = True
+        left = History(history.segments.skipping(skip))
+        if not self.absent:
+            constants[key] = left
+        return left
+
+    def _without_absent(self, x: Tensor) -> Tensor:
+        """A copy of the span in which absent tensors are zero: a fused segment cannot be skipped in part."""
+        x = x.clone()
+        edges = self.buffer.edges
+        for tensor in self.absent:
+            x[edges[tensor] : edges[tensor + 1]] = 0
+        return x
+
+    def pack(self, notices: int, collect: Callable[[Shipment], None] | None = None) -> None:
+        """Writes the message.
+
+        Args:
+            notices: What this rank tells all others (bits of ``Notice``).
+            collect: Adds what the host has selected from some of its tensors.
+        """
+        if self.flags is not None:
+            try:
+                if collect is not None:
+                    collect(self)
+                self.selected = self.window.mark()
+                self._write(self.flags, notices)
+                return
+            except Exception as error:
+                self.window.error = error
+        self._leave_empty(notices)
+
+    def _write(self, flags: Tensor, notices: int) -> None:
+        buffer = self.buffer
+        buffer.exchange.encode(buffer.span, Part(self.selection, flags, self.absent, notices))
+        self._packed, self.selection = self.selection, None
+        if self._packed is not None and buffer.device.type == "cpu":
+            self._packed = self._counts(self._packed)  # the message holds the rest; a device would be waited for
+        self.stage = Stage.PACKED
+
+    def _leave_empty(self, notices: int) -> None:
+        """Packs an empty message with the ``FAILED`` notice."""
+        buffer = self.buffer
+        self.selection, self.absent = None, list(range(len(buffer.places)))
+        flags = torch.zeros(len(self.absent), dtype=torch.uint8, device=buffer.device)
+        nothing = torch.zeros(buffer.stop - buffer.start, device=buffer.device)
+        buffer.exchange.encode(nothing, Part(None, flags, self.absent, notices | int(Notice.FAILED)))
+        self._packed, self.stage = None, Stage.PACKED
+
+    def launch(self) -> None:
+        """Starts the collective.
+
+        Raises:
+            RuntimeError: If it cannot be started, with the buffer's tensors.
+        """
+        exchange, window = self.buffer.exchange, self.window
+        self.launched = window.mark()  # before: it may have ended by the time that the call returns
+        try:
+            with self.profiled("exchange"):
+                exchange.start()
+        except Exception as error:
+            raise self._lost(error) from error
+        self.issued = window.mark()
+        if exchange.work is not None and window.timed and not exchange.transport.stream_ordered:
+            exchange.work.on_done(self._finish)
+        self.stage = Stage.LAUNCHED
+
+    def _finish(self, now: float) -> None:
+        """The collective has ended (callback of the transport, on any thread)."""
+        self.finished = now
+
+    def wait(self) -> None:
+        """Waits for the collective; a second call returns at once.
+
+        Raises:
+            RuntimeError: If a peer is lost, with the buffer's tensors.
+        """
+        if self.stage is not Stage.LAUNCHED:
+            return
+        self.awaited = self.window.mark()
+        try:
+            self.buffer.exchange.wait()
+        except Exception as error:
+            raise self._lost(error) from error
+        self.arrived = self.window.mark()
+        if self.buffer.exchange.transport.stream_ordered:
+            self.finished = self.arrived  # no later than this: the backend only tells when it was queued
+        self.stage = Stage.ARRIVED
+
+    def decode(self, scratch: Tensor, errors: list[Rounding]) -> bool:
+        """Writes the means into the gradients; the host reads what all ranks said of them.
+
+        Args:
+            scratch: float32 [N] of zeros to decode into, or empty if the exchange needs none; zeros afterwards.
+            errors: Rounding errors of narrow gradients are appended.
+
+        Returns:
+            Whether the means are finite.
+        """
+        with self.profiled("decode"):
+            finite = self._decode(scratch, errors)
+        self.decoded = self.window.mark()
+        self.stage = Stage.DECODED
+        return finite
+
+    def _decode(self, scratch: Tensor, errors: list[Rounding]) -> bool:
+        buffer, exchange, window = self.buffer, self.buffer.exchange, self.window
+        workers = exchange.transport.world_size
+        plain = buffer.exact and window.scale is None and buffer.device.type == "cpu" and buffer.memory.hands_on
+        if plain:  # the decoded mean is what the gradients get
+            self.verdict = exchange.verdict()
+            if self.verdict.is_regular(workers) and not self.verdict.bad.any():
+                finite = exchange.decode_into(window.grads_of(buffer.group.start, buffer.group.stop))
+                if finite is not None:
+                    return finite
+        mean = exchange.decode(scratch)
+        finite = exchange.is_finite(mean)
+        self.verdict = verdict = exchange.verdict() if self.verdict is None else self.verdict
+        if verdict.bad.any():
+            exchange.poison(mean, torch.from_numpy(verdict.bad).to(mean.device))
+        regular = None
+        if not verdict.is_regular(workers):
+            regular = (verdict.fresh > 0) & ~verdict.irregular(workers)
+        errors += deliver(window, buffer, buffer.memory.received(buffer.start, buffer.stop, mean), regular)
+        exchange.release(scratch)
+        return finite
+
+    def commit(self, withdrawn: Sequence[int] = (), good: Tensor | None = None) -> None:
+        """Takes what was sent out of the residual; called once the whole window has ended well.
+
+        Args:
+            withdrawn: Tensors of the buffer whose part in the message was used by no rank.
+            good: bool on the device: whether the window ended well, where the host does not know it; None if it did.
+        """
+        buffer, memory, exchange = self.buffer, self.buffer.memory, self.buffer.exchange
+        if self.sparse:
+            message = exchange.sent_message() if not withdrawn and good is None else None
+            if message is None or not memory.commit_message(buffer.start, buffer.stop, message):
+                memory.commit(buffer.start, *self._sent(withdrawn, good))
+        pieces = buffer.dense_pieces
+        if self.absent or withdrawn:
+            left_out, edges = {*self.absent, *withdrawn}, buffer.edges
+            pieces = [(edges[t], edges[t + 1]) for t in np.flatnonzero(buffer.dense) if t not in left_out]
+        for start, stop in pieces:
+            if stop > start:
+                sent = exchange.sent_dense(start, stop, buffer.span)
+                sent = sent if good is None else torch.where(good, sent, 0.0)
+                memory.commit_dense(buffer.start + start, buffer.start + stop, sent)
+        self.stage = Stage.COMMITTED
+
+    def _sent(self, withdrawn: Sequence[int], good: Tensor | None) -> tuple[Tensor, Tensor]:
+        indices, sent = self.buffer.exchange.sent()
+        for tensor in withdrawn:
+            inside = (indices >= self.buffer.edges[tensor]) & (indices < self.buffer.edges[tensor + 1])
+            sent = torch.where(inside, 0.0, sent)
+        return indices, sent if good is None else torch.where(good, sent, 0.0)
+
+    @property
+    def moments(self) -> list[Mark]:
+        """From ``closed`` to ``decoded``, as :class:`BufferEvents` lists them."""
+        launch = [self.closed, self.selected, self.launched, self.issued]
+        return [*launch, self.finished, self.awaited, self.arrived, self.decoded]
+
+    @property
+    def sparse(self) -> bool:
+        """Whether the message holds selected elements."""
+        return self._packed is not None or self.buffer.exchange.selects_itself
+
+    def sent_counts(self) -> np.ndarray:
+        """int64 [T]: elements that each tensor sent (waits for the device)."""
+        buffer = self.buffer
+        counts = np.where(buffer.dense, buffer.sizes, 0)
+        if isinstance(self._packed, Selection):
+            counts += self._counts(self._packed)
+        elif self._packed is not None:
+            counts += self._packed
+        elif buffer.exchange.selects_itself:
+            counts += np.diff(np.searchsorted(buffer.exchange.sent()[0].cpu().numpy(), buffer.edges))
+        counts[self.absent] = 0
+        return counts
+
+    def _counts(self, selection: Selection) -> np.ndarray:
+        """int64 [T], elements of each tensor that were selected."""
+        positions = selection.positions[: int(selection.count)].cpu().numpy()
+        return np.diff(np.searchsorted(positions, np.asarray(self.buffer.edges, positions.dtype)))
+
+    def _lost(self, error: Exception) -> RuntimeError:
+        """The error of an exchange that failed, with the names of its tensors."""
+        names = self.buffer.names
+        shown = ", ".join(names[:_SHOWN_TENSORS])
+        shown += f" and {len(names) - _SHOWN_TENSORS} more" if len(names) > _SHOWN_TENSORS else ""
+        rank = self.buffer.exchange.transport.rank
+        return RuntimeError(
+            f"rank {rank}: the exchange of the buffer with {shown} failed in step {self.window.step}: {error}"
+        )
+
+    def profiled(self, part: Literal["select", "exchange", "decode"]) -> AbstractContextManager[object]:
+        """A range ``SAFusion::<part>`` in the traces of ``torch.profiler``; nothing while no profiler is active."""
+        if not torch.autograd._profiler_enabled():
+            return _NO_RANGE
+        names = self.buffer.names
+        more = f" and {len(names) - _SHOWN_TENSORS} more" if len(names) > _SHOWN_TENSORS else ""
+        return record_function(f"SAFusion::{part}", ", ".join(names[:_SHOWN_TENSORS]) + more)

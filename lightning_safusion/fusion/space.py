@@ -1,0 +1,67 @@
+"""The flat gradient space of a job: order, quotas, residual and buffers of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_safusion.fusion.buffers import Buffer, BufferPool
+from lightning_safusion.fusion.compensation import Selector
+from lightning_safusion.fusion.layout import Layout
+from lightning_safusion.fusion.plans.costs import JobShape
+from lightning_safusion.fusion.plans.plan import Group
+from lightning_safusion.fusion.quota import TensorQuotas, tensor_quotas
+from lightning_safusion.fusion.shape import job_shape
+
+
+class GradientSpace:
+    """What changes together when tensors change their order or the density changes.
+
+    Args:
+        layout: The tensors; the memory of the pool is bound to it.
+        pool: The buffers.
+        selector: The compressor.
+
+    Attributes:
+        layout: The tensors in their present order.
+        quotas: What each may send at the present density.
+        memory: Error feedback.
+        device: Where gradients live.
+    """
+
+    def __init__(self, layout: Layout, pool: BufferPool, selector: Selector) -> None:
+        self.layout = layout
+        self.pool = pool
+        self.memory = pool.memory
+        self.device = pool.device
+        self.selector = selector
+        self.quotas: TensorQuotas = tensor_quotas(layout, selector.sparsifier, 1.0)
+        self._shape: JobShape | None = None
+
+    @property
+    def shape(self) -> JobShape:
+        """What planning knows of the job, in the order and at the density in force."""
+        if self._shape is None:
+            self._shape = job_shape(self.layout, self.quotas, self.pool)
+        return self._shape
+
+    def buffer(self, group: Group) -> Buffer:
+        """The persistent buffer of a group, in the order and at the density in force."""
+        return self.pool.buffer(group, self.layout, self.quotas)
+
+    def set_density(self, density: float) -> bool:
+        """Sets the density of the next window; returns whether it changed."""
+        if density == self.quotas.density:
+            return False
+        self._renew(density)
+        return True
+
+    def reorder(self, order: Sequence[int]) -> None:
+        """Moves everything to a layout in which place ``j`` holds the tensor that was at place ``order[j]``."""
+        self.layout = self.layout.reordered(order)
+        self.memory.permute(order, self.layout.edges.tolist())
+        self._renew(self.quotas.density)
+
+    def _renew(self, density: float) -> None:
+        self.quotas = tensor_quotas(self.layout, self.selector.sparsifier, density)
+        self._shape = None
+        self.pool.forget()
