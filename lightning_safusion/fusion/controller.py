@@ -139,10 +139,10 @@ class Controller:
         groups: Sequence[Group] = ()
         plain = self.dense_first and self.windows == 0
         if self.order_known and not plain:
-            plan = self.planner.plan(self.generator)
+            plan = self.planner.plan(self.generator.shape)
             groups = plan.groups
             if self._offload is not None:
-                self._offload.follow(plan, partial(self.planner.costs, self.generator))
+                self._offload.follow(plan, partial(self.planner.costs, self.generator.shape))
         ticking = self._ticks is not None and bool(groups) and self.overlap
         if self._ticks is not None and ticking:
             self._ticks.begin()
@@ -175,7 +175,7 @@ class Controller:
     def _fuse(self, window: Window, ready: int) -> None:
         """Launches what a tick has found ready on all ranks."""
         if ready > window.launched:
-            for group in self.planner.fuse(self.generator, window.launched, ready):
+            for group in self.planner.fuse(self.generator.shape, window.launched, ready):
                 self._launcher.launch(window, group, self.notices)
 
     def _launch_rest(self, window: Window) -> None:
@@ -185,7 +185,7 @@ class Controller:
         edges, start = self.generator.layout.edges, window.launched
         collective: CollectiveName = "allgather"
         if start < len(self.generator.layout):
-            collective = self.planner.fallback(self.generator, sparse=not self.dense_first)
+            collective = self.planner.fallback(self.generator.shape, sparse=not self.dense_first)
         while start < len(self.generator.layout):
             limit = edges[start] + _UNPLANNED_ELEMENTS
             stop = max(start + 1, int(np.searchsorted(edges, limit, side="right")) - 1)
@@ -281,11 +281,24 @@ class Controller:
         if window.planned:
             # observers may differ between ranks: the planner, whose agreements are collective, does not look at them
             known = self.clock.instant or window.surveyed
-            self.planner.observe(report.events if known else None, self.generator)
+            replans = self.planner.replans
+            self.planner.observe(report.events if known else None, self.generator.shape)
+            self._forget_replaced(replans)
         if window.timed:
             self._timed = report.events
             for observer in self.observers:
                 observer.observe(report.events)
+
+    def use(self, plan: Plan) -> None:
+        """Goes on with this plan, the same on all ranks, until costs call for another. Collective; between windows."""
+        replans = self.planner.replans
+        self.planner.use(plan, self.generator.shape)
+        self._forget_replaced(replans)
+
+    def _forget_replaced(self, replans: int) -> None:
+        """Forgets the buffers of a plan that another one has replaced since ``replans`` changes had been made."""
+        if self.planner.replans != replans and self.planner.current is not None:
+            self.generator.pool.keep_only(self.planner.current.groups)
 
     def adopt_order(self, order: list[int]) -> None:
         """Moves everything to a layout in which place ``j`` holds the tensor that was at place ``order[j]``."""
@@ -306,7 +319,9 @@ class Controller:
         anywhere = torch.tensor([float(held)], device=self.generator.device)
         self.transport.all_reduce(anywhere, "max").wait()
         if anywhere.item():
-            self.planner.go_on(self.generator)
+            replans = self.planner.replans
+            self.planner.go_on(self.generator.shape)
+            self._forget_replaced(replans)
         return not anywhere.item()
 
     def track(self, indices: Iterable[int]) -> None:

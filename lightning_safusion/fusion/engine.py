@@ -21,6 +21,7 @@ from lightning_safusion.fusion.generator import Generator
 from lightning_safusion.fusion.layout import Layout, TensorSpec
 from lightning_safusion.fusion.offload import Offloader, selection_costs
 from lightning_safusion.fusion.planning import Planner
+from lightning_safusion.fusion.plans.cadence import Cadence
 from lightning_safusion.fusion.plans.costs import CollectiveChoice
 from lightning_safusion.fusion.plans.plan import SparseName
 from lightning_safusion.fusion.plans.policy import FusionPolicy, Naive
@@ -28,7 +29,6 @@ from lightning_safusion.fusion.plans.selective import Selective
 from lightning_safusion.fusion.plans.ticking import Horovod
 from lightning_safusion.fusion.pool import BufferPool
 from lightning_safusion.fusion.quota import QuotaRule, Scope, tensor_quotas
-from lightning_safusion.fusion.replan import Cadence
 from lightning_safusion.fusion.ticks import Ticks
 from lightning_safusion.naming import suggestion
 from lightning_safusion.sparsify.base import Sparsifier

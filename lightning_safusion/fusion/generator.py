@@ -12,9 +12,11 @@ from torch import Tensor
 from lightning_safusion.comm.exchange import Notice, Part, TensorFlag, all_finite
 from lightning_safusion.fusion.buffer import FusionBuffer
 from lightning_safusion.fusion.layout import Layout
+from lightning_safusion.fusion.plans.costs import JobShape
 from lightning_safusion.fusion.plans.plan import Group
 from lightning_safusion.fusion.pool import BufferPool
 from lightning_safusion.fusion.quota import TensorQuotas, tensor_quotas
+from lightning_safusion.fusion.shape import job_shape
 from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier, check_selection
 from lightning_safusion.sparsify.memory import Memory
 from lightning_safusion.sparsify.view import device_constant
@@ -39,14 +41,23 @@ class Generator:
         self.pool = pool
         self.device = pool.device
         self.quotas: TensorQuotas = tensor_quotas(layout, sparsifier, 1.0)
+        self._shape: JobShape | None = None
         self._selecting = Lock()  # what a sparsifier learns is not made for two threads
         # a broken contract would not raise anywhere: it would train on wrong gradients, the same on all ranks
         self._checks = not type(sparsifier).__module__.startswith("lightning_safusion.")
+
+    @property
+    def shape(self) -> JobShape:
+        """What planning knows of this job, in the order and at the density in force."""
+        if self._shape is None:
+            self._shape = job_shape(self.layout, self.quotas, self.pool)
+        return self._shape
 
     def set_layout(self, layout: Layout) -> None:
         """Adopts a new order; the memory must have been permuted to it."""
         self.layout = layout
         self.quotas = tensor_quotas(layout, self.sparsifier, self.quotas.density)
+        self._shape = None
         self.pool.forget()
 
     def set_density(self, density: float) -> bool:
@@ -54,6 +65,7 @@ class Generator:
         if density == self.quotas.density:
             return False
         self.quotas = tensor_quotas(self.layout, self.sparsifier, density)
+        self._shape = None
         self.pool.forget()
         return True
 

@@ -18,8 +18,9 @@ from lightning_safusion.comm.exchange import TensorFlag
 from lightning_safusion.fusion.buffer import FusionBuffer
 from lightning_safusion.fusion.generator import Generator
 from lightning_safusion.fusion.lane import Lane
-from lightning_safusion.fusion.plans.plan import Group, GroupCosts, Plan
-from lightning_safusion.fusion.plans.ssfusion import choose_offloaded
+from lightning_safusion.fusion.plans.costs import GroupCosts
+from lightning_safusion.fusion.plans.plan import Group, Plan
+from lightning_safusion.fusion.plans.selective import choose_offloaded
 from lightning_safusion.fusion.window import Window
 from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier, span_segments
 from lightning_safusion.sparsify.view import device_constant
