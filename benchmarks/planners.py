@@ -15,15 +15,15 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from lightning_safusion.fusion.plans.behind import predict_behind
-from lightning_safusion.fusion.plans.merging import plan_mgwfbp, plan_omgs, plan_pareto
-from lightning_safusion.fusion.plans.optimal import plan_optimal, predict_finish
+from lightning_safusion.fusion.plans.merging import plan_mgwfbp, plan_omgs
+from lightning_safusion.fusion.plans.optimal import plan_optimal
+from lightning_safusion.fusion.plans.pricing import predict_finish
 from lightning_safusion.simulate.cluster import Cluster, resolve_link
 from lightning_safusion.simulate.engine import mean_iteration
 from lightning_safusion.simulate.job import Job
 from lightning_safusion.simulate.systems import SIMULATED
 from lightning_safusion.simulate.trace import TRACE_NAMES, resolve_trace
-from tests.fusion.plans.planner_loss import losses, random_behind, random_dense
+from tests.fusion.plans.planner_loss import losses, plan_pareto, predict_behind, random_behind, random_dense
 
 _ABLATION = ("saf-naive", "saf-inter", "safusion-paper", "safusion")
 
@@ -33,9 +33,7 @@ def random_losses(instances: int, seed: int) -> Table:
     table = Table("planner", "missed", "mean loss", "worst loss", title=f"{instances} random instances")
     for name, make, planner in (
         ("MG-WFBP", random_dense, plan_mgwfbp),
-        ("MG-WFBP, ASC", random_dense, lambda costs: plan_mgwfbp(costs, "asc")),
         ("OMGS", random_behind, plan_omgs),
-        ("OMGS, released", random_behind, lambda costs: plan_omgs(costs, released=True)),
         ("Pareto programme", random_behind, plan_pareto),
     ):
         lost = losses(make, planner, instances, seed=seed)

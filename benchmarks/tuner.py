@@ -36,7 +36,7 @@ from lightning_safusion import Adaptive, Aligned, SAFusionStrategy
 from lightning_safusion.bench.links import Namespace, linked_namespaces, shape
 from lightning_safusion.callbacks import BufferSizeTuner
 from lightning_safusion.fusion.events import WindowEvents
-from lightning_safusion.fusion.plans.optimal import predict_finish
+from lightning_safusion.fusion.plans.pricing import predict_finish
 from tests.e2e.processes import Program, environment, started
 
 SLOW, FAST = "100mbit", "1gbit"

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
-from lightning_safusion.fusion.plans.costs import DDP_BUCKET, ddp_buckets
-from lightning_safusion.fusion.plans.optimal import plan_optimal, predict_finish
-from lightning_safusion.fusion.plans.plan import Group, GroupCosts, Plan
+from lightning_safusion.fusion.plans.costs import DDP_BUCKET, GroupCosts, ddp_buckets
+from lightning_safusion.fusion.plans.optimal import plan_optimal
+from lightning_safusion.fusion.plans.plan import Group, Plan
+from lightning_safusion.fusion.plans.pricing import predict_finish
 
 _HIDDEN = 0.02  # share of the step below which the exchange counts as hidden
 _DENSITIES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3)

@@ -11,7 +11,8 @@ from typing_extensions import override
 from lightning_safusion.fusion.clock import Clock, clock_for
 from lightning_safusion.fusion.controller import Controller
 from lightning_safusion.fusion.events import Observer
-from lightning_safusion.fusion.plans.plan import GroupCosts, Plan
+from lightning_safusion.fusion.plans.costs import GroupCosts
+from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.fusion.replan import Decision
 from lightning_safusion.fusion.report import nothing_exchanged
 from lightning_safusion.resumable import ResumableDDPStrategy
@@ -82,7 +83,7 @@ class ObservedDDPStrategy(ResumableDDPStrategy):
     def costs(self) -> GroupCosts | None:
         """What plans are made from, the same on all ranks; None with plain DDP."""
         controller = self._controller
-        return controller.planner.costs(controller.generator) if controller is not None else None
+        return controller.planner.costs(controller.generator.shape) if controller is not None else None
 
     @property
     def decisions(self) -> tuple[Decision, ...]:

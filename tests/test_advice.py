@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from lightning_safusion.advice import JobFigures, advise, busiest, ddp_plan, scaled, step_with
-from lightning_safusion.fusion.plans.optimal import plan_optimal, predict_finish
-from lightning_safusion.fusion.plans.plan import Group, GroupCosts, Plan
+from lightning_safusion.fusion.plans.costs import GroupCosts
+from lightning_safusion.fusion.plans.optimal import plan_optimal
+from lightning_safusion.fusion.plans.plan import Group, Plan
+from lightning_safusion.fusion.plans.pricing import predict_finish
 
 NUMELS = (4_000_000,) * 20
 

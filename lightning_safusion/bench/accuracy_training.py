@@ -14,7 +14,8 @@ from lightning_safusion.bench.rows import Row
 from lightning_safusion.ddp_hooks import POWERSGD_RANKS, POWERSGD_START
 from lightning_safusion.fusion.engine import EngineSettings
 from lightning_safusion.fusion.layout import TensorSpec
-from lightning_safusion.fusion.plans.plan import GroupCosts, Plan
+from lightning_safusion.fusion.plans.costs import GroupCosts
+from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.fusion.plans.policy import FusionPolicy
 from lightning_safusion.fusion.plans.ticking import Horovod
 from lightning_safusion.tasks import Task

@@ -19,7 +19,7 @@ from lightning_safusion.comm.torch_transport import default_transport
 from lightning_safusion.fusion.clock import HostClock
 from lightning_safusion.fusion.controller import Controller
 from lightning_safusion.fusion.events import BufferEvents, WindowEvents
-from lightning_safusion.fusion.plans.optimal import GroupPricer
+from lightning_safusion.fusion.plans.pricing import GroupPricer
 from lightning_safusion.simulate.measured import CollectiveTimes
 from lightning_safusion.strategy import SAFusionStrategy
 
@@ -246,8 +246,8 @@ class EngineRecorder(Callback):
         controller = self._controller
         if controller is not None and batch_idx % self._every == 0 and controller.order_known:
             total, each = len(controller.generator.layout), TOUR[batch_idx // self._every % len(TOUR)]
-            pricer = GroupPricer(controller.planner.costs(controller.generator))
-            controller.planner.use(pricer.plan([*range(each, total, each), total]), controller.generator)
+            pricer = GroupPricer(controller.planner.costs(controller.generator.shape))
+            controller.use(pricer.plan([*range(each, total, each), total]))
         self._events, self._process, self._begin = None, time.process_time(), time.thread_time()
 
     @override

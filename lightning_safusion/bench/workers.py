@@ -111,8 +111,7 @@ class Block:
         figures: Of the last one, from the strategy's report; empty where DDP exchanges.
         wire_bytes: That its device has sent per step, headers included; None on the loopback.
         peak_bytes: Largest resident set of its process so far, that of torch itself included.
-        plan: Buffers of the plan in use, as :meth:`~lightning_safusion.fusion.plans.plan.Plan.to_list` has them; None where
-            DDP exchanges.
+        plan: Buffers of the plan in use, as ``Plan.to_list`` has them; None where DDP exchanges.
     """
 
     steps: tuple[float, ...]

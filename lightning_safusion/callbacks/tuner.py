@@ -14,8 +14,9 @@ from typing_extensions import override
 
 from lightning_safusion.callbacks.base import StrategyCallback
 from lightning_safusion.fusion.plans.adaptive import Tuned
-from lightning_safusion.fusion.plans.optimal import Bounds
-from lightning_safusion.fusion.replan import Cadence, Decision
+from lightning_safusion.fusion.plans.cadence import Cadence
+from lightning_safusion.fusion.plans.pricing import Bounds
+from lightning_safusion.fusion.replan import Decision
 from lightning_safusion.strategy import SAFusionStrategy
 
 
@@ -70,13 +71,13 @@ class BufferSizeTuner(StrategyCallback):
 
     def __init__(
         self,
-        warmup_windows: int = 50,
-        warmup_every: int = 5,
-        warmup_threshold: float = 0.01,
-        every: int = 50,
-        threshold: float = 0.03,
-        trial_windows: int = 6,
-        freeze_after: int | None = None,
+        warmup_windows: int = Cadence.warmup_windows,
+        warmup_every: int = Cadence.warmup_every,
+        warmup_threshold: float = Cadence.warmup_threshold,
+        every: int = Cadence.every,
+        threshold: float = Cadence.threshold,
+        trial_windows: int = Cadence.trial_windows,
+        freeze_after: int | None = Cadence.freeze_after,
         min_elements: int = 0,
         max_elements: int | None = None,
     ) -> None:

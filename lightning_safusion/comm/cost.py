@@ -1,4 +1,4 @@
-"""α-β costs of collectives: volumes, times, presets, and where sparse exchange stops to pay.
+"""α-β costs of collectives: volumes, times and presets.
 
 Notation: ``n`` workers, ``alpha`` seconds per message, ``beta`` seconds per byte on the link of one worker. A *volume*
 is what one worker receives, in bytes (what it sends is equal for these collectives). The formulas are those of Thakur,
@@ -105,26 +105,6 @@ def ring_allreduce_bytes(world_size: int, nbytes: float) -> float:
 def allgather_bytes(world_size: int, message: float) -> float:
     """Volume of an all-gather of messages of ``message`` bytes: ``(n - 1) * message``."""
     return (world_size - 1) * message
-
-
-def break_even_density(world_size: int, bytes_per_entry: float, dense_bytes_per_element: float) -> float:
-    """Density at which a sparse all-gather moves as many bytes as the dense all-reduce: ``2 b / (n s)``.
-
-    Args:
-        world_size: Workers (n).
-        bytes_per_entry: Bytes of a kept element on the wire, position included (s).
-        dense_bytes_per_element: Bytes of an element in the dense buffer (b).
-
-    Returns:
-        The density, cut to 1: with few workers sparse exchange may pay at any density.
-    """
-    return min(1.0, 2 * dense_bytes_per_element / (world_size * bytes_per_entry))
-
-
-def sparse_pays(world_size: int, density: float, bytes_per_entry: float, dense_bytes_per_element: float) -> bool:
-    """Whether a sparse all-gather moves fewer bytes than the dense all-reduce (never with one worker)."""
-    sparse = allgather_bytes(world_size, density * bytes_per_entry)
-    return sparse < ring_allreduce_bytes(world_size, dense_bytes_per_element)
 
 
 def fit_linear(samples: Sequence[tuple[float, float]]) -> LinearCost:

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_safusion.comm.cost import LinearCost
-from lightning_safusion.fusion.plans.costs import predict_plain_ddp
-from lightning_safusion.fusion.plans.plan import GroupCosts, Plan
+from lightning_safusion.fusion.plans.costs import GroupCosts, predict_plain_ddp
+from lightning_safusion.fusion.plans.plan import Plan
 
 #: Reviews in a row that find every buffer dense, or plain DDP faster, before that is believed.
 REVIEWS = 3

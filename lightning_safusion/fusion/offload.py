@@ -18,8 +18,9 @@ from lightning_safusion.comm.exchange import TensorFlag
 from lightning_safusion.fusion.buffers import Buffer
 from lightning_safusion.fusion.compensation import compensate
 from lightning_safusion.fusion.lane import Lane
-from lightning_safusion.fusion.plans.plan import Group, GroupCosts, Plan
-from lightning_safusion.fusion.plans.ssfusion import choose_offloaded
+from lightning_safusion.fusion.plans.costs import GroupCosts
+from lightning_safusion.fusion.plans.plan import Group, Plan
+from lightning_safusion.fusion.plans.selective import choose_offloaded
 from lightning_safusion.fusion.shipment import Shipment
 from lightning_safusion.fusion.space import GradientSpace
 from lightning_safusion.fusion.window import Window

@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 
 from lightning_safusion.fusion.layout import Layout
+from lightning_safusion.fusion.plans.selective import selective_counts
 from lightning_safusion.sparsify.base import Segments, Sparsifier, element_quota
 
 Scope = Literal["tensor", "group"]
@@ -42,42 +43,6 @@ def tensor_quotas(layout: Layout, sparsifier: Sparsifier, density: float) -> Ten
     ]
     quotas = np.array(counts, np.int64)
     return TensorQuotas(density, quotas, quotas >= sizes)
-
-
-def selective_counts(sizes: np.ndarray, counts: np.ndarray, whole_upto: int) -> np.ndarray | None:
-    """Quotas of a buffer whose small tensors travel whole and are paid for by the others (SSFusion, ICDE 2026).
-
-    The buffer sends exactly as many elements as it would otherwise. Tensors that travel whole anyway do not take part.
-
-    Args:
-        sizes: int64 [T], elements of its tensors.
-        counts: int64 [T], elements that each may send otherwise.
-        whole_upto: Tensors of up to this many elements travel whole.
-
-    Returns:
-        int64 [T]: sizes of those that travel whole; the others share what is left in proportion to their sizes, each at
-        least one element. None if there is not so much left.
-    """
-    others = (counts < sizes) & (sizes > whole_upto)
-    paying = (counts < sizes) & ~others
-    left = int(counts[others].sum() + (counts - sizes)[paying].sum())
-    if left < others.sum():
-        return None
-    result = np.where(paying, sizes, counts)
-    if others.any():
-        result[others] = 1 + _shares(left - int(others.sum()), sizes[others] - 1)
-    return result
-
-
-def _shares(total: int, weights: np.ndarray) -> np.ndarray:
-    """int64: ``total`` (no more than the sum of the weights) in proportion to them, rounded to the largest remainders;
-    none above its weight."""
-    whole = max(1, int(weights.sum()))
-    products = [total * int(weight) for weight in weights]  # of Python: they may have more than 64 bits
-    shares = np.array([product // whole for product in products], np.int64)
-    order = sorted(range(len(products)), key=lambda i: -(products[i] % whole))  # the first of equals
-    shares[order[: total - int(shares.sum())]] += 1
-    return shares
 
 
 def selective_quotas(layout: Layout, quotas: TensorQuotas, start: int, stop: int, whole_upto: int) -> TensorQuotas:

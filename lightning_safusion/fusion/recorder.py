@@ -1,18 +1,25 @@
-"""Times that one rank has measured: of gradients, selections, exchanges and decoding."""
+"""Times that one rank has measured (of gradients, selections, exchanges, decoding), and their agreement over all ranks.
+
+Every rank keeps running medians of its own. What is planned with is agreed: a gradient is ready when the slowest worker
+has it, while an exchange took as long as the worker that arrived last saw (the others waited for it).
+"""
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from lightning_safusion.comm.cost import LinearCost
+from lightning_safusion.comm.transport import Transport
 from lightning_safusion.fusion.events import WindowEvents
 from lightning_safusion.fusion.plans.fit import fit_or_scale
 from lightning_safusion.fusion.plans.plan import CollectiveName
+from lightning_safusion.fusion.plans.profile import AgreedProfile
 
 _SAMPLES = 256  # measurements kept of each operation
 #: Latest windows whose exchanges are fitted: of a link that changes, older ones would tell what it was.
@@ -126,10 +133,6 @@ class ProfileRecorder:
         """Windows of this kind recorded."""
         return self._windows.get(kind, 0)
 
-    def most_frequent(self) -> Hashable:
-        """The kind of window seen most often, the first one among equals; ``None`` before the first window."""
-        return max(self._windows, key=self._windows.__getitem__, default=None)
-
     def to_vector(self, kind: Hashable) -> np.ndarray:
         """What this rank knows, laid out so that the minimum over ranks, number by number, is the agreement.
 
@@ -189,3 +192,33 @@ def service_seconds(launched: Sequence[float], finished: Sequence[float]) -> lis
 
 def _measured(seconds: float) -> bool:
     return math.isfinite(seconds) and seconds >= 0
+
+
+def agree(
+    recorder: ProfileRecorder,
+    transport: Transport,
+    kind: Hashable,
+    prior: Mapping[str, LinearCost],
+    device: torch.device | str = "cpu",
+    known: AgreedProfile | None = None,
+) -> AgreedProfile:
+    """Agrees on the profile of one kind of window. Collective; blocks; call it between windows.
+
+    Args:
+        recorder: This rank's statistics.
+        transport: Communicator on which no other rank is doing anything else.
+        kind: The same on all ranks.
+        prior: The same on all ranks, such as the result of a calibration.
+        device: Where the transport wants its tensors.
+        known: What was agreed before, the same on all ranks.
+
+    Raises:
+        ValueError: On all ranks, if none has recorded a window of this kind.
+    """
+    minimum = torch.from_numpy(recorder.to_vector(kind)).to(device)
+    transport.all_reduce(minimum, "min").wait()
+    profile = AgreedProfile.from_minimum(minimum.cpu().numpy(), recorder.num_tensors, prior, known)
+    # The fits are floating-point sums, whose last bit may depend on a host's processor: rank 0's are used.
+    result = torch.from_numpy(profile.to_vector()).to(device)
+    transport.broadcast(result, 0).wait()
+    return AgreedProfile.from_vector(result.cpu().numpy())

@@ -7,115 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_safusion.fusion.plans.optimal import predict_finish
-from lightning_safusion.fusion.plans.plan import GroupCosts, Plan
+from lightning_safusion.fusion.plans.costs import GroupCosts
+from lightning_safusion.fusion.plans.plan import Plan
+from lightning_safusion.fusion.plans.pricing import predict_finish
 
 Action = Literal["stay", "switch", "dense", "keep", "revert", "freeze", "try"]
-
-
-@dataclass(frozen=True)
-class Cadence:
-    """How often plans are reviewed, and how large a gain is worth a change.
-
-    Often and for small gains while the job warms up and its times are still settling, then rarely and for larger ones,
-    so that noise changes nothing. A window is one backward pass that exchanges.
-
-    Args:
-        warmup_windows: Windows of the warm-up.
-        warmup_every: Windows between two reviews in the warm-up.
-        warmup_threshold: Predicted gain that a change must exceed in the warm-up, share of the current finish.
-        every: Windows between two reviews afterwards.
-        threshold: Predicted gain that a change must exceed afterwards.
-        trial_windows: Windows after a change that are compared with as many before it. An even number, by default,
-            sees as many of both kinds where two kinds of window alternate.
-        freeze_after: Windows after which the plan stays; ``None``: never.
-        on_trial: A new plan must promise more than the threshold, and keep its promise by the clock. False: whatever
-            the policy proposes at a review is used, as published planners that plan once do it.
-
-    Raises:
-        ValueError: If a number is out of range.
-    """
-
-    warmup_windows: int = 50
-    warmup_every: int = 5
-    warmup_threshold: float = 0.01
-    every: int = 50
-    threshold: float = 0.03
-    trial_windows: int = 6
-    freeze_after: int | None = None
-    on_trial: bool = True
-
-    @classmethod
-    def once(cls, windows: int) -> Cadence:
-        """One plan from what the first ``windows`` windows have measured, and no other."""
-        return cls(warmup_windows=windows, warmup_every=windows, freeze_after=windows, on_trial=False)
-
-    def __post_init__(self) -> None:
-        for name in ("warmup_every", "every", "trial_windows"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be 1 window or more, got {getattr(self, name)}")
-        for name in ("warmup_windows", "freeze_after"):
-            if (getattr(self, name) or 0) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
-        for name in ("warmup_threshold", "threshold"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise ValueError(f"{name} is a share in [0, 1), got {getattr(self, name)}")
-
-
-class ReplanSchedule:
-    """Counts windows and says when to plan again. The count is part of the checkpoint.
-
-    Args:
-        cadence: How often.
-    """
-
-    def __init__(self, cadence: Cadence | None = None) -> None:
-        self.cadence = cadence or Cadence()
-        self.windows = 0
-
-    @property
-    def threshold(self) -> float:
-        """Gain that a change must exceed after the window counted last."""
-        warming_up = self.windows <= self.cadence.warmup_windows
-        return self.cadence.warmup_threshold if warming_up else self.cadence.threshold
-
-    def restart(self) -> None:
-        """Counts from 0 again."""
-        self.windows = 0
-
-    @property
-    def over(self) -> bool:
-        """Whether no plan may be proposed after the window counted last."""
-        return self.cadence.freeze_after is not None and self.windows > self.cadence.freeze_after
-
-    def advance(self) -> bool:
-        """Counts a window that has ended.
-
-        Returns:
-            Whether to plan again before the next one.
-        """
-        self.windows += 1
-        return self._due(self.windows)
-
-    def due_within(self, windows: int) -> bool:
-        """Whether one of the next ``windows`` windows ends with a review."""
-        return any(self._due(self.windows + ahead) for ahead in range(1, windows + 1))
-
-    def _due(self, window: int) -> bool:
-        cadence = self.cadence
-        if cadence.freeze_after is not None and window > cadence.freeze_after:
-            return False
-        if window <= cadence.warmup_windows:
-            return window % cadence.warmup_every == 0
-        return (window - cadence.warmup_windows) % cadence.every == 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """The count, with which a resumed run plans at the windows at which the interrupted one would have."""
-        return {"windows": self.windows}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what :meth:`state_dict` returned."""
-        self.windows = int(state["windows"])
 
 
 @dataclass(frozen=True)

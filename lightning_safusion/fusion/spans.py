@@ -44,7 +44,7 @@ class WindowSpans:
         computed = events.ready[~np.isnan(events.ready)]
         self._spans.append(events.drained - float(computed.min()) if len(computed) else math.nan)
 
-    def agree_median(self, transport: Transport, device: torch.device) -> float:
+    def agree_median(self, transport: Transport, device: torch.device | str) -> float:
         """Agrees on how long a window takes. Collective; blocks; call it between windows.
 
         Ranks begin a window when their own forward pass has ended, and end it together: of each window the shortest

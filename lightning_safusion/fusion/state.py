@@ -50,7 +50,7 @@ def restore_common(controller: Controller, state: Mapping[str, Any], same_job: b
     controller.order_known = bool(state["order_known"])
     if same_job:
         generator.set_density(float(state["density"]))
-        controller.planner.load_state_dict(state["planner"], generator)
+        controller.planner.load_state_dict(state["planner"], generator.shape)
         generator.pool.load_state_dict(state.get("exchanges", ()))  # older checkpoints have none
 
 

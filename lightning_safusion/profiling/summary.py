@@ -35,7 +35,8 @@ import numpy as np
 import torch
 
 from lightning_safusion.__about__ import __version__
-from lightning_safusion.fusion.plans.plan import GroupCosts, Plan
+from lightning_safusion.fusion.plans.costs import GroupCosts
+from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.profiling.figures import RankFigures, StepFigures, buffer_means
 from lightning_safusion.profiling.timeline import StepTimeline
 

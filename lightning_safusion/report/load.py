@@ -16,7 +16,8 @@ from math import nan
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lightning_safusion.fusion.plans.plan import GroupCosts, Plan
+from lightning_safusion.fusion.plans.costs import GroupCosts
+from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.fusion.replan import Decision
 from lightning_safusion.profiling.figures import StepFigures
 from lightning_safusion.profiling.timeline import StepTimeline

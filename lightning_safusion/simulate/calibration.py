@@ -8,7 +8,7 @@ from math import isfinite
 from pathlib import Path
 
 from lightning_safusion.comm.cost import LinearCost, Link, log2_ceil
-from lightning_safusion.fusion.plans.behind import SelectionCost
+from lightning_safusion.fusion.plans.costs import SelectionCost
 from lightning_safusion.simulate.cluster import Cluster, Device
 from lightning_safusion.simulate.measured import CollectiveSample, CollectiveTimes, Host, StageCost
 

@@ -13,7 +13,7 @@ from dataclasses import astuple, dataclass, field, replace
 from types import MappingProxyType
 
 from lightning_safusion.comm.cost import LINKS, Link, allgather_bytes, log2_ceil, ring_allreduce_bytes
-from lightning_safusion.fusion.plans.behind import SelectionCost
+from lightning_safusion.fusion.plans.costs import SelectionCost
 from lightning_safusion.simulate.measured import CollectiveTimes, Host
 
 #: NVLink inside a node: 200 GB/s effective.

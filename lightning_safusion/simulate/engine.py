@@ -13,7 +13,7 @@ from statistics import fmean
 
 import numpy as np
 
-from lightning_safusion.fusion.plans.merging import fuse_ready
+from lightning_safusion.fusion.plans.ticking import fuse_ready
 from lightning_safusion.simulate.cluster import Cluster, CollectiveCost
 from lightning_safusion.simulate.host import simulate_host
 from lightning_safusion.simulate.iteration import Interval, Iteration

@@ -6,17 +6,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from lightning_safusion.fusion.plans.espresso import (
-    Option,
-    PrimitiveCost,
-    Primitives,
-    Trial,
-    choose_options,
-    choose_parts,
-)
-from lightning_safusion.fusion.plans.hipress import HiPress
+from lightning_safusion.fusion.plans.espresso import Option, Trial, choose_options
+from lightning_safusion.fusion.plans.hipress import HiPress, PrimitiveCost, Primitives, choose_parts
 from lightning_safusion.fusion.plans.plan import Group
-from lightning_safusion.fusion.plans.ssfusion import SelectiveChoice, choose_offloaded, choose_selective
+from lightning_safusion.fusion.plans.selective import SelectiveChoice, choose_offloaded, choose_selective
 from lightning_safusion.simulate.engine import simulate
 from lightning_safusion.simulate.job import Job
 from lightning_safusion.simulate.schedule import Message, Planned, Schedule

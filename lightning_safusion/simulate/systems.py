@@ -19,9 +19,10 @@ from lightning_safusion.comm.wire import resolve_codec
 from lightning_safusion.ddp_hooks import POWERSGD_RANKS
 from lightning_safusion.fusion.plans.adaptive import Adaptive
 from lightning_safusion.fusion.plans.costs import DDP_BUCKET, ddp_buckets
-from lightning_safusion.fusion.plans.merging import search_cuts, sparse_plan
+from lightning_safusion.fusion.plans.merging import MGWFBP, OMGS, sparse_plan
 from lightning_safusion.fusion.plans.policy import WFBP, Aligned, Naive, Single
-from lightning_safusion.fusion.plans.ticking import MGWFBP, OMGS, Cupcake, Horovod
+from lightning_safusion.fusion.plans.searching import Cupcake, search_cuts
+from lightning_safusion.fusion.plans.ticking import Horovod
 from lightning_safusion.naming import look_up
 from lightning_safusion.simulate.cluster import CollectiveCost
 from lightning_safusion.simulate.engine import mean_iteration

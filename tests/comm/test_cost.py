@@ -8,11 +8,9 @@ from lightning_safusion.comm.cost import (
     LinearCost,
     Link,
     allgather_bytes,
-    break_even_density,
     fit_linear,
     log2_ceil,
     ring_allreduce_bytes,
-    sparse_pays,
 )
 
 SIZES = [2.0**p for p in range(12, 21)]
@@ -46,34 +44,6 @@ def test_presets_are_ordered_by_bandwidth() -> None:
     assert LINKS["10gbit"].beta == pytest.approx(1 / (1.25e9 * 0.85))
     with pytest.raises(TypeError):
         LINKS["mine"] = Link(0, 0)  # type: ignore[index]  # what is refused
-
-
-@pytest.mark.parametrize(
-    ("n", "fp32_s8", "bf16_s8", "fp32_s4", "bf16_s4"),
-    [
-        (4, 0.25, 0.125, 0.5, 0.25),
-        (8, 0.125, 0.0625, 0.25, 0.125),
-        (16, 0.0625, 0.031, 0.125, 0.0625),
-        (32, 0.031, 0.016, 0.0625, 0.031),
-        (64, 0.0156, 0.0078, 0.031, 0.0156),
-        (128, 0.0078, 0.0039, 0.0156, 0.0078),
-        (256, 0.0039, 0.0020, 0.0078, 0.0039),
-    ],
-)
-def test_break_even(n: int, fp32_s8: float, bf16_s8: float, fp32_s4: float, bf16_s4: float) -> None:
-    for density, entry, element in ((fp32_s8, 8, 4), (bf16_s8, 8, 2), (fp32_s4, 4, 4), (bf16_s4, 4, 2)):
-        exact = break_even_density(n, entry, element)
-        assert exact == pytest.approx(density, rel=0.03)  # the table has two digits
-        assert sparse_pays(n, 0.99 * exact, entry, element)
-        assert not sparse_pays(n, 1.01 * exact, entry, element)
-
-
-def test_break_even_agrees_with_the_volumes() -> None:
-    for n in (3, 7, 64):
-        density = break_even_density(n, 6, 4)
-        assert allgather_bytes(n, density * 6) == pytest.approx(ring_allreduce_bytes(n, 4))
-    assert break_even_density(2, 4, 4) == 1.0
-    assert not sparse_pays(1, 0.01, 8, 4)
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,7 @@ from lightning_safusion.fusion.engine import build_controller
 from lightning_safusion.fusion.generator import Generator
 from lightning_safusion.fusion.offload import Offloader, selection_costs
 from lightning_safusion.fusion.planning import Planner
-from lightning_safusion.fusion.plans.selective import Selective
-from lightning_safusion.fusion.plans.ssfusion import choose_offloaded
+from lightning_safusion.fusion.plans.selective import Selective, choose_offloaded
 from lightning_safusion.sparsify import resolve_sparsifier
 from lightning_safusion.sparsify.registry import available_sparsifiers
 from tests.cluster import Cluster, settings, specs
@@ -140,7 +139,7 @@ def test_it_takes_what_the_rule_says(
     numels = [spec.numel for spec in layout.specs]
     sparse = [spec.index != 3 and spec.numel > 1 for spec in layout.specs]
     seconds = [cost(4 * n) for n in numels]
-    ready = controller.planner.costs(controller.generator).ready
+    ready = controller.planner.costs(controller.generator.shape).ready
     expected = choose_offloaded(ready, sparse, seconds, seconds)
     assert [offloader(cluster).wants(place) for place in range(len(layout))] == expected
     # some of them, unless the thread costs nothing

@@ -13,8 +13,8 @@ from lightning_safusion.comm.cost import LINKS, LinearCost
 from lightning_safusion.comm.local_transport import LocalTransport, local_transports
 from lightning_safusion.fusion.plans.fit import fit_exchanges, fit_or_scale
 from lightning_safusion.fusion.plans.optimal import plan_optimal
-from lightning_safusion.fusion.plans.profile import AgreedProfile, agree, modelled_costs
-from lightning_safusion.fusion.recorder import ProfileRecorder, SelectionTime, service_seconds
+from lightning_safusion.fusion.plans.profile import AgreedProfile, modelled_costs
+from lightning_safusion.fusion.recorder import ProfileRecorder, SelectionTime, agree, service_seconds
 
 PRIOR = {"allgather": LinearCost(1e-4, 4e-9), "allreduce": LinearCost(2e-4, 1e-9)}
 KIND = frozenset(range(3))
@@ -89,7 +89,6 @@ def test_kinds_of_window_are_kept_apart() -> None:
     recorder.record_window("generator", [nan, nan, 5.0])
     assert alone(recorder, "discriminator").arrivals == (0.0, 1.0, -math.inf)
     assert alone(recorder, "generator").arrivals == (-math.inf, -math.inf, 0.0)
-    assert recorder.most_frequent() == "generator"
     assert recorder.windows("generator") == 4
     assert recorder.windows("encoder") == 0
 
@@ -117,7 +116,6 @@ def test_wrong_number_of_arrivals_is_refused() -> None:
 def test_a_kind_without_windows_cannot_be_agreed() -> None:
     recorder = ProfileRecorder(3)
     recorder.record_window(KIND, [0.0, 1.0, 2.0])
-    assert ProfileRecorder(3).most_frequent() is None
     with pytest.raises(ValueError, match="no rank has recorded"):
         alone(recorder, "other")
 

@@ -185,7 +185,7 @@ def test_a_plan_for_another_model_is_refused(make: Make) -> None:
     state = common_state(cluster.controllers[0])["planner"]
     state["plan"] = state["plan"][:-1]
     with pytest.raises(ValueError, match=f"the model has {len(cluster.specs)}"):
-        cluster.controllers[0].planner.load_state_dict(state, cluster.controllers[0].generator)
+        cluster.controllers[0].planner.load_state_dict(state, cluster.controllers[0].generator.shape)
 
 
 @pytest.mark.parametrize("scope", ["tensor", "group"])

@@ -18,8 +18,7 @@ from lightning_safusion.comm import local_transports
 from lightning_safusion.fusion.controller import Controller
 from lightning_safusion.fusion.engine import build_controller
 from lightning_safusion.fusion.events import WindowEvents
-from lightning_safusion.fusion.plans.merging import fuse_ready
-from lightning_safusion.fusion.plans.ticking import Horovod
+from lightning_safusion.fusion.plans.ticking import Horovod, fuse_ready
 from lightning_safusion.fusion.ticks import Ticks
 from tests.cluster import Cluster, settings, specs
 from tests.fusion.test_controller import Failing
@@ -261,7 +260,7 @@ def test_where_nothing_may_leave_early_nothing_is_asked() -> None:
     assert controller.report is not None
     assert (
         len(controller.report.events.buffers)
-        == len(Horovod(threshold_bytes=4000).plan(controller.planner.costs(controller.generator)).groups)
+        == len(Horovod(threshold_bytes=4000).plan(controller.planner.costs(controller.generator.shape)).groups)
         > 1
     )
 

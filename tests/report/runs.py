@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from lightning_safusion.fusion.events import BufferEvents
-from lightning_safusion.fusion.plans.plan import GroupCosts, Plan
+from lightning_safusion.fusion.plans.costs import GroupCosts
+from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.fusion.replan import Decision
 from lightning_safusion.metrics.figures import TensorFigures
 from lightning_safusion.metrics.history import MissingRateStatistics

@@ -27,15 +27,17 @@ import numpy as np
 import pytest
 
 from lightning_safusion.comm.cost import LINKS, Link
-from lightning_safusion.fusion.plans.merging import even_cuts, plan_omgs, plan_pareto, sparse_plan
+from lightning_safusion.fusion.plans.merging import plan_omgs, sparse_plan
 from lightning_safusion.fusion.plans.optimal import optimal_cuts, plan_optimal
 from lightning_safusion.fusion.plans.policy import WFBP, Aligned, Single
+from lightning_safusion.fusion.plans.searching import even_cuts
 from lightning_safusion.simulate.cluster import Cluster, CollectiveCost
 from lightning_safusion.simulate.engine import simulate
 from lightning_safusion.simulate.job import Job, grouped
 from lightning_safusion.simulate.schedule import Planned, Schedule, Timer
 from lightning_safusion.simulate.systems import SIMULATED
 from lightning_safusion.simulate.trace import Trace, resolve_trace
+from tests.fusion.plans.planner_loss import plan_pareto
 
 load = cache(resolve_trace)
 

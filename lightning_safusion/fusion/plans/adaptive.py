@@ -5,17 +5,12 @@ from __future__ import annotations
 import math
 from typing import Literal, get_args
 
-from lightning_safusion.fusion.plans.optimal import (
-    NO_BOUNDS,
-    Bounds,
-    check_share,
-    plan_greedy,
-    plan_optimal,
-    predict_finish,
-)
-from lightning_safusion.fusion.plans.plan import GroupCosts, Plan
+from lightning_safusion.fusion.plans.cadence import Cadence, ReplanSchedule
+from lightning_safusion.fusion.plans.costs import GroupCosts
+from lightning_safusion.fusion.plans.optimal import check_share, plan_greedy, plan_optimal
+from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.fusion.plans.policy import FusionPolicy
-from lightning_safusion.fusion.replan import Cadence, ReplanSchedule
+from lightning_safusion.fusion.plans.pricing import NO_BOUNDS, Bounds, predict_finish
 
 Rule = Literal["optimal", "paper"]
 
@@ -45,13 +40,13 @@ class Adaptive(FusionPolicy):
         self,
         rule: Rule = "optimal",
         max_last_share: float = 0.5,
-        warmup_windows: int = 50,
-        warmup_every: int = 5,
-        warmup_threshold: float = 0.01,
-        every: int = 50,
-        threshold: float = 0.03,
-        trial_windows: int = 6,
-        freeze_after: int | None = None,
+        warmup_windows: int = Cadence.warmup_windows,
+        warmup_every: int = Cadence.warmup_every,
+        warmup_threshold: float = Cadence.warmup_threshold,
+        every: int = Cadence.every,
+        threshold: float = Cadence.threshold,
+        trial_windows: int = Cadence.trial_windows,
+        freeze_after: int | None = Cadence.freeze_after,
     ) -> None:
         if rule not in get_args(Rule):
             raise ValueError(f"unknown rule {rule!r}: choose one of {list(get_args(Rule))}")

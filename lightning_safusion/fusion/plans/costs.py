@@ -1,27 +1,144 @@
-"""The costs of a job: sizes and quotas of its tensors, priced with agreed times, or with modelled ones before that."""
+"""The numbers that planners get: costs of buffers, and the shape of the job."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-import torch
-
-from lightning_safusion.comm.cost import LINKS, LinearCost
-from lightning_safusion.comm.wire import resolve_codec
-from lightning_safusion.fusion.generator import Generator
-from lightning_safusion.fusion.plans.plan import GroupCosts
-from lightning_safusion.fusion.plans.profile import AgreedProfile, modelled_costs
 
 #: What buffers may take; ``"auto"``: the all-gather or the all-reduce, whichever is predicted to be cheaper.
 CollectiveChoice = Literal["auto", "allgather", "allreduce"]
 
 _MIB = 2.0**20
+
 #: Bytes of DDP's buckets, and of its first one.
 DDP_BUCKET, DDP_FIRST_BUCKET = 25 * _MIB, 1 * _MIB
+
+
+@dataclass(frozen=True)
+class SelectionCost:
+    """Seconds of one selection over ``d`` elements: ``fixed + per_element * d + per_comparison * d * log2(d)``.
+
+    Args:
+        fixed: Seconds of any call.
+        per_element: Seconds per element: scans and thresholds.
+        per_comparison: Seconds per comparison of a sort. OMGS-SGD's released value is 2.19e-10 on a P102-100.
+    """
+
+    fixed: float
+    per_element: float
+    per_comparison: float = 0.0
+
+    def __call__(self, elements: np.ndarray | float) -> np.ndarray:
+        """Seconds for each number of elements, float64 of the same shape; nothing is spent on no elements."""
+        d = np.asarray(elements, np.float64)
+        seconds = self.fixed + self.per_element * d + self.per_comparison * d * np.log2(np.maximum(d, 1.0))
+        return np.where(d > 0, seconds, 0.0)
+
+
+#: Exact selection on a device, as long as nothing was measured.
+NOMINAL_SELECTION = SelectionCost(40e-6, 1e-10)
+
+
+@dataclass(frozen=True)
+class GroupCosts:
+    """Agreed numbers that a planner works with; the same on all ranks, bit for bit.
+
+    Places are ready order; seconds throughout.
+
+    Args:
+        numels: Elements of each tensor [L].
+        ready: Time at which each gradient is ready and selected, counted from the start of backward [L], rising.
+        sparse_bytes: Bytes that each tensor adds to a sparse message [L].
+        dense_bytes: Bytes that each tensor adds to a dense all-reduce [L].
+        world_size: Workers.
+        sparse: ``(fixed seconds, seconds per byte of one rank's message)`` of a sparse exchange.
+        dense: ``(fixed seconds, seconds per byte of the buffer)`` of a dense all-reduce.
+        dense_allowed: Whether a buffer may take the dense all-reduce.
+        sparse_allowed: Whether a buffer may take the sparse all-gather.
+        per_buffer: Seconds that handling one buffer, of whatever size, takes from the backward pass (the calls that
+            select, pack, launch and decode): every gradient from its last one on is that much later.
+        arrivals: Time at which each gradient has been computed, no selection counted [L], rising. Only planners that
+            place selection themselves look at it; empty where there are none.
+        select: Seconds of one selection over ``d`` elements: ``(fixed, per element, per comparison)``, see
+            :class:`SelectionCost`; for the same planners.
+        decode: ``(seconds of a buffer, seconds per byte of one rank's message)`` of decoding a sparse exchange; for the
+            same planners.
+        quotas: Elements that each tensor may send, all of them where it travels whole [L]; empty where nobody knows.
+        hybrid: What travels whole in a sparse buffer has an all-reduce of its own.
+    """
+
+    numels: tuple[int, ...]
+    ready: tuple[float, ...]
+    sparse_bytes: tuple[float, ...]
+    dense_bytes: tuple[float, ...]
+    world_size: int
+    sparse: tuple[float, float]
+    dense: tuple[float, float]
+    dense_allowed: bool = True
+    sparse_allowed: bool = True
+    per_buffer: float = 0.0
+    arrivals: tuple[float, ...] = ()
+    select: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    decode: tuple[float, float] = (0.0, 0.0)
+    quotas: tuple[int, ...] = ()
+    hybrid: bool = False
+
+    @property
+    def sends_all(self) -> list[bool]:
+        """Whether the quota of each tensor is the whole tensor [L]; not where nobody knows the quotas."""
+        quotas = self.quotas or (0,) * len(self.numels)
+        return [quota >= numel for quota, numel in zip(quotas, self.numels, strict=True)]
+
+    @property
+    def selection(self) -> SelectionCost:
+        """Time of a selection; a nominal one as long as nothing was measured, which must not look free."""
+        return SelectionCost(*self.select) if any(self.select) else NOMINAL_SELECTION
+
+
+@dataclass(frozen=True)
+class JobShape:
+    """All that planning knows of a job besides times: numbers that are the same on all ranks.
+
+    Places are ready order.
+
+    Args:
+        numels: Elements of each tensor [L].
+        widths: Bytes of an element of each gradient [L].
+        quotas: Elements that each tensor may send, all of them where it is dense [L].
+        world_size: Workers.
+        entry_bytes: Bytes on the wire of a selected element, position included, at the model's mean density.
+        hybrid: Dense tensors of a sparse buffer have an all-reduce of their own.
+        device: Where the gradients live, as torch writes it.
+
+    Raises:
+        ValueError: If the numbers do not describe the same tensors.
+    """
+
+    numels: tuple[int, ...]
+    widths: tuple[int, ...]
+    quotas: tuple[int, ...]
+    world_size: int
+    entry_bytes: float
+    hybrid: bool = False
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        lengths = {"numels": len(self.numels), "widths": len(self.widths), "quotas": len(self.quotas)}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"a shape must hold one number per tensor, got lengths {lengths}")
+
+    def __len__(self) -> int:
+        """Tensors (L)."""
+        return len(self.numels)
+
+    @property
+    def all_dense(self) -> bool:
+        """Whether every tensor sends all of its elements, so that there is nothing to select."""
+        return all(quota >= numel for quota, numel in zip(self.quotas, self.numels, strict=True))
 
 
 def ddp_buckets(nbytes: Sequence[float], cap: float = DDP_BUCKET, first: float = DDP_FIRST_BUCKET) -> list[int]:
@@ -52,61 +169,3 @@ def predict_plain_ddp(costs: GroupCosts) -> float:
     for start, stop in pairwise([0, *ddp_buckets(costs.dense_bytes)]):
         free = max(free, costs.arrivals[stop - 1]) + fixed + per_byte * sum(costs.dense_bytes[start:stop])
     return free
-
-
-def job_costs(
-    generator: Generator,
-    collective: CollectiveChoice,
-    world_size: int,
-    profile: AgreedProfile | None,
-    prior: Mapping[str, LinearCost] | None,
-) -> GroupCosts:
-    """What a planner is asked with; the same on all ranks.
-
-    Args:
-        generator: Knows the tensors in ready order, and their quotas.
-        collective: What buffers may take.
-        world_size: Workers.
-        profile: Agreed times; None as long as there are none.
-        prior: Costs of ``"allgather"`` and ``"allreduce"`` until then; None for modelled ones.
-    """
-    layout, quotas = generator.layout, generator.quotas
-    sizes = np.diff(layout.edges)
-    widths = np.array([spec.dtype.itemsize for spec in layout.specs])
-    sparse = np.where(quotas.dense, sizes * widths, quotas.counts * _entry_bytes(generator)) + 1.0
-    dense_everywhere = bool(quotas.dense.all())
-    arguments = {
-        "numels": tuple(int(n) for n in sizes),
-        "sparse_bytes": tuple(sparse.tolist()),
-        "dense_bytes": tuple((sizes * np.minimum(widths, 4)).astype(float).tolist()),
-        "world_size": world_size,
-        "dense_allowed": collective != "allgather",
-        "sparse_allowed": collective == "allgather" or (collective == "auto" and not dense_everywhere),
-    }
-    hybrid = generator.pool.sparse == "hybrid"
-    return replace(_priced(arguments, profile, prior), quotas=tuple(quotas.counts.tolist()), hybrid=hybrid)
-
-
-def _priced(
-    arguments: dict[str, Any], profile: AgreedProfile | None, prior: Mapping[str, LinearCost] | None
-) -> GroupCosts:
-    if profile is not None:
-        return profile.group_costs(**arguments)
-    modelled = modelled_costs(**arguments, link=LINKS["10gbit"])
-    if prior is None:
-        return modelled
-    lines = {name: (prior[name].fixed, prior[name].per_byte) for name in ("allgather", "allreduce")}
-    return replace(modelled, sparse=lines["allgather"], dense=lines["allreduce"])
-
-
-def _entry_bytes(generator: Generator) -> float:
-    """Bytes on the wire per selected element, for a buffer with the model's mean density."""
-    quotas = generator.quotas
-    sizes = np.diff(generator.layout.edges)
-    numel = int(sizes[~quotas.dense].sum())
-    capacity = int(quotas.counts[~quotas.dense].sum())
-    if not capacity:
-        return 0.0
-    scale = min(1.0, (1 << 24) / numel)  # a buffer, not the model: index formats differ for spans of billions
-    numel, capacity = max(1, int(numel * scale)), max(1, int(capacity * scale))
-    return resolve_codec(generator.pool.wire, numel, capacity, torch.float32).nbytes / capacity

@@ -1,20 +1,140 @@
-"""Published systems that choose for each tensor by itself how it travels: HiPress, Espresso."""
+"""HiPress (SOSP 2021): each tensor compressed or not, by a closed cost model."""
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
-from lightning_safusion.fusion.plans.espresso import (
-    Option,
-    choose_compressed,
-    choose_options,
-    predict_options,
-    sends_all,
-)
-from lightning_safusion.fusion.plans.plan import CollectiveName, Group, GroupCosts, Plan
-from lightning_safusion.fusion.plans.ticking import PROFILED_WINDOWS, PlannedOnce
+import numpy as np
 
-Fabric = Literal["nvlink", "pcie"]
+from lightning_safusion.fusion.plans.costs import GroupCosts
+from lightning_safusion.fusion.plans.plan import CollectiveName, Group, Plan
+from lightning_safusion.fusion.plans.policy import PROFILED_WINDOWS, PlannedOnce
+
+
+@dataclass(frozen=True)
+class PrimitiveCost:
+    """Time of one of HiPress's primitives: ``max(floor, fixed + per_element * x)`` seconds for ``x`` elements.
+
+    Args:
+        fixed: Seconds of any call.
+        per_element: Seconds per element.
+        floor: Least seconds of a call.
+    """
+
+    fixed: float
+    per_element: float
+    floor: float = 0.0
+
+    def __call__(self, elements: float) -> float:
+        """Seconds for ``elements`` elements."""
+        return max(self.floor, self.fixed + self.per_element * elements)
+
+
+@dataclass(frozen=True)
+class Primitives:
+    """Costs of the primitives out of which CaSync (HiPress, SOSP 2021) composes an exchange.
+
+    Args:
+        send: One hop of a ring.
+        gather: All workers to a server.
+        broadcast: A server to all workers.
+        encode: Compression.
+        decode: Decompression, of compressed elements.
+    """
+
+    send: PrimitiveCost
+    gather: PrimitiveCost
+    broadcast: PrimitiveCost
+    encode: PrimitiveCost
+    decode: PrimitiveCost
+
+
+class PartsChoice(NamedTuple):
+    """What HiPress decides for one gradient.
+
+    Args:
+        compress: Whether it is compressed.
+        parts: Parts it is split into.
+        seconds: Predicted time of its exchange.
+    """
+
+    compress: bool
+    parts: int
+    seconds: float
+
+
+def choose_parts(
+    numel: int,
+    world_size: int,
+    ratio: float,
+    costs: Primitives,
+    topology: Literal["ring", "server"] = "ring",
+) -> PartsChoice:
+    """HiPress's selective compression and partitioning (SeCoPa): the cheapest of raw and compressed in 1 to n parts.
+
+    Merging of values is free in this model. A compressed ring encodes again at every hop.
+
+    Args:
+        numel: Elements of the gradient.
+        world_size: Workers (n).
+        ratio: Compressed size over raw size.
+        costs: The primitives.
+        topology: ``"ring"``, or ``"server"`` (parameter servers beside the workers).
+
+    Raises:
+        ValueError: If the topology is unknown, there is no worker, or the ratio is not above 0.
+    """
+    if topology not in ("ring", "server"):
+        raise ValueError(f"unknown topology {topology!r}: choose 'ring' or 'server'")
+    if world_size < 1 or not ratio > 0:
+        raise ValueError(f"need at least one worker and a positive ratio, got {world_size} and {ratio}")
+    seconds = _ring_seconds if topology == "ring" else _server_seconds
+    choices = [
+        PartsChoice(compress, parts, seconds(numel / parts, world_size, parts, ratio if compress else None, costs))
+        for compress in (False, True)
+        for parts in range(1, world_size + 1)
+    ]
+    return min(choices, key=lambda choice: choice.seconds)
+
+
+def _ring_seconds(part: float, n: int, parts: int, ratio: float | None, costs: Primitives) -> float:
+    if ratio is None:
+        return 2 * (n - 1) * costs.send(part)
+    return 2 * (n - 1) * costs.send(ratio * part) + n * costs.encode(part) + n * costs.decode(ratio * part)
+
+
+def _server_seconds(part: float, n: int, parts: int, ratio: float | None, costs: Primitives) -> float:
+    if ratio is None:
+        return costs.gather(part) + costs.broadcast(part)
+    encodes, decodes = min(parts + 1, n), min(n - 1 + parts, 2 * (n - 1))
+    wire = costs.gather(ratio * part) + costs.broadcast(ratio * part)
+    return wire + encodes * costs.encode(part) + decodes * costs.decode(ratio * part)
+
+
+def choose_compressed(costs: GroupCosts) -> list[bool]:
+    """HiPress's question, compress or not, for exchanges that are one collective each.
+
+    SeCoPa compares ``alpha * send + beta * encode + gamma * decode`` of the synchronisation strategy at hand, with and
+    without compression. Here raw gradients take an all-reduce, compressed ones an all-gather, after one selection; all
+    messages are decoded at once.
+
+    Args:
+        costs: Agreed numbers.
+
+    Returns:
+        Whether each tensor is compressed [L]. One whose quota is the whole tensor is not.
+    """
+    decode_fixed, decode = costs.decode
+    whole = costs.sends_all
+    compressed = costs.sparse[0] + decode_fixed + (costs.sparse[1] + decode) * np.array(costs.sparse_bytes)
+    compressed = compressed + costs.selection(np.array(costs.numels))
+    raw = costs.dense[0] + costs.dense[1] * np.array(costs.dense_bytes)
+    pays = (compressed < raw).tolist()
+    return [
+        costs.sparse_allowed and not all_of_it and (faster or not costs.dense_allowed)
+        for faster, all_of_it in zip(pays, whole, strict=True)
+    ]
 
 
 class HiPress(PlannedOnce):
@@ -59,52 +179,4 @@ class HiPress(PlannedOnce):
             else:
                 groups.append(Group(place, place + 1, raw))
                 held = costs.dense_bytes[place]
-        return Plan(tuple(groups))
-
-
-class Espresso(PlannedOnce):
-    """Espresso (EuroSys 2023): full precision, half precision or compression for each tensor, by simulated iterations.
-
-    For selection from each tensor (``scope="tensor"``) and both collectives (``collective="auto"``); nothing is merged.
-    What differs from the paper, and why:
-
-    - The iteration is simulated with times that were measured in the job, not with tables of encoding costs.
-    - Two of the collectives: all-reduce for whole tensors, all-gather for compressed ones. The choice between one and
-      two compressions is one of collectives in several steps, which are no choice of a single buffer here.
-    - Tensors are not selected from on the CPU: on a job without accelerators that is where they are, and on one with
-      them its speed is not among the agreed times. (The simulator's ``espresso`` has both options.)
-    - Compression is charged to the stream of the backward pass, not to the link as well, as the release does it; its
-      gaps between gradients are taken modulo 1 ms.
-
-    Args:
-        fabric: Connection inside a node; decides from which size compression is tried: 2**19 elements with
-            ``"nvlink"``, 2**20 with ``"pcie"``. From 2**17 elements half precision is.
-        windows: Windows that are measured before.
-
-    Raises:
-        ValueError: If the fabric is unknown or a number is out of range.
-    """
-
-    name = "espresso"
-
-    def __init__(self, fabric: Fabric = "nvlink", windows: int = PROFILED_WINDOWS) -> None:
-        super().__init__(windows)
-        if fabric not in get_args(Fabric):
-            raise ValueError(f"unknown fabric {fabric!r}: choose one of {list(get_args(Fabric))}")
-        self.fabric: Fabric = fabric
-
-    def options(self, costs: GroupCosts) -> list[Option]:
-        """The option of each tensor [L]. Pure."""
-        sparse = [costs.sparse_allowed and not whole for whole in sends_all(costs)]
-        if not costs.dense_allowed:
-            return ["sparse"] * len(sparse)
-        return choose_options(
-            costs.numels, lambda options: predict_options(costs, options), self.fabric, cpu=False, compress=sparse
-        )
-
-    def plan(self, costs: GroupCosts) -> Plan:
-        groups = []
-        for place, option in enumerate(self.options(costs)):
-            collective: CollectiveName = "allgather" if option == "sparse" else "allreduce"
-            groups.append(Group(place, place + 1, collective, half=option == "half"))
         return Plan(tuple(groups))

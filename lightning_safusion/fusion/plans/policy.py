@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from lightning_safusion.fusion.plans.optimal import NO_BOUNDS, Bounds, GroupPricer, element_edges, predict_finish
-from lightning_safusion.fusion.plans.plan import GroupCosts, Plan
-from lightning_safusion.fusion.replan import ReplanSchedule
-from lightning_safusion.fusion.search import CutSearch
+from lightning_safusion.fusion.plans.cadence import Cadence, ReplanSchedule
+from lightning_safusion.fusion.plans.costs import GroupCosts
+from lightning_safusion.fusion.plans.plan import Plan
+from lightning_safusion.fusion.plans.pricing import NO_BOUNDS, Bounds, GroupPricer, element_edges, predict_finish
+
+if TYPE_CHECKING:
+    from lightning_safusion.fusion.plans.searching import CutSearch
 
 # Share of the finish that is not worth more buffers, each of which costs the host some work that no cost line shows.
 _AS_GOOD = 0.01
+
+#: Enough for the medians of a profile; the first windows of a job set up communicators and warm up kernels.
+PROFILED_WINDOWS = 12
 
 
 class FusionPolicy(ABC):
@@ -150,3 +156,26 @@ class Naive(FusionPolicy):
 
     def plan(self, costs: GroupCosts) -> Plan:
         return Single().plan(costs)
+
+
+class PlannedOnce(FusionPolicy):
+    """Plans once, when the first windows have been measured, and anew where the order of the gradients changes.
+
+    Until then, and in a deterministic training for good, the same rule plans with modelled times.
+
+    Args:
+        windows: Windows (backward passes that exchange) that are measured before.
+
+    Raises:
+        ValueError: If there is no such window.
+    """
+
+    needs_costs = True
+
+    def __init__(self, windows: int = PROFILED_WINDOWS) -> None:
+        if windows < 3:
+            raise ValueError(f"windows must be 3 or more, since the first ones set up communicators, got {windows}")
+        self.windows = windows
+
+    def schedule(self) -> ReplanSchedule:
+        return ReplanSchedule(Cadence.once(self.windows))

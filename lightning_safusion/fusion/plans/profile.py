@@ -1,23 +1,17 @@
-"""Measured times, agreed by all ranks and turned into the costs that planners work with.
-
-Every rank keeps running medians of its own. What is planned with is agreed: a gradient is ready when the slowest
-worker has it, while an exchange took as long as the worker that arrived last saw (the others waited for it). The
-numbers are finished on rank 0 and broadcast, so that all ranks hold the same bits.
-"""
+"""Measured times that all ranks have agreed on, and the costs of a job by them."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
-import torch
 
 from lightning_safusion.comm.cost import LINKS, LinearCost, Link
-from lightning_safusion.comm.transport import Transport
+from lightning_safusion.fusion.plans.costs import CollectiveChoice, GroupCosts, JobShape
 from lightning_safusion.fusion.plans.fit import fit_exchanges
-from lightning_safusion.fusion.plans.plan import CollectiveName, GroupCosts
-from lightning_safusion.fusion.recorder import ProfileRecorder
+from lightning_safusion.fusion.plans.plan import CollectiveName
 
 
 @dataclass(frozen=True)
@@ -131,36 +125,6 @@ class AgreedProfile:
         )
 
 
-def agree(
-    recorder: ProfileRecorder,
-    transport: Transport,
-    kind: Hashable,
-    prior: Mapping[str, LinearCost],
-    device: torch.device | str = "cpu",
-    known: AgreedProfile | None = None,
-) -> AgreedProfile:
-    """Agrees on the profile of one kind of window. Collective; blocks; call it between windows.
-
-    Args:
-        recorder: This rank's statistics.
-        transport: Communicator on which no other rank is doing anything else.
-        kind: The same on all ranks.
-        prior: The same on all ranks, such as the result of a calibration.
-        device: Where the transport wants its tensors.
-        known: What was agreed before, the same on all ranks.
-
-    Raises:
-        ValueError: On all ranks, if none has recorded a window of this kind.
-    """
-    minimum = torch.from_numpy(recorder.to_vector(kind)).to(device)
-    transport.all_reduce(minimum, "min").wait()
-    profile = AgreedProfile.from_minimum(minimum.cpu().numpy(), recorder.num_tensors, prior, known)
-    # The fits are floating-point sums, whose last bit may depend on a host's processor: rank 0's are used.
-    result = torch.from_numpy(profile.to_vector()).to(device)
-    transport.broadcast(result, 0).wait()
-    return AgreedProfile.from_vector(result.cpu().numpy())
-
-
 def modelled_costs(
     numels: Sequence[int],
     sparse_bytes: Sequence[float],
@@ -194,6 +158,45 @@ def modelled_costs(
     return profile.group_costs(
         numels, sparse_bytes, dense_bytes, world_size, dense_allowed=dense_allowed, sparse_allowed=sparse_allowed
     )
+
+
+def job_costs(
+    shape: JobShape,
+    collective: CollectiveChoice,
+    profile: AgreedProfile | None,
+    prior: Mapping[str, LinearCost] | None,
+) -> GroupCosts:
+    """What a planner is asked with; the same on all ranks.
+
+    Args:
+        shape: Sizes and quotas of the tensors.
+        collective: What buffers may take.
+        profile: Agreed times; None as long as there are none.
+        prior: Costs of ``"allgather"`` and ``"allreduce"`` until then; None for modelled ones.
+    """
+    sizes, widths, counts = (np.array(numbers, np.int64) for numbers in (shape.numels, shape.widths, shape.quotas))
+    sparse = np.where(counts >= sizes, sizes * widths, counts * shape.entry_bytes) + 1.0
+    arguments = {
+        "numels": shape.numels,
+        "sparse_bytes": tuple(sparse.tolist()),
+        "dense_bytes": tuple((sizes * np.minimum(widths, 4)).astype(float).tolist()),
+        "world_size": shape.world_size,
+        "dense_allowed": collective != "allgather",
+        "sparse_allowed": collective == "allgather" or (collective == "auto" and not shape.all_dense),
+    }
+    return replace(_priced(arguments, profile, prior), quotas=shape.quotas, hybrid=shape.hybrid)
+
+
+def _priced(
+    arguments: dict[str, Any], profile: AgreedProfile | None, prior: Mapping[str, LinearCost] | None
+) -> GroupCosts:
+    if profile is not None:
+        return profile.group_costs(**arguments)
+    modelled = modelled_costs(**arguments, link=LINKS["10gbit"])
+    if prior is None:
+        return modelled
+    lines = {name: (prior[name].fixed, prior[name].per_byte) for name in ("allgather", "allreduce")}
+    return replace(modelled, sparse=lines["allgather"], dense=lines["allreduce"])
 
 
 def _agreed_samples(rows: np.ndarray) -> dict[CollectiveName, list[tuple[float, float]]]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from lightning_safusion.fusion.plans.adaptive import Adaptive
-from lightning_safusion.fusion.plans.hipress import Espresso, HiPress
+from lightning_safusion.fusion.plans.espresso import Espresso
+from lightning_safusion.fusion.plans.hipress import HiPress
+from lightning_safusion.fusion.plans.merging import MGWFBP, OMGS
 from lightning_safusion.fusion.plans.policy import WFBP, Aligned, FusionPolicy, Naive, Single
+from lightning_safusion.fusion.plans.searching import Cupcake
 from lightning_safusion.fusion.plans.selective import Selective
-from lightning_safusion.fusion.plans.ticking import MGWFBP, OMGS, Cupcake, Horovod
+from lightning_safusion.fusion.plans.ticking import Horovod
 from lightning_safusion.naming import look_up
 
 _POLICIES = (Adaptive, Aligned, Cupcake, Espresso, HiPress, Horovod, MGWFBP, Naive, OMGS, Selective, Single, WFBP)

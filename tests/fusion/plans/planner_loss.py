@@ -1,4 +1,4 @@
-"""Random instances, brute force over all plans, and how far a plan is from the best one."""
+"""Random instances, exact plans to compare with, and how far a plan is from the best one."""
 
 from __future__ import annotations
 
@@ -7,9 +7,71 @@ from itertools import combinations
 
 import numpy as np
 
-from lightning_safusion.fusion.plans.behind import BehindCosts, SelectionCost, predict_behind
-from lightning_safusion.fusion.plans.optimal import predict_finish
-from lightning_safusion.fusion.plans.plan import CollectiveName, GroupCosts, Plan
+from lightning_safusion.fusion.plans.costs import GroupCosts, SelectionCost
+from lightning_safusion.fusion.plans.merging import BehindCosts, sparse_plan
+from lightning_safusion.fusion.plans.plan import CollectiveName, Plan
+from lightning_safusion.fusion.plans.pricing import predict_finish
+
+
+def predict_behind(plan: Plan, costs: BehindCosts) -> float:
+    """Seconds from the start of backward to the end of the last exchange, with selection on the compute stream.
+
+    Args:
+        plan: A plan of the L tensors that ``costs`` describes.
+        costs: The numbers.
+
+    Raises:
+        ValueError: If the plan covers another number of tensors.
+    """
+    if plan.num_tensors != len(costs.numels):
+        raise ValueError(f"the plan covers {plan.num_tensors} tensors but the costs describe {len(costs.numels)}")
+    compute = link = 0.0
+    for group in plan.groups:
+        members = slice(group.start, group.stop)
+        compute += sum(costs.backward[members]) + float(costs.selection(sum(costs.numels[members])))
+        link = max(link, compute) + float(costs.seconds(sum(costs.sparse_bytes[members])))
+    return link
+
+
+def plan_pareto(costs: BehindCosts) -> Plan:
+    """The plan whose last exchange ends first when selection over a merged buffer delays the gradients after it.
+
+    Exact. After ``j`` tensors only two numbers matter: the seconds spent on selection so far, and the end of the last
+    exchange. A state that another one beats in both can be dropped; the remaining fronts are a few dozen states long.
+
+    Args:
+        costs: The numbers.
+    """
+    total = len(costs.numels)
+    if total == 0:
+        return Plan(())
+    elements = np.concatenate([[0], np.cumsum(costs.numels, dtype=np.int64)])
+    nbytes = np.cumsum([0.0, *costs.sparse_bytes])
+    ready = np.cumsum(costs.backward)
+    # All states kept so far, of all prefixes: how many tensors they cover, what they cost, and where they came from.
+    places, parents = np.array([0]), np.array([-1])
+    spent, ends = np.array([0.0]), np.array([0.0])
+    for stop in range(1, total + 1):
+        selection = spent + costs.selection(elements[stop] - elements[places])
+        finish = np.maximum(ends, ready[stop - 1] + selection) + costs.seconds(nbytes[stop] - nbytes[places])
+        kept = _front(selection, finish)
+        places = np.concatenate([places, np.full(len(kept), stop)])
+        parents = np.concatenate([parents, kept])
+        spent, ends = np.concatenate([spent, selection[kept]]), np.concatenate([ends, finish[kept]])
+    last = np.flatnonzero(places == total)
+    state = int(last[np.argmin(ends[last])])
+    stops = []
+    while state > 0:
+        stops.append(int(places[state]))
+        state = int(parents[state])
+    return sparse_plan(stops[::-1])
+
+
+def _front(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Indices of the pairs that no other pair beats in both numbers; of equal pairs the earliest."""
+    order = np.lexsort((second, first))
+    best_before = np.concatenate([[np.inf], np.minimum.accumulate(second[order])[:-1]])
+    return order[second[order] < best_before]
 
 
 def all_plans(length: int, collective: CollectiveName = "allgather") -> Iterator[Plan]:

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 from lightning_safusion.fusion.plans.adaptive import Adaptive, Tuned, predicted_gain
-from lightning_safusion.fusion.plans.optimal import Bounds, GroupPricer, plan_greedy, plan_optimal, predict_finish
-from lightning_safusion.fusion.plans.plan import Group, GroupCosts, Plan
+from lightning_safusion.fusion.plans.cadence import Cadence, ReplanSchedule
+from lightning_safusion.fusion.plans.costs import GroupCosts
+from lightning_safusion.fusion.plans.optimal import plan_greedy, plan_optimal
+from lightning_safusion.fusion.plans.plan import Group, Plan
 from lightning_safusion.fusion.plans.policy import WFBP, Aligned, FusionPolicy, Naive, Single
+from lightning_safusion.fusion.plans.pricing import Bounds, GroupPricer, predict_finish
 from lightning_safusion.fusion.plans.registry import resolve_fusion
-from lightning_safusion.fusion.replan import Cadence, ReplanSchedule
 
 
 def model(fixed: float = 3e-4, per_byte: float = 6e-8) -> GroupCosts:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_safusion.fusion.plans.costs import predict_plain_ddp
-from lightning_safusion.fusion.plans.plan import GroupCosts
+from lightning_safusion.fusion.plans.costs import GroupCosts, predict_plain_ddp
 
 MIB = 2**20
 

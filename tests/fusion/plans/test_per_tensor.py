@@ -14,19 +14,15 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_safusion.fusion.plans.behind import BehindCosts, predict_behind
-from lightning_safusion.fusion.plans.espresso import (
-    NOMINAL_SELECTION,
-    Option,
-    choose_compressed,
-    choose_options,
-    predict_options,
-)
-from lightning_safusion.fusion.plans.hipress import Espresso, HiPress
-from lightning_safusion.fusion.plans.optimal import predict_finish
-from lightning_safusion.fusion.plans.plan import Group, GroupCosts, Plan
+from lightning_safusion.fusion.plans.costs import NOMINAL_SELECTION, GroupCosts
+from lightning_safusion.fusion.plans.espresso import Espresso, Option, choose_options, predict_options
+from lightning_safusion.fusion.plans.hipress import HiPress, choose_compressed
+from lightning_safusion.fusion.plans.merging import BehindCosts
+from lightning_safusion.fusion.plans.plan import Group, Plan
 from lightning_safusion.fusion.plans.policy import FusionPolicy
+from lightning_safusion.fusion.plans.pricing import predict_finish
 from tests.cluster import Cluster, settings, specs
+from tests.fusion.plans.planner_loss import predict_behind
 from tests.fusion.test_engine import run
 from tests.fusion.test_planning import Job, Rank, actions
 
@@ -144,7 +140,7 @@ def test_one_plan_from_agreed_times(name: str) -> None:
     )
     made = rank.run(12)
     assert actions(made) in (["switch", "freeze"], ["stay", "freeze"])
-    costs, plan = rank.planner.costs(rank.generator), rank.planner.plan(rank.generator)
+    costs, plan = rank.planner.costs(rank.generator.shape), rank.planner.plan(rank.generator.shape)
     assert plan == policy.plan(costs)
     if name == "hipress":
         compressed = [group.collective == "allgather" for group in plan.groups for _ in range(group.start, group.stop)]

@@ -6,15 +6,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from lightning_safusion.fusion.plans.espresso import (
-    Option,
-    PrimitiveCost,
-    Primitives,
-    Trial,
-    choose_options,
-    choose_parts,
-)
-from lightning_safusion.fusion.plans.ssfusion import choose_offloaded, choose_selective, size_cap
+from lightning_safusion.fusion.plans.espresso import Option, Trial, choose_options
+from lightning_safusion.fusion.plans.hipress import PrimitiveCost, Primitives, choose_parts
+from lightning_safusion.fusion.plans.selective import choose_offloaded, choose_selective, size_cap
 
 FREE = PrimitiveCost(0.0, 0.0)
 MIB = 2**20

@@ -13,13 +13,17 @@ import pytest
 
 import lightning_safusion
 from lightning_safusion.fusion.plans.adaptive import Adaptive
-from lightning_safusion.fusion.plans.hipress import Espresso, HiPress
-from lightning_safusion.fusion.plans.optimal import predict_finish
-from lightning_safusion.fusion.plans.plan import GroupCosts, Plan
+from lightning_safusion.fusion.plans.costs import GroupCosts
+from lightning_safusion.fusion.plans.espresso import Espresso
+from lightning_safusion.fusion.plans.hipress import HiPress
+from lightning_safusion.fusion.plans.merging import MGWFBP, OMGS
+from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.fusion.plans.policy import WFBP, Aligned, FusionPolicy, Naive, Single
+from lightning_safusion.fusion.plans.pricing import predict_finish
 from lightning_safusion.fusion.plans.profile import modelled_costs
 from lightning_safusion.fusion.plans.registry import resolve_fusion
-from lightning_safusion.fusion.plans.ticking import MGWFBP, OMGS, Cupcake, Horovod
+from lightning_safusion.fusion.plans.searching import Cupcake
+from lightning_safusion.fusion.plans.ticking import Horovod
 
 POLICIES: list[FusionPolicy] = [
     WFBP(),

@@ -17,55 +17,56 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_safusion.fusion.plans.behind import BehindCosts, predict_behind
-from lightning_safusion.fusion.plans.merging import even_cuts, plan_mgwfbp, plan_omgs, search_cuts
-from lightning_safusion.fusion.plans.optimal import GroupPricer, predict_finish
-from lightning_safusion.fusion.plans.plan import GroupCosts, Plan
+from lightning_safusion.fusion.plans.costs import GroupCosts
+from lightning_safusion.fusion.plans.merging import MGWFBP, OMGS, BehindCosts, plan_mgwfbp, plan_omgs
+from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.fusion.plans.policy import FusionPolicy
+from lightning_safusion.fusion.plans.pricing import GroupPricer, predict_finish
 from lightning_safusion.fusion.plans.registry import resolve_fusion
-from lightning_safusion.fusion.plans.ticking import MGWFBP, OMGS, Cupcake
+from lightning_safusion.fusion.plans.searching import Cupcake, even_cuts, search_cuts
 from tests.cluster import Cluster, settings
+from tests.fusion.plans.planner_loss import predict_behind
 from tests.fusion.test_engine import run
 from tests.fusion.test_planning import Job, Rank, actions, resumed
 from tests.quick import quick_of
 
 PLANNERS: list[tuple[FusionPolicy, str, Callable[[GroupCosts], Plan]]] = [
     (MGWFBP(), "allreduce", plan_mgwfbp),
-    (MGWFBP("asc", 100), "allreduce", lambda costs: plan_mgwfbp(costs, "asc", 100)),
+    (MGWFBP(100), "allreduce", lambda costs: plan_mgwfbp(costs, 100)),
     (OMGS(), "allgather", lambda costs: plan_omgs(BehindCosts.of(costs))),
 ]
 
 
-@pytest.mark.parametrize(("policy", "collective", "pure"), PLANNERS, ids=["mgwfbp", "asc", "omgs"])
+@pytest.mark.parametrize(("policy", "collective", "pure"), PLANNERS, ids=["mgwfbp", "least", "omgs"])
 def test_one_plan_from_agreed_times_and_no_trial(
     policy: FusionPolicy, collective: str, pure: Callable[[GroupCosts], Plan]
 ) -> None:
     # gradients come slowly and buffers cost more than any planner knows: a trial would end in the plan before
     rank = Rank(policy, Job(backward=3e-3, hidden=0.05), collective=collective)
-    first = rank.planner.plan(rank.generator)
-    assert first == pure(rank.planner.costs(rank.generator))
+    first = rank.planner.plan(rank.generator.shape)
+    assert first == pure(rank.planner.costs(rank.generator.shape))
     assert actions(rank.run(12)) == ["switch", "freeze"]
-    costs = rank.planner.costs(rank.generator)
-    assert rank.planner.plan(rank.generator) == pure(costs) != first
+    costs = rank.planner.costs(rank.generator.shape)
+    assert rank.planner.plan(rank.generator.shape) == pure(costs) != first
     assert rank.run(80) == []
     assert not any(rank.timed[12:])
 
 
-@pytest.mark.parametrize(("policy", "collective", "pure"), PLANNERS, ids=["mgwfbp", "asc", "omgs"])
+@pytest.mark.parametrize(("policy", "collective", "pure"), PLANNERS, ids=["mgwfbp", "least", "omgs"])
 def test_another_order_is_measured_and_planned_anew(
     policy: FusionPolicy, collective: str, pure: Callable[[GroupCosts], Plan]
 ) -> None:
     rank = Rank(policy, Job(backward=3e-3), collective=collective)
     rank.run(20)
     rank.planner.invalidate()  # another density: the measured times hold
-    assert rank.planner.plan(rank.generator) == pure(rank.planner.costs(rank.generator))
+    assert rank.planner.plan(rank.generator.shape) == pure(rank.planner.costs(rank.generator.shape))
     assert rank.run(20) == []
     rank.planner.invalidate(order_changed=True)
     assert "freeze" in actions(rank.run(12))
-    assert rank.planner.plan(rank.generator) == pure(rank.planner.costs(rank.generator))
+    assert rank.planner.plan(rank.generator.shape) == pure(rank.planner.costs(rank.generator.shape))
 
 
-@pytest.mark.parametrize(("policy", "collective", "pure"), PLANNERS, ids=["mgwfbp", "asc", "omgs"])
+@pytest.mark.parametrize(("policy", "collective", "pure"), PLANNERS, ids=["mgwfbp", "least", "omgs"])
 def test_a_resumed_job_keeps_its_plan_or_measures_anew(
     policy: FusionPolicy, collective: str, pure: Callable[[GroupCosts], Plan]
 ) -> None:
@@ -73,20 +74,20 @@ def test_a_resumed_job_keeps_its_plan_or_measures_anew(
         first = Rank(policy, Job(backward=3e-3), collective=collective)
         first.run(windows)
         again = Rank(policy, first.job, collective=collective)
-        again.planner.load_state_dict(json.loads(json.dumps(first.planner.state_dict())), again.generator)
-        assert again.planner.plan(again.generator) == first.planner.plan(first.generator)
+        again.planner.load_state_dict(json.loads(json.dumps(first.planner.state_dict())), again.generator.shape)
+        assert again.planner.plan(again.generator.shape) == first.planner.plan(first.generator.shape)
         assert actions(again.run(12)) == made
-        assert again.planner.plan(again.generator) == pure(again.planner.costs(again.generator))
+        assert again.planner.plan(again.generator.shape) == pure(again.planner.costs(again.generator.shape))
 
 
 def test_measured_costs_are_those_of_the_job() -> None:
     rank = Rank(OMGS(), Job(backward=3e-3))
     rank.run(12)
-    measured, true = BehindCosts.of(rank.planner.costs(rank.generator)), rank.true
+    measured, true = BehindCosts.of(rank.planner.costs(rank.generator.shape)), rank.true
     assert measured.backward[1:] == pytest.approx([3e-3] * 59, rel=1e-6)
     assert measured.exchange == pytest.approx(true.sparse, rel=0.05)
     assert float(measured.selection(10**6)) == pytest.approx(40e-6 + 1e-4, rel=0.1)
-    plan = rank.planner.plan(rank.generator)
+    plan = rank.planner.plan(rank.generator.shape)
     for other in (Plan.from_counts([1] * 60), Plan.from_counts([60])):
         assert predict_behind(plan, measured) < predict_behind(other, measured)
 
@@ -123,7 +124,7 @@ def test_cupcake_finds_a_good_cut() -> None:
     rank.run(60)
     costs = rank.true
     ends = [predict_finish(GroupPricer(costs).plan([cut, 60]), costs) for cut in range(1, 60)]
-    assert predict_finish(rank.planner.plan(rank.generator), costs) < 1.02 * min(ends) < 0.9 * max(ends)
+    assert predict_finish(rank.planner.plan(rank.generator.shape), costs) < 1.02 * min(ends) < 0.9 * max(ends)
 
 
 def stops_of(plan: Plan) -> list[int]:
@@ -137,9 +138,9 @@ def test_a_search_goes_on_from_a_checkpoint() -> None:
         first = Rank(Cupcake(3, windows=3), Job("1gbit", backward=1e-3))
         first.run(windows)
         again = resumed(first)
-        assert again.planner.plan(again.generator) == first.planner.plan(first.generator)
+        assert again.planner.plan(again.generator.shape) == first.planner.plan(first.generator.shape)
         again.run(170)
-        assert again.planner.plan(again.generator) == whole.planner.plan(whole.generator)
+        assert again.planner.plan(again.generator.shape) == whole.planner.plan(whole.generator.shape)
         # the windows since the last trial are measured again, and no others are
         assert again.planner.state_dict()["search"] == pytest.approx(whole.planner.state_dict()["search"])
 
@@ -152,15 +153,15 @@ def test_a_search_begins_anew_where_density_or_order_change() -> None:
         rank.generator.set_density(0.03 if order_changed else 0.01)
         rank.planner.invalidate(order_changed)
         assert rank.planner.state_dict()["search"] is None
-        assert stops_of(rank.planner.plan(rank.generator)) == [60]
+        assert stops_of(rank.planner.plan(rank.generator.shape)) == [60]
         assert rank.run(20)[-1].action == "try"
 
 
 def test_windows_without_times_are_not_judged() -> None:
     rank = Rank(Cupcake(windows=2), Job())
     for _ in range(20):
-        rank.planner.plan(rank.generator)
-        rank.planner.observe(None, rank.generator)
+        rank.planner.plan(rank.generator.shape)
+        rank.planner.observe(None, rank.generator.shape)
     assert rank.planner.state_dict()["search"] == []
 
 

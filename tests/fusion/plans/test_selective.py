@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from lightning_safusion import Segments, Selection, TopK
-from lightning_safusion.fusion.plans.plan import Group, GroupCosts, Plan
+from lightning_safusion.fusion.plans.costs import GroupCosts
+from lightning_safusion.fusion.plans.plan import Group, Plan
 from lightning_safusion.fusion.plans.profile import modelled_costs
-from lightning_safusion.fusion.plans.selective import Selective
-from lightning_safusion.fusion.quota import selective_counts
+from lightning_safusion.fusion.plans.selective import Selective, selective_counts
 from lightning_safusion.sparsify.base import element_quota
 from tests.cluster import Cluster, settings, specs
 

@@ -1,0 +1,42 @@
+"""Planning takes numbers and returns plans: it imports nothing that holds a tensor, a message or a clock."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lightning_safusion
+
+ROOT = Path(lightning_safusion.__file__).parent
+PLANS = "lightning_safusion.fusion.plans"
+#: What the modules of ``fusion/plans/`` may import of this package besides each other.
+ALLOWED = ("lightning_safusion.comm.cost", "lightning_safusion.naming")
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Modules that a file imports, inside functions as well."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path} has a relative import"
+            yield node.module or ""
+
+
+@pytest.mark.parametrize("name", [*sorted(path.name for path in (ROOT / "fusion/plans").glob("*.py")), "naming", "cost"])
+def test_a_planning_module_imports_nothing_of_the_engine(name: str) -> None:
+    path = {"naming": ROOT / "naming.py", "cost": ROOT / "comm/cost.py"}.get(name, ROOT / "fusion/plans" / name)
+    modules = set(imported(path))
+    ours = {module for module in modules if module.startswith("lightning_safusion")}
+    assert {module for module in ours if not module.startswith((f"{PLANS}.", *ALLOWED))} == set()
+    outside = {module.partition(".")[0] for module in modules}
+    assert not outside & {"torch", "lightning", "time", "random"}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "simulate").glob("*.py")), ids=lambda path: path.name)
+def test_the_simulator_uses_nothing_of_fusion_but_plans(path: Path) -> None:
+    fusion = {module for module in imported(path) if module.startswith("lightning_safusion.fusion")}
+    assert {module for module in fusion if not module.startswith(f"{PLANS}.")} == set()
