@@ -16,7 +16,7 @@ from lightning_safusion.comm.exchange import Exchange, Part, TensorFlag
 from lightning_safusion.fusion.layout import Layout
 from lightning_safusion.fusion.plan import Group
 from lightning_safusion.sparsify.base import Segments, Selection
-from lightning_safusion.sparsify.likely import Foresight
+from lightning_safusion.sparsify.survey import Foresight, History
 from lightning_safusion.sparsify.view import device_constant
 
 
@@ -65,11 +65,16 @@ class FusionBuffer:
         return device_constant(np.full(len(self.places), int(TensorFlag.FRESH), np.uint8), self.exchange.device)
 
     @cached_property
+    def history(self) -> History | None:
+        """Thresholds that earlier selections from it predict; None if it travels dense."""
+        return None if self.segments is None else History(self.segments)
+
+    @cached_property
     def foresight(self) -> Foresight | None:
         """Finds elements while gradients are added; None where nothing is selected from what is in host memory."""
-        if self.segments is None or self.exchange.selects_itself or self.exchange.device.type != "cpu":
+        if self.history is None or self.exchange.selects_itself or self.exchange.device.type != "cpu":
             return None
-        return Foresight(self.segments, self.exchange.spec.edges)
+        return Foresight(self.history, self.exchange.spec.edges)
 
     @cached_property
     def sizes(self) -> list[int]:

@@ -17,6 +17,7 @@ from lightning_safusion.fusion.pool import BufferPool
 from lightning_safusion.fusion.quota import TensorQuotas, tensor_quotas
 from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier, check_selection
 from lightning_safusion.sparsify.memory import Memory
+from lightning_safusion.sparsify.survey import History, SpanSurvey, select_with
 from lightning_safusion.sparsify.view import device_constant
 
 _FRESH, _BAD, _RAW = int(TensorFlag.FRESH), int(TensorFlag.BAD), int(TensorFlag.RAW)
@@ -114,9 +115,9 @@ class Generator:
         flags = _marked(buffer.all_fresh, added.left_out)
         x = self.memory.accumulated(buffer.start, buffer.stop)
         buffer.exchange.begin(x, Part(None, flags, buffer.absent))
-        with foresight.known(added.found):
+        with foresight.known(x, added.found) as survey:
             del added  # candidates are as large as the residual where many elements are sent: no longer than needed
-            buffer.selection = self._select(buffer, x, step, ())
+            buffer.selection = self._select(buffer, x, step, (), survey)
         return flags
 
     def pack(self, buffer: FusionBuffer, flags: Tensor, notices: int = 0) -> None:
@@ -182,36 +183,45 @@ class Generator:
             self.memory.compensate(ids, narrowed, dense, norms)
         return flags
 
-    def _select(self, buffer: FusionBuffer, x: Tensor, step: int, early: Sequence[int]) -> Selection | None:
-        segments = buffer.segments
-        if segments is None or buffer.exchange.selects_itself:
+    def _select(
+        self, buffer: FusionBuffer, x: Tensor, step: int, early: Sequence[int], survey: SpanSurvey | None = None
+    ) -> Selection | None:
+        history = buffer.history
+        if history is None or buffer.exchange.selects_itself:
             return None
         if buffer.absent and self.pool.scope == "group":
-            return self.select_from(self._without(buffer, x), segments, step)
-        if buffer.absent or early:
-            key = ("left", *sorted(early)) if not buffer.absent else None
-            segments = buffer.constants.get(key) or self._left(buffer, segments, early)
-            if key is not None:
-                buffer.constants[key] = segments
-            if early and not segments.capacity:
+            x = self._without(buffer, x)
+        elif buffer.absent or early:
+            history = self._left(buffer, history.segments, early)
+            if early and not history.segments.capacity:
                 return None
-        return self.select_from(x, segments, step)
+        return self.select_from(x, history, step, survey)
 
-    def _left(self, buffer: FusionBuffer, segments: Segments, early: Sequence[int]) -> Segments:
-        skip = np.zeros(len(segments), bool)
-        skip[[*buffer.absent, *early]] = True
-        return segments.skipping(skip)
+    def _left(self, buffer: FusionBuffer, segments: Segments, early: Sequence[int]) -> History:
+        """The cut without absent and early tensors; that without early ones alone comes again in every step."""
+        key = ("left", *sorted(early))
+        if buffer.absent or key not in buffer.constants:
+            skip = np.zeros(len(segments), bool)
+            skip[[*buffer.absent, *early]] = True
+            left = History(segments.skipping(skip))
+            if buffer.absent:
+                return left
+            buffer.constants[key] = left
+        known: History = buffer.constants[key]
+        return known
 
-    def select_from(self, x: Tensor, segments: Segments, step: int) -> Selection:
+    def select_from(self, x: Tensor, history: History, step: int, survey: SpanSurvey | None = None) -> Selection:
         """Selects from a span of any device; safe to call on any thread.
 
         Args:
             x: float32 [N], residual plus gradient.
-            segments: Its cut.
+            history: Its cut, and what earlier selections with that have shown.
             step: Number of the window.
+            survey: What is known of ``x``; None for what the history tells.
         """
+        segments = history.segments
         with self._selecting:
-            selection = self.sparsifier.select(x, segments, step)
+            selection = select_with(self.sparsifier, x, segments, step, survey or history.survey(x))
         if self._checks:
             check_selection(selection, segments, self.sparsifier.name)
         return selection

@@ -22,6 +22,7 @@ from lightning_safusion.fusion.plan import Group, GroupCosts, Plan
 from lightning_safusion.fusion.ssfusion import choose_offloaded
 from lightning_safusion.fusion.window import Window
 from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier, span_segments
+from lightning_safusion.sparsify.survey import History
 from lightning_safusion.sparsify.view import device_constant
 
 # Selection by bytes where nothing may be measured: one core of a host, and a device.
@@ -104,13 +105,13 @@ class Offloader:
         taken.flags = flags if taken.flags is None else taken.flags | flags
         edges = buffer.exchange.spec.edges
         x = self.generator.memory.accumulated(buffer.start + edges[tensor], buffer.start + edges[tensor + 1])
-        segments = self._part(buffer, tensor)
+        part = self._part(buffer, tensor)
         if self._thread is None:
             self._thread = self._begin_thread()
         if x.device.type == "cpu":
-            chosen = self._thread.submit(self.generator.select_from, x, segments, window.step)
+            chosen = self._thread.submit(self.generator.select_from, x, part, window.step)
         else:
-            chosen = self._thread.submit(self._on_host, *self._copied(x), segments, window.step)
+            chosen = self._thread.submit(self._on_host, *self._copied(x), part, window.step)
         taken.selections[tensor] = chosen
 
     def _begin_thread(self) -> ThreadPoolExecutor:
@@ -130,7 +131,7 @@ class Offloader:
         constant: Tensor = buffer.constants[key]
         return constant
 
-    def _part(self, buffer: FusionBuffer, tensor: int) -> Segments:
+    def _part(self, buffer: FusionBuffer, tensor: int) -> History:
         """One tensor of a buffer as a span of its own."""
         key = ("part", tensor)
         if key not in buffer.constants:
@@ -139,8 +140,8 @@ class Offloader:
                 raise ValueError(f"nothing is selected from {buffer.group}")
             edges = np.array([0, whole.sizes[tensor]], np.int64)
             quotas, one = whole.quotas[tensor : tensor + 1], slice(tensor, tensor + 1)
-            buffer.constants[key] = Segments(edges, quotas, whole.keys[one], whole.shapes[one])
-        part: Segments = buffer.constants[key]
+            buffer.constants[key] = History(Segments(edges, quotas, whole.keys[one], whole.shapes[one]))
+        part: History = buffer.constants[key]
         return part
 
     def _copied(self, x: Tensor) -> tuple[Tensor, torch.cuda.Event]:
@@ -152,9 +153,9 @@ class Offloader:
             event.record()
         return host, event
 
-    def _on_host(self, x: Tensor, copied: torch.cuda.Event, segments: Segments, step: int) -> Selection:
+    def _on_host(self, x: Tensor, copied: torch.cuda.Event, part: History, step: int) -> Selection:
         copied.synchronize()  # of this thread only: the hook has long returned
-        chosen = self.generator.select_from(x, segments, step)
+        chosen = self.generator.select_from(x, part, step)
         count = int(chosen.count)
         return Selection(chosen.indices[:count].pin_memory(), chosen.values[:count].pin_memory(), count)
 
