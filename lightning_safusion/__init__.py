@@ -40,9 +40,11 @@ from lightning_safusion.sparsify import (
     Segments,
     Selection,
     SIDCo,
+    SpanSurvey,
     Sparsifier,
     Threshold,
     TopK,
+    segmented_view,
 )
 from lightning_safusion.strategy import SAFusionStrategy
 from lightning_safusion.systems import SYSTEMS, System
@@ -87,6 +89,7 @@ __all__ = [
     "Segments",
     "Selective",
     "Selection",
+    "SpanSurvey",
     "Sparsifier",
     "System",
     "TensorMissingRateMonitor",
@@ -94,6 +97,7 @@ __all__ = [
     "TopK",
     "TraceRecorder",
     "__version__",
+    "segmented_view",
 ]
 
 if not TYPE_CHECKING:  # to a type checker, a module with __getattr__ has every attribute

@@ -16,6 +16,7 @@ from lightning_safusion.comm.multiphase import MultiPhaseExchange
 from lightning_safusion.comm.transport import Transport, Work
 from lightning_safusion.comm.wire import resolve_codec
 from lightning_safusion.sparsify.base import Segments, span_segments
+from lightning_safusion.sparsify.survey import History
 from lightning_safusion.sparsify.topk import TopK
 
 _TOP = TopK()
@@ -130,6 +131,7 @@ class HierarchicalExchange(MultiPhaseExchange):
         sizes = [high - low for low, high in zip(self._edges, self._edges[1:], strict=False)]
         segments = segments or span_segments(spec.numel, spec.capacity)
         self._segments = [_shard(segments, *self._edges[shard : shard + 2]) for shard in range(width)]
+        self._histories = [History(shard) for shard in self._segments]
         self._codecs = [
             resolve_codec(wire, size, shard.capacity, dtype) if shard.capacity else None
             for size, shard in zip(sizes, self._segments, strict=True)
@@ -215,7 +217,8 @@ class HierarchicalExchange(MultiPhaseExchange):
         received = torch.zeros(between.world_size * self._message_bytes, dtype=torch.uint8, device=self.device)
         if self._message_bytes:
             shard = self.transports.inside.rank
-            chosen = Entries.of(_TOP.select(total, self._segments[shard], 0), self.device)
+            survey = self._histories[shard].survey(total)
+            chosen = Entries.of(_TOP.select(total, self._segments[shard], 0, survey), self.device)
             message, _ = encoded([chosen], [self._codecs[shard]], self.device)
             between.all_gather(received, message).wait()
         return received

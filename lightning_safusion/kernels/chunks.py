@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.sparsify.base import Segments
+from lightning_safusion.sparsify.base import Segments, constant_of_segments
 from lightning_safusion.sparsify.view import device_constant
 
 BLOCK = 8192  # elements that a program holds at a time
@@ -48,17 +48,10 @@ class Chunks:
         """Number of active segments (A)."""
         return self.spans.shape[1]
 
-    @classmethod
-    def of(cls, segments: Segments, device: torch.device) -> Chunks:
+    @staticmethod
+    @constant_of_segments
+    def of(segments: Segments, device: torch.device) -> Chunks:
         """The chunks of ``segments``, worked out once per device."""
-        key = ("chunks", device)
-        if key not in segments.cache:
-            segments.cache[key] = cls._cut(segments, device)
-        chunks: Chunks = segments.cache[key]
-        return chunks
-
-    @classmethod
-    def _cut(cls, segments: Segments, device: torch.device) -> Chunks:
         active = np.flatnonzero((segments.sizes > 0) & (segments.quotas > 0))
         sizes, starts = segments.sizes[active], segments.edges[active]
         quotas = np.minimum(segments.quotas[active], sizes)
@@ -70,7 +63,7 @@ class Chunks:
         stop = np.minimum(first + width, (starts + sizes)[owner])
         blocks = -(-(stop - first) // BLOCK)
         table = np.stack([owner, first, stop, np.cumsum(blocks) - blocks]).astype(np.int32)
-        return cls(
+        return Chunks(
             device_constant(table, device),
             device_constant(np.stack([last - number, last]).astype(np.int32), device),
             device_constant(quotas.astype(np.int32), device),

@@ -23,6 +23,7 @@ from lightning_safusion.sparsify.schedule import (
 )
 from lightning_safusion.sparsify.select import SegmentedView, ThresholdSparsifier, pooled, segmented_view
 from lightning_safusion.sparsify.sidco import SIDCo
+from lightning_safusion.sparsify.survey import History, SpanSurvey
 from lightning_safusion.sparsify.threshold import Threshold
 from lightning_safusion.sparsify.topk import TopK
 
@@ -39,6 +40,7 @@ __all__ = [
     "DensitySchedule",
     "ExponentialRamp",
     "GaussianK",
+    "History",
     "LinearRamp",
     "Memory",
     "NoCompression",
@@ -51,6 +53,7 @@ __all__ = [
     "SegmentedView",
     "Segments",
     "Selection",
+    "SpanSurvey",
     "Sparsifier",
     "Threshold",
     "ThresholdSparsifier",

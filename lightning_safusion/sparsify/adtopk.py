@@ -9,9 +9,10 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier, element_quota
+from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier, constant_of_segments, element_quota
 from lightning_safusion.sparsify.oktopk import OkTopk
 from lightning_safusion.sparsify.select import pooled, segmented_view
+from lightning_safusion.sparsify.survey import SpanSurvey
 
 # Steps in which Top-k is exact before its threshold is reused: gradients change fastest at the beginning.
 _WARM_UP = 15
@@ -49,7 +50,7 @@ class ADTopk(Sparsifier):
             raise ValueError(f'rule must be "dim1", "dim0", "longer" or "rows", got {rule!r}')
         if refresh is not None and not interleave:
             raise ValueError(f"refresh={refresh} is about Top-k, which only interleave=True selects by")
-        self.rule = rule
+        self.rule: Rule = rule
         self.interleave = interleave
         self.refresh = refresh
         self._reused = OkTopk(refresh, control="none") if refresh is not None else None
@@ -63,18 +64,18 @@ class ADTopk(Sparsifier):
         """Rows times elements per row."""
         if numel == 0:
             return 0
-        matrix, axis = self._matrix(shape)
+        matrix, axis = _matrix(shape, self.rule)
         return numel // matrix[axis] * element_quota(matrix[axis], density)
 
-    def select(self, x: Tensor, segments: Segments, step: int) -> Selection:
+    def select(self, x: Tensor, segments: Segments, step: int, survey: SpanSurvey | None = None) -> Selection:
         """Selects exactly the quota of every segment, or what exceeds a reused threshold."""
         if segments.pool:
-            return pooled(x, segments, self._top_rows)
+            return pooled(x, segments, self._top_rows, survey)
         if not self.interleave or step % 2 == 0:
             return self._top_rows(x, segments)
         if self._reused is not None and step >= _WARM_UP:
-            return self._reused.select(x, segments, step)
-        return segmented_view(x, segments).top()
+            return self._reused.select(x, segments, step, survey)
+        return segmented_view(x, segments, survey).top()
 
     def state_dict(self) -> dict[str, Any]:
         """Reused thresholds, see :meth:`OkTopk.state_dict`."""
@@ -90,38 +91,13 @@ class ADTopk(Sparsifier):
     def _top_rows(self, x: Tensor, segments: Segments) -> Selection:
         magnitude = torch.nan_to_num(x.abs(), nan=math.inf, posinf=math.inf)  # NaN counts as largest
         keep = torch.zeros(x.shape, dtype=torch.bool, device=x.device)
-        for members in self._alike(segments):
+        for members in _alike(segments, self.rule):
             rows = [piece.rows(magnitude) for piece in members]
             chosen = top_per_row(torch.cat(rows), sum(piece.quota for piece in members))
             for piece, part in zip(members, chosen.split([len(block) for block in rows]), strict=True):
                 piece.store(part, keep)
         indices = _positions(keep, segments.capacity)
         return Selection(indices, x[indices], segments.capacity)
-
-    def _alike(self, segments: Segments) -> list[list[_Piece]]:
-        """The segments that send something, those whose rows are of one length and send alike together."""
-        if self.rule not in segments.cache:
-            groups: dict[tuple[int, ...], list[_Piece]] = {}
-            starts, sizes, quotas = segments.edges[:-1].tolist(), segments.sizes.tolist(), segments.quotas.tolist()
-            for start, size, quota, shape in zip(starts, sizes, quotas, segments.shapes, strict=True):
-                if quota:
-                    matrix, axis = self._matrix(shape if math.prod(shape) == size else (size,))
-                    each, rest = divmod(quota, size // matrix[axis])
-                    # a remainder goes to rows of its own tensor
-                    key = (matrix[axis], each) if rest == 0 else (matrix[axis], each, start)
-                    groups.setdefault(key, []).append(_Piece(start, start + size, matrix, axis, quota))
-            segments.cache[self.rule] = list(groups.values())
-        alike: list[list[_Piece]] = segments.cache[self.rule]
-        return alike
-
-    def _matrix(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
-        """The shape under which a tensor is cut into rows, and the axis along which a row runs."""
-        if len(shape) < 2:
-            return (1, math.prod(shape)), 1
-        if self.rule == "rows":
-            return (shape[0], math.prod(shape[1:])), 1
-        along_first = self.rule == "dim0" or (self.rule == "longer" and shape[0] > shape[1])
-        return shape, 0 if along_first else 1
 
 
 @dataclass(frozen=True)
@@ -149,6 +125,31 @@ class _Piece:
         """Writes rows [R, C] to where they belong in a span [N]."""
         moved = span[self.start : self.stop].view(self.matrix).movedim(self.axis, -1)
         moved.copy_(rows.view(moved.shape))
+
+
+@constant_of_segments
+def _alike(segments: Segments, rule: Rule) -> list[list[_Piece]]:
+    """The segments that send something, those whose rows are of one length and send alike together."""
+    groups: dict[tuple[int, ...], list[_Piece]] = {}
+    starts, sizes, quotas = segments.edges[:-1].tolist(), segments.sizes.tolist(), segments.quotas.tolist()
+    for start, size, quota, shape in zip(starts, sizes, quotas, segments.shapes, strict=True):
+        if quota:
+            matrix, axis = _matrix(shape if math.prod(shape) == size else (size,), rule)
+            each, rest = divmod(quota, size // matrix[axis])
+            # a remainder goes to rows of its own tensor
+            key = (matrix[axis], each) if rest == 0 else (matrix[axis], each, start)
+            groups.setdefault(key, []).append(_Piece(start, start + size, matrix, axis, quota))
+    return list(groups.values())
+
+
+def _matrix(shape: tuple[int, ...], rule: Rule) -> tuple[tuple[int, ...], int]:
+    """The shape under which a tensor is cut into rows, and the axis along which a row runs."""
+    if len(shape) < 2:
+        return (1, math.prod(shape)), 1
+    if rule == "rows":
+        return (shape[0], math.prod(shape[1:])), 1
+    along_first = rule == "dim0" or (rule == "longer" and shape[0] > shape[1])
+    return shape, 0 if along_first else 1
 
 
 def top_per_row(rows: Tensor, quota: int) -> Tensor:

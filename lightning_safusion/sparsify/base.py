@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any, ClassVar
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from functools import cached_property, wraps
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -36,7 +37,7 @@ def element_quota(numel: int, density: float) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """How a span is cut for selection, and how many elements each piece may send.
+    """How a span is cut for selection, and how many elements each piece may send. Immutable.
 
     Args:
         edges: int64 [M + 1], rising from 0 to N. Segment ``s`` is ``[edges[s], edges[s + 1])``.
@@ -52,7 +53,13 @@ class Segments:
     keys: tuple[Hashable, ...]
     shapes: tuple[tuple[int, ...], ...]
     pool: int = 0
-    cache: dict[Any, Any] = field(default_factory=dict, repr=False)  # per-segmentation constants of a sparsifier
+
+    def __post_init__(self) -> None:
+        # read-only copies: constants are worked out from these once, so nobody may change them later
+        for name in ("edges", "quotas"):
+            array = np.array(getattr(self, name))
+            array.setflags(write=False)
+            object.__setattr__(self, name, array)
 
     @property
     def numel(self) -> int:
@@ -62,7 +69,9 @@ class Segments:
     @cached_property
     def sizes(self) -> np.ndarray:
         """int64 [M], elements of each segment."""
-        return np.diff(self.edges)
+        sizes = np.diff(self.edges)
+        sizes.setflags(write=False)
+        return sizes
 
     @cached_property
     def capacity(self) -> int:
@@ -74,7 +83,44 @@ class Segments:
 
     def skipping(self, skip: np.ndarray) -> Segments:
         """The same cut with the segments where ``skip`` (bool [M]) is true left out of the selection."""
-        return replace(self, quotas=np.where(skip, 0, self.quotas), cache={})
+        return replace(self, quotas=np.where(skip, 0, self.quotas))
+
+    @cached_property
+    def unpooled(self) -> Segments:
+        """The same cut without the pool."""
+        return replace(self, pool=0)
+
+    @cached_property
+    def as_one(self) -> Segments:
+        """The span as a single segment, with room for all quotas and the pool."""
+        quota = min(self.capacity, self.numel)
+        return Segments(
+            np.array([0, self.numel], np.int64), np.array([quota], np.int64), (self.keys,), ((self.numel,),)
+        )
+
+
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+
+
+def constant_of_segments(
+    work_out: Callable[Concatenate[Segments, _Parameters], _Result],
+) -> Callable[Concatenate[Segments, _Parameters], _Result]:
+    """Calls a pure function of segments and hashable arguments once for each of these; freed with the segments.
+
+    What is learned from a span is no constant: :class:`~lightning_safusion.sparsify.survey.History` holds that.
+    """
+    known: WeakKeyDictionary[Segments, dict[Any, _Result]] = WeakKeyDictionary()
+
+    @wraps(work_out)
+    def constant(segments: Segments, /, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+        own = known.setdefault(segments, {})
+        key = (args, tuple(kwargs.items()))
+        if key not in own:
+            own[key] = work_out(segments, *args, **kwargs)
+        return own[key]
+
+    return constant
 
 
 @dataclass(frozen=True)
@@ -136,6 +182,9 @@ class Sparsifier(ABC):
     @abstractmethod
     def select(self, x: Tensor, segments: Segments, step: int) -> Selection:
         """Selects from every segment at most its quota, and at least one element where the quota is positive.
+
+        A subclass may take a fourth parameter, ``survey: SpanSurvey | None = None``: what is known of ``x`` already. It
+        saves time where it is passed on to :func:`segmented_view` and changes no selection.
 
         Args:
             x: float32 [N], contiguous. Not changed. Finite in training; with NaN or Inf it must still return a valid

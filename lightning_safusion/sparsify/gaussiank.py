@@ -10,7 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_safusion.sparsify.base import Segments, constant_of_segments
 from lightning_safusion.sparsify.select import SegmentedView, ThresholdSparsifier
+from lightning_safusion.sparsify.view import sizes_and_quotas
 
 _FEW, _MANY = 2 / 3, 4 / 3  # the paper's bounds on found / quota
 # Elements too many that are not worth another count: the exact cut at the quota takes them off. They matter to small
@@ -113,12 +115,11 @@ def normal_thresholds(view: SegmentedView, aim: Callable[[Tensor], Tensor] = tor
     total, squares = view.moments()
     mean = total / view.sizes
     variance = (squares - total * mean) / (view.sizes - 1).clamp(min=1)
-    return mean.abs() + _normal_quantiles(view, aim) * variance.clamp(min=0).sqrt()
+    quantiles = _normal_quantiles(view.segments, aim, view.quotas.device)
+    return mean.abs() + quantiles * variance.clamp(min=0).sqrt()
 
 
-def _normal_quantiles(view: SegmentedView, aim: Callable[[Tensor], Tensor]) -> Tensor:
-    cache, key = view.segments.cache, ("two-sided normal quantiles", aim, view.quotas.device)
-    if key not in cache:
-        cache[key] = -torch.special.ndtri(0.5 * (aim(view.quotas) / view.sizes).clamp(max=1))
-    quantiles: Tensor = cache[key]
-    return quantiles
+@constant_of_segments
+def _normal_quantiles(segments: Segments, aim: Callable[[Tensor], Tensor], device: torch.device) -> Tensor:
+    sizes, quotas = sizes_and_quotas(segments, device)
+    return -torch.special.ndtri(0.5 * (aim(quotas) / sizes).clamp(max=1))

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier
+from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier, constant_of_segments
 from lightning_safusion.sparsify.select import empty_selection, pooled, segmented_view
 
 
@@ -29,7 +29,9 @@ class NoCompression(Sparsifier):
             return empty_selection(x.device)
         if not (segments.quotas == segments.sizes).all():
             return segmented_view(x, segments).top()
-        key = ("all indices", x.device)
-        if key not in segments.cache:
-            segments.cache[key] = torch.arange(segments.numel, device=x.device)
-        return Selection(segments.cache[key], x.clone(), segments.numel)
+        return Selection(_all_indices(segments, x.device), x.clone(), segments.numel)
+
+
+@constant_of_segments
+def _all_indices(segments: Segments, device: torch.device) -> Tensor:
+    return torch.arange(segments.numel, device=device)

@@ -1,17 +1,13 @@
-"""What the next selection from the same segments will most likely find enough above; no result depends on it."""
+"""Predicted thresholds. A wrong one costs time, never correctness."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from lightning_safusion import native
 from lightning_safusion.sparsify.base import Segments
-from lightning_safusion.sparsify.candidates import Candidates, Swept
 from lightning_safusion.sparsify.pieces import Pieces
 from lightning_safusion.sparsify.view import MAGNITUDE_BITS
 
@@ -43,12 +39,10 @@ class LikelyFloors:
     sums: native.Sums | None = None
 
     @classmethod
-    def of(cls, segments: Segments, count: int) -> LikelyFloors:
-        """Those of segments with ``count`` active ones, kept with them."""
-        if "likely floors" not in segments.cache:
-            segments.cache["likely floors"] = cls(np.full(count, np.nan, np.float32), np.full(1, np.nan, np.float32))
-        likely: LikelyFloors = segments.cache["likely floors"]
-        return likely
+    def unknown(cls, segments: Segments) -> LikelyFloors:
+        """Those of segments of which nothing is known."""
+        count = len(Pieces.of(segments).active)
+        return cls(np.full(count, np.nan, np.float32), np.full(1, np.nan, np.float32))
 
     def floors(self, segments: Segments) -> np.ndarray:
         """int32 [A], what will most likely do; that of a segment of which nothing is known lets nothing through."""
@@ -87,73 +81,6 @@ def _moved(floors: np.ndarray, counts: np.ndarray, ranks: np.ndarray, sizes: np.
         moved = np.maximum(floors, 0).view(np.float32) * factors.astype(np.float32)
     usable = (floors > 0) & (shares < _FAR_OFF) & np.isfinite(moved)
     return np.where(usable, moved, np.float32(np.nan))
-
-
-class Seen(NamedTuple):
-    """What is known of a span before anyone has asked for it.
-
-    Args:
-        swept: Some of its elements; None if there was no room for them.
-        kind: What was summed, if anything.
-        sums: float64 [A].
-        squares: float64 [A], sums of squares.
-    """
-
-    swept: Swept | None
-    kind: native.Sums | None
-    sums: np.ndarray
-    squares: np.ndarray
-
-
-class Foresight:
-    """Lets elements be found, and sums be made, while gradients are added, before anyone has asked for them.
-
-    Args:
-        segments: Cut of the span that will be selected from.
-        edges: Where the tensors of the span begin and end: each lies in one segment.
-    """
-
-    def __init__(self, segments: Segments, edges: Sequence[int]) -> None:
-        self._segments = segments
-        bounds = np.asarray(edges, np.int64)
-        starts = bounds[:-1][np.diff(bounds) > 0]
-        self._owners = np.searchsorted(segments.edges, starts, side="right") - 1
-        self._floors = np.empty(0, np.int32)
-        self._kind: native.Sums | None = None
-
-    def wanted(self) -> native.Wanted | None:
-        """What is to be found, with a floor for each tensor that is not empty; None if nothing is known."""
-        likely: LikelyFloors | None = self._segments.cache.get("likely floors")
-        if likely is None or self._segments.numel >= native.MOST_ELEMENTS:
-            return None
-        self._floors, self._kind = likely.floors(self._segments), likely.sums
-        per_segment = np.full(len(self._segments), MAGNITUDE_BITS, np.int32)
-        per_segment[Pieces.of(self._segments).active] = self._floors
-        return native.Wanted(per_segment[self._owners], room_of(self._segments), self._kind)
-
-    @contextmanager
-    def known(self, found: native.Survey | None) -> Iterator[None]:
-        """Lets whoever looks at the span next begin with what has been found in it."""
-        if found is not None:
-            layout, swept = Pieces.of(self._segments), None
-            if found.places is not None and found.bits is not None:
-                counts = np.bincount(self._owners, found.counts, len(self._segments)).astype(np.int64)
-                swept = Swept(self._floors, [], Candidates(found.places, found.bits, counts[layout.active]))
-            else:
-                LikelyFloors.of(self._segments, len(layout.active)).forget()
-            sums, squares = (self._per_segment(totals)[layout.active] for totals in (found.sums, found.squares))
-            self._segments.cache["seen"] = Seen(swept, self._kind, sums, squares)
-            del swept
-        del found  # whoever finds other candidates shall be able to free these
-        try:
-            yield
-        finally:
-            self._segments.cache.pop("seen", None)
-
-    def _per_segment(self, per_tensor: np.ndarray | None) -> np.ndarray:
-        if per_tensor is None:
-            return np.zeros(len(self._segments))
-        return np.bincount(self._owners, per_tensor, len(self._segments))
 
 
 def room_of(segments: Segments) -> int:

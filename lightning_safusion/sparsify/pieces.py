@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from lightning_safusion.sparsify.base import Segments
+from lightning_safusion.sparsify.base import Segments, constant_of_segments
 
 BLOCK = 1 << 16  # elements of a block
 SMALL = 1 << 14  # segments up to this size share blocks, and are never sampled
@@ -90,16 +90,14 @@ class Pieces:
     quotas: np.ndarray
     pieces: tuple[Piece, ...]
 
-    @classmethod
-    def of(cls, segments: Segments) -> Pieces:
+    @staticmethod
+    @constant_of_segments
+    def of(segments: Segments) -> Pieces:
         """The layout of ``segments``, worked out once."""
-        if "numpy pieces" not in segments.cache:
-            active = np.flatnonzero((segments.sizes > 0) & ((segments.quotas > 0) | (segments.sizes <= SMALL)))
-            starts, stops = segments.edges[active], segments.edges[active + 1]
-            quotas = np.minimum(segments.quotas[active], stops - starts)
-            segments.cache["numpy pieces"] = cls(active, starts, stops, quotas, tuple(_cut(starts, stops)))
-        layout: Pieces = segments.cache["numpy pieces"]
-        return layout
+        active = np.flatnonzero((segments.sizes > 0) & ((segments.quotas > 0) | (segments.sizes <= SMALL)))
+        starts, stops = segments.edges[active], segments.edges[active + 1]
+        quotas = np.minimum(segments.quotas[active], stops - starts)
+        return Pieces(active, starts, stops, quotas, tuple(_cut(starts, stops)))
 
     @cached_property
     def idle(self) -> np.ndarray:

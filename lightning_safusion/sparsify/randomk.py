@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 from torch import Tensor
 
-from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier, as_selection
+from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier, as_selection, constant_of_segments
 from lightning_safusion.sparsify.select import empty_selection
 from lightning_safusion.sparsify.view import device_constant
 
@@ -54,16 +54,14 @@ class RandomK(Sparsifier):
         return Selection(positions, x[positions], len(indices))
 
 
+@constant_of_segments
 def _active(segments: Segments) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Starts, sizes, quotas (int64) and key hashes (uint64) of the segments that send something."""
-    if "random cells" not in segments.cache:
-        active = (segments.quotas > 0) & (segments.sizes > 0)
-        sizes = segments.sizes[active]
-        quotas = _deal(np.minimum(segments.quotas[active], sizes), sizes, segments.pool)
-        hashes = np.array([_key_hash(key) for key, on in zip(segments.keys, active, strict=True) if on], np.uint64)
-        segments.cache["random cells"] = (segments.edges[:-1][active], sizes, quotas, hashes)
-    result: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] = segments.cache["random cells"]
-    return result
+    active = (segments.quotas > 0) & (segments.sizes > 0)
+    sizes = segments.sizes[active]
+    quotas = _deal(np.minimum(segments.quotas[active], sizes), sizes, segments.pool)
+    hashes = np.array([_key_hash(key) for key, on in zip(segments.keys, active, strict=True) if on], np.uint64)
+    return segments.edges[:-1][active], sizes, quotas, hashes
 
 
 def _deal(quotas: np.ndarray, sizes: np.ndarray, pool: int) -> np.ndarray:

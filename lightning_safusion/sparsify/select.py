@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -17,22 +16,25 @@ from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier
 from lightning_safusion.sparsify.select_native import NativeView
 from lightning_safusion.sparsify.select_numpy import NumpyView
 from lightning_safusion.sparsify.select_torch import TorchView
+from lightning_safusion.sparsify.survey import SpanSurvey, select_with
 from lightning_safusion.sparsify.view import SegmentedView, device_constant
 
 __all__ = ["SegmentedView", "ThresholdSparsifier", "empty_selection", "pooled", "segmented_view"]
 
 
-def segmented_view(x: Tensor, segments: Segments) -> SegmentedView:
+def segmented_view(x: Tensor, segments: Segments, survey: SpanSurvey | None = None) -> SegmentedView:
     """Reads ``x`` segment by segment: with compiled kernels or NumPy on the CPU, with Triton on CUDA devices, with
     PyTorch elsewhere.
 
     Args:
         x: float32 [N], contiguous.
         segments: The cut of ``x`` and the quotas.
+        survey: What is known of ``x``, as :meth:`Sparsifier.select` may be given it. It saves time and changes no
+            result; of another tensor than the one that was surveyed (a copy, a slice, a product) nothing is used.
     """
     if x.device.type == "cpu":
         compiled = native.usable() and x.numel() < native.MOST_ELEMENTS
-        return NativeView(x, segments) if compiled else NumpyView(x, segments)
+        return NativeView(x, segments, survey) if compiled else NumpyView(x, segments)
     if serves(x.device) and x.numel() <= MOST_ELEMENTS:
         from lightning_safusion.kernels.view import TritonView  # imports Triton
 
@@ -45,7 +47,12 @@ def empty_selection(device: torch.device) -> Selection:
     return Selection(torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, device=device), 0)
 
 
-def pooled(x: Tensor, segments: Segments, choose: Callable[[Tensor, Segments], Selection]) -> Selection:
+def pooled(
+    x: Tensor,
+    segments: Segments,
+    choose: Callable[[Tensor, Segments], Selection],
+    survey: SpanSurvey | None = None,
+) -> Selection:
     """Selects the quota of every segment exactly, and the pool from what ``choose`` finds in the whole span.
 
     Segments with quota 0 take no part.
@@ -54,25 +61,16 @@ def pooled(x: Tensor, segments: Segments, choose: Callable[[Tensor, Segments], S
         x: float32 [N], contiguous.
         segments: The cut of ``x``, the quotas and the pool.
         choose: Selects from a span of one segment.
+        survey: What is known of ``x``.
     """
     if segments.capacity == 0 or segments.numel == 0 or not segments.quotas.any():
         return empty_selection(x.device)
     left_out = (segments.quotas == 0) & (segments.sizes > 0)
     if left_out.any():
         return _pooled_among(x, segments, ~left_out, choose)
-    if "pooled" not in segments.cache:
-        segments.cache["pooled"] = replace(segments, pool=0, cache={}), _as_one(segments)
-    own, whole = segments.cache["pooled"]
-    floors = segmented_view(x, own).top()
+    floors = segmented_view(x, segments.unpooled, survey).top()
     room = min(segments.capacity, segments.numel) - len(floors.indices)
-    return segmented_view(x, segments).merge(floors, choose(x, whole), room)
-
-
-def _as_one(segments: Segments) -> Segments:
-    """The span as a single segment."""
-    quota = min(segments.capacity, segments.numel)
-    edges = np.array([0, segments.numel], np.int64)
-    return Segments(edges, np.array([quota], np.int64), (segments.keys,), ((segments.numel,),))
+    return segmented_view(x, segments, survey).merge(floors, choose(x, segments.as_one), room)
 
 
 def _pooled_among(
@@ -98,10 +96,11 @@ class ThresholdSparsifier(Sparsifier):
     def thresholds(self, view: SegmentedView, step: int) -> Tensor:
         """float32 [M], threshold on the magnitude of each segment, on the device of the span."""
 
-    def select(self, x: Tensor, segments: Segments, step: int) -> Selection:
+    def select(self, x: Tensor, segments: Segments, step: int, survey: SpanSurvey | None = None) -> Selection:
         if segments.pool:
-            return pooled(x, segments, lambda span, whole: self.select(span, whole, step))
+            # `select` may be a subclass's, which takes no survey
+            return pooled(x, segments, lambda span, whole: select_with(self, span, whole, step, survey), survey)
         if segments.capacity == 0 or segments.numel == 0:
             return empty_selection(x.device)
-        view = segmented_view(x, segments)
+        view = segmented_view(x, segments, survey)
         return view.take(self.thresholds(view, step), inclusive=self.inclusive)

@@ -6,12 +6,13 @@ import numpy as np
 from torch import Tensor
 
 from lightning_safusion import native
-from lightning_safusion.sparsify.base import Segments, Selection
+from lightning_safusion.sparsify.base import Segments, Selection, constant_of_segments
 from lightning_safusion.sparsify.candidates import Candidates, Swept
-from lightning_safusion.sparsify.likely import LikelyFloors, Seen, room_of
-from lightning_safusion.sparsify.pieces import SubBlocks
+from lightning_safusion.sparsify.likely import LikelyFloors, room_of
+from lightning_safusion.sparsify.pieces import Pieces, SubBlocks
 from lightning_safusion.sparsify.sampling import common_floor
 from lightning_safusion.sparsify.select_numpy import NumpyView, as_selection
+from lightning_safusion.sparsify.survey import SpanSurvey
 from lightning_safusion.sparsify.view import MAGNITUDE_BITS
 
 # Times the capacity: ranks whose magnitudes are asked of samples until enough is found. A look that finds too little
@@ -19,21 +20,30 @@ from lightning_safusion.sparsify.view import MAGNITUDE_BITS
 _DEEPER = (1, 2, 4)
 
 
+@constant_of_segments
+def _parts(segments: Segments) -> native.Parts:
+    layout = Pieces.of(segments)
+    return native.Parts.of(layout.starts, layout.stops - layout.starts)
+
+
 class NativeView(NumpyView):
     """Finds what :class:`NumpyView` finds; sums are rounded otherwise.
 
-    Floors need not be guessed from samples where the last selection from the same segments has left some, and
-    candidates are collected while sums are made.
+    Floors need not be guessed from samples where earlier selections have left some, and candidates are collected while
+    sums are made.
+
+    Args:
+        x: As there.
+        segments: As there.
+        survey: What is known of ``x``; anything else it tells is not used.
     """
 
-    def __init__(self, x: Tensor, segments: Segments) -> None:
+    def __init__(self, x: Tensor, segments: Segments, survey: SpanSurvey | None = None) -> None:
         super().__init__(x, segments)
         self._sizes = self._layout.stops - self._layout.starts
-        if "native parts" not in segments.cache:
-            segments.cache["native parts"] = native.Parts.of(self._layout.starts, self._sizes)
-        self._parts: native.Parts = segments.cache["native parts"]
-        self._likely = LikelyFloors.of(segments, len(self._sizes))
-        seen: Seen | None = segments.cache.pop("seen", None)
+        self._parts = _parts(segments)
+        likely, seen = (None, None) if survey is None else survey.take(x, segments)
+        self._likely = likely or LikelyFloors.unknown(segments)
         self._swept: Swept | None = None if seen is None else seen.swept
         self._seen = None if seen is None else seen._replace(swept=None)
 

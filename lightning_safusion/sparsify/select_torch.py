@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.sparsify.base import Segments, Selection
+from lightning_safusion.sparsify.base import Segments, Selection, constant_of_segments
 from lightning_safusion.sparsify.view import MAGNITUDE_BITS, SegmentedView, device_constant
 
 _DIGITS = ((20, 11), (10, 10), (0, 10))  # (shift, bits) of the digits of a 31-bit key, the most significant first
@@ -40,28 +40,25 @@ class _Constants:
     chunks_per_segment: Tensor
     total: int
 
-    @classmethod
-    def of(cls, segments: Segments, device: torch.device) -> _Constants:
+    @staticmethod
+    @constant_of_segments
+    def of(segments: Segments, device: torch.device) -> _Constants:
         """The constants of ``segments``, worked out once per device."""
-        key = ("torch constants", device)
-        if key not in segments.cache:
-            sizes = segments.sizes
-            number = -(-sizes // _CHUNK)
-            chunks = np.full(int(number.sum()), _CHUNK, np.int64)
-            last = np.cumsum(number)[sizes > 0] - 1
-            chunks[last] = (sizes - (number - 1) * _CHUNK)[sizes > 0]
-            quotas = np.minimum(segments.quotas, sizes)
-            lengths = device_constant(sizes.astype(np.int64), device)
-            segments.cache[key] = cls(
-                torch.repeat_interleave(lengths, output_size=segments.numel),
-                device_constant(segments.edges.astype(np.int64), device),
-                device_constant(quotas, device),
-                device_constant(chunks, device),
-                device_constant(number.astype(np.int64), device),
-                int(quotas.sum()),
-            )
-        constants: _Constants = segments.cache[key]
-        return constants
+        sizes = segments.sizes
+        number = -(-sizes // _CHUNK)
+        chunks = np.full(int(number.sum()), _CHUNK, np.int64)
+        last = np.cumsum(number)[sizes > 0] - 1
+        chunks[last] = (sizes - (number - 1) * _CHUNK)[sizes > 0]
+        quotas = np.minimum(segments.quotas, sizes)
+        lengths = device_constant(sizes.astype(np.int64), device)
+        return _Constants(
+            torch.repeat_interleave(lengths, output_size=segments.numel),
+            device_constant(segments.edges.astype(np.int64), device),
+            device_constant(quotas, device),
+            device_constant(chunks, device),
+            device_constant(number.astype(np.int64), device),
+            int(quotas.sum()),
+        )
 
 
 def _order_floors(thresholds: Tensor, inclusive: bool) -> Tensor:

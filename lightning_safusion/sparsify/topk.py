@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier
 from lightning_safusion.sparsify.select import empty_selection, pooled, segmented_view
+from lightning_safusion.sparsify.survey import SpanSurvey, select_with
 
 
 class TopK(Sparsifier):
@@ -19,10 +20,12 @@ class TopK(Sparsifier):
     name: ClassVar[str] = "topk"
     estimates: ClassVar[bool] = False
 
-    def select(self, x: Tensor, segments: Segments, step: int) -> Selection:
+    def select(self, x: Tensor, segments: Segments, step: int, survey: SpanSurvey | None = None) -> Selection:
         if segments.pool:
-            chosen = segmented_view(x, segments).top_pooled()
-            return chosen or pooled(x, segments, lambda span, whole: self.select(span, whole, step))
+            chosen = segmented_view(x, segments, survey).top_pooled()
+            if chosen is not None:
+                return chosen
+            return pooled(x, segments, lambda span, whole: select_with(self, span, whole, step, survey), survey)
         if segments.capacity == 0 or segments.numel == 0:
             return empty_selection(x.device)
-        return segmented_view(x, segments).top()
+        return segmented_view(x, segments, survey).top()

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.sparsify.base import Segments, Selection
+from lightning_safusion.sparsify.base import Segments, Selection, constant_of_segments
 
 #: The bits of a float32 without its sign. As integers they order magnitudes as the floats do, and NaN above infinity.
 MAGNITUDE_BITS = 0x7FFFFFFF
@@ -25,6 +25,13 @@ def device_constant(array: np.ndarray, device: torch.device) -> Tensor:
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+@constant_of_segments
+def sizes_and_quotas(segments: Segments, device: torch.device) -> tuple[Tensor, Tensor]:
+    """float64 [M] each, on the device."""
+    sizes, quotas = (device_constant(array.astype(np.float64), device) for array in (segments.sizes, segments.quotas))
+    return sizes, quotas
 
 
 class SegmentedView(ABC):
@@ -57,21 +64,12 @@ class SegmentedView(ABC):
     @property
     def sizes(self) -> Tensor:
         """float64 [M], elements of each segment."""
-        return self._constants()[0]
+        return sizes_and_quotas(self.segments, self.x.device)[0]
 
     @property
     def quotas(self) -> Tensor:
         """float64 [M], room of each segment."""
-        return self._constants()[1]
-
-    def _constants(self) -> tuple[Tensor, Tensor]:
-        key = ("sizes and quotas", self.x.device)
-        if key not in self.segments.cache:
-            arrays = (self.segments.sizes, self.segments.quotas)
-            sizes, quotas = (device_constant(array.astype(np.float64), self.x.device) for array in arrays)
-            self.segments.cache[key] = (sizes, quotas)
-        constants: tuple[Tensor, Tensor] = self.segments.cache[key]
-        return constants
+        return sizes_and_quotas(self.segments, self.x.device)[1]
 
     def sampled_abs(self, stride: Sequence[int], start: Sequence[int]) -> list[Tensor]:
         """Magnitudes of every ``stride[s]``-th element of segment ``s``, from its element ``start[s]`` on."""

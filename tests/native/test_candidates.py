@@ -12,10 +12,10 @@ import torch
 
 from lightning_safusion import native
 from lightning_safusion.sparsify.base import Segments, Selection, span_segments
-from lightning_safusion.sparsify.likely import Foresight, LikelyFloors
 from lightning_safusion.sparsify.select import segmented_view
 from lightning_safusion.sparsify.select_native import NativeView
 from lightning_safusion.sparsify.select_numpy import NumpyView
+from lightning_safusion.sparsify.survey import Foresight, History
 
 pytestmark = pytest.mark.skipif(not native.usable(), reason="the package was installed without a C compiler")
 MAGNITUDE = 0x7FFFFFFF
@@ -105,8 +105,9 @@ def test_some_lists_are_replaced_by_longer_ones(room: int) -> None:
 
 def test_spans_that_positions_of_32_bits_cannot_address_are_left_to_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     x, segments = torch.randn(100), span_segments(100, 3)
-    assert type(segmented_view(x, segments)) is NativeView
+    history = History(segments)
+    assert type(segmented_view(x, segments, history.survey(x))) is NativeView
+    assert Foresight(history, [0, 100]).wanted() is not None
     monkeypatch.setattr(native, "MOST_ELEMENTS", 100)
-    LikelyFloors.of(segments, 1)
-    assert Foresight(segments, [0, 100]).wanted() is None
+    assert Foresight(history, [0, 100]).wanted() is None
     assert type(segmented_view(x, segments)) is NumpyView

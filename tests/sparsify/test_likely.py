@@ -14,8 +14,8 @@ from lightning_safusion import native
 from lightning_safusion.native import elements
 from lightning_safusion.sparsify import likely
 from lightning_safusion.sparsify.base import Segments
-from lightning_safusion.sparsify.likely import Foresight
 from lightning_safusion.sparsify.registry import resolve_sparsifier
+from lightning_safusion.sparsify.survey import Foresight, History, select_with
 
 pytestmark = pytest.mark.skipif(not native.usable(), reason="the package was installed without a C compiler")
 SIZES = (40_000, 300, 1, 20_000, 2_000)
@@ -47,17 +47,18 @@ def train(name: str, scope: str, pool: int, foresight: bool) -> list[tuple[torch
     """What is selected in each step, of a memory from which it is taken out."""
     torch.manual_seed(0)
     segments, sparsifier = cut(scope, pool), resolve_sparsifier(name)
-    ahead, parts = Foresight(segments, EDGES.tolist()), native.Parts.between(EDGES.tolist())
+    history, parts = History(segments), native.Parts.between(EDGES.tolist())
     memory, selected = torch.zeros(int(EDGES[-1])), []
     for step, scale in enumerate(SCALES):
         grads = [scale * torch.randn(size) * (1 + i) for i, size in enumerate(SIZES)]
-        wanted = ahead.wanted() if foresight else None
+        history = history if foresight else History(segments)
+        ahead = Foresight(history, EDGES.tolist())
+        wanted = ahead.wanted()
+        assert foresight or wanted is None
         added = native.add_finite(memory, parts, grads, 0.9, wanted)
-        if not foresight:
-            segments.cache.pop("likely floors", None)
-        with ahead.known(added.found):
-            chosen = sparsifier.select(memory, segments, step)
-        assert "seen" not in segments.cache
+        with ahead.known(memory, added.found) as survey:
+            chosen = select_with(sparsifier, memory, segments, step, survey)
+        assert survey.take(memory, segments) == (None, None)
         selected.append((chosen.indices.clone(), chosen.values.clone()))
         native.take_out(memory, chosen.indices, chosen.values)
     return selected
@@ -109,14 +110,14 @@ def test_gradients_that_grow_need_no_more_room(
 
     monkeypatch.setattr(elements, "call", noted)
     segments, sparsifier = cut(scope, pool), resolve_sparsifier("topk")
-    ahead, parts = Foresight(segments, EDGES.tolist()), native.Parts.between(EDGES.tolist())
+    ahead, parts = Foresight(History(segments), EDGES.tolist()), native.Parts.between(EDGES.tolist())
     for step, scale in enumerate((1, 1, 1, 100, 1e4, 1e4)):
         torch.manual_seed(step)
         memory = torch.zeros(int(EDGES[-1]))
         grads = [scale * torch.randn(size) for size in SIZES]
         added = native.add_finite(memory, parts, grads, 1.0, ahead.wanted() if foresight else None)
-        with ahead.known(added.found):
-            chosen = sparsifier.select(memory, segments, step)
+        with ahead.known(memory, added.found) as survey:
+            chosen = select_with(sparsifier, memory, segments, step, survey)
         expected = sparsifier.select(memory, cut(scope, pool), step)
         assert torch.equal(chosen.indices, expected.indices)
     assert max(rooms) == likely.room_of(segments) < EDGES[-1] / 4
@@ -141,14 +142,15 @@ def test_sums_are_those_of_the_memory_afterwards(kind: native.Sums) -> None:
 
 def test_nothing_is_known_where_a_gradient_was_left_out() -> None:
     segments = cut("ahead", 0)
-    ahead, parts = Foresight(segments, EDGES.tolist()), native.Parts.between(EDGES.tolist())
+    history, parts = History(segments), native.Parts.between(EDGES.tolist())
+    ahead = Foresight(history, EDGES.tolist())
     assert ahead.wanted() is None
     memory, grads = torch.zeros(int(EDGES[-1])), [torch.randn(size) for size in SIZES]
     native.add_finite(memory, parts, grads, 1.0)
-    resolve_sparsifier("topk").select(memory, segments, 0)
+    select_with(resolve_sparsifier("topk"), memory, segments, 0, history.survey(memory))
     grads[3][17] = float("nan")
     added = native.add_finite(memory, parts, grads, 1.0, ahead.wanted())
     assert added.left_out == [3]
     assert added.found is None
-    with ahead.known(added.found):
-        assert "seen" not in segments.cache
+    with ahead.known(memory, added.found) as survey:
+        assert survey.take(memory, segments)[1] is None
