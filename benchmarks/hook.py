@@ -20,11 +20,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_safusion.comm import TorchTransport
-from lightning_safusion.fusion.ddp import DDPHook
-from lightning_safusion.fusion.engine import EngineSettings, build_controller
+from lightning_safusion.fusion.build import build_engine
+from lightning_safusion.fusion.hook import DDPHook
 from lightning_safusion.fusion.layout import specs_from_parameters
 from lightning_safusion.fusion.plans.adaptive import Adaptive
 from lightning_safusion.fusion.plans.policy import Aligned
+from lightning_safusion.fusion.settings import EngineSettings
 from lightning_safusion.sparsify import ConstantDensity, ResidualMemory, resolve_sparsifier
 
 
@@ -56,7 +57,7 @@ def wrapped(tensors: int, width: int, hook: str, args: argparse.Namespace) -> Ca
         )
         specs = specs_from_parameters(parameters)
         measure = not args.per_buffer
-        controller = build_controller(settings, specs, TorchTransport(), torch.device("cpu"), measure)
+        controller = build_engine(settings, specs, TorchTransport(), torch.device("cpu"), measure)
         ddp.register_comm_hook(None, DDPHook(controller, [p for _, p in parameters]).run)
     data = torch.randn(4, width)
 

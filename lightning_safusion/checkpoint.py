@@ -20,7 +20,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from lightning_safusion.__about__ import __version__
-from lightning_safusion.fusion.controller import Controller
+from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.state import (
     HeldBack,
     common_state,
@@ -61,7 +61,7 @@ def _folders(path: str | os.PathLike[str]) -> list[str]:
     return list(dict.fromkeys([side_folder(target), side_folder(path)]))
 
 
-def save(controller: Controller, settings: Mapping[str, str], path: str | os.PathLike[str]) -> dict[str, Any]:
+def save(controller: Engine, settings: Mapping[str, str], path: str | os.PathLike[str]) -> dict[str, Any]:
     """Writes this rank's side file. Collective; it has been written on all ranks when it returns on any.
 
     Args:
@@ -75,8 +75,8 @@ def save(controller: Controller, settings: Mapping[str, str], path: str | os.Pat
     Raises:
         OSError: On all ranks, if any could not write its file.
     """
-    generator, transport = controller.generator, controller.transport
-    holds = any(bool(state.any()) for state in generator.memory.state_dict().values())
+    space, transport = controller.space, controller.transport
+    holds = any(bool(state.any()) for state in space.memory.state_dict().values())
     proposals = transport.gather_objects((uuid.uuid4().hex, side_folder(path), holds))
     nonce, folder, _ = proposals[0]
     entry = {
@@ -101,7 +101,7 @@ def save(controller: Controller, settings: Mapping[str, str], path: str | os.Pat
 
 
 def restore(
-    controller: Controller, settings: Mapping[str, str], entry: Mapping[str, Any], path: str | os.PathLike[str]
+    controller: Engine, settings: Mapping[str, str], entry: Mapping[str, Any], path: str | os.PathLike[str]
 ) -> list[str]:
     """Restores what :func:`save` saved. Collective; every rank decides the same.
 
@@ -155,7 +155,7 @@ def _changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 
 
 def _restore_memory(
-    controller: Controller, entry: Mapping[str, Any], path: str | os.PathLike[str]
+    controller: Engine, entry: Mapping[str, Any], path: str | os.PathLike[str]
 ) -> tuple[dict[str, Any] | None, list[str], list[str]]:
     """Returns this rank's own part (None on another number of workers), tensors left out, and problems of any rank."""
     transport, saved_by = controller.transport, int(entry["world_size"])

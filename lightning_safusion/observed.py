@@ -9,12 +9,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_safusion.fusion.clock import Clock, clock_for
-from lightning_safusion.fusion.controller import Controller
+from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.events import Observer
 from lightning_safusion.fusion.plans.costs import GroupCosts
 from lightning_safusion.fusion.plans.plan import Plan
+from lightning_safusion.fusion.record import WindowRecord, nothing_exchanged
 from lightning_safusion.fusion.replan import Decision
-from lightning_safusion.fusion.report import nothing_exchanged
 from lightning_safusion.resumable import ResumableDDPStrategy
 
 
@@ -42,7 +42,7 @@ class ObservedDDPStrategy(ResumableDDPStrategy):
             self._last_report, self._decided, self._counted = None, (), {"windows": 0, "replans": 0}
         super().setup(trainer)
 
-    def _remember(self, controller: Controller) -> None:
+    def _remember(self, controller: Engine) -> None:
         """Keeps what is told of an engine that another one, or plain DDP, takes the place of."""
         self._decided += tuple(controller.planner.decisions)
         replans = self._counted["replans"] + controller.planner.replans
@@ -58,12 +58,17 @@ class ObservedDDPStrategy(ResumableDDPStrategy):
             self._observers.remove(observer)
 
     @property
-    def controller(self) -> Controller | None:
+    def controller(self) -> Engine | None:
         """The engine of this fit on this rank, for metrics and callbacks that read it; None with plain DDP.
 
         It may be another one after the model has been wrapped anew: ask for it whenever it is needed.
         """
         return self._controller
+
+    @property
+    def record(self) -> WindowRecord | None:
+        """What the latest window of this rank did; None with plain DDP and before the first."""
+        return None if self._controller is None else self._controller.report
 
     @property
     def clock(self) -> Clock:
@@ -77,13 +82,13 @@ class ObservedDDPStrategy(ResumableDDPStrategy):
     @property
     def plan(self) -> Plan | None:
         """Which tensors share a buffer; None with plain DDP, and while the order of the gradients is not known."""
-        return self._controller.current_plan() if self._controller is not None else None
+        return self._controller.plan if self._controller is not None else None
 
     @property
     def costs(self) -> GroupCosts | None:
         """What plans are made from, the same on all ranks; None with plain DDP."""
         controller = self._controller
-        return controller.planner.costs(controller.generator.shape) if controller is not None else None
+        return controller.planner.costs(controller.space.shape) if controller is not None else None
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
@@ -91,7 +96,7 @@ class ObservedDDPStrategy(ResumableDDPStrategy):
         return self._decided + (tuple(self._controller.planner.decisions) if self._controller is not None else ())
 
     def report(self) -> dict[str, Any]:
-        """Figures of the latest step on this rank, under the keys of :meth:`WindowReport.as_dict`.
+        """Figures of the latest step on this rank, under the keys of :meth:`WindowRecord.as_dict`.
 
         Also ``system``, ``windows`` (exchanged so far), ``replans`` and ``plain_ddp``: why plain DDP is used, None if
         it is not. Before the first step, and with plain DDP, the figures of a step are 0 and the lists empty. Where

@@ -12,16 +12,16 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_safusion import checkpoint as side_files
-from lightning_safusion.fusion.controller import Controller
-from lightning_safusion.fusion.engine import EngineSettings
+from lightning_safusion.fusion.engine import Engine
+from lightning_safusion.fusion.settings import EngineSettings
 
 
 class ResumableDDPStrategy(DDPStrategy):
     """DDP with checkpoints that hold an engine's state as well: side files of every rank, an entry in the main file."""
 
     settings: EngineSettings
-    _controller: Controller | None = None  # runs the gradients; None with plain DDP
-    _ended: Controller | None = None  # of a fit that has ended: it may still be saved
+    _controller: Engine | None = None  # runs the gradients; None with plain DDP
+    _ended: Engine | None = None  # of a fit that has ended: it may still be saved
     _resumed: tuple[_PATH, dict[str, Any]] | None = None  # checkpoint being restored, our entry in it
 
     @override

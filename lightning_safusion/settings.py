@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_safusion.fusion.engine import FEW_BITS_COLLECTIVES, EngineSettings
 from lightning_safusion.fusion.plans.policy import FusionPolicy
 from lightning_safusion.fusion.plans.registry import resolve_fusion
+from lightning_safusion.fusion.settings import FEW_BITS_COLLECTIVES, EngineSettings
 from lightning_safusion.sparsify.feedback import resolve_memory
 from lightning_safusion.sparsify.memory import Memory
 from lightning_safusion.sparsify.registry import resolve_sparsifier

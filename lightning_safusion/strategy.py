@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_safusion.environments.horovod import configure_horovod
-from lightning_safusion.fusion.engine import CollectiveOption
 from lightning_safusion.fusion.plans.policy import FusionPolicy
 from lightning_safusion.fusion.quota import QuotaRule, Scope
+from lightning_safusion.fusion.settings import CollectiveOption
 from lightning_safusion.parameters import check_dense_rules, refuse_options, refuse_parts
 from lightning_safusion.settings import engine_settings
 from lightning_safusion.settling import reason_to_settle, runs_compiled

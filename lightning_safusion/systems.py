@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_safusion.ddp_hooks import DDPHookName
-from lightning_safusion.fusion.engine import CollectiveOption
 from lightning_safusion.fusion.plans.adaptive import Adaptive
 from lightning_safusion.fusion.plans.policy import FusionPolicy
 from lightning_safusion.fusion.plans.registry import resolve_fusion
 from lightning_safusion.fusion.quota import QuotaRule, Scope
+from lightning_safusion.fusion.settings import CollectiveOption
 from lightning_safusion.naming import look_up
 
 #: The system of ``SAFusionStrategy()``: the best one at equal bytes.

@@ -23,8 +23,8 @@ from lightning_safusion.ddp_hooks import DDPHookName, ddp_hook_options, register
 from lightning_safusion.dear import Dear
 from lightning_safusion.elastic import ElasticAverage
 from lightning_safusion.environments.horovod import check_horovod
-from lightning_safusion.fusion.ddp import DDPHook
-from lightning_safusion.fusion.engine import build_controller, check_equal, fingerprint
+from lightning_safusion.fusion.build import build_engine, check_equal, fingerprint
+from lightning_safusion.fusion.hook import DDPHook
 from lightning_safusion.fusion.layout import TensorSpec, specs_from_parameters
 from lightning_safusion.fusion.state import carried, carry_on
 from lightning_safusion.momentum import MomentumSwitch, carry_momentum
@@ -158,7 +158,7 @@ class EngineDDPStrategy(ObservedDDPStrategy):
             _announce(f"gradients travel whole, because {self._sends_all}; so does what a checkpoint has held back")
         if self.root_device.type == "cpu" and not native.usable():
             _announce("there are no compiled kernels, so NumPy selects; installed with a C compiler it is faster")
-        self._controller = build_controller(
+        self._controller = build_engine(
             settings,
             self.gradient_specs(module),
             self._transport,

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm import local_transports
-from lightning_safusion.fusion.controller import Controller
-from lightning_safusion.fusion.engine import EngineSettings, build_controller
+from lightning_safusion.fusion.build import build_engine
+from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.layout import TensorSpec
 from lightning_safusion.fusion.plans.registry import resolve_fusion
+from lightning_safusion.fusion.settings import EngineSettings
 from lightning_safusion.sparsify import resolve_density, resolve_memory, resolve_sparsifier
 
 #: Uneven on purpose: norms and biases, an empty tensor, one element, and sizes on both sides of 64 Ki.
@@ -84,8 +85,8 @@ class Cluster:
         self.transports = local_transports(world_size, timeout=20.0)
         self.pool = ThreadPoolExecutor(world_size)
         self.settings = [make_settings() for _ in range(world_size)]
-        self.controllers: list[Controller] = self.each(
-            lambda rank: build_controller(
+        self.controllers: list[Engine] = self.each(
+            lambda rank: build_engine(
                 self.settings[rank],
                 self.specs,
                 self.transports[rank],
@@ -140,7 +141,7 @@ class Cluster:
 
     def residual(self, rank: int, index: int) -> Tensor:
         """What a rank still holds back of a tensor, float64."""
-        layout = self.controllers[rank].generator.layout
+        layout = self.controllers[rank].space.layout
         place = layout.places[index]
         start, stop = int(layout.edges[place]), int(layout.edges[place + 1])
         return self.settings[rank].memory.accumulated(start, stop).double()

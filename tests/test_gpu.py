@@ -23,8 +23,8 @@ from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.comm.torch_transport import TorchTransport
 from lightning_safusion.comm.wire import resolve_codec
 from lightning_safusion.fusion import offload
-from lightning_safusion.fusion.ddp import DDPHook
-from lightning_safusion.fusion.engine import build_controller
+from lightning_safusion.fusion.build import build_engine
+from lightning_safusion.fusion.hook import DDPHook
 from lightning_safusion.fusion.layout import specs_from_parameters
 from lightning_safusion.kernels import serves
 from lightning_safusion.sparsify.base import Segments, Selection
@@ -53,7 +53,7 @@ def train(
     chosen = settings(**({"collective": "allgather"} | options))
     nccl = backend == "nccl"
     specs = specs_from_parameters(params)
-    controller = build_controller(chosen, specs, TorchTransport(), device, measure=False, deferred=nccl)
+    controller = build_engine(chosen, specs, TorchTransport(), device, measure=False, deferred=nccl)
     hook = DDPHook(controller, [param for _, param in params])
     ddp.register_comm_hook(None, hook.run)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

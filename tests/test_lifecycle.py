@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_safusion import SAFusionStrategy
-from lightning_safusion.fusion.controller import Controller
-from lightning_safusion.fusion.ddp import DDPHook
+from lightning_safusion.fusion.engine import Engine
+from lightning_safusion.fusion.hook import DDPHook
 from lightning_safusion.fusion.state import local_state
 from tests.models import TinyClassifier, classification, trainer
 from tests.process_group import run_launched
@@ -67,7 +67,7 @@ def test_nothing_is_left_after_training() -> None:
             groups = len(dist.distributed_c10d._world.pg_map)
             hooks = sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
             del run, model
-        counts = alive(Controller, DDPHook, DistributedDataParallel)
+        counts = alive(Engine, DDPHook, DistributedDataParallel)
         return [*counts, groups, hooks, sum(ref() is not None for ref in models), threading.active_count()]
 
     for counts in run_launched(2, run):

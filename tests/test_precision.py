@@ -63,8 +63,8 @@ class Watch(Callback):
         assert isinstance(trainer.strategy, SAFusionStrategy)
         controller = trainer.strategy.controller
         assert controller is not None
-        memory = controller.generator.memory
-        self.residuals.append(memory.accumulated(0, controller.generator.layout.numel).clone())
+        memory = controller.space.memory
+        self.residuals.append(memory.accumulated(0, controller.space.layout.numel).clone())
         self.weights.append(torch.cat([p.detach().flatten() for p in pl_module.parameters()]))
         self.scales.append(trainer.precision_plugin.scaler.get_scale())
 

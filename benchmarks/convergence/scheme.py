@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar, get_args
 
 from benchmarks.convergence.adaptive import ClippedResidual, PreconditionedTopK
-from lightning_safusion.fusion.engine import EngineSettings
 from lightning_safusion.fusion.plans.policy import Aligned, Single
+from lightning_safusion.fusion.settings import EngineSettings
 from lightning_safusion.sparsify import Memory, Sparsifier, resolve_density, resolve_memory, resolve_sparsifier
 from lightning_safusion.sparsify.schedule import DenseStart, DensitySchedule, ExponentialRamp
 

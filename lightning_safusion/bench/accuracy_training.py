@@ -12,12 +12,12 @@ import torch
 
 from lightning_safusion.bench.rows import Row
 from lightning_safusion.ddp_hooks import POWERSGD_RANKS, POWERSGD_START
-from lightning_safusion.fusion.engine import EngineSettings
 from lightning_safusion.fusion.layout import TensorSpec
 from lightning_safusion.fusion.plans.costs import GroupCosts
 from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.fusion.plans.policy import FusionPolicy
 from lightning_safusion.fusion.plans.ticking import Horovod
+from lightning_safusion.fusion.settings import EngineSettings
 from lightning_safusion.tasks import Task
 from lightning_safusion.virtual.powersgd import PowerSGD
 from lightning_safusion.virtual.training import VirtualTraining

@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_safusion.bench.collectives import time_collectives
 from lightning_safusion.comm.torch_transport import default_transport
 from lightning_safusion.fusion.clock import HostClock
-from lightning_safusion.fusion.controller import Controller
+from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.events import BufferEvents, WindowEvents
 from lightning_safusion.fusion.plans.pricing import GroupPricer
 from lightning_safusion.simulate.measured import CollectiveTimes
@@ -223,7 +223,7 @@ class EngineRecorder(Callback):
         self._pipe = pipe
         self._every = every
         self._collectives = collectives
-        self._controller: Controller | None = None
+        self._controller: Engine | None = None
         self._events: WindowEvents | None = None
         self._begin = self._before_backward = self._process = 0.0
         self._steps: list[EngineStep] = []
@@ -245,8 +245,8 @@ class EngineRecorder(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         controller = self._controller
         if controller is not None and batch_idx % self._every == 0 and controller.order_known:
-            total, each = len(controller.generator.layout), TOUR[batch_idx // self._every % len(TOUR)]
-            pricer = GroupPricer(controller.planner.costs(controller.generator.shape))
+            total, each = len(controller.space.layout), TOUR[batch_idx // self._every % len(TOUR)]
+            pricer = GroupPricer(controller.planner.costs(controller.space.shape))
             controller.use(pricer.plan([*range(each, total, each), total]))
         self._events, self._process, self._begin = None, time.process_time(), time.thread_time()
 

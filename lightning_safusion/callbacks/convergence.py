@@ -64,7 +64,7 @@ class ConvergenceProbe(StepSampler):
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         controller = self._strategy(trainer).controller
-        self._before = Before.of(controller) if self._sampling and controller is not None else None
+        self._before = Before.of(controller.space) if self._sampling and controller is not None else None
 
     @override
     def _forget(self) -> None:
@@ -73,11 +73,10 @@ class ConvergenceProbe(StepSampler):
     @override
     def _take(self, strategy: SAFusionStrategy) -> None:
         before, self._before = self._before, None
-        if strategy.controller is None or before is None:
+        if strategy.record is None or before is None:
             return
-        figures = convergence_figures(strategy.controller, before)
-        if figures is not None:
-            self._figures = figures if self._figures is None else self._figures + figures
+        figures = convergence_figures(strategy.record, before)
+        self._figures = figures if self._figures is None else self._figures + figures
 
     @override
     def _values(self, trainer: Trainer, step: int) -> dict[str, float] | None:

@@ -24,7 +24,7 @@ class TensorFlag(IntFlag):
 
     FRESH = 1  #: its gradient was computed in this step and is in the message
     BAD = 2  #: its gradient is not finite and is not in the message
-    RAW = 4  #: its gradient must travel outside the compressed path (see Controller)
+    RAW = 4  #: its gradient must travel outside the compressed path (see Engine)
 
 
 class Notice(IntFlag):
@@ -83,18 +83,20 @@ class Verdict:
         bad: bool [T], not finite on some rank.
         raw: bool [T], some rank wants it outside the compressed path.
         notices: Bits of :class:`Notice` that some rank has set.
+        plain: Every tensor is fresh on all ranks, and nothing else was said: almost every step.
     """
 
     fresh: np.ndarray
     bad: np.ndarray
     raw: np.ndarray
     notices: int
+    plain: bool = False
 
     @classmethod
     def regular(cls, num_tensors: int, world_size: int) -> Verdict:
-        """Every tensor fresh on all ranks, and nothing wrong: almost every step."""
+        """Every tensor fresh on all ranks, and nothing wrong."""
         nothing = np.zeros(num_tensors, bool)
-        return cls(np.full(num_tensors, world_size), nothing, nothing, 0)
+        return cls(np.full(num_tensors, world_size), nothing, nothing, 0, plain=True)
 
     @classmethod
     def of(cls, flags: np.ndarray, notices: int) -> Verdict:

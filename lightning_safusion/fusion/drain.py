@@ -64,7 +64,7 @@ class Drain:
             shipment.wait()
             good &= shipment.decode(self._scratch.of(shipment.buffer), errors)
             verdict, first = shipment.verdict, shipment.buffer.group.start
-            if verdict is None or verdict.is_plain(workers):
+            if verdict is None or verdict.plain:
                 continue
             notices |= verdict.notices
             good &= not verdict.bad.any()

@@ -131,7 +131,7 @@ class WindowRecord:
 
     def accumulated(self) -> Tensor:
         """float32 [D]: what the error feedback holds of each element now, in the order of ``layout``."""
-        now, held = self._space.layout, self._space.memory.accumulated(0, self._space.layout.numel)
+        now, held = self._space.layout, self._space.accumulated()
         if now is self.layout:
             return held
         tensors = list(held.split(np.diff(now.edges).tolist()))

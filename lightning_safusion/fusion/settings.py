@@ -12,11 +12,11 @@ from lightning_safusion.comm.cost import allgather_bytes, ring_allreduce_bytes
 from lightning_safusion.comm.values import FloatValues
 from lightning_safusion.comm.wire import resolve_codec
 from lightning_safusion.fusion.layout import Layout, TensorSpec
+from lightning_safusion.fusion.plans.cadence import Cadence
 from lightning_safusion.fusion.plans.policy import FusionPolicy
 from lightning_safusion.fusion.plans.selective import Selective
 from lightning_safusion.fusion.plans.ticking import Horovod
 from lightning_safusion.fusion.quota import QuotaRule, Scope, tensor_quotas
-from lightning_safusion.fusion.plans.cadence import Cadence
 from lightning_safusion.naming import suggestion
 from lightning_safusion.sparsify.base import Sparsifier
 from lightning_safusion.sparsify.memory import Memory

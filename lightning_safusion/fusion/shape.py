@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 from lightning_safusion.comm.wire import resolve_codec
+from lightning_safusion.fusion.buffers import BufferPool
 from lightning_safusion.fusion.layout import Layout
 from lightning_safusion.fusion.plans.costs import JobShape
-from lightning_safusion.fusion.buffers import BufferPool
 from lightning_safusion.fusion.quota import TensorQuotas
 
 # Of a buffer, by which bytes of an entry are told: formats of positions differ for spans of billions.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from lightning_safusion.fusion.buffers import Buffer, BufferPool
 from lightning_safusion.fusion.compensation import Selector
 from lightning_safusion.fusion.layout import Layout
@@ -43,6 +45,10 @@ class GradientSpace:
         if self._shape is None:
             self._shape = job_shape(self.layout, self.quotas, self.pool)
         return self._shape
+
+    def accumulated(self) -> Tensor:
+        """float32 [D]: what the error feedback holds of each element, in the order of ``layout``; not a copy."""
+        return self.memory.accumulated(0, self.layout.numel)
 
     def buffer(self, group: Group) -> Buffer:
         """The persistent buffer of a group, in the order and at the density in force."""

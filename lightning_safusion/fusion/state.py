@@ -13,24 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_safusion.fusion.controller import Controller
+from lightning_safusion.fusion.engine import Engine
 
 
-def common_state(controller: Controller) -> dict[str, Any]:
+def common_state(controller: Engine) -> dict[str, Any]:
     """Counters, order of the tensors, plan, agreed costs, what exchanges have learnt: plain values, the same on all
     ranks."""
     controller.settle()
     return {
         "windows": controller.windows,
-        "density": controller.generator.quotas.density,
-        "tensors": [spec.name for spec in controller.generator.layout.specs],
+        "density": controller.space.quotas.density,
+        "tensors": [spec.name for spec in controller.space.layout.specs],
         "order_known": controller.order_known,
         "planner": controller.planner.state_dict(),
-        "exchanges": controller.generator.pool.state_dict(),
+        "exchanges": controller.space.pool.state_dict(),
     }
 
 
-def restore_common(controller: Controller, state: Mapping[str, Any], same_job: bool = True) -> None:
+def restore_common(controller: Engine, state: Mapping[str, Any], same_job: bool = True) -> None:
     """Restores what :func:`common_state` returned, and moves the memory to the restored order.
 
     Args:
@@ -38,23 +38,23 @@ def restore_common(controller: Controller, state: Mapping[str, Any], same_job: b
         state: The same on all ranks.
         same_job: Settings and number of workers are the same, so that the plan and its costs still hold.
     """
-    generator = controller.generator
+    space = controller.space
     controller.reset()
     controller.windows = int(state["windows"])
     controller.order_known = False
     controller.planner.invalidate(order_changed=True)
-    places = {spec.name: place for place, spec in enumerate(generator.layout.specs)}
+    places = {spec.name: place for place, spec in enumerate(space.layout.specs)}
     if sorted(places) != sorted(state["tensors"]):
         return
     controller.adopt_order([places[name] for name in state["tensors"]])
     controller.order_known = bool(state["order_known"])
     if same_job:
-        generator.set_density(float(state["density"]))
-        controller.planner.load_state_dict(state["planner"], generator.shape)
-        generator.pool.load_state_dict(state.get("exchanges", ()))  # older checkpoints have none
+        space.set_density(float(state["density"]))
+        controller.planner.load_state_dict(state["planner"], space.shape)
+        space.pool.load_state_dict(state.get("exchanges", ()))  # older checkpoints have none
 
 
-def local_state(controller: Controller) -> dict[str, Any]:
+def local_state(controller: Engine) -> dict[str, Any]:
     """This rank's part.
 
     Returns:
@@ -63,34 +63,34 @@ def local_state(controller: Controller) -> dict[str, Any]:
         gradient no optimizer has used yet. Plain values and CPU tensors.
     """
     controller.settle()
-    generator = controller.generator
-    layout = generator.layout
+    space = controller.space
+    layout = space.layout
     names = {spec.index: spec.name for spec in layout.specs}
-    fields = {field: flat.detach().cpu() for field, flat in generator.memory.state_dict().items()}
+    fields = {field: flat.detach().cpu() for field, flat in space.memory.state_dict().items()}
     return {
         "memory": {field: _by_name(controller, flat) for field, flat in fields.items()},
-        "compressor": _rekeyed(generator.sparsifier.state_dict(), names),
+        "compressor": _rekeyed(space.selector.sparsifier.state_dict(), names),
         "unstepped": [spec.name for spec in layout.specs if controller.unstepped[spec.index]],
     }
 
 
-def restore_unstepped(controller: Controller, names: Collection[str]) -> None:
+def restore_unstepped(controller: Engine, names: Collection[str]) -> None:
     """Restores the ``unstepped`` part of :func:`local_state`; names that are unknown here are left out."""
-    for spec in controller.generator.layout.specs:
+    for spec in controller.space.layout.specs:
         controller.unstepped[spec.index] = spec.name in names
 
 
-def restore_sparsifier(controller: Controller, state: Mapping[str, Any]) -> None:
+def restore_sparsifier(controller: Engine, state: Mapping[str, Any]) -> None:
     """Restores the ``compressor`` part of :func:`local_state`.
 
     Raises:
         ValueError: If it is not the state of such a sparsifier.
     """
-    indices = {spec.name: spec.index for spec in controller.generator.layout.specs}
+    indices = {spec.name: spec.index for spec in controller.space.layout.specs}
     try:
-        controller.generator.sparsifier.load_state_dict(_rekeyed(state, indices))
+        controller.space.selector.sparsifier.load_state_dict(_rekeyed(state, indices))
     except (KeyError, TypeError) as error:
-        raise ValueError(f"not the state of {controller.generator.sparsifier.name!r}: {error!r}") from error
+        raise ValueError(f"not the state of {controller.space.selector.sparsifier.name!r}: {error!r}") from error
 
 
 class HeldBack:
@@ -103,9 +103,9 @@ class HeldBack:
         fields: Flat float32 [D] by field, on the device of the gradients.
     """
 
-    def __init__(self, controller: Controller) -> None:
+    def __init__(self, controller: Engine) -> None:
         self._controller = controller
-        memory = controller.generator.memory
+        memory = controller.space.memory
         self.fields = {field: torch.zeros_like(flat) for field, flat in memory.state_dict().items()}
         self._views = {field: _by_name(controller, flat) for field, flat in self.fields.items()}
 
@@ -128,10 +128,10 @@ class HeldBack:
 
     def restore(self) -> None:
         """Puts it in the place of what the memory holds now."""
-        self._controller.generator.memory.load_state_dict(self.fields)
+        self._controller.space.memory.load_state_dict(self.fields)
 
 
-def carried(controller: Controller, replaced: Collection[str] = ()) -> dict[str, Any]:
+def carried(controller: Engine, replaced: Collection[str] = ()) -> dict[str, Any]:
     """What a controller over other tensors of the same model needs to go on: copies, since parts are used again.
 
     Args:
@@ -147,7 +147,7 @@ def carried(controller: Controller, replaced: Collection[str] = ()) -> dict[str,
     return {**state, "memory": memory, "counters": counters}
 
 
-def carry_on(controller: Controller, state: Mapping[str, Any]) -> None:
+def carry_on(controller: Engine, state: Mapping[str, Any]) -> None:
     """Goes on where the controller that made ``state`` (:func:`carried`) has stopped.
 
     Residuals move by name; those of tensors that are no longer there are forgotten. The order is settled anew.
@@ -161,9 +161,9 @@ def carry_on(controller: Controller, state: Mapping[str, Any]) -> None:
         setattr(controller, name, value)
 
 
-def _by_name(controller: Controller, flat: Tensor) -> dict[str, Tensor]:
+def _by_name(controller: Engine, flat: Tensor) -> dict[str, Tensor]:
     """Views of a flat vector in logical order and shape."""
-    layout = controller.generator.layout
+    layout = controller.space.layout
     edges = layout.edges.tolist()
     return {spec.name: spec.logical(flat[edges[i] : edges[i + 1]]) for i, spec in enumerate(layout.specs)}
 

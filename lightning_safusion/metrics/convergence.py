@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_safusion.fusion.layout import Layout, TensorSpec
-from lightning_safusion.metrics.figures import as_planned, held_back, travelled_whole, window_figures
-from lightning_safusion.sparsify.feedback import NoMemory, ResidualMemory
+from lightning_safusion.metrics.figures import window_figures
 
 if TYPE_CHECKING:
-    from lightning_safusion.fusion.controller import Controller
-    from lightning_safusion.fusion.generator import Generator
-    from lightning_safusion.fusion.window import Window
+    from lightning_safusion.fusion.record import WindowRecord
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,9 +76,18 @@ def _ratios(sums: Tensor) -> dict[str, list[float]]:
     }
 
 
+class Accumulated(Protocol):
+    """Holds what error feedback has accumulated of each tensor."""
+
+    layout: Layout
+
+    def accumulated(self) -> Tensor:
+        """float32 [D], in the order of ``layout``."""
+
+
 @dataclass(frozen=True, eq=False)
 class Before:
-    """What the memory held before a window.
+    """What the error feedback held before a window.
 
     Args:
         layout: Order of the tensors then.
@@ -93,107 +98,77 @@ class Before:
     held: Tensor
 
     @classmethod
-    def of(cls, controller: Controller) -> Before:
-        """Takes it down; between two windows."""
-        layout = controller.generator.layout
-        return cls(layout, held_back(controller.generator, layout).clone())
+    def of(cls, space: Accumulated) -> Before:
+        """Copies it, between two windows."""
+        return cls(space.layout, space.accumulated().clone())
 
 
-def convergence_figures(controller: Controller, before: Before) -> ConvergenceFigures | None:
-    """Figures of the latest window. Collective: two vectors of the size of the model are reduced over the ranks.
+def convergence_figures(record: WindowRecord, before: Before) -> ConvergenceFigures:
+    """Figures of a window. Collective: two vectors of the size of the model are reduced over the ranks.
 
-    Tensors that travelled whole are left out, and what did not go the planned way (see ``tensor_figures``).
+    Dense tensors are left out, and what did not go the planned way (see ``tensor_figures``).
 
     Args:
-        controller: The engine, between two windows.
-        before: What its memory held when the window began.
+        record: The latest window's, between two windows.
+        before: What its error feedback held when the window began.
 
     Returns:
-        Of this rank, on the device of the gradients; None before the first window.
+        Of this rank, on the device of the gradients.
     """
-    figures = window_figures(controller)
-    if figures is None or controller.report is None:
-        return None
-    layout, window = controller.report.layout, controller.report.window
-    sizes = np.diff(layout.edges)
-    sparse = as_planned(controller, window) & (sizes > 0) & ~travelled_whole(window, len(layout))
-    sums = torch.zeros(6, len(layout), dtype=torch.float64, device=controller.generator.device)
+    figures, layout = window_figures(record), record.layout
+    sparse = record.used & (np.diff(layout.edges) > 0) & ~record.dense
+    sums = torch.zeros(6, len(layout), dtype=torch.float64, device=record.device)
     if sparse.any():  # the same on all ranks
-        own, gradient = _inputs(controller.generator, layout, window, before)
+        own, gradient = _inputs(record, before)
         if gradient is not None:
-            sums[2:4] = _xi(controller, layout, window, sparse, own, gradient)
-        sums[4:] = _coverage(layout, window, sparse)
+            sums[2:4] = _xi(record, sparse, own, gradient)
+        sums[4:] = _coverage(record, sparse)
     order = [layout.places[index] for index in sorted(layout.places)]
     sums = sums[:, order]
     sums[0], sums[1] = figures.energy, figures.error
     return ConvergenceFigures(figures.names, sums)
 
 
-def _inputs(generator: Generator, layout: Layout, window: Window, before: Before) -> tuple[Tensor, Tensor | None]:
+def _inputs(record: WindowRecord, before: Before) -> tuple[Tensor, Tensor | None]:
     """``x`` and ``g`` of this rank, float32 [D]; the gradient is not known where the memory has a momentum."""
-    memory = generator.memory
-    x = held_back(generator, layout).clone()
-    if isinstance(memory, NoMemory):
+    x = record.accumulated().clone()
+    if record.forgets:
         return x, x
-    for buffer, _ in window.inflight:
-        indices, values = buffer.exchange.sent()
-        x[buffer.start : buffer.stop].index_add_(0, indices, values)
-    if not isinstance(memory, ResidualMemory) or memory.shapes_updates:
+    x.index_add_(0, *record.sent())
+    if record.decay is None:
         return x, None
-    pieces = dict(
-        zip(
-            (spec.index for spec in before.layout.specs),
-            before.held.split(np.diff(before.layout.edges).tolist()),
-            strict=True,
-        )
-    )
-    then = torch.cat([x[:0], *(pieces[spec.index] for spec in layout.specs)])
-    return x, x - memory.decay * then
+    tensors = before.held.split(np.diff(before.layout.edges).tolist())
+    pieces = {spec.index: piece for spec, piece in zip(before.layout.specs, tensors, strict=True)}
+    then = torch.cat([x[:0], *(pieces[spec.index] for spec in record.layout.specs)])
+    return x, x - record.decay * then
 
 
-def _xi(
-    controller: Controller, layout: Layout, window: Window, sparse: np.ndarray, x: Tensor, gradient: Tensor
-) -> Tensor:
+def _xi(record: WindowRecord, sparse: np.ndarray, x: Tensor, gradient: Tensor) -> Tensor:
     """float64 [2, L]: ``||gbar||^2`` and ``||C(xbar) - mean C(x)||^2`` of the tensors in ``sparse``."""
-    transport, generator = controller.transport, controller.generator
-    means = torch.stack([x, gradient])
-    transport.all_reduce(means).wait()
-    means /= transport.world_size
-    chosen = torch.from_numpy(np.repeat(sparse, np.diff(layout.edges))).to(x.device)
+    sizes = np.diff(record.layout.edges)
+    means = record.mean(torch.stack([x, gradient]))
+    chosen = torch.from_numpy(np.repeat(sparse, sizes)).to(x.device)
     means = torch.where(chosen, means, 0.0)
-    scale = 1.0 if window.scale is None else window.scale.reciprocal()
-    delivered = torch.cat([grad.float() for grad in window.grads if grad is not None]) * scale
-    sparsifier = copy.deepcopy(generator.sparsifier)  # what it learns from this is not for the next step
-    compressed = torch.zeros_like(x)
-    for buffer, _ in window.inflight:
-        if buffer.segments is not None:
-            span = slice(buffer.start, buffer.stop)
-            selection = sparsifier.select(means[0, span].contiguous(), buffer.segments, window.step)
-            count = torch.as_tensor(selection.count, device=x.device)
-            valid = torch.arange(len(selection.indices), device=x.device) < count
-            compressed[span].index_add_(0, selection.indices, torch.where(valid, selection.values, 0.0))
-    gap = torch.where(chosen, compressed - delivered, 0.0)
-    sizes = np.diff(layout.edges).tolist()
-    norms = [torch.stack(torch._foreach_norm(flat.split(sizes), 2, dtype=torch.float64)) for flat in (means[1], gap)]
+    gap = torch.where(chosen, record.compress(means[0]) - record.delivered(), 0.0)
+    flats = (means[1], gap)
+    norms = [torch.stack(torch._foreach_norm(flat.split(sizes.tolist()), 2, dtype=torch.float64)) for flat in flats]
     return torch.stack(norms).square()
 
 
-def _coverage(layout: Layout, window: Window, sparse: np.ndarray) -> Tensor:
+def _coverage(record: WindowRecord, sparse: np.ndarray) -> Tensor:
     """float64 [2, L]: slices of each tensor along its first dimension, and those of which something was sent."""
+    layout, device = record.layout, record.device
     slices = np.array([_slices(spec) for spec in layout.specs]) * sparse
-    device = window.inflight[0][0].exchange.device
     length = torch.from_numpy(np.diff(layout.edges) // np.maximum(1, slices)).to(device)
     starts = torch.from_numpy(np.concatenate([[0], np.cumsum(slices)])).to(device)
     edges = torch.from_numpy(layout.edges).to(device)
     hit = torch.zeros(int(slices.sum()) + 1, dtype=torch.bool, device=device)  # and one for all that do not count
     counted = torch.from_numpy(slices > 0).to(device)
-    for buffer, _ in window.inflight:
-        indices, values = buffer.exchange.sent()
-        at = indices + buffer.start
-        # right: an empty tensor has the edge of its successor, and owns nothing
-        places = torch.searchsorted(edges, at, right=True) - 1
-        rows = starts[places] + (at - edges[places]) // length[places]
-        hit[torch.where(counted[places] & (values != 0), rows, len(hit) - 1)] = True  # padding has no value
+    at, values = record.sent()
+    # right: an empty tensor has the edge of its successor, and owns nothing
+    places = torch.searchsorted(edges, at, right=True) - 1
+    rows = starts[places] + (at - edges[places]) // length[places]
+    hit[torch.where(counted[places] & (values != 0), rows, len(hit) - 1)] = True  # padding has no value
     running = torch.nn.functional.pad(hit[:-1].cumsum(0), (1, 0))
     covered = running[starts[1:]] - running[starts[:-1]]
     return torch.stack([torch.from_numpy(slices).to(device), covered]).double()

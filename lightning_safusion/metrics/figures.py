@@ -10,13 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.sparsify.feedback import NoMemory
-
 if TYPE_CHECKING:
-    from lightning_safusion.fusion.controller import Controller
-    from lightning_safusion.fusion.generator import Generator
-    from lightning_safusion.fusion.layout import Layout
-    from lightning_safusion.fusion.window import Window
+    from lightning_safusion.fusion.record import WindowRecord
     from lightning_safusion.strategy import SAFusionStrategy
 
 _ROWS = 6
@@ -105,87 +100,47 @@ def tensor_figures(strategy: SAFusionStrategy, errors: bool = True) -> TensorFig
     Returns:
         On the strategy's device; None with plain DDP and before the first window.
     """
-    controller = strategy.controller
-    return None if controller is None else window_figures(controller, errors)
+    record = strategy.record
+    return None if record is None else window_figures(record, errors)
 
 
 def latest_window(strategy: SAFusionStrategy) -> int | None:
     """Number of the latest window, the same on all ranks; None with plain DDP and before the first."""
-    controller = strategy.controller
-    return None if controller is None or controller.report is None else controller.report.window.step
+    record = strategy.record
+    return None if record is None else record.step
 
 
-def window_figures(controller: Controller, errors: bool = True) -> TensorFigures | None:
-    """The same, of the engine itself."""
-    if controller.report is None:
-        return None
-    layout, window = controller.report.layout, controller.report.window
+def window_figures(record: WindowRecord, errors: bool = True) -> TensorFigures:
+    """:func:`tensor_figures` of the record of a window."""
+    layout = record.layout
     sizes = np.diff(layout.edges)
-    chosen = as_planned(controller, window) & (sizes > 0)
-    sent = controller.report.selected()
+    chosen = record.used & (sizes > 0)
+    sent = record.sent_counts
     sums = np.zeros((_ROWS, len(layout)), np.float64)
     sums[:4] = chosen, chosen & (sent == 0), chosen * sizes, chosen * sent
     if errors:
-        sparse = chosen & ~travelled_whole(window, len(layout))
-        sums[4:] = np.where(sparse, _energies(controller.generator, layout, window), 0.0)
+        sums[4:] = np.where(chosen & ~record.dense, _energies(record), 0.0)
     order = [layout.places[index] for index in sorted(layout.places)]
-    return TensorFigures(tuple(layout.names(order)), torch.from_numpy(sums[:, order]).to(controller.generator.device))
+    return TensorFigures(tuple(layout.names(order)), torch.from_numpy(sums[:, order]).to(record.device))
 
 
-def held_back(generator: Generator, layout: Layout) -> Tensor:
-    """float32 [D]: the accumulated gradients of the memory in the order of ``layout``.
-
-    A view where that is the layout in force; a copy if a window has come in an order of its own since, to which the
-    memory was moved.
-    """
-    now = generator.layout
-    held = generator.memory.accumulated(0, now.numel)
-    if now is layout:
-        return held
-    tensors = list(held.split(np.diff(now.edges).tolist()))
-    return torch.cat([held[:0], *(tensors[now.places[spec.index]] for spec in layout.specs)])
-
-
-def as_planned(controller: Controller, window: Window) -> np.ndarray:
-    """bool [L]: what this rank had of a tensor went into its message, and the message was used."""
-    chosen = window.fresh & ~window.raw
-    for buffer, _ in window.inflight:
-        verdict = buffer.exchange.verdict()
-        if verdict.bad.any():
-            return np.zeros_like(chosen)
-        part = slice(buffer.group.start, buffer.group.stop)
-        chosen[part] &= ~verdict.irregular(controller.transport.world_size)
-    return chosen
-
-
-def travelled_whole(window: Window, length: int) -> np.ndarray:
-    """bool [L]: travelled whole."""
-    whole = np.zeros(length, bool)
-    for buffer, _ in window.inflight:
-        whole[buffer.group.start : buffer.group.stop] = buffer.dense
-    return whole
-
-
-def _energies(generator: Generator, layout: Layout, window: Window) -> np.ndarray:
-    """float64 [2, L]: ``||x||^2`` and ``||x - C(x)||^2`` of every tensor that travelled sparse.
+def _energies(record: WindowRecord) -> np.ndarray:
+    """float64 [2, L]: ``||x||^2`` and ``||x - C(x)||^2`` of every tensor that was sent sparse.
 
     The memory holds ``r = x - C(x)`` once a window has been committed, hence ``||x||^2 = ||r||^2 + 2 <r, C(x)> +
     ||C(x)||^2``. One that forgets holds ``x`` until the next window, hence ``||x - C(x)||^2 = ||x||^2 - 2 <x, C(x)> +
     ||C(x)||^2``. ``C(x)`` has few elements: only the first term looks at all of them.
     """
-    if not window.inflight:
-        return np.zeros((2, len(layout)))
-    forgets = isinstance(generator.memory, NoMemory)
-    held = held_back(generator, layout)
-    tensors = list(held.split(np.diff(layout.edges).tolist()))
+    indices, values = record.sent()
+    if not len(indices):
+        return np.zeros((2, len(record.layout)))
+    held = record.accumulated()
+    tensors = list(held.split(np.diff(record.layout.edges).tolist()))
     squares = torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float64)).square()
-    pieces = [(buffer.exchange.sent(), buffer.start) for buffer, _ in window.inflight]
-    indices = torch.cat([indices + start for (indices, _), start in pieces])
-    values = torch.cat([values for (_, values), _ in pieces]).double()
-    at = held[indices].double()
-    cross = values * (values + (-2 if forgets else 2) * at)
-    edges = torch.from_numpy(layout.edges).to(held.device)
+    values = values.double()
+    cross = values * (values + (-2 if record.forgets else 2) * held[indices].double())
+    edges = torch.from_numpy(record.layout.edges).to(held.device)
     # right: an empty tensor has the edge of its successor, and owns nothing
     places = torch.searchsorted(edges, indices, right=True) - 1
     other = squares.index_add(0, places, cross).clamp_(min=0)  # rounding may leave a negative zero
-    return torch.stack([squares, other] if forgets else [other, squares]).cpu().numpy()
+    return torch.stack([squares, other] if record.forgets else [other, squares]).cpu().numpy()

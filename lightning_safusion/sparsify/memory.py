@@ -117,6 +117,11 @@ class Memory(ABC):
         """Whether :meth:`received` returns the mean as it is: then it may be written straight into the gradients."""
         return type(self).received is Memory.received
 
+    @property
+    def settles(self) -> bool:
+        """Whether :meth:`settle` does anything."""
+        return type(self).settle is not Memory.settle
+
     def settle(self, start: int, stop: int, good: Tensor | None = None) -> None:
         """Keeps what :meth:`received` has returned for these elements; called once the whole window has ended well.
 

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm import local_transports
-from lightning_safusion.fusion.controller import Controller
-from lightning_safusion.fusion.engine import EngineSettings, build_controller
+from lightning_safusion.fusion.build import build_engine
+from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.layout import TensorSpec
+from lightning_safusion.fusion.settings import EngineSettings
 from lightning_safusion.metrics.figures import TensorFigures, window_figures
 from lightning_safusion.momentum import MomentumSwitch, carry_momentum
 from lightning_safusion.sparsify import Sparsifier
@@ -101,9 +102,9 @@ class Engines:
         settings = [make_settings() for _ in range(workers)]
         # exchanges in several phases wait for each other while they are launched
         self._waiting = settings[0].collective not in ("auto", "allgather", "allreduce")
-        self.controllers: list[Controller] = list(
+        self.controllers: list[Engine] = list(
             self._pool.map(
-                lambda rank: build_controller(
+                lambda rank: build_engine(
                     settings[rank], specs, transports[rank], torch.device("cpu"), measure=False
                 ),
                 range(workers),
@@ -132,7 +133,7 @@ class Engines:
         """
         controller = self.controllers[0]
         density = controller.density(controller.windows, controller.epoch)
-        return self._waiting or controller.current_plan() is None or density != controller.generator.quotas.density
+        return self._waiting or controller.plan is None or density != controller.space.quotas.density
 
     def _window(self, rank: int, gradients: Sequence[Tensor]) -> None:
         self._push(rank, gradients)
@@ -147,7 +148,7 @@ class Engines:
         for rank, theirs in enumerate(gradients):
             for index, (mine, other) in enumerate(zip(gradients[0], theirs, strict=True)):
                 if not torch.equal(mine.view(torch.int32), other.view(torch.int32)):
-                    name = next(s.name for s in self.controllers[0].generator.layout.specs if s.index == index)
+                    name = next(s.name for s in self.controllers[0].space.layout.specs if s.index == index)
                     raise RuntimeError(
                         f"step {self._steps}: worker {rank} has another mean of {name} than worker 0: replicas would "
                         "diverge"
@@ -166,18 +167,18 @@ class Engines:
         def carried(param: Tensor) -> bool:
             return first.report is not None and index[id(param)] in first.report.selected_from
 
-        memories = [controller.generator.memory for controller in self.controllers]
+        memories = [controller.space.memory for controller in self.controllers]
         self._switches, _ = carry_momentum(memories, first.density, [optimizer], carried)
 
     @property
     def sparsifiers(self) -> list[Sparsifier]:
         """Of each worker."""
-        return [controller.generator.sparsifier for controller in self.controllers]
+        return [controller.space.selector.sparsifier for controller in self.controllers]
 
     def figures(self) -> TensorFigures:
         """What the latest step did to every tensor, summed over workers."""
-        figures = [window_figures(controller) for controller in self.controllers]
-        known = [each for each in figures if each is not None]
+        records = [controller.report for controller in self.controllers]
+        known = [window_figures(record) for record in records if record is not None]
         return TensorFigures(known[0].names, torch.stack([each.sums for each in known]).sum(0))
 
     def close(self) -> None:

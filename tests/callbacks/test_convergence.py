@@ -99,9 +99,9 @@ def test_figures_are_those_of_whole_vectors(options: dict[str, Any]) -> None:
     for seed in range(4):
         grads = cluster.random_grads(seed)
         held = [[cluster.residual(rank, spec.index) for spec in cluster.specs] for rank in range(3)]
-        before = cluster.each(lambda rank: Before.of(cluster.controllers[rank]))
+        before = cluster.each(lambda rank: Before.of(cluster.controllers[rank].space))
         delivered = cluster.step(grads)
-        figures = cluster.each(lambda rank, b=before: convergence_figures(cluster.controllers[rank], b[rank]))
+        figures = cluster.each(lambda rank, b=before: convergence_figures(cluster.controllers[rank].report, b[rank]))
         total = ConvergenceFigures(figures[0].names, torch.stack([each.sums for each in figures]).sum(0))
         values = total.values()
         for spec in cluster.specs:
@@ -130,9 +130,9 @@ def test_figures_are_those_of_whole_vectors(options: dict[str, Any]) -> None:
 def test_everything_sent_has_no_distance_and_one_per_row_covers_all() -> None:
     def figures(**options: Any) -> dict[str, float]:
         cluster = Cluster(2, lambda: settings(collective="allgather", **options), specs([(40, 30), (64, 9, 3)]))
-        before = cluster.each(lambda rank: Before.of(cluster.controllers[rank]))
+        before = cluster.each(lambda rank: Before.of(cluster.controllers[rank].space))
         cluster.step(cluster.random_grads(0))
-        each = cluster.each(lambda rank: convergence_figures(cluster.controllers[rank], before[rank]))
+        each = cluster.each(lambda rank: convergence_figures(cluster.controllers[rank].report, before[rank]))
         cluster.close()
         return each[0].values()
 
@@ -145,9 +145,9 @@ def test_everything_sent_has_no_distance_and_one_per_row_covers_all() -> None:
 
 def test_random_positions_that_all_ranks_share_have_no_distance() -> None:
     cluster = Cluster(3, lambda: settings("randomk", collective="allgather"))
-    before = cluster.each(lambda rank: Before.of(cluster.controllers[rank]))
+    before = cluster.each(lambda rank: Before.of(cluster.controllers[rank].space))
     cluster.step(cluster.random_grads(0))
-    each = cluster.each(lambda rank: convergence_figures(cluster.controllers[rank], before[rank]))
+    each = cluster.each(lambda rank: convergence_figures(cluster.controllers[rank].report, before[rank]))
     assert each[0].values()["xi"] < 1e-6
     cluster.close()
 
@@ -158,12 +158,12 @@ def test_probing_changes_nothing() -> None:
         cluster = Cluster(2, lambda: settings(compressor, collective="allgather"))
         means = []
         for seed in range(6):
-            before = cluster.each(lambda rank: Before.of(cluster.controllers[rank]))
+            before = cluster.each(lambda rank: Before.of(cluster.controllers[rank].space))
             means.append(cluster.step(cluster.random_grads(seed)))
             if probed:
-                cluster.each(lambda rank, b=before: convergence_figures(cluster.controllers[rank], b[rank]))
+                cluster.each(lambda rank, b=before: convergence_figures(cluster.controllers[rank].report, b[rank]))
         cluster.close()
-        return means, cluster.controllers[0].generator.sparsifier.state_dict()
+        return means, cluster.controllers[0].space.selector.sparsifier.state_dict()
 
     (plain, state), (probed, probed_state) = train(False), train(True)
     assert all(torch.equal(a, b) for x, y in zip(plain, probed, strict=True) for a, b in zip(x[0], y[0], strict=True))
@@ -173,9 +173,9 @@ def test_probing_changes_nothing() -> None:
 
 def test_a_momentum_has_no_gradient_to_compare_with() -> None:
     cluster = Cluster(2, lambda: settings(memory="dgc", collective="allgather"))
-    before = cluster.each(lambda rank: Before.of(cluster.controllers[rank]))
+    before = cluster.each(lambda rank: Before.of(cluster.controllers[rank].space))
     cluster.step(cluster.random_grads(0))
-    values = cluster.each(lambda rank: convergence_figures(cluster.controllers[rank], before[rank]))[0].values()
+    values = cluster.each(lambda rank: convergence_figures(cluster.controllers[rank].report, before[rank]))[0].values()
     assert {"contraction", "coverage"} <= values.keys()
     assert not any(key.startswith("xi") for key in values)
     cluster.close()
@@ -185,9 +185,9 @@ def test_a_window_with_a_bad_number_is_left_out_on_all_ranks() -> None:
     cluster = Cluster(2, lambda: settings(collective="allgather"))
     grads = cluster.random_grads(0)
     grads[1][0][3] = float("nan")
-    before = cluster.each(lambda rank: Before.of(cluster.controllers[rank]))
+    before = cluster.each(lambda rank: Before.of(cluster.controllers[rank].space))
     cluster.step(grads)
-    each = cluster.each(lambda rank: convergence_figures(cluster.controllers[rank], before[rank]))
+    each = cluster.each(lambda rank: convergence_figures(cluster.controllers[rank].report, before[rank]))
     assert [figures.values() for figures in each] == [{}, {}]
     cluster.close()
 

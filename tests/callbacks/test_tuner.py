@@ -29,7 +29,7 @@ from lightning_safusion.callbacks import BufferSizeTuner
 from lightning_safusion.callbacks.tuner import describe
 from lightning_safusion.comm.torch_transport import TorchTransport
 from lightning_safusion.comm.transport import Work
-from lightning_safusion.fusion.controller import Controller
+from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.plans.adaptive import Tuned
 from lightning_safusion.fusion.replan import Decision
 from tests.models import TinyClassifier, classification, trainer
@@ -170,18 +170,18 @@ def test_one_buffer_per_tensor_is_left_where_messages_are_slow(system: str) -> N
 
 @pytest.mark.slow
 def test_a_gain_that_does_not_come_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    drain = Controller.drain
+    drain = Engine.drain
 
     def run(rank: int) -> Seen:
         slow_messages(0.008)
         return fit(quick())
 
-    def slow(self: Controller) -> None:  # whatever is not one buffer per tensor costs more than anybody can see
-        if len(self._window.inflight) < 17:  # type: ignore[union-attr]  # drain has a window
+    def slow(self: Engine) -> None:  # whatever is not one buffer per tensor costs more than anybody can see
+        if len(self._window.shipments) < 17:  # type: ignore[union-attr]  # drain has a window
             time.sleep(0.8)
         drain(self)
 
-    monkeypatch.setattr(Controller, "drain", slow)
+    monkeypatch.setattr(Engine, "drain", slow)
     seen = run_launched(2, run)
     assert seen[0].decisions == seen[1].decisions
     assert seen[0].actions == ["switch", "revert", "stay", "stay"]

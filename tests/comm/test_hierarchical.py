@@ -170,7 +170,7 @@ def test_under_the_engine_nobody_selects_from_a_part(scope: Any, quota: Any) -> 
     nodes = [0, 1, 0, 1, 1]
     cluster = Cluster(5, lambda: settings(collective="hierarchical", scope=scope, quota=quota), nodes=nodes)
     for controller in cluster.controllers:
-        controller.generator.sparsifier = _Unused()
+        controller.space.selector.sparsifier = _Unused()
     given = [torch.zeros(spec.numel, dtype=torch.float64) for spec in cluster.specs]
     delivered = [torch.zeros_like(total) for total in given]
     for step in range(4):
@@ -216,7 +216,7 @@ def train(rank: int) -> tuple[Any, list[Tensor], int]:
 
 def nodes_of_strategy(trainer: Trainer) -> Any:
     strategy: Any = trainer.strategy
-    return strategy.controller.generator.pool.nodes.nodes
+    return strategy.controller.space.pool.nodes.nodes
 
 
 def test_nodes_are_those_of_the_job() -> None:

@@ -70,7 +70,7 @@ def test_a_density_that_changes_in_every_step_is_agreed_on(make: Callable[..., E
     engines = make(Scheme("ahead", ramp=1.0, dense_start=0.3), steps=8)
     for step in range(8):
         engines.average(gradients(2, step))
-    densities = [controller.generator.quotas.density for controller in engines.controllers]
+    densities = [controller.space.quotas.density for controller in engines.controllers]
     assert densities[0] == densities[1] == pytest.approx(0.25 * (0.01 / 0.25) ** (7 / 8))
 
 

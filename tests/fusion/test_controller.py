@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lightning_safusion.comm import local_transports
-from lightning_safusion.fusion.engine import build_controller
+from lightning_safusion.fusion.build import build_engine
 from lightning_safusion.sparsify import NoMemory, Segments, Selection, TopK
 from tests.cluster import Cluster, settings, specs
 
@@ -207,9 +207,9 @@ class Failing(TopK):
 def test_an_error_on_one_rank_is_raised_on_all_and_nobody_hangs(make: Callable[..., Cluster], fusion: str) -> None:
     cluster = make(3, fusion=fusion)
     for controller in cluster.controllers:
-        controller.generator.sparsifier = Failing()
+        controller.space.selector.sparsifier = Failing()
     settle(cluster)
-    cluster.controllers[1].generator.sparsifier.fail = True
+    cluster.controllers[1].space.selector.sparsifier.fail = True
     grads = cluster.random_grads(4)
 
     def run(rank: int) -> Exception | None:
@@ -257,7 +257,7 @@ def test_an_order_that_changes_is_followed(make: Callable[..., Cluster]) -> None
     for i in range(n):
         total = done[i] + cluster.residual(0, i) + cluster.residual(1, i)
         torch.testing.assert_close(total, given[i], rtol=0, atol=1e-3)
-    layout = cluster.controllers[0].generator.layout
+    layout = cluster.controllers[0].space.layout
     assert [spec.index for spec in layout.specs] == orders[3]
 
 
@@ -291,7 +291,7 @@ def test_only_gradients_of_the_first_window_are_let_go(make: Callable[..., Clust
         for controller in cluster.controllers:
             assert controller.report is not None
             controller.let_go()
-            grads = controller.report.window.grads
+            grads = controller.report._window.grads
             assert len(grads) == len(cluster.specs)
             assert all(grad is None for grad in grads) == (step == 0)
 
@@ -300,7 +300,7 @@ def test_it_says_once_what_travels_how() -> None:
     said: list[str] = []
     transports = local_transports(1)
     options = settings(fusion="aligned", collective="allreduce")
-    controller = build_controller(options, specs(), transports[0], torch.device("cpu"), False, said.append)
+    controller = build_engine(options, specs(), transports[0], torch.device("cpu"), False, said.append)
     for _ in range(4):
         for spec in reversed(specs()):
             controller.push(spec.index, torch.ones(spec.numel))
@@ -311,6 +311,6 @@ def test_it_says_once_what_travels_how() -> None:
 def test_measured_plans_are_equal_on_all_ranks(make: Callable[..., Cluster]) -> None:
     cluster = Cluster(3, lambda: settings(fusion="adaptive", collective="auto"), measure=True)
     settle(cluster, 12)
-    digests = {controller.current_plan().digest for controller in cluster.controllers}
+    digests = {controller.plan.digest for controller in cluster.controllers}
     assert len(digests) == 1
     cluster.close()

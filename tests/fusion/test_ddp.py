@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from lightning_safusion.comm import default_transport
-from lightning_safusion.fusion.ddp import DDPHook
-from lightning_safusion.fusion.engine import build_controller
+from lightning_safusion.fusion.build import build_engine
+from lightning_safusion.fusion.hook import DDPHook
 from lightning_safusion.fusion.layout import specs_from_parameters
 from lightning_safusion.sparsify import available_sparsifiers
 from tests.cluster import settings
@@ -77,7 +77,7 @@ def wrap(model: nn.Module, options: dict[str, Any] | None, **ddp_options: Any) -
     tables = {id(m.weight) for m in model.modules() if getattr(m, "sparse", False)}
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     named, sparse = ([(n, p) for n, p in trainable if (id(p) in tables) == wanted] for wanted in (False, True))
-    controller = build_controller(
+    controller = build_engine(
         settings(**options),
         specs_from_parameters(named),
         default_transport(),
@@ -233,11 +233,11 @@ def test_stale_gradients_do_not_touch_the_residual() -> None:
             model, {"density": 0.1, "collective": "allgather", "fusion": "aligned"}, find_unused_parameters=True
         )
         assert hook is not None
-        memory = hook.controller.generator.memory
+        memory = hook.engine.space.memory
         for step in range(4):
             for key in ("g", "d"):
                 ddp(key, torch.randn(4, 8) + rank + step).square().mean().backward()
-        layout = hook.controller.generator.layout
+        layout = hook.engine.space.layout
         held = {
             s.name: memory.accumulated(*map(int, layout.edges[p : p + 2])).clone() for p, s in enumerate(layout.specs)
         }

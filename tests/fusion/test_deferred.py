@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from lightning_safusion.comm.exchange import Notice
 from lightning_safusion.comm.torch_transport import SoloTransport
-from lightning_safusion.fusion.controller import Controller
-from lightning_safusion.fusion.engine import build_controller
+from lightning_safusion.fusion.build import build_engine
+from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.planning import Planner
 from lightning_safusion.sparsify import available_sparsifiers
 from tests.cluster import Cluster, settings, specs
@@ -124,7 +124,7 @@ def test_a_bad_step_leaves_no_tensor_waiting_for_its_optimizer(make: Callable[..
 
 def test_an_error_on_one_rank_is_raised_there_and_one_window_later_elsewhere(make: Callable[..., Cluster]) -> None:
     cluster = make()
-    cluster.controllers[1].generator.sparsifier = failing = Failing()
+    cluster.controllers[1].space.selector.sparsifier = failing = Failing()
     cluster.step(cluster.random_grads(0))
     failing.fail = True
     before = cluster.residual(0, 0).clone()
@@ -179,7 +179,7 @@ def test_a_forgotten_window_says_nothing_later(make: Callable[..., Cluster]) -> 
     assert torch.isfinite(cluster.step(cluster.random_grads(1))[0][0]).all()
 
 
-def windows(controller: Controller, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+def windows(controller: Engine, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
     for _ in range(4):
         for spec in reversed(specs()):
             controller.push(spec.index, torch.zeros(spec.numel, device=device, dtype=dtype))
@@ -209,31 +209,31 @@ def test_the_host_never_waits_for_a_cuda_device(
 ) -> None:
     monkeypatch.setattr(Planner, "_verify", lambda *_: None)  # waits, once for every new plan
     # the numbers that the host reads one window later do not exist here
-    monkeypatch.setattr("lightning_safusion.fusion.deferred.DeferredDrain.read", lambda _: None)
+    monkeypatch.setattr("lightning_safusion.fusion.device_drain.DeviceDrain.read", lambda _: None)
     described = specs(dtype=dtype, dense=(1, 4))
     with fake_cuda(monkeypatch) as device:
         chosen = settings(**({"collective": "allgather"} | options))
-        windows(build_controller(chosen, described, SoloTransport(), device, False, deferred=True), device, dtype)
+        windows(build_engine(chosen, described, SoloTransport(), device, False, deferred=True), device, dtype)
 
 
 def test_the_drain_where_the_host_decides_does_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Planner, "_verify", lambda *_: None)
     chosen = settings(collective="allgather")
     with fake_cuda(monkeypatch) as device, pytest.raises(DataDependentOutputException):
-        windows(build_controller(chosen, specs(), SoloTransport(), device, measure=False), device)
+        windows(build_engine(chosen, specs(), SoloTransport(), device, measure=False), device)
 
 
 def test_each_stream_waits_for_the_one_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Planner, "_verify", lambda *_: None)
-    monkeypatch.setattr("lightning_safusion.fusion.deferred.DeferredDrain.read", lambda _: None)
+    monkeypatch.setattr("lightning_safusion.fusion.device_drain.DeviceDrain.read", lambda _: None)
     with fake_cuda(monkeypatch) as device:
         chosen = settings(collective="allgather")
-        controller = build_controller(chosen, specs(), SoloTransport(), device, measure=False, deferred=True)
+        controller = build_engine(chosen, specs(), SoloTransport(), device, measure=False, deferred=True)
         windows(controller, device)
         backward = torch.cuda.current_stream()
         waits = [(who, whom) for who, _, whom in Stream.log]
     select, decode = waits[0][0], waits[1][0]
-    plan = controller.current_plan()
+    plan = controller.plan
     assert plan is not None
     buffers = len(plan.groups)
     one_window = [(select, backward), (decode, select)] * buffers + [(backward, select), (backward, decode)]

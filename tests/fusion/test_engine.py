@@ -234,9 +234,9 @@ def test_bytes_per_kept_element_with_bf16_values(make: Callable[..., Cluster]) -
         )
         for step in range(3):
             cluster.step(cluster.random_grads(step))
-        buffers = cluster.controllers[0].report.window.inflight
-        slots = sum(buffer.segments.capacity for buffer, _ in buffers)
-        assert sum(buffer.exchange.bytes_sent for buffer, _ in buffers) / slots <= 4.5
+        buffers = cluster.controllers[0].report.events.buffers
+        slots = sum(buffer.capacity for buffer in buffers)
+        assert sum(buffer.bytes_sent for buffer in buffers) / slots <= 4.5
 
 
 def test_dgc_memory_at_density_1_is_momentum_sgd(make: Callable[..., Cluster]) -> None:
@@ -272,7 +272,7 @@ def test_ef21_gives_all_workers_the_mean_of_what_they_have_sent(make: Callable[.
         limit = 1e-5 * float(own.abs().max())
         for state, mine in zip(states, means, strict=True):
             torch.testing.assert_close(state["estimate"].double(), own.mean(dim=0), rtol=0, atol=limit)
-            given = torch.cat([mine[spec.index] for spec in cluster.controllers[0].generator.layout.specs])
+            given = torch.cat([mine[spec.index] for spec in cluster.controllers[0].space.layout.specs])
             assert torch.equal(given, state["estimate"].to(given.dtype))
 
 
@@ -317,7 +317,7 @@ def test_ef21_at_density_1_has_nothing_to_select_in_its_first_window(make: Calla
     cluster.step(cluster.random_grads(0))
     report = cluster.controllers[0].report
     assert report is not None
-    assert [buffer.group.collective for buffer, _ in report.window.inflight] == ["allreduce"]
+    assert [buffer.collective for buffer in report.events.buffers] == ["allreduce"]
 
 
 def test_the_first_window_is_averaged_in_place(make: Callable[..., Cluster]) -> None:
@@ -335,7 +335,7 @@ def test_the_first_window_is_averaged_in_place(make: Callable[..., Cluster]) -> 
             torch.testing.assert_close(means[rank][index], expected)
             assert not cluster.residual(rank, index).any()
     controller = cluster.controllers[0]
-    assert len(controller.generator.pool) == 0
+    assert len(controller.space.pool) == 0
     assert controller.report is not None
     report = controller.report.as_dict()
     sent = sum(s.numel * s.dtype.itemsize for s in cluster.specs if s.index not in (1, 2))
@@ -348,7 +348,7 @@ def test_decoupled_momentum_is_never_sent_whole(make: Callable[..., Cluster]) ->
         cluster = make(2, memory=memory, collective="auto", density=1.0)
         for step in range(4):
             cluster.step(cluster.random_grads(step))
-        plan = cluster.controllers[0].current_plan()
+        plan = cluster.controllers[0].plan
         assert plan is not None
         collectives[memory] = {group.collective for group in plan.groups}
     assert collectives == {"decoupled": {"allgather"}, "residual": {"allreduce"}}

@@ -142,8 +142,8 @@ class Counting(HostClock):
 def test_a_clock_that_costs_something_is_asked_only_if_somebody_listens(
     make: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_safusion.fusion.controller._TIMED_WINDOWS", 2)
-    monkeypatch.setattr("lightning_safusion.fusion.controller._TIMED_EVERY", 1000)
+    monkeypatch.setattr("lightning_safusion.fusion.engine._TIMED_WINDOWS", 2)
+    monkeypatch.setattr("lightning_safusion.fusion.engine._TIMED_EVERY", 1000)
     cluster = make(deferred=True)
     clocks = [Counting() for _ in cluster.controllers]
     for controller, clock in zip(cluster.controllers, clocks, strict=True):

@@ -19,13 +19,14 @@ from lightning_safusion import Segments, Selection, SIDCo, TopK
 from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.comm.torch_transport import SoloTransport
 from lightning_safusion.fusion import offload
-from lightning_safusion.fusion.engine import build_controller
-from lightning_safusion.fusion.generator import Generator
+from lightning_safusion.fusion.build import build_engine
+from lightning_safusion.fusion.compensation import Selector
 from lightning_safusion.fusion.offload import Offloader, selection_costs
 from lightning_safusion.fusion.planning import Planner
 from lightning_safusion.fusion.plans.selective import Selective, choose_offloaded
 from lightning_safusion.sparsify import resolve_sparsifier
 from lightning_safusion.sparsify.registry import available_sparsifiers
+from lightning_safusion.sparsify.survey import History
 from tests.cluster import Cluster, settings, specs
 from tests.cuda import fake_cuda
 from tests.quick import quick_of
@@ -120,7 +121,7 @@ def test_the_state_of_a_sparsifier_is_that_of_selection_in_place(make: Callable[
     for step in range(7):
         ours.step(ours.random_grads(step))
         theirs.step(theirs.random_grads(step))
-    a, b = (cluster.controllers[0].generator.sparsifier.state_dict() for cluster in (ours, theirs))
+    a, b = (cluster.controllers[0].space.selector.sparsifier.state_dict() for cluster in (ours, theirs))
     rows = [dict(zip(state["keys"], state["stages"].tolist(), strict=True)) for state in (a, b)]
     assert len({tuple(row) for row in rows[0].values()}) > 1
     assert rows[0] == rows[1]
@@ -135,11 +136,11 @@ def test_it_takes_what_the_rule_says(
     for step in range(3):
         cluster.step(cluster.random_grads(step))
     controller = cluster.controllers[0]
-    layout = controller.generator.layout
+    layout = controller.space.layout
     numels = [spec.numel for spec in layout.specs]
     sparse = [spec.index != 3 and spec.numel > 1 for spec in layout.specs]
     seconds = [cost(4 * n) for n in numels]
-    ready = controller.planner.costs(controller.generator.shape).ready
+    ready = controller.planner.costs(controller.space.shape).ready
     expected = choose_offloaded(ready, sparse, seconds, seconds)
     assert [offloader(cluster).wants(place) for place in range(len(layout))] == expected
     # some of them, unless the thread costs nothing
@@ -165,7 +166,7 @@ class Gated(TopK):
 
 
 def gated(cluster: Cluster, rank: int) -> Gated:
-    found = cluster.controllers[rank].generator.sparsifier
+    found = cluster.controllers[rank].space.selector.sparsifier
     assert isinstance(found, Gated)
     return found
 
@@ -179,14 +180,14 @@ def test_the_hook_returns_while_the_thread_selects(make: Callable[..., Cluster],
     grads = cluster.random_grads(3)[0]
     controller, gate = cluster.controllers[0], threading.Event()
     gated(cluster, 0).gate = gate
-    plan = controller.current_plan()
+    plan = controller.plan
     assert plan is not None
     first = plan.groups[0].stop
     for index in cluster.order[: first - 1]:  # returns, although nothing has been selected
         controller.push(index, grads[index])
     if late:
         controller.push(cluster.order[first - 1], grads[cluster.order[first - 1]])
-        assert len(controller._window.inflight if controller._window else ()) == 0
+        assert len(controller._window.shipments if controller._window else ()) == 0
     assert offloader(cluster)._taken
     gate.set()
     for index in cluster.order[first - (not late) :]:
@@ -264,23 +265,23 @@ def test_a_gradient_that_comes_again_is_not_taken(make: Callable[..., Cluster]) 
 def test_the_hook_never_waits_for_a_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Planner, "_verify", lambda *_: None)  # waits, once for every new plan
     # the numbers that the host reads one window later do not exist here, nor do those that the thread would select from
-    monkeypatch.setattr("lightning_safusion.fusion.deferred.DeferredDrain.read", lambda _: None)
+    monkeypatch.setattr("lightning_safusion.fusion.device_drain.DeviceDrain.read", lambda _: None)
     monkeypatch.setattr(offload, "NOMINAL_HOST", FREE)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    in_place, on_host = Generator.select_from, []
+    in_place, on_host = Selector.select, []
 
-    def select_from(self: Generator, x: Tensor, segments: Segments, step: int) -> Selection:
+    def select(self: Selector, x: Tensor, history: History, step: int, *survey: Any) -> Selection:
         if x.device.type == "cuda":
-            return in_place(self, x, segments, step)
+            return in_place(self, x, history, step, *survey)
         on_host.append(threading.current_thread().name)
-        count = segments.capacity
+        count = history.segments.capacity
         return Selection(torch.arange(count), torch.zeros(count), count)
 
-    monkeypatch.setattr(Generator, "select_from", select_from)
+    monkeypatch.setattr(Selector, "select", select)
     with fake_cuda(monkeypatch) as device:
         chosen = settings(collective="hybrid", fusion=Selective(3), offload=True)
         tensors = specs(SHAPES, dense=(3,))
-        controller = build_controller(chosen, tensors, SoloTransport(), device, measure=False, deferred=True)
+        controller = build_engine(chosen, tensors, SoloTransport(), device, measure=False, deferred=True)
         for _ in range(5):
             for spec in reversed(tensors):
                 controller.push(spec.index, torch.zeros(spec.numel, device=device))

@@ -19,9 +19,8 @@ import torch
 from lightning_safusion.comm import local_transports
 from lightning_safusion.comm.cost import LINKS, LinearCost
 from lightning_safusion.comm.transport import Transport
-from lightning_safusion.fusion.engine import build_controller
+from lightning_safusion.fusion.build import build_engine
 from lightning_safusion.fusion.events import BufferEvents, WindowEvents
-from lightning_safusion.fusion.generator import Generator
 from lightning_safusion.fusion.planning import Planner
 from lightning_safusion.fusion.plans.adaptive import Adaptive, Tuned
 from lightning_safusion.fusion.plans.cadence import Cadence, ReplanSchedule
@@ -31,6 +30,7 @@ from lightning_safusion.fusion.plans.policy import WFBP, Aligned, FusionPolicy, 
 from lightning_safusion.fusion.plans.pricing import predict_finish
 from lightning_safusion.fusion.recorder import RECENT_WINDOWS, ProfileRecorder, agree
 from lightning_safusion.fusion.replan import Decision
+from lightning_safusion.fusion.space import GradientSpace
 from tests.cluster import settings, specs
 from tests.quick import quick_of
 
@@ -89,7 +89,7 @@ class Job:
         """A duration, disturbed."""
         return float(seconds * (1 + self.rng.uniform(-self.noise, self.noise)))
 
-    def window(self, step: int, plan: Plan, costs: GroupCosts, generator: Generator) -> WindowEvents:
+    def window(self, step: int, plan: Plan, costs: GroupCosts, space: GradientSpace) -> WindowEvents:
         """What happens in a window with ``plan``."""
         now = 1000.0 * (1 + self.seed) + step  # any origin: no two ranks have the same
         begin, free = now + self.late, 0.0
@@ -116,7 +116,7 @@ class Job:
             drained = arrived + self.shaken(DECODE(each.bytes_sent))
             done.append(replace(each, awaited=arrived, arrived=arrived, decoded=drained))
         drained += self.hidden * sum(group.collective == "allgather" for group in plan.groups)
-        return WindowEvents(step, 0.05, generator.layout, ready, tuple(done), drained)
+        return WindowEvents(step, 0.05, space.layout, ready, tuple(done), drained)
 
 
 class Rank:
@@ -132,21 +132,21 @@ class Rank:
     ) -> None:
         self.job, self.policy = job, policy
         self.transport = transport or local_transports(1)[0]
-        engine = build_controller(settings(), specs(SHAPES), self.transport, torch.device("cpu"), measure=False)
-        self.generator = engine.generator
-        self.generator.set_density(0.05)
+        engine = build_engine(settings(), specs(SHAPES), self.transport, torch.device("cpu"), measure=False)
+        self.space = engine.space
+        self.space.set_density(0.05)
         self.planner = Planner(policy, self.transport, collective, job.lines, yields=yields)
         self.plans: list[Plan] = []
         self.timed: list[bool] = []
 
     @property
     def true(self) -> GroupCosts:
-        return self.job.true(self.planner.costs(self.generator.shape))
+        return self.job.true(self.planner.costs(self.space.shape))
 
     @property
     def finish(self) -> float:
         """When the last exchange of the plan in use ends, without noise, over the best static plan's end."""
-        plan = self.planner.plan(self.generator.shape)
+        plan = self.planner.plan(self.space.shape)
         policy = self.policy.policy if isinstance(self.policy, Tuned) else self.policy
         return predict_finish(plan, self.true) / predict_finish(policy.resized(self.true), self.true)
 
@@ -154,11 +154,11 @@ class Rank:
         """Runs windows; returns the decisions made in them."""
         made = []
         for _ in range(windows):
-            plan = self.planner.plan(self.generator.shape)
+            plan = self.planner.plan(self.space.shape)
             self.timed.append(self.planner.wants_times)
-            events = self.job.window(len(self.plans), plan, self.true, self.generator)
+            events = self.job.window(len(self.plans), plan, self.true, self.space)
             before = len(self.planner.decisions)
-            self.planner.observe(events, self.generator.shape)
+            self.planner.observe(events, self.space.shape)
             made += list(self.planner.decisions)[before:]
             self.planner.decisions.clear()
             self.plans.append(plan)
@@ -243,7 +243,7 @@ def test_a_gain_that_does_not_come_is_given_back_and_not_tried_again() -> None:
     assert made[1].measured is not None
     assert made[1].measured < 0 < made[1].predicted
     assert set(actions(rank.run(400))) == {"stay"}
-    assert rank.planner.plan(rank.generator.shape).groups[0].stop == len(SHAPES)
+    assert rank.planner.plan(rank.space.shape).groups[0].stop == len(SHAPES)
     job.link, job.hidden = "100mbit", 0.0  # other costs: another chance
     assert actions(rank.run(100))[:3].count("switch") == 1
     assert rank.finish < 1.03
@@ -252,10 +252,10 @@ def test_a_gain_that_does_not_come_is_given_back_and_not_tried_again() -> None:
 def test_a_broken_promise_covers_similar_plans() -> None:
     """Noise makes the proposals differ; none of them is a new idea."""
     rank = Rank(Tuned(Adaptive()), Job(backward=2e-3, hidden=0.05, noise=0.01))
-    first = rank.planner.plan(rank.generator.shape)
+    first = rank.planner.plan(rank.space.shape)
     rank.planner.current = Single().plan(rank.true)
     made = rank.run(600)
-    assert first != rank.planner.plan(rank.generator.shape)
+    assert first != rank.planner.plan(rank.space.shape)
     assert 1 <= actions(made).count("switch") <= 3
     assert actions(made).count("revert") == actions(made).count("switch")
 
@@ -282,8 +282,8 @@ def test_reviews_are_preceded_by_timed_windows_and_no_others_are() -> None:
 def test_windows_without_times_decide_nothing() -> None:
     rank = Rank(Adaptive(), Job())
     for _ in range(60):
-        rank.planner.plan(rank.generator.shape)
-        rank.planner.observe(None, rank.generator.shape)
+        rank.planner.plan(rank.space.shape)
+        rank.planner.observe(None, rank.space.shape)
     assert not rank.planner.decisions
 
 
@@ -291,14 +291,14 @@ def test_modelled_costs_are_never_reviewed() -> None:
     rank = Rank(Tuned(Aligned(1000)), Job())
     rank.planner = Planner(rank.policy, rank.transport, "allgather", prior=None)
     assert rank.run(60) == []
-    assert len(rank.planner.plan(rank.generator.shape).groups) == 1
+    assert len(rank.planner.plan(rank.space.shape).groups) == 1
 
 
 def resumed(rank: Rank) -> Rank:
     """The job in a new process, from its checkpoint."""
     state = rank.planner.state_dict()
     again = Rank(rank.policy, rank.job)
-    again.planner.load_state_dict(json.loads(json.dumps(state)), again.generator.shape)
+    again.planner.load_state_dict(json.loads(json.dumps(state)), again.space.shape)
     assert again.planner.state_dict() == state
     again.plans = list(rank.plans)
     return again
@@ -325,7 +325,7 @@ def test_a_resumed_job_makes_the_same_decisions(windows: int, hidden: float) -> 
 def test_a_new_density_or_order_ends_a_trial() -> None:
     rank = Rank(Tuned(Aligned(1000)), Job(backward=1e-3))
     assert actions(rank.run(8)) == ["switch"]
-    rank.generator.set_density(0.01)
+    rank.space.set_density(0.01)
     rank.planner.invalidate()
     assert rank.planner.state_dict()["trials"]["trial"] is None
     assert "keep" not in actions(rank.run(8))
@@ -344,7 +344,7 @@ def test_plain_ddp_takes_over_where_the_work_of_selection_is_more_than_the_excha
     if fast:
         # the third review in a row, and the end of the trial; none follows
         assert [(each.action, each.window) for each in decisions[-2:]] == [("dense", 15), ("keep", 22)]
-        plan = rank.planner.plan(rank.generator.shape)
+        plan = rank.planner.plan(rank.space.shape)
         assert {group.collective for group in plan.groups} == {"allreduce"}
         rank.planner.invalidate()
         assert not rank.planner.dense_for_good  # another density: judged anew
@@ -370,7 +370,7 @@ def test_what_everything_dense_took_elsewhere_is_forgotten(windows: int, measure
     again.planner = Planner(
         again.policy, again.transport, "auto", again.job.lines if measures else None, yields=measures
     )
-    again.planner.load_state_dict(json.loads(json.dumps(first.planner.state_dict())), again.generator.shape)
+    again.planner.load_state_dict(json.loads(json.dumps(first.planner.state_dict())), again.space.shape)
     again.run(100)
     assert not again.planner.dense_for_good
     dense = [all(group.collective == "allreduce" for group in plan.groups) for plan in again.plans]
@@ -383,9 +383,9 @@ def test_where_something_is_held_back_the_plan_before_goes_on() -> None:
     before = rank.plans[-1]
     rank.run(7)
     assert rank.planner.dense_for_good
-    rank.planner.go_on(rank.generator.shape)
+    rank.planner.go_on(rank.space.shape)
     assert not rank.planner.dense_for_good
-    assert rank.planner.plan(rank.generator.shape) == before
+    assert rank.planner.plan(rank.space.shape) == before
     assert actions(rank.planner.decisions)[-1] == "revert"
     assert "dense" not in actions(rank.run(100))  # another trial needs four times as many reviews
 
@@ -398,7 +398,7 @@ def test_a_checkpoint_of_an_earlier_version_says_nothing_of_plain_ddp(earlier: d
     state |= {"handover": earlier}
     if earlier is None:
         del state["handover"]
-    rank.planner.load_state_dict(state, rank.generator.shape)
+    rank.planner.load_state_dict(state, rank.space.shape)
     rank.run(100)
     assert rank.planner.dense_for_good
 

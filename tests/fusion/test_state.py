@@ -107,12 +107,12 @@ def test_order_and_plan_are_restored(make: Make, tmp_path: Path) -> None:
     entry = save(whole, tmp_path / "a.ckpt")
     assert restore(resumed, entry, tmp_path / "a.ckpt") == [[], []]
     controller = resumed.controllers[0]
-    assert controller.current_plan() == whole.controllers[0].current_plan() is not None
-    assert [s.index for s in controller.generator.layout.specs] == whole.order
+    assert controller.plan == whole.controllers[0].plan is not None
+    assert [s.index for s in controller.space.layout.specs] == whole.order
     # DDP's first bucket holds everything, in the order of registration: neither order nor plan is lost over it
     grads = whole.random_grads(5)
     expected, found = whole.step(grads), resumed.step(grads, order=range(len(whole.specs)))
-    assert [s.index for s in controller.generator.layout.specs] == whole.order
+    assert [s.index for s in controller.space.layout.specs] == whole.order
     assert controller.report is not None
     assert controller.report.as_dict()["plan"] == whole.controllers[0].report.as_dict()["plan"]
     for ours, theirs in zip(expected, found, strict=True):
@@ -174,8 +174,8 @@ def test_with_other_settings_only_counters_and_order_are_restored(make: Make, tm
     for other in (make(3), make(2, fusion="wfbp"), make(2, wire="bf16")):
         assert restore(other, entry, tmp_path / "a.ckpt") == [[]] * len(other.transports)
         assert other.controllers[0].windows == 4
-        assert other.controllers[0].current_plan() is None
-        assert [s.index for s in other.controllers[0].generator.layout.specs] == saved.order
+        assert other.controllers[0].plan is None
+        assert [s.index for s in other.controllers[0].space.layout.specs] == saved.order
         train(other, 4, 6)
 
 
@@ -185,7 +185,7 @@ def test_a_plan_for_another_model_is_refused(make: Make) -> None:
     state = common_state(cluster.controllers[0])["planner"]
     state["plan"] = state["plan"][:-1]
     with pytest.raises(ValueError, match=f"the model has {len(cluster.specs)}"):
-        cluster.controllers[0].planner.load_state_dict(state, cluster.controllers[0].generator.shape)
+        cluster.controllers[0].planner.load_state_dict(state, cluster.controllers[0].space.shape)
 
 
 @pytest.mark.parametrize("scope", ["tensor", "group"])
@@ -200,9 +200,9 @@ def test_learnt_thresholds_follow_their_tensor(make: Make, compressor: Any, scop
     second = make(1, turned, fusion="wfbp", compressor=compressor(), scope=scope)
     restore_sparsifier(second.controllers[0], state)
     last = len(turned) - 1
-    for key in first.controllers[0].generator.sparsifier.state_dict()["keys"]:
+    for key in first.controllers[0].space.selector.sparsifier.state_dict()["keys"]:
         moved = last - key if isinstance(key, int) else (key[0], last - key[1], key[2])
-        assert moved in second.controllers[0].generator.sparsifier.state_dict()["keys"]
+        assert moved in second.controllers[0].space.selector.sparsifier.state_dict()["keys"]
     assert local_state(second.controllers[0])["compressor"]["keys"] == state["keys"]
     with pytest.raises(ValueError, match="not the state of"):
         restore_sparsifier(second.controllers[0], {"keys": ["t1"]})

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from lightning_safusion.comm import local_transports
-from lightning_safusion.fusion.controller import Controller
-from lightning_safusion.fusion.engine import build_controller
+from lightning_safusion.fusion.build import build_engine
+from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.events import WindowEvents
 from lightning_safusion.fusion.plans.ticking import Horovod, fuse_ready
 from lightning_safusion.fusion.ticks import Ticks
@@ -130,7 +130,7 @@ def make() -> Iterator[Callable[..., Cluster]]:
 def hurry(cluster: Cluster, seed: int) -> None:
     """Makes every rank push at a pace of its own, which changes."""
     for rank, controller in enumerate(cluster.controllers):
-        rng, push = np.random.default_rng([seed, rank]), Controller.push
+        rng, push = np.random.default_rng([seed, rank]), Engine.push
 
         def slow(
             index: int, grad: Any, fresh: bool = True, rng: Any = rng, to: Any = controller, push: Any = push
@@ -167,7 +167,7 @@ def test_nothing_is_lost_and_all_ranks_send_the_same_buffers(
     assert all(each.windows == seen[0].windows for each in seen)
     assert len(seen[0].windows) == 12
     assert len(set(map(tuple, seen[0].windows[2:]))) > 1  # each step has other buffers
-    assert all(len(controller.generator.pool) <= 10 for controller in cluster.controllers)  # and keeps no old ones
+    assert all(len(controller.space.pool) <= 10 for controller in cluster.controllers)  # and keeps no old ones
 
 
 def test_buffers_change_no_number(make: Callable[..., Cluster]) -> None:
@@ -185,8 +185,8 @@ def test_an_error_on_one_rank_is_raised_on_all(make: Callable[..., Cluster]) -> 
     for step in range(3):
         cluster.step(cluster.random_grads(step))
     hurry(cluster, seed=2)
-    cluster.controllers[1].generator.sparsifier = Failing()
-    cluster.controllers[1].generator.sparsifier.fail = True
+    cluster.controllers[1].space.selector.sparsifier = Failing()
+    cluster.controllers[1].space.selector.sparsifier.fail = True
 
     def attempt(rank: int, grads: Any) -> str:
         try:
@@ -202,7 +202,7 @@ def test_an_error_on_one_rank_is_raised_on_all(make: Callable[..., Cluster]) -> 
     assert errors[1] == "no selection in step 3"
     assert all("another rank could not select" in errors[rank] for rank in (0, 2))
     # the window has ended on all ranks: the next one is in step again
-    cluster.controllers[1].generator.sparsifier.fail = False
+    cluster.controllers[1].space.selector.sparsifier.fail = False
     for rank in (1, 2):
         again = cluster.step(cluster.random_grads(5))
         assert all(torch.equal(a, b) for a, b in zip(again[0], again[rank], strict=True))
@@ -248,7 +248,7 @@ def test_where_nothing_may_leave_early_nothing_is_asked() -> None:
     controllers = []
     for transport in local_transports(1):
         made = settings(fusion=Horovod(threshold_bytes=4000), **SPARSE)
-        controllers.append(build_controller(made, specs(), transport, torch.device("cpu"), False, overlap=False))
+        controllers.append(build_engine(made, specs(), transport, torch.device("cpu"), False, overlap=False))
     (controller,) = controllers
     for step in range(4):
         generator = torch.Generator().manual_seed(step)
@@ -260,7 +260,7 @@ def test_where_nothing_may_leave_early_nothing_is_asked() -> None:
     assert controller.report is not None
     assert (
         len(controller.report.events.buffers)
-        == len(Horovod(threshold_bytes=4000).plan(controller.planner.costs(controller.generator.shape)).groups)
+        == len(Horovod(threshold_bytes=4000).plan(controller.planner.costs(controller.space.shape)).groups)
         > 1
     )
 

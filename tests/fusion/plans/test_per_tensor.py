@@ -140,7 +140,7 @@ def test_one_plan_from_agreed_times(name: str) -> None:
     )
     made = rank.run(12)
     assert actions(made) in (["switch", "freeze"], ["stay", "freeze"])
-    costs, plan = rank.planner.costs(rank.generator.shape), rank.planner.plan(rank.generator.shape)
+    costs, plan = rank.planner.costs(rank.space.shape), rank.planner.plan(rank.space.shape)
     assert plan == policy.plan(costs)
     if name == "hipress":
         compressed = [group.collective == "allgather" for group in plan.groups for _ in range(group.start, group.stop)]
@@ -198,7 +198,7 @@ def test_nothing_is_lost_and_all_ranks_have_the_same_plan(policy: FusionPolicy, 
 def test_half_precision_keeps_what_each_rank_rounds_off(world_size: int) -> None:
     cluster = Cluster(world_size, lambda: settings(fusion=Alternating(), own_buffers=True))
     done, given = run(cluster, steps=8)
-    layout = cluster.controllers[0].generator.layout
+    layout = cluster.controllers[0].space.layout
     report = cluster.controllers[0].report
     assert report is not None
     for spec, result, total in zip(cluster.specs, done, given, strict=True):

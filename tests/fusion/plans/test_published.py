@@ -43,11 +43,11 @@ def test_one_plan_from_agreed_times_and_no_trial(
 ) -> None:
     # gradients come slowly and buffers cost more than any planner knows: a trial would end in the plan before
     rank = Rank(policy, Job(backward=3e-3, hidden=0.05), collective=collective)
-    first = rank.planner.plan(rank.generator.shape)
-    assert first == pure(rank.planner.costs(rank.generator.shape))
+    first = rank.planner.plan(rank.space.shape)
+    assert first == pure(rank.planner.costs(rank.space.shape))
     assert actions(rank.run(12)) == ["switch", "freeze"]
-    costs = rank.planner.costs(rank.generator.shape)
-    assert rank.planner.plan(rank.generator.shape) == pure(costs) != first
+    costs = rank.planner.costs(rank.space.shape)
+    assert rank.planner.plan(rank.space.shape) == pure(costs) != first
     assert rank.run(80) == []
     assert not any(rank.timed[12:])
 
@@ -59,11 +59,11 @@ def test_another_order_is_measured_and_planned_anew(
     rank = Rank(policy, Job(backward=3e-3), collective=collective)
     rank.run(20)
     rank.planner.invalidate()  # another density: the measured times hold
-    assert rank.planner.plan(rank.generator.shape) == pure(rank.planner.costs(rank.generator.shape))
+    assert rank.planner.plan(rank.space.shape) == pure(rank.planner.costs(rank.space.shape))
     assert rank.run(20) == []
     rank.planner.invalidate(order_changed=True)
     assert "freeze" in actions(rank.run(12))
-    assert rank.planner.plan(rank.generator.shape) == pure(rank.planner.costs(rank.generator.shape))
+    assert rank.planner.plan(rank.space.shape) == pure(rank.planner.costs(rank.space.shape))
 
 
 @pytest.mark.parametrize(("policy", "collective", "pure"), PLANNERS, ids=["mgwfbp", "least", "omgs"])
@@ -74,20 +74,20 @@ def test_a_resumed_job_keeps_its_plan_or_measures_anew(
         first = Rank(policy, Job(backward=3e-3), collective=collective)
         first.run(windows)
         again = Rank(policy, first.job, collective=collective)
-        again.planner.load_state_dict(json.loads(json.dumps(first.planner.state_dict())), again.generator.shape)
-        assert again.planner.plan(again.generator.shape) == first.planner.plan(first.generator.shape)
+        again.planner.load_state_dict(json.loads(json.dumps(first.planner.state_dict())), again.space.shape)
+        assert again.planner.plan(again.space.shape) == first.planner.plan(first.space.shape)
         assert actions(again.run(12)) == made
-        assert again.planner.plan(again.generator.shape) == pure(again.planner.costs(again.generator.shape))
+        assert again.planner.plan(again.space.shape) == pure(again.planner.costs(again.space.shape))
 
 
 def test_measured_costs_are_those_of_the_job() -> None:
     rank = Rank(OMGS(), Job(backward=3e-3))
     rank.run(12)
-    measured, true = BehindCosts.of(rank.planner.costs(rank.generator.shape)), rank.true
+    measured, true = BehindCosts.of(rank.planner.costs(rank.space.shape)), rank.true
     assert measured.backward[1:] == pytest.approx([3e-3] * 59, rel=1e-6)
     assert measured.exchange == pytest.approx(true.sparse, rel=0.05)
     assert float(measured.selection(10**6)) == pytest.approx(40e-6 + 1e-4, rel=0.1)
-    plan = rank.planner.plan(rank.generator.shape)
+    plan = rank.planner.plan(rank.space.shape)
     for other in (Plan.from_counts([1] * 60), Plan.from_counts([60])):
         assert predict_behind(plan, measured) < predict_behind(other, measured)
 
@@ -124,7 +124,7 @@ def test_cupcake_finds_a_good_cut() -> None:
     rank.run(60)
     costs = rank.true
     ends = [predict_finish(GroupPricer(costs).plan([cut, 60]), costs) for cut in range(1, 60)]
-    assert predict_finish(rank.planner.plan(rank.generator.shape), costs) < 1.02 * min(ends) < 0.9 * max(ends)
+    assert predict_finish(rank.planner.plan(rank.space.shape), costs) < 1.02 * min(ends) < 0.9 * max(ends)
 
 
 def stops_of(plan: Plan) -> list[int]:
@@ -138,9 +138,9 @@ def test_a_search_goes_on_from_a_checkpoint() -> None:
         first = Rank(Cupcake(3, windows=3), Job("1gbit", backward=1e-3))
         first.run(windows)
         again = resumed(first)
-        assert again.planner.plan(again.generator.shape) == first.planner.plan(first.generator.shape)
+        assert again.planner.plan(again.space.shape) == first.planner.plan(first.space.shape)
         again.run(170)
-        assert again.planner.plan(again.generator.shape) == whole.planner.plan(whole.generator.shape)
+        assert again.planner.plan(again.space.shape) == whole.planner.plan(whole.space.shape)
         # the windows since the last trial are measured again, and no others are
         assert again.planner.state_dict()["search"] == pytest.approx(whole.planner.state_dict()["search"])
 
@@ -150,18 +150,18 @@ def test_a_search_begins_anew_where_density_or_order_change() -> None:
     rank.run(20)
     for order_changed in (False, True):
         assert len(rank.planner.state_dict()["search"]) >= 4
-        rank.generator.set_density(0.03 if order_changed else 0.01)
+        rank.space.set_density(0.03 if order_changed else 0.01)
         rank.planner.invalidate(order_changed)
         assert rank.planner.state_dict()["search"] is None
-        assert stops_of(rank.planner.plan(rank.generator.shape)) == [60]
+        assert stops_of(rank.planner.plan(rank.space.shape)) == [60]
         assert rank.run(20)[-1].action == "try"
 
 
 def test_windows_without_times_are_not_judged() -> None:
     rank = Rank(Cupcake(windows=2), Job())
     for _ in range(20):
-        rank.planner.plan(rank.generator.shape)
-        rank.planner.observe(None, rank.generator.shape)
+        rank.planner.plan(rank.space.shape)
+        rank.planner.observe(None, rank.space.shape)
     assert rank.planner.state_dict()["search"] == []
 
 
@@ -170,13 +170,13 @@ def test_a_plan_that_nobody_has_measured_is_tried_again() -> None:
     search = rank.policy.search(60)
     assert search is not None
     plan = GroupPricer(rank.true).plan(search.stops)
-    seen = rank.job.window(0, plan, rank.true, rank.generator)
+    seen = rank.job.window(0, plan, rank.true, rank.space)
     unseen = replace(seen, ready=np.full(60, np.nan))  # no gradient in these windows
     assert [search.add(unseen) for _ in range(3)] == [False, False, True]
-    assert math.isnan(search.advance(rank.transport, rank.generator.device))
+    assert math.isnan(search.advance(rank.transport, rank.space.device))
     assert (search.stops, search.measured) == ([60], [])
     assert [search.add(seen) for _ in range(3)] == [False, False, True]
-    assert search.advance(rank.transport, rank.generator.device) == search.measured[0] > 0
+    assert search.advance(rank.transport, rank.space.device) == search.measured[0] > 0
     assert len(search.stops) == 2
 
 

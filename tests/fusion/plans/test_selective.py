@@ -187,10 +187,10 @@ def test_a_buffer_sends_as_much_as_it_would_otherwise(make: Callable[..., Cluste
         cluster.step(cluster.random_grads(step))
         plain.step(plain.random_grads(step))
     reports = [cluster.controllers[0].report, plain.controllers[0].report]
-    selected, otherwise = (report.selected() for report in reports if report is not None)
-    plan = cluster.controllers[0].current_plan()
+    selected, otherwise = (report.sent_counts for report in reports if report is not None)
+    plan = cluster.controllers[0].plan
     assert plan is not None
-    layout = cluster.controllers[0].generator.layout
+    layout = cluster.controllers[0].space.layout
     sizes = np.diff(layout.edges)
     for group in plan.groups:
         part = slice(group.start, group.stop)
@@ -253,7 +253,7 @@ def test_an_error_on_one_rank_is_raised_on_all_and_nobody_hangs(make: Callable[.
     cluster = make(3, compressor=Failing(), fusion=Selective(2), collective=collective)
     for step in range(3):
         cluster.step(cluster.random_grads(step))
-    failing: Any = cluster.controllers[1].generator.sparsifier
+    failing: Any = cluster.controllers[1].space.selector.sparsifier
     failing.at = 3
 
     def run(rank: int) -> str:
