@@ -17,14 +17,14 @@ from lightning_safusion.environments.horovod import configure_horovod
 from lightning_safusion.fusion.plans.policy import FusionPolicy
 from lightning_safusion.fusion.quota import QuotaRule, Scope
 from lightning_safusion.fusion.settings import CollectiveOption
-from lightning_safusion.parameters import check_dense_rules, refuse_options, refuse_parts
-from lightning_safusion.settings import engine_settings
+from lightning_safusion.parameters import refuse_options
 from lightning_safusion.settling import reason_to_settle, runs_compiled
 from lightning_safusion.signals import DeferredSignals, requeue_signal
 from lightning_safusion.sparsify.base import Sparsifier
 from lightning_safusion.sparsify.memory import Memory
 from lightning_safusion.sparsify.schedule import DensitySchedule
-from lightning_safusion.systems import DEFAULT, resolve_system
+from lightning_safusion.systems import DEFAULT, HookSystem
+from lightning_safusion.systems.settings import job_parts
 from lightning_safusion.wrapping import EngineDDPStrategy
 
 
@@ -43,15 +43,10 @@ class SAFusionStrategy(EngineDDPStrategy):
             ``"gaussiank"``, ``"redsync"``, ``"sidco"``, ``"adtopk"``, ``"oktopk"``, ``"none"``, the name of an
             installed one, or a ``Sparsifier``.
         density: Share of the elements to send, in (0, 1], or a ``DensitySchedule``.
-        system: A scheme by name (``safusion systems`` explains them). ``"saf-pooled"``: SAFusion with a quarter of
-            its share for every tensor, the rest of a buffer's room for its largest elements, and four bits per value;
-            its quota rule and wire format give way to arguments that they do not go with. The published SAFusion and
-            its predecessor: ``"safusion"``, ``"safusion-paper"``, ``"saf-inter"``, ``"saf-naive"``, ``"fgbuff"``.
-            Other sparse ones: ``"behind"``, ``"wfbp"``, ``"omgs"``, ``"cupcake"``, ``"horovod"``, ``"hipress"``,
-            ``"espresso"``, ``"syncea"``, ``"oktopk"``, ``"gtopk"``, ``"adtopk"``, ``"ssfusion-naive"``,
-            ``"ssfusion-o"``, ``"ssfusion-i"``, ``"ssfusion"``. Dense ones: ``"wfbp-dense"``, ``"mgwfbp"``,
-            ``"horovod-dense"``. DDP with another hook: ``"dear"``, ``"easgd"``, ``"ddp"``, ``"ddp-bf16"``,
-            ``"ddp-fp16"``, ``"powersgd"``, ``"powersgd-rank4"``.
+        system: A scheme by name; ``safusion systems`` lists and explains them all. ``"saf-pooled"``, the default, is
+            SAFusion with a quarter of its quota guaranteed for every tensor, the rest of a buffer's room for its
+            largest elements, and four bits per value; its quota rule and wire format give way to arguments that they
+            do not go with.
         fusion: Which tensors share a buffer: ``"adaptive"`` (measured times), ``"aligned"`` (a fixed number),
             ``"naive"`` (a fixed capacity, filled at each worker's own pace), ``"wfbp"`` (each alone), ``"single"`` (all
             in one), ``"selective"`` (a fixed number of buffers, whose small tensors travel whole), ``"mgwfbp"`` and
@@ -111,7 +106,6 @@ class SAFusionStrategy(EngineDDPStrategy):
         refuse_options(kwargs, list(inspect.signature(SAFusionStrategy).parameters))
         if transport not in ("torch", "horovod"):
             raise ValueError(f"transport must be 'torch' or 'horovod', got {transport!r}")
-        row = resolve_system(system)
         parts: dict[str, Any] = {
             "compressor": compressor,
             "fusion": fusion,
@@ -125,20 +119,14 @@ class SAFusionStrategy(EngineDDPStrategy):
             "wire": wire,
             "offload": offload,
         }
-        given = {name: part for name, part in parts.items() if part is not None}
-        if row.ddp_hook is not None:
-            refuse_parts(row.name, given, transport)
+        job = job_parts(system, density, parts, transport)
         if transport == "horovod":
             configure_horovod(kwargs)
-        if fusion == "behind":
-            given = {"scope": "group", "dense_below": 0} | given
-        self.system = row.name
-        self.settings = engine_settings(row, density, given)
-        dense, below = given.get("dense", []), given.get("dense_below", row.dense_below)
-        below_ndim = given.get("dense_below_ndim", row.dense_below_ndim)
-        check_dense_rules(dense, below, below_ndim)
-        over_horovod = transport == "horovod"
-        super().__init__(list(dense), below, below_ndim, over_horovod, row.ddp_hook, row.elastic, **kwargs)
+        row = job.system
+        self.system, self.settings = row.name, job.settings
+        elastic = isinstance(row, HookSystem) and row.elastic
+        rules = list(job.dense), job.dense_below, job.dense_below_ndim
+        super().__init__(*rules, transport == "horovod", row.ddp_hook, elastic, **kwargs)
         self._compiled: bool | None = None  # a part of the model has been compiled; None: nobody has looked
         self._settles_because: str | None = None  # why no step reaches into the next forward pass
 

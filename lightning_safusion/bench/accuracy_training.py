@@ -108,7 +108,7 @@ def check_trainable(row: Row, task: Task) -> None:
         ValueError: Names the row, and why.
     """
     system, settings = row.published, row.strategy(_DENSITY).settings
-    if system.elastic or system.ddp_hook == "local":
+    if system.ddp_hook == "local":
         reason = "workers hold different weights, and virtual ones share them"
     elif settings.fusion.streams or isinstance(settings.fusion, Horovod):
         reason = "what shares a buffer is a matter of each step's timing, which virtual workers do not have"

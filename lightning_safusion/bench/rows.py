@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_safusion.naming import suggestion
 from lightning_safusion.strategy import SAFusionStrategy
-from lightning_safusion.systems import System, resolve_system
+from lightning_safusion.systems import EngineSystem, HookSystem, resolve_system
 
 #: Options of the optimizer, in place of those of the task that is trained.
 TRAINING_OPTIONS = ("lr", "momentum", "beta2")
@@ -40,7 +40,7 @@ class Row:
     training: tuple[tuple[str, float], ...] = ()
 
     @property
-    def published(self) -> System:
+    def published(self) -> EngineSystem | HookSystem:
         """The row's line in the table of systems."""
         return resolve_system(self.system)
 

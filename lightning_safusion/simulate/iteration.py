@@ -38,6 +38,8 @@ class Iteration:
         waited: Seconds that the mean worker waits for the slowest one before collectives can begin, summed over them.
         intervals: Worker 0's timeline and the link's.
         first_busy: Place of the first tensor after the last moment at which the link waited for a gradient.
+        comparable: Whether the work of the processors counts, as far as the cluster knows what it costs. Not where
+            buffers leave at ticks or fill at each worker's own pace: such an iteration comes out too short.
     """
 
     seconds: float
@@ -49,6 +51,7 @@ class Iteration:
     waited: float
     intervals: tuple[Interval, ...] = field(repr=False)
     first_busy: int = 0
+    comparable: bool = True
 
     @property
     def exposed(self) -> float:

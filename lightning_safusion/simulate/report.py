@@ -14,6 +14,7 @@ from lightning_safusion.simulate.calibration import Calibration
 from lightning_safusion.simulate.cluster import Cluster, resolve_link
 from lightning_safusion.simulate.comparison import (
     PlanRow,
+    accuracy_note,
     plan_table,
     settings_yaml,
     sweep_table,
@@ -91,6 +92,8 @@ def run_plan(
     if costs is not None:
         console.print(f"Costs: {costs.source}.")
     console.print(verdict(rows))
+    if (note := accuracy_note(rows, density)) is not None:
+        console.print(note)
     settings = settings_yaml(rows, density)
     console.print(settings, markup=False, highlight=False)
     records = sweep_table(job_trace, cluster, density, systems, over=over, **options) if over else []
@@ -131,13 +134,18 @@ def build_table(rows: Sequence[PlanRow], job: Job, bandwidth: str) -> Table:
         "MB that a worker and a node receive; collectives started; speed-up over DDP in bf16; "
         "*: simulated only, not a system of the strategy"
     )
+    if not all(row.comparable for row in rows):
+        caption += (
+            "; †: predicted without the work on the processors that the calibration has measured, so too fast beside "
+            "the others, and never recommended"
+        )
     table = Table(title=title, caption=caption)
     table.add_column("system", no_wrap=True)
     for heading in ("ms", "exposed", "select", "MB", "node MB", "calls", "speed-up"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in sorted(rows, key=lambda row: row.iteration_s):
         table.add_row(
-            row.system if row.system in SYSTEMS else f"{row.system} *",
+            "† " * (not row.comparable) + row.system + " *" * (row.system not in SYSTEMS),
             f"{row.iteration_s * 1e3:.1f}",
             f"{row.exposed_s * 1e3:.1f}",
             f"{row.select_s * 1e3:.1f}",
@@ -160,7 +168,7 @@ def _print_sweep(console: Console, records: Sequence[dict[str, Any]], names: Seq
     for heading in ("system", "ms", "over bf16 DDP"):
         table.add_column(heading)
     for point, group in points.items():
-        best = min(group, key=lambda record: record["iteration_s"])
+        best = min(group, key=lambda record: (not record["comparable"], record["iteration_s"]))
         figures = [best["system"], f"{best['iteration_s'] * 1e3:.1f}", f"{best['speedup']:.2f}"]
         table.add_row(*(f"{value:g}" for value in point), *figures)
     console.print(table)

@@ -1,5 +1,7 @@
 """The published systems on the clock: each one a function from a job to the schedule of an iteration.
 
+The rows are those of ``lightning_safusion.systems``; most are planned by their own policy.
+
 All of them run on the same engine and the same wire, so that only the idea differs. Planners and policies are the
 objects that train. Selection ahead of fusion takes one call per buffer, unless the job says otherwise.
 """
@@ -7,20 +9,18 @@ objects that train. Selection ahead of fusion takes one call per buffer, unless 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 import torch
 
 from lightning_safusion.comm.wire import resolve_codec
 from lightning_safusion.ddp_hooks import POWERSGD_RANKS
-from lightning_safusion.fusion.plans.adaptive import Adaptive
 from lightning_safusion.fusion.plans.costs import DDP_BUCKET, ddp_buckets
-from lightning_safusion.fusion.plans.merging import MGWFBP, OMGS, sparse_plan
-from lightning_safusion.fusion.plans.policy import WFBP, Aligned, Naive, Single
+from lightning_safusion.fusion.plans.merging import sparse_plan
+from lightning_safusion.fusion.plans.policy import Naive
 from lightning_safusion.fusion.plans.searching import Cupcake, search_cuts
 from lightning_safusion.fusion.plans.ticking import Horovod
 from lightning_safusion.naming import look_up
@@ -30,6 +30,8 @@ from lightning_safusion.simulate.job import Job, grouped
 from lightning_safusion.simulate.per_tensor import espresso, hipress, ssfusion
 from lightning_safusion.simulate.schedule import Ahead, Message, Planned, Schedule, Stream, Timer
 from lightning_safusion.systems import SYSTEMS as _ROWS
+from lightning_safusion.systems import EngineSystem, HookSystem
+from lightning_safusion.systems.rows import SMALL
 
 # PowerSGD: compression pays if it saves this factor; kernels of one matrix, launched one by one.
 _POWERSGD_MIN_RATE, _POWERSGD_LAUNCH = 2.0, 50e-6
@@ -39,25 +41,35 @@ _CODEC_ELEMENTS = 1 << 24
 _ELASTIC_PASSES = 9
 
 
+Builder = Callable[[Job], Schedule]
+
+
 @dataclass(frozen=True)
 class SimulatedSystem:
     """A row of the comparison.
 
     Args:
-        name: As in ``SAFusionStrategy(system=name)``.
-        summary: What it decides, in one line.
+        row: The system.
         build: Makes the schedule of an iteration.
-        sparse: Whether it sends less than all of every gradient.
-        conserves: Whether what is not sent is kept for later, all of it.
-        settings: Further arguments of the strategy.
     """
 
-    name: str
-    summary: str
-    build: Callable[[Job], Schedule]
-    sparse: bool = True
-    conserves: bool = True
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    row: EngineSystem | HookSystem
+    build: Builder
+
+    @property
+    def name(self) -> str:
+        """As in ``SAFusionStrategy(system=name)``, if that has such a system."""
+        return self.row.name
+
+    @property
+    def sparse(self) -> bool:
+        """Whether it sends less than all of every gradient."""
+        return self.row.sparse
+
+    @property
+    def conserves(self) -> bool:
+        """Whether all that is not sent is kept for later."""
+        return self.row.conserves
 
 
 def _ranges(stops: Sequence[int]) -> list[range]:
@@ -102,14 +114,6 @@ def _powersgd(rank: int) -> Callable[[Job], Schedule]:
     return build
 
 
-def _dense_wfbp(job: Job) -> Schedule:
-    return job.schedule(WFBP().plan(job.group_costs(sparse=False, dense=True)))
-
-
-def _mgwfbp(job: Job) -> Schedule:
-    return job.schedule(MGWFBP().plan(job.group_costs(sparse=False, dense=True)))
-
-
 def _dear(job: Job) -> Schedule:
     """Reduce-scatter behind backward, all-gather of the sums behind the next forward pass."""
     messages = []
@@ -124,10 +128,6 @@ def _easgd(job: Job) -> Schedule:
     nbytes = float(job.numels.sum()) * 4
     update = _ELASTIC_PASSES * nbytes / job.cluster.device.memory
     return Schedule(Ahead(job.cluster.allreduce(nbytes), update), _no_selection(job), engine=False)
-
-
-def _wfbp(job: Job) -> Schedule:
-    return job.schedule(WFBP().plan(job.group_costs()))
 
 
 def _horovod(job: Job) -> Schedule:
@@ -150,10 +150,6 @@ def _timer(message: Callable[[Sequence[int]], Message], nbytes: Sequence[float])
     return Timer(message, tuple(nbytes), policy.cycle_s, policy.threshold_bytes)
 
 
-def _omgs(job: Job) -> Schedule:
-    return job.schedule(OMGS().plan(job.group_costs()), behind=True)
-
-
 def _cupcake(job: Job) -> Schedule:
     """Two groups, as in all released commands; the cut is searched by running iterations."""
 
@@ -162,10 +158,6 @@ def _cupcake(job: Job) -> Schedule:
         return mean_iteration(job.trace, job.cluster, schedule, iterations=3).seconds
 
     return job.schedule(sparse_plan(search_cuts(measure, len(job.numels), Cupcake().groups)), behind=True)
-
-
-def _syncea(job: Job) -> Schedule:
-    return job.schedule(Single().plan(job.group_costs()), behind=True)
 
 
 def _one_buffer(job: Job, cost: CollectiveCost, entries: float, extra: float = 0.0) -> Schedule:
@@ -208,19 +200,7 @@ def _adtopk(job: Job) -> Schedule:
     return Schedule(Planned(tuple(messages)), tuple(selects))
 
 
-def _fgbuff(job: Job) -> Schedule:
-    return job.schedule(Adaptive().plan(job.group_costs()), behind=True)
-
-
-def _behind(job: Job) -> Schedule:
-    return job.schedule(Aligned().plan(job.group_costs()), behind=True)
-
-
-def _saf_inter(job: Job) -> Schedule:
-    return job.schedule(Aligned().plan(job.group_costs()))
-
-
-def _saf_naive(job: Job) -> Schedule:
+def _stream(job: Job) -> Schedule:
     """Selection at every hook, since nobody knows where a buffer ends; entries hold 32-bit positions."""
     entries = job.entries.astype(float)
     capacity = float(min(Naive().buffer_elements, entries.sum()))
@@ -230,24 +210,7 @@ def _saf_naive(job: Job) -> Schedule:
     return Schedule(Stream(tuple(entries.tolist()), capacity, round_), tuple(job.selects.tolist()))
 
 
-def _safusion(job: Job) -> Schedule:
-    job = replace(job, dense_below=_ROWS["safusion"].dense_below)
-    return job.schedule(Adaptive().plan(job.group_costs(dense=True)))
-
-
-def _saf_pooled(job: Job) -> Schedule:
-    numel = min(int(job.numels.sum()), _CODEC_ELEMENTS)
-    entries = max(1, int(numel * job.density))
-    codec = resolve_codec(_ROWS["saf-pooled"].wire, numel, entries, torch.float32)
-    job = replace(job, entry_bytes=codec.nbytes / entries)
-    return job.schedule(Adaptive().plan(job.group_costs(dense=True)))
-
-
-def _safusion_paper(job: Job) -> Schedule:
-    return job.schedule(Adaptive(rule="paper").plan(job.group_costs()))
-
-
-def _safusion_hierarchical(job: Job) -> Schedule:
+def _hierarchical(job: Job) -> Schedule:
     """Each worker selects from its shard of the node's sum, after the reduce-scatter inside the node."""
     cluster = job.cluster
 
@@ -259,50 +222,83 @@ def _safusion_hierarchical(job: Job) -> Schedule:
     return grouped(job, exchange, collectives=3)
 
 
-_LIST = (
-    SimulatedSystem("ddp", "dense all-reduce in buckets of 25 MiB, fp32", _ddp(4), sparse=False),
-    SimulatedSystem("ddp-bf16", "the same, cast to bf16", _ddp(2), sparse=False),
-    SimulatedSystem("ddp-fp16", "the same, cast to fp16", _ddp(2), sparse=False),
-    *(
-        SimulatedSystem(name, f"low-rank factors of each matrix, rank {rank}", _powersgd(rank), sparse=False)
-        for name, rank in POWERSGD_RANKS.items()
-    ),
-    SimulatedSystem("wfbp-dense", "every tensor alone, dense", _dense_wfbp, sparse=False, settings={"system": "wfbp"}),
-    SimulatedSystem("horovod-dense", "whatever is ready at a tick, dense", _horovod_dense, sparse=False),
-    SimulatedSystem("mgwfbp", "merged where a message costs more than the wait, dense", _mgwfbp, sparse=False),
-    SimulatedSystem("dear", "reduce-scatter in backward, all-gather in the next forward", _dear, sparse=False),
-    SimulatedSystem("easgd", "weights, averaged behind forward and backward; replicas differ", _easgd, sparse=False),
-    SimulatedSystem("wfbp", "every tensor alone, sparse", _wfbp),
-    SimulatedSystem("horovod", "whatever is ready at a tick, sparse", _horovod),
-    SimulatedSystem("omgs", "merged by OMGS's rule, selected from afterwards", _omgs),
-    SimulatedSystem("cupcake", "two groups, the cut searched by trial", _cupcake),
-    SimulatedSystem("syncea", "the whole model in one buffer", _syncea),
-    SimulatedSystem("gtopk", "the whole model, a tree that keeps k entries", _gtopk, conserves=False),
-    SimulatedSystem("oktopk", "the whole model, split, reduced and balanced", _oktopk),
-    SimulatedSystem("hipress", "each tensor compressed or not, in parts", hipress),
-    SimulatedSystem("espresso", "precision, compression and device of each tensor by trial", espresso),
-    SimulatedSystem("adtopk", "every row of every matrix, one message per tensor", _adtopk),
-    SimulatedSystem("behind", "8 tensors per buffer, selected from afterwards", _behind),
-    SimulatedSystem("fgbuff", "buffers by times, selected from afterwards", _fgbuff),
-    SimulatedSystem("ssfusion-naive", "small tensors whole, in one message", ssfusion(False, False)),
-    SimulatedSystem("ssfusion-o", "and selection offloaded to the host", ssfusion(True, False)),
-    SimulatedSystem("ssfusion-i", "small tensors by all-reduce, the others by all-gather", ssfusion(False, True)),
-    SimulatedSystem("ssfusion", "all of that", ssfusion(True, True)),
-    SimulatedSystem("saf-naive", "ahead of fusion, buffers of a fixed capacity", _saf_naive),
-    SimulatedSystem("saf-inter", "ahead of fusion, 8 tensors per buffer", _saf_inter),
-    SimulatedSystem("safusion-paper", "ahead of fusion, buffers by the papers' rule", _safusion_paper),
-    SimulatedSystem("safusion", "ahead of fusion, buffers by the exact programme", _safusion),
-    SimulatedSystem("saf-pooled", "the same in four bits per value (packing them not counted)", _saf_pooled),
-    SimulatedSystem(
+def _planned(row: EngineSystem) -> Builder:
+    """The row's own policy over the job's costs: all that most systems are."""
+    dense = row.collective in ("auto", "allreduce")
+
+    def build(job: Job) -> Schedule:
+        plan = row.policy().plan(job.group_costs(sparse=row.sparse, dense=dense))
+        return job.schedule(plan, behind=row.scope == "group")
+
+    return build
+
+
+def _as_row(row: EngineSystem, job: Job) -> Job:
+    """The job with the dense tensors and the wire format of a row."""
+    job = replace(job, dense_below=max(job.dense_below, row.dense_below))
+    if row.wire == "auto":
+        return job
+    numel = min(int(job.numels.sum()), _CODEC_ELEMENTS)
+    entries = max(1, int(numel * job.density))
+    return replace(job, entry_bytes=resolve_codec(row.wire, numel, entries, torch.float32).nbytes / entries)
+
+
+def _of_parts(row: EngineSystem) -> Builder:
+    """The builder that a part of a row asks for, or else its policy.
+
+    Only these do what no plan expresses: several phases, ticks, streams, searches by trial, choices for each tensor.
+    """
+    if row.fusion == "selective":
+        return ssfusion(row.offload, row.collective == "hybrid")
+    if row.fusion == "horovod":
+        return _horovod if row.sparse else _horovod_dense
+    for part in (row.collective, row.compressor, row.fusion):
+        if part in _SPECIAL:
+            return _SPECIAL[part]
+    return _planned(row)
+
+
+def _simulated(row: EngineSystem | HookSystem) -> SimulatedSystem:
+    if isinstance(row, HookSystem):
+        return SimulatedSystem(row, _HOOKS[row.ddp_hook])
+    build = _of_parts(row)
+    return SimulatedSystem(row, lambda job: build(_as_row(row, job)))
+
+
+#: By the collective, compressor or grouping that asks for it.
+_SPECIAL: Mapping[str, Builder] = {
+    "gtopk": _gtopk,
+    "oktopk": _oktopk,
+    "hierarchical": _hierarchical,
+    "adtopk": _adtopk,
+    "cupcake": _cupcake,
+    "naive": _stream,
+    "hipress": hipress,
+    "espresso": espresso,
+}
+_HOOKS: Mapping[str, Builder] = {
+    "none": _ddp(4),
+    "bf16": _ddp(2),
+    "fp16": _ddp(2),
+    **{name: _powersgd(rank) for name, rank in POWERSGD_RANKS.items()},
+    "dear": _dear,
+    "local": _easgd,
+}
+_VARIANTS = (
+    EngineSystem(
         "safusion-hierarchical",
-        "dense inside the node, sparse between nodes",
-        _safusion_hierarchical,
-        settings={"system": "safusion", "collective": "hierarchical"},
+        "as safusion, dense inside the node, sparse between nodes",
+        _ROWS["safusion"].source,
+        "adaptive",
+        collective="hierarchical",
+        dense_below=SMALL,
     ),
 )
 
-#: All systems that the simulator knows, by name.
-SIMULATED: Mapping[str, SimulatedSystem] = MappingProxyType({system.name: system for system in _LIST})
+#: All systems that the simulator knows, by name: those of the strategy, and variants of them.
+SIMULATED: Mapping[str, SimulatedSystem] = MappingProxyType(
+    {row.name: _simulated(row) for row in (*_ROWS.values(), *_VARIANTS)}
+)
 
 
 def resolve_simulated(name: str) -> SimulatedSystem:

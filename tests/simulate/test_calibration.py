@@ -12,7 +12,7 @@ import pytest
 from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.simulate.calibration import Calibration
 from lightning_safusion.simulate.cluster import Cluster, Device
-from lightning_safusion.simulate.comparison import run_system
+from lightning_safusion.simulate.comparison import best_sparse, plan_table, run_system
 from lightning_safusion.simulate.engine import simulate
 from lightning_safusion.simulate.job import Job
 from lightning_safusion.simulate.measured import CollectiveSample, CollectiveTimes, Host, StageCost
@@ -122,3 +122,18 @@ def test_the_planner_takes_the_file(tmp_path: Path, capsys: pytest.CaptureFixtur
     job = Job(TRACE, COSTS.cluster(4), 0.01, COSTS.entry_bytes)
     assert run_system("syncea", job).seconds == pytest.approx(expected)
     assert f"{expected * 1e3:.1f}" in shown
+
+
+def test_systems_whose_processors_are_not_counted_are_marked_and_never_recommended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ["horovod", "saf-naive", "horovod-dense", "syncea", "easgd", "ddp-bf16"]
+    rows = plan_table("lstm", COSTS.cluster(4), 0.01, names)
+    assert [row.comparable for row in rows] == [False, False, False, True, True, True]
+    assert all(row.comparable for row in plan_table("lstm", Cluster(4), 0.01, names))
+    quickest = [replace(row, iteration_s=1e-9, speedup=1e9) if row.system == "horovod" else row for row in rows]
+    assert (best_sparse(quickest) or rows[-1]).system != "horovod"
+    COSTS.save(tmp_path / "costs.json")
+    run_plan("lstm", 4, 1, calibration=str(tmp_path / "costs.json"), systems=names)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert printed.count("†") == 4  # three rows, and what it means

@@ -16,6 +16,7 @@ from lightning_safusion import SYSTEMS, SAFusionStrategy
 from lightning_safusion.comm.cost import LINKS
 from lightning_safusion.simulate.cluster import Cluster
 from lightning_safusion.simulate.comparison import (
+    accuracy_note,
     best_sparse,
     plan_table,
     settings_yaml,
@@ -72,6 +73,15 @@ def test_dense_is_recommended_where_it_is_better() -> None:
     assert verdict(rows).startswith("Dense DDP is the better choice")
     settings = yaml.safe_load(settings_yaml(rows, 0.1))["trainer"]["strategy"]
     assert settings["init_args"] == {"system": "ddp-bf16"}
+
+
+def test_a_sparse_recommendation_says_a_word_on_accuracy() -> None:
+    note = accuracy_note(plan_table("lstm", SLOW, 0.01, SOME), 0.01)
+    assert note is not None
+    assert "density (0.01 here)" in note
+    assert "AdamW begin at density 0.05" in note
+    assert "begin at" not in (accuracy_note(plan_table("lstm", SLOW, 0.05, SOME), 0.05) or "begin at")
+    assert accuracy_note(plan_table("resnet-50", FAST, 0.1, SOME), 0.1) is None
 
 
 def test_what_cannot_be_run_is_not_recommended() -> None:

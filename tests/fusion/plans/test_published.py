@@ -24,6 +24,7 @@ from lightning_safusion.fusion.plans.policy import FusionPolicy
 from lightning_safusion.fusion.plans.pricing import GroupPricer, predict_finish
 from lightning_safusion.fusion.plans.registry import resolve_fusion
 from lightning_safusion.fusion.plans.searching import Cupcake, even_cuts, search_cuts
+from lightning_safusion.fusion.search import TimedSearch
 from tests.cluster import Cluster, settings
 from tests.fusion.plans.planner_loss import predict_behind
 from tests.fusion.test_engine import run
@@ -167,16 +168,16 @@ def test_windows_without_times_are_not_judged() -> None:
 
 def test_a_plan_that_nobody_has_measured_is_tried_again() -> None:
     rank = Rank(Cupcake(windows=2), Job())
-    search = rank.policy.search(60)
-    assert search is not None
+    search = Cupcake(windows=2).search(60)
+    timed = TimedSearch(search)
     plan = GroupPricer(rank.true).plan(search.stops)
     seen = rank.job.window(0, plan, rank.true, rank.space)
     unseen = replace(seen, ready=np.full(60, np.nan))  # no gradient in these windows
-    assert [search.add(unseen) for _ in range(3)] == [False, False, True]
-    assert math.isnan(search.advance(rank.transport, rank.space.device))
+    assert [timed.add(unseen) for _ in range(3)] == [False, False, True]
+    assert math.isnan(timed.advance(rank.transport, rank.space.device))
     assert (search.stops, search.measured) == ([60], [])
-    assert [search.add(seen) for _ in range(3)] == [False, False, True]
-    assert search.advance(rank.transport, rank.space.device) == search.measured[0] > 0
+    assert [timed.add(seen) for _ in range(3)] == [False, False, True]
+    assert timed.advance(rank.transport, rank.space.device) == search.measured[0] > 0
     assert len(search.stops) == 2
 
 

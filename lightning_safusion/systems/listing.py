@@ -1,0 +1,91 @@
+"""The systems as tables: on the terminal, and in ``docs/systems.md``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from lightning_safusion.systems.kinds import EngineSystem, HookSystem
+from lightning_safusion.systems.rows import DEFAULT, SYSTEMS
+
+_BLOCK = re.compile(r"(<!-- systems: (engine|hooks) -->\n).*?(?=<!-- end -->)", re.DOTALL)
+
+
+def print_systems(document: str | None = None) -> None:
+    """Prints the systems that ``SAFusionStrategy(system=...)`` takes.
+
+    Args:
+        document: Markdown file whose tables of systems are written anew, in place of printing: docs/systems.md.
+
+    Raises:
+        ValueError: If it marks no place for them.
+    """
+    if document is not None:
+        path = Path(document)
+        path.write_text(documented(path.read_text(encoding="utf-8")), encoding="utf-8")
+        return
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_lines=False)
+    for heading in ("system", "what it decides", "source"):
+        table.add_column(heading, overflow="fold")
+    for row in SYSTEMS.values():
+        table.add_row(f"[bold]{row.name}[/bold]", row.summary, row.source)
+    Console().print(table)
+
+
+def documented(text: str) -> str:
+    """The text of a document with the tables of today between its marks.
+
+    Args:
+        text: Markdown, with ``<!-- systems: engine -->`` or ``<!-- systems: hooks -->`` before a table, and
+            ``<!-- end -->`` after it.
+
+    Raises:
+        ValueError: If there is no such mark.
+    """
+    tables = {"engine": engine_table(), "hooks": hook_table()}
+    text, found = _BLOCK.subn(lambda match: f"{match[1]}\n{tables[match[2]]}\n\n", text)
+    if not found:
+        raise ValueError("the document has no '<!-- systems: engine -->' and '<!-- systems: hooks -->' before tables")
+    return text
+
+
+def engine_table() -> str:
+    """Markdown: the systems that run in the engine, with their parts."""
+    rows = (_engine_cells(row) for row in SYSTEMS.values() if isinstance(row, EngineSystem))
+    headings = ("system", "what it decides", "compressor", "selects in", "grouping", "collective", "dense", "source")
+    return _markdown(headings, rows)
+
+
+def hook_table() -> str:
+    """Markdown: DDP with other hooks."""
+    rows = ((f"`{row.name}`", row.summary, row.source) for row in SYSTEMS.values() if isinstance(row, HookSystem))
+    return _markdown(("system", "what it does", "source"), rows)
+
+
+def _engine_cells(row: EngineSystem) -> tuple[str, ...]:
+    dense = [f"< {row.dense_below} elements"] if row.dense_below else []
+    dense += [f"< {row.dense_below_ndim} dimensions"] if row.dense_below_ndim else []
+    scope = {"tensor": "each tensor", "group": "the buffer"}[row.scope]
+    if row.quota == "pooled":
+        scope = "each tensor, then the buffer"
+    return (
+        f"`{row.name}`" + (" (the default)" if row.name == DEFAULT else ""),
+        row.summary,
+        f"`{row.compressor}`",
+        scope if row.sparse else "",
+        f"`{row.fusion}`",
+        f"`{row.collective}`",
+        ", ".join(dense) if row.sparse else "all",
+        row.source,
+    )
+
+
+def _markdown(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    headings = tuple(headings)
+    lines = [headings, ("---",) * len(headings), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
