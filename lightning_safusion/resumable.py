@@ -3,46 +3,74 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_safusion import checkpoint as side_files
+from lightning_safusion.checkpoint import ENTRY, restore, save
+from lightning_safusion.checkpoint.replacing import Replacing, discard, has_files, raise_together
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.settings import EngineSettings
 
 
 class ResumableDDPStrategy(DDPStrategy):
-    """DDP with checkpoints that hold an engine's state as well: side files of every rank, an entry in the main file."""
+    """DDP with checkpoints that hold an engine's state as well: an entry, and the parts of all ranks."""
 
     settings: EngineSettings
     _controller: Engine | None = None  # runs the gradients; None with plain DDP
     _ended: Engine | None = None  # of a fit that has ended: it may still be saved
     _resumed: tuple[_PATH, dict[str, Any]] | None = None  # checkpoint being restored, our entry in it
 
+    @cached_property
+    def _replacing(self) -> Replacing:
+        return Replacing()
+
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        """Writes one side file per rank as well, unless the checkpoint holds weights only; all ranks call it."""
+        """Writes one part per rank as well, unless the checkpoint holds weights only; all ranks call it.
+
+        Raises:
+            OSError: On all ranks, if a part or the main checkpoint could not be written. A checkpoint that was to be
+                replaced keeps its parts.
+        """
         controller = self._controller
         if controller is None and torch.distributed.is_initialized():
             controller = self._ended
-        if controller is not None and "optimizer_states" in checkpoint:
-            # First, so that no main file is ever there before its side files
-            checkpoint[side_files.ENTRY] = side_files.save(controller, self.settings.describe(), filepath)
-        elif self.is_global_zero:
-            side_files.remove(filepath)  # of a checkpoint that is overwritten
-        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        plugin, rank = self.checkpoint_io, self.global_rank
+        if controller is None or "optimizer_states" not in checkpoint:
+            before = self._replacing.before(plugin, filepath, rank)
+            super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+            self._replacing.after(plugin, filepath, None, before, sweeps=self.is_global_zero)
+            return
+        self._replacing.settle(plugin, filepath, controller.transport)
+        before = self._replacing.before(plugin, filepath, rank)
+        # First the parts, so that no main checkpoint is ever there before them
+        entry = save(controller, self.settings.describe(), filepath, inside=not has_files(plugin))
+        checkpoint[ENTRY] = entry
+        failure = None
+        try:
+            super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        except Exception as error:
+            failure = error
+        try:
+            raise_together(controller.transport, failure, filepath)
+        except Exception:
+            discard(plugin, filepath, rank, entry["nonce"])
+            raise
+        # on every node: their folders need not be one
+        self._replacing.after(plugin, filepath, entry["nonce"], before, sweeps=self.local_rank == 0)
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         # Lightning before 2.6 does not know weights_only
         options = {} if weights_only is None else {"weights_only": weights_only}
         checkpoint = super().load_checkpoint(checkpoint_path, **options)
-        entry = checkpoint.get(side_files.ENTRY)
+        entry = checkpoint.get(ENTRY)
         self._resumed = (checkpoint_path, entry) if isinstance(entry, dict) else None
         return checkpoint
 
@@ -54,12 +82,22 @@ class ResumableDDPStrategy(DDPStrategy):
         if resumed is None or self._controller is None:
             return
         path, entry = resumed
-        notes = side_files.restore(self._controller, self.settings.describe(), entry, path)
+        notes = restore(self._controller, self.settings.describe(), entry, path)
         if notes:
             rank_zero_warn(f"SAFusionStrategy resumes from {path} with differences: {'; '.join(notes)}.")
+        saved_by, workers = entry.get("world_size"), self._controller.transport.world_size
+        if saved_by != workers:
+            rank_zero_info(
+                f"SAFusionStrategy: {path} was saved by {saved_by} workers and is resumed by {workers}: each begins "
+                f"with the mean of all residuals, and with a plan of its own."
+            )
 
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:
         super().remove_checkpoint(filepath)
-        if self.local_rank == 0:  # of every node: their folders need not be one
-            side_files.remove(filepath)
+        self._replacing.removed(self.checkpoint_io, filepath, sweeps=self.local_rank == 0)
+
+    @override
+    def teardown(self) -> None:
+        super().teardown()  # waits for asynchronous writing
+        self._replacing.finished(sweeps=self.is_global_zero)

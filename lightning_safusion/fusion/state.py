@@ -1,13 +1,13 @@
 """The engine's state by parameter name: what outlives a job, an order of tensors and a number of workers.
 
 Two parts. The *common* state is the same on all ranks and made of plain values: counters, order, plan, agreed costs,
-and what exchanges have learnt. The *local* state is a rank's own: what it has held back of every tensor, in the
-tensor's logical shape, and what its sparsifier has learnt.
+and what exchanges have learnt. The *local* state is a rank's own: the residual of every tensor, in the tensor's
+logical shape, and what its sparsifier has learnt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -93,7 +93,7 @@ def restore_sparsifier(controller: Engine, state: Mapping[str, Any]) -> None:
         raise ValueError(f"not the state of {controller.space.selector.sparsifier.name!r}: {error!r}") from error
 
 
-class HeldBack:
+class MemoryBuilder:
     """Memory state under construction for a controller's layout, from one rank's part or as a mean of several.
 
     Args:
@@ -126,6 +126,13 @@ class HeldBack:
             names += [name for name in {**ours, **theirs} if name not in common]
         return list(dict.fromkeys(names))
 
+    def drop(self, names: Iterable[str]) -> None:
+        """Empties these tensors in every field."""
+        for name in names:
+            for views in self._views.values():
+                if name in views:
+                    views[name].zero_()
+
     def restore(self) -> None:
         """Puts it in the place of what the memory holds now."""
         self._controller.space.memory.load_state_dict(self.fields)
@@ -152,9 +159,9 @@ def carry_on(controller: Engine, state: Mapping[str, Any]) -> None:
 
     Residuals move by name; those of tensors that are no longer there are forgotten. The order is settled anew.
     """
-    held = HeldBack(controller)
-    held.add(state["memory"])
-    held.restore()
+    builder = MemoryBuilder(controller)
+    builder.add(state["memory"])
+    builder.restore()
     restore_sparsifier(controller, state["compressor"])
     restore_unstepped(controller, state["unstepped"])
     for name, value in state["counters"].items():

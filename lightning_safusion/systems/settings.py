@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -87,7 +89,8 @@ def engine_settings(row: EngineSystem, density: float | DensitySchedule, given: 
         ValueError: If a name is unknown, or two parts do not go together.
     """
     fusion = resolve_fusion(given["fusion"]) if "fusion" in given else row.policy()
-    memory = resolve_memory(given.get("memory", row.memory))
+    # a copy, since one object may be given to several strategies, and a memory holds the residual of one
+    memory = copy.deepcopy(resolve_memory(given.get("memory", row.memory)))
     fitting = {**_fitting(row, given, fusion, memory), **given}
     return EngineSettings(
         compressor=resolve_sparsifier(given.get("compressor", row.compressor)),

@@ -21,7 +21,7 @@ from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.fusion.layout import specs_from_parameters
 from lightning_safusion.fusion.plans.adaptive import Adaptive
 from lightning_safusion.fusion.plans.profile import AgreedProfile
-from lightning_safusion.fusion.state import HeldBack, common_state, local_state, restore_common, restore_sparsifier
+from lightning_safusion.fusion.state import MemoryBuilder, common_state, local_state, restore_common, restore_sparsifier
 from tests.cluster import Cluster, settings
 
 Make = Callable[..., Cluster]
@@ -89,7 +89,7 @@ def test_residuals_are_saved_in_logical_order(make: Make) -> None:
         assert torch.equal(tensor, real[name])
     # the same model in the usual memory format
     contiguous = make(1, [replace(spec, strides=None) for spec in cluster.specs])
-    held = HeldBack(contiguous.controllers[0])
+    held = MemoryBuilder(contiguous.controllers[0])
     held.add({"residual": saved})
     held.restore()
     for index, name in enumerate(names):

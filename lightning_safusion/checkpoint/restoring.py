@@ -1,0 +1,233 @@
+"""Restoring: every rank reads and checks what it needs, all decide together, and only then is anything changed."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning.fabric.utilities.types import _PATH
+
+from lightning_safusion.checkpoint import files
+from lightning_safusion.checkpoint.part import ENTRY, KNOWN_FORMATS, UnusablePart, load, not_finite
+from lightning_safusion.fusion.engine import Engine
+from lightning_safusion.fusion.state import (
+    MemoryBuilder,
+    restore_common,
+    restore_sparsifier,
+    restore_unstepped,
+)
+from lightning_safusion.sparsify.feedback import AutoMemory
+from lightning_safusion.sparsify.memory import Memory
+
+# Settings that neither plan nor measured costs depend on, or whose change the engine finds by itself.
+_NOT_PLANNED_WITH = ("memory", "density")
+_ENGINE_KEYS = ("windows", "density", "tensors", "order_known", "planner")
+_SHOWN = 8
+
+
+@dataclass
+class _Verdict:
+    """What one rank has found; small, since all ranks get it."""
+
+    format: Any
+    checkpoint: tuple[str, str]  # nonce, number of workers
+    entry_problem: str | None = None
+    part_problem: str | None = None
+    fields: set[str] = field(default_factory=set)
+    mismatches: list[str] = field(default_factory=list)
+    not_finite: dict[str, int] = field(default_factory=dict)  # tensor: rank that saved it
+
+
+def restore(controller: Engine, settings: Mapping[str, str], entry: Mapping[str, Any], path: _PATH) -> list[str]:
+    """Restores what :func:`save` saved. Collective; every rank decides the same.
+
+    On as many workers as saved it, each takes its own part. On another number each takes the mean of all parts, so
+    that the residuals of all workers together, 1/P of the sum over P workers, stay what they were.
+
+    Args:
+        controller: Between two windows.
+        settings: The job's settings as text, equal on all ranks.
+        entry: Of the main checkpoint.
+        path: Of the main checkpoint.
+
+    Returns:
+        What could not be restored and why, in sentences, the same on all ranks; empty if all went well.
+
+    Raises:
+        ValueError: On all ranks, if the entry of any is damaged.
+    """
+    transport = controller.transport
+    controller.reset()
+    builder = MemoryBuilder(controller)
+    own, verdict = _examine(controller, builder, entry, path)
+    verdicts: list[_Verdict] = transport.gather_objects(verdict)
+    _refuse(path, [(rank, each.entry_problem) for rank, each in enumerate(verdicts)])
+    unknown = [each.format for each in verdicts if each.format not in KNOWN_FORMATS]
+    if unknown:
+        return [f"{path} has a format (version {unknown[0]}) that this version does not know"]
+    notes = _changes(entry["settings"], settings)
+    lost = _problems(verdicts)
+    if lost:
+        builder = MemoryBuilder(controller)
+        notes.append(
+            f"its residuals cannot be used ({'; '.join(lost[:4])}), so that every worker begins with empty ones: "
+            f"{_loss(controller.space.memory)}"
+        )
+    elif own is None:
+        for flat in builder.fields.values():
+            transport.all_reduce(flat).wait()
+    notes += _dropped(builder, verdicts) if not lost else []
+    problem, note = _apply(controller, settings, entry, builder, None if lost else own)
+    told = transport.gather_objects((problem, note))
+    _refuse(path, [(rank, theirs) for rank, (theirs, _) in enumerate(told)])
+    new = [f"the compressor of rank {rank} begins anew: {text}" for rank, (_, text) in enumerate(told) if text]
+    return notes + new[:_SHOWN]
+
+
+def _examine(
+    controller: Engine, builder: MemoryBuilder, entry: Mapping[str, Any], path: _PATH
+) -> tuple[dict[str, Any] | None, _Verdict]:
+    """Reads and checks; changes nothing, and raises nothing, so that all ranks come to the exchange of verdicts.
+
+    Returns:
+        This rank's own part, None on another number of workers, and what is to be said of it.
+    """
+    verdict = _Verdict(entry.get("format"), (str(entry.get("nonce")), str(entry.get("world_size"))))
+    own: dict[str, Any] | None = None
+    try:
+        verdict.entry_problem = _entry_problem(entry)
+        if verdict.entry_problem or entry["format"] not in KNOWN_FORMATS:
+            return None, verdict
+        rank, world_size = controller.transport.rank, controller.transport.world_size
+        saved_by = int(entry["world_size"])
+        # on another number of workers the ranks share the reading
+        for place in [rank] if saved_by == world_size else range(rank, saved_by, world_size):
+            part = _read(path, place, entry)
+            memory = part["memory"]
+            own = part if saved_by == world_size else None
+            verdict.fields |= memory.keys()
+            verdict.mismatches += builder.mismatches(memory)
+            verdict.not_finite |= dict.fromkeys(not_finite(memory), place)
+            builder.add(memory, 1.0 if own is not None else 1.0 / saved_by)
+    except UnusablePart as error:
+        verdict.part_problem = str(error)
+    except Exception as error:
+        verdict.part_problem = f"rank {controller.transport.rank} could not take in its part: {error!r:.200}"
+    return own, verdict
+
+
+def _read(path: _PATH, rank: int, entry: Mapping[str, Any]) -> dict[str, Any]:
+    if "parts" not in entry:
+        return files.read(path, rank, entry)
+    try:
+        payload = io.BytesIO(entry["parts"][rank].numpy().tobytes())
+        return load(payload, entry["digests"][rank], entry, rank)
+    except UnusablePart as error:
+        raise UnusablePart(f"the part of rank {rank} in {path} {error}") from None
+
+
+def _entry_problem(entry: Mapping[str, Any]) -> str | None:
+    if not isinstance(entry.get("format"), int):
+        return f"has {entry.get('format')!r:.50} as 'format'"
+    if entry["format"] not in KNOWN_FORMATS:
+        return None
+    kinds: dict[str, type] = {"nonce": str, "world_size": int, "settings": dict, "engine": dict}
+    if entry["format"] > 1:
+        kinds["digests"] = list
+    for key, kind in kinds.items():
+        if not isinstance(entry.get(key), kind):
+            return f"lacks {key!r}" if key not in entry else f"has {entry[key]!r:.50} as {key!r}"
+    if entry["world_size"] < 1 or len(entry.get("digests", range(entry["world_size"]))) != entry["world_size"]:
+        return f"has {len(entry.get('digests', []))} digests for {entry['world_size']} workers"
+    for part, keys in {"engine": _ENGINE_KEYS, "settings": ("compressor", "memory")}.items():
+        for key in keys:
+            if key not in entry[part]:
+                return f"lacks {key!r} in {part!r}"
+    return None
+
+
+def _refuse(path: _PATH, problems: Iterable[tuple[int, str | None]]) -> None:
+    told = [f"on rank {rank} it {problem}" for rank, problem in problems if problem]
+    if told:
+        raise ValueError(
+            f"the entry {ENTRY!r} of {path} is damaged ({'; '.join(told[:_SHOWN])}); take another checkpoint, or "
+            f"delete the entry from this one to resume it without residuals"
+        )
+
+
+def _problems(verdicts: list[_Verdict]) -> list[str]:
+    """Why nobody can take residuals; each problem once."""
+    problems = list(dict.fromkeys(verdict.part_problem for verdict in verdicts if verdict.part_problem))
+    if len({verdict.checkpoint for verdict in verdicts}) > 1:
+        problems.append("the workers have loaded different checkpoints")
+    kinds = {tuple(sorted(verdict.fields)) for verdict in verdicts if verdict.fields and not verdict.part_problem}
+    if len(kinds) > 1:
+        problems.append(f"the parts have different fields: {', '.join(map(str, sorted(kinds)))}")
+    return problems
+
+
+def _loss(memory: Memory) -> str:
+    carries = memory.shapes_updates or memory.lives_on_sparsity
+    carries = carries or (isinstance(memory, AutoMemory) and not memory.conserves)
+    also = ", and the momentum, which the residuals carry in the optimizer's place," if carries else ""
+    return f"what the workers had accumulated and not sent yet{also} is lost"
+
+
+def _changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    notes = []
+    if now["compressor"] != before["compressor"]:
+        notes.append(f"the compressor was {before['compressor']} and is {now['compressor']}, which begins anew")
+    was, is_now = (text["memory"].partition("(")[0] for text in (before, now))
+    if is_now != was:  # its options may change: what it holds keeps its meaning
+        notes.append(f"the memory was {was} and is {is_now}, which takes in only what both of them have")
+    return notes
+
+
+def _dropped(builder: MemoryBuilder, verdicts: list[_Verdict]) -> list[str]:
+    """Empties what some rank cannot take in on all of them: part of a memory may have to be equal on all ranks."""
+    notes = []
+    mismatched = list(dict.fromkeys(name for verdict in verdicts for name in verdict.mismatches))
+    if mismatched:
+        notes.append(f"its residuals differ from what this job can take in: {_few(mismatched)}; these begin empty")
+    saved_by = {name: rank for verdict in verdicts for name, rank in verdict.not_finite.items()}
+    if saved_by:
+        named = [f"{name} (rank {rank})" for name, rank in saved_by.items()]
+        notes.append(f"residuals that are not finite are refused: {_few(named)}; these begin empty on all ranks")
+    builder.drop([*mismatched, *saved_by])
+    return notes
+
+
+def _few(names: list[str]) -> str:
+    rest = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _apply(
+    controller: Engine,
+    settings: Mapping[str, str],
+    entry: Mapping[str, Any],
+    builder: MemoryBuilder,
+    part: Mapping[str, Any] | None,
+) -> tuple[str | None, str | None]:
+    """Puts everything in its place.
+
+    Returns:
+        What is wrong with the entry, and why the compressor begins anew.
+    """
+    planned = {key: text for key, text in settings.items() if key not in _NOT_PLANNED_WITH}
+    same_job = entry["world_size"] == controller.transport.world_size and planned.items() <= entry["settings"].items()
+    try:
+        builder.restore()  # in the present order of tensors, which the next line changes
+        restore_common(controller, entry["engine"], same_job)
+    except Exception as error:  # values of any kind, in a file that was damaged or edited
+        return f"cannot be restored: {error!r:.200}", None
+    if part is not None:
+        restore_unstepped(controller, part["unstepped"])
+        if settings["compressor"] == entry["settings"]["compressor"]:
+            try:
+                restore_sparsifier(controller, part["compressor"])
+            except Exception as error:  # a compressor of the user's own can raise anything
+                return None, f"{error}"
+    return None, None
