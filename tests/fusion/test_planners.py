@@ -12,7 +12,7 @@ from lightning_safusion.fusion.behind import BehindCosts, SelectionCost, predict
 from lightning_safusion.fusion.dp import plan_optimal, predict_finish
 from lightning_safusion.fusion.plan import GroupCosts, Plan
 from lightning_safusion.fusion.planners import even_cuts, plan_mgwfbp, plan_omgs, plan_pareto, search_cuts, sparse_plan
-from tests.fusion.planner_loss import all_plans, best_behind, losses, random_behind, random_dense
+from lab.planner_loss import all_plans, best_behind, losses, random_behind, random_dense
 
 # The counter-example to greedy merging: each merge delays the start by less than a message costs, but delays add up.
 ACCUMULATING = GroupCosts(
