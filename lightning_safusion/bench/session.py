@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from lightning_safusion.bench.grammar import read
 from lightning_safusion.bench.links import linked_namespaces, why_no_links
 from lightning_safusion.bench.recorders import EngineRecord, EngineRecorder, FloorRecord, FloorRecorder
-from lightning_safusion.bench.rows import parse_row
 from lightning_safusion.bench.team import Place, Team, started
 from lightning_safusion.bench.workers import FLOOR, REFERENCE_STRATEGIES, Block, Task, train
+from lightning_safusion.systems import resolve_system
 
 #: Rows of every run: the floor, and what a user has without this package.
 REFERENCES = (FLOOR, "ddp")
@@ -53,7 +54,7 @@ class Rhythm:
         """Steps before the first round."""
         if system in RECORDS:
             return 2 * self.block
-        fixed = system in REFERENCE_STRATEGIES or parse_row(system).published.ddp_hook is not None
+        fixed = system in REFERENCE_STRATEGIES or resolve_system(read(system)[0]).ddp_hook is not None
         return min(self.warmup, _FIXED_WARMUP) if fixed else self.warmup
 
 

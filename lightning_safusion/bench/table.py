@@ -16,7 +16,7 @@ from rich.table import Table
 
 from lightning_safusion import native
 from lightning_safusion.__about__ import __version__
-from lightning_safusion.bench.figures import SystemFigures
+from lightning_safusion.bench.medians import SystemFigures
 from lightning_safusion.bench.workers import FLOOR, IN_STEP
 
 if TYPE_CHECKING:
@@ -117,15 +117,9 @@ def write_json(records: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def plot_tables(tables: Sequence[tuple[Conditions, Sequence[SystemFigures]]]) -> Figure:
-    """Bars of the median steps, quartiles on them, a panel for each table.
+    """Bars of the median steps, quartiles on them, a panel for each table."""
+    from matplotlib.figure import Figure  # an extra: only where something is drawn
 
-    Raises:
-        ModuleNotFoundError: If matplotlib is missing; names the extra that brings it.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError('pictures need matplotlib: pip install "lightning-safusion[plot]"') from error
     count = max(len(rows) for _, rows in tables)
     figure = Figure(figsize=(8, len(tables) * (1.1 + 0.32 * count)), layout="constrained")
     for axes, (conditions, rows) in zip(figure.subplots(len(tables), squeeze=False)[:, 0], tables, strict=True):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -105,6 +105,17 @@ class Team:
                 if isinstance(pipe, Connection):
                     answers[waiting[pipe]] = self._receive(pipe)
         return [answers[rank] for rank in range(len(self.pipes))]
+
+    def events(self) -> Iterator[Any]:
+        """What the workers say, as it comes, until each of them has sent None; errors as in :meth:`collect`."""
+        talking: list[Any] = list(self.pipes)
+        while talking:
+            for pipe in wait(talking):
+                answer = self._receive(cast(Connection, pipe))
+                if answer is None:
+                    talking.remove(pipe)
+                else:
+                    yield answer
 
     def _receive(self, pipe: Connection) -> Any:
         try:

@@ -21,10 +21,9 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_safusion import tasks
 from lightning_safusion.bench.links import sent_bytes
-from lightning_safusion.bench.rows import parse_row
-from lightning_safusion.bench.workload import Classifier, Learner, Paced, Repeated
+from lightning_safusion.bench.rows import Row, parse_row
+from lightning_safusion.bench.workload import Classifier, Paced, Repeated, Workload
 from lightning_safusion.ddp_hooks import register_ddp_hook
 from lightning_safusion.simulate.trace import Trace
 from lightning_safusion.strategy import SAFusionStrategy
@@ -68,7 +67,6 @@ class Task:
         density: Share of the elements that sparse systems send, if their row says nothing else.
         trace: Sleep through this in place of a network.
         seed: Of weights and batches.
-        training: Train this task's network on its data, in place of a network of a kind.
     """
 
     model: str = "conv"
@@ -77,18 +75,18 @@ class Task:
     density: float = 0.01
     trace: Trace | None = None
     seed: int = 0
-    training: tasks.Task | None = None
 
-    def module(self, system: str = "ddp") -> Classifier | Learner | Paced:
-        """The module that every worker trains.
+    def row(self, system: str) -> Row:
+        """The row that a text names.
 
-        Args:
-            system: The row, whose options may change the optimizer of a task.
+        Raises:
+            ValueError: If there is no such system, or it has no such option.
         """
+        return parse_row(system)
+
+    def module(self, system: str = "ddp") -> Workload:
+        """The module that every worker trains for a row."""
         torch.manual_seed(self.seed)
-        if self.training is not None:
-            options = dict(parse_row(system).training) if system not in REFERENCE_STRATEGIES else {}
-            return Learner(self.training, self.batch_size, **options)
         return Classifier(self.model, self.size, self.batch_size) if self.trace is None else Paced(self.trace)
 
     def strategy(self, system: str) -> DDPStrategy:
@@ -99,7 +97,7 @@ class Task:
         """
         if system in REFERENCE_STRATEGIES:
             return REFERENCE_STRATEGIES[system](process_group_backend="gloo")
-        return parse_row(system).strategy(self.density)
+        return self.row(system).strategy(self.density)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the workers of a benchmark train: three kinds of networks on random data, tasks, and paced ones."""
+"""What the workers of a benchmark train: three kinds of networks on random data, and paced ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_safusion.simulate.trace import Trace
-from lightning_safusion.tasks import Task, loss
 
 _CLASSES = 10
 _WORDS = 2000
@@ -116,7 +115,15 @@ MODELS = tuple(_KINDS)
 SIZES = ("tiny", "small", "base")
 
 
-class Classifier(LightningModule):
+class Workload(LightningModule):
+    """A module that is trained on one batch, again and again."""
+
+    def batch(self) -> Any:
+        """The batch of one worker."""
+        raise NotImplementedError
+
+
+class Classifier(Workload):
     """A network trained with SGD and momentum on one random batch; every worker has another one.
 
     Args:
@@ -137,6 +144,7 @@ class Classifier(LightningModule):
         self.kind, self.batch_size = kind, batch_size
         self.net = _KINDS[kind].build(_KINDS[kind].widths[size])
 
+    @override
     def batch(self) -> Sample:
         """Random inputs and classes."""
         return _KINDS[self.kind].sample(self.batch_size)
@@ -150,42 +158,7 @@ class Classifier(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.01, momentum=0.9)
 
 
-class Learner(LightningModule):
-    """A task's network on one of its batches, again and again: steps take as long as those of its training.
-
-    The learning rate is zero: gradients stay what they are, and finite.
-
-    Args:
-        task: Network, data, and the optimizer with its clipping.
-        batch_size: Samples of one worker.
-        options: Of the task's optimizer, in place of its own.
-    """
-
-    def __init__(self, task: Task, batch_size: int, **options: float) -> None:
-        super().__init__()
-        self.task, self.batch_size = task, batch_size
-        self.net = task.model()
-        self._options = options | {"lr": 0.0}
-
-    def batch(self) -> Sample:
-        """A batch of the task, by torch's seed."""
-        return Sample(*self.task.data(torch.initial_seed(), self.batch_size).samples(0))
-
-    @override
-    def training_step(self, batch: Sample, batch_idx: int) -> Tensor:
-        return loss(self.net, *batch)
-
-    @override
-    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
-        if self.task.clip is not None:
-            nn.utils.clip_grad_norm_(self.parameters(), self.task.clip)
-
-    @override
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.task.make_optimizer(self.parameters(), **self._options)
-
-
-class Paced(LightningModule):
+class Paced(Workload):
     """Sleeps through the forward and backward pass of a trace; its gradients are random, and of the trace's shapes.
 
     So that more workers than cores can be studied: the computation of an accelerator costs no processor time, and what
@@ -203,6 +176,7 @@ class Paced(LightningModule):
         self.tensors = nn.ParameterList(nn.Parameter(torch.zeros(t.shape)) for t in reversed(trace.tensors))
         self._grads = [torch.randn(t.shape) * 1e-3 for t in reversed(trace.tensors)]
 
+    @override
     def batch(self) -> Tensor:
         """Nothing that matters."""
         return torch.ones(1)

@@ -1,9 +1,11 @@
-"""What the training processes tell the process that shows it, and what a finished training amounts to."""
+"""What the workers tell the process that shows it, and what a finished training amounts to."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from statistics import median
+
+from lightning_safusion.demo.model import WIDTHS
 
 
 @dataclass(frozen=True)
@@ -11,7 +13,7 @@ class Settings:
     """One demo, the same for all its rows.
 
     Args:
-        systems: Names of the rows, in order.
+        systems: The rows, in order: names of systems, with options.
         density: Share of the gradient elements that a worker sends, in (0, 1].
         epochs: Passes over the training images.
         workers: Processes that train together.
@@ -27,24 +29,15 @@ class Settings:
     workers: int = 2
     seed: int = 0
     batch_size: int = 32
-    widths: tuple[int, ...] = (16, 32, 64, 128)
+    widths: tuple[int, ...] = WIDTHS
     lr: float = 0.01
 
 
 @dataclass(frozen=True)
-class Started:
-    """The training of one row has begun and will take ``steps`` steps."""
-
-    system: str
-    steps: int
-
-
-@dataclass(frozen=True)
 class StepDone:
-    """A step of one row has ended on the first worker.
+    """A step has ended on the first worker.
 
     Args:
-        system: The row.
         loss: Training loss of that worker's batch.
         seconds: Wall time of the step.
         exposed_s: Seconds of it during which nothing but the exchange was going on.
@@ -54,7 +47,6 @@ class StepDone:
         tensors_missing: How many of them had not one element sent.
     """
 
-    system: str
     loss: float
     seconds: float
     exposed_s: float
@@ -66,27 +58,12 @@ class StepDone:
 
 @dataclass(frozen=True)
 class EpochDone:
-    """An epoch of one row has been validated; ``accuracy`` is the share of held-out images named rightly."""
+    """An epoch has been validated; ``accuracy`` is the share of held-out images named rightly."""
 
-    system: str
     accuracy: float
 
 
-@dataclass(frozen=True)
-class Failed:
-    """The training of one row ended with an error; ``trace`` is its traceback."""
-
-    system: str
-    trace: str
-
-
-@dataclass(frozen=True)
-class Finished:
-    """All rows have been trained."""
-
-
-Report = Started | StepDone | EpochDone
-Event = Report | Failed | Finished
+Event = StepDone | EpochDone
 
 
 @dataclass
@@ -100,11 +77,11 @@ class History:
     steps: list[StepDone] = field(default_factory=list)
     accuracies: list[float] = field(default_factory=list)
 
-    def add(self, event: Report) -> None:
+    def add(self, event: Event) -> None:
         """Takes the next event of this row."""
         if isinstance(event, StepDone):
             self.steps.append(event)
-        elif isinstance(event, EpochDone):
+        else:
             self.accuracies.append(event.accuracy)
 
     @property

@@ -40,6 +40,10 @@ class ResidualBlock(nn.Module):
         return functional.relu(self.body(x) + self.shortcut(x))
 
 
+#: Channels of the demo's stages.
+WIDTHS = (16, 32, 64, 128)
+
+
 class DigitsNet(LightningModule):
     """A residual network for 8x8 images, with its training.
 

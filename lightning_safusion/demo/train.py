@@ -1,88 +1,55 @@
-"""The demo's trainings: a process of their own, which forks the workers of each row and reports through a pipe."""
+"""What each worker of the demo does: it trains one row, and the first one tells how that goes."""
 
 from __future__ import annotations
 
-import os
 import time
-import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.strategies import DDPStrategy
 from typing_extensions import override
 
 from lightning_safusion import SAFusionStrategy
+from lightning_safusion.bench.rows import parse_row
 from lightning_safusion.demo.data import DigitsData
-from lightning_safusion.demo.events import EpochDone, Event, Failed, Finished, Settings, Started, StepDone
+from lightning_safusion.demo.events import EpochDone, Event, Settings, StepDone
 from lightning_safusion.demo.model import DigitsNet
 
-#: What each row asks of the strategy; "ddp" is Lightning's own strategy.
-SYSTEMS: dict[str, dict[str, Any]] = {
-    "ddp": {},
-    "behind-no-feedback": {"system": "behind", "memory": "none"},
-    "behind": {"system": "behind"},
-    "safusion-no-feedback": {"system": "safusion", "memory": "none"},
-    "safusion": {"system": "safusion"},
-    "saf-pooled": {"system": "saf-pooled"},
-}
 
-
-def build_strategy(system: str, density: float) -> DDPStrategy:
+def build_strategy(system: str, density: float) -> SAFusionStrategy:
     """Makes the strategy of one row.
 
-    Every compressed row selects exactly the same number of elements (top-k) and always exchanges them by all-gather:
-    left to itself, the strategy would take the dense all-reduce on links as fast as the loopback.
+    Every compressed row exchanges by all-gather if it says nothing else: left to itself, the strategy would take the
+    dense all-reduce on links as fast as the loopback.
+
+    Raises:
+        ValueError: If there is no such system or option; names it.
     """
-    if system == "ddp":
-        return DDPStrategy(process_group_backend="gloo", start_method="fork")
-    return SAFusionStrategy(
-        compressor="topk",
-        density=density,
-        collective="allgather",
-        process_group_backend="gloo",
-        start_method="fork",
-        **SYSTEMS[system],
-    )
+    row = parse_row(system)
+    auto = row.published.ddp_hook is None and row.published.collective == "auto"
+    return row.strategy(density, **({"collective": "allgather"} if auto else {}))
 
 
-def train_all(settings: Settings, writer: Connection, log: Path) -> None:
-    """Trains every row, one after the other; the entry point of the training process.
+def train(system: str, settings: Settings, rank: int, pipe: Connection) -> None:
+    """Trains one row from the common start, as one of the workers.
 
     Args:
+        system: The row.
         settings: What to train.
-        writer: Takes the events. One process writes at a time: the first worker of a row, and this one between rows.
-        log: File that takes everything the libraries print, so that the display stays whole.
+        rank: Of this worker.
+        pipe: Takes the events, and None at the end.
     """
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    torch.set_num_threads(1)  # before the workers are forked: a forked thread pool hangs
-    for system in settings.systems:
-        try:
-            _train(system, settings, writer.send)
-        except Exception:
-            trace = traceback.format_exc()
-            print(trace, flush=True)
-            writer.send(Failed(system, trace))
-            return
-    writer.send(Finished())
-
-
-def _train(system: str, settings: Settings, send: Callable[[Event], None]) -> None:
-    """Trains one row from the common start."""
     seed_everything(settings.seed, workers=True, verbose=False)
     data = DigitsData(settings.batch_size, settings.seed)
-    steps = settings.epochs * data.steps_per_epoch(settings.workers)
     trainer = Trainer(
         accelerator="cpu",
-        devices=settings.workers,
+        num_nodes=settings.workers,
+        devices=1,
         strategy=build_strategy(system, settings.density),
         max_epochs=settings.epochs,
-        callbacks=[Reporter(system, send)],
+        callbacks=[Reporter(pipe.send)],
         use_distributed_sampler=False,
         num_sanity_val_steps=0,
         logger=False,
@@ -90,35 +57,31 @@ def _train(system: str, settings: Settings, send: Callable[[Event], None]) -> No
         enable_progress_bar=False,
         enable_model_summary=False,
     )
+    steps = settings.epochs * data.steps_per_epoch(settings.workers)
     trainer.fit(DigitsNet(settings.widths, settings.lr, steps), data)
+    pipe.send(None)
 
 
 class Reporter(Callback):
-    """Sends the events of the first worker, and gives every worker the same conditions.
+    """Sends the events of the first worker.
 
     Args:
-        system: The row.
         send: Takes each event.
     """
 
-    def __init__(self, system: str, send: Callable[[Event], None]) -> None:
-        self.system = system
+    def __init__(self, send: Callable[[Event], None]) -> None:
         self.send = send
         self._started = 0.0
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # One thread each, or the workers fight for the cores; denormals slow a small network down up to three times.
-        torch.set_num_threads(1)
-        torch.set_flush_denormal(True)
+        torch.set_num_threads(1)  # Lightning gives a node with one device all cores
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.system == "ddp":
-            strategy: Any = trainer.strategy
+        strategy: Any = trainer.strategy
+        if strategy.controller is None:
             strategy.model._set_ddp_runtime_logging_sample_rate(1)  # time every step, not every hundredth
-        if trainer.is_global_zero:
-            self.send(Started(self.system, int(trainer.estimated_stepping_batches)))
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -131,17 +94,17 @@ class Reporter(Callback):
         seconds = time.perf_counter() - self._started
         if trainer.is_global_zero:
             figures = _figures(trainer.strategy, pl_module)
-            self.send(StepDone(self.system, loss=float(outputs["loss"]), seconds=seconds, **figures))
+            self.send(StepDone(loss=float(outputs["loss"]), seconds=seconds, **figures))
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
-            self.send(EpochDone(self.system, float(trainer.callback_metrics["val_accuracy"])))
+            self.send(EpochDone(float(trainer.callback_metrics["val_accuracy"])))
 
 
 def _figures(strategy: Any, model: LightningModule) -> dict[str, Any]:
     """What the exchange of the latest step did: from the strategy's report, or from DDP's own timers."""
-    if isinstance(strategy, SAFusionStrategy):
+    if strategy.controller is not None:
         report = strategy.report()
         return {
             "exposed_s": report["exposed_s"],

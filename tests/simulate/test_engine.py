@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lab.planner_loss import predict_behind
 from lightning_safusion.fusion.plans.merging import sparse_plan
 from lightning_safusion.fusion.plans.pricing import predict_finish
 from lightning_safusion.simulate.cluster import Cluster, CollectiveCost, Device
@@ -19,7 +20,6 @@ from lightning_safusion.simulate.jitter import agreed_backward
 from lightning_safusion.simulate.job import Job
 from lightning_safusion.simulate.schedule import Message, Planned, Schedule, Stream, Timer
 from lightning_safusion.simulate.trace import Trace, TraceTensor
-from tests.fusion.plans.planner_loss import predict_behind
 
 ALONE = Cluster(2)
 

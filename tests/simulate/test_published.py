@@ -26,6 +26,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from lab.planner_loss import plan_pareto
 from lightning_safusion.comm.cost import LINKS, Link
 from lightning_safusion.fusion.plans.merging import plan_omgs, sparse_plan
 from lightning_safusion.fusion.plans.optimal import optimal_cuts, plan_optimal
@@ -37,7 +38,6 @@ from lightning_safusion.simulate.job import Job, grouped
 from lightning_safusion.simulate.schedule import Planned, Schedule, Timer
 from lightning_safusion.simulate.systems import SIMULATED
 from lightning_safusion.simulate.trace import Trace, resolve_trace
-from tests.fusion.plans.planner_loss import plan_pareto
 
 load = cache(resolve_trace)
 

@@ -7,13 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lightning_safusion.fusion.plans.costs import GroupCosts, SelectionCost
-from lightning_safusion.fusion.plans.merging import BehindCosts, plan_mgwfbp, plan_omgs, sparse_plan
-from lightning_safusion.fusion.plans.optimal import plan_optimal
-from lightning_safusion.fusion.plans.plan import Plan
-from lightning_safusion.fusion.plans.pricing import predict_finish
-from lightning_safusion.fusion.plans.searching import even_cuts, search_cuts
-from tests.fusion.plans.planner_loss import (
+from lab.planner_loss import (
     all_plans,
     best_behind,
     losses,
@@ -22,6 +16,12 @@ from tests.fusion.plans.planner_loss import (
     random_behind,
     random_dense,
 )
+from lightning_safusion.fusion.plans.costs import GroupCosts, SelectionCost
+from lightning_safusion.fusion.plans.merging import BehindCosts, plan_mgwfbp, plan_omgs, sparse_plan
+from lightning_safusion.fusion.plans.optimal import plan_optimal
+from lightning_safusion.fusion.plans.plan import Plan
+from lightning_safusion.fusion.plans.pricing import predict_finish
+from lightning_safusion.fusion.plans.searching import even_cuts, search_cuts
 
 # The counter-example to greedy merging: each merge delays the start by less than a message costs, but delays add up.
 ACCUMULATING = GroupCosts(

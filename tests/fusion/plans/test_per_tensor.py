@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from lab.planner_loss import predict_behind
 from lightning_safusion.fusion.plans.costs import NOMINAL_SELECTION, GroupCosts
 from lightning_safusion.fusion.plans.espresso import Espresso, Option, choose_options, predict_options
 from lightning_safusion.fusion.plans.hipress import HiPress, choose_compressed
@@ -22,7 +23,6 @@ from lightning_safusion.fusion.plans.plan import Group, Plan
 from lightning_safusion.fusion.plans.policy import FusionPolicy
 from lightning_safusion.fusion.plans.pricing import predict_finish
 from tests.cluster import Cluster, settings, specs
-from tests.fusion.plans.planner_loss import predict_behind
 from tests.fusion.test_engine import run
 from tests.fusion.test_planning import Job, Rank, actions
 

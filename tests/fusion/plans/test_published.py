@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from lab.planner_loss import predict_behind
 from lightning_safusion.fusion.plans.costs import GroupCosts
 from lightning_safusion.fusion.plans.merging import MGWFBP, OMGS, BehindCosts, plan_mgwfbp, plan_omgs
 from lightning_safusion.fusion.plans.plan import Plan
@@ -26,7 +27,6 @@ from lightning_safusion.fusion.plans.registry import resolve_fusion
 from lightning_safusion.fusion.plans.searching import Cupcake, even_cuts, search_cuts
 from lightning_safusion.fusion.search import TimedSearch
 from tests.cluster import Cluster, settings
-from tests.fusion.plans.planner_loss import predict_behind
 from tests.fusion.test_engine import run
 from tests.fusion.test_planning import Job, Rank, actions, resumed
 from tests.quick import quick_of

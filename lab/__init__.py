@@ -1,0 +1,4 @@
+"""Studies: what this package costs, how far its models are from measurements, and what trainings come to.
+
+``python -m lab --help`` lists them; none of it is in the wheel.
+"""

@@ -1,0 +1,39 @@
+"""The studies, as subcommands: ``python -m lab STUDY --help``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from safusion_command import run
+
+#: Each study: the function that runs it, and what it shows, in a line.
+STUDIES = {
+    "accuracy": ("lab.accuracy.study:accuracy", "Time to accuracy: how long systems train until they are as good as DDP."),
+    "convergence": ("lab.convergence.study:convergence", "Accuracy by scope, density, memory and optimizer."),
+    "missing-rate": ("lab.missing_rate:missing_rate", "Tensors that go missing, and accuracy, by fusion degree."),
+    "perplexity": ("lab.perplexity:perplexity", "Learning curves of a small LSTM: dense DDP, SAFusion, a bigram model."),
+    "hook": ("lab.hook:hook", "What a gradient pays for passing through the hook."),
+    "native": ("lab.native:compiled", "What the engine costs the CPU with and without compiled kernels."),
+    "selection": ("lab.selection:selection", "Selection before fusion against selection after it, over a model's gradients."),
+    "gpu": ("lab.gpu:gpu", "Selection and packing on a CUDA device against a copy of the same bytes."),
+    "callbacks": ("lab.callbacks:callbacks", "What the callbacks cost."),
+    "tuner": ("lab.tuner:tuner", "BufferSizeTuner over a link of known rate (Linux, root)."),
+    "simulator": ("lab.simulator:simulator", "The simulator against measurement (Linux, root)."),
+    "planners": ("lab.planners:planners", "How far published planners are from the best plan."),
+    "experiments": ("lab.experiments:experiments", "The experiments of the papers' slides on the simulator."),
+}
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Runs a study.
+
+    Args:
+        args: Its name and options; those of the process by default.
+    """
+    about = "Studies of lightning_safusion; several values of an option stand between commas."
+    run("python -m lab", about, STUDIES, sys.argv[1:] if args is None else args)
+
+
+if __name__ == "__main__":
+    main()

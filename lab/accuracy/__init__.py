@@ -1,0 +1,1 @@
+"""How long rows train over a link until they are nearly as good as DDP."""

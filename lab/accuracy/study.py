@@ -1,0 +1,241 @@
+"""``python -m lab accuracy``: how long rows train over a link until they are nearly as good as DDP.
+
+Two measurements make a time. Trainings with virtual workers, in one process each, say after how many steps a row is as
+good; real workers on the link, in turns, say what one of its steps takes. The engine is the same in both, and so are
+its buffers: what the real workers' plan has come to when their times are taken, the collective of each buffer included,
+is what the virtual ones begin and end with. (On the link a plan settles in the first few dozen steps, which differ a
+little in what they select and in how long they take.)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from lab.accuracy.job import TrainedJob, trained_row
+from lab.accuracy.reached import RowTimes, summarize
+from lab.accuracy.report import Setting, as_record, build_table, plot_rows
+from lab.accuracy.training import Curve, Training, check_trainable, train_curve
+from lab.tasks import TASKS, Task
+from lab.virtual.jobs import run_jobs
+from lab.virtual.ledger import Ledger, key_of
+from lightning_safusion.__about__ import __version__
+from lightning_safusion.bench.medians import summarize as summarize_steps
+from lightning_safusion.bench.progress import job_bar, step_bars
+from lightning_safusion.bench.run import begin, usable_rates
+from lightning_safusion.bench.session import REFERENCES, Rhythm, machines, measure
+from lightning_safusion.bench.table import write_json
+from lightning_safusion.bench.workers import FLOOR
+from lightning_safusion.naming import look_up
+
+_SYSTEMS = ("ddp-bf16", "powersgd", "saf-naive", "saf-inter", "safusion")
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Steps of all rows of one run on a link.
+
+    Args:
+        rows: By name, the floor included.
+    """
+
+    rows: dict[str, RowTimes]
+
+    @classmethod
+    def read(cls, rows: dict[str, dict[str, Any]]) -> Steps:
+        """From plain values."""
+        return cls({name: RowTimes(**row) for name, row in rows.items()})
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is compared.
+
+    Args:
+        task: What is trained.
+        systems: Rows, with options; DDP is always one of them.
+        density: Of rows that have none of their own.
+        workers: Real and virtual ones; they share the task's batch.
+        seeds: Of weights and batches.
+
+    Raises:
+        ValueError: If the batch cannot be shared, or virtual workers cannot do what a row does.
+    """
+
+    task: Task
+    systems: tuple[str, ...]
+    density: float
+    workers: int
+    seeds: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        task, workers = self.task, self.workers
+        if task.batch % workers:
+            raise ValueError(f"{task.batch} samples per step of {task.name} cannot be shared by {workers} workers")
+        for name in self.trained:
+            check_trainable(trained_row(name), task)
+
+    @property
+    def trained(self) -> list[str]:
+        """Rows that are trained."""
+        return [name for name in self.measured if name != FLOOR]
+
+    @property
+    def measured(self) -> list[str]:
+        """Rows whose steps are measured: the floor as well."""
+        return list(dict.fromkeys([*REFERENCES, *self.systems]))
+
+
+def accuracy(
+    task: str = "digits-resnet",
+    systems: Sequence[str] = _SYSTEMS,
+    density: float = 0.01,
+    workers: int = 2,
+    bandwidth: Sequence[str] = (),
+    seeds: Sequence[int] = (0, 1, 2),
+    rounds: int = 6,
+    block: int = 6,
+    warmup: int = 30,
+    output: Path = Path("safusion_accuracy"),
+) -> None:
+    """Time to accuracy: how long systems train over a link until they are nearly as good as DDP at its end.
+
+    Trainings are written down in the output folder as they end, and not run again. Links need Linux and root; otherwise
+    the loopback is measured, and the table says so.
+
+    Args:
+        task: What is trained, such as digits-resnet or bytes-transformer.
+        systems: Rows, separated by commas; DDP is always one of them. They may change the optimizer:
+            "oktopk[memory=ef21,momentum=0]".
+        density: Share of the gradient that sparse systems send; rows may have others, as in "[density=0.1]".
+        workers: Real and virtual ones; they share the task's batch.
+        bandwidth: Of each worker's link, such as 100mbit; several are separated by commas. Without it: the loopback.
+        seeds: Of weights and batches, separated by commas.
+        rounds: Turns of each system on the link.
+        block: Steps of a turn; the first does not count.
+        warmup: Steps of each system before the first round.
+        output: Folder for accuracy.json, accuracy.png and the logs of the workers.
+    """
+    if not 0 < density <= 1:
+        raise ValueError(f"density is a share in (0, 1], got {density:g}")
+    chosen = look_up("task", task, TASKS)
+    comparison = Comparison(chosen, tuple(systems), density, workers, tuple(dict.fromkeys(seeds)))
+    rhythm, (console, folder) = Rhythm(rounds, block, warmup), begin(workers, output)
+    time_to_accuracy(comparison, usable_rates(bandwidth, console), rhythm, folder, console)
+
+
+def time_to_accuracy(
+    comparison: Comparison, rates: Sequence[str | None], rhythm: Rhythm, output: Path, console: Console
+) -> list[dict[str, Any]]:
+    """Measures steps, trains, and prints, writes and draws what came of it.
+
+    Args:
+        comparison: What is compared.
+        rates: Of the links; None for the loopback.
+        rhythm: Of the measurement of steps.
+        output: Folder of results: what is there is not done again.
+        console: Shows progress and tables.
+
+    Returns:
+        What is written to ``accuracy.json``: a record of each rate.
+
+    Raises:
+        RuntimeError: If a worker or a training fails.
+        KeyboardInterrupt: If the user has ended the trainings.
+    """
+    task, seeds = comparison.task, comparison.seeds
+    times = {rate: _steps(comparison, rate, rhythm, output, console).rows for rate in rates}
+    trainings = {
+        (rate, name, seed): Training(
+            task, trained_row(name), comparison.density, comparison.workers, seed, rows[name].plan
+        )
+        for rate, rows in times.items()
+        for seed in seeds
+        for name in comparison.trained
+    }
+    curves = _curves(list(trainings.values()), output / "curves.jsonl", console)
+    records, figures = [], []
+    for rate, measured in times.items():
+        own = {
+            name: {seed: curves[key_of(trainings[rate, name, seed].settings())] for seed in seeds}
+            for name in comparison.trained
+        }
+        rows = summarize(task, own, measured)
+        setting = Setting(task, comparison.workers, rate, comparison.density, seeds)
+        console.print(build_table(rows, setting, measured[FLOOR].step_s))
+        records.append(as_record(rows, setting, measured[FLOOR].step_s))
+        figures.append((setting, rows))
+    write_json(records, output / "accuracy.json")
+    plot_rows(figures).savefig(output / "accuracy.png", dpi=120)
+    console.print(f"written to {output}")
+    return records
+
+
+def _steps(comparison: Comparison, rate: str | None, rhythm: Rhythm, output: Path, console: Console) -> Steps:
+    """Steps of all rows in one run, on workers that train the task's network on its data."""
+    task, workers, names = comparison.task, comparison.workers, comparison.measured
+    settings = {
+        "task": task.name,
+        "recipe": task.recipe(),
+        "rows": names,
+        "density": comparison.density,
+        "workers": workers,
+        "bandwidth": rate,
+        "rounds": rhythm.rounds,
+        "block": rhythm.block,
+        "warmup": rhythm.warmup,
+        "version": __version__,
+    }
+    ledger = Ledger(output / "steps.jsonl", Steps.read, "a measurement of steps")
+    known = ledger.get(settings)
+    if known is not None:
+        return known
+    console.print(f"[bold]steps of {task.name}, {workers} workers, {rate or 'loopback'}[/bold]")
+    totals = {name: rhythm.warmup_of(name) + rhythm.rounds * rhythm.block for name in names}
+    job = TrainedJob(task.name, "", task.batch // workers, comparison.density, training=task)
+    with machines(workers, rate) as place, step_bars(totals, console) as tell:
+        blocks = measure(job, names, place, rhythm, output / "logs", tell).blocks
+    steps = Steps(
+        {
+            row.system: RowTimes(row.step_s, row.low_s, row.high_s, row.wire_bytes, blocks[row.system][-1][0].plan)
+            for row in summarize_steps(blocks)
+        }
+    )
+    ledger.add(settings, steps)
+    return steps
+
+
+def _curves(trainings: Sequence[Training], path: Path, console: Console) -> dict[str, Curve]:
+    """The curve of each training; trains what has not been trained."""
+    ledger = Ledger(path, Curve, "a finished training")
+    wanted = {key_of(each.settings()): each for each in trainings}
+    missing = [each for each in wanted.values() if ledger.get(each.settings()) is None]
+    errors: list[str] = []
+    with job_bar("trainings", len(wanted), len(wanted) - len(missing), console) as advance:
+
+        def done(training: Training, curve: Curve) -> None:
+            ledger.add(training.settings(), curve)
+            metric = "diverged" if curve.metrics[-1] is None else f"{curve.metrics[-1]:.4f}"
+            text = f"{training.row.name}, seed {training.seed}: {metric} in {curve.seconds:.0f} s"
+            console.print(text, highlight=False, markup=False)
+            advance()
+
+        def failed(training: Training, error: Exception) -> None:
+            errors.append(f"{training.row.name}, seed {training.seed}: {type(error).__name__}: {error}")
+            advance()
+
+        def stopping() -> None:
+            console.print("stopping: trainings under way are finished first; Ctrl-C again ends them")
+
+        complete = run_jobs(missing, train_curve, os.cpu_count() or 1, done, failed, stopping)
+    if errors:
+        raise RuntimeError(f"{len(errors)} of {len(missing)} trainings failed; the first: {errors[0]}")
+    if not complete:
+        raise KeyboardInterrupt
+    found = {key: ledger.get(each.settings()) for key, each in wanted.items()}
+    return {key: curve for key, curve in found.items() if curve is not None}

@@ -1,0 +1,144 @@
+"""How gradients are compressed, and what the optimizer does about it: one value for every configuration."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeVar, get_args
+
+from lab.convergence.adaptive import ClippedResidual, PreconditionedTopK
+from lightning_safusion.fusion.plans.policy import Aligned, Single
+from lightning_safusion.fusion.settings import EngineSettings
+from lightning_safusion.sparsify import Memory, Sparsifier, resolve_density, resolve_memory, resolve_sparsifier
+from lightning_safusion.sparsify.schedule import DenseStart, DensitySchedule, ExponentialRamp
+
+Method = Literal["dense", "behind", "ahead", "pooled", "powersgd"]
+Part = TypeVar("Part")
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """One configuration. Parts are named as in ``SAFusionStrategy``; options follow a colon: ``residual:decay=0.9``.
+
+    Args:
+        method: ``"dense"`` averages plainly; ``"behind"``, ``"ahead"`` and ``"pooled"`` select from the fused buffer,
+            from every tensor, and from every tensor with pooled quotas; ``"powersgd"`` is the reference.
+        density: Share of the elements that is sent.
+        memory: Error feedback.
+        compressor: Chooses the elements; ``"preconditioned"``: in units of AdamW's steps.
+        degree: Tensors in a buffer; 0 puts all into one.
+        dense_below: Tensors of fewer elements travel dense.
+        wire: Format of the messages.
+        dense_start: Share of the steps, the first ones, in which everything is sent.
+        ramp: Share of the steps in which the density falls exponentially from ``ramp_from``.
+        ramp_from: Density in the first step of the ramp.
+        workers: Virtual workers; they share the global batch.
+        rank: Of PowerSGD's approximations.
+        lr_scale: Factor on the task's learning rate.
+        momentum: In place of the task's; the first beta of AdamW.
+        beta2: In place of the task's, of AdamW.
+        frozen: Share of the steps after which AdamW's second moment stays as it is; 0: never.
+
+    Raises:
+        ValueError: If a value is out of its range, or the parts do not go together.
+    """
+
+    method: Method
+    density: float = 0.01
+    memory: str = "residual"
+    compressor: str = "topk"
+    degree: int = 8
+    dense_below: int = 0
+    wire: str = "auto"
+    dense_start: float = 0.0
+    ramp: float = 0.0
+    ramp_from: float = 0.25
+    workers: int = 2
+    rank: int = 4
+    lr_scale: float = 1.0
+    momentum: float | None = None
+    beta2: float | None = None
+    frozen: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.method not in get_args(Method):
+            raise ValueError(f"method must be one of {', '.join(get_args(Method))}, got {self.method!r}")
+        if self.degree < 0 or self.workers < 1 or self.rank < 1:
+            raise ValueError(
+                f"degree must be 0 or more, workers and rank 1 or more, got {self.degree}, {self.workers}, {self.rank}"
+            )
+        for name in ("dense_start", "ramp", "frozen"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is a share of the steps, in [0, 1], got {getattr(self, name)}")
+        if self.sparse:
+            self.settings(1)  # refuses what the engine refuses, before anything is trained
+
+    @property
+    def sparse(self) -> bool:
+        """Whether the engine compresses; otherwise averaging is dense, or PowerSGD's."""
+        return self.method not in ("dense", "powersgd")
+
+    def options(self) -> dict[str, Any]:
+        """The fields that differ from their defaults, method first; from them the scheme can be made again."""
+        changed = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {f.name: changed[f.name] for f in fields(self) if f.name == "method" or changed[f.name] != f.default}
+
+    @property
+    def name(self) -> str:
+        """The scheme in one word, unique among schemes: ``ahead,dense_below=512``."""
+        options = self.options()
+        return ",".join([options.pop("method"), *(f"{key}={value}" for key, value in options.items())])
+
+    def schedule(self, steps: int) -> DensitySchedule:
+        """Density by step.
+
+        Args:
+            steps: Of the whole training.
+        """
+        schedule = resolve_density(self.density)
+        dense, ramp = round(self.dense_start * steps), round(self.ramp * steps)
+        if ramp:
+            schedule = ExponentialRamp(self.ramp_from, self.density, ramp)
+        return DenseStart(schedule, dense) if dense else schedule
+
+    def settings(self, steps: int) -> EngineSettings:
+        """The engine's settings; new parts at every call, since parts hold state.
+
+        Args:
+            steps: Of the whole training.
+        """
+        return EngineSettings(
+            compressor=self._compressor(),
+            density=self.schedule(steps),
+            fusion=Aligned(self.degree) if self.degree else Single(),
+            memory=_part(_memory, self.memory),
+            scope="group" if self.method == "behind" else "tensor",
+            quota="pooled" if self.method == "pooled" else "proportional",
+            collective="allgather",  # sparse whatever the costs: what is compared is compression
+            wire=self.wire,
+        )
+
+    def _compressor(self) -> Sparsifier:
+        if self.compressor == PreconditionedTopK.name:
+            return PreconditionedTopK()
+        return _part(resolve_sparsifier, self.compressor)
+
+
+def _memory(name: str) -> Memory:
+    return ClippedResidual() if name == ClippedResidual.name else resolve_memory(name)
+
+
+def _part(resolve: Callable[[str], Part], spec: str) -> Part:
+    """The part called ``name`` in ``name:key=value,key=value``, made with these options.
+
+    Raises:
+        ValueError: If a value is no Python literal, or an option has none.
+        TypeError: If the part has no such option.
+    """
+    name, _, text = spec.partition(":")
+    part = resolve(name)
+    if not text:
+        return part
+    pairs = [option.partition("=") for option in text.split(",")]
+    return type(part)(**{key: ast.literal_eval(value) for key, _, value in pairs})

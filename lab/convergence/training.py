@@ -1,0 +1,156 @@
+"""One run: a task, a scheme and a seed make a result."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median
+
+import torch
+from torch import Tensor
+
+from lab.convergence.adaptive import FrozenSecondMoment, PreconditionedTopK
+from lab.convergence.scheme import Scheme
+from lab.tasks import Task
+from lab.virtual.powersgd import PowerSGD
+from lab.virtual.training import VirtualTraining
+from lab.virtual.workers import Averager, Dense, Engines
+from lightning_safusion.ddp_hooks import POWERSGD_START
+from lightning_safusion.fusion.layout import TensorSpec, specs_from_parameters
+from lightning_safusion.metrics import AchievedDensity, CompressionError, TensorMissingRate
+
+# Points of the curve of the training loss, and samples of what was sent of every tensor.
+_POINTS = 40
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to; plain numbers.
+
+    Args:
+        metric: On held-out data after the last step; None if the training diverged (a loss that is not finite).
+        curve: Training loss, mean over workers, averaged over equal parts of the run.
+        missing: Share of the gradients of which nothing was sent; None where the engine has no part.
+        density: Share of the elements that was sent.
+        error: Share of the energy that stayed behind, of tensors that travel sparse.
+        bytes_mean: Bytes that a worker sends in a step, mean over all steps.
+        bytes_median: The same, of a usual step: without warm-up.
+        dense_bytes: What the gradients have in float32.
+        tensors: Gradient tensors.
+        seconds: Of the run.
+    """
+
+    metric: float | None
+    curve: list[float]
+    missing: float | None
+    density: float | None
+    error: float | None
+    bytes_mean: float
+    bytes_median: float
+    dense_bytes: int
+    tensors: int
+    seconds: float
+
+
+@dataclass
+class _Statistics:
+    """What the callbacks of training measure, with the same metrics.
+
+    Args:
+        specs: The tensors.
+    """
+
+    specs: Sequence[TensorSpec]
+    losses: list[float] = field(default_factory=list)
+    sent: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        names = [spec.name for spec in self.specs]
+        self._metrics = [kind(names) for kind in (TensorMissingRate, AchievedDensity, CompressionError)]
+        self._sampled = False
+
+    def sample(self, engines: Engines) -> None:
+        figures = engines.figures()
+        for metric in self._metrics:
+            metric.update(figures)
+        self._sampled = True
+
+    def shares(self) -> dict[str, float | None]:
+        values = [float(metric.compute()) if self._sampled else math.nan for metric in self._metrics]
+        return {
+            name: value if math.isfinite(value) else None
+            for name, value in zip(("missing", "density", "error"), values, strict=True)
+        }
+
+    def curve(self) -> list[float]:
+        size = max(1, math.ceil(len(self.losses) / _POINTS))
+        return [round(fmean(self.losses[i : i + size]), 5) for i in range(0, len(self.losses), size)]
+
+
+def train(task: Task, scheme: Scheme, seed: int) -> Result:
+    """Trains once. Data and initial weights depend on the task and the seed only.
+
+    Args:
+        task: What is trained.
+        scheme: How gradients are averaged.
+        seed: Of the weights and the batches.
+    """
+    begin = time.perf_counter()
+    training = VirtualTraining(task, seed, scheme.workers)
+    specs = specs_from_parameters(
+        training.model.named_parameters(), dense_below=scheme.dense_below if scheme.sparse else 0
+    )
+    averager = _averager(task, scheme, specs, training.order)
+    statistics = _Statistics(specs)
+    try:
+        _steps(scheme, training, averager, statistics)
+    finally:
+        if isinstance(averager, Engines):
+            averager.close()
+    metric = training.evaluate() if math.isfinite(statistics.losses[-1]) else math.nan
+    return Result(
+        metric=metric if math.isfinite(metric) else None,
+        curve=[point for point in statistics.curve() if math.isfinite(point)],
+        **statistics.shares(),
+        bytes_mean=fmean(statistics.sent),
+        bytes_median=median(statistics.sent),
+        dense_bytes=sum(spec.numel * spec.dtype.itemsize for spec in specs),
+        tensors=len(specs),
+        seconds=round(time.perf_counter() - begin, 2),
+    )
+
+
+def _averager(task: Task, scheme: Scheme, specs: Sequence[TensorSpec], order: Sequence[int]) -> Averager:
+    if scheme.method == "dense":
+        return Dense(specs)
+    if scheme.method == "powersgd":
+        return PowerSGD(specs, order, scheme.workers, scheme.rank, POWERSGD_START)
+    return Engines(lambda: scheme.settings(task.steps), specs, order, scheme.workers)
+
+
+def _steps(scheme: Scheme, training: VirtualTraining, averager: Averager, statistics: _Statistics) -> None:
+    """Trains until the last step, or until the loss is not finite."""
+    task = training.task
+    optimizer = make_optimizer(task, scheme, training.params)
+    if isinstance(averager, Engines):
+        averager.carry_momentum(optimizer, training.params)
+    frozen = FrozenSecondMoment(optimizer, round(scheme.frozen * task.steps))
+    sampled_every = max(1, task.steps // _POINTS)
+    for step in range(task.steps):
+        statistics.losses.append(training.step(step, averager, optimizer, task.lr * scheme.lr_scale))
+        if not math.isfinite(statistics.losses[-1]):
+            return
+        statistics.sent.append(averager.bytes_sent)
+        if isinstance(averager, Engines) and (step + 1) % sampled_every == 0:
+            statistics.sample(averager)
+        frozen.after_step(step)
+        for sparsifier in averager.sparsifiers if isinstance(averager, Engines) else ():
+            if isinstance(sparsifier, PreconditionedTopK):
+                sparsifier.weigh(optimizer, training.params)
+
+
+def make_optimizer(task: Task, scheme: Scheme, params: Sequence[Tensor]) -> torch.optim.Optimizer:
+    """The task's optimizer with what the scheme changes of it."""
+    return task.make_optimizer(params, task.lr * scheme.lr_scale, scheme.momentum, scheme.beta2)

@@ -1,0 +1,156 @@
+"""Selection and packing on a CUDA device against a copy of the same bytes.
+
+All tensors of a model are one buffer, selected from ahead of fusion: one segment per tensor. Every row is the median of
+runs timed with CUDA events, in one process with the copy. "span read" is the span's bytes over the time; the exact
+selection needs four passes over the span, and "of copy" is the bandwidth of these four against that of the copy. The
+hot path runs with synchronisation turned into an error, and once more as a CUDA graph.
+
+    $ python -m lab gpu --density 0.01 --json gpu.json
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from json import dumps
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab.selection import ahead
+from lightning_safusion.comm.wire import resolve_codec
+from lightning_safusion.kernels import serves
+from lightning_safusion.naming import look_up
+from lightning_safusion.simulate.architectures import Layer, bert, resnet
+from lightning_safusion.sparsify import Segments, Sparsifier, available_sparsifiers, resolve_sparsifier
+
+MODELS: dict[str, Callable[[], list[Layer]]] = {
+    "bert-large": lambda: bert(1024, 24, 384),
+    "resnet-152": lambda: resnet((3, 8, 36, 3)),
+}
+EXACT_PASSES = 4  # three digits, and the marks
+CAPTURED = ("topk", "threshold", "gaussiank")  # the others draw or learn on the host, which a graph would freeze
+
+
+def milliseconds(work: Callable[[], Any], repetitions: int) -> float:
+    """Median time of ``work`` on the device."""
+    times = []
+    for _ in range(repetitions):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return sorted(times)[repetitions // 2]
+
+
+def hot_path(sparsifier: Sparsifier, x: Tensor, segments: Segments, wire: str) -> Callable[[], None]:
+    """Selection from the span, and a message of it."""
+    codec = resolve_codec(wire, segments.numel, segments.capacity, torch.float32)
+    out = torch.empty(codec.nbytes, dtype=torch.uint8, device=x.device)
+    return lambda: void(codec.encode(sparsifier.select(x, segments, 0), out))
+
+
+def void(_: object) -> None:
+    """Forgets what was returned."""
+
+
+def warm(work: Callable[[], None]) -> str | None:
+    """Compiles and runs a few times; returns why the host had to wait for the device, None if it had not."""
+    work()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        work()
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return None
+
+
+def captured(work: Callable[[], None]) -> Callable[[], None]:
+    """The same work as a CUDA graph."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
+
+
+def measure(model: str, names: Sequence[str], density: float, wire: str, repetitions: int) -> list[dict[str, Any]]:
+    """One row per sparsifier, and one for the copy."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    shapes = [shape for layer in look_up("model", model, MODELS)() for _, shape in layer.parameters][::-1]
+    numel = sum(map(math.prod, shapes))
+    x = torch.randn(numel, device=device, generator=torch.Generator(device).manual_seed(0))
+    target = torch.empty_like(x)
+    copy_ms = milliseconds(lambda: target.copy_(x), repetitions)
+    copy_rate = 8 * numel / copy_ms / 1e6  # GB/s, read and written
+    rows: list[dict[str, Any]] = [
+        {"model": model, "tensors": len(shapes), "elements": numel, "name": "copy", "ms": copy_ms, "GB/s": copy_rate}
+    ]
+    for name in names:
+        sparsifier = resolve_sparsifier(name)
+        work = hot_path(sparsifier, x, ahead(sparsifier, shapes, density), wire)
+        waits = warm(work)
+        ms = milliseconds(work, repetitions)
+        row = {"model": model, "name": name, "ms": ms, "GB/s": 4 * numel / ms / 1e6, "waits": waits}
+        if name == "topk":
+            row["of copy"] = EXACT_PASSES * 4 * numel / ms / 1e6 / copy_rate
+        if waits is None and name in CAPTURED:
+            row["graph ms"] = milliseconds(captured(work), repetitions)
+        rows.append(row)
+    return rows
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Prints a model's rows."""
+    copy = rows[0]
+    print(f"\n{copy['model']}: {copy['tensors']} tensors, {copy['elements'] / 1e6:.1f} M elements")
+    print(f"{'':12}{'ms':>9}{'x copy':>9}{'GB/s':>9}{'of copy':>9}{'graph ms':>10}")
+    for row in rows:
+        share = f"{row['of copy']:.0%}" if "of copy" in row else ""
+        graph = f"{row['graph ms']:.3f}" if "graph ms" in row else ""
+        waits = f"  waits for the device: {row['waits']}" if row.get("waits") else ""
+        ratio = row["ms"] / copy["ms"]
+        print(f"{row['name']:12}{row['ms']:9.3f}{ratio:9.2f}{row['GB/s']:9.0f}{share:>9}{graph:>10}{waits}")
+
+
+def gpu(
+    models: Sequence[str] = tuple(MODELS),
+    sparsifiers: Sequence[str] = (),
+    density: float = 0.01,
+    wire: str = "auto",
+    repetitions: int = 50,
+    json: Path | None = None,
+) -> None:
+    """Selection and packing on a CUDA device against a copy of the same bytes.
+
+    Args:
+        models: "bert-large", "resnet-152".
+        sparsifiers: Their names; all by default.
+        density: Share of the elements.
+        wire: Format of the message.
+        repetitions: Runs of which the median is taken.
+        json: File for the figures.
+
+    Raises:
+        RuntimeError: If there is no CUDA device.
+    """
+    if not torch.cuda.is_available():
+        raise RuntimeError("this needs a CUDA device, and PyTorch sees none here: nothing was measured")
+    triton = serves(torch.device("cuda", torch.cuda.current_device()))
+    where = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}"
+    print(f"{where}, density {density}, {'Triton kernels' if triton else 'PyTorch operations (no Triton)'}")
+    rows: list[dict[str, Any]] = []
+    for model in models:
+        measured = measure(model, sparsifiers or available_sparsifiers(), density, wire, repetitions)
+        show(measured)
+        rows += measured
+    if json is not None:
+        about = {"device": where, "triton": triton, "density": density, "command": sys.argv}
+        json.write_text(dumps(about | {"rows": rows}, indent=1))

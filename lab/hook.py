@@ -1,0 +1,107 @@
+"""What a gradient pays for passing through the hook, above DDP with a hook that does nothing.
+
+    $ python -m lab hook --tensors 500
+
+One process and a process group of one, so that no exchange is in the figure: backward of many small layers, medians of
+runs that alternate in one process. The cost of selecting elements grows with their number and is measured by
+``python -m lab selection``; here tensors are small on purpose. A second column sends everything dense, so that what is
+left is the hook, the window and the delivery.
+"""
+
+# No "from __future__ import annotations": DDP compares a hook's annotation with the class itself.
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_safusion.comm import TorchTransport
+from lightning_safusion.fusion.build import build_engine
+from lightning_safusion.fusion.hook import DDPHook
+from lightning_safusion.fusion.layout import specs_from_parameters
+from lightning_safusion.fusion.plans.adaptive import Adaptive
+from lightning_safusion.fusion.plans.policy import Aligned
+from lightning_safusion.fusion.settings import EngineSettings
+from lightning_safusion.sparsify import ConstantDensity, ResidualMemory, resolve_sparsifier
+
+
+def noop(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Returns the bucket as it is."""
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def model(tensors: int, width: int) -> nn.Module:
+    """A chain of layers with ``tensors`` parameter tensors in all."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(tensors // 2)))
+
+
+def wrapped(tensors: int, width: int, hook: str, sparse: float, per_buffer: int) -> Callable[[], float]:
+    """A function that runs one step and returns the seconds of its backward pass."""
+    ddp = DistributedDataParallel(model(tensors, width), bucket_cap_mb=0, gradient_as_bucket_view=True)
+    if hook == "noop":
+        ddp.register_comm_hook(None, noop)
+    else:
+        parameters = list(ddp.module.named_parameters())
+        density = 1.0 if hook == "dense" else sparse
+        compressor = resolve_sparsifier("none" if hook == "dense" else hook)
+        policy = Aligned(per_buffer) if per_buffer else Adaptive()
+        settings = EngineSettings(
+            compressor, ConstantDensity(density), policy, ResidualMemory(), collective="allgather"
+        )
+        specs = specs_from_parameters(parameters)
+        measure = not per_buffer
+        controller = build_engine(settings, specs, TorchTransport(), torch.device("cpu"), measure)
+        ddp.register_comm_hook(None, DDPHook(controller, [p for _, p in parameters]).run)
+    data = torch.randn(4, width)
+
+    def step() -> float:
+        loss = ddp(data).square().mean()
+        begin = time.perf_counter()
+        loss.backward()
+        return time.perf_counter() - begin
+
+    return step
+
+
+def hook(
+    tensors: int = 500,
+    width: int = 32,
+    per_buffer: int = 0,
+    density: float = 0.01,
+    steps: int = 160,
+    hooks: Sequence[str] = ("dense", "topk", "gaussiank"),
+) -> None:
+    """Microseconds per tensor that a gradient pays for passing through the hook, above a hook that does nothing.
+
+    Args:
+        tensors: Parameter tensors.
+        width: Layers are width x width.
+        per_buffer: Tensors in each buffer; 0: adaptive, as by default.
+        density: Share of the elements that is sent.
+        steps: Of each hook; the first half warms up.
+        hooks: "dense", or names of sparsifiers.
+    """
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    names = ["noop", *hooks]
+    passes = {name: wrapped(tensors, width, name, density, per_buffer) for name in names}
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(steps):
+        for name, step in passes.items():
+            seconds = step()
+            if turn >= steps // 2:
+                times[name].append(seconds)
+    floor = statistics.median(times["noop"])
+    size = per_buffer or "adaptive size"
+    print(f"{tensors} tensors of {width}x{width} and {width}, buffers of {size}; CPU, 1 thread")
+    for name in names:
+        median = statistics.median(times[name])
+        above = (median - floor) / tensors * 1e6
+        print(f"{name:10s} backward {median * 1e3:7.2f} ms   above no-op {above:6.2f} us per tensor")
+    dist.destroy_process_group()

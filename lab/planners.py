@@ -1,0 +1,87 @@
+"""How far published planners are from the best plan, on random instances and on the traces; and what alignment gains.
+
+    $ python -m lab.planners
+
+Random instances have up to 8 tensors, so that all plans can be tried. On the traces the best plan is that of the exact
+programme. The last table is the papers' ablation on the simulator: buffers that every worker fills at its own pace,
+aligned buffers of 8 tensors, and sizes by measured times, under a jitter of 10 %. Nothing here is a measurement.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from lab.planner_loss import losses, plan_pareto, predict_behind, random_behind, random_dense
+from lightning_safusion.fusion.plans.merging import plan_mgwfbp, plan_omgs
+from lightning_safusion.fusion.plans.optimal import plan_optimal
+from lightning_safusion.fusion.plans.pricing import predict_finish
+from lightning_safusion.simulate.cluster import Cluster, resolve_link
+from lightning_safusion.simulate.engine import mean_iteration
+from lightning_safusion.simulate.job import Job
+from lightning_safusion.simulate.systems import SIMULATED
+from lightning_safusion.simulate.trace import TRACE_NAMES, resolve_trace
+
+_ABLATION = ("saf-naive", "saf-inter", "safusion-paper", "safusion")
+
+
+def random_losses(instances: int, seed: int) -> Table:
+    """Share of instances in which a rule misses the optimum, mean and largest loss."""
+    table = Table("planner", "missed", "mean loss", "worst loss", title=f"{instances} random instances")
+    for name, make, planner in (
+        ("MG-WFBP", random_dense, plan_mgwfbp),
+        ("OMGS", random_behind, plan_omgs),
+        ("Pareto programme", random_behind, plan_pareto),
+    ):
+        lost = losses(make, planner, instances, seed=seed)
+        missed = float((lost > 1e-9).mean())
+        table.add_row(name, f"{missed:.0%}", f"{lost.mean():.2%}", f"{np.abs(lost).max():.1%}")
+    return table
+
+
+def trace_losses(workers: int, bandwidth: str) -> Table:
+    """Loss of the rules on the traces, against the exact programmes."""
+    table = Table("trace", "MG-WFBP", "OMGS", title=f"loss on {workers} workers at {bandwidth}, density 1 %")
+    for name in TRACE_NAMES:
+        job = Job(resolve_trace(name), Cluster(workers, 1, resolve_link(bandwidth)), 0.01, 8, "exact")
+        dense, behind = job.group_costs(sparse=False, dense=True), job.behind_costs()
+        best_dense = predict_finish(plan_optimal(dense, max_last_share=1.0), dense)
+        best_behind = predict_behind(plan_pareto(behind), behind)
+        mgwfbp = predict_finish(plan_mgwfbp(dense), dense) / best_dense - 1
+        omgs = predict_behind(plan_omgs(behind), behind) / best_behind - 1
+        table.add_row(name, f"{mgwfbp:.2%}", f"{omgs:.2%}")
+    return table
+
+
+def ablation(bandwidth: str, jitter: float) -> Table:
+    """Milliseconds per iteration of the papers' three steps, by number of workers."""
+    title = f"milliseconds per iteration at {bandwidth}, density 1 %, jitter {jitter:.0%}"
+    table = Table("trace", "workers", *_ABLATION, "naive to inter", "inter to adaptive", title=title)
+    for name in ("resnet-152", "vit-large", "gpt2-large", "bert-large"):
+        for workers in (2, 4, 8, 16, 32, 64):
+            cluster = Cluster(workers, 1, resolve_link(bandwidth), jitter=jitter)
+            job = Job(resolve_trace(name), cluster, 0.01, 8, segmented=False)
+            runs = [mean_iteration(job.trace, cluster, SIMULATED[system].build(job), 10) for system in _ABLATION]
+            naive, inter, _, adaptive = (run.seconds for run in runs)
+            times = [f"{run.seconds * 1e3:.1f}" for run in runs]
+            table.add_row(name, str(workers), *times, f"{naive / inter - 1:+.1%}", f"{inter / adaptive - 1:+.1%}")
+    return table
+
+
+def planners(
+    instances: int = 400, seed: int = 0, workers: int = 16, bandwidth: str = "10gbit", jitter: float = 0.1
+) -> None:
+    """How far published planners are from the best plan, and what alignment gains; nothing here is a measurement.
+
+    Args:
+        instances: Random ones, of up to 8 tensors.
+        seed: Of these.
+        workers: On which the traces are planned.
+        bandwidth: Of their links.
+        jitter: Between workers, relative standard deviation.
+    """
+    console = Console()
+    console.print(random_losses(instances, seed))
+    console.print(trace_losses(workers, bandwidth))
+    console.print(ablation(bandwidth, jitter))

@@ -1,0 +1,325 @@
+"""BufferSizeTuner over a link of known rate: from bad starts, and when the link becomes slow during the run.
+
+    $ sudo python -m lab.tuner --image docs/images/tuner.png
+
+Two workers in network namespaces of their own, joined by links that ``tc`` shapes; gloo, 96 gradient tensors, top-k at
+density 0.05, always sparse. The computation of each layer's gradients is a pause of known length, so that two cores
+suffice. At the fast rate: a sweep of static numbers of tensors per buffer, and the tuner, whose link becomes slow at
+half time. At the slow rate: the sweep, and the tuner from one buffer and from one buffer per tensor. All of that again
+``--repeats`` times, in turns, since a machine changes its speed within minutes. A row's step is the median over repeats
+of the median of the last 30 windows (first gradient to last mean); "model" is the predicted finish of the plan in use
+over that of the best static one, likewise. Saves a picture (of the last repeat).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from typing_extensions import override
+
+from lightning_safusion import Adaptive, Aligned, SAFusionStrategy
+from lightning_safusion.bench.links import Namespace, linked_namespaces, shape
+from lightning_safusion.callbacks import BufferSizeTuner
+from lightning_safusion.fusion.events import WindowEvents
+from lightning_safusion.fusion.plans.pricing import predict_finish
+from tests.e2e.processes import Program, environment, started
+
+SLOW, FAST = "100mbit", "1gbit"
+LAYERS, WIDTH = 24, 256
+STATIC_STEPS, TUNED_STEPS, CHANGE_AT, CHANGE_STEPS = 40, 80, 110, 230
+LAST = 30  # steps of which the median counts
+SWEEP = (1, 2, 4, 8, 16, 32, 4 * LAYERS)
+
+
+@dataclass
+class Run:
+    """One training, and what it came to on rank 0.
+
+    Args:
+        name: In tables and pictures, and the same in every repeat.
+        size: Tensors per buffer at the start; 0: ``fusion="adaptive"``.
+        steps: Steps to train.
+        tuned: With ``BufferSizeTuner``.
+        seconds: Window of each step.
+        buffers: Of each step.
+        lost: Predicted finish of the last plan over that of the best static one.
+    """
+
+    name: str
+    size: int
+    steps: int
+    tuned: bool = False
+    seconds: list[float] = field(default_factory=list)
+    buffers: list[int] = field(default_factory=list)
+    lost: float = 1.0
+
+    @property
+    def step(self) -> float:
+        """Median window at the end."""
+        return statistics.median(self.seconds[-LAST:])
+
+
+class _Pause(torch.autograd.Function):
+    @staticmethod
+    @override
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return x.view_as(x)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.seconds)  # other threads and processes can use the core
+        return grads[0], None
+
+
+class Paced(LightningModule):
+    """Layers with four tensors each, whose gradients take a known time.
+
+    Args:
+        pause: Seconds of the backward pass before the gradients of each layer.
+    """
+
+    def __init__(self, pause: float) -> None:
+        super().__init__()
+        self.pause = pause
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)) for _ in range(LAYERS))
+
+    @override
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        x = batch[0]
+        for layer in self.layers:
+            x = _Pause.apply(layer(x).relu(), self.pause)
+        return x.square().mean()
+
+    @override
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+class Watch:
+    """Observes the windows of a run, and says each step for the driver to hear.
+
+    Args:
+        run: Takes in the figures.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def observe(self, events: WindowEvents) -> None:
+        self._run.seconds.append(events.drained - float(events.ready.min()))
+        self._run.buffers.append(len(events.buffers))
+        print(f"{self._run.name}: step {len(self._run.seconds)}", flush=True)
+
+
+class Predict(Callback):
+    """Compares the plan in use at the end with the best by the agreed costs.
+
+    Args:
+        run: Takes in the ratio.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        _strategy(trainer).add_observer(Watch(self._run))
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        plan, costs = _strategy(trainer).plan, _strategy(trainer).costs
+        if plan is not None and costs is not None:
+            policies = [Aligned(size) for size in range(1, 4 * LAYERS + 1)] if self._run.size else [Adaptive()]
+            best = min(predict_finish(policy.plan(costs), costs) for policy in policies)
+            self._run.lost = predict_finish(plan, costs) / best
+
+
+def _strategy(trainer: Trainer) -> SAFusionStrategy:
+    assert isinstance(trainer.strategy, SAFusionStrategy)
+    return trainer.strategy
+
+
+def work(runs: Sequence[Run], pause: float, result: Path) -> None:
+    """One worker: does the runs one after the other; that of rank 0 writes what came of them."""
+    torch.set_num_threads(1)
+    data = DataLoader(TensorDataset(torch.randn(4 * CHANGE_STEPS, WIDTH)), batch_size=4)
+    for run in runs:
+        strategy = SAFusionStrategy(
+            fusion=Aligned(run.size) if run.size else Adaptive(),
+            collective="allgather",
+            process_group_backend="gloo",
+        )
+        callbacks: list[Callback] = [Predict(run), *([BufferSizeTuner()] if run.tuned else [])]
+        Trainer(
+            accelerator="cpu",
+            num_nodes=2,
+            devices=1,
+            strategy=strategy,
+            callbacks=callbacks,
+            max_steps=run.steps,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        ).fit(Paced(pause), data)
+    result.write_text(json.dumps([asdict(run) for run in runs]))
+
+
+def train(
+    machines: Sequence[Namespace], runs: Sequence[Run], pause: float, folder: Path, slow_at: int | None = None
+) -> list[Run]:
+    """Starts a worker on each machine and returns what they came to.
+
+    Args:
+        machines: Two.
+        runs: To be done one after the other.
+        pause: Seconds before the gradients of each layer.
+        folder: For logs.
+        slow_at: Step of the last run at which the link becomes slow.
+    """
+    rendezvous = {"MASTER_ADDR": machines[0].address, "MASTER_PORT": "29500", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    with ExitStack() as stack:
+        workers: list[Program] = []
+        for rank, machine in enumerate(machines):
+            result = folder / f"result{rank}.json"
+            task = json.dumps([asdict(run) for run in runs])
+            command = [sys.executable, "-m", "benchmarks.tuner", "--work", task, str(result), "--pause", str(pause)]
+            env = environment(GLOO_SOCKET_IFNAME="eth0", NODE_RANK=str(rank), **rendezvous)
+            workers.append(stack.enter_context(started(machine.command(command), folder / f"log{rank}", env)))
+        if slow_at is not None:
+            workers[0].wait_for(rf"{runs[-1].name}: step {slow_at}\b", 600)
+            for machine in machines:
+                shape(machine, SLOW)
+        for worker in workers:
+            worker.finish(600)
+    return [Run(**row) for row in json.loads((folder / "result0.json").read_text())]
+
+
+class Row:
+    """Repeats of one training.
+
+    Args:
+        runs: What each came to.
+    """
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self.runs = runs
+        self.steps = sorted(run.step for run in runs)
+        self.step = statistics.median(self.steps)
+
+    def markdown(self, best: float) -> str:
+        """A line of the table; ``best`` is the step of the best static row."""
+        last = self.runs[-1]
+        buffers = ", ".join(str(count) for count in sorted({run.buffers[-1] for run in self.runs}))
+        lost = sorted(100 * (run.lost - 1) for run in self.runs)
+        model = f"{statistics.median(lost):+.1f} % ({lost[0]:+.1f} to {lost[-1]:+.1f})" if last.tuned else ""
+        spread = f"{1e3 * self.steps[0]:.1f} to {1e3 * self.steps[-1]:.1f}"
+        over = 100 * (self.step / best - 1)
+        return f"| {last.name} | {buffers} | {1e3 * self.step:.1f} | {spread} | {over:+.0f} % | {model} |"
+
+
+def rows_of(rounds: Sequence[Sequence[Run]]) -> list[Row]:
+    """One row for each training of a round."""
+    return [Row(runs) for runs in zip(*rounds, strict=True)]
+
+
+def table(title: str, rows: Sequence[Row], best: float) -> None:
+    """Prints a markdown table."""
+    print(f"\n{title}\n\n| run | buffers at the end | step, ms | repeats | over the best static | model |")
+    print("|---|---|---:|---|---:|---:|", *(row.markdown(best) for row in rows), sep="\n")
+
+
+def picture(static: Sequence[Run], tuned: Sequence[Run], change: Run, best: dict[str, float]) -> Figure:
+    """The sweep with the tuner's ways on it, and the steps of the run in which the link changed."""
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    left.plot([r.buffers[-1] for r in static], [1e3 * r.step for r in static], "o-", color="0.6", label="static")
+    for run, color in zip(tuned, ("tab:blue", "tab:orange"), strict=True):
+        way = [(count, 1e3 * statistics.median(spans)) for count, spans in stages(run)]
+        left.plot(*zip(*way, strict=True), "s--", color=color, label=run.name)
+        left.plot(*way[-1], "*", color=color, markersize=15)
+    left.set(xscale="log", xlabel="buffers", ylabel="window, ms", title=f"From bad starts, {SLOW}")
+    left.legend()
+    right.plot([1e3 * second for second in change.seconds], color="tab:blue", linewidth=1)
+    right.axvline(CHANGE_AT, color="0.3", linestyle=":", label=f"link: {FAST} to {SLOW}")
+    spans = {FAST: (0, CHANGE_AT), SLOW: (CHANGE_AT, len(change.seconds))}
+    for (rate, (begin, end)), color in zip(spans.items(), ("tab:green", "tab:red"), strict=True):
+        right.hlines(1e3 * best[rate], begin, end, color=color, label=f"best static, {rate}")
+    counts = right.twinx()
+    counts.step(range(len(change.buffers)), change.buffers, color="tab:orange", alpha=0.6, where="post")
+    counts.set_ylabel("buffers", color="tab:orange")
+    right.set(xlabel="step", ylabel="window, ms", title="A link that becomes slow")
+    right.set_ylim(0, 3e3 * best[SLOW])
+    right.legend()
+    return figure
+
+
+def stages(run: Run) -> list[tuple[int, list[float]]]:
+    """Windows with one number of buffers after the other."""
+    result: list[tuple[int, list[float]]] = []
+    for count, seconds in list(zip(run.buffers, run.seconds, strict=True))[3:]:  # the first windows have no plan yet
+        if not result or result[-1][0] != count:
+            result.append((count, []))
+        result[-1][1].append(seconds)
+    return result
+
+
+def new_plan(run: Run) -> int | None:
+    """Step with the first plan that is another one than when the link changed."""
+    return next((s for s in range(CHANGE_AT + 1, CHANGE_STEPS) if run.buffers[s] != run.buffers[s - 1]), None)
+
+
+def main() -> None:
+    """Runs both experiments."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--image", type=Path, help="picture to save")
+    parser.add_argument("--pause", type=float, default=0.002, help="seconds of backward pass for each of 24 layers")
+    parser.add_argument("--repeats", type=int, default=3, help="times that everything is measured")
+    parser.add_argument("--work", nargs=2, metavar=("RUNS", "RESULT"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.work:
+        work([Run(**row) for row in json.loads(args.work[0])], args.pause, Path(args.work[1]))
+        return
+    sweep = [Run(f"{size} tensors", size, STATIC_STEPS) for size in SWEEP]
+    tuned = [Run("from one buffer", 4 * LAYERS, TUNED_STEPS, True), Run("from 96 buffers", 1, TUNED_STEPS, True)]
+    change = Run("tuner", 0, CHANGE_STEPS, True)
+    fast_rounds, slow_rounds = [], []
+    for repeat in range(args.repeats):
+        print(f"repeat {repeat + 1} of {args.repeats}", file=sys.stderr, flush=True)
+        with tempfile.TemporaryDirectory() as folder, linked_namespaces(2, FAST) as machines:
+            fast_rounds.append(train(machines, [*sweep, change], args.pause, Path(folder), CHANGE_AT))
+            # the link has become slow
+            slow_rounds.append(train(machines, [*sweep, *tuned], args.pause, Path(folder)))
+    *fast, changed = rows_of(fast_rounds)
+    slow = rows_of(slow_rounds)
+    best = {FAST: min(row.step for row in fast), SLOW: min(row.step for row in slow[: len(sweep)])}
+    table(f"Static, {FAST}", fast, best[FAST])
+    table(f"Static, and the tuner from bad starts, {SLOW}", slow, best[SLOW])
+    table(f"The tuner where {FAST} has become {SLOW}", [changed], best[SLOW])
+    switched = [new_plan(run) for run in changed.runs]
+    print(f"\nThe link changed at step {CHANGE_AT}; the first new plan is that of step {switched}.")
+    if args.image is not None:
+        args.image.parent.mkdir(parents=True, exist_ok=True)
+        *static, one, many = slow_rounds[-1]
+        picture(static, [one, many], changed.runs[-1], best).savefig(args.image, dpi=110)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""One training with virtual workers, step by step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import fmean
+
+import torch
+from torch import Tensor, nn
+
+from lab.tasks import Data, Task, evaluate, loss
+from lab.virtual.workers import Averager
+
+
+def one_thread() -> None:
+    """Prepares a process: one thread, since runs share the cores, and no denormals, which slow small nets down."""
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+
+
+class VirtualTraining:
+    """A model that virtual workers train. Data and initial weights depend on the task and the seed only.
+
+    All workers hold the same weights, so that one copy of them serves all. (Batch norms' running statistics therefore
+    see the batches of all workers; plain DDP keeps those of the first.)
+
+    Args:
+        task: What is trained.
+        seed: Of the weights and the batches.
+        workers: Virtual workers; they share the global batch.
+
+    Attributes:
+        model: The network.
+        params: Its trainable parameters.
+        order: Their indices in the order in which a backward pass finishes their gradients.
+    """
+
+    def __init__(self, task: Task, seed: int, workers: int) -> None:
+        torch.manual_seed(seed)
+        self.task, self.workers = task, workers
+        self.model, self._data = task.model(), task.data(seed, task.batch)
+        self.params = [param for param in self.model.parameters() if param.requires_grad]
+        self.order = ready_order(self.model, self.params, self._data)
+
+    def step(self, number: int, averager: Averager, optimizer: torch.optim.Optimizer, lr: float) -> float:
+        """Trains for one step, unless the loss is not finite.
+
+        Args:
+            number: Of the step, from 0; decides its batch and its share of the learning rate.
+            averager: Makes the mean of the workers' gradients.
+            optimizer: Of ``params``.
+            lr: Largest learning rate of the whole training.
+
+        Returns:
+            The loss before the step, mean over workers.
+        """
+        gradients, losses = [], []
+        for inputs, classes in self._data.shards(number, self.workers):
+            worker_loss = loss(self.model, inputs, classes)
+            worker_loss.backward()
+            gradients.append(taken_gradients(self.params))
+            losses.append(float(worker_loss.detach()))
+        mean_loss = fmean(losses)
+        if not math.isfinite(mean_loss):
+            return mean_loss
+        for param, mean in zip(self.params, averager.average(gradients), strict=True):
+            param.grad = mean.view_as(param)
+        if self.task.clip is not None:
+            nn.utils.clip_grad_norm_(self.params, self.task.clip)
+        for group in optimizer.param_groups:
+            group["lr"] = lr * self.task.rate(number)
+        optimizer.step()
+        for param in self.params:
+            param.grad = None
+        return mean_loss
+
+    def evaluate(self) -> float:
+        """The task's metric on the held-out samples; not finite if the weights are not."""
+        return evaluate(self.task, self.model, self._data)
+
+
+def taken_gradients(params: Sequence[nn.Parameter]) -> list[Tensor]:
+    """The gradients, flat, and taken away from the parameters.
+
+    Raises:
+        RuntimeError: If a parameter has none.
+    """
+    flat = []
+    for place, param in enumerate(params):
+        if param.grad is None:
+            raise RuntimeError(f"parameter {place} of shape {tuple(param.shape)} has no gradient: all must be used")
+        flat.append(param.grad.contiguous().view(-1))
+        param.grad = None
+    return flat
+
+
+def ready_order(model: nn.Module, params: Sequence[nn.Parameter], data: Data) -> list[int]:
+    """Indices of the parameters in the order in which a backward pass finishes their gradients; changes no weight."""
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}  # batch norms count
+    order: list[int] = []
+    handles = [
+        param.register_post_accumulate_grad_hook(lambda _, index=index: order.append(index))
+        for index, param in enumerate(params)
+    ]
+    loss(model, *data.shards(0, 1)[0]).backward()
+    for handle in handles:
+        handle.remove()
+    for param in params:
+        param.grad = None
+    model.load_state_dict(state)
+    return order

@@ -1,0 +1,214 @@
+"""Results: written once, found again, summed up, ranked and drawn."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from statistics import stdev
+from typing import Any
+
+import pytest
+
+from lab.convergence import __main__ as command
+from lab.convergence.pictures import save_pictures
+from lab.convergence.plan import DENSITIES, LANGUAGE, MAIN, SCOPES, SMALL_DENSE, full, short
+from lab.convergence.ranks import Results, standings
+from lab.convergence.scheme import Scheme
+from lab.convergence.store import Run, Store
+from lab.convergence.summary import markdown, summarize
+from lab.convergence.training import Result
+from lab.tasks import TASKS, Task
+
+TASK = TASKS["digits-resnet"]
+ALL = {**SCOPES, **SMALL_DENSE}
+
+
+def result(metric: float | None = 0.9, **changes: Any) -> Result:
+    values = {"missing": 0.0, "density": 0.01, "error": 0.9, "bytes_mean": 120.0, "bytes_median": 100.0}
+    return Result(
+        **({"metric": metric, "curve": [1.0], **values, "dense_bytes": 4000, "tensors": 62, "seconds": 1.0} | changes)
+    )
+
+
+def test_a_run_that_is_written_down_is_not_missing(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "results.jsonl"
+    runs = [Run(TASK, Scheme("ahead"), seed) for seed in (0, 1)]
+    store = Store(path)
+    assert store.missing([*runs, runs[0]]) == runs  # each once
+    store.add(runs[0], result(0.5))
+    for each in (store, Store(path)):
+        assert each.missing(runs) == runs[1:]
+        assert each.results(runs) == {"digits-resnet/ahead": {0: result(0.5)}}
+    # whatever decides the result makes another run
+    for other in (
+        Run(TASK, Scheme("ahead", density=0.05), 0),
+        Run(replace(TASK, steps=5), Scheme("ahead"), 0),
+        Run(replace(TASK, revision=99), Scheme("ahead"), 0),
+        Run(TASKS["digits-vgg"], Scheme("ahead"), 0),
+    ):
+        assert store.missing([other]) == [other]
+
+
+def test_a_line_that_a_crash_cut_short_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    runs = [Run(TASK, Scheme("ahead"), seed) for seed in (0, 1)]
+    store = Store(path)
+    for run in runs:
+        store.add(run, result())
+    path.write_text(path.read_text()[:-20])
+    store = Store(path)
+    assert store.missing(runs) == runs[1:]
+    store.add(runs[1], result())
+    assert Store(path).missing(runs) == []
+    path.write_text("{}\n" + path.read_text())
+    with pytest.raises(ValueError, match="line 1 of .* is not a finished run"):
+        Store(path)
+
+
+def test_intervals_and_differences_are_over_seeds(tmp_path: Path) -> None:
+    store = Store(tmp_path / "results.jsonl")
+    runs = [Run(TASK, scheme, seed) for seed in range(3) for scheme in (Scheme("dense"), Scheme("ahead"))]
+    for run, metric in zip(runs, (0.90, 0.91, 0.94, 0.96, 0.80, 0.83), strict=True):
+        store.add(run, result(metric))
+    dense, ahead = summarize(runs, store.results(runs))
+    assert ahead.metric.mean == pytest.approx(0.90)
+    assert ahead.difference.mean == pytest.approx(0.02)
+    assert ahead.difference.half == pytest.approx(4.303 * 0.01 / math.sqrt(3))  # seed by seed: no more than this
+    assert dense.metric.half > 0.1
+    assert "| digits-resnet/ahead | 0.9000 ± 0.1629 | 0.9100 | +0.0200 ± 0.0248 | 3 |" in markdown([dense, ahead])
+    assert ahead.ratio == 40
+
+
+def test_runs_that_diverged_are_counted_and_not_averaged(tmp_path: Path) -> None:
+    store = Store(tmp_path / "results.jsonl")
+    runs = [Run(TASK, Scheme("ahead"), seed) for seed in range(2)]
+    store.add(runs[0], result(None))
+    (summary,) = summarize(runs, store.results(runs))
+    assert math.isnan(summary.metric.mean)
+    assert "| 1 (1 diverged) |" in markdown([summary])
+    store.add(runs[1], result(0.7))
+    (summary,) = summarize(runs, store.results(runs))
+    assert (summary.metric.mean, summary.diverged, summary.runs) == (0.7, 1, 2)
+    json.dumps(summary.figures(), allow_nan=False)
+
+
+def entered(rows: dict[tuple[str, float, int], tuple[float | None, float]], task: Task) -> Results:
+    """Results from metric and bytes by contender, density and seed."""
+    results: dict[str, dict[int, Result]] = {}
+    for (name, density, seed), (metric, sent) in rows.items():
+        config = Run(task, replace(ALL[name], density=density), 0).config
+        results.setdefault(config, {})[seed] = result(metric, bytes_median=sent)
+    return results
+
+
+def test_ranks_at_equal_bytes_do_not_reward_sending_more() -> None:
+    rows: dict[tuple[str, float, int], tuple[float | None, float]] = {}
+    for density, name, seed in itertools.product(DENSITIES, ALL, (0, 1)):
+        larger = 2.0 if "small dense" in name else 1.0
+        # all lie on one curve over bytes, so that at equal density whoever sends more looks better
+        sent = 1000 * density * larger
+        rows[name, density, seed] = math.log(sent) + (0.1 if name == "ahead" else 0.0), sent
+    table = {row.name: row for row in standings(entered(rows, MAIN[0]), ALL)}
+    assert all(row.trials == 6 for row in table.values())
+    assert (table["ahead"].by_bytes, table["ahead"].error) == (1, 0)
+    assert table["ahead, small dense"].by_density == 1.5
+    # at the lowest density it cannot send so little
+    assert table["ahead, small dense"].by_bytes > table["behind"].by_bytes >= 2
+    del rows["ahead", DENSITIES[0], 1]
+    assert standings(entered(rows, MAIN[0]), ALL)[0].trials == 5  # incomplete trials do not count
+
+
+def test_ranks_are_of_every_seed() -> None:
+    order = list(SCOPES)
+    rows: dict[tuple[str, float, int], tuple[float | None, float]] = {}
+    for density, seed in itertools.product(DENSITIES, (0, 1)):
+        for place, name in enumerate(reversed(order) if seed else order):
+            rows[name, density, seed] = 0.5 - place / 10 - seed / 100, 100 * density
+    table = {row.name: row for row in standings(entered(rows, MAIN[0]), SCOPES)}
+    assert {row.by_bytes for row in table.values()} == {2.5}
+    first, inner = table[order[0]], table[order[1]]
+    assert first.error == pytest.approx(stdev([1, 4] * 3) / math.sqrt(6))
+    assert first.error > inner.error
+
+
+def test_more_bytes_than_the_largest_density_needs_change_nothing() -> None:
+    rows: dict[tuple[str, float, int], tuple[float | None, float]] = {
+        (name, density, 0): (0.8, 1000 * density) for density in DENSITIES for name in SCOPES
+    }
+    for density in DENSITIES:
+        rows["pooled, 4 bits", density, 0] = 0.9, 100 * density
+    best, *_ = standings(entered(rows, MAIN[0]), SCOPES)
+    # nobody else can send as few bytes as four bits need at the lowest density
+    assert (best.name, best.by_bytes, best.trials) == ("pooled, 4 bits", 1, 3)
+
+
+def test_ranks_know_that_a_small_loss_is_good_and_divergence_bad() -> None:
+    rows = {
+        (name, density, 0): (None if name == "ahead" else 3.0 - place / 10, 100 * density)
+        for density in DENSITIES
+        for place, name in enumerate(SCOPES)
+    }
+    found = standings(entered(rows, LANGUAGE), SCOPES)
+    assert [row.name for row in found] == ["pooled, 4 bits", "pooled", "behind", "ahead"]
+    assert math.isnan(standings(entered({k: v for k, v in rows.items() if k[1] == 0.05}, LANGUAGE), SCOPES)[0].error)
+
+
+@pytest.mark.slow
+def test_every_picture_is_drawn_from_a_full_plan(tmp_path: Path) -> None:
+    runs = full([0, 1])
+    store = Store(tmp_path / "results.jsonl")
+    for place, run in enumerate(runs):
+        store._ledger._results[run.key] = result(0.5 + place / 1000)
+    files = save_pictures(summarize(runs, store.results(runs)), tmp_path)
+    names = ("density", "bytes", "observation_1", "observation_2", "scales")
+    assert [file.name for file in files] == [f"{name}.png" for name in names]
+    assert all(file.stat().st_size > 10_000 for file in files)
+    assert save_pictures([], tmp_path) == []
+
+
+def test_names_are_listed_and_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--list", "--only", "*powersgd*", "--study", "scopes"]) == 0
+    names = capsys.readouterr().out.split()
+    assert len(names) == len(MAIN) + 2  # other ranks on one task
+    assert all("powersgd" in name for name in names)
+    assert command.main(["--only", "nothing"]) == 2
+
+
+@pytest.mark.slow
+def test_the_short_preset_survives_ctrl_c_and_runs_nothing_twice(tmp_path: Path) -> None:
+    arguments = ["--preset", "short", "--output", str(tmp_path), "--processes", "2"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lab.convergence", *arguments],
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+    )
+    path = tmp_path / "results.jsonl"
+    deadline = time.monotonic() + 120
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 1
+    before = path.read_text().splitlines()
+    assert 1 <= len(before) < len(short([0]))
+    assert command.main(arguments) == 0
+    after = path.read_text().splitlines()
+    assert after[: len(before)] == before
+    settings = [json.dumps(json.loads(line)["settings"], sort_keys=True) for line in after]
+    assert sorted(settings) == sorted(run.key for run in short([0]))
+    results = {run.config: Store(path).results([run])[run.config][0] for run in short([0])}
+    for config, each in results.items():
+        if "ahead" in config or "pooled" in config:
+            assert each.missing == 0
+        if "behind" in config:
+            assert each.missing is not None
+            assert each.missing > 0
+    stamp = path.stat().st_mtime_ns
+    assert command.main(arguments) == 0
+    assert path.stat().st_mtime_ns == stamp
+    assert {"table.md", "summary.json"} <= {file.name for file in tmp_path.iterdir()}

@@ -1,0 +1,40 @@
+"""What the comparisons with measurements and with the papers' slides say."""
+
+from __future__ import annotations
+
+import pytest
+
+from lab.experiments import main as experiments
+from lab.simulator import Comparison, report, swapped
+
+
+def rows(**times: tuple[float, float]) -> list[Comparison]:
+    """Systems with a measured and a predicted step."""
+    return [Comparison("job", 2, "1gbit", name, *pair) for name, pair in times.items()]
+
+
+def test_pairs_that_are_clearly_apart_must_keep_their_order(capsys: pytest.CaptureFixture[str]) -> None:
+    close = rows(a=(1.0, 1.1), b=(1.14, 1.05))
+    assert swapped(close) == []
+    assert report(close)
+    apart = rows(a=(1.0, 1.1), b=(1.2, 1.05), c=(3.0, 3.0))
+    assert swapped(apart) == [("a", "b")]
+    assert not report(apart)
+    assert "swapped: [('a', 'b')]" in capsys.readouterr().out
+
+
+def test_an_error_beyond_the_limit_is_no_success(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not report(rows(a=(1.0, 1.2)))
+    assert report(rows(a=(1.0, 0.86)))
+    assert "| a | 1000.0 | 860.0 | -14 % |" in capsys.readouterr().out
+
+
+def test_the_breakdown_stands_beside_its_claim(capsys: pytest.CaptureFixture[str]) -> None:
+    experiments(["breakdown", "--nodes", "2", "--bandwidth", "10gbit", "--jitter", "0"])
+    shown = capsys.readouterr().out
+    assert "Claimed: NOCT of WFBP 132 to 160 % above SAFusion's" in shown
+    lines = [line for line in shown.splitlines() if line.startswith("| resnet-152") or line.startswith("| bert-large")]
+    assert len(lines) == 2 * 6
+    assert all(line.count("|") == 7 for line in lines)
+    with pytest.raises(SystemExit):
+        experiments(["ablations"])

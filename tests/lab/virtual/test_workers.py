@@ -1,0 +1,139 @@
+"""Virtual workers: the engine's averages are those of plain training, and replicas are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from cluster import specs
+from torch import Tensor
+
+from lab.convergence.scheme import Scheme
+from lab.convergence.training import train
+from lab.tasks import TASKS, Digits, Text
+from lab.virtual.workers import Dense, Engines
+
+SPECS = specs()
+ORDER = list(reversed(range(len(SPECS))))
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Engines]]:
+    """Makes engines, and ends their threads."""
+    made: list[Engines] = []
+
+    def engines(scheme: Scheme, steps: int = 10) -> Engines:
+        made.append(Engines(lambda: scheme.settings(steps), SPECS, ORDER, scheme.workers))
+        return made[-1]
+
+    yield engines
+    for each in made:
+        each.close()
+
+
+def gradients(workers: int, seed: int) -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [[torch.randn(spec.numel, generator=generator) for spec in SPECS] for _ in range(workers)]
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize(
+    "options", [{"density": 1.0}, {"density": 1.0, "memory": "none"}, {"dense_start": 1.0}], ids=str
+)
+def test_engines_that_send_everything_average_plainly(
+    make: Callable[..., Engines], workers: int, options: dict[str, Any]
+) -> None:
+    engines, dense = make(Scheme("ahead", workers=workers, **options)), Dense(SPECS)
+    for step in range(4):
+        means, expected = engines.average(gradients(workers, step)), dense.average(gradients(workers, step))
+        for mean, plain in zip(means, expected, strict=True):
+            torch.testing.assert_close(mean, plain, rtol=1e-6, atol=1e-7)
+
+
+def test_one_thread_does_what_one_per_worker_does(
+    make: Callable[..., Engines], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual, threaded = make(Scheme("pooled", workers=3)), make(Scheme("pooled", workers=3))
+    monkeypatch.setattr(threaded, "_agrees", lambda: True)
+    alone = 0
+    for step in range(6):
+        alone += not usual._agrees()
+        for mean, other in zip(usual.average(gradients(3, step)), threaded.average(gradients(3, step)), strict=True):
+            assert torch.equal(mean, other)
+    assert alone >= 3  # only plans are agreed on
+
+
+def test_a_density_that_changes_in_every_step_is_agreed_on(make: Callable[..., Engines]) -> None:
+    engines = make(Scheme("ahead", ramp=1.0, dense_start=0.3), steps=8)
+    for step in range(8):
+        engines.average(gradients(2, step))
+    densities = [controller.space.quotas.density for controller in engines.controllers]
+    assert densities[0] == densities[1] == pytest.approx(0.25 * (0.01 / 0.25) ** (7 / 8))
+
+
+def test_replicas_that_differ_are_reported(make: Callable[..., Engines], monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = make(Scheme("ahead"))
+    mine = gradients(2, 0)
+    drain = engines.controllers[1].drain
+
+    def spoiling() -> None:
+        drain()
+        mine[1][3][0] += 1
+
+    monkeypatch.setattr(engines.controllers[1], "drain", spoiling)
+    with pytest.raises(RuntimeError, match="worker 1 has another mean of t3 than worker 0"):
+        engines.average(mine)
+
+
+def test_bytes_are_those_of_the_messages(make: Callable[..., Engines]) -> None:
+    engines = make(Scheme("ahead", density=0.02, memory="none", wire="fp32"))
+    for step in range(3):
+        engines.average(gradients(2, step))
+    entries = sum(max(1, int(0.02 * spec.numel)) for spec in SPECS if spec.numel)
+    assert 6 * entries < engines.bytes_sent < 6.5 * entries  # a value and 16 bits of a position each, and headers
+
+
+@pytest.mark.parametrize("data", [Digits(3, 16), Text(3, 16)], ids=["digits", "text"])
+def test_batches_are_the_same_for_any_number_of_workers(data: Any) -> None:
+    inputs, classes = data.samples(5)
+    for workers in (2, 4):
+        shards = data.shards(5, workers)
+        assert torch.equal(torch.cat([x for x, _ in shards]), inputs)
+        assert torch.equal(torch.cat([y for _, y in shards]), classes)
+    assert not torch.equal(data.samples(6)[0], inputs)
+    with pytest.raises(ValueError, match="16 samples per step cannot be shared by 3"):
+        data.shards(0, 3)
+
+
+def test_text_is_predicted_one_byte_ahead_and_held_out_by_file() -> None:
+    text = Text(0, 4)
+    inputs, classes = text.samples(0)
+    assert torch.equal(inputs[:, 1:], classes[:, :-1])
+    training, held_out = bytes(text._training.tolist()), bytes(text._held_out[0][100].tolist())
+    assert training.count(held_out) <= 1  # licences and idioms come twice, whole files do not
+
+
+@pytest.mark.parametrize("method", ["ahead", "pooled", "behind"])
+def test_only_fusion_before_selection_misses_tensors(method: Any) -> None:
+    result = train(replace(TASKS["digits-resnet"], steps=8, batch=16), Scheme(method, dense_below=0), seed=0)
+    assert result.missing is not None
+    assert (result.missing > 0.1) if method == "behind" else (result.missing == 0)
+    assert result.density == pytest.approx(0.01, rel=0.05)
+    assert result.error is not None
+    assert 0 < result.error < 1
+    assert 60 < result.dense_bytes / result.bytes_median < 70
+
+
+def test_training_at_density_one_is_dense_training() -> None:
+    task = replace(TASKS["digits-resnet"], steps=6, batch=16)
+    plain, sent = train(task, Scheme("dense"), 1), train(task, Scheme("behind", density=1.0), 1)
+    assert sent.curve == pytest.approx(plain.curve, rel=1e-3)
+    assert plain.curve != train(task, Scheme("dense"), 2).curve
+
+
+def test_training_that_diverges_has_no_metric() -> None:
+    result = train(replace(TASKS["bytes-lstm"], steps=10, clip=None, lr=1e38), Scheme("dense"), 0)
+    assert result.metric is None
