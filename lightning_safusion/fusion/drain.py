@@ -139,7 +139,10 @@ class Drain:
         if self.transport.stream_ordered:
             times.finished = times.arrived  # no later than this: the backend only tells when it was queued
         with profiler_range("decode", self.generator, buffer):
-            verdict, finite = self._decode(window, buffer, errors)
+            try:
+                verdict, finite = self._decode(window, buffer, errors)
+            except ValueError as error:  # a message is damaged
+                raise lost(self.generator, buffer, window, error) from error
         times.decoded = window.mark()
         return verdict, finite
 
