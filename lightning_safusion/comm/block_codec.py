@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_safusion import native
-from lightning_safusion.comm.codec import Codec, Reader, blocks_of, positions_to_write
+from lightning_safusion.comm.codec import Codec, Reader, blocks_of, check_order, positions_to_write
 from lightning_safusion.comm.values import fill
 from lightning_safusion.kernels import serves
 from lightning_safusion.sparsify.base import Selection
@@ -77,7 +77,9 @@ class BlockCodec(Codec):
             low, high = start >> self.offset_bits, blocks_of(stop, 1 << self.offset_bits)
             first, last = entry(start), entry(stop)
             numbers = np.diff(np.clip(ends[low : high + 1], first, last))
-            positions = torch.from_numpy(self._host_positions(every[first:last], numbers, low))
+            found = self._host_positions(every[first:last], numbers, low)
+            check_order(found, start, stop)
+            positions = torch.from_numpy(found)
             return positions, self.field.read(positions, values, first)
 
         return between

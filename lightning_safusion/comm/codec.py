@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import ClassVar, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -118,7 +119,7 @@ class Codec(ABC):
             cut off. Values may share the memory of the message.
 
         Raises:
-            ValueError: If the message has another size.
+            ValueError: If the message has another size or, on the CPU, says what no sender writes.
         """
         self._check(message)
         return self.decode_cut(message) if message.device.type == "cpu" else self.decode_padded(message)
@@ -130,7 +131,7 @@ class Codec(ABC):
     @abstractmethod
     def reader(self, message: Tensor) -> Reader:
         """Reads a message in host memory piece by piece, in any order: what it has of the elements from one up to
-        another."""
+        another. It raises ValueError, now or then, rather than read entries that the message has no room for."""
 
     def compiled(self, message: Tensor) -> native.Message | None:
         """A message in host memory as compiled kernels read it; None if they cannot."""
@@ -170,6 +171,21 @@ class Codec(ABC):
 def _without_padding(values: Tensor, count: Tensor) -> Tensor:
     """Zeros behind the first ``count`` (one element on the device): in a few bits there is no zero."""
     return torch.where(torch.arange(len(values), device=values.device) < count, values, 0.0)
+
+
+def check_entries(number: int, room: int) -> None:
+    """Raises ValueError if a message says that it has more entries than there is room for, or fewer than none."""
+    if not 0 <= number <= room:
+        raise ValueError(f"a message with {number} entries has room for {room}: it is damaged")
+
+
+def check_order(positions: np.ndarray, start: int, stop: int) -> None:
+    """Raises ValueError if positions that a message has of the elements from one up to another do not ascend there."""
+    if len(positions) and (positions[0] < start or positions[-1] >= stop or not (positions[1:] > positions[:-1]).all()):
+        raise ValueError(
+            f"a message has positions of the elements {start} to {stop} that are not in ascending order among them: "
+            "it is damaged"
+        )
 
 
 def blocks_of(count: int, length: int) -> int:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lightning_safusion import native
 from lightning_safusion.comm.block_codec import Block8Codec, Block16Codec
-from lightning_safusion.comm.codec import Codec, Reader, blocks_of, positions_to_write
+from lightning_safusion.comm.codec import Codec, Reader, blocks_of, check_entries, check_order, positions_to_write
 from lightning_safusion.comm.values import VALUES, FloatField, FloatValues, Values, fill
 from lightning_safusion.kernels import serves
 from lightning_safusion.naming import look_up
@@ -103,7 +103,10 @@ class CooCodec(Codec):
 
     def reader(self, message: Tensor) -> Reader:
         header, indices, values, _ = self._fields(message)
-        every = indices.view(torch.int32)[: int(header.view(torch.int32))]
+        count = int(header.view(torch.int32))
+        check_entries(count, self.capacity)
+        every = indices.view(torch.int32)[:count]
+        check_order(every.numpy(), 0, self.numel)
 
         def between(start: int, stop: int) -> tuple[Tensor, Tensor]:
             first, last = every.numpy().searchsorted(np.array([start, stop], np.int32))
@@ -151,6 +154,7 @@ class BitmapCodec(Codec):
                 known = (0, 0)
             known = low, known[1] + _number_marked(every[known[0] : low])
             indices = _marked(every[low:high])
+            check_entries(known[1] + len(indices), self.capacity)
             indices += low << 3
             first, last = indices.searchsorted([start, stop]).tolist()
             positions = torch.from_numpy(indices[first:last])
@@ -175,7 +179,7 @@ class BitmapCodec(Codec):
             return wire.decode_bitmap(bits.view(torch.int32), self.capacity)
         mask = self._mask(bits)
         # The k-th set bit writes its position to place k; all others write to the place behind the last.
-        places = torch.where(mask, mask.cumsum(0) - 1, self.capacity)
+        places = torch.where(mask, mask.cumsum(0) - 1, self.capacity).clamp_(max=self.capacity)
         indices = torch.zeros(self.capacity + 1, dtype=torch.int64, device=bits.device)
         indices.scatter_(0, places, torch.arange(mask.numel(), device=bits.device))
         return indices[:-1]

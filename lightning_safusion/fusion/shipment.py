@@ -254,9 +254,15 @@ class Shipment:
 
         Returns:
             Whether the means are finite.
+
+        Raises:
+            RuntimeError: If a message is damaged, with the buffer's tensors.
         """
-        with self.profiled("decode"):
-            finite = self._decode(scratch, errors)
+        try:
+            with self.profiled("decode"):
+                finite = self._decode(scratch, errors)
+        except ValueError as error:
+            raise self._lost(error) from error
         self.decoded = self.window.mark()
         self.stage = Stage.DECODED
         return finite

@@ -1,0 +1,151 @@
+"""Messages that were damaged on their way: refused alike with and without compiled kernels, or read inside of bounds.
+
+Covers: every wire format, random bits and bytes, counts, headers and orders; more bits in a bitmap than there is room
+    for, read at once and piece by piece; what the drain says of the buffer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_safusion import native
+from lightning_safusion.comm import local_transports
+from lightning_safusion.comm.allgather import SparseAllGather
+from lightning_safusion.comm.codec import Codec
+from lightning_safusion.comm.exchange import SpanSpec
+from lightning_safusion.comm.wire import available_wires, resolve_codec
+from lightning_safusion.sparsify.base import Selection
+from tests.cluster import Cluster, settings
+
+EXPLICIT = [wire for wire in available_wires() if "-" in wire]
+EDGES = (0, 700, 701, 3000)
+CAPACITY = 60
+GUARD = 4096
+
+
+def codec_of(wire: str) -> Codec:
+    return resolve_codec(wire, EDGES[-1], CAPACITY, torch.float32, EDGES)
+
+
+def intact(codec: Codec, generator: torch.Generator, count: int = 50) -> Tensor:
+    indices = torch.randperm(EDGES[-1], generator=generator)[:count].sort().values
+    message = torch.zeros(codec.nbytes, dtype=torch.uint8)
+    codec.encode(Selection(indices, torch.randn(count, generator=generator), count), message)
+    return message
+
+
+def damaged(codec: Codec, generator: torch.Generator) -> Iterator[Tensor]:
+    """One message after the other, each damaged in another way."""
+
+    def random(size: int, below: int = 256) -> Tensor:
+        return torch.randint(0, below, (size,), dtype=torch.uint8, generator=generator)
+
+    header = codec.field_bytes[0]
+    for _ in range(12):
+        for bits in (1, 8):
+            message = intact(codec, generator)
+            for place in torch.randint(0, codec.nbytes, (bits,), generator=generator).tolist():
+                message[place] ^= 1 << int(random(1, 8))
+            yield message
+        message = intact(codec, generator)
+        message[:header] = random(header)  # counts, or where entries are
+        yield message
+        message = intact(codec, generator)
+        message[header:] = random(codec.nbytes - header)
+        yield message
+        yield random(codec.nbytes)
+        message = intact(codec, generator)
+        message[: min(header, 4)] = random(1)
+        yield message
+    for byte in (0, 1, 127, 128, 255):
+        yield torch.full((codec.nbytes,), byte, dtype=torch.uint8)
+
+
+def outcome(codec: Codec, message: Tensor, compiled: bool) -> str:
+    """What becomes of a message that is received: "read", or what is said of it. Nothing else is written to."""
+    (transport,) = local_transports(1)
+    exchange = SparseAllGather(SpanSpec(EDGES[-1], CAPACITY, EDGES, ()), transport, torch.device("cpu"), codec)
+    exchange.start()
+    exchange.wait()
+    exchange._received[exchange._selection] = message
+    room = torch.full((EDGES[-1] + 2 * GUARD,), 7.0)
+    span = room[GUARD:-GUARD]
+    gradients = [span[start:stop] for start, stop in zip(EDGES[:-1], EDGES[1:], strict=True)]
+    with contextlib.nullcontext() if compiled else native.unused():
+        try:
+            if exchange.decode_into(gradients) is None:
+                span.copy_(exchange.decode(torch.zeros(EDGES[-1])))
+            said = "read"
+        except ValueError as error:
+            said = str(error)
+    assert (room[:GUARD] == 7).all()
+    assert (room[-GUARD:] == 7).all()
+    return said
+
+
+@pytest.mark.parametrize("wire", EXPLICIT)
+def test_damaged_messages_are_refused_alike_or_read_in_bounds(wire: str) -> None:
+    codec = codec_of(wire)
+    generator = torch.Generator().manual_seed(len(wire))
+    for message in damaged(codec, generator):
+        said = {compiled: outcome(codec, message, compiled) for compiled in (True, False)}
+        assert all(text == "read" or text.endswith("it is damaged") for text in said.values()), said
+        if any("room for" in text for text in said.values()):
+            assert said[True] == said[False]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("wire", [wire for wire in EXPLICIT if wire.startswith("bitmap")])
+def test_a_bitmap_with_too_many_bits_is_refused(wire: str, compiled: bool) -> None:
+    codec = codec_of(wire)
+    message = torch.full((codec.nbytes,), 255, dtype=torch.uint8)
+    assert outcome(codec, message, compiled) == "a message with 3000 entries has room for 60: it is damaged"
+    message = intact(codec, torch.Generator().manual_seed(0), CAPACITY)
+    assert outcome(codec, message, compiled) == "read"
+    clear = next(bit for bit in range(64) if not int(message[bit >> 3]) >> (bit & 7) & 1)
+    message[clear >> 3] |= 1 << (clear & 7)  # one more than there is room for
+    assert "61 entries has room for 60" in outcome(codec, message, compiled)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_bitmap_that_is_read_in_pieces_is_refused_where_it_has_no_room(compiled: bool) -> None:
+    codec = codec_of("bitmap-fp16")
+    message = torch.full((codec.nbytes,), 255, dtype=torch.uint8)
+    with contextlib.nullcontext() if compiled else native.unused():
+        read = codec.reader(message)
+        assert len(read(0, 40)[0]) == 40
+        with pytest.raises(ValueError, match="room for 60: it is damaged"):
+            read(40, 80)
+        with pytest.raises(ValueError, match="room for 60: it is damaged"):
+            codec.reader(message)(2000, 2008)
+
+
+@pytest.mark.parametrize("count", [-1, CAPACITY + 1, 2**31 - 1])
+def test_a_list_with_a_wrong_count_is_refused(count: int) -> None:
+    codec = codec_of("coo-fp32")
+    message = intact(codec, torch.Generator().manual_seed(0))
+    message[:4] = torch.tensor([count], dtype=torch.int32).view(torch.uint8)
+    with pytest.raises(ValueError, match=f"{count} entries has room for 60: it is damaged"):
+        codec.decode(message)
+
+
+def test_the_drain_names_the_buffer_of_a_damaged_message() -> None:
+    cluster = Cluster(2, lambda: settings(collective="allgather", wire="bitmap-fp32", fusion="single"))
+    try:
+        cluster.step(cluster.random_grads(0))
+        cluster.step(cluster.random_grads(1))
+        gathered = cluster.transports[0].all_gather
+
+        def damaging(output: Tensor, tensor: Tensor) -> object:
+            return gathered(output, torch.full_like(tensor, 255))
+
+        cluster.transports[0].all_gather = damaging  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match=r"buffer with .*t9.* failed in step 2: a message with .* it is damaged"):
+            cluster.step(cluster.random_grads(2))
+    finally:
+        cluster.close()
