@@ -27,6 +27,7 @@ from lightning_safusion.fusion.selective import Selective
 from lightning_safusion.fusion.ssfusion import choose_offloaded
 from lightning_safusion.sparsify import resolve_sparsifier
 from lightning_safusion.sparsify.registry import available_sparsifiers
+from lightning_safusion.sparsify.survey import History, SpanSurvey
 from tests.cluster import Cluster, settings, specs
 from tests.cuda import fake_cuda
 from tests.quick import quick_of
@@ -270,11 +271,13 @@ def test_the_hook_never_waits_for_a_cuda_device(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     in_place, on_host = Generator.select_from, []
 
-    def select_from(self: Generator, x: Tensor, segments: Segments, step: int) -> Selection:
+    def select_from(
+        self: Generator, x: Tensor, history: History, step: int, survey: SpanSurvey | None = None
+    ) -> Selection:
         if x.device.type == "cuda":
-            return in_place(self, x, segments, step)
+            return in_place(self, x, history, step, survey)
         on_host.append(threading.current_thread().name)
-        count = segments.capacity
+        count = history.segments.capacity
         return Selection(torch.arange(count), torch.zeros(count), count)
 
     monkeypatch.setattr(Generator, "select_from", select_from)
