@@ -23,7 +23,8 @@ from torch import Tensor
 
 from lightning_safusion.naming import look_up
 from lightning_safusion.simulate.trace import resolve_trace
-from lightning_safusion.sparsify import Segments, Sparsifier, resolve_sparsifier
+from lightning_safusion.sparsify import History, Segments, Sparsifier, resolve_sparsifier
+from lightning_safusion.sparsify.survey import select_with
 
 
 def bert_base_shapes() -> list[tuple[int, ...]]:
@@ -64,9 +65,14 @@ def selection_times(
 ) -> tuple[float, ...]:
     """Seconds to select from all spans, ahead and behind, and to copy them: the sums of the medians of every span."""
     wholes, targets = [behind(cut) for cut in cuts], [torch.empty_like(span) for span in spans]
+    histories, whole_histories = [History(cut) for cut in cuts], [History(cut) for cut in wholes]
+
+    def select(history: History, span: Tensor, step: int) -> None:
+        select_with(sparsifier, span, history.segments, step, history.survey(span))
+
     variants: tuple[Callable[[int, int], object], ...] = (
-        lambda place, step: sparsifier.select(spans[place], cuts[place], step),
-        lambda place, step: sparsifier.select(spans[place], wholes[place], step),
+        lambda place, step: select(histories[place], spans[place], step),
+        lambda place, step: select(whole_histories[place], spans[place], step),
         lambda place, step: targets[place].copy_(spans[place]),
     )
     times = np.empty((len(variants), len(spans), repetitions + 1))

@@ -96,6 +96,17 @@ class Candidates:
         return counts
 
 
+def with_first_others(positions: np.ndarray, start: int, stop: int, more: int) -> np.ndarray:
+    """Some positions of a segment ``[start, stop)``, ascending, and the first ``more`` of its other ones among them."""
+    length = min(stop - start, len(positions) + more)
+    taken = np.zeros(length, np.bool_)
+    inside = positions[: positions.searchsorted(start + length)]
+    taken[inside - start] = True
+    taken[(~taken).nonzero()[0][:more]] = True
+    begin = (taken.nonzero()[0] + start).astype(positions.dtype, copy=False)
+    return np.concatenate([begin, positions[len(inside) :]])
+
+
 class Swept(NamedTuple):
     """All elements above the lowest floors (int32 [A]) asked for so far: positions and bits by piece, and listed."""
 

@@ -64,7 +64,7 @@ class LikelyFloors:
     def no_higher(self, floors: np.ndarray, short: np.ndarray) -> None:
         """Takes in floors (int32 [A]) for those segments (bool [A]) that too few were found in."""
         guessed = np.maximum(floors, 0).view(np.float32)
-        self.own = np.where(short & (floors > 0), np.fmin(self.own, guessed), self.own)
+        self.own = np.where(short & (floors >= 0), np.fmin(self.own, guessed), self.own)
 
     def learn_common(self, floor: int, count: int, rank: int, size: int) -> None:
         """The same for all segments together."""
@@ -79,7 +79,8 @@ def _moved(floors: np.ndarray, counts: np.ndarray, ranks: np.ndarray, sizes: np.
     factors = np.where(shares < _FAR_FROM, factors, np.minimum(shares**_STEEPNESS, _HIGHER))
     with np.errstate(invalid="ignore", over="ignore"):
         moved = np.maximum(floors, 0).view(np.float32) * factors.astype(np.float32)
-    usable = (floors > 0) & (shares < _FAR_OFF) & np.isfinite(moved)
+    # a floor of 0 finds all non-zeros: there it stays as long as there are not too many of them
+    usable = ((floors > 0) & (shares < _FAR_OFF) | (floors == 0) & (shares < many)) & np.isfinite(moved)
     return np.where(usable, moved, np.float32(np.nan))
 
 

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from lightning_safusion.native import Added, Message, Parts, Wanted, rearranged, zeros
 
+_KEPT = 32  # cuts of a memory into parts: as many as tensors, and at least so many
+
 
 class Memory(ABC):
     """Flat fp32 state over the whole gradient space, in the order in which gradients become ready.
@@ -169,14 +171,18 @@ class Flat:
         return [self.views[i] for i in ids]
 
     def parts(self, ids: Sequence[int]) -> Parts:
-        """Where ascending tensors that are not empty lie, as compiled kernels take it; worked out once."""
+        """Where ascending tensors that are not empty lie, as compiled kernels take it; the latest are kept."""
         run = len(ids) == ids[-1] - ids[0] + 1
         key = (ids[0], len(ids), -1) if run else tuple(ids)
-        if key not in self._parts:
+        parts = self._parts.pop(key, None)
+        if parts is None:
             edges = np.asarray(self._edges, np.int64)
             places = np.asarray(ids)
-            self._parts[key] = Parts.of(edges[places], edges[places + 1] - edges[places])
-        return self._parts[key]
+            parts = Parts.of(edges[places], edges[places + 1] - edges[places])
+        self._parts[key] = parts  # the last of them: which tensors are fresh may differ in every step (layer drop)
+        while len(self._parts) > max(_KEPT, len(self.views)):
+            del self._parts[next(iter(self._parts))]
+        return parts
 
     def permute(self, order: Sequence[int], edges: Sequence[int]) -> None:
         if isinstance(self._memory, np.ndarray):

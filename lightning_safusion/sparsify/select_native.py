@@ -115,7 +115,7 @@ class NativeView(NumpyView):
         above = int(self._numbers(found, floors, np.maximum(floors, common)).sum())
         self._likely.learn_common(common, above, self.segments.capacity, len(self._floats))
         self._likely.learn(np.where(floors < common, floors, -2), found.counts, quotas, self._sizes)
-        short = found.counts < quotas
+        short = (found.counts < quotas) & (floors > 0)
         del found
         if short.any():
             floors, _ = self._found_again(floors, quotas, self._layout.sub_blocks, short)
@@ -131,7 +131,7 @@ class NativeView(NumpyView):
         self._guess(floors, ranks, sub_blocks, unknown)
         found = self._above(floors)
         self._likely.learn(floors, found.counts, ranks, self._sizes)
-        if (short := (found.counts < ranks) & ~unknown).any():
+        if (short := (found.counts < ranks) & ~unknown & (floors > 0)).any():
             floors, found = self._found_again(floors, ranks, sub_blocks, short)
         return self._completed(found, floors, ranks)
 

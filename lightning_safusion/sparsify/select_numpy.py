@@ -22,6 +22,7 @@ from lightning_safusion.sparsify.candidates import (
     largest_first,
     order_floors,
     read_above,
+    with_first_others,
 )
 from lightning_safusion.sparsify.pieces import (
     BLOCK,
@@ -102,6 +103,9 @@ class NumpyView(SegmentedView):
             self._swept_down_to(np.where(few, np.minimum(floors, self._floors(_NEXT * thresholds)), floors))
         if enough is not None:
             floors = self._no_lower(floors, self._active(enough) + 1)
+        if self._swept is not None and (lowered := floors < self._swept.floors).any():
+            # a threshold is lowered until it finds enough, which a sparse segment never has: one look for all of that
+            self._swept_down_to(np.minimum(floors, self._guessed(lowered, floors)))
         return self._per_segment(self._counts(self._swept_down_to(floors), floors))
 
     def tail_moments(self, thresholds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -148,16 +152,32 @@ class NumpyView(SegmentedView):
         """The pooled selection from what is above floors (int32 [A]); None where these were too high for it."""
         layout, room = self._layout, self.segments.capacity
         floors = np.where(layout.idle, MAGNITUDE_BITS, floors).astype(np.int32)
+        highest = int(floors[~layout.idle].max())  # what is not found has at most these bits
         found = self._above(floors)
-        if len(found.indices) < room or (found.counts < layout.quotas).any():
+        if (short := found.counts < layout.quotas).any():
+            if (floors[short] > 0).any():
+                return None
+            found, floors = self._completed(found, floors, layout.quotas), np.where(short, np.int32(-1), floors)
+        if highest <= 0 and len(found.indices) <= room:  # every non-zero is found, and sent
+            return self._all_and_zeros(found)
+        if len(found.indices) < room:
             return None
         chosen, lowest = self._cut_to_pool(found, floors)
-        # what was not found has at most the bits of a floor
-        if lowest <= floors[~layout.idle].max():
+        if lowest <= highest and highest > 0:
             return None
         if len(chosen.indices) != room:  # elements of equal magnitude: the first
             chosen, lowest = self._first_of_pool(found)
         return as_selection(chosen.indices, chosen.signed)
+
+    def _all_and_zeros(self, found: Candidates) -> Selection:
+        """All candidates, which every non-zero is among, and the first zeros that the pool has room for."""
+        layout, left = self._layout, self.segments.capacity - len(found.indices)
+        counts = np.zeros_like(found.counts)
+        free = np.where(layout.idle, 0, layout.stops - layout.starts - found.counts)
+        before = free.cumsum() - free
+        np.clip(left - before, 0, free, out=counts)
+        filled = self._filled(found, counts)
+        return as_selection(filled.indices, filled.signed)
 
     def _cut_to_pool(self, found: Candidates, floors: np.ndarray) -> tuple[Candidates, int]:
         """The largest of all candidates, and of those segments that have too few of these their own largest.
@@ -206,10 +226,12 @@ class NumpyView(SegmentedView):
 
     def merge(self, floors: Selection, others: Selection, room: int) -> Selection:
         kept = floors.indices.numpy()
-        rest = np.setdiff1d(others.indices.numpy()[: int(others.count)], kept, assume_unique=True)
+        rest = others.indices.numpy()[: int(others.count)]
+        if len(kept):
+            rest = rest[kept.take(kept.searchsorted(rest), mode="clip") != rest]
         if len(rest) > room:
             rest = rest[largest_first(self._bits[rest] & MAGNITUDE_BITS, room)]
-        indices = np.sort(np.concatenate([kept, rest]))
+        indices = np.sort(np.concatenate([kept, rest]), kind="stable")  # two runs
         return as_selection(indices, self._bits.take(indices))
 
     # -- parts -----------------------------------------------------------------------------------------------------
@@ -320,12 +342,53 @@ class NumpyView(SegmentedView):
         short = np.flatnonzero(found.counts < ranks)
         if len(short) == 0:
             return found
-        # With all non-zeros found, the first zeros fill up: they are among the first ``rank`` elements.
-        more = [
-            self._exact(place, rank) if floors[place] else np.arange(rank) + self._layout.starts[place]
-            for place, rank in zip(short.tolist(), ranks[short].tolist(), strict=True)
-        ]
-        return self._listed(np.unique(np.concatenate([found.indices, *more])))
+        # all non-zeros of a segment with floor 0 are found: the first zeros fill up
+        wrong = short[floors[short] > 0]
+        found = found if len(wrong) == 0 else self._replaced(found, wrong, ranks)
+        return self._filled(found, np.maximum(ranks - found.counts, 0))
+
+    def _replaced(self, found: Candidates, places: np.ndarray, ranks: np.ndarray) -> Candidates:
+        """Candidates with exactly the ``ranks`` largest elements of some segments in place of theirs."""
+
+        def exact(place: int, _: np.ndarray) -> np.ndarray:
+            start, stop = int(self._layout.starts[place]), int(self._layout.stops[place])
+            return largest_first(self._magnitudes(start, stop), int(ranks[place])) + start
+
+        return self._with(found, places, exact)
+
+    def _filled(self, found: Candidates, more: np.ndarray) -> Candidates:
+        """Candidates and, of each segment, the first ``more`` (int64 [A]) elements that are not among them."""
+        starts, stops = self._layout.starts, self._layout.stops
+
+        def filled(place: int, positions: np.ndarray) -> np.ndarray:
+            return with_first_others(positions, int(starts[place]), int(stops[place]), int(more[place]))
+
+        return self._with(found, more.nonzero()[0], filled)
+
+    def _with(self, found: Candidates, places: np.ndarray, new: Callable[[int, np.ndarray], np.ndarray]) -> Candidates:
+        """Candidates in which some segments (int64, ascending) have other positions, which take the place of theirs."""
+        if len(places) == 0:
+            return found
+        counts, kind = found.counts.copy(), found.indices.dtype
+        indices, signed, done = [], [], 0
+        for place in places.tolist():
+            first, last = int(found.stops[place] - found.counts[place]), int(found.stops[place])
+            positions = new(place, found.indices[first:last]).astype(kind, copy=False)
+            counts[place] = len(positions)
+            indices += [found.indices[done:first], positions]
+            signed += [found.signed[done:first], self._bits.take(positions)]
+            done = last
+        indices.append(found.indices[done:])
+        signed.append(found.signed[done:])
+        return Candidates(np.concatenate(indices), np.concatenate(signed), counts)
+
+    def _guessed(self, wanted: np.ndarray, floors: np.ndarray) -> np.ndarray:
+        """int32 [A], floors that the quotas of ``wanted`` (bool [A]) large segments are above, most likely."""
+        guessed = floors.copy()
+        for place in self._layout.large:
+            if wanted[place] and not self._layout.idle[place]:
+                guessed[place] = max(0, guessed_floor(self._segment(place), int(self._layout.quotas[place])))
+        return guessed
 
     def _sure_floors(self, floors: np.ndarray, ranks: np.ndarray, sub_blocks: SubBlocks, wanted: np.ndarray) -> None:
         """Fills in floors of the ``wanted`` small segments that ``ranks`` elements exceed, or all that are not zero."""
@@ -336,14 +399,6 @@ class NumpyView(SegmentedView):
         places = sub_blocks.places
         kth = kth_of_lists(np.concatenate(maxima), sub_blocks.counts, np.maximum(ranks[places], 1))
         floors[places] = np.where(wanted[places], np.maximum(kth - 1, 0), floors[places])
-
-    def _exact(self, place: int, rank: int) -> np.ndarray:
-        """Positions of the ``rank`` largest elements of an active segment, in no order."""
-        start, stop = int(self._layout.starts[place]), int(self._layout.stops[place])
-        bits = self._magnitudes(start, stop)
-        kth = np.partition(bits, len(bits) - rank)[len(bits) - rank]
-        larger = np.flatnonzero(bits > kth)
-        return np.concatenate([larger, np.flatnonzero(bits == kth)[: rank - len(larger)]]) + start
 
     def _kth_bits(self, found: Candidates, ranks: np.ndarray, wanted: np.ndarray) -> np.ndarray:
         """int32 [A], the ``ranks``-th largest of the candidates of the ``wanted`` (bool [A]) segments, -1 elsewhere."""

@@ -111,8 +111,8 @@ class SpanSurvey:
 
 
 def _state(x: Tensor) -> tuple[int, int] | None:
-    """Where a tensor lies and how often it was written to; None for one that does not count that."""
-    return None if x.is_inference() else (x.data_ptr(), x._version)
+    """Where a tensor lies and how often it was written to; None for one that does not count that, or on a device."""
+    return (x.data_ptr(), x._version) if x.device.type == "cpu" and not x.is_inference() else None
 
 
 class Foresight:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from lightning_safusion.sparsify import (
     resolve_memory,
     span_segments,
 )
+from lightning_safusion.sparsify.memory import Flat
 
 EDGES = [0, 6, 7, 20, 20, 64]
 CPU = torch.device("cpu")
@@ -311,3 +314,15 @@ def test_wrong_arguments_are_refused() -> None:
         DGCMemory(clip=-1)
     with pytest.raises(ValueError, match=r"got 1\.0"):
         EF21Memory(momentum=1.0)
+
+
+def test_cuts_of_a_memory_are_not_kept_for_ever() -> None:
+    """With layer drop other tensors are fresh in every step."""
+    flat, alive = Flat(list(range(0, 2100, 100)), torch.device("cpu")), []
+    for step in range(300):
+        ids = [place for place in range(20) if (step + 1) >> (place % 12) & 1]
+        alive.append(weakref.ref(flat.parts(ids).starts))
+    gc.collect()
+    assert sum(starts() is not None for starts in alive) <= 32
+    again = flat.parts([0, 2])
+    assert flat.parts([0, 2]) is again

@@ -113,7 +113,7 @@ def test_kth_largest_and_counts_agree_with_a_sort(backend: type[SegmentedView], 
     x, segments = random_case(seed)
     view = backend(x, segments)
     kth = view.kth_largest(segments.quotas)
-    assert torch.equal(kth, view.kth_largest(torch.from_numpy(segments.quotas)))
+    assert torch.equal(kth, view.kth_largest(torch.tensor(segments.quotas)))
     thresholds = torch.full((len(segments),), 0.7)
     counts = view.count_above(thresholds)
     thresholds[::2] = 1.5  # counted again in part only

@@ -1,0 +1,130 @@
+"""Tensors with fewer non-zeros than their quota (gradients of embeddings) are looked at no more often than dense ones.
+
+Covers: selections, in which the first zeros fill up, exact and by threshold, pooled or not, with and without compiled
+kernels; tensors of zeros; looks at the span over windows; tensors that become sparse and dense again.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_safusion import Segments, native
+from lightning_safusion.native import elements
+from lightning_safusion.sparsify import History, resolve_sparsifier, segmented_view, select_numpy
+from lightning_safusion.sparsify.candidates import with_first_others
+from lightning_safusion.sparsify.pieces import Piece
+from lightning_safusion.sparsify.survey import Foresight, select_with
+
+SIZES = (60_000, 300, 20_000, 1)
+EDGES = np.cumsum([0, *SIZES])
+NUMEL = int(EDGES[-1])
+KERNELS = [pytest.param(True, marks=pytest.mark.skipif(not native.usable(), reason="no compiled kernels")), False]
+
+
+def cut(pool: int = 0) -> Segments:
+    quotas = np.array([6_000, 30, 2_000, 1]) // (4 if pool else 1)
+    return Segments(EDGES, np.maximum(quotas, 1), tuple(range(4)), tuple((size,) for size in SIZES), pool)
+
+
+def gradients(step: int, share: float) -> list[Tensor]:
+    """Of a first tensor of rows of 50, of which a share is not zero, and three dense ones."""
+    generator = torch.Generator().manual_seed(step)
+    grads = [torch.randn(size, generator=generator) for size in SIZES]
+    rows = torch.rand(SIZES[0] // 50, generator=generator) < share
+    return [grads[0] * rows.repeat_interleave(50), *grads[1:]]
+
+
+def largest(x: Tensor, segments: Segments) -> list[int]:
+    """The quota of every segment, and what the pool has room for, by sorting; the first among equals."""
+    chosen = torch.zeros(len(x), dtype=torch.bool)
+    for start, stop, quota in zip(segments.edges[:-1], segments.edges[1:], segments.quotas, strict=True):
+        chosen[x[start:stop].abs().sort(descending=True, stable=True).indices[: int(quota)] + int(start)] = True
+    rest = torch.where(chosen, -1.0, x.abs())
+    chosen[rest.sort(descending=True, stable=True).indices[: segments.pool]] = True
+    return chosen.nonzero().squeeze(1).tolist()
+
+
+def windows(name: str, segments: Segments, shares: list[float], compiled: bool) -> list[bool]:
+    """Whether each selection from a residual is the exact one, where the compressor promises that."""
+    history, parts = History(segments), native.Parts.between(EDGES.tolist())
+    ahead, memory, sparsifier = Foresight(history, EDGES.tolist()), torch.zeros(NUMEL), resolve_sparsifier(name)
+    right = []
+    for step, share in enumerate(shares):
+        found = None
+        if compiled:
+            found = native.add_finite(memory, parts, gradients(step, share), 1.0, ahead.wanted()).found
+        else:
+            torch._foreach_add_(list(memory.split(list(SIZES))), gradients(step, share))
+        with ahead.known(memory, found) as survey:
+            chosen = select_with(sparsifier, memory, segments, step, survey)
+        right.append(sparsifier.estimates or chosen.indices.tolist() == largest(memory, segments))
+        memory[chosen.indices] = 0
+    return right
+
+
+@pytest.mark.parametrize("pool", [0, 6_000])
+@pytest.mark.parametrize("compiled", KERNELS)
+def test_the_first_zeros_fill_up(compiled: bool, pool: int) -> None:
+    shares = [0.01, 0.01, 1, 1, 0, 0, 0.02, 0.02, 0.3, 0.001, 0.001, 0.001]
+    with nullcontext() if compiled else native.unused():
+        assert all(windows("topk", cut(pool), shares, compiled))
+
+
+@pytest.mark.parametrize("pool", [6_000, 40_000])
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.05, 1.0])
+@pytest.mark.parametrize("compiled", KERNELS)
+def test_a_pool_is_filled_in_one_look(compiled: bool, share: float, pool: int) -> None:
+    segments = cut(pool)
+    with nullcontext() if compiled else native.unused():
+        for x in (torch.cat(gradients(0, share)), torch.cat([gradients(0, share)[0], torch.zeros(NUMEL - SIZES[0])])):
+            chosen = segmented_view(x, segments).top_pooled()
+            assert chosen is not None
+            assert chosen.indices.tolist() == largest(x, segments)
+
+
+@pytest.mark.parametrize("pool", [0, 6_000])
+@pytest.mark.parametrize("name", ["topk", "gaussiank", "redsync", "dgc", "oktopk"])
+@pytest.mark.parametrize("compiled", KERNELS)
+def test_a_sparse_tensor_is_read_no_more_often(
+    name: str, compiled: bool, pool: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    call, read_above = elements.call, select_numpy.read_above
+
+    def called(name: str, *arguments: object) -> int:
+        if name == "safusion_survey":
+            read.append(int(np.sum(arguments[2])))
+        return call(name, *arguments)
+
+    def swept(span: np.ndarray, piece: Piece, floors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        read.append(piece.stop - piece.start)
+        return read_above(span, piece, floors)
+
+    monkeypatch.setattr(elements, "call", called)
+    monkeypatch.setattr(select_numpy, "read_above", swept)
+    looks = []
+    with nullcontext() if compiled else native.unused():
+        for share in (1, 0.005):
+            read.clear()
+            windows(name, cut(pool), [share] * 12, compiled)
+            looks.append(sum(read) / NUMEL)
+    # one more look where a predicted threshold was wrong; without kernels two of every window at most
+    assert looks[1] <= (looks[0] + 6 if compiled else max(looks[0], 2 * 12))
+
+
+def test_positions_and_the_first_others() -> None:
+    for seed in range(50):
+        rng = np.random.default_rng(seed)
+        start, size = int(rng.integers(0, 9)), int(rng.integers(1, 60))
+        positions = np.sort(rng.choice(size, rng.integers(0, size + 1), replace=False)).astype(np.int32) + start
+        others = np.setdiff1d(np.arange(start, start + size), positions)
+        more = int(rng.integers(0, len(others) + 1))
+        expected = np.sort(np.concatenate([positions, others[:more]]))
+        found = with_first_others(positions.astype(np.int32), start, start + size, more)
+        assert found.dtype == np.int32
+        assert found.tolist() == expected.tolist()
