@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_safusion.fusion.plans.costs import SelectionCost
-from lightning_safusion.naming import look_up
+from lightning_safusion.lookup import look_up
 from lightning_safusion.simulate.cluster import Cluster, Device, resolve_link
 from lightning_safusion.simulate.comparison import run_system
 from lightning_safusion.simulate.iteration import Iteration

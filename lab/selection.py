@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.naming import look_up
+from lightning_safusion.lookup import look_up
 from lightning_safusion.simulate.trace import resolve_trace
 from lightning_safusion.sparsify import History, Segments, Sparsifier, resolve_sparsifier
 from lightning_safusion.sparsify.survey import select_with

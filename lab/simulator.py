@@ -29,7 +29,7 @@ from lightning_safusion.bench.medians import summarize
 from lightning_safusion.bench.session import REFERENCES, Rhythm, machines, measure
 from lightning_safusion.bench.workers import FLOOR, Task
 from lightning_safusion.bench.workload import scaled
-from lightning_safusion.naming import look_up
+from lightning_safusion.lookup import look_up
 from lightning_safusion.simulate.calibration import Calibration
 from lightning_safusion.simulate.comparison import run_system
 from lightning_safusion.simulate.job import Job

@@ -2,33 +2,55 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+import torch
 from lightning.fabric.strategies.registry import _StrategyRegistry
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_safusion.environments.horovod import configure_horovod
+from lightning_safusion.baselines import hook_exchange
+from lightning_safusion.comm.transport import Transport
+from lightning_safusion.fusion.build import check_equal, fingerprint
+from lightning_safusion.fusion.clock import Clock, clock_for
+from lightning_safusion.fusion.engine import Engine
+from lightning_safusion.fusion.events import Observer
+from lightning_safusion.fusion.layout import TensorSpec, specs_from_parameters
+from lightning_safusion.fusion.plans.costs import GroupCosts
+from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.fusion.plans.policy import FusionPolicy
 from lightning_safusion.fusion.quota import QuotaRule, Scope
+from lightning_safusion.fusion.record import WindowRecord
+from lightning_safusion.fusion.replan import Decision
 from lightning_safusion.fusion.settings import CollectiveOption
-from lightning_safusion.parameters import refuse_options
-from lightning_safusion.settling import reason_to_settle, runs_compiled
-from lightning_safusion.signals import DeferredSignals, requeue_signal
+from lightning_safusion.fusion.state import carried, carry_on
+from lightning_safusion.integration.checkpoint import Checkpoints
+from lightning_safusion.integration.engine_exchange import EngineExchange, Surroundings, announce
+from lightning_safusion.integration.exchange import Choice, GradientExchange, Mode, choose
+from lightning_safusion.integration.history import History
+from lightning_safusion.integration.horovod import configure_horovod
+from lightning_safusion.integration.parameters import dense_parameters, refuse_options, trainable
+from lightning_safusion.integration.signals import DeferredSignals, requeue_signal
+from lightning_safusion.integration.wrapping import make_transport, refuse_python_reducer, replaced_parameters
 from lightning_safusion.sparsify.base import Sparsifier
 from lightning_safusion.sparsify.memory import Memory
 from lightning_safusion.sparsify.schedule import DensitySchedule
-from lightning_safusion.systems import DEFAULT, HookSystem
+from lightning_safusion.systems.rows import DEFAULT
 from lightning_safusion.systems.settings import job_parts
-from lightning_safusion.wrapping import EngineDDPStrategy
 
 
-class SAFusionStrategy(EngineDDPStrategy):
+class SAFusionStrategy(DDPStrategy):
     """Distributed data parallel training that sends sparsified gradients.
 
     Every gradient tensor is sparsified *before* it is fused into a communication buffer, so that no tensor goes
@@ -122,13 +144,23 @@ class SAFusionStrategy(EngineDDPStrategy):
         job = job_parts(system, density, parts, transport)
         if transport == "horovod":
             configure_horovod(kwargs)
-        row = job.system
-        self.system, self.settings = row.name, job.settings
-        elastic = isinstance(row, HookSystem) and row.elastic
-        rules = list(job.dense), job.dense_below, job.dense_below_ndim
-        super().__init__(*rules, transport == "horovod", row.ddp_hook, elastic, **kwargs)
-        self._compiled: bool | None = None  # a part of the model has been compiled; None: nobody has looked
-        self._settles_because: str | None = None  # why no step reaches into the next forward pass
+        super().__init__(**kwargs)
+        self.system, self.settings = job.system.name, job.settings
+        self._hook_name = job.system.ddp_hook  # DDP with this hook, in place of the engine
+        self._dense_rules = list(job.dense), job.dense_below, job.dense_below_ndim
+        self._over_horovod = transport == "horovod"
+        self._observers: list[Observer] = []  # of every engine of this strategy
+        self._history = History(self.system)
+        self._checkpoints = Checkpoints()
+        self._choice = Choice(Mode.PLAIN, None)  # who exchanges the gradients
+        self._decided: str | None = None  # why plain DDP goes on where the engine has begun
+        self._exchange: GradientExchange = GradientExchange()
+        self._transport: Transport | None = None
+        self._signals: DeferredSignals | None = None
+        self._wrapped: list[tuple[str, nn.Parameter]] = []  # trainable parameters that DDP knows
+        self._costs_followed = 0  # windows when costs were last looked at
+        self._ended: Engine | None = None  # of a fit that has ended: it may still be saved
+        self._plain_clock: Clock | None = None  # where no engine has one
 
     @classmethod
     @override
@@ -147,106 +179,167 @@ class SAFusionStrategy(EngineDDPStrategy):
                     description = f"SAFusionStrategy with start_method {start_method!r}"
                     strategy_registry.register(name, cls, description, start_method=start_method, **options)
 
-    @override
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        super().pre_backward(closure_loss)
-        self.settle()  # the backward pass writes where means of the last one are to be written
-        if self._controller is not None and self.lightning_module is not None:
-            self._controller.epoch = self.lightning_module.current_epoch
+    # Setting up
 
     @override
-    def post_backward(self, closure_loss: Tensor) -> None:
-        super().post_backward(closure_loss)
-        if self._hook is not None and (ddp := self._ddp) is not None:
-            self._hook.check_complete(synchronised=ddp.require_backward_grad_sync)
+    def setup(self, trainer: Trainer) -> None:
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._history.begin()
+        super().setup(trainer)
+        self._bind()
+        if isinstance(self._exchange, EngineExchange):
+            self._leave_to_ddp(self._exchange)
+        if isinstance(self._exchange, EngineExchange):
+            self._exchange.caution(self.optimizers)
 
     @override
-    def optimizer_step(
-        self, optimizer: Optimizer, closure: Callable[[], Any], model: nn.Module | None = None, **kwargs: Any
-    ) -> Any:
-        if self._dear is not None and self._may_delay(optimizer):
-            step = super().optimizer_step
-            return self._dear.step(optimizer, closure, lambda delaying: step(optimizer, delaying, model, **kwargs))
-        if self._elastic is None:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
-        # with automatic optimization the closure is the forward and backward pass, which hide the exchange
-        self._elastic.begin(optimizer)
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._elastic.finish()
-        return result
+    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        """Chooses who exchanges the gradients, and wraps the model as that needs it. Collective."""
+        refuse_python_reducer()
+        options = dict(self._ddp_kwargs)
+        group = options.get("process_group")
+        self._ended = None
+        self._wrapped = trainable(model)
+        specs = self.gradient_specs(model)
+        transport = make_transport(model, self._over_horovod, self.world_size, group, self._timeout)
+        self._transport = transport
+        entry = self._checkpoints.entry
+        checked = {"system": self.system, "checkpoint": str(entry.get("nonce"))}
+        check_equal(transport, fingerprint(self.settings, specs) | checked)
+        if self._hook_name is not None:
+            self._choice = Choice(Mode.HOOK, f"system={self.system!r} is DDP with another hook")
+            self._exchange = hook_exchange(self._hook_name, transport, group)
+        else:
+            # DDP's own group is for control where Horovod carries the gradients: those it carries even if all are sent
+            by_horovod = self._over_horovod and transport.world_size > 1
+            sends_on = self._choice.mode is Mode.DENSE_ENGINE  # a model wrapped again
+            needed = bool(by_horovod or entry.get("holds_back") or sends_on)
+            self._choice = choose(self.settings, specs, transport.world_size, needed, self._decided)
+            self._exchange = self._make_exchange(specs, transport)
+        # On the current stream, whatever the Lightning version: gradient hooks run on the stream of this construction
+        options = self._exchange.ddp_options(options)
+        return DistributedDataParallel(module=model, device_ids=self.determine_ddp_device_ids(), **options)
 
-    def _may_delay(self, optimizer: Optimizer) -> bool:
-        """Whether the step of an optimizer may reach into the next forward pass; says once why not."""
+    def _make_exchange(self, specs: Sequence[TensorSpec], transport: Transport) -> GradientExchange:
+        if self._choice.plain_ddp is not None:
+            return GradientExchange()
         module = self.lightning_module
-        if module is None:
-            return False
-        if self._compiled is None:
-            self._compiled = self.model is not self._ddp or runs_compiled(module)
-        reason = reason_to_settle(module.trainer, module, optimizer, self._compiled)
-        if reason is not None and reason != self._settles_because:
-            rank_zero_info(f"SAFusionStrategy: gradients are averaged when a backward pass ends, because {reason}.")
-        self._settles_because = reason
-        return reason is None
+        # nothing asks the host to wait for an exchange: every tensor has a gradient on all ranks in each step
+        streams = self.root_device.type == "cuda" and transport.stream_ordered
+        never_waits = streams and module is not None and module.automatic_optimization
+        where = Surroundings(transport, self.root_device, self.node_rank, never_waits, not self._over_horovod)
+        return EngineExchange(self.settings, specs, self._choice, where, self._observers)
 
     @override
-    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        if self._controller is not None:
-            self._controller.let_go()
-        output = super().training_step(*args, **kwargs)
-        self.settle()  # what this forward pass has not used: gradients are emptied next
-        return output
+    def _register_ddp_hooks(self) -> None:
+        """Registers the hook on every device; DDPStrategy does so on CUDA only, and would train dense elsewhere."""
+        if (reason := self._choice.plain_ddp) is not None:
+            announce(f"plain DDP is used, because {reason}")
+        if not isinstance(self.model, DistributedDataParallel):
+            raise RuntimeError("hooks are registered on the wrapped model: call _setup_model first")
+        self._exchange.register(self.model)
 
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        self.settle()
-        for switch in self._switches:
-            switch.settle()
-        return super().optimizer_state(optimizer)
+    def _bind(self) -> None:
+        """Ties the exchange to what exists only after the model was wrapped: optimizers and the loss scaler."""
+        if isinstance(self._exchange, EngineExchange):
+            scaler = getattr(self.precision_plugin, "scaler", None)
+            # the factor as it is on the device: get_scale() would wait for it
+            self._exchange.bind(self.optimizers, None if scaler is None else scaler._get_scale_async)
 
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for switch in self._switches:
-            switch.restore()  # of a step that an error has ended
-        super().load_optimizer_state_dict(checkpoint)
+    def _leave_to_ddp(self, exchange: EngineExchange) -> None:
+        """Uses plain DDP under an optimizer that compares gradients of several passes: some would be sparse."""
+        if self._ddp is None or exchange.choice.mode is not Mode.ENGINE:
+            return
+        if not any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self.optimizers):
+            return
+        if self._over_horovod:
+            raise MisconfigurationException(
+                "LBFGS compares the gradients of several backward passes, which must all be dense: with "
+                "transport='horovod' use density=1.0."
+            )
+        self._go_plain("LBFGS compares the gradients of several backward passes, which must all be dense")
 
-    def _swap_centre(self) -> None:
-        """Puts the centre in the place of this worker's weights, or back."""
-        if self._elastic is not None and self.lightning_module is not None:
-            self._elastic.swap(self.lightning_module.parameters())
+    @property
+    def _ddp(self) -> DistributedDataParallel | None:
+        """The wrapped model, also where it has been compiled since; None outside training."""
+        model = getattr(self.model, "_orig_mod", self.model)
+        return model if isinstance(model, DistributedDataParallel) else None
 
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        state = super().lightning_module_state_dict()
-        if self._elastic is not None and self.lightning_module is not None:
-            state |= self._elastic.centres(self.lightning_module.named_parameters())
-        return state
+    # Wrapping again
+
+    def _follow_trainable(self) -> None:
+        """Wraps the model anew when parameters were frozen or unfrozen since: DDP knows those of its construction only.
+
+        Raises:
+            RuntimeError: If the ranks have different trainable parameters.
+        """
+        if self._ddp is None or self._transport is None:
+            return
+        replaced = replaced_parameters(self._ddp.module, self._wrapped, self._transport)
+        if replaced is not None:
+            self._wrap_again(self._ddp.module, replaced)
+
+    def _follow_costs(self) -> None:
+        """Goes on with plain DDP where every buffer has been dense for good: the hook would only cost time."""
+        engine = self.controller
+        if engine is None or self._over_horovod or self._ddp is None:
+            return
+        # once after each window: never among the micro-batches of an accumulation, whose gradients are in DDP's buckets
+        if engine.windows == self._costs_followed:
+            return
+        self._costs_followed = engine.windows
+        if not engine.step_aside():
+            return
+        self._deliver_signals(ask=True)
+        del engine  # or its buffers would stay as long as the model is wrapped
+        self._go_plain("its all-reduce has been predicted to be faster, review after review")
+
+    def _go_plain(self, reason: str) -> None:
+        """Goes on with plain DDP; no residual remains."""
+        if self._ddp is None:
+            return
+        self._decided = reason
+        self._wrap_again(self._ddp.module, keep=False)
+        self.settings.memory.bind([0], self.root_device)
+
+    def _wrap_again(self, module: nn.Module, replaced: Sequence[str] = (), keep: bool = True) -> None:
+        """Wraps the model anew.
+
+        Args:
+            module: The model.
+            replaced: Parameters that are other objects than those of their names before: the residual is not theirs.
+            keep: The next engine takes over what this one holds.
+        """
+        engine, state = self.controller, None
+        had_engine = engine is not None
+        if engine is not None:
+            engine.settle()
+            self._history.keep(engine)
+            state = carried(engine, replaced) if keep else None
+        self._exchange.close()
+        if self._transport is not None:
+            self._transport.close()
+        del engine
+        self._exchange = GradientExchange()
+        compiles = getattr(self.model, "dynamo_ctx", None)  # what torch.compile was asked to do, if it was
+        self.model = module
+        gc.collect()  # the old reducer leaves its hooks on the parameters until it is destroyed
+        self.model = self._setup_model(module)
+        self._register_ddp_hooks()
+        if self.controller is not None and state is not None:
+            carry_on(self.controller, state)
+        elif had_engine and self.controller is None and self._signals is not None:
+            self._signals.remove()  # there are no messages of ours left that could carry the news
+        self._bind()
+        if compiles is not None:
+            self.model = compiles(self.model)
+
+    # A batch
 
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
         self._hold_signals()
-
-    def _hold_signals(self) -> None:
-        if self._controller is not None and self._signals is None:
-            self._signals = DeferredSignals(self._tell, requeue_signal(self.cluster_environment))
-            self._signals.install()
-
-    def settle(self) -> None:
-        """Has the last step done, where a part of it waits for the next forward pass (``system="dear"``).
-
-        For code that keeps parameters in a list of its own: whoever takes them from the model has them up to date.
-        """
-        if self._dear is not None:
-            self._dear.settle()
-
-    def _settle(self) -> None:
-        self.settle()
-        if self._controller is not None:
-            self._controller.settle()
-
-    def _tell(self, notice: int) -> None:
-        if self._controller is not None:
-            self._controller.notices |= notice
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -258,17 +351,64 @@ class SAFusionStrategy(EngineDDPStrategy):
             self._follow_trainable()
 
     @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        self._exchange.begin_batch()
+        output = super().training_step(*args, **kwargs)
+        self.settle()  # what this forward pass has not used: gradients are emptied next
+        return output
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        super().pre_backward(closure_loss)
+        self.settle()  # the backward pass writes where means of the last one are to be written
+        if self.lightning_module is not None:
+            self._exchange.begin_backward(self.lightning_module.current_epoch)
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        if self._ddp is not None:
+            self._exchange.end_backward(synchronised=self._ddp.require_backward_grad_sync)
+
+    @override
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: nn.Module | None = None, **kwargs: Any
+    ) -> Any:
+        step = super().optimizer_step
+        return self._exchange.step(
+            optimizer,
+            closure,
+            lambda closure: step(optimizer, closure, model, **kwargs),
+            self.lightning_module,
+            compiled=self.model is not self._ddp,
+        )
+
+    def settle(self) -> None:
+        """Has the last step done, where a part of it waits for the next forward pass (``system="dear"``).
+
+        Needed only if you hold references to parameters of your own; reading a parameter through the model settles it.
+        """
+        self._exchange.settle()
+
+    def _settle(self) -> None:
+        self.settle()
+        if self.controller is not None:
+            self.controller.settle()
+
+    # Validation and the end
+
+    @override
     def on_validation_start(self) -> None:
         super().on_validation_start()
         self._settle()
         self._release_signals()  # no gradients are exchanged that could carry the news
-        self._swap_centre()
+        self._exchange.pause()
 
     @override
     def on_validation_end(self) -> None:
         super().on_validation_end()
-        self._swap_centre()
-        if self._signals is not None and self._controller is not None:
+        self._exchange.resume()
+        if self._signals is not None and self.controller is not None:
             self._signals.install()
 
     @override
@@ -277,38 +417,188 @@ class SAFusionStrategy(EngineDDPStrategy):
         self._settle()
         self._release_signals()
         self._signals = None
-        self._swap_centre()
-        self._elastic = None
+        self._exchange.finish()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         if self._signals is not None:
             self._signals.remove(deliver=False)
             self._signals = None
-        if self._controller is not None:
-            self._controller.reset()
-        if self._dear is not None:
-            self._dear.abandon()
-        self._leave_momentum()
+        self._exchange.abandon()
         super().on_exception(exception)
 
     @override
     def teardown(self) -> None:
-        if self._hook is not None:
-            self._last_report = self.report()
-            self._hook.close()
-            self._ended = self._controller
-            if self._ended is not None:
-                self._remember(self._ended)
-                self._ended.release()
-        if self._dear is not None:
-            self._dear.close()
+        engine = self.controller
+        if engine is not None:
+            self._history.end(engine, self._choice.plain_ddp)
+        self._exchange.close()
+        if engine is not None:
+            self._ended = engine
+            engine.release()
         if self._transport is not None:
             self._transport.close()
-        self._hook = self._controller = self._transport = self._resumed = None
-        self._sends_all = self._dense_for_good = self._plain_clock = self._elastic = None
-        self._dear = self._settles_because = self._compiled = None
-        self._leave_momentum()
-        self._told_of_momentum = ""
+        self._exchange, self._transport = GradientExchange(), None
+        self._choice = Choice(self._choice.mode if self._choice.plain_ddp else Mode.PLAIN, self._choice.plain_ddp)
+        self._checkpoints.resumed = self._decided = self._plain_clock = None
         self._wrapped = []
-        super().teardown()
+        super().teardown()  # waits for asynchronous writing
+        self._checkpoints.finished(self.global_rank)
+
+    # Signals
+
+    def _hold_signals(self) -> None:
+        if self.controller is not None and self._signals is None:
+            self._signals = DeferredSignals(self._tell, requeue_signal(self.cluster_environment))
+            self._signals.install()
+
+    def _tell(self, notice: int) -> None:
+        if self.controller is not None:
+            self.controller.notices |= notice
+
+    def _deliver_signals(self, ask: bool = False) -> None:
+        """Runs the handlers of signals that some rank was sent, on all ranks alike.
+
+        Args:
+            ask: Also those of which no gradients have told yet. Collective.
+        """
+        engine = self.controller
+        if engine is None or self._signals is None:
+            return
+        if ask and self._transport is not None:
+            engine.settle()
+            for notices in self._transport.gather_objects(engine.notices):
+                engine.heard |= notices
+            engine.notices &= ~engine.heard
+        heard, engine.heard = engine.heard, 0
+        self._signals.deliver(heard)
+
+    def _release_signals(self) -> None:
+        """Leaves signals to Lightning as long as no gradients are exchanged that could carry the news. Collective."""
+        self._deliver_signals(ask=True)
+        if self._signals is not None:
+            self._signals.remove()
+
+    # Checkpoints
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        state = super().lightning_module_state_dict()
+        return state if self.lightning_module is None else state | self._exchange.weights(self.lightning_module)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        self.settle()
+        for switch in self._switches:
+            switch.settle()
+        return super().optimizer_state(optimizer)
+
+    @property
+    def _switches(self) -> list[Any]:
+        return self._exchange.switches if isinstance(self._exchange, EngineExchange) else []
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        """Writes one part per rank as well, unless the checkpoint holds weights only; all ranks call it."""
+        engine = self.controller
+        if engine is None and torch.distributed.is_initialized():
+            engine = self._ended
+        save = super().save_checkpoint
+        ranks = self.global_rank, self.local_rank
+        self._checkpoints.save(
+            engine,
+            self.settings.describe(),
+            checkpoint,
+            filepath,
+            self.checkpoint_io,
+            ranks,
+            lambda: save(checkpoint, filepath, storage_options=storage_options),
+        )
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        # Lightning before 2.6 does not know weights_only
+        options = {} if weights_only is None else {"weights_only": weights_only}
+        checkpoint = super().load_checkpoint(checkpoint_path, **options)
+        self._checkpoints.loaded(checkpoint, checkpoint_path)
+        return checkpoint
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restores the engine as well: unlike when the checkpoint is loaded, it exists by now."""
+        for switch in self._switches:
+            switch.restore()  # of a step that an error has ended
+        super().load_optimizer_state_dict(checkpoint)
+        self._checkpoints.restore(self.controller, self.settings.describe())
+
+    @override
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        super().remove_checkpoint(filepath)
+        self._checkpoints.removed(self.checkpoint_io, filepath, self.local_rank)
+
+    # What it tells
+
+    @property
+    def dense_rules(self) -> tuple[list[str], int, int]:
+        """What is dense: patterns of names, tensors of fewer elements, tensors of fewer dimensions."""
+        return self._dense_rules
+
+    def gradient_specs(self, module: nn.Module) -> tuple[TensorSpec, ...]:
+        """The dense gradients of a module as this strategy exchanges them, in registration order."""
+        return specs_from_parameters(dense_parameters(module), *self.dense_rules)
+
+    def add_observer(self, observer: Observer) -> None:
+        """Has an observer told of every backward window of this rank, in all fits from now on."""
+        self._observers.append(observer)
+
+    def remove_observer(self, observer: Observer) -> None:
+        """Ends that; nothing happens if it is none."""
+        if observer in self._observers:
+            self._observers.remove(observer)
+
+    @property
+    def controller(self) -> Engine | None:
+        """The engine of this fit on this rank; None with plain DDP.
+
+        It may be another one after the model has been wrapped anew: ask for it whenever it is needed.
+        """
+        return self._exchange.built if isinstance(self._exchange, EngineExchange) else None
+
+    @property
+    def record(self) -> WindowRecord | None:
+        """What the latest window of this rank did; None with plain DDP and before the first."""
+        return None if self.controller is None else self.controller.report
+
+    @property
+    def clock(self) -> Clock:
+        """The clock of this rank's device, whose moments agree with those that observers are told."""
+        if self.controller is not None:
+            return self.controller.clock
+        if self._plain_clock is None:
+            self._plain_clock = clock_for(self.root_device)
+        return self._plain_clock
+
+    @property
+    def plan(self) -> Plan | None:
+        """Which tensors share a buffer; None with plain DDP, and while the order of the gradients is not known."""
+        return self.controller.plan if self.controller is not None else None
+
+    @property
+    def costs(self) -> GroupCosts | None:
+        """What plans are made from, the same on all ranks; None with plain DDP."""
+        engine = self.controller
+        return engine.planner.costs(engine.space.shape) if engine is not None else None
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """The planner's latest decisions on buffer sizes, oldest first, the same on all ranks."""
+        return self._history.decisions(self.controller)
+
+    def report(self) -> dict[str, Any]:
+        """Figures of the latest step on this rank, under the keys of :meth:`WindowRecord.as_dict`.
+
+        Also ``system``, ``windows`` (exchanged so far), ``replans`` and ``plain_ddp``: why plain DDP is used, None if
+        it is not. Before the first step, and with plain DDP, the figures of a step are 0 and the lists empty. Where
+        training runs in other processes (spawn, fork), ask there: in a callback.
+        """
+        return self._history.report(self.controller, self._choice.plain_ddp)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_safusion import SAFusionStrategy
-from lightning_safusion.access import ParameterWatch
+from lightning_safusion.baselines.watch import ParameterWatch
 from tests.process_group import run_ranks
 from tests.quick import quick_of
 from tests.resume import At, InGroup, StepModel, parameters, run, saving
@@ -219,7 +219,7 @@ class Layers(LightningModule):
 
     def note(self) -> None:
         strategy: Any = self.trainer.strategy
-        self.seen.append([place for place, weight in enumerate(self.weights) if strategy._dear.pending(weight)])
+        self.seen.append([place for place, weight in enumerate(self.weights) if strategy._exchange.pending(weight)])
 
     def configure_optimizers(self) -> Optimizer:
         return torch.optim.SGD(self.parameters(), 0.1)

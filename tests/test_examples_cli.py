@@ -223,7 +223,7 @@ def test_the_command_line_overrides(args: list[str], expected: Callable[[], SAFu
     paths = {path.stem: str(path) for path in CONFIGS}
     strategy = strategy_of(parse(*(paths.get(arg, arg) for arg in args)))
     assert strategy.settings.describe() == expected().settings.describe()
-    assert strategy._dense == expected()._dense
+    assert strategy.dense_rules == expected().dense_rules
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 
-from lightning_safusion.momentum import MomentumSwitch, carried_momentum
-from lightning_safusion.parameters import caution, refuse_double_momentum
+from lightning_safusion.integration.optimizer import MomentumSwitch, carried_momentum
+from lightning_safusion.integration.parameters import caution, refuse_double_momentum
 from lightning_safusion.sparsify import AutoMemory, DecoupledMomentum, DGCMemory, Memory, ResidualMemory
 from lightning_safusion.sparsify.schedule import ConstantDensity, DensitySchedule, LinearRamp
 

@@ -17,7 +17,7 @@ from lightning_safusion import SAFusionStrategy
 from lightning_safusion.comm import LinearCost
 from lightning_safusion.comm.exchange import Notice
 from lightning_safusion.fusion import engine
-from lightning_safusion.signals import DeferredSignals, requeue_signal
+from lightning_safusion.integration.signals import DeferredSignals, requeue_signal
 from tests.models import TinyClassifier, classification, trainer
 from tests.process_group import run_launched
 

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_safusion import SAFusionStrategy
-from lightning_safusion.parameters import caution, refuse_double_momentum
+from lightning_safusion.integration.parameters import caution, refuse_double_momentum
 from lightning_safusion.sparsify import DecoupledMomentum, DGCMemory, EF21Memory, GaussianK, NoMemory, ResidualMemory
 from tests.cluster import specs
 from tests.models import TinyClassifier, classification, trainer

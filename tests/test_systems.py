@@ -15,9 +15,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_safusion import SYSTEMS, SAFusionStrategy
+from lightning_safusion.baselines.easgd import ElasticAverage
 from lightning_safusion.cli import main
 from lightning_safusion.comm import local_transports
-from lightning_safusion.elastic import ElasticAverage
 from tests.models import TinyClassifier, classification, trainer
 from tests.process_group import run_launched
 from tests.quick import quick_of

@@ -31,7 +31,7 @@ from lightning_safusion.bench.run import begin, usable_rates
 from lightning_safusion.bench.session import REFERENCES, Rhythm, machines, measure
 from lightning_safusion.bench.table import write_json
 from lightning_safusion.bench.workers import FLOOR
-from lightning_safusion.naming import look_up
+from lightning_safusion.lookup import look_up
 
 _SYSTEMS = ("ddp-bf16", "powersgd", "saf-naive", "saf-inter", "safusion")
 

@@ -14,8 +14,8 @@ from lab.tasks import Task
 from lab.virtual.powersgd import PowerSGD
 from lab.virtual.training import VirtualTraining
 from lab.virtual.workers import Averager, Dense, Engines, Rounded
+from lightning_safusion.baselines.hooks import POWERSGD_RANKS, POWERSGD_START
 from lightning_safusion.bench.rows import Row
-from lightning_safusion.ddp_hooks import POWERSGD_RANKS, POWERSGD_START
 from lightning_safusion.fusion.layout import TensorSpec
 from lightning_safusion.fusion.plans.costs import GroupCosts
 from lightning_safusion.fusion.plans.plan import Plan

@@ -17,7 +17,7 @@ from lab.tasks import Task
 from lab.virtual.powersgd import PowerSGD
 from lab.virtual.training import VirtualTraining
 from lab.virtual.workers import Averager, Dense, Engines
-from lightning_safusion.ddp_hooks import POWERSGD_START
+from lightning_safusion.baselines.hooks import POWERSGD_START
 from lightning_safusion.fusion.layout import TensorSpec, specs_from_parameters
 from lightning_safusion.metrics import AchievedDensity, CompressionError, TensorMissingRate
 

@@ -15,8 +15,8 @@ from lightning_safusion.fusion.build import build_engine
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.layout import TensorSpec
 from lightning_safusion.fusion.settings import EngineSettings
+from lightning_safusion.integration.optimizer import MomentumSwitch, carry_momentum
 from lightning_safusion.metrics.figures import TensorFigures, window_figures
-from lightning_safusion.momentum import MomentumSwitch, carry_momentum
 from lightning_safusion.sparsify import Sparsifier
 
 # Steps from one comparison of all workers' results to the next.

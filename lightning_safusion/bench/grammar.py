@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, get_args, get_type_hints
 
-from lightning_safusion.naming import suggestion
+from lightning_safusion.lookup import suggestion
 
 Part = TypeVar("Part")
 

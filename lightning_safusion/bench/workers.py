@@ -21,10 +21,10 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_safusion.baselines.hooks import register_ddp_hook
 from lightning_safusion.bench.links import sent_bytes
 from lightning_safusion.bench.rows import Row, parse_row
 from lightning_safusion.bench.workload import Classifier, Paced, Repeated, Workload
-from lightning_safusion.ddp_hooks import register_ddp_hook
 from lightning_safusion.simulate.trace import Trace
 from lightning_safusion.strategy import SAFusionStrategy
 

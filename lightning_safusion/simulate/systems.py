@@ -16,14 +16,14 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
+from lightning_safusion.baselines.hooks import POWERSGD_RANKS
 from lightning_safusion.comm.wire import resolve_codec
-from lightning_safusion.ddp_hooks import POWERSGD_RANKS
 from lightning_safusion.fusion.plans.costs import DDP_BUCKET, ddp_buckets
 from lightning_safusion.fusion.plans.merging import sparse_plan
 from lightning_safusion.fusion.plans.policy import Naive
 from lightning_safusion.fusion.plans.searching import Cupcake, search_cuts
 from lightning_safusion.fusion.plans.ticking import Horovod
-from lightning_safusion.naming import look_up
+from lightning_safusion.lookup import look_up
 from lightning_safusion.simulate.cluster import CollectiveCost
 from lightning_safusion.simulate.engine import mean_iteration
 from lightning_safusion.simulate.job import Job, grouped

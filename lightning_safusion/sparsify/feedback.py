@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_safusion import native
-from lightning_safusion.naming import look_up
+from lightning_safusion.lookup import look_up
 from lightning_safusion.sparsify.memory import Flat, Memory, as_float32
 from lightning_safusion.sparsify.momentum import DGCMemory, EF21Memory
 
@@ -134,7 +134,7 @@ class DecoupledMomentum(ResidualMemory):
 class AutoMemory(ResidualMemory):
     """A residual, which is the optimizer's momentum as well where that has been measured to lose less.
 
-    Which that is: see :func:`lightning_safusion.momentum.carried_momentum`. The optimizer's own momentum is off then
+    Which that is: see :func:`lightning_safusion.integration.optimizer.carried_momentum`. The optimizer's own momentum is off then
     for tensors that were selected from, as with :class:`DecoupledMomentum`, and on for what travels whole, so that
     buffers may still travel as they like.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 
-from lightning_safusion.naming import suggestion
+from lightning_safusion.lookup import suggestion
 from lightning_safusion.sparsify.base import Sparsifier
 
 #: Entry-point group under which a package offers sparsifiers of its own: ``name = "package.module:Class"``.

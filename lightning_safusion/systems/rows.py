@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from lightning_safusion.naming import look_up
+from lightning_safusion.lookup import look_up
 from lightning_safusion.systems.kinds import EngineSystem, HookSystem
 
 #: The system of ``SAFusionStrategy()``: the best one at equal bytes.

@@ -31,7 +31,7 @@ def test_a_strategy_gets_the_options_of_its_row() -> None:
     assert strategy.settings.wire == "q4"
     assert strategy.settings.quota == "pooled"
     assert strategy.settings.density(0, 0) == 0.25
-    assert (strategy._dense, strategy._dense_below) == (["*.bias", "head.*"], 7)
+    assert strategy.dense_rules[:2] == (["*.bias", "head.*"], 7)
     assert parse_row("ssfusion[offload=false]").strategy(0.02).settings.offload is False
     assert parse_row("ssfusion").strategy(0.02).settings.density(0, 0) == 0.02
     assert Task(density=0.5).strategy("wfbp[density=0.1]").settings.density(0, 0) == 0.1

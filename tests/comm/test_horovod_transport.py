@@ -17,7 +17,7 @@ import lightning_safusion
 from lightning_safusion import SAFusionStrategy
 from lightning_safusion.comm.horovod_transport import HorovodTransport, load_horovod
 from lightning_safusion.environments import HorovodEnvironment
-from lightning_safusion.environments.horovod import check_horovod
+from lightning_safusion.integration.horovod import check_horovod
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "install_horovod.sh"
 

@@ -10,7 +10,7 @@ from lightning_safusion.fusion.plans.policy import WFBP, Aligned, FusionPolicy, 
 from lightning_safusion.fusion.plans.searching import Cupcake
 from lightning_safusion.fusion.plans.selective import Selective
 from lightning_safusion.fusion.plans.ticking import Horovod
-from lightning_safusion.naming import look_up
+from lightning_safusion.lookup import look_up
 
 _POLICIES = (Adaptive, Aligned, Cupcake, Espresso, HiPress, Horovod, MGWFBP, Naive, OMGS, Selective, Single, WFBP)
 

@@ -13,7 +13,7 @@ import lightning_safusion
 ROOT = Path(lightning_safusion.__file__).parent
 PLANS = "lightning_safusion.fusion.plans"
 #: What the modules of ``fusion/plans/`` may import of this package besides each other.
-ALLOWED = ("lightning_safusion.comm.cost", "lightning_safusion.naming")
+ALLOWED = ("lightning_safusion.comm.cost", "lightning_safusion.lookup")
 
 
 def imported(path: Path) -> Iterator[str]:

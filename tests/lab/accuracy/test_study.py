@@ -11,7 +11,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from lab.accuracy import study
 from lab.accuracy.reached import RowTimes, seconds, summarize
 from lab.accuracy.report import Setting, build_table
 from lab.accuracy.study import Comparison, time_to_accuracy

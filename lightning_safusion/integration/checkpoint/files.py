@@ -13,7 +13,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.utilities.types import _PATH
 
-from lightning_safusion.checkpoint.part import UnusablePart, dump, load
+from lightning_safusion.integration.checkpoint.part import UnusablePart, dump, load
 
 _SUFFIX = ".safusion"
 _OURS = re.compile(r"rank_\d{5,}(-(?P<nonce>[0-9a-f]+))?\.pt(\.tmp)?")

@@ -12,8 +12,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_safusion.momentum import momenta_of
-from lightning_safusion.naming import suggestion
+from lightning_safusion.integration.optimizer import momenta_of
+from lightning_safusion.lookup import suggestion
 from lightning_safusion.sparsify.feedback import DecoupledMomentum
 from lightning_safusion.sparsify.memory import Memory
 from lightning_safusion.sparsify.momentum import EF21Memory

@@ -9,8 +9,6 @@ from typing import Any
 
 from lightning.fabric.utilities.types import _PATH
 
-from lightning_safusion.checkpoint import files
-from lightning_safusion.checkpoint.part import ENTRY, KNOWN_FORMATS, UnusablePart, load, not_finite
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.state import (
     MemoryBuilder,
@@ -18,6 +16,8 @@ from lightning_safusion.fusion.state import (
     restore_sparsifier,
     restore_unstepped,
 )
+from lightning_safusion.integration.checkpoint import files
+from lightning_safusion.integration.checkpoint.part import ENTRY, KNOWN_FORMATS, UnusablePart, load, not_finite
 from lightning_safusion.sparsify.feedback import AutoMemory
 from lightning_safusion.sparsify.memory import Memory
 

@@ -12,11 +12,11 @@ from lightning.fabric.utilities.types import _PATH
 from torch import Tensor
 
 from lightning_safusion.__about__ import __version__
-from lightning_safusion.checkpoint import files
-from lightning_safusion.checkpoint.part import FORMAT, dump
 from lightning_safusion.comm.transport import Transport
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.state import common_state, local_state
+from lightning_safusion.integration.checkpoint import files
+from lightning_safusion.integration.checkpoint.part import FORMAT, dump
 
 # Bytes of each rank that all ranks hold at a time while parts travel to rank 0.
 _PIECE = 2 << 20

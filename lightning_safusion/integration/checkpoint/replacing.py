@@ -11,9 +11,9 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
-from lightning_safusion.checkpoint import files
-from lightning_safusion.checkpoint.saving import reason
 from lightning_safusion.comm.transport import Transport
+from lightning_safusion.integration.checkpoint import files
+from lightning_safusion.integration.checkpoint.saving import reason
 
 
 def has_files(plugin: CheckpointIO) -> bool:

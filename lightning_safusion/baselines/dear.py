@@ -11,7 +11,7 @@ from torch.distributed import GradBucket
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from lightning_safusion.access import ParameterWatch
+from lightning_safusion.baselines.watch import ParameterWatch
 from lightning_safusion.comm.coo_mean import coo_means
 from lightning_safusion.comm.transport import Transport
 from lightning_safusion.comm.two_phase import TwoPhaseSum

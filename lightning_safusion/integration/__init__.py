@@ -1,0 +1,1 @@
+"""The edges to Lightning and DDP: what exchanges gradients, checkpoints, signals, optimizers."""

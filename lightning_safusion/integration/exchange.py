@@ -1,0 +1,143 @@
+"""What averages the gradients of a wrapped model: one protocol for the engine and for DDP's other hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_safusion.fusion.layout import TensorSpec
+from lightning_safusion.fusion.settings import EngineSettings
+
+
+class Mode(Enum):
+    """Who exchanges the gradients."""
+
+    ENGINE = "the engine"
+    DENSE_ENGINE = "the engine, which sends everything"
+    HOOK = "DDP with another hook"
+    PLAIN = "plain DDP"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Who exchanges the gradients, and why it is not the engine at the density that was asked for.
+
+    Args:
+        mode: Who.
+        reason: To follow a "because"; None where the engine does what was asked for.
+    """
+
+    mode: Mode
+    reason: str | None = None
+
+    @property
+    def plain_ddp(self) -> str | None:
+        """Why plain DDP is used; None with the engine."""
+        return self.reason if self.mode in (Mode.PLAIN, Mode.HOOK) else None
+
+
+def choose(
+    settings: EngineSettings,
+    specs: Sequence[TensorSpec],
+    world_size: int,
+    engine_needed: bool = False,
+    decided: str | None = None,
+) -> Choice:
+    """Decides whether the engine exchanges the gradients. A pure function, the same on all ranks.
+
+    Args:
+        settings: What to do with the gradients.
+        specs: The dense gradients.
+        world_size: Workers.
+        engine_needed: Plain DDP cannot do it: Horovod carries the gradients, or a checkpoint has a residual.
+        decided: Why plain DDP goes on where the engine has begun.
+    """
+    if not specs:
+        return Choice(Mode.PLAIN, "no parameter has a dense gradient")
+    if decided is not None:
+        return Choice(Mode.PLAIN, decided)
+    reason = settings.dense_reason(specs, world_size)
+    if engine_needed:
+        return Choice(Mode.ENGINE if reason is None else Mode.DENSE_ENGINE, reason)
+    return Choice(Mode.ENGINE if reason is None else Mode.PLAIN, reason)
+
+
+class GradientExchange:
+    """Averages the gradients of a wrapped model. This one leaves all of it to DDP.
+
+    Methods are called in the order of the Trainer; those that a subclass does not need do nothing.
+    """
+
+    def ddp_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of DistributedDataParallel, with those that this exchange needs."""
+        return options
+
+    def register(self, ddp: DistributedDataParallel) -> None:
+        """Registers hooks on the wrapped model. Collective."""
+
+    def bind(self, optimizers: Sequence[Optimizer]) -> None:
+        """Takes in the optimizers, which exist only after the model was wrapped."""
+
+    def begin_batch(self) -> None:
+        """A training step is about to begin."""
+
+    def begin_backward(self, epoch: int) -> None:
+        """A backward pass is about to begin."""
+
+    def end_backward(self, synchronised: bool) -> None:
+        """A backward pass has ended.
+
+        Args:
+            synchronised: It was to exchange gradients (not one inside ``no_sync``).
+
+        Raises:
+            RuntimeError: If gradients were left unsynchronised, with the names of the parameters.
+        """
+
+    def step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        step: Callable[[Callable[[], Any]], Any],
+        module: LightningModule | None,
+        compiled: bool,
+    ) -> Any:
+        """Makes a step of an optimizer.
+
+        Args:
+            optimizer: Is about to step.
+            closure: With automatic optimization the forward and backward pass.
+            step: Makes the step with a closure in the place of the given one.
+            module: The model that is trained.
+            compiled: The wrapped model has been compiled.
+        """
+        return step(closure)
+
+    def settle(self) -> None:
+        """Has the last step done, where a part of it waits for the next forward pass."""
+
+    def pause(self) -> None:
+        """Validation begins, or training ends: the model's weights are to be those that count."""
+
+    def resume(self) -> None:
+        """Validation has ended: training goes on."""
+
+    def finish(self) -> None:
+        """Training has ended."""
+
+    def weights(self, module: LightningModule) -> dict[str, Tensor]:
+        """Entries of the model's state that take the place of its own."""
+        return {}
+
+    def abandon(self) -> None:
+        """An error has ended training: nothing may wait for another rank."""
+
+    def close(self) -> None:
+        """Removes every hook."""
