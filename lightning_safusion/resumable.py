@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -57,11 +57,8 @@ class ResumableDDPStrategy(DDPStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
         except Exception as error:
             failure = error
-        try:
-            raise_together(controller.transport, failure, filepath)
-        except Exception:
-            discard(plugin, filepath, rank, entry["nonce"])
-            raise
+        undo = partial(discard, plugin, filepath, rank, entry["nonce"])
+        raise_together(controller.transport, failure, filepath, undo)
         # on every node: their folders need not be one
         self._replacing.after(plugin, filepath, entry["nonce"], before, sweeps=self.local_rank == 0)
 
