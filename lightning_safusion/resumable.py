@@ -84,9 +84,10 @@ class ResumableDDPStrategy(DDPStrategy):
             rank_zero_warn(f"SAFusionStrategy resumes from {path} with differences: {'; '.join(notes)}.")
         saved_by, workers = entry.get("world_size"), self._controller.transport.world_size
         if saved_by != workers:
+            plural = "" if saved_by == 1 else "s"
             rank_zero_info(
-                f"SAFusionStrategy: {path} was saved by {saved_by} workers and is resumed by {workers}: each begins "
-                f"with the mean of all residuals, and with a plan of its own."
+                f"SAFusionStrategy: {path} was saved by {saved_by} worker{plural} and is resumed by {workers}: each takes "
+                f"the mean of the residuals that can be used, and the plan is made anew."
             )
 
     @override
