@@ -117,9 +117,15 @@ def parameters(job: Trainer) -> list[Tensor]:
     return [p.detach().clone() for p in job.lightning_module.parameters()]
 
 
+def part_file(folder: Path, rank: int) -> Path:
+    """A rank's part, the only one in the folder."""
+    (found,) = folder.glob(f"rank_{rank:05d}-*.pt")
+    return found
+
+
 def held_back(folder: Path, rank: int) -> dict[str, Tensor]:
-    """Residuals in a rank's side file."""
-    return torch.load(folder / f"rank_{rank:05d}.pt", weights_only=True)["memory"]["residual"]
+    """Residuals in a rank's part."""
+    return torch.load(part_file(folder, rank), weights_only=True)["memory"]["residual"]
 
 
 def mass(folder: Path, world_size: int) -> dict[str, Tensor]:

@@ -123,11 +123,11 @@ def test_plain_ddp_goes_on_where_every_buffer_is_dense_for_good(
     monkeypatch: pytest.MonkeyPatch, accumulate: int
 ) -> None:
     from lightning_safusion.comm import LinearCost
-    from lightning_safusion.fusion import engine
+    from lightning_safusion.fusion import build
 
     # a network on which a sparse exchange never pays
     costs = {"allgather": LinearCost(1.0, 1.0), "allreduce": LinearCost(1e-6, 1e-12)}
-    monkeypatch.setattr(engine, "calibrate", lambda transport, device: costs)
+    monkeypatch.setattr(build, "calibrate", lambda transport, device: costs)
 
     def run(rank: int) -> tuple[Any, int, list[Tensor]]:
         model = TinyClassifier()
@@ -153,10 +153,10 @@ def test_plain_ddp_goes_on_where_every_buffer_is_dense_for_good(
 def slow_selection(monkeypatch: pytest.MonkeyPatch) -> None:
     """A network on which a sparse exchange always pays, and selection that takes longer than what it saves."""
     from lightning_safusion.comm import LinearCost
-    from lightning_safusion.fusion import engine, handover
+    from lightning_safusion.fusion import build, handover
 
     costs = {"allgather": LinearCost(1e-6, 1e-12), "allreduce": LinearCost(1.0, 1.0)}
-    monkeypatch.setattr(engine, "calibrate", lambda transport, device: costs)
+    monkeypatch.setattr(build, "calibrate", lambda transport, device: costs)
     monkeypatch.setattr(handover, "predict_plain_ddp", lambda costs: 0.0)
     monkeypatch.setattr(handover, "_LENIENCE", 10.0)  # windows this short are noise
 

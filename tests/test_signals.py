@@ -16,7 +16,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEn
 from lightning_safusion import SAFusionStrategy
 from lightning_safusion.comm import LinearCost
 from lightning_safusion.comm.exchange import Notice
-from lightning_safusion.fusion import engine
+from lightning_safusion.fusion import build
 from lightning_safusion.integration.signals import DeferredSignals, requeue_signal
 from tests.models import TinyClassifier, classification, trainer
 from tests.process_group import run_launched
@@ -107,7 +107,7 @@ def test_where_no_gradients_carry_the_news_ranks_ask(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int | None, where: str
 ) -> None:
     costs = {"allgather": LinearCost(1.0, 1.0), "allreduce": LinearCost(1e-6, 1e-12)}
-    monkeypatch.setattr(engine, "calibrate", lambda transport, device: costs)
+    monkeypatch.setattr(build, "calibrate", lambda transport, device: costs)
 
     def train(rank: int) -> str:
         strategy = SAFusionStrategy(density=0.05, collective="auto" if step is None else "allgather")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
@@ -70,11 +71,8 @@ class Checkpoints:
             write()
         except Exception as error:
             failure = error
-        try:
-            raise_together(engine.transport, failure, path)
-        except Exception:
-            discard(plugin, path, rank, entry["nonce"])
-            raise
+        undo = partial(discard, plugin, path, rank, entry["nonce"])
+        raise_together(engine.transport, failure, path, undo)
         # on every node: their folders need not be one
         self._replacing.after(plugin, path, entry["nonce"], before, sweeps=local_rank == 0)
 
@@ -99,9 +97,10 @@ class Checkpoints:
             rank_zero_warn(f"SAFusionStrategy resumes from {path} with differences: {'; '.join(notes)}.")
         saved_by, workers = entry.get("world_size"), engine.transport.world_size
         if saved_by != workers:
+            plural = "" if saved_by == 1 else "s"
             rank_zero_info(
-                f"SAFusionStrategy: {path} was saved by {saved_by} workers and is resumed by {workers}: each begins "
-                f"with the mean of all residuals, and with a plan of its own."
+                f"SAFusionStrategy: {path} was saved by {saved_by} worker{plural} and is resumed by {workers}: each "
+                f"takes the mean of the residuals that can be used, and the plan is made anew."
             )
 
     def removed(self, plugin: CheckpointIO, path: _PATH, local_rank: int) -> None:

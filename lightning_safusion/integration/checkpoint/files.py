@@ -52,9 +52,11 @@ def write(part: Mapping[str, Any], folder: str, rank: int, nonce: str) -> str:
         with open(temporary, "wb") as file:
             digest = dump(part, file)
         os.replace(temporary, name)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):
             os.remove(temporary)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = temporary  # writing to an open file does not name it
         raise
     return digest
 

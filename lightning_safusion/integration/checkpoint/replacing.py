@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from fsspec.core import url_to_fs
@@ -110,11 +111,22 @@ def discard(plugin: CheckpointIO, path: _PATH, rank: int, nonce: str) -> None:
         files.discard(files.side_folder(path), rank, nonce)
 
 
-def raise_together(transport: Transport, failure: Exception | None, path: _PATH) -> None:
-    """Raises on all ranks if there was a failure on any. Collective."""
+def raise_together(
+    transport: Transport, failure: Exception | None, path: _PATH, undo: Callable[[], None] | None = None
+) -> None:
+    """Raises on all ranks if there was a failure on any. Collective.
+
+    Args:
+        transport: Of all ranks.
+        failure: Of this rank.
+        path: Of the main checkpoint.
+        undo: Called on all ranks if there was one. Not where a rank has died: its file may be in place.
+    """
     told = transport.gather_objects(None if failure is None else reason(failure))
+    failed = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]
+    if failed and undo is not None:
+        undo()
     if failure is not None:
         raise failure
-    failed = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]
     if failed:
         raise OSError(f"{path} could not be saved: {'; '.join(failed)}")

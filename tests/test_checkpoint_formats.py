@@ -1,0 +1,78 @@
+"""Checkpoints of earlier versions resume bit for bit.
+
+``tests/data/format_1`` is from commit e02ccde, before the first change of the format: ``rank_00000.pt`` and so on in
+one folder per name, without digests. It was made there by two ranks (``tests.process_group.run_ranks``) that called::
+
+    run(tests.test_checkpoint.ours(), 4, saving(folder / "old.ckpt", 4), deterministic=True)
+"""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.process_group import run_ranks
+from tests.resume import held_back, parameters, run, saving
+from tests.test_checkpoint import complaints, equal, ours
+
+OLD = Path(__file__).parent / "data" / "format_1"
+
+
+def _resume_old(rank: int, folder: Path) -> dict[str, Any]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        resumed = run(ours(), 9, saving(folder / "again.ckpt", 4), ckpt=folder / "old.ckpt", deterministic=True)
+        whole = run(ours(), 9, saving(folder / "whole.ckpt", 4), deterministic=True)
+    return {
+        "complaints": complaints(caught),
+        "windows": resumed.strategy.report()["windows"],
+        "same end": equal(parameters(resumed), parameters(whole)),
+    }
+
+
+def test_a_checkpoint_of_format_1_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(OLD, tmp_path / "job"))
+    results = run_ranks(2, _resume_old, folder)
+    assert [(result["complaints"], result["windows"]) for result in results] == [([], 9)] * 2
+    old, again, whole = (torch.load(folder / f"{name}.ckpt", weights_only=True) for name in ("old", "again", "whole"))
+    assert old["safusion"]["format"] == 1
+    assert again["safusion"]["engine"] == old["safusion"]["engine"]
+    for rank in range(2):
+        part = torch.load(OLD / "old.ckpt.safusion" / f"rank_{rank:05d}.pt", weights_only=True)
+        restored = held_back(folder / "again.ckpt.safusion", rank)
+        for name, residual in part["memory"]["residual"].items():
+            assert torch.equal(restored[name], residual), name
+    # another processor or torch may have rounded the first four steps in another way
+    if equal(list(whole["state_dict"].values()), list(old["state_dict"].values())):
+        assert all(result["same end"] for result in results)
+
+
+def _overwrite_old(rank: int, folder: Path) -> None:
+    run(ours(), 5, saving(folder / "old.ckpt", 5), ckpt=folder / "old.ckpt")
+
+
+def test_parts_of_format_1_go_once_their_checkpoint_is_replaced(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(OLD, tmp_path / "job"))
+    run_ranks(2, _overwrite_old, folder)
+    nonce = torch.load(folder / "old.ckpt", weights_only=True)["safusion"]["nonce"]
+    names = sorted(path.name for path in (folder / "old.ckpt.safusion").iterdir())
+    assert names == [f"rank_0000{rank}-{nonce}.pt" for rank in range(2)]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_format_1_resumes_on_another_number_of_workers(tmp_path: Path, world_size: int) -> None:
+    folder = Path(shutil.copytree(OLD, tmp_path / "job"))
+    results = run_ranks(world_size, _resume_on, folder)
+    assert all(result == ([], 5) for result in results)
+
+
+def _resume_on(rank: int, folder: Path) -> tuple[list[str], int]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        job = run(ours(), 5, ckpt=folder / "old.ckpt")
+    return complaints(caught), job.strategy.report()["windows"]

@@ -1,0 +1,113 @@
+"""Plugins for checkpoints with storage of their own: rank 0 alone writes to it, and all residuals are there."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+
+from tests.process_group import run_ranks
+from tests.resume import parameters, run, saving
+from tests.test_checkpoint import complaints, equal, ours
+
+
+class Store(CheckpointIO):
+    """Objects by key; no key is the path of a file. Like many a store, it takes writes from the first process only."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def _place(self, path: Any) -> Path:
+        scheme, _, key = str(path).partition("://")
+        assert scheme in ("artifacts", "/proc/nowhere/a.ckpt"), path
+        return self.folder / (key.replace("/", "-") or "unwritable")
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        assert dist.get_rank() == 0
+        torch.save(checkpoint, self._place(path))
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        loaded: dict[str, Any] = torch.load(self._place(path), map_location, weights_only=weights_only)
+        return loaded
+
+    def remove_checkpoint(self, path: Any) -> None:
+        self._place(path).unlink()
+
+
+def _plugin(folder: Path, asynchronous: bool) -> CheckpointIO:
+    return AsyncCheckpointIO(Store(folder)) if asynchronous else Store(folder)
+
+
+def _resume(rank: int, folder: Path, path: str, asynchronous: bool) -> dict[str, Any]:
+    def plugins() -> list[CheckpointIO]:
+        return [_plugin(folder, asynchronous)]
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        # twice, so that the second replaces the first
+        saves = saving(path, 2), saving(path, 4)
+        whole = run(ours(), 8, *saves, plugins=plugins(), deterministic=True)
+        resumed = run(ours(), 8, ckpt=path, plugins=plugins(), deterministic=True)
+    return {"complaints": complaints(caught), "same": equal(parameters(whole), parameters(resumed))}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("path", ["artifacts://run/a.ckpt", "/proc/nowhere/a.ckpt"])
+def test_checkpoints_in_a_store_resume_bit_for_bit(tmp_path: Path, path: str, asynchronous: bool) -> None:
+    before = set(os.listdir())
+    assert run_ranks(2, _resume, tmp_path, path, asynchronous) == [{"complaints": [], "same": True}] * 2
+    assert len(list(tmp_path.iterdir())) == 1
+    assert set(os.listdir()) == before
+
+
+def _go_on(rank: int, folder: Path, step: int) -> list[str]:
+    earlier = "artifacts://0" if step > 3 else None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        # at the first step it saves what it has restored
+        run(ours(), step, saving(f"artifacts://{step - 3}", 3), ckpt=earlier, plugins=[Store(folder)])
+    return complaints(caught)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_parts_in_a_store_are_shared_by_other_numbers_of_workers(tmp_path: Path, world_size: int) -> None:
+    for workers, step in ((2, 3), (world_size, 4)):
+        assert run_ranks(workers, _go_on, tmp_path, step) == [[]] * workers
+    before, after = (_mean(tmp_path / name, tmp_path / "part") for name in "01")
+    for name, mean in before.items():
+        torch.testing.assert_close(after[name], mean, rtol=0, atol=1e-6 * float(mean.abs().max()))
+    assert any(mean.any() for mean in before.values())
+
+
+def _mean(path: Path, scratch: Path) -> dict[str, torch.Tensor]:
+    """Mean of the residuals in a checkpoint over the ranks."""
+    payloads = torch.load(path, weights_only=True)["safusion"]["parts"]
+    residuals = []
+    for payload in payloads:
+        scratch.write_bytes(payload.numpy().tobytes())
+        residuals.append(torch.load(scratch, weights_only=True)["memory"]["residual"])
+    return {name: sum(part[name].double() for part in residuals) / len(residuals) for name in residuals[0]}
+
+
+def _damaged(rank: int, folder: Path) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(ours(), 5, ckpt="artifacts://0", plugins=[Store(folder)])
+    return complaints(caught)
+
+
+def test_a_damaged_part_in_a_store_is_noticed_by_all(tmp_path: Path) -> None:
+    run_ranks(2, _go_on, tmp_path, 3)
+    checkpoint = torch.load(tmp_path / "0", weights_only=True)
+    checkpoint["safusion"]["parts"][1][5000] ^= 16
+    torch.save(checkpoint, tmp_path / "0")
+    first, second = run_ranks(2, _damaged, tmp_path)
+    assert "the part of rank 1 in artifacts://0 is damaged" in first[0]
+    assert second == []
