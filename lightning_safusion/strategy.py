@@ -125,8 +125,10 @@ class SAFusionStrategy(EngineDDPStrategy):
         row = job.system
         self.system, self.settings = row.name, job.settings
         elastic = isinstance(row, HookSystem) and row.elastic
-        rules = list(job.dense), job.dense_below, job.dense_below_ndim
-        super().__init__(*rules, transport == "horovod", row.ddp_hook, elastic, **kwargs)
+        dense, below, below_ndim = list(job.dense), job.dense_below, job.dense_below_ndim
+        over_horovod = transport == "horovod"
+        # each by itself: jsonargparse reads from this call which arguments are not the user's
+        super().__init__(dense, below, below_ndim, over_horovod, row.ddp_hook, elastic, **kwargs)
         self._compiled: bool | None = None  # a part of the model has been compiled; None: nobody has looked
         self._settles_because: str | None = None  # why no step reaches into the next forward pass
 
