@@ -1,0 +1,48 @@
+"""The numbers that planning gets of a job."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+
+import pytest
+import torch
+
+from lightning_safusion.comm.wire import resolve_codec
+from lightning_safusion.fusion.plans.costs import JobShape
+from lightning_safusion.fusion.plans.plan import Plan
+from tests.cluster import Cluster, settings, specs
+from tests.fusion.test_engine import run
+
+SIZES = [(40,), (8, 10), (30,)]
+
+
+def test_a_shape_follows_order_and_density() -> None:
+    cluster = Cluster(2, lambda: settings(density=0.25, fusion="single"), specs([(40,), (8, 10), (3,)]))
+    run(cluster, 3)
+    generator = cluster.controllers[0].generator
+    shape = generator.shape
+    assert shape is generator.shape  # made once, not once per window
+    assert shape.numels == tuple(spec.numel for spec in generator.layout.specs)
+    assert shape.quotas == tuple(generator.quotas.counts.tolist())
+    assert (shape.world_size, shape.device, shape.hybrid, len(shape)) == (2, "cpu", False, 3)
+    entries = sum(shape.quotas)
+    assert shape.entry_bytes == resolve_codec("auto", 123, entries, torch.float32).nbytes / entries
+    generator.set_density(1.0)
+    assert generator.shape.all_dense
+    assert not shape.all_dense
+    with pytest.raises(FrozenInstanceError):
+        shape.entry_bytes = 1.0  # type: ignore[misc]
+
+
+def test_a_shape_describes_every_tensor() -> None:
+    with pytest.raises(ValueError, match="one number per tensor"):
+        JobShape((1, 2), (4,), (1, 2), 2, 6.0)
+
+
+def test_buffers_of_a_replaced_plan_are_forgotten() -> None:
+    cluster = Cluster(2, lambda: settings(density=0.25, fusion="wfbp", collective="allgather"), specs(SIZES))
+    run(cluster, 4)
+    pools = [controller.generator.pool for controller in cluster.controllers]
+    assert all(len(pool) >= 3 for pool in pools)
+    cluster.each(lambda rank: cluster.controllers[rank].use(Plan.from_counts([1, 2])))
+    assert [len(pool) for pool in pools] == [1, 1]  # that of the first tensor is in both plans
