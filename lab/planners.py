@@ -13,6 +13,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from lab.planner_loss import losses, random_behind, random_dense
 from lightning_safusion.fusion.behind import predict_behind
 from lightning_safusion.fusion.dp import plan_optimal, predict_finish
 from lightning_safusion.fusion.planners import plan_mgwfbp, plan_omgs, plan_pareto
@@ -21,7 +22,6 @@ from lightning_safusion.simulate.engine import mean_iteration
 from lightning_safusion.simulate.job import Job
 from lightning_safusion.simulate.systems import SIMULATED
 from lightning_safusion.simulate.trace import TRACE_NAMES, resolve_trace
-from lab.planner_loss import losses, random_behind, random_dense
 
 _ABLATION = ("saf-naive", "saf-inter", "safusion-paper", "safusion")
 

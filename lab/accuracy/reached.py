@@ -8,10 +8,10 @@ from statistics import fmean
 from typing import Any
 
 from lab.accuracy.training import Curve
+from lab.tasks import Task
 from lightning_safusion.bench.grammar import read
 from lightning_safusion.ddp_hooks import POWERSGD_RANKS, POWERSGD_START
 from lightning_safusion.systems import resolve_system
-from lab.tasks import Task
 
 #: How much worse than DDP's at its end the metric may be: points of accuracy as a share, or a share of the loss.
 ACCURACY_BELOW, LOSS_ABOVE = 0.005, 0.01

@@ -13,9 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from lab.accuracy.reached import ACCURACY_BELOW, LOSS_ABOVE, Reached
-from lightning_safusion.bench.table import machine
 from lab.tasks import Task
-
+from lightning_safusion.bench.table import machine
 
 
 @dataclass(frozen=True)

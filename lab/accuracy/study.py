@@ -17,11 +17,14 @@ from typing import Any
 
 from rich.console import Console
 
-from lightning_safusion.__about__ import __version__
 from lab.accuracy.job import TrainedJob, trained_row
-from lab.accuracy.report import Setting, as_record, build_table, plot_rows
 from lab.accuracy.reached import RowTimes, summarize
+from lab.accuracy.report import Setting, as_record, build_table, plot_rows
 from lab.accuracy.training import Curve, Training, check_trainable, train_curve
+from lab.tasks import TASKS, Task
+from lab.virtual.jobs import run_jobs
+from lab.virtual.ledger import Ledger, key_of
+from lightning_safusion.__about__ import __version__
 from lightning_safusion.bench.medians import summarize as summarize_steps
 from lightning_safusion.bench.progress import job_bar, step_bars
 from lightning_safusion.bench.run import begin, usable_rates
@@ -29,9 +32,6 @@ from lightning_safusion.bench.session import REFERENCES, Rhythm, machines, measu
 from lightning_safusion.bench.table import write_json
 from lightning_safusion.bench.workers import FLOOR
 from lightning_safusion.naming import look_up
-from lab.tasks import TASKS, Task
-from lab.virtual.ledger import Ledger, key_of
-from lab.virtual.jobs import run_jobs
 
 _SYSTEMS = ("ddp-bf16", "powersgd", "saf-naive", "saf-inter", "safusion")
 

@@ -10,6 +10,10 @@ from typing import Any
 
 import torch
 
+from lab.tasks import Task
+from lab.virtual.powersgd import PowerSGD
+from lab.virtual.training import VirtualTraining
+from lab.virtual.workers import Averager, Dense, Engines, Rounded
 from lightning_safusion.bench.rows import Row
 from lightning_safusion.ddp_hooks import POWERSGD_RANKS, POWERSGD_START
 from lightning_safusion.fusion.engine import EngineSettings
@@ -17,10 +21,6 @@ from lightning_safusion.fusion.layout import TensorSpec
 from lightning_safusion.fusion.plan import GroupCosts, Plan
 from lightning_safusion.fusion.policy import FusionPolicy
 from lightning_safusion.fusion.published import Horovod
-from lab.tasks import Task
-from lab.virtual.powersgd import PowerSGD
-from lab.virtual.training import VirtualTraining
-from lab.virtual.workers import Averager, Dense, Engines, Rounded
 
 # Points of a curve.
 _POINTS = 40

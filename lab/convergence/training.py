@@ -13,13 +13,13 @@ from torch import Tensor
 
 from lab.convergence.adaptive import FrozenSecondMoment, PreconditionedTopK
 from lab.convergence.scheme import Scheme
-from lightning_safusion.ddp_hooks import POWERSGD_START
-from lightning_safusion.fusion.layout import TensorSpec, specs_from_parameters
-from lightning_safusion.metrics import AchievedDensity, CompressionError, TensorMissingRate
 from lab.tasks import Task
 from lab.virtual.powersgd import PowerSGD
 from lab.virtual.training import VirtualTraining
 from lab.virtual.workers import Averager, Dense, Engines
+from lightning_safusion.ddp_hooks import POWERSGD_START
+from lightning_safusion.fusion.layout import TensorSpec, specs_from_parameters
+from lightning_safusion.metrics import AchievedDensity, CompressionError, TensorMissingRate
 
 # Points of the curve of the training loss, and samples of what was sent of every tensor.
 _POINTS = 40

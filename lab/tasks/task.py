@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_safusion.demo.model import WIDTHS, DigitsNet
 from lab.tasks.data import Data, Digits, DigitsTwice, Text
 from lab.tasks.models import ByteLSTM, ByteTransformer, PlainConvNet, TwoHeads
+from lightning_safusion.demo.model import WIDTHS, DigitsNet
 
 # Held-out samples that are evaluated together.
 _EVALUATED = 64

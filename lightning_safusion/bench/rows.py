@@ -55,7 +55,7 @@ class Row:
         Raises:
             ValueError: If an option has a value that it cannot have; names the row.
         """
-        options = {"process_group_backend": "gloo", "density": density} | defaults | dict(self.options)
+        options: dict[str, Any] = {"process_group_backend": "gloo", "density": density} | defaults | dict(self.options)
         try:
             for option, resolve in _PARTS.items():
                 if "[" in str(options.get(option, "")):

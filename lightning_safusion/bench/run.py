@@ -11,9 +11,9 @@ import torch
 from rich.console import Console
 
 from lightning_safusion.bench.calibrate import fit_run
-from lightning_safusion.bench.medians import SystemFigures, summarize
 from lightning_safusion.bench.extras import need
 from lightning_safusion.bench.links import bits_per_second, why_no_links
+from lightning_safusion.bench.medians import SystemFigures, summarize
 from lightning_safusion.bench.progress import step_bars
 from lightning_safusion.bench.session import RECORDS, REFERENCES, Rhythm, machines, measure
 from lightning_safusion.bench.table import Conditions, as_record, build_table, plot_tables, write_json

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from lightning_safusion.demo.events import History, Settings
 
+
 def build_table(histories: Sequence[History], settings: Settings) -> Table:
     """One row per system; times and bytes are medians over the steps of the first worker."""
     table = Table(

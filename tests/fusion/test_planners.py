@@ -8,11 +8,11 @@ from functools import partial
 import numpy as np
 import pytest
 
+from lab.planner_loss import all_plans, best_behind, losses, random_behind, random_dense
 from lightning_safusion.fusion.behind import BehindCosts, SelectionCost, predict_behind
 from lightning_safusion.fusion.dp import plan_optimal, predict_finish
 from lightning_safusion.fusion.plan import GroupCosts, Plan
 from lightning_safusion.fusion.planners import even_cuts, plan_mgwfbp, plan_omgs, plan_pareto, search_cuts, sparse_plan
-from lab.planner_loss import all_plans, best_behind, losses, random_behind, random_dense
 
 # The counter-example to greedy merging: each merge delays the start by less than a message costs, but delays add up.
 ACCUMULATING = GroupCosts(

@@ -15,8 +15,8 @@ from torch import nn
 from lab.convergence.adaptive import ClippedResidual, FrozenSecondMoment, PreconditionedTopK
 from lab.convergence.scheme import Scheme
 from lab.convergence.training import train
-from lightning_safusion.sparsify import Segments
 from lab.tasks import TASKS
+from lightning_safusion.sparsify import Segments
 
 TASK = replace(TASKS["bytes-transformer"], steps=4, batch=4)
 

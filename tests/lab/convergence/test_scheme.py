@@ -10,9 +10,9 @@ import torch
 from lab.convergence.plan import PRESETS
 from lab.convergence.scheme import Scheme
 from lab.convergence.training import make_optimizer
+from lab.tasks import TASKS
 from lightning_safusion.fusion.policy import Aligned, Single
 from lightning_safusion.sparsify import ResidualMemory
-from lab.tasks import TASKS
 
 
 @pytest.mark.parametrize(
@@ -33,11 +33,11 @@ def test_the_degree_is_the_tensors_in_a_buffer() -> None:
 
 
 def test_parts_take_options() -> None:
-    memory = Scheme("ahead", memory="residual:decay=0.9").settings(1).memory
+    memory = Scheme("ahead", memory="residual[decay=0.9]").settings(1).memory
     assert isinstance(memory, ResidualMemory)
     assert memory.decay == 0.9
-    with pytest.raises(TypeError, match="deca"):
-        Scheme("ahead", memory="residual:deca=0.9")
+    with pytest.raises(ValueError, match="unknown option 'deca'.*Did you mean 'decay'"):
+        Scheme("ahead", memory="residual[deca=0.9]")
 
 
 def test_schedules_are_shares_of_the_steps() -> None:

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_safusion.ddp_hooks import DDPHookName, register_ddp_hook
-from lightning_safusion.fusion.layout import specs_from_parameters
 from lab.virtual.powersgd import PowerSGD
 from lab.virtual.training import taken_gradients
 from lab.virtual.workers import Rounded
+from lightning_safusion.ddp_hooks import DDPHookName, register_ddp_hook
+from lightning_safusion.fusion.layout import specs_from_parameters
 
 WORKERS, STEPS, START = 2, 8, 3
 
