@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lab.convergence.plan import PRESETS
-from lab.convergence.scheme import Scheme
+from lab.convergence.scheme import Scheme, parse_scheme
 from lab.convergence.training import make_optimizer
 from lab.tasks import TASKS
 from lightning_safusion.fusion.policy import Aligned, Single
@@ -60,7 +60,8 @@ def test_options_make_the_scheme_again() -> None:
     scheme = Scheme("pooled", density=0.002, dense_below=512, beta2=0.95)
     assert scheme.options() == {"method": "pooled", "density": 0.002, "dense_below": 512, "beta2": 0.95}
     assert Scheme(**scheme.options()) == scheme
-    assert scheme.name == "pooled,density=0.002,dense_below=512,beta2=0.95"
+    assert scheme.name == "pooled[density=0.002,dense_below=512,beta2=0.95]"
+    assert parse_scheme(scheme.name) == scheme
 
 
 def test_a_scheme_may_change_the_optimizer() -> None:
