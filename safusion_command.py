@@ -25,15 +25,15 @@ COMMANDS = {
     ),
     "plan": (
         "lightning_safusion.simulate.report:run_plan",
-        "Predicts what each system would make of a job on a cluster.",
+        "Predicts what each system would do on a cluster, and which settings to take.",
     ),
     "bench": (
         "lightning_safusion.bench.run:run_bench",
         "Measures systems side by side: steps, exposed exchange, bytes and memory, over links of a given rate.",
     ),
-    "systems": ("lightning_safusion.systems:print_systems", "Prints the table of systems."),
-    "trace": ("lightning_safusion.profiling.trace:trace", "Merges the timelines that OverlapProfiler has written."),
-    "report": ("lightning_safusion.report.page:report", "Makes one page of a run's directory."),
+    "systems": ("lightning_safusion.systems:print_systems", "Prints the systems that SAFusionStrategy(system=...) takes."),
+    "trace": ("lightning_safusion.profiling.trace:trace", "Merges the traces that OverlapProfiler has written on all ranks."),
+    "report": ("lightning_safusion.report.page:report", "Makes a web page of what the callbacks of a run have measured."),
 }
 
 
@@ -72,7 +72,7 @@ def run(
     try:
         make = _parser_class()
         if not args or args[0] not in commands:
-            parser = make(prog=program, description=description, **({"version": release} if release else {}))
+            parser = make(prog=program, description=description, version=release)
             subcommands = parser.add_subcommands()
             for name, (_, summary) in commands.items():
                 subcommands.add_subcommand(name, make(), help=summary)

@@ -4,7 +4,8 @@
     python examples/cli.py fit --config examples/configs/parts.yaml --trainer.strategy.density=0.1
     python examples/cli.py fit --trainer.strategy.help=SAFusionStrategy
 
-The model and the data are those of ``safusion demo``. For your own, ``LightningCLI(YourModel, YourData)`` is enough.
+A small network learns handwritten digits (scikit-learn's). For a model and data of your own,
+``LightningCLI(YourModel, YourData)`` is enough.
 """
 
 from __future__ import annotations
@@ -12,11 +13,77 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset, random_split
 
 import lightning_safusion  # noqa: F401 - registers the names that `--trainer.strategy=...` takes
-from lightning_safusion.demo.data import DigitsData
-from lightning_safusion.demo.model import DigitsNet
+
+
+class DigitsNet(LightningModule):
+    """Normalised convolutions for 8x8 images.
+
+    Args:
+        widths: Channels of each stage; every stage but the first halves the image.
+        lr: Learning rate of SGD with momentum, lowered to zero along a cosine.
+        steps: Optimizer steps of the whole training.
+    """
+
+    def __init__(self, widths: tuple[int, ...], lr: float, steps: int) -> None:
+        super().__init__()
+        self.lr = lr
+        self.steps = steps
+        layers: list[nn.Module] = []
+        for stage, (before, width) in enumerate(zip((1, *widths), widths, strict=False)):
+            convolution = nn.Conv2d(before, width, 3, 2 if stage else 1, padding=1, bias=False)
+            layers += [convolution, nn.BatchNorm2d(width), nn.ReLU()]
+        self.layers = nn.Sequential(*layers)
+        self.head = nn.Linear(widths[-1], 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        classes: Tensor = self.head(self.layers(x).mean(dim=(2, 3)))
+        return classes
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        images, labels = batch
+        return functional.cross_entropy(self(images), labels)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        images, labels = batch
+        self.log("val_accuracy", (self(images).argmax(1) == labels).float().mean(), sync_dist=True)
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9, weight_decay=1e-4)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=self.steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class DigitsData(LightningDataModule):
+    """Images of digits with their classes; a quarter of them is held out.
+
+    Args:
+        batch_size: Images per worker and step.
+        seed: Of the split.
+    """
+
+    def __init__(self, batch_size: int, seed: int) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+        digits = load_digits()
+        images = torch.from_numpy(digits.images).float().unsqueeze(1) / 16
+        whole = TensorDataset(images, torch.from_numpy(digits.target).long())
+        self.training, self.validation = random_split(whole, (0.75, 0.25), torch.Generator().manual_seed(seed))
+
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        return DataLoader(self.training, self.batch_size, shuffle=True, drop_last=True)
+
+    def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        return DataLoader(self.validation, batch_size=self.batch_size)
 
 
 class DigitsCLI(LightningCLI):

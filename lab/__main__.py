@@ -9,13 +9,13 @@ from safusion_command import run
 
 #: Each study: the function that runs it, and what it shows, in a line.
 STUDIES = {
-    "accuracy": ("lab.accuracy.study:accuracy", "Time to accuracy: how long systems train until they are as good as DDP."),
+    "accuracy": ("lab.accuracy.study:accuracy", "How long systems train until they are nearly as good as DDP."),
     "convergence": ("lab.convergence.study:convergence", "Accuracy by scope, density, memory and optimizer."),
     "missing-rate": ("lab.missing_rate:missing_rate", "Tensors that go missing, and accuracy, by fusion degree."),
-    "perplexity": ("lab.perplexity:perplexity", "Learning curves of a small LSTM: dense DDP, SAFusion, a bigram model."),
+    "perplexity": ("lab.perplexity:perplexity", "Learning curves of a small LSTM under DDP and SAFusion."),
     "hook": ("lab.hook:hook", "What a gradient pays for passing through the hook."),
     "native": ("lab.native:compiled", "What the engine costs the CPU with and without compiled kernels."),
-    "selection": ("lab.selection:selection", "Selection before fusion against selection after it, over a model's gradients."),
+    "selection": ("lab.selection:selection", "Time of selection before fusion against selection after it."),
     "gpu": ("lab.gpu:gpu", "Selection and packing on a CUDA device against a copy of the same bytes."),
     "callbacks": ("lab.callbacks:callbacks", "What the callbacks cost."),
     "tuner": ("lab.tuner:tuner", "BufferSizeTuner over a link of known rate (Linux, root)."),

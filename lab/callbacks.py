@@ -1,6 +1,6 @@
 """What the callbacks cost: steps with them and without them, side by side in one training of two workers.
 
-    $ python benchmarks/callbacks.py
+    $ python -m lab callbacks
 
 All callbacks of the package, or those named, are taken out of the running trainer for a block of steps, put back for
 the next one, and so on; a block has as many steps as each callback takes from one report to the next, so that one
@@ -14,12 +14,15 @@ reviews are the planner's and go on in all blocks: their share is printed in the
 
 from __future__ import annotations
 
-import argparse
 import functools
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +31,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_safusion import SAFusionStrategy
+from lightning_safusion.bench.team import Place, started
 from lightning_safusion.callbacks import (
     BufferSizeTuner,
     ConvergenceProbe,
@@ -36,8 +40,9 @@ from lightning_safusion.callbacks import (
     TensorMissingRateMonitor,
 )
 from lightning_safusion.fusion.planning import Planner
+from lightning_safusion.lookup import look_up
 
-WATCHED = {
+WATCHED: dict[str, Callable[..., Callback]] = {
     "overlap": OverlapProfiler,
     "missing": TensorMissingRateMonitor,
     "replicas": ReplicaConsistencyCheck,
@@ -79,10 +84,10 @@ class Alternating(LightningModule):
 
     def _switch(self, on: bool) -> bool:
         # in a hook of the module: no loop over the trainer's callbacks is under way
-        callbacks = self.trainer.callbacks
+        callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]  # of the trainer, set in its init
         strategy = self.trainer.strategy
         assert isinstance(strategy, SAFusionStrategy)
-        self.watched = self.watched or [each for each in callbacks if type(each) in WATCHED.values()]
+        self.watched = self.watched or [each for each in callbacks if type(each) in set(WATCHED.values())]
         for each in self.watched:
             if on and each not in callbacks:
                 callbacks.append(each)
@@ -113,7 +118,7 @@ def time_reviews() -> list[float]:
         observe(planner, *args)
         seconds.append(time.perf_counter() - begin)
 
-    Planner.observe = timed  # type: ignore[method-assign]  # a clock round a method, in the benchmark's own processes
+    Planner.observe = timed  # type: ignore[method-assign, assignment]  # a clock round a method, in the benchmark's own processes
     return seconds
 
 
@@ -144,30 +149,77 @@ def time_hooks(callbacks: Sequence[Callback]) -> dict[str, float]:
     return totals
 
 
-def main() -> None:
-    """Prints the ratio, and the length of a step."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("callbacks", nargs="*", help=f"of {', '.join(WATCHED)}; all by default")
-    parser.add_argument("--tensors", type=int, default=200)
-    parser.add_argument("--width", type=int, default=128, help="layers are width x width")
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--every-n-steps", type=int, default=50, help="steps from report to report, and in a block")
-    parser.add_argument("--pairs", type=int, default=20, help="blocks with the callbacks")
-    parser.add_argument("--null", action="store_true", help="leave the callbacks out everywhere")
-    args = parser.parse_args()
-    torch.set_flush_denormal(True)
-    blocks = 2 * args.pairs + 3  # the first two settle
-    steps = blocks * args.every_n_steps + 1
+@dataclass(frozen=True)
+class Measured:
+    """What is measured.
+
+    Args:
+        names: Of the callbacks.
+        tensors: Parameter tensors.
+        width: Layers are width x width.
+        batch_size: Samples of one worker.
+        every: Steps from report to report, and in a block.
+        pairs: Blocks with the callbacks.
+        null: Leave the callbacks out everywhere.
+    """
+
+    names: Sequence[str]
+    tensors: int
+    width: int
+    batch_size: int
+    every: int
+    pairs: int
+    null: bool
+
+
+def callbacks(
+    only: Sequence[str] = tuple(WATCHED),
+    tensors: int = 200,
+    width: int = 128,
+    batch_size: int = 64,
+    every_n_steps: int = 50,
+    pairs: int = 20,
+    null: bool = False,
+) -> None:
+    """What the callbacks cost: steps with them and without them, side by side in one training of two workers.
+
+    Args:
+        only: These: "overlap", "missing", "replicas", "probe".
+        tensors: Parameter tensors.
+        width: Layers are width x width.
+        batch_size: Samples of one worker.
+        every_n_steps: Steps from report to report, and in a block.
+        pairs: Blocks with the callbacks.
+        null: Leave the callbacks out everywhere: what chance alone does.
+    """
+    for name in only:
+        look_up("callback", name, WATCHED)
+    torch.set_num_threads(1)  # no threads before the workers are forked
+    measured = Measured(only, tensors, width, batch_size, every_n_steps, pairs, null)
+    place = Place(2)
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "callbacks.log")
+        with started("callbacks", place, log, place.port(0), partial(_work, measured)) as team:
+            for line in team.events():
+                print(line, flush=True)
+
+
+def _work(measured: Measured, rank: int, pipe: Connection) -> None:
+    """One worker; the first one says what came of it."""
+    steps = (2 * measured.pairs + 3) * measured.every + 1  # the first two blocks settle
     made: list[Callback] = []
-    for name in args.callbacks or WATCHED:
-        options = {"table": False} if name == "overlap" else {"worst": 0} if name == "missing" else {}
-        made.append(WATCHED[name](every_n_steps=args.every_n_steps, **options))
-    model = Alternating(args.tensors, args.width, args.every_n_steps, args.null)
-    data = TensorDataset(torch.randn(args.batch_size, args.width).repeat(2 * steps, 1))
+    for name in measured.names:
+        options: dict[str, Any] = {"table": False} if name == "overlap" else {"worst": 0} if name == "missing" else {}
+        made.append(WATCHED[name](every_n_steps=measured.every, **options))
+    model = Alternating(measured.tensors, measured.width, measured.every, measured.null)
+    data = TensorDataset(torch.randn(measured.batch_size, measured.width).repeat(2 * steps, 1))
     trainer = Trainer(
         accelerator="cpu",
-        devices=2,
-        strategy=SAFusionStrategy(collective="allgather", density=0.05, fusion="aligned"),
+        num_nodes=2,
+        devices=1,
+        strategy=SAFusionStrategy(
+            collective="allgather", density=0.05, fusion="aligned", process_group_backend="gloo"
+        ),
         callbacks=[*made, BufferSizeTuner()],
         max_steps=steps,
         default_root_dir=tempfile.mkdtemp(),
@@ -176,28 +228,25 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    torch.set_num_threads(1)
     reviews, hooks = time_reviews(), time_hooks(made)
     begin = time.perf_counter()
-    trainer.fit(model, DataLoader(data, batch_size=args.batch_size))
-    if trainer.is_global_zero:
-        show(model.seconds[2:], args)
-        watched = args.every_n_steps * sum(wall for wall, _ in model.seconds[1::2])
+    trainer.fit(model, DataLoader(data, batch_size=measured.batch_size))
+    if rank == 0:
+        for text in lines(model.seconds[2:], measured):
+            pipe.send(text)
+        watched = measured.every * sum(wall for wall, _ in model.seconds[1::2])
         for name, total in hooks.items():
-            print(f"  in {name}: {100 * total / watched:.2f} % of the time")
-        print(f"  the tuner's reviews: {100 * sum(reviews) / (time.perf_counter() - begin):.2f} % of the time")
+            pipe.send(f"  in {name}: {100 * total / watched:.2f} % of the time")
+        pipe.send(f"  the tuner's reviews: {100 * sum(reviews) / (time.perf_counter() - begin):.2f} % of the time")
+    pipe.send(None)
 
 
-def show(seconds: list[tuple[float, float]], args: argparse.Namespace) -> None:
-    """Prints the ratios of each block with the callback to the mean of its neighbours, which are without."""
-    what = "nothing" if args.null else ", ".join(args.callbacks or WATCHED)
+def lines(seconds: Sequence[tuple[float, float]], measured: Measured) -> Iterator[str]:
+    """The ratios of each block with the callbacks to the mean of its neighbours, which are without."""
+    what = "nothing" if measured.null else ", ".join(measured.names)
     step = statistics.median(wall for wall, _ in seconds[::2])
-    print(f"{what}, {args.tensors} tensors, {step * 1e3:.1f} ms per step, {len(seconds) // 2} pairs of blocks")
+    yield f"{what}, {measured.tensors} tensors, {step * 1e3:.1f} ms per step, {len(seconds) // 2} pairs of blocks"
     for name, column in zip(("time", "processor time"), zip(*seconds, strict=True), strict=True):
         ratios = [column[i] / statistics.fmean((column[i - 1], column[i + 1])) for i in range(1, len(column) - 1, 2)]
         low, middle, high = statistics.quantiles(ratios, n=4)
-        print(f"  {name}: ratio {middle:.4f}, middle half {low:.4f} to {high:.4f}")
-
-
-if __name__ == "__main__":
-    main()
+        yield f"  {name}: ratio {middle:.4f}, middle half {low:.4f} to {high:.4f}"

@@ -25,7 +25,7 @@ from lightning_safusion.simulate.trace import resolve_trace
 _RIVALS = ("wfbp", "oktopk", "omgs", "cupcake")
 _HEAD = f"| over {' | over '.join(_RIVALS)} | papers over bf16 DDP | here over bf16 DDP |"
 _RULE = "| ---: " * (len(_RIVALS) + 2) + "|"
-# Seconds relative to a sampled threshold (DGC), as `python -m lab selection` measures them on a CPU: passes over memory.
+# Seconds relative to a sampled threshold (DGC), as `python -m lab selection` measures them on a CPU.
 _SPARSIFIERS = {"dgc": 1.0, "gaussiank": 1.5, "redsync": 2.7, "sidco": 4.1}
 
 

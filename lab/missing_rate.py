@@ -1,6 +1,6 @@
 """Missing tensors and accuracy by fusion degree: sparsification behind fusion, ahead of it, with and without feedback.
 
-    $ python benchmarks/missing_rate.py --output docs/images/missing_rate.png
+    $ python -m lab missing-rate --output docs/images/missing_rate.png
 
 SAFusion's first observation, on real trainings: a residual network on scikit-learn's digits (the demo's), two forked
 workers on the CPU. Every row has top-k, the same density, batches and start; a row with degree ``d`` fuses ``d``
@@ -11,26 +11,29 @@ Prints a markdown table and saves a picture. Accuracy is that of the last epoch 
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
-import warnings
+import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from multiprocessing.queues import SimpleQueue
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import fmean
+from typing import Literal, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from matplotlib.figure import Figure
+from typing_extensions import override
 
+from lab.markdown import markdown
 from lightning_safusion import Aligned, SAFusionStrategy
+from lightning_safusion.bench.team import Place, started
 from lightning_safusion.callbacks import TensorMissingRateMonitor
 from lightning_safusion.demo.data import DigitsData
-from lightning_safusion.demo.events import Settings
-from lightning_safusion.demo.model import DigitsNet
+from lightning_safusion.demo.model import WIDTHS, DigitsNet
 
 AHEAD_DEGREE = 8
+_BATCH = 32  # images of a worker
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Row:
         memory: ``"residual"`` or ``"none"``.
     """
 
-    scope: str
+    scope: Literal["dense", "group", "tensor"]
     degree: int
     memory: str
 
@@ -63,67 +66,76 @@ class Result:
     accuracy: float
 
 
-class Sender(Callback):
-    """Sends the result of the first worker to the process that started it.
+@dataclass(frozen=True)
+class Conditions:
+    """What all rows have in common.
 
     Args:
-        queue: Takes it.
-        monitor: Samples the row.
+        density: Of sparse rows.
+        epochs: Of each training.
+        workers: That train together.
+        lr: Learning rate.
     """
 
-    def __init__(self, queue: SimpleQueue[Result], monitor: TensorMissingRateMonitor) -> None:
-        self.queue, self.monitor = queue, monitor
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # one thread each, or the workers fight for the cores; denormals slow a small network down up to three times
-        torch.set_num_threads(1)
-        torch.set_flush_denormal(True)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.is_global_zero:
-            accuracy = float(trainer.callback_metrics["val_accuracy"])
-            statistics = self.monitor.statistics
-            if statistics is None or not statistics.samples:  # plain DDP
-                self.queue.put(Result(0.0, 1.0, accuracy))
-            else:
-                missing, density = statistics.missing.compute(), statistics.density.compute()
-                self.queue.put(Result(float(missing), float(density), accuracy))
+    density: float
+    epochs: int
+    workers: int
+    lr: float
 
 
-def train(row: Row, seed: int, args: argparse.Namespace) -> Result:
-    """Trains one row from one start."""
+def train(row: Row, seed: int, conditions: Conditions, log: Path) -> Result:
+    """Trains one row from one start, on workers of their own."""
+    place = Place(conditions.workers)
+    with started(label(row), place, log, place.port(0), partial(_work, row, seed, conditions)) as team:
+        (result,) = team.events()
+    return cast(Result, result)
+
+
+def _work(row: Row, seed: int, conditions: Conditions, rank: int, pipe: Connection) -> None:
+    """One worker; the first one says what came of it."""
     seed_everything(seed, workers=True, verbose=False)
-    settings = Settings(systems=())
-    data = DigitsData(settings.batch_size, seed)
+    data = DigitsData(_BATCH, seed)
     strategy = SAFusionStrategy(
         system="behind",
         compressor="topk",
-        density=1.0 if row.scope == "dense" else args.density,
+        density=1.0 if row.scope == "dense" else conditions.density,
         scope="tensor" if row.scope == "dense" else row.scope,
         fusion=Aligned(row.degree),
         memory=row.memory,
         process_group_backend="gloo",
-        start_method="fork",
     )
-    queue: SimpleQueue[Result] = multiprocessing.get_context("fork").SimpleQueue()
     monitor = TensorMissingRateMonitor(every_n_steps=5, worst=0)
     trainer = Trainer(
         accelerator="cpu",
-        devices=args.workers,
+        num_nodes=conditions.workers,
+        devices=1,
         strategy=strategy,
-        max_epochs=args.epochs,
-        callbacks=[monitor, Sender(queue, monitor)],
+        max_epochs=conditions.epochs,
+        callbacks=[monitor, OneThread()],
         use_distributed_sampler=False,
         num_sanity_val_steps=0,
-        check_val_every_n_epoch=args.epochs,
+        check_val_every_n_epoch=conditions.epochs,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    steps = args.epochs * data.steps_per_epoch(args.workers)
-    trainer.fit(DigitsNet(settings.widths, args.lr, steps), data)
-    return queue.get()
+    steps = conditions.epochs * data.steps_per_epoch(conditions.workers)
+    trainer.fit(DigitsNet(WIDTHS, conditions.lr, steps), data)
+    if rank == 0:
+        missing, density, statistics = 0.0, 1.0, monitor.statistics
+        if statistics is not None and statistics.samples:  # otherwise plain DDP
+            missing, density = float(statistics.missing.compute()), float(statistics.density.compute())
+        pipe.send(Result(missing, density, float(trainer.callback_metrics["val_accuracy"])))
+    pipe.send(None)
+
+
+class OneThread(Callback):
+    """Lightning gives a node with one device all cores."""
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        torch.set_num_threads(1)
 
 
 def label(row: Row) -> str:
@@ -133,20 +145,16 @@ def label(row: Row) -> str:
     return f"{'behind' if row.scope == 'group' else 'ahead'}, {'no ' if row.memory == 'none' else ''}feedback"
 
 
-def markdown(results: dict[Row, list[Result]], tensors: int) -> str:
-    """The table: means over seeds, and the lowest and highest accuracy."""
-    lines = [
-        "| scheme | tensors in a buffer | missing | density | accuracy | lowest to highest |",
-        "| --- | ---: | ---: | ---: | ---: | --- |",
-    ]
+def table(results: dict[Row, list[Result]], tensors: int) -> str:
+    """Means over seeds, and the lowest and highest accuracy, in markdown."""
+    lines = []
     for row, runs in results.items():
         accuracies = [run.accuracy for run in runs]
         degree = "any" if row.scope != "group" else f"all {tensors}" if row.degree >= tensors else str(row.degree)
-        lines.append(
-            f"| {label(row)} | {degree} | {fmean(r.missing for r in runs):.1%} | {fmean(r.density for r in runs):.2%} "
-            f"| {fmean(accuracies):.2%} | {min(accuracies):.2%} to {max(accuracies):.2%} |"
-        )
-    return "\n".join(lines)
+        shares = f"{fmean(run.missing for run in runs):.1%}", f"{fmean(run.density for run in runs):.2%}"
+        spread = f"{min(accuracies):.2%} to {max(accuracies):.2%}"
+        lines.append((label(row), degree, *shares, f"{fmean(accuracies):.2%}", spread))
+    return markdown(("scheme", "tensors in a buffer", "missing", "density", "accuracy", "lowest to highest"), lines)
 
 
 def picture(results: dict[Row, list[Result]], tensors: int, title: str) -> Figure:
@@ -192,31 +200,35 @@ def rows_of(degrees: Sequence[int]) -> list[Row]:
     return rows
 
 
-def main() -> None:
-    """Trains all rows, prints the table, saves the picture."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--density", type=float, default=0.01)
-    parser.add_argument("--degrees", default="1,2,4,8,16,62", help="tensors in a buffer, behind fusion")
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--lr", type=float, default=0.01)
-    parser.add_argument("--output", type=Path, default=Path("missing_rate.png"))
-    args = parser.parse_args()
-    torch.set_num_threads(1)  # before the workers are forked: a forked thread pool hangs
-    warnings.filterwarnings("ignore")
-    tensors = len(list(DigitsNet(Settings(systems=()).widths, args.lr, 1).parameters()))
-    results: dict[Row, list[Result]] = {row: [] for row in rows_of([int(d) for d in args.degrees.split(",")])}
-    for seed in map(int, args.seeds.split(",")):
-        for row, runs in results.items():
-            runs.append(train(row, seed, args))
-    title = (
-        f"{tensors} gradient tensors, top-k at density {args.density:g}, {args.workers} workers, {args.epochs} epochs"
-    )
-    print(f"{title}, seeds {args.seeds}\n\n{markdown(results, tensors)}")
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    picture(results, tensors, title).savefig(args.output, dpi=100)
+def missing_rate(
+    density: float = 0.01,
+    degrees: Sequence[int] = (1, 2, 4, 8, 16, 62),
+    epochs: int = 10,
+    seeds: Sequence[int] = (0, 1, 2),
+    workers: int = 2,
+    lr: float = 0.01,
+    output: Path = Path("missing_rate.png"),
+) -> None:
+    """Missing tensors and accuracy by fusion degree, on real trainings of the demo's network.
 
-
-if __name__ == "__main__":
-    main()
+    Args:
+        density: Share of the elements that is sent.
+        degrees: Tensors in a buffer, where selection comes after fusion.
+        epochs: Of each training.
+        seeds: Of weights and batches.
+        workers: Processes that train together.
+        lr: Learning rate.
+        output: Picture.
+    """
+    torch.set_num_threads(1)  # no threads before the workers are forked
+    conditions = Conditions(density, epochs, workers, lr)
+    tensors = len(list(DigitsNet(WIDTHS, lr, 1).parameters()))
+    results: dict[Row, list[Result]] = {row: [] for row in rows_of(degrees)}
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in seeds:
+            for number, (row, runs) in enumerate(results.items()):
+                runs.append(train(row, seed, conditions, Path(folder, f"{number}-{seed}.log")))
+    title = f"{tensors} gradient tensors, top-k at density {density:g}, {workers} workers, {epochs} epochs"
+    print(f"{title}, seeds {', '.join(map(str, seeds))}\n\n{table(results, tensors)}")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    picture(results, tensors, title).savefig(output, dpi=100)

@@ -14,11 +14,13 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from lab.markdown import line, markdown
+from lab.virtual.training import taken_gradients
 from lab.virtual.workers import Engines
 from lightning_safusion import SAFusionStrategy, native
 from lightning_safusion.bench.workload import Classifier
@@ -69,10 +71,10 @@ def measure(model: str, system: str, density: float, turns: int) -> tuple[float,
     target = [torch.zeros(parameter.numel()) for parameter in parameters]
     for step in range(turns * TURN):
         gradients = [backward(module, parameters) for _ in range(2)]
-        copies.append(timed(lambda mine=gradients[0]: torch._foreach_copy_(target, mine), nullcontext()))
+        copies.append(timed(partial(torch._foreach_copy_, target, gradients[0]), nullcontext()))
         compiled = step // TURN % 2 == 0
         context = nullcontext() if compiled else native.unused()
-        seconds = timed(lambda both=gradients: engines.average(both), context) / len(gradients)
+        seconds = timed(partial(engines.average, gradients), context) / len(gradients)
         if step >= 2 * TURN and step % TURN >= LEFT_OUT:
             windows[compiled].append(seconds)
         for parameter, gradient in zip(parameters, gradients[0], strict=True):
@@ -87,11 +89,10 @@ def strategy_of(system: str, density: float) -> SAFusionStrategy:
     return SAFusionStrategy(system=system, density=density, collective="allgather")
 
 
-def backward(module: nn.Module, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+def backward(module: Classifier, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     """Flat gradients of one worker's batch."""
-    module.zero_grad()
     module.training_step(module.batch(), 0).backward()
-    return [parameter.grad.reshape(-1).clone() for parameter in parameters]
+    return [gradient.clone() for gradient in taken_gradients(parameters)]
 
 
 def timed(work: Callable[[], object], context: AbstractContextManager[None]) -> float:

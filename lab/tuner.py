@@ -1,6 +1,6 @@
 """BufferSizeTuner over a link of known rate: from bad starts, and when the link becomes slow during the run.
 
-    $ sudo python -m lab.tuner --image docs/images/tuner.png
+    $ sudo python -m lab tuner --image docs/images/tuner.png
 
 Two workers in network namespaces of their own, joined by links that ``tc`` shapes; gloo, 96 gradient tensors, top-k at
 density 0.05, always sparse. The computation of each layer's gradients is a pause of known length, so that two cores
@@ -13,15 +13,14 @@ over that of the best static one, likewise. Saves a picture (of the last repeat)
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +31,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
+from lab.markdown import markdown
 from lightning_safusion import Adaptive, Aligned, SAFusionStrategy
-from lightning_safusion.bench.links import Namespace, linked_namespaces, shape
+from lightning_safusion.bench.links import shape
+from lightning_safusion.bench.session import machines
+from lightning_safusion.bench.team import Place, started
 from lightning_safusion.callbacks import BufferSizeTuner
 from lightning_safusion.fusion.events import WindowEvents
 from lightning_safusion.fusion.plans.pricing import predict_finish
-from tests.e2e.processes import Program, environment, started
 
 SLOW, FAST = "100mbit", "1gbit"
 LAYERS, WIDTH = 24, 256
@@ -113,19 +114,20 @@ class Paced(LightningModule):
 
 
 class Watch:
-    """Observes the windows of a run, and says each step for the driver to hear.
+    """Observes the windows of a run, and says each step of the first worker for the driver to hear.
 
     Args:
         run: Takes in the figures.
+        say: Takes the name of the run, and the number of steps.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, run: Run, say: Callable[[tuple[str, int]], None]) -> None:
+        self._run, self._say = run, say
 
     def observe(self, events: WindowEvents) -> None:
         self._run.seconds.append(events.drained - float(events.ready.min()))
         self._run.buffers.append(len(events.buffers))
-        print(f"{self._run.name}: step {len(self._run.seconds)}", flush=True)
+        self._say((self._run.name, len(self._run.seconds)))
 
 
 class Predict(Callback):
@@ -133,14 +135,15 @@ class Predict(Callback):
 
     Args:
         run: Takes in the ratio.
+        say: As that of :class:`Watch`.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, run: Run, say: Callable[[tuple[str, int]], None]) -> None:
+        self._run, self._say = run, say
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        _strategy(trainer).add_observer(Watch(self._run))
+        _strategy(trainer).add_observer(Watch(self._run, self._say))
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -156,9 +159,8 @@ def _strategy(trainer: Trainer) -> SAFusionStrategy:
     return trainer.strategy
 
 
-def work(runs: Sequence[Run], pause: float, result: Path) -> None:
-    """One worker: does the runs one after the other; that of rank 0 writes what came of them."""
-    torch.set_num_threads(1)
+def _work(runs: Sequence[Run], pause: float, rank: int, pipe: Connection) -> None:
+    """One worker: does the runs one after the other; the first one hands in what came of them."""
     data = DataLoader(TensorDataset(torch.randn(4 * CHANGE_STEPS, WIDTH)), batch_size=4)
     for run in runs:
         strategy = SAFusionStrategy(
@@ -166,7 +168,8 @@ def work(runs: Sequence[Run], pause: float, result: Path) -> None:
             collective="allgather",
             process_group_backend="gloo",
         )
-        callbacks: list[Callback] = [Predict(run), *([BufferSizeTuner()] if run.tuned else [])]
+        say = pipe.send if rank == 0 else _nobody
+        callbacks: list[Callback] = [Predict(run, say), *([BufferSizeTuner()] if run.tuned else [])]
         Trainer(
             accelerator="cpu",
             num_nodes=2,
@@ -179,37 +182,34 @@ def work(runs: Sequence[Run], pause: float, result: Path) -> None:
             enable_progress_bar=False,
             enable_model_summary=False,
         ).fit(Paced(pause), data)
-    result.write_text(json.dumps([asdict(run) for run in runs]))
+    if rank == 0:
+        pipe.send(list(runs))
+    pipe.send(None)
 
 
-def train(
-    machines: Sequence[Namespace], runs: Sequence[Run], pause: float, folder: Path, slow_at: int | None = None
-) -> list[Run]:
+def _nobody(_: object) -> None:
+    """Who listens to the other workers."""
+
+
+def train(place: Place, runs: Sequence[Run], pause: float, folder: Path, slow_at: int | None = None) -> list[Run]:
     """Starts a worker on each machine and returns what they came to.
 
     Args:
-        machines: Two.
+        place: Two machines.
         runs: To be done one after the other.
         pause: Seconds before the gradients of each layer.
         folder: For logs.
         slow_at: Step of the last run at which the link becomes slow.
     """
-    rendezvous = {"MASTER_ADDR": machines[0].address, "MASTER_PORT": "29500", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-    with ExitStack() as stack:
-        workers: list[Program] = []
-        for rank, machine in enumerate(machines):
-            result = folder / f"result{rank}.json"
-            task = json.dumps([asdict(run) for run in runs])
-            command = [sys.executable, "-m", "benchmarks.tuner", "--work", task, str(result), "--pause", str(pause)]
-            env = environment(GLOO_SOCKET_IFNAME="eth0", NODE_RANK=str(rank), **rendezvous)
-            workers.append(stack.enter_context(started(machine.command(command), folder / f"log{rank}", env)))
-        if slow_at is not None:
-            workers[0].wait_for(rf"{runs[-1].name}: step {slow_at}\b", 600)
-            for machine in machines:
-                shape(machine, SLOW)
-        for worker in workers:
-            worker.finish(600)
-    return [Run(**row) for row in json.loads((folder / "result0.json").read_text())]
+    done: list[Run] = []
+    with started("tuner", place, folder / "tuner.log", place.port(0), partial(_work, runs, pause)) as team:
+        for event in team.events():
+            if isinstance(event, list):
+                done = event
+            elif event == (runs[-1].name, slow_at):
+                for machine in place.machines:
+                    shape(machine, SLOW)
+    return done
 
 
 class Row:
@@ -224,15 +224,15 @@ class Row:
         self.steps = sorted(run.step for run in runs)
         self.step = statistics.median(self.steps)
 
-    def markdown(self, best: float) -> str:
-        """A line of the table; ``best`` is the step of the best static row."""
+    def cells(self, best: float) -> tuple[str, ...]:
+        """Those of the table; ``best`` is the step of the best static row."""
         last = self.runs[-1]
         buffers = ", ".join(str(count) for count in sorted({run.buffers[-1] for run in self.runs}))
         lost = sorted(100 * (run.lost - 1) for run in self.runs)
         model = f"{statistics.median(lost):+.1f} % ({lost[0]:+.1f} to {lost[-1]:+.1f})" if last.tuned else ""
         spread = f"{1e3 * self.steps[0]:.1f} to {1e3 * self.steps[-1]:.1f}"
         over = 100 * (self.step / best - 1)
-        return f"| {last.name} | {buffers} | {1e3 * self.step:.1f} | {spread} | {over:+.0f} % | {model} |"
+        return last.name, buffers, f"{1e3 * self.step:.1f}", spread, f"{over:+.0f} %", model
 
 
 def rows_of(rounds: Sequence[Sequence[Run]]) -> list[Row]:
@@ -242,8 +242,8 @@ def rows_of(rounds: Sequence[Sequence[Run]]) -> list[Row]:
 
 def table(title: str, rows: Sequence[Row], best: float) -> None:
     """Prints a markdown table."""
-    print(f"\n{title}\n\n| run | buffers at the end | step, ms | repeats | over the best static | model |")
-    print("|---|---|---:|---|---:|---:|", *(row.markdown(best) for row in rows), sep="\n")
+    columns = ("run", "buffers at the end", "step, ms", "repeats", "over the best static", "model")
+    print(f"\n{title}\n\n{markdown(columns, [row.cells(best) for row in rows])}")
 
 
 def picture(static: Sequence[Run], tuned: Sequence[Run], change: Run, best: dict[str, float]) -> Figure:
@@ -286,27 +286,25 @@ def new_plan(run: Run) -> int | None:
     return next((s for s in range(CHANGE_AT + 1, CHANGE_STEPS) if run.buffers[s] != run.buffers[s - 1]), None)
 
 
-def main() -> None:
-    """Runs both experiments."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--image", type=Path, help="picture to save")
-    parser.add_argument("--pause", type=float, default=0.002, help="seconds of backward pass for each of 24 layers")
-    parser.add_argument("--repeats", type=int, default=3, help="times that everything is measured")
-    parser.add_argument("--work", nargs=2, metavar=("RUNS", "RESULT"), help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.work:
-        work([Run(**row) for row in json.loads(args.work[0])], args.pause, Path(args.work[1]))
-        return
+def tuner(image: Path | None = None, pause: float = 0.002, repeats: int = 3) -> None:
+    """BufferSizeTuner over a link of known rate: from bad starts, and when the link becomes slow during the run.
+
+    Args:
+        image: Picture to save.
+        pause: Seconds of backward pass for each of 24 layers.
+        repeats: Times that everything is measured.
+    """
+    torch.set_num_threads(1)  # no threads before the workers are forked
     sweep = [Run(f"{size} tensors", size, STATIC_STEPS) for size in SWEEP]
     tuned = [Run("from one buffer", 4 * LAYERS, TUNED_STEPS, True), Run("from 96 buffers", 1, TUNED_STEPS, True)]
     change = Run("tuner", 0, CHANGE_STEPS, True)
     fast_rounds, slow_rounds = [], []
-    for repeat in range(args.repeats):
-        print(f"repeat {repeat + 1} of {args.repeats}", file=sys.stderr, flush=True)
-        with tempfile.TemporaryDirectory() as folder, linked_namespaces(2, FAST) as machines:
-            fast_rounds.append(train(machines, [*sweep, change], args.pause, Path(folder), CHANGE_AT))
+    for repeat in range(repeats):
+        print(f"repeat {repeat + 1} of {repeats}", file=sys.stderr, flush=True)
+        with tempfile.TemporaryDirectory() as folder, machines(2, FAST) as place:
+            fast_rounds.append(train(place, [*sweep, change], pause, Path(folder), CHANGE_AT))
             # the link has become slow
-            slow_rounds.append(train(machines, [*sweep, *tuned], args.pause, Path(folder)))
+            slow_rounds.append(train(place, [*sweep, *tuned], pause, Path(folder)))
     *fast, changed = rows_of(fast_rounds)
     slow = rows_of(slow_rounds)
     best = {FAST: min(row.step for row in fast), SLOW: min(row.step for row in slow[: len(sweep)])}
@@ -315,11 +313,7 @@ def main() -> None:
     table(f"The tuner where {FAST} has become {SLOW}", [changed], best[SLOW])
     switched = [new_plan(run) for run in changed.runs]
     print(f"\nThe link changed at step {CHANGE_AT}; the first new plan is that of step {switched}.")
-    if args.image is not None:
-        args.image.parent.mkdir(parents=True, exist_ok=True)
+    if image is not None:
+        image.parent.mkdir(parents=True, exist_ok=True)
         *static, one, many = slow_rounds[-1]
-        picture(static, [one, many], changed.runs[-1], best).savefig(args.image, dpi=110)
-
-
-if __name__ == "__main__":
-    main()
+        picture(static, [one, many], changed.runs[-1], best).savefig(image, dpi=110)

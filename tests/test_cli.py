@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 
 import pytest
 
+import safusion_command
+from lab.__main__ import STUDIES
 from lightning_safusion import cli
 from lightning_safusion.__about__ import __version__
 
@@ -41,13 +47,78 @@ def test_what_cannot_be_parsed_ends_with_2(arguments: list[str]) -> None:
         (["--density", "0"], r"density is 0\.0.*\(0, 1\]"),
         (["--workers", "1"], "workers is 1.*2 or more"),
         (["--epochs", "0"], "epochs is 0.*1 or more"),
-        (["--systems", "ddp,horse"], "horse.*choose from ddp, behind"),
+        (["--systems", "ddp,horse"], "unknown system 'horse'"),
         (["--systems", "ddp,ddp"], "ddp.*once"),
+        (["--systems", "ddp,behind[memory=non]"], r"behind\[memory=non\].*non"),
     ],
 )
 def test_a_useless_value_ends_with_a_message_that_names_it(arguments: list[str], message: str) -> None:
     with pytest.raises(SystemExit, match=message):
         cli.main(["demo", *arguments])
+
+
+def _modules_after(program: str) -> set[str]:
+    """Names of the modules that a process has loaded at the end of a program, which may leave by SystemExit."""
+    script = f"""
+import sys
+try:
+    {program}
+except SystemExit:
+    pass
+print(*sys.modules, file=sys.stderr)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return set(done.stderr.split())
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], []])
+def test_help_waits_for_no_import(arguments: list[str]) -> None:
+    loaded = _modules_after(f"import safusion_command; safusion_command.main({arguments})")
+    assert "jsonargparse" in loaded
+    assert not loaded & {"torch", "lightning", "lightning_safusion", "numpy"}
+
+
+def test_the_package_loads_neither_simulator_nor_benchmark_nor_demo_nor_laboratory() -> None:
+    loaded = {name for name in _modules_after("import lightning_safusion") if "safusion" in name or name == "lab"}
+    assert "lightning_safusion.callbacks.trace_recorder" in loaded
+    rooms = {".".join(name.split(".")[:2]) for name in loaded}
+    assert not rooms & {f"lightning_safusion.{room}" for room in ("simulate", "bench", "demo", "report", "cli")}
+    assert "lab" not in loaded
+
+
+@pytest.mark.parametrize("commands", [safusion_command.COMMANDS, STUDIES])
+def test_every_subcommand_is_a_documented_function(commands: Mapping[str, tuple[str, str]]) -> None:
+    for path, summary in commands.values():
+        module, _, name = path.partition(":")
+        function = getattr(importlib.import_module(module), name)
+        described = function.__doc__.partition("Args:")[2]
+        assert all(f"{option}: " in described for option in inspect.signature(function).parameters), path
+        assert summary.endswith("."), path
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        (["--gpus-per-node", "4"], ["--gpus_per_node", "4"]),
+        (["--gpus-per-node=4"], ["--gpus_per_node=4"]),
+        (["--names", "a,b[c=1,d=2]"], ['--names=["a", "b[c=1,d=2]"]']),
+        (["--names=a"], ['--names=["a"]']),
+        (["--names", "[a]"], ["--names=[a]"]),
+        (["--some-flag"], ["--some_flag=true"]),
+        (["--some-flag", "false"], ["--some_flag", "false"]),
+        (["--some-flag", "--names", "a-b"], ["--some_flag=true", '--names=["a-b"]']),
+        (["a-b", "--text", "a,b"], ["a-b", "--text", "a,b"]),
+    ],
+)
+def test_dashes_flags_and_several_values_are_understood(given: list[str], read: list[str]) -> None:
+    def function(gpus_per_node: int, names: Sequence[str], some_flag: bool, text: str) -> None: ...
+
+    assert safusion_command.spelled(given, function) == read
+
+
+def test_an_option_with_dashes_reaches_the_function(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["plan", "--nodes", "2", "--gpus-per-node", "3", "--systems", "ddp-bf16,safusion"])
+    assert "2 x 3 workers" in " ".join(capsys.readouterr().out.split())
 
 
 def test_without_jsonargparse_the_message_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,10 @@ import torch
 from rich.console import Console
 
 from lightning_safusion.demo.data import DigitsData, load_digits
-from lightning_safusion.demo.events import EpochDone, History, Settings, Started, StepDone
+from lightning_safusion.demo.events import EpochDone, History, Settings, StepDone
 from lightning_safusion.demo.model import DigitsNet
-from lightning_safusion.demo.run import compare
-from lightning_safusion.demo.train import SYSTEMS
+from lightning_safusion.demo.run import SYSTEMS, compare
+from tests.process_group import run_alone
 
 TINY = {"epochs": 1, "batch_size": 64, "widths": (8, 32)}
 
@@ -25,12 +25,12 @@ def rows(dataset: torch.utils.data.TensorDataset) -> set[bytes]:
     return {image.numpy().tobytes() + bytes([int(label)]) for image, label in zip(images, labels, strict=True)}
 
 
-def step(system: str = "safusion", **changes: float) -> StepDone:
+def step(**changes: float) -> StepDone:
     figures = {
         "loss": 1.0, "seconds": 0.1, "exposed_s": 0.01, "bytes_sent": 80.0, "density": 0.1,
         "tensors": 4, "tensors_missing": 0,
     }  # fmt: skip
-    return StepDone(system, **{**figures, **changes})
+    return StepDone(**{**figures, **changes})
 
 
 def test_split_is_disjoint_complete_and_decided_by_the_seed() -> None:
@@ -59,7 +59,6 @@ def test_the_network_is_uneven() -> None:
 
 def test_figures_of_a_history() -> None:
     history = History("safusion")
-    history.add(Started("safusion", steps=4))
     for figures in (
         {"seconds": 9.0, "bytes_sent": 900.0, "density": 1.0, "loss": 4.0},  # the first step is no typical step
         {"seconds": 0.1, "bytes_sent": 80.0, "loss": 2.0, "tensors_missing": 1},
@@ -67,31 +66,36 @@ def test_figures_of_a_history() -> None:
         {"seconds": 0.2, "bytes_sent": 80.0, "loss": 0.5, "tensors_missing": 3},
     ):
         history.add(step(**figures))
-    history.add(EpochDone("safusion", 0.5))
-    history.add(EpochDone("safusion", 0.75))
+    history.add(EpochDone(0.5))
+    history.add(EpochDone(0.75))
     assert history.accuracy == 0.75
     assert history.missing_share == 4 / 16
     assert history.density == pytest.approx(0.1)
     assert history.bytes_sent == 80
     assert history.step_s == pytest.approx(0.2)
-    assert report.epoch_losses(history) == [3.0, 0.75]
+    assert curves.epoch_losses(history) == [3.0, 0.75]
 
 
 @pytest.mark.slow
 def test_a_failed_training_is_reported_with_its_log(tmp_path: Path) -> None:
     broken = Settings(systems=("ddp",), **{**TINY, "batch_size": 0})
-    with pytest.raises(RuntimeError, match=r"training of 'ddp' failed: .*train\.log"):
-        compare(broken, tmp_path, Console(file=io.StringIO()))
-    assert "Traceback" in (tmp_path / "train.log").read_text()
+    with pytest.raises(RuntimeError, match=r"worker of 'ddp' failed: .*ddp\.log"):
+        run_alone(lambda: compare(broken, tmp_path, Console(file=io.StringIO())))
+    assert "Traceback" in (tmp_path / "ddp.log").read_text()
 
 
 @pytest.mark.slow
 def test_a_short_run_of_every_system(tmp_path: Path) -> None:
-    screen = io.StringIO()
-    settings = Settings(systems=tuple(SYSTEMS), density=0.05, **TINY)
-    histories = {row.system: row for row in compare(settings, tmp_path, Console(file=screen, width=120))}
+    names = (*SYSTEMS, "safusion[memory=none]")
+    settings = Settings(systems=names, density=0.05, **TINY)
 
-    assert list(histories) == list(SYSTEMS)
+    def run() -> tuple[list[History], str]:
+        screen = io.StringIO()
+        return compare(settings, tmp_path, Console(file=screen, width=120)), screen.getvalue()
+
+    found, text = run_alone(run)  # in a process without threads, for workers are forked
+    histories = {row.system: row for row in found}
+    assert list(histories) == list(names)
     for history in histories.values():
         assert len(history.steps) == DigitsData(64, settings.seed).steps_per_epoch(settings.workers)
         assert 0 <= history.accuracy <= 1
@@ -104,11 +108,10 @@ def test_a_short_run_of_every_system(tmp_path: Path) -> None:
         assert history.bytes_sent < dense.bytes_sent / 2
         assert 0 < history.density < 0.2
     assert histories["safusion"].missing_share == 0
-    assert histories["safusion-no-feedback"].missing_share == 0
-    assert histories["behind-no-feedback"].missing_share > 0
+    assert histories["safusion[memory=none]"].missing_share == 0
+    assert histories["behind[memory=none]"].missing_share > 0
 
-    text = screen.getvalue()
-    assert all(report.LABELS[system] in text for system in SYSTEMS)
+    assert all(system in text for system in names)
     picture = tmp_path / "curves.png"
     assert str(picture) in text
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -33,7 +33,7 @@ def test_metadata(metadata: importlib.metadata.PackageMetadata) -> None:
 
 def test_the_command_is_installed() -> None:
     scripts = importlib.metadata.entry_points(group="console_scripts", name="safusion")
-    assert [script.value for script in scripts] == ["lightning_safusion.cli:main"]
+    assert [script.value for script in scripts] == ["safusion_command:main"]
     (script,) = scripts
     assert callable(script.load())
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ class PreconditionedTopK(Sparsifier):
     name = "preconditioned"
 
     def __init__(self) -> None:
-        self.weights: dict[int, Tensor] = {}
+        self.weights: dict[Hashable, Tensor] = {}
 
     @property
     def estimates(self) -> bool:

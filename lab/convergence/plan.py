@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 from lab.convergence.scheme import Scheme
 from lab.convergence.store import Run
 from lab.tasks import TASKS, Task
 from lab.tasks.models import TwoHeads
+
+#: What a scheme differs from another in.
+Change = Mapping[str, Any]
 
 DENSITIES = (0.05, 0.01, 0.002)
 #: The rule of ``system="safusion"`` on small tensors.
@@ -42,20 +46,20 @@ CONTENDERS = MappingProxyType({**SCOPES, "the default": DEFAULT})
 MORE_DENSITIES = (0.25, 0.1)
 #: Other formats of few bits.
 COARSER = ((0.5, "q2"), (0.25, "sign"))
-_SLOWER, _FASTER = "ef21:momentum=0.9", "ef21:momentum=0.8"
+_SLOWER, _FASTER = "ef21[momentum=0.9]", "ef21[momentum=0.8]"
 #: A residual that is a momentum as well, in place of the optimizer's.
-DECOUPLED = MappingProxyType({"memory": "decoupled", "momentum": 0.0})
+DECOUPLED: Change = MappingProxyType({"memory": "decoupled", "momentum": 0.0})
 #: The same with other factors than the usual 0.9.
-FACTORS = tuple(
-    MappingProxyType({**DECOUPLED, "memory": f"decoupled:momentum={momentum}"}) for momentum in (0.95, 0.98, 0.99)
+FACTORS: tuple[Change, ...] = tuple(
+    MappingProxyType({**DECOUPLED, "memory": f"decoupled[momentum={momentum}]"}) for momentum in (0.95, 0.98, 0.99)
 )
 #: A residual that fades, with the optimizer's momentum as it is.
-FADING = tuple(
+FADING: tuple[Change, ...] = tuple(
     MappingProxyType({"memory": memory})
-    for memory in (*(f"residual:decay={decay}" for decay in (0.8, 0.9, 0.95, 0.98, 0.99)), "clipped:factor=3.0")
+    for memory in (*(f"residual[decay={decay}]" for decay in (0.8, 0.9, 0.95, 0.98, 0.99)), "clipped[factor=3.0]")
 )
 #: Momentum correction, in place of the optimizer's momentum.
-CORRECTED = MappingProxyType({"memory": "dgc", "momentum": 0.0})
+CORRECTED: Change = MappingProxyType({"memory": "dgc", "momentum": 0.0})
 
 VISION, PLAIN, HEADS, LANGUAGE = (
     TASKS[name] for name in ("digits-resnet", "digits-vgg", "digits-heads", "bytes-transformer")
@@ -102,11 +106,12 @@ def _defaults() -> Configs:
 
 def _observation_1() -> Configs:
     """Missing rate and accuracy by fusion degree, with and without error feedback; then by the scale of a head."""
+    changes: list[Change] = [*({"degree": degree} for degree in DEGREES), {"method": "ahead"}]
     by_degree = [
-        (task, replace(scheme, memory=memory, **changed))
+        (task, replace(scheme, memory=memory, **change))
         for task, scheme in OBSERVED
         for memory in ("none", "residual")
-        for changed in (*({"degree": degree} for degree in DEGREES), {"method": "ahead"})
+        for change in changes
     ]
     by_weight = [
         (task, scheme)
@@ -126,8 +131,8 @@ def _remedies() -> Configs:
     denser, sent = replace(POOLED, density=0.05), replace(FEW_BITS, density=0.05)
     adaptive = [
         replace(POOLED, beta2=0.95),
-        replace(POOLED, memory="residual:decay=0.9"),
-        replace(POOLED, memory="clipped:factor=3.0"),
+        replace(POOLED, memory="residual[decay=0.9]"),
+        replace(POOLED, memory="clipped[factor=3.0]"),
         replace(POOLED, ramp=0.3),
         replace(POOLED, dense_start=0.1),
         replace(POOLED, dense_start=0.1, frozen=0.1),

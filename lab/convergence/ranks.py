@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 
 import numpy as np
+from scipy.stats import rankdata
 
 from lab.convergence.plan import DEFAULT, DENSITIES, FEW_BITS, MAIN, MORE_DENSITIES
 from lab.convergence.scheme import Scheme
 from lab.convergence.store import Run
 from lab.convergence.training import Result
+from lab.markdown import markdown
 from lab.tasks import Task
 
 # A curve is taken to reach this much below its lowest point: messages of equal density differ by a few bytes.
@@ -100,19 +102,15 @@ def _score_at(task: Task, curve: Mapping[float, Result], budget: float) -> float
 
 def _ranks(scores: Mapping[str, float]) -> dict[str, float]:
     """1 for the highest score; equals share the mean of their ranks."""
-    return {
-        name: 1 + sum(other > score for other in scores.values()) + (list(scores.values()).count(score) - 1) / 2
-        for name, score in scores.items()
-    }
+    return dict(zip(scores, rankdata([-score for score in scores.values()]).tolist(), strict=True))
 
 
-def markdown(rows: Sequence[Standing]) -> str:
-    """The ranks as a table."""
-    lines = [
-        "| scope | mean rank at equal bytes, standard error | mean rank at equal density | trials |",
-        "| --- | ---: | ---: | ---: |",
-    ]
-    for row in rows:
-        error = "" if math.isnan(row.error) else f" ± {row.error:.2f}"
-        lines.append(f"| {row.name} | {row.by_bytes:.2f}{error} | {row.by_density:.2f} | {row.trials} |")
-    return "\n".join(lines)
+def table(rows: Sequence[Standing]) -> str:
+    """The ranks in markdown."""
+    columns = ("scope", "mean rank at equal bytes, standard error", "mean rank at equal density", "trials")
+    return markdown(columns, map(_cells, rows))
+
+
+def _cells(row: Standing) -> tuple[object, ...]:
+    error = "" if math.isnan(row.error) else f" ± {row.error:.2f}"
+    return row.name, f"{row.by_bytes:.2f}{error}", f"{row.by_density:.2f}", row.trials

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 from lab.convergence.adaptive import ClippedResidual, PreconditionedTopK
+from lightning_safusion.bench.grammar import hints_of, make_part, read, typed, write
 from lightning_safusion.fusion.plans.policy import Aligned, Single
 from lightning_safusion.fusion.settings import EngineSettings
 from lightning_safusion.sparsify import Memory, Sparsifier, resolve_density, resolve_memory, resolve_sparsifier
 from lightning_safusion.sparsify.schedule import DenseStart, DensitySchedule, ExponentialRamp
 
 Method = Literal["dense", "behind", "ahead", "pooled", "powersgd"]
-Part = TypeVar("Part")
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """One configuration. Parts are named as in ``SAFusionStrategy``; options follow a colon: ``residual:decay=0.9``.
+    """One configuration. Parts are named as in ``SAFusionStrategy``, with options in brackets: ``residual[decay=0.9]``.
 
     Args:
         method: ``"dense"`` averages plainly; ``"behind"``, ``"ahead"`` and ``"pooled"`` select from the fused buffer,
@@ -86,9 +84,9 @@ class Scheme:
 
     @property
     def name(self) -> str:
-        """The scheme in one word, unique among schemes: ``ahead,dense_below=512``."""
+        """The scheme in one word, unique among schemes: ``ahead[dense_below=512]``; :func:`parse_scheme` reads it."""
         options = self.options()
-        return ",".join([options.pop("method"), *(f"{key}={value}" for key, value in options.items())])
+        return write(options.pop("method"), options)
 
     def schedule(self, steps: int) -> DensitySchedule:
         """Density by step.
@@ -112,7 +110,7 @@ class Scheme:
             compressor=self._compressor(),
             density=self.schedule(steps),
             fusion=Aligned(self.degree) if self.degree else Single(),
-            memory=_part(_memory, self.memory),
+            memory=make_part(self.memory, _memory),
             scope="group" if self.method == "behind" else "tensor",
             quota="pooled" if self.method == "pooled" else "proportional",
             collective="allgather",  # sparse whatever the costs: what is compared is compression
@@ -122,23 +120,18 @@ class Scheme:
     def _compressor(self) -> Sparsifier:
         if self.compressor == PreconditionedTopK.name:
             return PreconditionedTopK()
-        return _part(resolve_sparsifier, self.compressor)
+        return make_part(self.compressor, resolve_sparsifier)
 
 
 def _memory(name: str) -> Memory:
     return ClippedResidual() if name == ClippedResidual.name else resolve_memory(name)
 
 
-def _part(resolve: Callable[[str], Part], spec: str) -> Part:
-    """The part called ``name`` in ``name:key=value,key=value``, made with these options.
+def parse_scheme(text: str) -> Scheme:
+    """Reads a scheme: ``pooled[density=0.02,memory=residual[decay=0.9]]``.
 
     Raises:
-        ValueError: If a value is no Python literal, or an option has none.
-        TypeError: If the part has no such option.
+        ValueError: If there is no such method or option, or it cannot have that value.
     """
-    name, _, text = spec.partition(":")
-    part = resolve(name)
-    if not text:
-        return part
-    pairs = [option.partition("=") for option in text.split(",")]
-    return type(part)(**{key: ast.literal_eval(value) for key, _, value in pairs})
+    method, options = read(text)
+    return Scheme(**{"method": method, **typed(text, options, hints_of(Scheme.__init__, without=("method",)))})

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median, stdev
 from typing import Any
 
+from scipy.stats import t
+
 from lab.convergence.plan import DENSE
 from lab.convergence.scheme import Scheme
 from lab.convergence.store import Run
 from lab.convergence.training import Result
+from lab.markdown import markdown
 from lab.tasks import Task
-
-# Student's t: 97.5 % quantiles for 1, 2, ... degrees of freedom; the last one serves all beyond (slightly wide).
-_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Estimate:
         """By Student's t-distribution."""
         if len(values) < 2:
             return cls(fmean(values) if values else math.nan, math.nan)
-        quantile = _T[min(len(values) - 1, len(_T)) - 1]
+        quantile = float(t.ppf(0.975, len(values) - 1))
         return cls(fmean(values), quantile * stdev(values) / math.sqrt(len(values)))
 
     def show(self, places: int, sign: bool = False) -> str:
@@ -150,21 +150,28 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
-def markdown(summaries: Sequence[Summary]) -> str:
-    """The table, task by task."""
+def table(summaries: Sequence[Summary]) -> str:
+    """The summaries in markdown, task by task."""
     columns = ("metric", "median", "to dense", "runs", "missing", "density", "error", "bytes", "all steps", "ratio")
-    lines = [f"| configuration | {' | '.join(columns)} |", f"| --- |{' ---: |' * len(columns)}"]
     tasks = list(dict.fromkeys(summary.task.name for summary in summaries))
-    for summary in sorted(summaries, key=lambda each: tasks.index(each.task.name)):
-        diverged = f" ({summary.diverged} diverged)" if summary.diverged else ""
-        middle = "" if math.isnan(summary.middle) else f"{summary.middle:.4f}"
-        lines.append(
-            f"| {summary.config} | {summary.metric.show(4)} | {middle} | {summary.difference.show(4, sign=True)} "
-            f"| {summary.runs}{diverged} | {_percent(summary.missing, 1)} | {_percent(summary.density, 2)} "
-            f"| {_percent(summary.error, 1)} | {summary.bytes_median:,.0f} | {summary.bytes_mean:,.0f} "
-            f"| {summary.ratio:.1f} |"
-        )
-    return "\n".join(lines)
+    ordered = sorted(summaries, key=lambda each: tasks.index(each.task.name))
+    return markdown(("configuration", *columns), map(_cells, ordered))
+
+
+def _cells(summary: Summary) -> tuple[object, ...]:
+    return (
+        summary.config,
+        summary.metric.show(4),
+        "" if math.isnan(summary.middle) else f"{summary.middle:.4f}",
+        summary.difference.show(4, sign=True),
+        f"{summary.runs} ({summary.diverged} diverged)" if summary.diverged else summary.runs,
+        _percent(summary.missing, 1),
+        _percent(summary.density, 2),
+        _percent(summary.error, 1),
+        f"{summary.bytes_median:,.0f}",
+        f"{summary.bytes_mean:,.0f}",
+        f"{summary.ratio:.1f}",
+    )
 
 
 def _percent(share: float | None, places: int) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,8 +22,10 @@ from lightning_safusion.callbacks.base import StrategyCallback
 from lightning_safusion.fusion.clock import Clock, Mark
 from lightning_safusion.fusion.events import WindowEvents
 from lightning_safusion.fusion.layout import Layout
-from lightning_safusion.simulate.trace import Trace, TraceTensor
 from lightning_safusion.strategy import SAFusionStrategy
+
+if TYPE_CHECKING:
+    from lightning_safusion.simulate.trace import Trace
 
 
 class TraceRecorder(StrategyCallback):
@@ -238,6 +240,8 @@ def build_trace(name: str, layout: Layout, steps: Sequence[StepTimes], source: s
         steps: At least one.
         source: Where the times come from.
     """
+    from lightning_safusion.simulate.trace import Trace, TraceTensor  # the simulator is loaded where a job is recorded
+
     backward = np.median([step.backward for step in steps], axis=0)
     forward = dict.fromkeys(range(len(layout)), 0.0)
     owners = [spec.name.rpartition(".")[0] for spec in layout.specs]

@@ -61,9 +61,15 @@ def compare(settings: Settings, output: Path, console: Console) -> list[History]
     output.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # no threads before the workers are forked
     steps = settings.epochs * DigitsData(max(1, settings.batch_size), settings.seed).steps_per_epoch(settings.workers)
-    names, figures = TextColumn("{task.description}"), TextColumn("{task.fields[figures]}")
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[figures]}"),
+        TimeElapsedColumn(),
+    )
     # refreshed by hand: a thread of its own would be forked with the workers
-    with Progress(names, BarColumn(), MofNCompleteColumn(), figures, TimeElapsedColumn(), console=console, auto_refresh=False) as progress:
+    with Progress(*columns, console=console, auto_refresh=False) as progress:
         results = [_train(system, settings, output, progress, steps) for system in settings.systems]
     console.print(curves.build_table(results, settings))
     console.print(f"Curves: {curves.save_curves(results, output)}", soft_wrap=True)

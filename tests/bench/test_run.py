@@ -33,7 +33,7 @@ def bench(folder: Path, **options: Any) -> list[dict[str, Any]]:
 
 
 def test_a_run_on_the_loopback(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (record,) = bench(tmp_path, systems="wfbp,saf-inter", density="0.1", calibrate=True)
+    (record,) = bench(tmp_path, systems=["wfbp", "saf-inter"], density=[0.1], calibrate=True)
     rows = {row["system"]: row for row in record["systems"]}
     assert list(rows) == [FLOOR, IN_STEP, "ddp", "wfbp", "saf-inter"]
     assert all(row["step_s"] > 0 and row["peak_bytes"] > 0 for row in rows.values())
@@ -59,7 +59,7 @@ def test_a_run_on_the_loopback(tmp_path: Path, capfd: pytest.CaptureFixture[str]
 
 
 def test_paced_workers_are_called_that(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (record,) = bench(tmp_path, systems="saf-inter", paced="resnet-50", scale=0.001, workers=3)
+    (record,) = bench(tmp_path, systems=["saf-inter"], paced="resnet-50", scale=0.001, workers=3)
     assert record["paced"]
     assert "paced: resnet-50 x 0.001" in record["title"]
     assert "3 workers" in record["title"]
@@ -72,7 +72,7 @@ def test_without_root_the_loopback_is_measured_and_that_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("lightning_safusion.bench.run.why_no_links", lambda: "network namespaces need root")
-    (record,) = bench(tmp_path, systems="saf-inter", bandwidth="100mbit")
+    (record,) = bench(tmp_path, systems=["saf-inter"], bandwidth=["100mbit"])
     assert record["bandwidth"] is None
     assert "cannot be made: network namespaces need root" in " ".join(capfd.readouterr().out.split())
 
@@ -80,11 +80,11 @@ def test_without_root_the_loopback_is_measured_and_that_is_said(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"systems": "saffusion"}, "unknown system 'saffusion'"),
+        ({"systems": ["saffusion"]}, "unknown system 'saffusion'"),
         ({"model": "mlp"}, "models are conv"),
-        ({"density": "0"}, "density is a share"),
+        ({"density": [0.0]}, "density is a share"),
         ({"workers": 1}, "a single worker exchanges nothing"),
-        ({"bandwidth": "fast"}, "the rate of a link is written as"),
+        ({"bandwidth": ["fast"]}, "the rate of a link is written as"),
         ({"rounds": 0}, "needs 1 round"),
         ({"block": 1}, "blocks of 2 steps"),
         ({"scale": 0.5}, "scale=0.5 scales a trace"),
@@ -113,7 +113,7 @@ def test_a_worker_that_fails_is_reported_with_its_log(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_over_a_slow_link_ddp_waits_and_its_bytes_are_counted(tmp_path: Path) -> None:
     need("ip", "tc")
-    (record,) = bench(tmp_path, systems="saf-inter", bandwidth="20mbit", rounds=2, block=4)
+    (record,) = bench(tmp_path, systems=["saf-inter"], bandwidth=["20mbit"], rounds=2, block=4)
     floor, in_step, ddp, sparse = record["systems"]
     nbytes = 4 * record["parameters"]
     # two workers send and receive the whole gradient, in packets with headers

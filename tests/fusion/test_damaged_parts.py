@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_safusion.fusion.state import local_state
 from lightning_safusion.integration import checkpoint
 from lightning_safusion.integration.checkpoint.part import dump
-from lightning_safusion.fusion.state import local_state
 from tests.cluster import Cluster, settings
 from tests.resume import part_file
 

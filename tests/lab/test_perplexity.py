@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,7 @@ from lab import perplexity
 METRICS = "epoch,loss,step,val_perplexity\n0,4.5,9,\n0,3.25,19,\n0,,23,20.5\n1,2.5,29,\n1,,47,{last}\n"
 
 
-def test_finished_trainings_are_read_and_drawn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_finished_trainings_are_read_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number, name in enumerate(perplexity.SCHEMES):
         folder = tmp_path / f"{name} 50000 2"
         folder.mkdir()
@@ -23,9 +20,7 @@ def test_finished_trainings_are_read_and_drawn(
     assert (curve.steps, curve.losses) == ([10, 20, 30], [4.5, 3.25, 2.5])
     assert (curve.epochs, curve.perplexities) == ([24, 48], [20.5, 4.0 + number])
 
-    options = ["--characters=50000", "--epochs=2", f"--folder={tmp_path}", f"--output={tmp_path / 'images' / 'x.png'}"]
-    monkeypatch.setattr(sys, "argv", ["perplexity", *options])
-    perplexity.main()
+    perplexity.perplexity(50_000, 2, tmp_path, tmp_path / "images" / "x.png")
     printed = capsys.readouterr().out
     assert "| epoch | 1 | 2 |" in printed
     assert "| dense DDP | 20.50 | 4.00 |" in printed
@@ -42,6 +37,5 @@ def test_an_interrupted_training_is_trained_again(tmp_path: Path, monkeypatch: p
         raise InterruptedError(folder.name)
 
     monkeypatch.setattr(perplexity, "train", train)
-    monkeypatch.setattr(sys, "argv", ["perplexity", "--characters=50000", "--epochs=3", f"--folder={tmp_path}"])
     with pytest.raises(InterruptedError, match=f"{name} 50000 3"):
-        perplexity.main()
+        perplexity.perplexity(50_000, 3, tmp_path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lab.experiments import main as experiments
+from lab.__main__ import main
 from lab.simulator import Comparison, report, swapped
 
 
@@ -30,11 +30,11 @@ def test_an_error_beyond_the_limit_is_no_success(capsys: pytest.CaptureFixture[s
 
 
 def test_the_breakdown_stands_beside_its_claim(capsys: pytest.CaptureFixture[str]) -> None:
-    experiments(["breakdown", "--nodes", "2", "--bandwidth", "10gbit", "--jitter", "0"])
+    main(["experiments", "--only", "breakdown", "--nodes", "2", "--bandwidth", "10gbit", "--jitter", "0"])
     shown = capsys.readouterr().out
     assert "Claimed: NOCT of WFBP 132 to 160 % above SAFusion's" in shown
     lines = [line for line in shown.splitlines() if line.startswith("| resnet-152") or line.startswith("| bert-large")]
     assert len(lines) == 2 * 6
     assert all(line.count("|") == 7 for line in lines)
-    with pytest.raises(SystemExit):
-        experiments(["ablations"])
+    with pytest.raises(SystemExit, match="Did you mean 'ablation'"):
+        main(["experiments", "--only", "ablations"])

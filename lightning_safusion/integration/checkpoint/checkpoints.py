@@ -11,9 +11,9 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_safusion.fusion.engine import Engine
+from lightning_safusion.integration.checkpoint.part import ENTRY
 from lightning_safusion.integration.checkpoint.replacing import Replacing, discard, has_files, raise_together
 from lightning_safusion.integration.checkpoint.restoring import restore
-from lightning_safusion.integration.checkpoint.part import ENTRY
 from lightning_safusion.integration.checkpoint.saving import save
 
 Save = Callable[[], None]

@@ -11,6 +11,8 @@ import pytest
 import torch
 from rich.console import Console
 
+from lab.accuracy import study
+from lab.accuracy.job import trained_row
 from lab.accuracy.reached import RowTimes, seconds, summarize
 from lab.accuracy.report import Setting, build_table
 from lab.accuracy.study import Comparison, time_to_accuracy
@@ -18,7 +20,6 @@ from lab.accuracy.training import Curve, Training, make_averager, train_curve
 from lab.tasks import TASKS
 from lab.virtual.training import VirtualTraining
 from lab.virtual.workers import Engines
-from lightning_safusion.bench.rows import parse_row
 from lightning_safusion.bench.session import Rhythm
 from tests.process_group import run_alone
 
@@ -30,20 +31,14 @@ def times(step_s: float) -> RowTimes:
 
 
 def training(row: str, plan: list[list[Any]] | None, steps: int = 3) -> Training:
-    return Training(replace(TASK, steps=steps), parse_row(row), 0.05, 2, 0, plan)
+    return Training(replace(TASK, steps=steps), trained_row(row), 0.05, 2, 0, plan)
 
 
 @pytest.mark.slow
 def test_a_run_trains_measures_and_goes_on_where_it_was(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     comparison = Comparison(replace(TASK, steps=3), ("saf-pooled[wire=q4,density=0.1]",), 0.05, 2, (0,))
 
-    def in_this_process(jobs: Any, work: Any, processes: int, done: Any, *others: Any) -> bool:
-        for job in jobs:
-            done(job, work(job))
-        return True
-
     def run() -> None:
-        accuracy.run_jobs = in_this_process  # the pool's own processes take half a minute to import torch
         time_to_accuracy(comparison, [None], Rhythm(1, 2, 3), tmp_path, Console(width=120))
 
     run_alone(run, timeout=300)
@@ -62,7 +57,7 @@ def test_a_run_trains_measures_and_goes_on_where_it_was(tmp_path: Path, capfd: p
     (tmp_path / "curves.jsonl").write_text(lines[0] + lines[1][:20])  # interrupted in the middle of a line
 
     def again() -> None:
-        accuracy.measure = None  # type: ignore[assignment]  # steps are not measured again
+        study.measure = None  # type: ignore[assignment]  # steps are not measured again
         run()
 
     run_alone(again, timeout=300)
@@ -164,3 +159,22 @@ def test_the_dense_steps_of_powersgd_take_as_long_as_those_of_ddp() -> None:
     assert seconds("powersgd-rank4", 30, step) == pytest.approx(12.0)
     assert seconds("powersgd-rank4", 4, step) == pytest.approx(4.0)
     assert seconds("omgs", 30, step) == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"task": "digits"}, "unknown task 'digits'"),
+        ({"workers": 3}, "64 samples per step of digits-resnet cannot be shared"),
+        ({"density": 2.0}, "density is a share"),
+        ({"systems": ["easgd"]}, "'easgd' cannot be told: workers hold different"),
+        ({"systems": ["saf-naive"]}, "each step's timing"),
+        ({"systems": ["omgs[fusion=horovod]"]}, "scope='tensor'"),
+        ({"systems": ["wfbp[collective=hierarchical]"]}, "have no nodes"),
+        ({"systems": ["wfbp[beta2=0.9]"]}, "SGD, which has no beta2"),
+        ({"systems": ["wfbp[lr=fast]"]}, "lr is a number, got 'fast'"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        study.accuracy(output=tmp_path, **options)

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from lab.convergence import __main__ as command
+from lab.__main__ import main
 from lab.convergence.pictures import save_pictures
 from lab.convergence.plan import DENSITIES, LANGUAGE, MAIN, SCOPES, SMALL_DENSE, full, short
 from lab.convergence.ranks import Results, standings
 from lab.convergence.scheme import Scheme
 from lab.convergence.store import Run, Store
-from lab.convergence.summary import markdown, summarize
+from lab.convergence.summary import summarize, table
 from lab.convergence.training import Result
 from lab.tasks import TASKS, Task
 
@@ -82,7 +82,7 @@ def test_intervals_and_differences_are_over_seeds(tmp_path: Path) -> None:
     assert ahead.difference.mean == pytest.approx(0.02)
     assert ahead.difference.half == pytest.approx(4.303 * 0.01 / math.sqrt(3))  # seed by seed: no more than this
     assert dense.metric.half > 0.1
-    assert "| digits-resnet/ahead | 0.9000 ± 0.1629 | 0.9100 | +0.0200 ± 0.0248 | 3 |" in markdown([dense, ahead])
+    assert "| digits-resnet/ahead | 0.9000 ± 0.1629 | 0.9100 | +0.0200 ± 0.0248 | 3 |" in table([dense, ahead])
     assert ahead.ratio == 40
 
 
@@ -92,7 +92,7 @@ def test_runs_that_diverged_are_counted_and_not_averaged(tmp_path: Path) -> None
     store.add(runs[0], result(None))
     (summary,) = summarize(runs, store.results(runs))
     assert math.isnan(summary.metric.mean)
-    assert "| 1 (1 diverged) |" in markdown([summary])
+    assert "| 1 (1 diverged) |" in table([summary])
     store.add(runs[1], result(0.7))
     (summary,) = summarize(runs, store.results(runs))
     assert (summary.metric.mean, summary.diverged, summary.runs) == (0.7, 1, 2)
@@ -174,18 +174,27 @@ def test_every_picture_is_drawn_from_a_full_plan(tmp_path: Path) -> None:
 
 
 def test_names_are_listed_and_chosen(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--list", "--only", "*powersgd*", "--study", "scopes"]) == 0
+    main(["convergence", "--list", "--only", "*powersgd*", "--study", "scopes"])
     names = capsys.readouterr().out.split()
     assert len(names) == len(MAIN) + 2  # other ranks on one task
     assert all("powersgd" in name for name in names)
-    assert command.main(["--only", "nothing"]) == 2
+    with pytest.raises(SystemExit, match="no configuration matches only='nothing'"):
+        main(["convergence", "--only", "nothing"])
+
+
+def test_schemes_are_given_by_their_names(capsys: pytest.CaptureFixture[str]) -> None:
+    given = "dense,pooled[density=0.02,memory=residual[decay=0.9]]"
+    main(["convergence", "--tasks", "digits-resnet,bytes-lstm", "--schemes", given, "--seeds", "0,1", "--list"])
+    names = [line.partition("/")[2] for line in capsys.readouterr().out.split()]
+    assert names == ["dense", "pooled[density=0.02,memory=residual[decay=0.9]]"] * 2
 
 
 @pytest.mark.slow
 def test_the_short_preset_survives_ctrl_c_and_runs_nothing_twice(tmp_path: Path) -> None:
-    arguments = ["--preset", "short", "--output", str(tmp_path), "--processes", "2"]
+    arguments = ["convergence", "--preset", "short", "--output", str(tmp_path), "--processes", "2"]
+    again = [sys.executable, "-m", "lab", *arguments]
     process = subprocess.Popen(
-        [sys.executable, "-m", "lab.convergence", *arguments],
+        again,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
     )
     path = tmp_path / "results.jsonl"
@@ -196,7 +205,7 @@ def test_the_short_preset_survives_ctrl_c_and_runs_nothing_twice(tmp_path: Path)
     assert process.wait(60) == 1
     before = path.read_text().splitlines()
     assert 1 <= len(before) < len(short([0]))
-    assert command.main(arguments) == 0
+    subprocess.run(again, check=True)
     after = path.read_text().splitlines()
     assert after[: len(before)] == before
     settings = [json.dumps(json.loads(line)["settings"], sort_keys=True) for line in after]
@@ -209,6 +218,6 @@ def test_the_short_preset_survives_ctrl_c_and_runs_nothing_twice(tmp_path: Path)
             assert each.missing is not None
             assert each.missing > 0
     stamp = path.stat().st_mtime_ns
-    assert command.main(arguments) == 0
+    subprocess.run(again, check=True)
     assert path.stat().st_mtime_ns == stamp
     assert {"table.md", "summary.json"} <= {file.name for file in tmp_path.iterdir()}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lab.convergence.plan import PRESETS
-from lab.convergence.scheme import Scheme
+from lab.convergence.scheme import Scheme, parse_scheme
 from lab.convergence.training import make_optimizer
 from lab.tasks import TASKS
 from lightning_safusion.fusion.plans.policy import Aligned, Single
@@ -33,11 +33,11 @@ def test_the_degree_is_the_tensors_in_a_buffer() -> None:
 
 
 def test_parts_take_options() -> None:
-    memory = Scheme("ahead", memory="residual:decay=0.9").settings(1).memory
+    memory = Scheme("ahead", memory="residual[decay=0.9]").settings(1).memory
     assert isinstance(memory, ResidualMemory)
     assert memory.decay == 0.9
-    with pytest.raises(TypeError, match="deca"):
-        Scheme("ahead", memory="residual:deca=0.9")
+    with pytest.raises(ValueError, match="unknown option 'deca'.*Did you mean 'decay'"):
+        Scheme("ahead", memory="residual[deca=0.9]")
 
 
 def test_schedules_are_shares_of_the_steps() -> None:
@@ -60,7 +60,8 @@ def test_options_make_the_scheme_again() -> None:
     scheme = Scheme("pooled", density=0.002, dense_below=512, beta2=0.95)
     assert scheme.options() == {"method": "pooled", "density": 0.002, "dense_below": 512, "beta2": 0.95}
     assert Scheme(**scheme.options()) == scheme
-    assert scheme.name == "pooled,density=0.002,dense_below=512,beta2=0.95"
+    assert scheme.name == "pooled[density=0.002,dense_below=512,beta2=0.95]"
+    assert parse_scheme(scheme.name) == scheme
 
 
 def test_a_scheme_may_change_the_optimizer() -> None:
