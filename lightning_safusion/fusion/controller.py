@@ -20,6 +20,7 @@ from lightning_safusion.fusion.generator import Generator
 from lightning_safusion.fusion.lane import Lane
 from lightning_safusion.fusion.launch import Launcher
 from lightning_safusion.fusion.offload import Offloader
+from lightning_safusion.fusion.overflow import OverflowGuard
 from lightning_safusion.fusion.plan import CollectiveName, Group, Plan
 from lightning_safusion.fusion.planning import Planner
 from lightning_safusion.fusion.report import WindowReport
@@ -96,6 +97,7 @@ class Controller:
         self._offload = offload
         self._launcher = Launcher(generator, transport, self._deferred, offload)
         self._ticks = ticks
+        self._overflow = OverflowGuard(generator, transport)
 
     @property
     def complete(self) -> bool:
@@ -132,6 +134,7 @@ class Controller:
 
     def _begin(self) -> Window:
         self.settle()
+        self._overflow.mend(together=True)
         self._between = False
         density = check_density(self.density(self.windows, self.epoch))
         if self.generator.set_density(density):
@@ -221,6 +224,9 @@ class Controller:
         else:
             good, notices = self._drain.run(window)
             self._hear(window, notices)
+            if not good:
+                self._overflow.uncommitted()
+                self._overflow.mend(together=True)
         if good:
             exchanged = self._exchanged(window)
             self.unstepped[exchanged] = self._tracked[exchanged]
@@ -244,6 +250,8 @@ class Controller:
             self._hear(window, notices)
             if not good:
                 self.unstepped[self._exchanged(window)] = False
+                self._overflow.uncommitted()
+        self._overflow.mend(together=False)
         report, self._unobserved = self._unobserved, None
         if report is not None:
             self._observe(report)
