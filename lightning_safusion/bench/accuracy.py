@@ -28,6 +28,7 @@ from lightning_safusion.bench.session import REFERENCES, Rhythm, machines, measu
 from lightning_safusion.bench.table import write_json
 from lightning_safusion.bench.workers import FLOOR
 from lightning_safusion.bench.workers import Task as Job
+from lightning_safusion.literal import literal
 from lightning_safusion.tasks import Task
 from lightning_safusion.virtual.ledger import Ledger, key_of
 from lightning_safusion.virtual.pool import run_jobs
@@ -131,7 +132,7 @@ def time_to_accuracy(
         figures.append((setting, rows))
     write_json(records, output / "accuracy.json")
     plot_rows(figures).savefig(output / "accuracy.png", dpi=120)
-    console.print(f"written to {output}")
+    console.print(literal(f"written to {output}"))
     return records
 
 

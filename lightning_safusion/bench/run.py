@@ -25,6 +25,7 @@ from lightning_safusion.bench.table import Conditions, as_record, build_table, p
 from lightning_safusion.bench.team import Place
 from lightning_safusion.bench.workers import REFERENCE_STRATEGIES, Task
 from lightning_safusion.bench.workload import scaled
+from lightning_safusion.literal import literal
 from lightning_safusion.naming import look_up
 from lightning_safusion.simulate.trace import resolve_trace
 from lightning_safusion.tasks import TASKS
@@ -113,7 +114,7 @@ def run_bench(
                 tables.append((conditions, rows))
     write_json([as_record(rows, conditions) for conditions, rows in tables], output / "bench.json")
     plot_tables(tables).savefig(output / "bench.png", dpi=120)
-    console.print(f"written to {output}")
+    console.print(literal(f"written to {output}"))
 
 
 def _refuse(when: str, options: Mapping[str, Any]) -> None:
@@ -162,7 +163,8 @@ def _rates(bandwidth: str | None, console: Console) -> list[str | None]:
     reason = why_no_links()
     if reason is None:
         return rates
-    console.print(f"Links of {bandwidth} cannot be made: {reason}. The loopback is measured instead.", style="bold")
+    text = f"Links of {bandwidth} cannot be made: {reason}. The loopback is measured instead."
+    console.print(literal(text), style="bold")
     return [None]
 
 

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from lightning_safusion.demo.events import Event, Failed, Finished, History, Report, Settings, Started
 from lightning_safusion.demo.train import SYSTEMS, train_all
+from lightning_safusion.literal import literal
 
 
 def run_demo(
@@ -67,7 +68,7 @@ def compare(settings: Settings, output: Path, console: Console) -> list[History]
             display.show(event, history)
     results = list(histories.values())
     console.print(report.build_table(results, settings))
-    console.print(f"Curves: {report.save_curves(results, output)}", soft_wrap=True)
+    console.print(literal(f"Curves: {report.save_curves(results, output)}"), soft_wrap=True)
     return results
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from lightning_safusion.literal import literal
 from lightning_safusion.simulate.calibration import Calibration
 from lightning_safusion.simulate.cluster import Cluster, resolve_link
 from lightning_safusion.simulate.job import Job
@@ -87,9 +88,9 @@ def run_plan(
     job = Job(job_trace, cluster, density, **options)
     console = Console()
     console.print(build_table(rows, job, bandwidth))
-    console.print(f"Times of the trace: {job_trace.source or 'not stated'}. Predictions, not measurements.")
+    console.print(literal(f"Times of the trace: {job_trace.source or 'not stated'}. Predictions, not measurements."))
     if costs is not None:
-        console.print(f"Costs: {costs.source}.")
+        console.print(literal(f"Costs: {costs.source}."))
     console.print(verdict(rows))
     settings = settings_yaml(rows, density)
     console.print(settings, markup=False, highlight=False)
@@ -98,7 +99,7 @@ def run_plan(
         _print_sweep(console, records, list(over))
     if output is not None:
         _write(Path(output), rows, settings, records, list(over))
-        console.print(f"written to {output}")
+        console.print(literal(f"written to {output}"))
 
 
 def parse_sweep(text: str) -> dict[str, list[str]]:
@@ -131,7 +132,7 @@ def build_table(rows: Sequence[PlanRow], job: Job, bandwidth: str) -> Table:
         "MB that a worker and a node receive; collectives started; speed-up over DDP in bf16; "
         "*: simulated only, not a system of the strategy"
     )
-    table = Table(title=title, caption=caption)
+    table = Table(title=literal(title, "table.title"), caption=caption)
     table.add_column("system", no_wrap=True)
     for heading in ("ms", "exposed", "select", "MB", "node MB", "calls", "speed-up"):
         table.add_column(heading, justify="right", no_wrap=True)
