@@ -115,6 +115,33 @@ def test_rounded_systems_give_nearly_that(results: list[dict[str | None, Any]], 
     assert sum(results[0][system][1]) == pytest.approx(sum(results[0][None][1]), rel=0.02)
 
 
+class Scalars(TinyClassifier):
+    """A scalar, and a tensor without elements, among the parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale + self.empty.sum()
+
+
+@pytest.mark.parametrize("system", ["powersgd", "powersgd-rank4"])
+def test_powersgd_takes_scalars_and_tensors_without_elements(system: str) -> None:
+    def run(rank: int) -> tuple[list[Tensor], list[float]]:
+        model = Scalars()
+        # the first ten steps are dense
+        trainer(SAFusionStrategy(system=system), max_steps=14).fit(model, classification())
+        return [param.detach() for param in model.parameters()], model.losses
+
+    (ours, losses), (theirs, _) = run_launched(2, run)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert ours[1] != 1.0  # the scalar has been trained
+    assert len(losses) == 14
+    assert losses[-1] < losses[0]
+
+
 def test_powersgd_of_a_higher_rank_is_nearer_to_ddp(results: list[dict[str | None, Any]]) -> None:
     def apart(system: str) -> float:
         pairs = zip(results[0][system][0], results[0][None][0], strict=True)

@@ -31,6 +31,7 @@ from lightning_safusion.bench.run import begin, usable_rates
 from lightning_safusion.bench.session import REFERENCES, Rhythm, machines, measure
 from lightning_safusion.bench.table import write_json
 from lightning_safusion.bench.workers import FLOOR
+from lightning_safusion.literal import literal
 from lightning_safusion.lookup import look_up
 
 _SYSTEMS = ("ddp-bf16", "powersgd", "saf-naive", "saf-inter", "safusion")
@@ -172,7 +173,7 @@ def time_to_accuracy(
         figures.append((setting, rows))
     write_json(records, output / "accuracy.json")
     plot_rows(figures).savefig(output / "accuracy.png", dpi=120)
-    console.print(f"written to {output}")
+    console.print(literal(f"written to {output}"))
     return records
 
 

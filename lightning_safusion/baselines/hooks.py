@@ -36,6 +36,25 @@ def _local(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch
     return future
 
 
+class _AsMatrices:
+    """A bucket as PowerSGD can read it: torch's hook takes the length of every tensor, which scalars have not, and
+    reshapes it to a matrix, which tensors without elements cannot be."""
+
+    def __init__(self, bucket: dist.GradBucket) -> None:
+        self._bucket = bucket
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [grad.view(1) if grad.dim() == 0 else grad for grad in self._bucket.gradients() if grad.numel()]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bucket, name)
+
+
+def _power_sgd(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    shown: Any = _AsMatrices(bucket)
+    return powerSGD_hook(state, shown)
+
+
 def ddp_hook_options(name: DDPHookName, group: dist.ProcessGroup | None) -> dict[str, Any]:
     """Arguments of DistributedDataParallel that the hook needs."""
     if name == "dear":
@@ -57,4 +76,4 @@ def register_ddp_hook(ddp: DistributedDataParallel, name: DDPHookName, group: di
         rank = POWERSGD_RANKS[name]
         # torch's default of 1000 dense steps would be most of a short run; its state is not part of checkpoints
         state = PowerSGDState(process_group=group, matrix_approximation_rank=rank, start_powerSGD_iter=POWERSGD_START)
-        ddp.register_comm_hook(state, powerSGD_hook)
+        ddp.register_comm_hook(state, _power_sgd)

@@ -20,6 +20,7 @@ from lightning_safusion.bench.table import Conditions, as_record, build_table, p
 from lightning_safusion.bench.team import Place
 from lightning_safusion.bench.workers import REFERENCE_STRATEGIES, Task
 from lightning_safusion.bench.workload import scaled
+from lightning_safusion.literal import literal
 from lightning_safusion.simulate.trace import resolve_trace
 
 _WIDTH = 120  # of tables in files and pipes
@@ -91,7 +92,7 @@ def run_bench(
                 tables.append((conditions, rows))
     write_json([as_record(rows, conditions) for conditions, rows in tables], output / "bench.json")
     plot_tables(tables).savefig(output / "bench.png", dpi=120)
-    console.print(f"written to {output}")
+    console.print(literal(f"written to {output}"))
 
 
 def begin(workers: int, output: Path) -> tuple[Console, Path]:

@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from lightning_safusion.callbacks.run_directory import run_directory, run_id
 from lightning_safusion.callbacks.sampling import StepSampler
+from lightning_safusion.literal import literal
 from lightning_safusion.metrics.figures import TensorFigures, tensor_figures
 from lightning_safusion.metrics.history import MissingRateStatistics
 from lightning_safusion.strategy import SAFusionStrategy
@@ -162,7 +163,7 @@ class TensorMissingRateMonitor(StepSampler):
             table.add_column(column, justify="right")
         for row in statistics.worst(self.worst):
             error = "" if row.error is None else f"{row.error:.1%}"
-            table.add_row(row.name, f"{row.missing:.1%}", f"{row.everywhere:.1%}", f"{row.density:.2%}", error)
+            table.add_row(literal(row.name), f"{row.missing:.1%}", f"{row.everywhere:.1%}", f"{row.density:.2%}", error)
         return table
 
     def heatmap(self, ax: Axes | None = None) -> Figure | SubFigure:

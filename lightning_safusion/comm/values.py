@@ -252,7 +252,9 @@ class QuantizedField(ValueField):
             scales[filled] = np.maximum.reduceat(magnitudes, first)
             return scales
         present = np.add.reduceat(magnitudes > 0, first, dtype=np.int64)
-        scales[filled] = np.add.reduceat(magnitudes, first, dtype=np.float64) * (2 / np.maximum(present, 1))
+        means = np.add.reduceat(magnitudes, first, dtype=np.float64) * (2 / np.maximum(present, 1))
+        with np.errstate(over="ignore"):  # an infinity tells all ranks
+            scales[filled] = means
         return scales
 
     def _host_codes(self, magnitudes: np.ndarray, negative: np.ndarray, scale: np.ndarray) -> np.ndarray:

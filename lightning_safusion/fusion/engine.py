@@ -18,6 +18,7 @@ from lightning_safusion.fusion.drain import Drain
 from lightning_safusion.fusion.events import Observer, WindowEvents
 from lightning_safusion.fusion.lane import Lane
 from lightning_safusion.fusion.offload import Offloader
+from lightning_safusion.fusion.overflow import OverflowGuard
 from lightning_safusion.fusion.planning import Planner
 from lightning_safusion.fusion.plans.plan import CollectiveName, Group, Plan
 from lightning_safusion.fusion.record import WindowRecord
@@ -106,6 +107,7 @@ class Engine:
         self._device_drain = DeviceDrain(space.memory, Lane(space.device), space.device) if deferred else None
         self._offload = offload
         self._ticks = ticks
+        self._overflow = OverflowGuard(space, self.transport)
 
     @property
     def complete(self) -> bool:
@@ -150,6 +152,8 @@ class Engine:
 
     def _begin(self) -> Window:
         self.settle()
+        if self._overflow.pending:
+            self._overflow.mend(together=True)
         self._between = False
         density = check_density(self.density(self.windows, self.epoch))
         if self.space.set_density(density):
@@ -261,6 +265,9 @@ class Engine:
             good, notices = self._drain.run(window, self.space.layout)
             if notices:
                 self._hear(window, notices)
+            if not good:
+                self._overflow.uncommitted()
+                self._overflow.mend(together=True)
         if good:
             exchanged = self._exchanged(window)
             self.unstepped[exchanged] = self._tracked[exchanged]
@@ -284,6 +291,9 @@ class Engine:
             self._hear(window, notices)
             if not good:
                 self.unstepped[self._exchanged(window)] = False
+                self._overflow.uncommitted()
+        if self._overflow.pending:
+            self._overflow.mend(together=False)
         record, self._unobserved = self._unobserved, None
         if record is not None:
             self._observe(record)

@@ -9,6 +9,7 @@ from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from lightning_safusion.literal import literal
 from lightning_safusion.profiling.figures import RankFigures
 
 _VISIBLE = 5e-6  # seconds that the table does not round to nothing
@@ -77,5 +78,5 @@ def _buffer_table(rows: Sequence[Mapping[str, Any]], count: int) -> Table:
     for row in rows:
         more = f" +{len(row['tensors']) - 1}" if len(row["tensors"]) > 1 else ""
         times = [f"{row[key] * 1e3:.2f}" for key in ("select_s", "exchange_s", "exposed_s", "decode_s")]
-        table.add_row(row["tensors"][0] + more, f"{row['bytes_sent'] / 1e3:,.1f}", *times)
+        table.add_row(literal(row["tensors"][0] + more), f"{row['bytes_sent'] / 1e3:,.1f}", *times)
     return table

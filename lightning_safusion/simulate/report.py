@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from lightning_safusion.literal import literal
 from lightning_safusion.simulate.calibration import Calibration
 from lightning_safusion.simulate.cluster import Cluster, resolve_link
 from lightning_safusion.simulate.comparison import (
@@ -88,9 +89,9 @@ def run_plan(
     job = Job(job_trace, cluster, density, **options)
     console = Console()
     console.print(build_table(rows, job, bandwidth))
-    console.print(f"Times of the trace: {job_trace.source or 'not stated'}. Predictions, not measurements.")
+    console.print(literal(f"Times of the trace: {job_trace.source or 'not stated'}. Predictions, not measurements."))
     if costs is not None:
-        console.print(f"Costs: {costs.source}.")
+        console.print(literal(f"Costs: {costs.source}."))
     console.print(verdict(rows))
     if (note := accuracy_note(rows, density)) is not None:
         console.print(note)
@@ -101,7 +102,7 @@ def run_plan(
         _print_sweep(console, records, list(over))
     if output is not None:
         _write(Path(output), rows, settings, records, list(over))
-        console.print(f"written to {output}")
+        console.print(literal(f"written to {output}"))
 
 
 def parse_sweep(text: str) -> dict[str, list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from lightning_safusion.native import Added, Message, Parts, Wanted, rearranged, zeros
 
-_KEPT = 32  # cuts of a memory into parts: as many as tensors, and at least so many
+# Each tensor is in one list per window: as many windows with other lists are remembered.
+_KEPT_LISTS = 4
 
 
 class Memory(ABC):
@@ -134,6 +136,32 @@ class Memory(ABC):
         """
         return  # most memories hold nothing that all ranks have received
 
+    def beyond(self, limit: float, start: int, stop: int) -> Tensor | None:
+        """Elements of the span ``[start, stop)`` of which some state is no number, or larger than a limit.
+
+        Waits for the device. Not called in ordinary windows.
+
+        Returns:
+            bool [stop - start]; None if there is none.
+        """
+        found = None
+        for state in self.state_dict().values():
+            part = state[start:stop]
+            if not float(torch.linalg.vector_norm(part, math.inf)) <= limit:
+                beyond = ~(part.abs() <= limit)
+                found = beyond if found is None else found | beyond
+        return found
+
+    def clear(self, start: int, mask: Tensor) -> None:
+        """Forgets the state of some elements of a span.
+
+        Args:
+            start: First element of the span in the flat space.
+            mask: bool [length of the span], those that are to be forgotten.
+        """
+        for state in self.state_dict().values():
+            state[start : start + len(mask)].masked_fill_(mask, 0.0)
+
     @abstractmethod
     def permute(self, order: Sequence[int], edges: Sequence[int]) -> None:
         """Moves the state to a new layout in which place ``j`` holds the tensor that was at place ``order[j]``."""
@@ -164,25 +192,26 @@ class Flat:
     def _adopt(self, data: Tensor | np.ndarray, edges: Sequence[int]) -> None:
         self._memory, self._edges = data, edges
         self.data = data if isinstance(data, Tensor) else torch.from_numpy(data)
-        self._parts: dict[tuple[int, ...], Parts] = {}
+        self._parts: dict[tuple[int, ...], tuple[int, Parts]] = {}
+        self._kept = 0  # tensors in them
         self.views = list(self.data.split([stop - start for start, stop in pairwise(edges)]))
 
     def of(self, ids: Sequence[int]) -> list[Tensor]:
         return [self.views[i] for i in ids]
 
     def parts(self, ids: Sequence[int]) -> Parts:
-        """Where ascending tensors that are not empty lie, as compiled kernels take it; the latest are kept."""
+        """Where ascending tensors that are not empty lie, as compiled kernels take it; kept for the next windows."""
         run = len(ids) == ids[-1] - ids[0] + 1
         key = (ids[0], len(ids), -1) if run else tuple(ids)
-        parts = self._parts.pop(key, None)
-        if parts is None:
+        if key not in self._parts:
+            # Where other tensors are missing in every window there is no end of lists: the oldest ones make room.
+            while self._parts and self._kept + len(ids) > _KEPT_LISTS * len(self.views):
+                self._kept -= self._parts.pop(next(iter(self._parts)))[0]
             edges = np.asarray(self._edges, np.int64)
             places = np.asarray(ids)
-            parts = Parts.of(edges[places], edges[places + 1] - edges[places])
-        self._parts[key] = parts  # the last of them: which tensors are fresh may differ in every step (layer drop)
-        while len(self._parts) > max(_KEPT, len(self.views)):
-            del self._parts[next(iter(self._parts))]
-        return parts
+            self._parts[key] = len(ids), Parts.of(edges[places], edges[places + 1] - edges[places])
+            self._kept += len(ids)
+        return self._parts[key][1]
 
     def permute(self, order: Sequence[int], edges: Sequence[int]) -> None:
         if isinstance(self._memory, np.ndarray):

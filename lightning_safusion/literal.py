@@ -1,0 +1,17 @@
+"""Names and texts of users on a terminal: shown as they are."""
+
+from __future__ import annotations
+
+from rich.text import Text
+
+
+def literal(text: object, style: str = "") -> Text:
+    """A text that rich shows letter by letter: brackets are no markup, and colons no emoji.
+
+    Control characters, which could move the cursor or colour what follows, are shown as Python writes them.
+
+    Args:
+        text: What is shown; anything that has a text.
+        style: Of rich.
+    """
+    return Text("".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in str(text)), style)
