@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_safusion import native
-from lightning_safusion.comm.horovod_transport import HorovodTransport
-from lightning_safusion.comm.torch_transport import TorchTransport, default_transport
-from lightning_safusion.comm.transport import Transport
+from lightning_safusion.comm.transport.horovod import HorovodTransport
+from lightning_safusion.comm.transport.interface import Transport
+from lightning_safusion.comm.transport.torch_backend import TorchTransport, default_transport
 from lightning_safusion.ddp_hooks import DDPHookName, ddp_hook_options, register_ddp_hook
 from lightning_safusion.dear import Dear
 from lightning_safusion.elastic import ElasticAverage

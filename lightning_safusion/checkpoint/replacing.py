@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_safusion.checkpoint import files
 from lightning_safusion.checkpoint.saving import reason
-from lightning_safusion.comm.transport import Transport
+from lightning_safusion.comm.transport.interface import Transport
 
 
 def has_files(plugin: CheckpointIO) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_safusion.__about__ import __version__
 from lightning_safusion.checkpoint import files
 from lightning_safusion.checkpoint.part import FORMAT, dump
-from lightning_safusion.comm.transport import Transport
+from lightning_safusion.comm.transport.interface import Transport
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.state import common_state, local_state
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_safusion import native
-from lightning_safusion.comm.transport import Transport, Work
+from lightning_safusion.comm.transport.interface import Transport, Work
 from lightning_safusion.sparsify.base import Selection
 from lightning_safusion.sparsify.view import device_constant
 

@@ -12,16 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.allgather import SparseAllGather
-from lightning_safusion.comm.allreduce import DenseAllReduce
+from lightning_safusion.comm.collectives.allgather import SparseAllGather
+from lightning_safusion.comm.collectives.allreduce import DenseAllReduce
+from lightning_safusion.comm.collectives.gtopk import GTopKExchange
+from lightning_safusion.comm.collectives.hierarchical import HierarchicalExchange, NodeTransports
+from lightning_safusion.comm.collectives.hybrid import HybridExchange
+from lightning_safusion.comm.collectives.negotiated import Stream, StreamedTensor
+from lightning_safusion.comm.collectives.ok_allreduce import OkTopkExchange
 from lightning_safusion.comm.exchange import Exchange, SpanSpec, TensorFlag
-from lightning_safusion.comm.gtopk import GTopKExchange
-from lightning_safusion.comm.hierarchical import HierarchicalExchange, NodeTransports
-from lightning_safusion.comm.hybrid import HybridExchange
-from lightning_safusion.comm.oktopk import OkTopkExchange
-from lightning_safusion.comm.stream import Stream, StreamedTensor
-from lightning_safusion.comm.transport import Transport
-from lightning_safusion.comm.wire import resolve_codec
+from lightning_safusion.comm.transport.interface import Transport
+from lightning_safusion.comm.wire.formats import resolve_codec
 from lightning_safusion.fusion.layout import Layout
 from lightning_safusion.fusion.plans.plan import Group, SparseName
 from lightning_safusion.fusion.quota import QuotaRule, Scope, TensorQuotas, group_segments, selective_quotas

@@ -9,8 +9,8 @@ import torch
 
 from lightning_safusion.__about__ import __version__
 from lightning_safusion.comm.calibrate import calibrate
-from lightning_safusion.comm.hierarchical import NodeTransports
-from lightning_safusion.comm.transport import Transport
+from lightning_safusion.comm.collectives.hierarchical import NodeTransports
+from lightning_safusion.comm.transport.interface import Transport
 from lightning_safusion.fusion.buffers import BufferPool
 from lightning_safusion.fusion.compensation import Selector
 from lightning_safusion.fusion.engine import Engine

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm.exchange import Notice, all_finite
-from lightning_safusion.comm.transport import Transport
+from lightning_safusion.comm.transport.interface import Transport
 from lightning_safusion.fusion.compensation import unscaled
 from lightning_safusion.fusion.delivery import Rounding, Scratch
 from lightning_safusion.fusion.layout import Layout

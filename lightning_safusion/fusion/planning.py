@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from lightning_safusion.comm.cost import LinearCost
-from lightning_safusion.comm.transport import Transport
+from lightning_safusion.comm.transport.interface import Transport
 from lightning_safusion.fusion.announcer import Announcer
 from lightning_safusion.fusion.events import WindowEvents
 from lightning_safusion.fusion.handover import Handover

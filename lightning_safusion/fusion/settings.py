@@ -9,8 +9,8 @@ from typing import Any, Literal, get_args
 import torch
 
 from lightning_safusion.comm.cost import allgather_bytes, ring_allreduce_bytes
-from lightning_safusion.comm.values import FloatValues
-from lightning_safusion.comm.wire import resolve_codec
+from lightning_safusion.comm.wire.formats import resolve_codec
+from lightning_safusion.comm.wire.values import FloatValues
 from lightning_safusion.fusion.layout import Layout, TensorSpec
 from lightning_safusion.fusion.plans.cadence import Cadence
 from lightning_safusion.fusion.plans.policy import FusionPolicy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from lightning_safusion.comm.wire import resolve_codec
+from lightning_safusion.comm.wire.formats import resolve_codec
 from lightning_safusion.fusion.buffers import BufferPool
 from lightning_safusion.fusion.layout import Layout
 from lightning_safusion.fusion.plans.costs import JobShape

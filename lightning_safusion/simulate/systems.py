@@ -16,7 +16,7 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from lightning_safusion.comm.wire import resolve_codec
+from lightning_safusion.comm.wire.formats import resolve_codec
 from lightning_safusion.ddp_hooks import POWERSGD_RANKS
 from lightning_safusion.fusion.plans.costs import DDP_BUCKET, ddp_buckets
 from lightning_safusion.fusion.plans.merging import sparse_plan

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_safusion.comm.collectives.two_phase import TwoPhaseAllReduce
 from lightning_safusion.comm.exchange import Exchange, SpanSpec
-from lightning_safusion.comm.two_phase import TwoPhaseAllReduce
+from lightning_safusion.fusion.buffers import BufferPool
 from lightning_safusion.fusion.plans.plan import Group
-from lightning_safusion.fusion.pool import BufferPool
 from tests.cluster import Cluster, settings, specs
 from tests.comm.exchanges import Build, gtopk, hierarchical, oktopk
 from tests.quick import quick_of

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_safusion.comm.gtopk import GTopKExchange, butterfly_rounds, tree_rounds
+from lightning_safusion.comm.collectives.gtopk import GTopKExchange, butterfly_rounds, tree_rounds
 from tests.comm.exchanges import CPU, Workers, gradients, gtopk, lost, part_of, same, span
 
 WORLDS = [1, 2, 3, 5, 8]

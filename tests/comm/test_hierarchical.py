@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lightning_safusion import SAFusionStrategy
 from lightning_safusion.comm import SoloTransport
+from lightning_safusion.comm.collectives.hierarchical import HierarchicalExchange, NodeTransports
 from lightning_safusion.comm.exchange import Part, SpanSpec
-from lightning_safusion.comm.hierarchical import HierarchicalExchange, NodeTransports
 from lightning_safusion.sparsify.base import Segments, Selection
 from lightning_safusion.sparsify.topk import TopK
 from tests.cluster import Cluster, settings

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lightning_safusion.comm import default_transport
+from lightning_safusion.comm.collectives.hierarchical import HierarchicalExchange
 from lightning_safusion.comm.exchange import Notice, Part, TensorFlag
-from lightning_safusion.comm.hierarchical import HierarchicalExchange
 from tests.comm.exchanges import (
     Build,
     Received,

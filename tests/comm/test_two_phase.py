@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from lightning_safusion.comm import Transport, default_transport
-from lightning_safusion.comm.allreduce import DenseAllReduce
+from lightning_safusion.comm.collectives.allreduce import DenseAllReduce
+from lightning_safusion.comm.collectives.two_phase import TwoPhaseAllReduce
 from lightning_safusion.comm.exchange import Exchange, Notice, Part, SpanSpec, TensorFlag
-from lightning_safusion.comm.two_phase import TwoPhaseAllReduce
 from tests.comm.exchanges import CPU, Workers, end, gradients, through
 from tests.process_group import run_ranks
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from lightning_safusion import native
-from lightning_safusion.comm.allgather import SparseAllGather
-from lightning_safusion.comm.allreduce import DenseAllReduce
-from lightning_safusion.comm.codec import Codec
+from lightning_safusion.comm.collectives.allgather import SparseAllGather
+from lightning_safusion.comm.collectives.allreduce import DenseAllReduce
 from lightning_safusion.comm.exchange import Part, SpanSpec, StreamOrderedExchange, Verdict, all_finite
-from lightning_safusion.comm.transport import JoinedWork, Transport
+from lightning_safusion.comm.transport.interface import JoinedWork, Transport
+from lightning_safusion.comm.wire.codec import Codec
 from lightning_safusion.sparsify.view import device_constant
 
 

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.codec import Codec
 from lightning_safusion.comm.exchange import Exchange, Part, SpanSpec, Verdict, saturated
-from lightning_safusion.comm.transport import Transport, Work
-from lightning_safusion.comm.wire import resolve_codec
+from lightning_safusion.comm.transport.interface import Transport, Work
+from lightning_safusion.comm.wire.codec import Codec
+from lightning_safusion.comm.wire.formats import resolve_codec
 from lightning_safusion.sparsify.base import Selection
 
 

@@ -15,7 +15,7 @@ from lightning_safusion.comm.exchange import (
     Verdict,
     saturated,
 )
-from lightning_safusion.comm.transport import Transport
+from lightning_safusion.comm.transport.interface import Transport
 
 _COUNTED = (TensorFlag.FRESH, TensorFlag.BAD, TensorFlag.RAW)
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from lightning_safusion import native
-from lightning_safusion.comm.codec import Codec
 from lightning_safusion.comm.exchange import (
     Notice,
     Part,
@@ -22,7 +21,8 @@ from lightning_safusion.comm.exchange import (
     all_finite,
     saturated,
 )
-from lightning_safusion.comm.transport import Transport
+from lightning_safusion.comm.transport.interface import Transport
+from lightning_safusion.comm.wire.codec import Codec
 from lightning_safusion.sparsify.base import Selection
 
 # Zeroing only what was written is cheaper than zeroing the span until about a quarter of it was written.

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from lightning_safusion import native
-from lightning_safusion.comm.block_codec import Block8Codec, Block16Codec
-from lightning_safusion.comm.codec import Codec, Reader, blocks_of, check_entries, check_order, positions_to_write
-from lightning_safusion.comm.values import VALUES, FloatField, FloatValues, Values, fill
+from lightning_safusion.comm.wire.blocks import Block8Codec, Block16Codec
+from lightning_safusion.comm.wire.codec import Codec, Reader, blocks_of, check_entries, check_order, positions_to_write
+from lightning_safusion.comm.wire.values import VALUES, FloatField, FloatValues, Values, fill
 from lightning_safusion.kernels import serves
 from lightning_safusion.naming import look_up
 from lightning_safusion.sparsify.base import Selection

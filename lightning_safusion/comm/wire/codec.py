@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_safusion import native
-from lightning_safusion.comm.values import FloatValues, Values
+from lightning_safusion.comm.wire.values import FloatValues, Values
 from lightning_safusion.kernels import serves
 from lightning_safusion.sparsify.base import Selection
 

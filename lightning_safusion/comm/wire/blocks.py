@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_safusion import native
-from lightning_safusion.comm.codec import Codec, Reader, blocks_of, check_order, positions_to_write
-from lightning_safusion.comm.values import fill
+from lightning_safusion.comm.wire.codec import Codec, Reader, blocks_of, check_order, positions_to_write
+from lightning_safusion.comm.wire.values import fill
 from lightning_safusion.kernels import serves
 from lightning_safusion.sparsify.base import Selection
 

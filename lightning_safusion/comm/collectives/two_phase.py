@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from lightning_safusion.comm.allreduce import DenseAllReduce
+from lightning_safusion.comm.collectives.allreduce import DenseAllReduce
 from lightning_safusion.comm.exchange import SpanSpec
-from lightning_safusion.comm.transport import Transport, Work
+from lightning_safusion.comm.transport.interface import Transport, Work
 
 
 class TwoPhaseSum:

@@ -8,11 +8,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.codec import Codec
-from lightning_safusion.comm.entries import Entries, added, decoded, encoded
+from lightning_safusion.comm.collectives.entries import Entries, added, decoded, encoded
+from lightning_safusion.comm.collectives.multiphase import MultiPhaseExchange
 from lightning_safusion.comm.exchange import Part, SpanSpec
-from lightning_safusion.comm.multiphase import MultiPhaseExchange
-from lightning_safusion.comm.transport import Transport, Work
+from lightning_safusion.comm.transport.interface import Transport, Work
+from lightning_safusion.comm.wire.codec import Codec
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.entries import Entries, decoded, encoded, joined, message_sizes
+from lightning_safusion.comm.collectives.entries import Entries, decoded, encoded, joined, message_sizes
+from lightning_safusion.comm.collectives.multiphase import MultiPhaseExchange
 from lightning_safusion.comm.exchange import Part, SpanSpec, saturated
-from lightning_safusion.comm.multiphase import MultiPhaseExchange
-from lightning_safusion.comm.transport import Transport, Work
-from lightning_safusion.comm.wire import resolve_codec
+from lightning_safusion.comm.transport.interface import Transport, Work
+from lightning_safusion.comm.wire.formats import resolve_codec
 from lightning_safusion.sparsify.base import Segments, span_segments
 from lightning_safusion.sparsify.survey import History
 from lightning_safusion.sparsify.topk import TopK
