@@ -16,7 +16,6 @@ from typing_extensions import override
 from lightning_safusion.environments.horovod import configure_horovod
 from lightning_safusion.fusion.plans.policy import FusionPolicy
 from lightning_safusion.fusion.quota import QuotaRule, Scope
-from lightning_safusion.fusion.settings import CollectiveOption
 from lightning_safusion.parameters import refuse_options
 from lightning_safusion.settling import reason_to_settle, runs_compiled
 from lightning_safusion.signals import DeferredSignals, requeue_signal
@@ -97,7 +96,7 @@ class SAFusionStrategy(EngineDDPStrategy):
         dense_below: int | None = None,
         dense_below_ndim: int | None = None,
         memory: str | Memory | None = None,
-        collective: CollectiveOption | None = None,
+        collective: str | None = None,
         wire: str | None = None,
         offload: bool | None = None,
         transport: Literal["torch", "horovod"] = "torch",

@@ -5,7 +5,7 @@ from lightning_safusion.comm.transport.interface import ReduceOp, Transport, Wor
 from lightning_safusion.comm.transport.local import LocalTransport, local_transports
 from lightning_safusion.comm.transport.torch_backend import SoloTransport, TorchTransport, default_transport
 from lightning_safusion.comm.wire.codec import Codec
-from lightning_safusion.comm.wire.formats import available_wires, resolve_codec
+from lightning_safusion.comm.wire.formats import available_wires, resolve_codec, value_format
 
 __all__ = [
     "LINKS",
@@ -23,4 +23,5 @@ __all__ = [
     "fit_linear",
     "local_transports",
     "resolve_codec",
+    "value_format",
 ]

@@ -69,7 +69,7 @@ class Drain:
             notices |= verdict.notices
             good &= not verdict.bad.any()
             repairs += [first + int(t) for t in np.flatnonzero(verdict.irregular(workers))]
-            window.unused += [first + int(t) for t in np.flatnonzero(verdict.raw)]
+            window.unused += [first + int(t) for t in np.flatnonzero(verdict.bypass)]
         if notices & Notice.FAILED:
             return False, notices
         if repairs:

@@ -33,10 +33,10 @@ def oktopk(**options: Any) -> Build:
     return lambda spec, transport: OkTopkExchange(spec, transport, CPU, **options)
 
 
-def gtopk(algorithm: Any = "tree", wire: str = "auto") -> Build:
+def gtopk(wire: str = "auto") -> Build:
     def build(spec: SpanSpec, transport: Transport) -> Exchange:
         codec = resolve_codec(wire, spec.numel, spec.capacity, torch.float32) if spec.capacity else None
-        return GTopKExchange(spec, transport, CPU, codec, algorithm)
+        return GTopKExchange(spec, transport, CPU, codec)
 
     return build
 

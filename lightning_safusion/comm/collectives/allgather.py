@@ -54,6 +54,8 @@ class SparseAllGather(StreamOrderedExchange):
         codec: Wire format of the selection; None when the whole span travels dense.
     """
 
+    few_bits = True
+
     def __init__(self, spec: SpanSpec, transport: Transport, device: torch.device, codec: Codec | None) -> None:
         super().__init__(spec, transport, device)
         self.codec = codec
@@ -226,7 +228,7 @@ class SparseAllGather(StreamOrderedExchange):
 
     @cached_property
     def _lanes_of(self) -> dict[int, list[Tensor]]:
-        """What each rank has sent of the tensors that travel whole."""
+        """What each rank has sent of the dense tensors."""
         found: dict[int, list[Tensor]] = {}
         for t, (start, stop) in enumerate(pairwise(self.spec.edges)):
             for run, (first, last, _) in enumerate(self.spec.dense_runs):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,18 +13,8 @@ from lightning_safusion.comm.exchange import Part, SpanSpec
 from lightning_safusion.comm.transport.interface import Transport, Work
 from lightning_safusion.comm.wire.codec import Codec
 
-
-@dataclass(frozen=True)
-class Round:
-    """Messages of one round.
-
-    Args:
-        pairs: ``(source, destination)``.
-        adds: The destination adds what it gets to what it has; else it takes it over.
-    """
-
-    pairs: tuple[tuple[int, int], ...]
-    adds: bool = True
+#: Messages of one round: ``(source, destination)``.
+Round = tuple[tuple[int, int], ...]
 
 
 def tree_rounds(world_size: int) -> list[Round]:
@@ -33,26 +22,8 @@ def tree_rounds(world_size: int) -> list[Round]:
     rounds, step = [], 1
     while step < world_size:
         receivers = range(0, world_size - step, 2 * step)
-        rounds.append(Round(tuple((rank + step, rank) for rank in receivers)))
+        rounds.append(tuple((rank + step, rank) for rank in receivers))
         step *= 2
-    return rounds
-
-
-def butterfly_rounds(world_size: int) -> list[Round]:
-    """Every rank trades with one at a distance of 1, 2, 4, ...
-
-    Where ``n`` is no power of two, the ranks above the largest one below it hand theirs to others first, and get the
-    result at the end.
-    """
-    core = 1 << (world_size.bit_length() - 1)
-    extra = range(core, world_size)
-    rounds = [Round(tuple((rank, rank - core) for rank in extra))] if extra else []
-    step = 1
-    while step < core:
-        rounds.append(Round(tuple((rank, rank ^ step) for rank in range(core))))
-        step *= 2
-    if extra:
-        rounds.append(Round(tuple((rank - core, rank) for rank in extra), adds=False))
     return rounds
 
 
@@ -63,36 +34,23 @@ class GTopKExchange(MultiPhaseExchange):
     contribution that was cut on its way, at a position that another one carried to the end, is neither delivered nor
     kept. The paper has it so.
 
-    Volume per worker, with messages of ``S`` bytes: ``"tree"`` takes ``2 log2 n`` messages one after the other, in all
-    ``2 (n - 1) S`` bytes over all workers; ``"butterfly"`` ``log2 n`` messages and as many times ``S`` for every
-    worker, two more rounds where ``n`` is no power of two. The result is rounded to the wire's values after every
-    addition.
+    Lists go up a binomial tree to rank 0, which broadcasts the result (the paper's algorithm). With messages of ``S``
+    bytes these are ``2 log2 n`` messages one after the other, in all ``2 (n - 1) S`` bytes over all workers. The result
+    is rounded to the wire's values after every addition.
 
     Args:
         spec: Shape of the exchange.
         transport: Communicator with point-to-point messages.
         device: Where the span lives.
-        codec: Wire format of a list; None when the whole span travels dense.
-        algorithm: ``"tree"`` (the paper's) or ``"butterfly"``.
+        codec: Wire format of a list; None when the whole span is dense.
     """
 
     conserves: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        spec: SpanSpec,
-        transport: Transport,
-        device: torch.device,
-        codec: Codec | None,
-        algorithm: Literal["tree", "butterfly"] = "tree",
-    ) -> None:
-        if algorithm not in ("tree", "butterfly"):
-            raise ValueError(f'algorithm must be "tree" or "butterfly", got {algorithm!r}')
+    def __init__(self, spec: SpanSpec, transport: Transport, device: torch.device, codec: Codec | None) -> None:
         super().__init__(spec, transport, device)
         self.codec = codec
-        self.algorithm = algorithm
-        rounds = tree_rounds if algorithm == "tree" else butterfly_rounds
-        self._rounds = rounds(transport.world_size) if codec is not None else []
+        self._rounds = tree_rounds(transport.world_size) if codec is not None else []
         self._nbytes = codec.nbytes if codec is not None else 0
         self._message = torch.zeros(self._nbytes, dtype=torch.uint8, device=device)
         self._received = torch.zeros_like(self._message)
@@ -106,9 +64,8 @@ class GTopKExchange(MultiPhaseExchange):
     @property
     def bytes_received(self) -> int:
         rank = self.transport.rank
-        messages = sum(destination == rank for each in self._rounds for _, destination in each.pairs)
-        if self.algorithm == "tree" and rank != 0:
-            messages += 1  # the result
+        messages = sum(destination == rank for pairs in self._rounds for _, destination in pairs)
+        messages += rank != 0  # the result
         return self.lane.bytes_received + messages * self._nbytes
 
     def sent(self) -> tuple[Tensor, Tensor]:
@@ -130,17 +87,18 @@ class GTopKExchange(MultiPhaseExchange):
         if self.codec is None:
             return
         if number < len(self._rounds):
-            self._work = self.transport.permute(self._received, self._message, self._rounds[number].pairs)
-        elif self.algorithm == "tree":
+            self._work = self.transport.permute(self._received, self._message, self._rounds[number])
+        else:
             self._work = self.transport.broadcast(self._message, 0)
 
     def _finish(self) -> Entries:
         if self.codec is None:
             return self._result
-        for number, each in enumerate(self._rounds):
+        for number, pairs in enumerate(self._rounds):
             self._wait()
-            if any(destination == self.transport.rank for _, destination in each.pairs):
-                self._take(each.adds)
+            if any(destination == self.transport.rank for _, destination in pairs):
+                (theirs,) = decoded(self._received, [self.codec])
+                self._keep(added(self._kept, theirs).largest(self.spec.capacity))
             self._launch(number + 1)
         self._wait()
         return decoded(self._message, [self.codec])[0]
@@ -149,7 +107,3 @@ class GTopKExchange(MultiPhaseExchange):
         work, self._work = self._work, None
         if work is not None:
             work.wait()
-
-    def _take(self, adds: bool) -> None:
-        (theirs,) = decoded(self._received, [self.codec])
-        self._keep(added(self._kept, theirs).largest(self.spec.capacity) if adds else theirs)

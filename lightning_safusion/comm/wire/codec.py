@@ -157,7 +157,7 @@ class Codec(ABC):
         indices, values, count = selection.positions, selection.values, selection.count
         if not isinstance(count, int):
             sent = self.field.write(indices, values, field, echo)
-            return sent if isinstance(self.values, FloatValues) else _without_padding(sent, count)
+            return _without_padding(sent, count) if self.values.few_bits else sent
         if count == len(values):
             return self.field.write(indices, values, field, echo)
         return pad(self.field.write(indices[:count], values[:count], field, echo), (0, len(values) - count))
@@ -165,7 +165,7 @@ class Codec(ABC):
     def _read_padded(self, indices: Tensor, field: Tensor, count: Callable[[], Tensor]) -> Tensor:
         """float32 [capacity], the values of positions; ``count`` tells how many of them are valid."""
         values = self.field.read(indices, field)
-        return values if isinstance(self.values, FloatValues) else _without_padding(values, count())
+        return _without_padding(values, count()) if self.values.few_bits else values
 
 
 def _without_padding(values: Tensor, count: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -49,15 +50,19 @@ class ValueField(ABC):
 
 
 class Values(ABC):
-    """A format of values, by name.
+    """A value format. A new one is a class and a row in :data:`VALUES`.
 
     Args:
         name: In the names of wire formats.
         dtype: In what values are held on the way; float32 for those of a few bits.
+        width: Bits of a value on the wire.
     """
 
-    def __init__(self, name: str, dtype: torch.dtype) -> None:
-        self.name, self.dtype = name, dtype
+    #: It rounds so much that what is lost must stay with the sender, and it has no zero.
+    few_bits: ClassVar[bool] = True
+
+    def __init__(self, name: str, dtype: torch.dtype, width: int) -> None:
+        self.name, self.dtype, self.width = name, dtype, width
 
     @abstractmethod
     def field(self, capacity: int, edges: Sequence[int]) -> ValueField:
@@ -65,7 +70,17 @@ class Values(ABC):
 
 
 class FloatValues(Values):
-    """Finite values too large for a 16-bit format saturate; NaN and infinities travel as they are."""
+    """Finite values too large for a 16-bit format saturate; NaN and infinities travel as they are.
+
+    Args:
+        name: In the names of wire formats.
+        dtype: float32, bfloat16 or float16.
+    """
+
+    few_bits = False
+
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        super().__init__(name, dtype, 8 * dtype.itemsize)
 
     def field(self, capacity: int, edges: Sequence[int]) -> FloatField:
         return FloatField(self.dtype, capacity)
@@ -123,11 +138,10 @@ class QuantizedValues(Values):
     """
 
     def __init__(self, name: str, bits: int) -> None:
-        super().__init__(name, torch.float32)
-        self.bits = bits
+        super().__init__(name, torch.float32, bits)
 
     def field(self, capacity: int, edges: Sequence[int]) -> QuantizedField:
-        return QuantizedField(self.bits, capacity, edges)
+        return QuantizedField(self.width, capacity, edges)
 
 
 class QuantizedField(ValueField):
@@ -316,7 +330,7 @@ def fill(field: Tensor, entries: Tensor) -> None:
     field.copy_(entries)
 
 
-#: Formats by the name that a wire format has for them.
+#: Value formats by the name that a wire format has for them.
 VALUES: dict[str, Values] = {
     values.name: values
     for values in (
