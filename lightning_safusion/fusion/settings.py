@@ -120,8 +120,8 @@ class EngineSettings:
             )
         if self.memory.name == "ef21" and not collective.conserves:
             raise ValueError(
-                f"memory='ef21' adds up all that is sent, and collective={self.collective!r} loses some of it on its way: "
-                "the estimates would drift apart. Use collective='allgather' or 'oktopk'."
+                f"memory='ef21' adds up all that is sent, and collective={self.collective!r} loses some of it on its "
+                "way: the estimates would drift apart. Use collective='allgather' or 'oktopk'."
             )
 
     def describe(self) -> dict[str, str]:

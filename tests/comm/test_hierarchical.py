@@ -118,11 +118,11 @@ def test_rounding_stays_with_the_senders(wire: str) -> None:
 
 def test_what_does_not_fit_inside_stays_with_the_sender() -> None:
     workers = Workers(2, span(4, 4), hierarchical([0, 0], wire="fp16"))
-    xs = [torch.tensor([1e6, 0.0, 0.0, 0.0]), torch.tensor([1.0, 2.0, 0.0, 0.0])]
+    xs = [torch.tensor([1e6, 0.0, 0.0, 0.0]), torch.tensor([0.0, 2.0, 0.0, 0.0])]
     results = workers.step(xs)
     assert results[0].sent.tolist() == [65504.0, 0.0, 0.0, 0.0]
-    assert results[1].sent.tolist() == [1.0, 2.0, 0.0, 0.0]
-    assert (results[0].mean * 2).tolist() == [65505.0, 2.0, 0.0, 0.0]
+    assert results[1].sent.tolist() == [0.0, 2.0, 0.0, 0.0]
+    assert (results[0].mean * 2).tolist() == [65504.0, 2.0, 0.0, 0.0]
 
 
 def test_a_tensor_of_which_a_rank_sends_nothing_is_not_charged_to_it() -> None:

@@ -48,6 +48,10 @@ class ValueField(ABC):
         """A message with these values as compiled kernels read it (see there); None if they cannot."""
         return None
 
+    def codes(self, field: Tensor) -> native.Codes | None:
+        """The field as compiled kernels write values of a few bits there; None if they do not."""
+        return None
+
 
 class Values(ABC):
     """A value format. A new one is a class and a row in :data:`VALUES`.
@@ -60,6 +64,8 @@ class Values(ABC):
 
     #: It rounds so much that what is lost must stay with the sender, and it has no zero.
     few_bits: ClassVar[bool] = True
+    #: A Triton kernel writes them.
+    has_kernel: ClassVar[bool] = False
 
     def __init__(self, name: str, dtype: torch.dtype, width: int) -> None:
         self.name, self.dtype, self.width = name, dtype, width
@@ -78,6 +84,7 @@ class FloatValues(Values):
     """
 
     few_bits = False
+    has_kernel = True
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         super().__init__(name, dtype, 8 * dtype.itemsize)
@@ -167,7 +174,7 @@ class QuantizedField(ValueField):
         if native.serves(indices, values):
             field.zero_()
             sent = torch.empty_like(values) if echo else values
-            if native.quantize(indices.numpy(), values.numpy(), self._codes(field), sent.numpy() if echo else None):
+            if native.quantize(indices.numpy(), values.numpy(), self.codes(field), sent.numpy() if echo else None):
                 return sent
         if (counts := self._host_counts(indices)) is not None:
             magnitudes = np.abs(values.numpy())
@@ -191,7 +198,7 @@ class QuantizedField(ValueField):
         packed = field[begin : -(-(first + len(indices)) * self.bits // 8)]
         coarse = self._coarse(field)
         if native.serves(indices):
-            values = self._read_native(indices.numpy(), self._codes(field), first)
+            values = self._read_native(indices.numpy(), self.codes(field), first)
             if values is not None:
                 return torch.from_numpy(values)
         if skipped == 0 and (counts := self._host_counts(indices)) is not None:
@@ -200,14 +207,14 @@ class QuantizedField(ValueField):
         return self._values(codes, coarse.float()[self._parts(indices)])
 
     def compiled(self, field: Tensor, offsets: np.ndarray, ends: np.ndarray) -> native.Message | None:
-        codes = self._codes(field)
+        codes = self.codes(field)
         return native.Message(offsets, ends, codes.codes, self.bits, codes.scales, self._starts)
 
     def _coarse(self, field: Tensor) -> Tensor:
         """bfloat16, the scales in a field."""
         return field[self._code_bytes :][: 2 * len(self._starts)].view(torch.bfloat16)
 
-    def _codes(self, field: Tensor) -> native.Codes:
+    def codes(self, field: Tensor) -> native.Codes:
         """A field as compiled kernels see it."""
         scales = self._coarse(field).view(torch.uint16).numpy()
         return native.Codes(field[: self._code_bytes].numpy(), scales, self._starts, self.bits)
