@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lab.selection import ahead
-from lightning_safusion.comm.wire import resolve_codec
+from lightning_safusion.comm.wire.formats import resolve_codec
 from lightning_safusion.kernels import serves
 from lightning_safusion.lookup import look_up
 from lightning_safusion.simulate.architectures import Layer, bert, resnet

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_safusion.baselines import hook_exchange
-from lightning_safusion.comm.transport import Transport
+from lightning_safusion.comm.transport.interface import Transport
 from lightning_safusion.fusion.build import check_equal, fingerprint
 from lightning_safusion.fusion.clock import Clock, clock_for
 from lightning_safusion.fusion.engine import Engine
@@ -33,7 +33,6 @@ from lightning_safusion.fusion.plans.policy import FusionPolicy
 from lightning_safusion.fusion.quota import QuotaRule, Scope
 from lightning_safusion.fusion.record import WindowRecord
 from lightning_safusion.fusion.replan import Decision
-from lightning_safusion.fusion.settings import CollectiveOption
 from lightning_safusion.fusion.state import carried, carry_on
 from lightning_safusion.integration.checkpoint import Checkpoints
 from lightning_safusion.integration.engine_exchange import EngineExchange, Surroundings, announce
@@ -119,7 +118,7 @@ class SAFusionStrategy(DDPStrategy):
         dense_below: int | None = None,
         dense_below_ndim: int | None = None,
         memory: str | Memory | None = None,
-        collective: CollectiveOption | None = None,
+        collective: str | None = None,
         wire: str | None = None,
         offload: bool | None = None,
         transport: Literal["torch", "horovod"] = "torch",

@@ -10,6 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from lightning_safusion.demo import curves
 from lightning_safusion.demo.data import DigitsData, load_digits
 from lightning_safusion.demo.events import EpochDone, History, Settings, StepDone
 from lightning_safusion.demo.model import DigitsNet

@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_safusion import SAFusionStrategy, Selective
 from lightning_safusion.comm.cost import LinearCost
-from lightning_safusion.comm.torch_transport import TorchTransport
-from lightning_safusion.comm.wire import resolve_codec
+from lightning_safusion.comm.transport.torch_backend import TorchTransport
+from lightning_safusion.comm.wire.formats import resolve_codec
 from lightning_safusion.fusion import offload
 from lightning_safusion.fusion.build import build_engine
 from lightning_safusion.fusion.hook import DDPHook

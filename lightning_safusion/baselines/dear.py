@@ -12,9 +12,9 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from lightning_safusion.baselines.watch import ParameterWatch
-from lightning_safusion.comm.coo_mean import coo_means
-from lightning_safusion.comm.transport import Transport
-from lightning_safusion.comm.two_phase import TwoPhaseSum
+from lightning_safusion.comm.collectives.coo import coo_means
+from lightning_safusion.comm.collectives.two_phase import TwoPhaseSum
+from lightning_safusion.comm.transport.interface import Transport
 
 
 class _Bucket:

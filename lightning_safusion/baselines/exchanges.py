@@ -16,7 +16,7 @@ from lightning_safusion.baselines.dear import Dear
 from lightning_safusion.baselines.easgd import ElasticAverage
 from lightning_safusion.baselines.hooks import DDPHookName, ddp_hook_options, register_ddp_hook
 from lightning_safusion.baselines.limits import reason_to_settle, runs_compiled
-from lightning_safusion.comm.transport import Transport
+from lightning_safusion.comm.transport.interface import Transport
 from lightning_safusion.integration.exchange import GradientExchange
 from lightning_safusion.integration.parameters import trainable
 

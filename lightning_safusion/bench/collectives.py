@@ -10,7 +10,7 @@ from statistics import median
 
 import torch
 
-from lightning_safusion.comm.transport import Transport, Work
+from lightning_safusion.comm.transport.interface import Transport, Work
 from lightning_safusion.simulate.measured import CollectiveSample, CollectiveTimes
 
 # From a message of a few entries to a few megabytes, so that the slope is that of the link.

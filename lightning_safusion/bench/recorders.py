@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_safusion.bench.collectives import time_collectives
-from lightning_safusion.comm.torch_transport import default_transport
+from lightning_safusion.comm.transport.torch_backend import default_transport
 from lightning_safusion.fusion.clock import HostClock
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.events import BufferEvents, WindowEvents

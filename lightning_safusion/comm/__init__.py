@@ -1,11 +1,11 @@
 """How a message crosses the network: wire formats, transports and costs."""
 
-from lightning_safusion.comm.codec import Codec
 from lightning_safusion.comm.cost import LINKS, LinearCost, Link, fit_linear
-from lightning_safusion.comm.local_transport import LocalTransport, local_transports
-from lightning_safusion.comm.torch_transport import SoloTransport, TorchTransport, default_transport
-from lightning_safusion.comm.transport import ReduceOp, Transport, Work
-from lightning_safusion.comm.wire import available_wires, resolve_codec
+from lightning_safusion.comm.transport.interface import ReduceOp, Transport, Work
+from lightning_safusion.comm.transport.local import LocalTransport, local_transports
+from lightning_safusion.comm.transport.torch_backend import SoloTransport, TorchTransport, default_transport
+from lightning_safusion.comm.wire.codec import Codec
+from lightning_safusion.comm.wire.formats import available_wires, resolve_codec, value_format
 
 __all__ = [
     "LINKS",
@@ -23,4 +23,5 @@ __all__ = [
     "fit_linear",
     "local_transports",
     "resolve_codec",
+    "value_format",
 ]

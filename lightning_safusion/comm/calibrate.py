@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from lightning_safusion.comm.cost import LinearCost, fit_linear
-from lightning_safusion.comm.transport import Transport, Work
+from lightning_safusion.comm.transport.interface import Transport, Work
 
 # Times as long that the largest size must take: disturbances of a busy machine are not taken for a rate.
 _RISE = 2.0

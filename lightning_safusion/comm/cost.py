@@ -15,6 +15,10 @@ from typing import Literal
 
 import numpy as np
 
+#: What a plan may take for a buffer; ``"auto"``: a sparse exchange or the dense all-reduce, whichever is predicted to
+#: be cheaper.
+CollectiveChoice = Literal["auto", "allgather", "allreduce"]
+
 _HUBER = 1.345  # keeps 95 % of the efficiency of least squares on Gaussian noise (Huber 1981)
 _NORMAL_MEDIAN = 1.4826  # standard deviation over median absolute error of Gaussian noise
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_safusion import native
-from lightning_safusion.comm.transport import Transport, Work
+from lightning_safusion.comm.transport.interface import Transport, Work
 from lightning_safusion.sparsify.base import Selection
 from lightning_safusion.sparsify.view import device_constant
 
@@ -24,7 +24,7 @@ class TensorFlag(IntFlag):
 
     FRESH = 1  #: its gradient was computed in this step and is in the message
     BAD = 2  #: its gradient is not finite and is not in the message
-    RAW = 4  #: its gradient must travel outside the compressed path (see Engine)
+    BYPASS = 4  #: its gradient must bypass compression (see Engine)
 
 
 class Notice(IntFlag):
@@ -43,7 +43,7 @@ class SpanSpec:
         numel: Elements of the span (N).
         capacity: Room for selected elements.
         edges: Element edges of the tensors in the span, ``T + 1`` numbers from 0 to N.
-        dense_runs: Pieces ``(start, stop, dtype)`` of the span that travel whole, in that dtype.
+        dense_runs: Pieces ``(start, stop, dtype)`` of the span that are dense, in that dtype.
     """
 
     numel: int
@@ -81,14 +81,14 @@ class Verdict:
     Args:
         fresh: int64 [T], number of ranks with a fresh gradient.
         bad: bool [T], not finite on some rank.
-        raw: bool [T], some rank wants it outside the compressed path.
+        bypass: bool [T], on some rank it must bypass compression.
         notices: Bits of :class:`Notice` that some rank has set.
         plain: Every tensor is fresh on all ranks, and nothing else was said: almost every step.
     """
 
     fresh: np.ndarray
     bad: np.ndarray
-    raw: np.ndarray
+    bypass: np.ndarray
     notices: int
     plain: bool = False
 
@@ -104,18 +104,18 @@ class Verdict:
         return cls(
             ((flags & TensorFlag.FRESH) != 0).sum(axis=0),
             ((flags & TensorFlag.BAD) != 0).any(axis=0),
-            ((flags & TensorFlag.RAW) != 0).any(axis=0),
+            ((flags & TensorFlag.BYPASS) != 0).any(axis=0),
             notices,
         )
 
     def is_regular(self, world_size: int) -> bool:
-        """Whether every tensor is fresh on all ranks, and raw on none."""
-        return bool((self.fresh == world_size).all()) and not self.raw.any()
+        """Whether every tensor is fresh on all ranks, and bypasses compression on none."""
+        return bool((self.fresh == world_size).all()) and not self.bypass.any()
 
     def irregular(self, world_size: int) -> np.ndarray:
-        """bool [T]: tensors that must go round again as they are, being raw on some rank or fresh on some ranks
-        only."""
-        return self.raw | ((self.fresh > 0) & (self.fresh < world_size))
+        """bool [T]: tensors that must be averaged uncompressed in a second pass: they bypass compression on some rank,
+        or are fresh on some ranks only."""
+        return self.bypass | ((self.fresh > 0) & (self.fresh < world_size))
 
 
 def saturated(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -146,6 +146,8 @@ class Exchange(ABC):
 
     #: What :meth:`sent` returns on all ranks adds up to what was delivered, so that nothing of a gradient is lost.
     conserves: ClassVar[bool] = True
+    #: Messages arrive as their sender wrote them, who can keep what rounding to a few bits takes away.
+    few_bits: ClassVar[bool] = False
     #: It selects from sums that only it sees: a selection from one rank's part would be thrown away.
     selects_itself: ClassVar[bool] = False
     #: :meth:`decode` builds its result in the scratch; otherwise that may be empty.

@@ -12,18 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.allgather import SparseAllGather
-from lightning_safusion.comm.allreduce import DenseAllReduce
+from lightning_safusion.comm.catalogue import COLLECTIVES, Collective, Communicators, SparseBuffer
+from lightning_safusion.comm.collectives.allreduce import DenseAllReduce
+from lightning_safusion.comm.collectives.negotiated import Stream, StreamedTensor
 from lightning_safusion.comm.exchange import Exchange, SpanSpec, TensorFlag
-from lightning_safusion.comm.gtopk import GTopKExchange
-from lightning_safusion.comm.hierarchical import HierarchicalExchange, NodeTransports
-from lightning_safusion.comm.hybrid import HybridExchange
-from lightning_safusion.comm.oktopk import OkTopkExchange
-from lightning_safusion.comm.stream import Stream, StreamedTensor
-from lightning_safusion.comm.transport import Transport
-from lightning_safusion.comm.wire import resolve_codec
+from lightning_safusion.comm.transport.interface import Transport
+from lightning_safusion.comm.wire.formats import value_format
 from lightning_safusion.fusion.layout import Layout
-from lightning_safusion.fusion.plans.plan import Group, SparseName
+from lightning_safusion.fusion.plans.plan import Group
 from lightning_safusion.fusion.quota import QuotaRule, Scope, TensorQuotas, group_segments, selective_quotas
 from lightning_safusion.sparsify.base import Segments
 from lightning_safusion.sparsify.memory import Memory
@@ -104,43 +100,38 @@ class BufferPool:
 
     Args:
         memory: Error feedback, bound to the layout.
-        transport: Communicator of the buffers.
+        communicators: What buffers are exchanged over.
         device: Where they live.
         scope: ``"tensor"`` selects before fusion, ``"group"`` after it.
         quota: ``"proportional"`` or ``"pooled"``.
         wire: Wire format by name.
         stream_transport: A communicator of its own for buffers that fill at each worker's own pace; only they need it.
         stream_elements: Entries that such a buffer holds.
-        sparse: What carries the buffers that a plan sends by all-gather.
-        dense_transport: A communicator of its own for dense tensors; only ``sparse="hybrid"`` needs it.
-        nodes: Communicators inside and between nodes; only ``sparse="hierarchical"`` needs them.
+        collective: Carries the buffers that are not dense.
     """
 
     def __init__(
         self,
         memory: Memory,
-        transport: Transport,
+        communicators: Communicators,
         device: torch.device,
         scope: Scope = "tensor",
         quota: QuotaRule = "proportional",
         wire: str = "auto",
         stream_transport: Transport | None = None,
         stream_elements: int = 65536,
-        sparse: SparseName = "allgather",
-        dense_transport: Transport | None = None,
-        nodes: NodeTransports | None = None,
+        collective: Collective = COLLECTIVES["allgather"],
     ) -> None:
         self.memory = memory
-        self.transport = transport
+        self.communicators = communicators
+        self.transport = communicators.main
         self.device = device
         self.scope = scope
         self.quota = quota
         self.wire = wire
         self.stream_elements = stream_elements
-        self.sparse = sparse
-        self.nodes = nodes
+        self.collective = collective
         self._stream_transport = stream_transport
-        self._dense_transport = dense_transport
         self._buffers: dict[Group, Buffer] = {}
         self._restored: dict[Group, dict[str, Any]] = {}  # state of exchanges that are not built yet
         self._stream: Stream | None = None
@@ -201,32 +192,16 @@ class BufferPool:
         if group.collective == "allreduce":
             return DenseAllReduce(spec, self.transport, self.device, group.half)
         dtype = next(iter(dtypes)) if len(dtypes) == 1 else torch.float32
-        if self.sparse == "oktopk":
-            return OkTopkExchange(spec, self.transport, self.device, self.wire, dtype)
-        if self.sparse == "hierarchical":
-            if self.nodes is None:
-                raise ValueError("collective='hierarchical' needs communicators of nodes")
-            return HierarchicalExchange(spec, self.nodes, self.device, self.wire, dtype, segments=segments)
-        codec = resolve_codec(self.wire, spec.numel, spec.capacity, dtype, spec.edges) if spec.capacity else None
-        if self.sparse == "gtopk":
-            return GTopKExchange(spec, self.transport, self.device, codec)
-        if self.sparse == "hybrid" and spec.dense_runs:
-            if self._dense_transport is None:
-                raise ValueError("a lane for dense tensors needs a dense_transport")
-            if codec is None:
-                return DenseAllReduce(spec, self._dense_transport, self.device)
-            return HybridExchange(spec, self.transport, self._dense_transport, self.device, codec)
-        return SparseAllGather(spec, self.transport, self.device, codec)
+        return self.collective.build(SparseBuffer(spec, self.device, self.wire, dtype, segments), self.communicators)
 
     def _opened_stream(self, layout: Layout, quotas: TensorQuotas) -> Stream:
         """The one stream of all buffers that fill at each worker's own pace."""
         if self._stream is None:
             if self._stream_transport is None:
                 raise ValueError("buffers that fill at each worker's own pace need a stream_transport")
-            dtype = resolve_codec(self.wire, layout.numel, 1, torch.float32).value_dtype
             # a buffer that can never be full would only carry padding
             capacity = min(self.stream_elements, max(1, int(quotas.counts.sum())))
-            self._stream = Stream(self._stream_transport, layout.edges, capacity, dtype, self.device)
+            self._stream = Stream(self._stream_transport, layout.edges, capacity, value_format(self.wire), self.device)
         return self._stream
 
 

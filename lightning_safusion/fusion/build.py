@@ -9,16 +9,14 @@ import torch
 
 from lightning_safusion.__about__ import __version__
 from lightning_safusion.comm.calibrate import calibrate
-from lightning_safusion.comm.hierarchical import NodeTransports
-from lightning_safusion.comm.transport import Transport
+from lightning_safusion.comm.catalogue import Communicators, find_collective
+from lightning_safusion.comm.transport.interface import Transport
 from lightning_safusion.fusion.buffers import BufferPool
 from lightning_safusion.fusion.compensation import Selector
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.layout import Layout, TensorSpec
 from lightning_safusion.fusion.offload import Offloader, selection_costs
 from lightning_safusion.fusion.planning import Planner
-from lightning_safusion.fusion.plans.costs import CollectiveChoice
-from lightning_safusion.fusion.plans.plan import SparseName
 from lightning_safusion.fusion.plans.policy import Naive
 from lightning_safusion.fusion.plans.ticking import Horovod
 from lightning_safusion.fusion.settings import EngineSettings
@@ -80,23 +78,19 @@ def build_engine(
     layout = Layout(tuple(specs))
     settings.memory.world_size = transport.world_size
     settings.memory.bind(layout.edges.tolist(), device)
-    # to the planner they are sparse exchanges like the all-gather, whose cost stands for theirs
-    sparse: SparseName = "allgather"
-    choice: CollectiveChoice = "allgather"
-    if settings.collective == "auto" or settings.collective == "allgather" or settings.collective == "allreduce":
-        choice = settings.collective
-        if choice == "auto" and settings.memory.lives_on_sparsity:
-            choice = "allgather"
-    else:
-        sparse = settings.collective
+    collective = find_collective(settings.collective)
+    choice = "allgather" if collective.choice == "auto" and settings.memory.lives_on_sparsity else collective.choice
     timer = settings.fusion if isinstance(settings.fusion, Horovod) else None
     ticks = Ticks(transport.host_subgroup(), timer.cycle_s) if timer else None
-    nodes = NodeTransports.make(transport, node) if sparse == "hierarchical" else None
+    # launched at each rank's own pace, between the collectives of the model's own backward (SyncBatchNorm)
+    communicators = collective.connect(transport, node, own=timer is not None)
+    nodes = communicators.nodes
     if nodes is not None and len(nodes.nodes) == 1 and announce is not None:
-        announce("all workers are on one node, where collective='hierarchical' saves nothing: system='ddp' is faster")
+        name = settings.collective
+        announce(f"all workers are on one node, where collective={name!r} saves nothing: system='ddp' is faster")
     # a copy of the compressor: what it learns belongs to this job
     selector = Selector(copy.deepcopy(settings.compressor))
-    space = GradientSpace(layout, _buffer_pool(settings, transport, device, sparse, nodes), selector)
+    space = GradientSpace(layout, _buffer_pool(settings, transport, device, communicators), selector)
     wanted = settings.fusion.needs_costs or choice == "auto"
     prior = calibrate(transport, device) if measure and wanted else None
     # what narrow gradients cannot hold of a mean would stay in the memory; wide ones, DDP sends at twice the width
@@ -104,7 +98,7 @@ def build_engine(
     planner = Planner(settings.fusion, transport, choice, prior, announce, yields)
     dense_first = choice != "allgather" and not settings.memory.shapes_updates
     # the others negotiate counts on the host
-    deferred = deferred and not settings.fusion.streams and timer is None and sparse in ("allgather", "hybrid")
+    deferred = deferred and not settings.fusion.streams and timer is None and collective.stream_ordered
     offload = None
     if settings.offload:
         offload = Offloader(space, *selection_costs(settings.compressor, device, measure))
@@ -112,25 +106,18 @@ def build_engine(
 
 
 def _buffer_pool(
-    settings: EngineSettings,
-    transport: Transport,
-    device: torch.device,
-    sparse: SparseName,
-    nodes: NodeTransports | None,
+    settings: EngineSettings, transport: Transport, device: torch.device, communicators: Communicators
 ) -> BufferPool:
     """Collective where buffers need communicators of their own."""
     naive = settings.fusion if isinstance(settings.fusion, Naive) else None
     return BufferPool(
         settings.memory,
-        # launched at each rank's own pace, between the collectives of the model's own backward (SyncBatchNorm)
-        transport.subgroup() if isinstance(settings.fusion, Horovod) else transport,
+        communicators,
         device,
         settings.scope,
         settings.quota,
         settings.wire,
         transport.subgroup() if naive else None,
         naive.buffer_elements if naive else 1,
-        sparse,
-        transport.subgroup() if sparse == "hybrid" else None,
-        nodes,
+        find_collective(settings.collective),
     )

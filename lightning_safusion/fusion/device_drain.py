@@ -156,7 +156,7 @@ def _refuse_irregular(window: Window) -> None:
 def _irregular(shipment: Shipment, verdict: Verdict | None) -> np.ndarray:
     if verdict is None:
         return np.zeros(0, bool)
-    return (verdict.fresh < shipment.buffer.exchange.transport.world_size) | verdict.raw
+    return (verdict.fresh < shipment.buffer.exchange.transport.world_size) | verdict.bypass
 
 
 def _stream_ordered(shipment: Shipment) -> StreamOrderedExchange:

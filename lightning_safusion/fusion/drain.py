@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm.exchange import Notice, all_finite
-from lightning_safusion.comm.transport import Transport
+from lightning_safusion.comm.transport.interface import Transport
 from lightning_safusion.fusion.compensation import unscaled
 from lightning_safusion.fusion.delivery import Rounding, Scratch
 from lightning_safusion.fusion.layout import Layout
@@ -69,7 +69,7 @@ class Drain:
             notices |= verdict.notices
             good &= not verdict.bad.any()
             repairs += [first + int(t) for t in np.flatnonzero(verdict.irregular(workers))]
-            window.unused += [first + int(t) for t in np.flatnonzero(verdict.raw)]
+            window.unused += [first + int(t) for t in np.flatnonzero(verdict.bypass)]
         if notices & Notice.FAILED:
             return False, notices
         if repairs:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_safusion import native
 from lightning_safusion.comm.exchange import Notice
-from lightning_safusion.comm.transport import Transport
+from lightning_safusion.comm.transport.interface import Transport
 from lightning_safusion.fusion.clock import clock_for
 from lightning_safusion.fusion.device_drain import DeviceDrain
 from lightning_safusion.fusion.drain import Drain

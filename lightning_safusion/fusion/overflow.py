@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.transport import Transport
+from lightning_safusion.comm.transport.interface import Transport
 from lightning_safusion.fusion.space import GradientSpace
 
 # With magnitudes up to this share of the largest float32, divided by the number of workers, no sum over workers

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_safusion.comm.cost import LinearCost
-from lightning_safusion.comm.transport import Transport
+from lightning_safusion.comm.cost import CollectiveChoice, LinearCost
+from lightning_safusion.comm.transport.interface import Transport
 from lightning_safusion.fusion.announcer import Announcer
 from lightning_safusion.fusion.events import WindowEvents
 from lightning_safusion.fusion.handover import Handover
 from lightning_safusion.fusion.plans.adaptive import predicted_gain
 from lightning_safusion.fusion.plans.cadence import Cadence, ReplanSchedule
-from lightning_safusion.fusion.plans.costs import CollectiveChoice, GroupCosts, JobShape, ddp_buckets
+from lightning_safusion.fusion.plans.costs import GroupCosts, JobShape, ddp_buckets
 from lightning_safusion.fusion.plans.plan import CollectiveName, Group, Plan
 from lightning_safusion.fusion.plans.policy import FusionPolicy, Single
 from lightning_safusion.fusion.plans.pricing import GroupPricer

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from lightning_safusion.comm.cost import LinearCost
-from lightning_safusion.comm.transport import Transport
+from lightning_safusion.comm.transport.interface import Transport
 from lightning_safusion.fusion.events import WindowEvents
 from lightning_safusion.fusion.plans.fit import fit_or_scale
 from lightning_safusion.fusion.plans.plan import CollectiveName

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from lightning_safusion.comm.transport import Transport
+from lightning_safusion.comm.transport.interface import Transport
 from lightning_safusion.fusion.events import WindowEvents
 from lightning_safusion.fusion.plans.searching import CutSearch
 from lightning_safusion.fusion.spans import WindowSpans

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
-import torch
-
+from lightning_safusion.comm.catalogue import find_collective
 from lightning_safusion.comm.cost import allgather_bytes, ring_allreduce_bytes
-from lightning_safusion.comm.values import FloatValues
-from lightning_safusion.comm.wire import resolve_codec
+from lightning_safusion.comm.wire.formats import message_bytes, value_format
 from lightning_safusion.fusion.layout import Layout, TensorSpec
 from lightning_safusion.fusion.plans.cadence import Cadence
 from lightning_safusion.fusion.plans.policy import FusionPolicy
@@ -21,10 +19,6 @@ from lightning_safusion.lookup import suggestion
 from lightning_safusion.sparsify.base import Sparsifier
 from lightning_safusion.sparsify.memory import Memory
 from lightning_safusion.sparsify.schedule import ConstantDensity, DensitySchedule
-
-CollectiveOption = Literal["auto", "allgather", "hybrid", "hierarchical", "allreduce", "oktopk", "gtopk"]
-#: Collectives that carry messages as written, so that their sender can keep what rounding to a few bits takes away.
-FEW_BITS_COLLECTIVES: tuple[CollectiveOption, ...] = ("auto", "allgather", "hybrid")
 
 
 def _choice(name: str, value: str, allowed: Sequence[str]) -> None:
@@ -44,8 +38,7 @@ class EngineSettings:
         memory: Error feedback.
         scope: ``"tensor"`` (ahead of fusion) or ``"group"`` (behind it).
         quota: ``"proportional"`` or ``"pooled"``.
-        collective: ``"auto"``, ``"allgather"``, ``"hybrid"``, ``"hierarchical"``, ``"allreduce"``, ``"oktopk"`` or
-            ``"gtopk"``.
+        collective: By name (see ``comm/catalogue.py``).
         wire: Wire format by name.
         own_buffers: Dense buffers are the point: plain DDP, whose own are other ones, never takes their place.
         offload: Select from tensors on a thread of the host where that holds nothing up.
@@ -61,7 +54,7 @@ class EngineSettings:
     memory: Memory
     scope: Scope = "tensor"
     quota: QuotaRule = "proportional"
-    collective: CollectiveOption = "auto"
+    collective: str = "auto"
     wire: str = "auto"
     own_buffers: bool = False
     offload: bool = False
@@ -69,7 +62,6 @@ class EngineSettings:
     def __post_init__(self) -> None:
         _choice("scope", self.scope, get_args(Scope))
         _choice("quota", self.quota, get_args(QuotaRule))
-        _choice("collective", self.collective, get_args(CollectiveOption))
         if not isinstance(self.offload, bool):
             raise TypeError(f"offload must be True or False, got {self.offload!r}")
         self._check_scope()
@@ -97,39 +89,39 @@ class EngineSettings:
 
     def _check_collective(self) -> None:
         """Refuses parts that do not go with the collective."""
-        values = resolve_codec(self.wire, 64, 1, torch.float32).values
-        if not isinstance(values, FloatValues) and (self.fusion.streams or self.collective not in FEW_BITS_COLLECTIVES):
+        collective = find_collective(self.collective)
+        if value_format(self.wire).few_bits and (self.fusion.streams or not collective.few_bits):
             raise ValueError(
                 f"wire={self.wire!r} rounds so much that what is lost must stay with the sender, which only messages "
                 "of one worker to all others allow: use collective='allgather', 'hybrid' or 'auto', and a fusion other "
                 "than 'naive'"
             )
-        if self.fusion.streams and self.collective in ("hybrid", "hierarchical"):
+        if self.fusion.streams and (collective.dense_lane or collective.levels):
             raise ValueError(
                 f"fusion={self.fusion.name!r} has no buffers that could have two lanes or levels: use "
                 "collective='allgather'"
             )
-        if self.collective == "hierarchical" and (self.compressor.name != "topk" or self.offload):
+        if collective.selects_itself and (self.compressor.name != "topk" or self.offload):
             raise ValueError(
-                "collective='hierarchical' selects the largest sums of a node itself: it needs compressor='topk' and "
-                f"offload=False, got {self.compressor.name!r} and {self.offload}"
+                f"collective={self.collective!r} selects the largest sums of a node itself: it needs "
+                f"compressor='topk' and offload=False, got {self.compressor.name!r} and {self.offload}"
             )
-        several_phases = self.collective in ("hierarchical", "oktopk", "gtopk")
+        several_phases = not collective.stream_ordered
         if isinstance(self.fusion, Horovod) and (self.scope == "group" or several_phases or self.offload):
             raise ValueError(
                 "fusion='horovod' has other buffers in every step, none of which is known before: it needs "
                 f"scope='tensor', collective='allgather' or 'allreduce' and offload=False, got {self.scope!r}, "
                 f"{self.collective!r} and {self.offload}"
             )
-        if self.memory.lives_on_sparsity and self.collective == "allreduce":
+        if self.memory.lives_on_sparsity and collective.choice == "allreduce":
             raise ValueError(
                 f"memory={self.memory.name!r} is the momentum of what is held back, and collective='allreduce' sends "
                 "every gradient whole: there would be none. Use collective='auto' or 'allgather'."
             )
-        if self.memory.name == "ef21" and self.collective == "gtopk":
+        if self.memory.name == "ef21" and not collective.conserves:
             raise ValueError(
-                "memory='ef21' adds up all that is sent, and collective='gtopk' loses some of it on its way: the "
-                "estimates would drift apart. Use collective='allgather' or 'oktopk'."
+                f"memory='ef21' adds up all that is sent, and collective={self.collective!r} loses some of it on its "
+                "way: the estimates would drift apart. Use collective='allgather' or 'oktopk'."
             )
 
     def describe(self) -> dict[str, str]:
@@ -165,9 +157,7 @@ class EngineSettings:
         quotas = tensor_quotas(layout, self.compressor, density)
         dense = sum(spec.numel * spec.dtype.itemsize for spec in specs)
         sparse = sum(
-            spec.numel * spec.dtype.itemsize
-            if whole
-            else resolve_codec(self.wire, spec.numel, int(count), spec.dtype).nbytes
+            spec.numel * spec.dtype.itemsize if whole else message_bytes(self.wire, spec.numel, int(count), spec.dtype)
             for spec, count, whole in zip(specs, quotas.counts, quotas.dense, strict=True)
         )
         by_gather, by_reduce = allgather_bytes(world_size, sparse), ring_allreduce_bytes(world_size, dense)

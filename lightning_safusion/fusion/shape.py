@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 
-from lightning_safusion.comm.wire import resolve_codec
+from lightning_safusion.comm.wire.formats import message_bytes
 from lightning_safusion.fusion.buffers import BufferPool
 from lightning_safusion.fusion.layout import Layout
 from lightning_safusion.fusion.plans.costs import JobShape
@@ -29,7 +28,7 @@ def job_shape(layout: Layout, quotas: TensorQuotas, pool: BufferPool) -> JobShap
         quotas=tuple(quotas.counts.tolist()),
         world_size=pool.transport.world_size,
         entry_bytes=_entry_bytes(layout, quotas, pool.wire),
-        hybrid=pool.sparse == "hybrid",
+        hybrid=pool.collective.dense_lane,
         device=str(pool.device),
     )
 
@@ -53,4 +52,4 @@ def wire_entry_bytes(wire: str, numel: int, entries: int) -> float:
     """
     scale = min(1.0, _CODEC_ELEMENTS / numel)
     numel, entries = max(1, int(numel * scale)), max(1, int(entries * scale))
-    return resolve_codec(wire, numel, entries, torch.float32).nbytes / entries
+    return message_bytes(wire, numel, entries) / entries

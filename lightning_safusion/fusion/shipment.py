@@ -23,7 +23,7 @@ from lightning_safusion.sparsify.base import Selection
 from lightning_safusion.sparsify.survey import History, SpanSurvey
 from lightning_safusion.sparsify.view import device_constant
 
-_FRESH, _BYPASS = int(TensorFlag.FRESH), int(TensorFlag.RAW)
+_FRESH, _BYPASS = int(TensorFlag.FRESH), int(TensorFlag.BYPASS)
 _NO_RANGE: AbstractContextManager[object] = nullcontext()
 _SHOWN_TENSORS = 8
 

@@ -8,7 +8,7 @@ from collections import deque
 import numpy as np
 import torch
 
-from lightning_safusion.comm.transport import Transport
+from lightning_safusion.comm.transport.interface import Transport
 from lightning_safusion.fusion.events import WindowEvents
 
 

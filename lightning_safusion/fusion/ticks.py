@@ -8,7 +8,7 @@ from time import perf_counter, sleep
 
 import torch
 
-from lightning_safusion.comm.transport import Transport, Work
+from lightning_safusion.comm.transport.interface import Transport, Work
 
 
 class _Question:

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from typing_extensions import override
 
-from lightning_safusion.comm.horovod_transport import load_horovod, start_horovod
+from lightning_safusion.comm.transport.horovod import load_horovod, start_horovod
 
 # Set by horovodrun over Gloo, Open MPI, and MPICH, Intel MPI and their like.
 _RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")

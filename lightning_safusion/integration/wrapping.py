@@ -10,9 +10,9 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_safusion.comm.horovod_transport import HorovodTransport
-from lightning_safusion.comm.torch_transport import TorchTransport, default_transport
-from lightning_safusion.comm.transport import Transport
+from lightning_safusion.comm.transport.horovod import HorovodTransport
+from lightning_safusion.comm.transport.interface import Transport
+from lightning_safusion.comm.transport.torch_backend import TorchTransport, default_transport
 from lightning_safusion.integration.horovod import check_horovod
 from lightning_safusion.integration.parameters import check_same_trainable, trainable
 

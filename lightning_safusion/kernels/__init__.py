@@ -2,7 +2,7 @@
 
 Triton is imported by the first CUDA tensor that is selected from, never by ``import lightning_safusion``. Where it
 cannot be used the PyTorch operations of :mod:`lightning_safusion.sparsify.select_torch` and
-:mod:`lightning_safusion.comm.wire` do the same work with the same results.
+:mod:`lightning_safusion.comm.wire.formats` do the same work with the same results.
 
 ============================ ======================================================== ========
 entry point                  work                                                     launches

@@ -1,4 +1,4 @@
-"""Messages of :mod:`lightning_safusion.comm.wire` written and read by one or two launches."""
+"""Messages of :mod:`lightning_safusion.comm.wire.formats` written and read by one or two launches."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ class Message(NamedTuple):
         bits: Of a value.
         scales: uint16 [P], of codes: bits of a bfloat16 for each part.
         starts: int64 [P], the first position of each part, ascending.
+        known: What :meth:`described` says, of a message whose arrays stay where they are.
     """
 
     offsets: np.ndarray
@@ -30,6 +31,7 @@ class Message(NamedTuple):
     bits: int
     scales: np.ndarray = np.empty(0, np.uint16)
     starts: np.ndarray = np.empty(0, np.int64)
+    known: list[int] | None = None
 
     @classmethod
     def decoded(cls, indices: Tensor, values: Tensor) -> Message:
@@ -38,19 +40,26 @@ class Message(NamedTuple):
 
     def described(self) -> list[int]:
         """``struct message``; holds as long as this does."""
+        if self.known is not None:
+            return self.known
         addresses = [array.ctypes.data for array in (self.offsets, self.ends, self.values, self.scales, self.starts)]
         offsets, ends, values, scales, starts = addresses
         blocks = (offsets, 8 * self.offsets.itemsize, ends, len(self.ends) - 1)
         return [*blocks, values, self.bits, scales, starts, len(self.starts)]
 
 
-def ends_of(counts: np.ndarray, room: int) -> np.ndarray:
+def ends_of(counts: np.ndarray, room: int, into: np.ndarray | None = None) -> np.ndarray:
     """Entries before each block, and in all (int64 [blocks + 1]), from those in each.
+
+    Args:
+        counts: Entries of each block.
+        room: Most entries in all.
+        into: Is written behind its first element, 0, and returned; None makes a new array.
 
     Raises:
         ValueError: If some are negative, or there are more than there is room for.
     """
-    ends = np.zeros(len(counts) + 1, np.int64)
+    ends = np.zeros(len(counts) + 1, np.int64) if into is None else into
     counts.cumsum(out=ends[1:])
     if len(counts) and (counts.min() < 0 or ends[-1] > room):
         raise ValueError(f"a message with {ends[-1]} entries has room for {room}: it is damaged")

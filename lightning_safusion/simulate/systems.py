@@ -14,10 +14,10 @@ from itertools import pairwise
 from types import MappingProxyType
 
 import numpy as np
-import torch
 
 from lightning_safusion.baselines.hooks import POWERSGD_RANKS
-from lightning_safusion.comm.wire import resolve_codec
+from lightning_safusion.comm.catalogue import find_collective
+from lightning_safusion.comm.wire.formats import message_bytes
 from lightning_safusion.fusion.plans.costs import DDP_BUCKET, ddp_buckets
 from lightning_safusion.fusion.plans.merging import sparse_plan
 from lightning_safusion.fusion.plans.policy import Naive
@@ -224,7 +224,7 @@ def _hierarchical(job: Job) -> Schedule:
 
 def _planned(row: EngineSystem) -> Builder:
     """The row's own policy over the job's costs: all that most systems are."""
-    dense = row.collective in ("auto", "allreduce")
+    dense = find_collective(row.collective).choice != "allgather"
 
     def build(job: Job) -> Schedule:
         plan = row.policy().plan(job.group_costs(sparse=row.sparse, dense=dense))
@@ -240,7 +240,7 @@ def _as_row(row: EngineSystem, job: Job) -> Job:
         return job
     numel = min(int(job.numels.sum()), _CODEC_ELEMENTS)
     entries = max(1, int(numel * job.density))
-    return replace(job, entry_bytes=resolve_codec(row.wire, numel, entries, torch.float32).nbytes / entries)
+    return replace(job, entry_bytes=message_bytes(row.wire, numel, entries) / entries)
 
 
 def _of_parts(row: EngineSystem) -> Builder:
@@ -249,7 +249,7 @@ def _of_parts(row: EngineSystem) -> Builder:
     Only these do what no plan expresses: several phases, ticks, streams, searches by trial, choices for each tensor.
     """
     if row.fusion == "selective":
-        return ssfusion(row.offload, row.collective == "hybrid")
+        return ssfusion(row.offload, find_collective(row.collective).dense_lane)
     if row.fusion == "horovod":
         return _horovod if row.sparse else _horovod_dense
     for part in (row.collective, row.compressor, row.fusion):

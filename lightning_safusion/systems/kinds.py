@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lightning_safusion.baselines.hooks import DDPHookName
+from lightning_safusion.comm.catalogue import find_collective
 from lightning_safusion.fusion.plans.adaptive import Adaptive
 from lightning_safusion.fusion.plans.policy import FusionPolicy
 from lightning_safusion.fusion.plans.registry import resolve_fusion
 from lightning_safusion.fusion.quota import QuotaRule, Scope
-from lightning_safusion.fusion.settings import CollectiveOption
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class EngineSystem(System):
         scope: ``"tensor"`` (before fusion) or ``"group"`` (after it).
         quota: ``"proportional"`` or ``"pooled"``.
         memory: Error feedback.
-        collective: One of ``CollectiveOption``.
+        collective: One of ``comm.catalogue.COLLECTIVES``.
         wire: Wire format.
         dense_below: Tensors of fewer elements are dense.
         dense_below_ndim: Tensors of fewer dimensions are dense.
@@ -54,7 +54,7 @@ class EngineSystem(System):
     scope: Scope = "tensor"
     quota: QuotaRule = "proportional"
     memory: str = "residual"
-    collective: CollectiveOption = "auto"
+    collective: str = "auto"
     wire: str = "auto"
     dense_below: int = 0
     dense_below_ndim: int = 0
@@ -76,7 +76,7 @@ class EngineSystem(System):
     @property
     def conserves(self) -> bool:
         """Whether the residual keeps all that is not sent: the tree of gTop-k drops entries on its way."""
-        return self.collective != "gtopk"
+        return find_collective(self.collective).conserves
 
 
 @dataclass(frozen=True)

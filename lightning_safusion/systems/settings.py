@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_safusion.comm.catalogue import find_collective
 from lightning_safusion.fusion.plans.policy import FusionPolicy
 from lightning_safusion.fusion.plans.registry import resolve_fusion
-from lightning_safusion.fusion.settings import FEW_BITS_COLLECTIVES, EngineSettings
+from lightning_safusion.fusion.settings import EngineSettings
 from lightning_safusion.integration.parameters import check_dense_rules, refuse_parts
 from lightning_safusion.sparsify.feedback import resolve_memory
 from lightning_safusion.sparsify.memory import Memory
@@ -114,6 +115,6 @@ def _fitting(row: EngineSystem, given: Mapping[str, Any], fusion: FusionPolicy, 
         parts["quota"] = "proportional"
     collective = given.get("collective", row.collective)
     # without a memory nobody would keep what rounding takes away
-    if fusion.streams or collective not in FEW_BITS_COLLECTIVES or memory.name == "none":
+    if fusion.streams or not find_collective(collective).few_bits or memory.name == "none":
         parts["wire"] = "auto"
     return parts

@@ -11,7 +11,7 @@ import torch
 from lightning_safusion.bench.calibrate import fit_calibration, recorded_trace
 from lightning_safusion.bench.collectives import time_collectives
 from lightning_safusion.bench.recorders import BufferCost, EngineStep, FloorRecord, FloorStep, Moment
-from lightning_safusion.comm.torch_transport import default_transport
+from lightning_safusion.comm.transport.torch_backend import default_transport
 from lightning_safusion.simulate.measured import CollectiveSample, CollectiveTimes
 from tests.process_group import run_ranks
 

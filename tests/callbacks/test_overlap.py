@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from lightning_safusion import Aligned, SAFusionStrategy, Segments, Selection, TopK
 from lightning_safusion.callbacks import OverlapProfiler
 from lightning_safusion.comm import TorchTransport
-from lightning_safusion.comm.transport import Transport, Work
+from lightning_safusion.comm.transport.interface import Transport, Work
 from lightning_safusion.fusion.clock import HostClock
 from lightning_safusion.profiling import StepFigures, load_timeline, merge_traces
 from tests.models import TakeTurns, TinyClassifier, classification, trainer

@@ -27,8 +27,8 @@ from typing_extensions import override
 from lightning_safusion import Aligned, SAFusionStrategy
 from lightning_safusion.callbacks import BufferSizeTuner
 from lightning_safusion.callbacks.tuner import describe
-from lightning_safusion.comm.torch_transport import TorchTransport
-from lightning_safusion.comm.transport import Work
+from lightning_safusion.comm.transport.interface import Work
+from lightning_safusion.comm.transport.torch_backend import TorchTransport
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.plans.adaptive import Tuned
 from lightning_safusion.fusion.replan import Decision

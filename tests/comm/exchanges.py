@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm import Transport, local_transports, resolve_codec
+from lightning_safusion.comm.collectives.gtopk import GTopKExchange
+from lightning_safusion.comm.collectives.hierarchical import HierarchicalExchange, NodeTransports
+from lightning_safusion.comm.collectives.ok_allreduce import OkTopkExchange
 from lightning_safusion.comm.exchange import Exchange, Notice, Part, SpanSpec, TensorFlag, Verdict
-from lightning_safusion.comm.gtopk import GTopKExchange
-from lightning_safusion.comm.hierarchical import HierarchicalExchange, NodeTransports
-from lightning_safusion.comm.oktopk import OkTopkExchange
 from lightning_safusion.sparsify.base import Selection, span_segments
 from lightning_safusion.sparsify.topk import TopK
 
@@ -33,10 +33,10 @@ def oktopk(**options: Any) -> Build:
     return lambda spec, transport: OkTopkExchange(spec, transport, CPU, **options)
 
 
-def gtopk(algorithm: Any = "tree", wire: str = "auto") -> Build:
+def gtopk(wire: str = "auto") -> Build:
     def build(spec: SpanSpec, transport: Transport) -> Exchange:
         codec = resolve_codec(wire, spec.numel, spec.capacity, torch.float32) if spec.capacity else None
-        return GTopKExchange(spec, transport, CPU, codec, algorithm)
+        return GTopKExchange(spec, transport, CPU, codec)
 
     return build
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from lightning_safusion import native
-from lightning_safusion.comm import Transport, allgather, resolve_codec
-from lightning_safusion.comm.allgather import SparseAllGather
+from lightning_safusion.comm import Transport, resolve_codec
+from lightning_safusion.comm.collectives import allgather
+from lightning_safusion.comm.collectives.allgather import SparseAllGather
 from lightning_safusion.comm.exchange import SpanSpec
 from tests.cluster import Cluster, settings, specs
 from tests.comm.exchanges import CPU, Build, Workers, gradients, part_of

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from lightning_safusion.comm.calibrate import calibrate
 from lightning_safusion.comm.cost import LinearCost
-from lightning_safusion.comm.local_transport import LocalTransport, local_transports
-from lightning_safusion.comm.torch_transport import SoloTransport, default_transport
-from lightning_safusion.comm.transport import ReduceOp, Work
+from lightning_safusion.comm.transport.interface import ReduceOp, Work
+from lightning_safusion.comm.transport.local import LocalTransport, local_transports
+from lightning_safusion.comm.transport.torch_backend import SoloTransport, default_transport
 from tests.process_group import run_ranks
 
 CPU = torch.device("cpu")

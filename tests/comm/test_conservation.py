@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_safusion.comm.exchange import Exchange, SpanSpec
-from lightning_safusion.comm.two_phase import TwoPhaseAllReduce
-from lightning_safusion.fusion.plans.plan import Group
-from lightning_safusion.fusion.pool import BufferPool
+from lightning_safusion.comm.catalogue import COLLECTIVES, Collective
+from lightning_safusion.comm.collectives.allgather import SparseAllGather
 from tests.cluster import Cluster, settings, specs
 from tests.comm.exchanges import Build, gtopk, hierarchical, oktopk
 from tests.quick import quick_of
@@ -19,24 +17,16 @@ BUILDS: dict[str, Build] = {
     "oktopk": oktopk(refresh=3, repartition=2),
     "oktopk-bf16": oktopk(refresh=3, wire="bf16", balance=1.0),
     "hierarchical": hierarchical(),
-    "hierarchical-bf16": hierarchical(wire="bf16", inside="bf16"),
-    "gtopk": gtopk("tree"),
-    "gtopk-butterfly": gtopk("butterfly"),
+    "hierarchical-bf16": hierarchical(wire="bf16"),
+    "gtopk": gtopk(),
 }
 
 
 def drift(monkeypatch: pytest.MonkeyPatch, build: Build, world_size: int, **options: Any) -> float:
     """Largest share of all gradients of a tensor that was neither delivered nor held back, in eight windows."""
-
-    def exchange(self: BufferPool, group: Group, spec: SpanSpec, *_: Any) -> Exchange:
-        if group.collective == "allreduce":
-            return TwoPhaseAllReduce(spec, self.transport, self.device)
-        return build(spec, self.transport)
-
-    monkeypatch.setattr(BufferPool, "_exchange", exchange)
-    cluster = Cluster(
-        world_size, lambda: settings(collective="allgather", density=0.05, **options), specs(dense=(1, 4))
-    )
+    row = Collective(SparseAllGather, lambda buffer, over: build(buffer.spec, over.main))
+    monkeypatch.setitem(COLLECTIVES, "tested", row)
+    cluster = Cluster(world_size, lambda: settings(collective="tested", density=0.05, **options), specs(dense=(1, 4)))
     given = [torch.zeros(spec.numel, dtype=torch.float64) for spec in cluster.specs]
     delivered = [torch.zeros_like(total) for total in given]
     for step in range(8):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 
-from lightning_safusion.comm.gtopk import GTopKExchange, butterfly_rounds, tree_rounds
-from tests.comm.exchanges import CPU, Workers, gradients, gtopk, lost, part_of, same, span
+from lightning_safusion.comm.collectives.gtopk import GTopKExchange, tree_rounds
+from tests.comm.exchanges import Workers, gradients, gtopk, lost, part_of, same, span
 
 WORLDS = [1, 2, 3, 5, 8]
 List = dict[int, np.float32]
@@ -30,19 +28,11 @@ def by_tree(lists: list[List], capacity: int) -> List:
     return lists[0]
 
 
-def by_butterfly(lists: list[List], capacity: int) -> List:
-    """With all ranks in a power of two, pairs of pairs of pairs; the others join first."""
-    core = 1 << (len(lists).bit_length() - 1)
-    joined = [merged(lists[i], lists[core + i], capacity) if core + i < len(lists) else lists[i] for i in range(core)]
-    return by_tree(joined, capacity)
-
-
 @pytest.mark.parametrize("world_size", WORLDS)
-@pytest.mark.parametrize("algorithm", ["tree", "butterfly"])
-def test_equals_the_definition(algorithm: str, world_size: int) -> None:
+def test_equals_the_definition(world_size: int) -> None:
     for numel, capacity in [(600, 40), (600, 1), (30, 29), (2, 2)]:
         spec = span(numel, capacity)
-        workers = Workers(world_size, spec, gtopk(algorithm))
+        workers = Workers(world_size, spec, gtopk())
         for step in range(3):
             xs = gradients(world_size, numel, seed=step)
             if step == 2:
@@ -52,7 +42,7 @@ def test_equals_the_definition(algorithm: str, world_size: int) -> None:
                 dict(zip(s.indices.tolist(), s.values.numpy(), strict=True)) for s in selections if s is not None
             ]
             expected = torch.zeros(numel)
-            result = (by_tree if algorithm == "tree" else by_butterfly)(lists, capacity)
+            result = by_tree(lists, capacity)
             for index, value in result.items():
                 expected[index] = float(value)
             results = workers.step(xs)
@@ -62,15 +52,14 @@ def test_equals_the_definition(algorithm: str, world_size: int) -> None:
                 assert set(got.sent.nonzero().view(-1).tolist()) == set(mine) & set(result)
 
 
-@pytest.mark.parametrize("algorithm", ["tree", "butterfly"])
-def test_mass_is_lost(algorithm: str) -> None:
+def test_mass_is_lost() -> None:
     """Three ranks cancel what the fourth has carried to the end, and are cut on their way: nobody holds their part."""
     assert GTopKExchange.conserves is False
     spec = span(4, 1)
     xs = [torch.zeros(4) for _ in range(4)]
     xs[0][0], xs[1][0] = 5.0, 5.0
     xs[2][0], xs[3][1] = 4.0, 9.0  # 4 at position 0 is cut by 9 at position 1, which is cut by 10
-    results = Workers(4, spec, gtopk(algorithm)).step(xs)
+    results = Workers(4, spec, gtopk()).step(xs)
     assert (results[0].mean * 4).tolist() == [10.0, 0.0, 0.0, 0.0]
     assert results[2].sent.tolist() == [4.0, 0.0, 0.0, 0.0]  # gone: neither delivered nor held back
     assert results[3].sent.tolist() == [0.0] * 4  # goes back to its residual
@@ -87,30 +76,14 @@ def test_real_gradients_lose_mass_too(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_bytes_are_those_of_the_formula(world_size: int) -> None:
     n, size = world_size, 4 + 8 * 25
-    for algorithm in ("tree", "butterfly"):
-        workers = Workers(n, span(1000, 25), gtopk(algorithm, "coo-fp32"))
-        workers.step(gradients(n, 1000))
-        received = [e.bytes_received - e.lane.bytes_received for e in workers.exchanges]
-        core = 1 << (n.bit_length() - 1)
-        if algorithm == "tree":
-            assert sum(received) == 2 * (n - 1) * size
-            assert received[0] == (n - 1).bit_length() * size
-        else:
-            rounds = core.bit_length() - 1
-            assert received[:core] == [(rounds + (rank < n - core)) * size for rank in range(core)]
-            assert received[core:] == [size] * (n - core)
-        assert {e.bytes_sent - e.lane.bytes_sent for e in workers.exchanges} == {size}
+    workers = Workers(n, span(1000, 25), gtopk("coo-fp32"))
+    workers.step(gradients(n, 1000))
+    received = [e.bytes_received - e.lane.bytes_received for e in workers.exchanges]
+    assert sum(received) == 2 * (n - 1) * size
+    assert received[0] == (n - 1).bit_length() * size
+    assert {e.bytes_sent - e.lane.bytes_sent for e in workers.exchanges} == {size}
 
 
 @pytest.mark.parametrize("world_size", range(1, 20))
 def test_rounds_are_as_few_as_promised(world_size: int) -> None:
     assert len(tree_rounds(world_size)) == (world_size - 1).bit_length()
-    power = world_size & (world_size - 1) == 0
-    assert len(butterfly_rounds(world_size)) == world_size.bit_length() - 1 + (0 if power else 2)
-
-
-def test_unknown_algorithm() -> None:
-    workers = Workers(1, span(1, 1), gtopk())
-    algorithm: Any = "ring"
-    with pytest.raises(ValueError, match="got 'ring'"):
-        GTopKExchange(workers.spec, workers.transports[0], CPU, None, algorithm)

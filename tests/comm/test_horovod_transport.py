@@ -15,7 +15,7 @@ from torch import nn
 
 import lightning_safusion
 from lightning_safusion import SAFusionStrategy
-from lightning_safusion.comm.horovod_transport import HorovodTransport, load_horovod
+from lightning_safusion.comm.transport.horovod import HorovodTransport, load_horovod
 from lightning_safusion.environments import HorovodEnvironment
 from lightning_safusion.integration.horovod import check_horovod
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lightning_safusion.comm import default_transport
+from lightning_safusion.comm.collectives.hierarchical import HierarchicalExchange
 from lightning_safusion.comm.exchange import Notice, Part, TensorFlag
-from lightning_safusion.comm.hierarchical import HierarchicalExchange
 from tests.comm.exchanges import (
     Build,
     Received,
@@ -36,10 +36,10 @@ EXACT: dict[str, Build] = {
     "oktopk-balanced": oktopk(refresh=1000, balance=1.0),
     "oktopk-bf16": oktopk(refresh=3, wire="bf16"),
     "hierarchical": hierarchical(),
-    "hierarchical-bf16": hierarchical(wire="bf16", inside="bf16"),
-    "hierarchical-fp16": hierarchical(wire="fp16", inside="fp16"),
+    "hierarchical-bf16": hierarchical(wire="bf16"),
+    "hierarchical-fp16": hierarchical(wire="fp16"),
 }
-ALL: dict[str, Build] = {**EXACT, "gtopk-tree": gtopk("tree"), "gtopk-butterfly": gtopk("butterfly", "bf16")}
+ALL: dict[str, Build] = {**EXACT, "gtopk": gtopk(), "gtopk-bf16": gtopk("bf16")}
 # elements, capacity
 SHAPES = [(4000, 60), (4000, 3), (4000, 3999), (3, 2), (1, 1), (7, 7), (0, 0)]
 
@@ -125,14 +125,14 @@ def test_flags_and_notices_of_every_rank_reach_all(build: Build) -> None:
     xs = gradients(3, 900)
     parts = [part_of(x, spec) for x in xs]
     flags = parts[2].flags.clone()
-    flags[0] = TensorFlag.RAW | TensorFlag.FRESH
+    flags[0] = TensorFlag.BYPASS | TensorFlag.FRESH
     flags[2] = TensorFlag.BAD | TensorFlag.FRESH
     parts[2] = Part(parts[2].selection, flags, (), int(Notice.TERMINATE))
     results = workers.step(xs, parts)
     for result in results:
         assert result.verdict.fresh.tolist() == [3, 3, 3]
         assert result.verdict.bad.tolist() == [False, False, True]
-        assert result.verdict.raw.tolist() == [True, False, False]
+        assert result.verdict.bypass.tolist() == [True, False, False]
         assert result.verdict.notices == Notice.TERMINATE
     assert workers.step(xs)[0].verdict.is_regular(3)
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm import resolve_codec
+from lightning_safusion.comm.collectives.ok_allreduce import OkTopkExchange
 from lightning_safusion.comm.exchange import SpanSpec
-from lightning_safusion.comm.oktopk import OkTopkExchange
 from tests.comm.exchanges import CPU, Received, Workers, conserved, gradients, oktopk, part_of, same, span
 from tests.quick import quick_of
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_safusion.comm.torch_transport import SoloTransport, TorchTransport, default_transport
+from lightning_safusion.comm.transport.torch_backend import SoloTransport, TorchTransport, default_transport
 from tests.process_group import run_ranks
 
 

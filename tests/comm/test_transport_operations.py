@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_safusion.comm import SoloTransport, Transport, local_transports
-from lightning_safusion.comm.torch_transport import TorchTransport
-from lightning_safusion.comm.transport import Work
+from lightning_safusion.comm.transport.interface import Work
+from lightning_safusion.comm.transport.torch_backend import TorchTransport
 from tests.comm.test_local_transport import in_threads
 from tests.process_group import run_ranks
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lightning_safusion.comm.calibrate import calibrate
-from lightning_safusion.comm.horovod_transport import HorovodTransport
+from lightning_safusion.comm.transport.horovod import HorovodTransport
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int16, torch.uint8)
 

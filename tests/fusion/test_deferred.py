@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from lightning_safusion.comm.exchange import Notice
-from lightning_safusion.comm.torch_transport import SoloTransport
+from lightning_safusion.comm.transport.torch_backend import SoloTransport
 from lightning_safusion.fusion.build import build_engine
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.planning import Planner

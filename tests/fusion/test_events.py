@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_safusion.comm.local_transport import LocalWork
+from lightning_safusion.comm.transport.local import LocalWork
 from lightning_safusion.fusion.clock import HostClock
 from lightning_safusion.fusion.events import WindowEvents
 from lightning_safusion.sparsify import Segments, Selection, TopK

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_safusion import Segments, Selection, SIDCo, TopK
 from lightning_safusion.comm.cost import LinearCost
-from lightning_safusion.comm.torch_transport import SoloTransport
+from lightning_safusion.comm.transport.torch_backend import SoloTransport
 from lightning_safusion.fusion import offload
 from lightning_safusion.fusion.build import build_engine
 from lightning_safusion.fusion.compensation import Selector

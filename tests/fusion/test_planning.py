@@ -18,7 +18,7 @@ import torch
 
 from lightning_safusion.comm import local_transports
 from lightning_safusion.comm.cost import LINKS, LinearCost
-from lightning_safusion.comm.transport import Transport
+from lightning_safusion.comm.transport.interface import Transport
 from lightning_safusion.fusion.build import build_engine
 from lightning_safusion.fusion.events import BufferEvents, WindowEvents
 from lightning_safusion.fusion.planning import Planner

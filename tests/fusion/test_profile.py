@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_safusion.comm.cost import LINKS, LinearCost
-from lightning_safusion.comm.local_transport import LocalTransport, local_transports
+from lightning_safusion.comm.transport.local import LocalTransport, local_transports
 from lightning_safusion.fusion.plans.fit import fit_exchanges, fit_or_scale
 from lightning_safusion.fusion.plans.optimal import plan_optimal
 from lightning_safusion.fusion.plans.profile import AgreedProfile, modelled_costs

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
-from lightning_safusion.comm import codec as codec_module
-from lightning_safusion.comm.wire import resolve_codec
+from lightning_safusion.comm.wire import codec as codec_module
+from lightning_safusion.comm.wire.formats import resolve_codec
 from lightning_safusion.kernels import launch as launch_module
 from lightning_safusion.kernels import view as view_module
 from lightning_safusion.kernels import wire as wire_module

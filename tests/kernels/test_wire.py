@@ -8,9 +8,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from lightning_safusion.comm import codec as codec_module
-from lightning_safusion.comm import wire as wire_module
-from lightning_safusion.comm.wire import resolve_codec
+from lightning_safusion.comm.wire import codec as codec_module
+from lightning_safusion.comm.wire import formats as wire_module
+from lightning_safusion.comm.wire.formats import resolve_codec
 from lightning_safusion.sparsify.base import Selection
 
 pytestmark = pytest.mark.slow  # seconds each

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_safusion import native
 from lightning_safusion.comm import resolve_codec
-from lightning_safusion.comm.values import VALUES
+from lightning_safusion.comm.wire.values import VALUES
 from lightning_safusion.native import Parts, Wanted, elements, library
 from lightning_safusion.sparsify.base import Selection
 

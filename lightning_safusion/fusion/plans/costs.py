@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
 
 import numpy as np
-
-#: What buffers may take; ``"auto"``: the all-gather or the all-reduce, whichever is predicted to be cheaper.
-CollectiveChoice = Literal["auto", "allgather", "allreduce"]
 
 _MIB = 2.0**20
 

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
+#: ``"allgather"`` stands for every sparse exchange (see ``comm/catalogue.py``): to planners they are alike.
 CollectiveName = Literal["allgather", "allreduce", "stream"]
-
-# What may carry a buffer that a plan calls "allgather": to planners they are alike.
-SparseName = Literal["allgather", "hybrid", "hierarchical", "oktopk", "gtopk"]
 
 
 @dataclass(frozen=True)

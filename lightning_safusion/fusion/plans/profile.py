@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from lightning_safusion.comm.cost import LINKS, LinearCost, Link
-from lightning_safusion.fusion.plans.costs import CollectiveChoice, GroupCosts, JobShape
+from lightning_safusion.comm.cost import LINKS, CollectiveChoice, LinearCost, Link
+from lightning_safusion.fusion.plans.costs import GroupCosts, JobShape
 from lightning_safusion.fusion.plans.fit import fit_exchanges
 from lightning_safusion.fusion.plans.plan import CollectiveName
 

@@ -12,7 +12,7 @@ from lightning.fabric.utilities.types import _PATH
 from torch import Tensor
 
 from lightning_safusion.__about__ import __version__
-from lightning_safusion.comm.transport import Transport
+from lightning_safusion.comm.transport.interface import Transport
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.state import common_state, local_state
 from lightning_safusion.integration.checkpoint import files

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_safusion import native
-from lightning_safusion.comm.codec import Codec, Reader, blocks_of, check_order, positions_to_write
-from lightning_safusion.comm.values import fill
+from lightning_safusion.comm.wire.codec import Codec, Reader, Slot, blocks_of, check_order, positions_to_write
+from lightning_safusion.comm.wire.values import fill
 from lightning_safusion.kernels import serves
 from lightning_safusion.sparsify.base import Selection
 
@@ -84,6 +84,9 @@ class BlockCodec(Codec):
 
         return between
 
+    def at(self, memory: Tensor) -> Slot:
+        return BlockSlot(self, memory) if memory.is_cpu else Slot(self, memory)
+
     def compiled(self, message: Tensor) -> native.Message | None:
         header, values, offsets, _ = self._fields(message)
         every = self._host_offsets(offsets)
@@ -122,6 +125,47 @@ class BlockCodec(Codec):
         # Padding is past the last end; as its offset is 0 it becomes the first element of the last block.
         block.clamp_(max=max(self.blocks - 1, 0))
         return (block << self.offset_bits) + (offsets.long() & ((1 << self.offset_bits) - 1))
+
+
+class BlockSlot(Slot):
+    """A message in host memory; what compiled kernels need to know of its place is found out once.
+
+    Args:
+        codec: Its format.
+        memory: uint8 [nbytes], 4-byte aligned.
+    """
+
+    def __init__(self, codec: BlockCodec, memory: Tensor) -> None:
+        super().__init__(codec, memory)
+        header, self._values, offsets, self._rest = codec._fields(memory)
+        every = header.view(codec.count_dtype).numpy()
+        self._counts, self._unused_counts = every[: codec.blocks], every[codec.blocks :]
+        self._offsets = codec._host_offsets(offsets)
+        self._codes = codec.field.codes(self._values)
+        self._ends = np.zeros(codec.blocks + 1, np.int64)
+        message = codec.field.compiled(self._values, self._offsets, self._ends)
+        self._message = None if message is None else message._replace(known=message.described())
+
+    def write(self, selection: Selection, echo: bool) -> Tensor:
+        positions, values, count = selection.positions, selection.values, selection.count
+        entries = len(positions)
+        exact = isinstance(count, int) and count == entries <= self.codec.capacity
+        if echo or not exact or not native.serves(positions, values):
+            return super().write(selection, echo)
+        host = positions.numpy()
+        native.write_offsets(host, self._counts, self._offsets)
+        self._unused_counts[:], self._offsets[entries:] = 0, 0
+        self._rest.zero_()
+        if self._codes is not None:
+            self._values.zero_()
+            if native.quantize(host, values.numpy(), self._codes):
+                return values
+        return self.codec.field.write(positions, values, self._values, False)
+
+    def compiled(self) -> native.Message | None:
+        if self._message is not None:
+            native.ends_of(self._counts, len(self._offsets), self._ends)
+        return self._message
 
 
 class Block16Codec(BlockCodec):

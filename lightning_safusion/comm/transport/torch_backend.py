@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_safusion.comm.transport import (
+from lightning_safusion.comm.transport.interface import (
     JoinedWork,
     ReduceOp,
     Transport,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.codec import Codec
+from lightning_safusion.comm.wire.codec import Codec
 from lightning_safusion.sparsify.base import Selection, span_segments
 from lightning_safusion.sparsify.topk import TopK
 

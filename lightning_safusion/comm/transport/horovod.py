@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.torch_transport import FinishedWork, add_up
-from lightning_safusion.comm.transport import ReduceOp, Transport, Work, check_sizes
+from lightning_safusion.comm.transport.interface import ReduceOp, Transport, Work, check_sizes
+from lightning_safusion.comm.transport.torch_backend import FinishedWork, add_up
 
 # Seconds between two looks at an operation. Horovod's own wait spins, and takes the core from the thread that carries
 # the bytes; its background thread itself looks for work once in a millisecond only.

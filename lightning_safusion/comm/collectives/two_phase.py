@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_safusion.comm.allreduce import DenseAllReduce
-from lightning_safusion.comm.exchange import SpanSpec
-from lightning_safusion.comm.transport import Transport, Work
+from lightning_safusion.comm.transport.interface import Transport, Work
 
 
 class TwoPhaseSum:
@@ -70,40 +68,3 @@ class TwoPhaseSum:
         gathering, self._gathering = self._gathering, None
         if gathering is not None:
             gathering.wait()
-
-
-class TwoPhaseAllReduce(DenseAllReduce):
-    """The dense exchange of a span as a :class:`TwoPhaseSum`, flags and notices included.
-
-    What the ranks said is known after the second phase.
-
-    Args:
-        spec: Shape of the exchange; the dense runs give the dtype (the wider one where they differ).
-        transport: Communicator.
-        device: Where the span lives.
-    """
-
-    def __init__(self, spec: SpanSpec, transport: Transport, device: torch.device) -> None:
-        super().__init__(spec, transport, device)
-        self._sum = TwoPhaseSum(self._buffer.numel(), self.dtype, transport, device)
-        self._buffer = self._sum.buffer
-
-    @property
-    def bytes_sent(self) -> int:
-        return self._sum.bytes_sent
-
-    @property
-    def bytes_received(self) -> int:
-        return self._sum.bytes_received
-
-    def start(self) -> None:
-        self.work = self._sum.start()
-
-    def start_second(self) -> None:
-        """See :meth:`TwoPhaseSum.start_second`."""
-        self._sum.start_second()
-
-    def wait(self) -> None:
-        """See :meth:`TwoPhaseSum.wait`."""
-        self.work = None
-        self._sum.wait()

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.entries import Entries, decoded, encoded, joined, message_sizes
+from lightning_safusion.comm.collectives.entries import Entries, decoded, encoded, joined, message_sizes
+from lightning_safusion.comm.collectives.multiphase import MultiPhaseExchange
 from lightning_safusion.comm.exchange import Part, SpanSpec, saturated
-from lightning_safusion.comm.multiphase import MultiPhaseExchange
-from lightning_safusion.comm.transport import Transport, Work
-from lightning_safusion.comm.wire import resolve_codec
+from lightning_safusion.comm.transport.interface import Transport, Work
+from lightning_safusion.comm.wire.formats import resolve_codec, value_format
 from lightning_safusion.sparsify.base import Segments, span_segments
 from lightning_safusion.sparsify.survey import History
 from lightning_safusion.sparsify.topk import TopK
 
 _TOP = TopK()
-_INSIDE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,8 @@ class HierarchicalExchange(MultiPhaseExchange):
     """Adds up whole spans inside a node, sends the largest sums of every node to all others.
 
     1. *Inside*: a reduce-scatter of residual plus gradient. Each of the ``w`` workers that talk to other nodes gets the
-       node's sum of one shard. The pieces travel in the dtype ``inside`` and are added in float32.
+       node's sum of one shard. The pieces have the values of the wire (fp32 for ``"auto"``) and are added in
+       float32.
     2. *Between*: the largest sums of a shard, exactly, go to the owners of that shard in all other nodes: an
        all-gather. Each segment of the span has its quota; where a shard's edge cuts it, each piece has its share of
        that, rounded up.
@@ -102,11 +101,10 @@ class HierarchicalExchange(MultiPhaseExchange):
         device: Where the span lives.
         wire: Wire format between nodes, by name.
         dtype: Dtype of the gradients; see :func:`resolve_codec`.
-        inside: Values inside a node; None: those of the wire (fp32 for ``"auto"``).
         segments: The cut of the span and the quotas; None is one segment.
 
     Raises:
-        ValueError: If ``inside`` or ``wire`` is unknown.
+        ValueError: If ``wire`` is unknown.
     """
 
     selects_itself = True
@@ -118,14 +116,10 @@ class HierarchicalExchange(MultiPhaseExchange):
         device: torch.device,
         wire: str = "auto",
         dtype: torch.dtype = torch.float32,
-        inside: Literal["fp32", "bf16", "fp16"] | None = None,
         segments: Segments | None = None,
     ) -> None:
-        if inside is not None and inside not in _INSIDE:
-            raise ValueError(f"inside must be one of {', '.join(_INSIDE)}, got {inside!r}")
         super().__init__(spec, transports.world, device)
         self.transports = transports
-        values = resolve_codec(wire, 64, 1, torch.float32).value_dtype if inside is None else _INSIDE[inside]
         width = transports.width
         self._edges = [spec.numel * shard // width for shard in range(width + 1)]
         sizes = [high - low for low, high in zip(self._edges, self._edges[1:], strict=False)]
@@ -137,7 +131,7 @@ class HierarchicalExchange(MultiPhaseExchange):
             for size, shard in zip(sizes, self._segments, strict=True)
         ]
         self._sizes = sizes + [0] * (transports.inside.world_size - width)  # of the shard of each worker of the node
-        self._x = torch.zeros(spec.numel if spec.capacity else 0, dtype=values, device=device)
+        self._x = torch.zeros(spec.numel if spec.capacity else 0, dtype=value_format(wire).dtype, device=device)
         self._absent: Sequence[int] = ()
         self._sent = Entries.none(device)
         self._scattering: tuple[Tensor, Work] | None = None

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from lightning_safusion import native
-from lightning_safusion.comm.block_codec import Block8Codec, Block16Codec
-from lightning_safusion.comm.codec import Codec, Reader, blocks_of, check_entries, check_order, positions_to_write
-from lightning_safusion.comm.values import VALUES, FloatField, FloatValues, Values, fill
+from lightning_safusion.comm.wire.blocks import Block8Codec, Block16Codec
+from lightning_safusion.comm.wire.codec import Codec, Reader, blocks_of, check_entries, check_order, positions_to_write
+from lightning_safusion.comm.wire.values import VALUES, FloatField, FloatValues, Values, fill
 from lightning_safusion.kernels import serves
 from lightning_safusion.lookup import look_up
 from lightning_safusion.sparsify.base import Selection
@@ -198,6 +198,25 @@ def available_wires() -> tuple[str, ...]:
     return ("auto", *VALUES, *named)
 
 
+def value_format(wire: str, grad_dtype: torch.dtype = torch.float32) -> Values:
+    """The format of values that a wire format has: its width, and whether its values have a few bits only.
+
+    Args:
+        wire: As in :func:`resolve_codec`.
+        grad_dtype: Dtype of the gradients; see there.
+
+    Raises:
+        ValueError: If the name is unknown.
+    """
+    look_up("wire format", wire, dict.fromkeys(available_wires()))
+    return VALUES[_LOSSLESS.get(grad_dtype, "fp32") if wire == "auto" else wire.rpartition("-")[2]]
+
+
+def message_bytes(wire: str, numel: int, entries: int, grad_dtype: torch.dtype = torch.float32) -> int:
+    """Bytes of a message with so many entries of so many elements; see :func:`resolve_codec`."""
+    return resolve_codec(wire, numel, entries, grad_dtype).nbytes
+
+
 def resolve_codec(
     wire: str, numel: int, capacity: int, grad_dtype: torch.dtype, edges: Sequence[int] | None = None
 ) -> Codec:
@@ -216,14 +235,12 @@ def resolve_codec(
     Raises:
         ValueError: If the name is unknown, or the format cannot carry the span.
     """
-    look_up("wire format", wire, dict.fromkeys(available_wires()))
-    layout, _, name = wire.rpartition("-")
+    values, layout = value_format(wire, grad_dtype), wire.rpartition("-")[0]
     if layout:
-        return _CODECS[layout](numel, capacity, VALUES[name], edges)
-    values = VALUES[_LOSSLESS.get(grad_dtype, "fp32") if wire == "auto" else name]
+        return _CODECS[layout](numel, capacity, values, edges)
     layouts = [codec for codec in _CODECS.values() if codec is not CooCodec or numel < 2**31]
     # block8 saves little next to values of 16 and 32 bits, and has no kernel
-    layouts.remove(Block8Codec if isinstance(values, FloatValues) else DenseCodec)
+    layouts.remove(Block8Codec if not values.few_bits else DenseCodec)
     return min((codec(numel, capacity, values, edges) for codec in layouts), key=lambda codec: codec.nbytes)
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from lightning_safusion import native
-from lightning_safusion.comm.codec import Codec
 from lightning_safusion.comm.exchange import (
     Notice,
     Part,
@@ -22,7 +21,8 @@ from lightning_safusion.comm.exchange import (
     all_finite,
     saturated,
 )
-from lightning_safusion.comm.transport import Transport
+from lightning_safusion.comm.transport.interface import Transport
+from lightning_safusion.comm.wire.codec import Codec
 from lightning_safusion.sparsify.base import Selection
 
 # Zeroing only what was written is cheaper than zeroing the span until about a quarter of it was written.
@@ -51,8 +51,10 @@ class SparseAllGather(StreamOrderedExchange):
         spec: Shape of the exchange.
         transport: Communicator.
         device: Where the span lives.
-        codec: Wire format of the selection; None when the whole span travels dense.
+        codec: Wire format of the selection; None when the whole span is dense.
     """
+
+    few_bits = True
 
     def __init__(self, spec: SpanSpec, transport: Transport, device: torch.device, codec: Codec | None) -> None:
         super().__init__(spec, transport, device)
@@ -66,10 +68,15 @@ class SparseAllGather(StreamOrderedExchange):
         # zeros, not empty: alignment gaps are sent too, and every byte that is sent is written
         self._send = torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
         self._received = torch.zeros(self.nbytes * transport.world_size, dtype=torch.uint8, device=device)
+        self._flags, self._notices = self._send[: spec.num_tensors], self._send[spec.num_tensors]
         self._lanes = self._lane_views(self._send)
         messages = self._received.view(transport.world_size, self.nbytes)
         self._messages = list(messages.unbind())
         self._headers = messages[:, : spec.num_tensors + 1]
+        self._host_headers = self._headers.numpy() if device.type == "cpu" else None
+        self._own = None if codec is None else codec.at(self._send[self._selection])
+        self._others = [] if codec is None else [codec.at(message[self._selection]) for message in self._messages]
+        self._all_live = all(start < stop for start, stop in pairwise(spec.edges))
         self._received_lanes = [self._lane_views(message) for message in self._messages]
         empty = torch.zeros(0, dtype=torch.int64, device=device)
         self._nothing = Selection(empty, empty.to(torch.float32), 0)
@@ -82,11 +89,11 @@ class SparseAllGather(StreamOrderedExchange):
         self._regular = Verdict.regular(spec.num_tensors, transport.world_size)
         self._regular_headers = (bytes([TensorFlag.FRESH]) * spec.num_tensors + b"\0") * transport.world_size
 
-    @property
+    @cached_property
     def bytes_sent(self) -> int:
         return self.nbytes
 
-    @property
+    @cached_property
     def bytes_received(self) -> int:
         return self.nbytes * (self.transport.world_size - 1)
 
@@ -97,18 +104,18 @@ class SparseAllGather(StreamOrderedExchange):
         ]
 
     def encode(self, x: Tensor, part: Part) -> None:
-        spec = self.spec
-        self._send[: spec.num_tensors].copy_(part.flags)
-        self._send[spec.num_tensors] = part.notices
+        self._flags.copy_(part.flags)
+        self._notices.fill_(part.notices)
         if self._lanes:
+            spec = self.spec
             torch._foreach_copy_(
                 self._lanes, [saturated(x[start:stop], dtype) for start, stop, dtype in spec.dense_runs]
             )
             for tensor in part.absent:
                 self._erase(spec.edges[tensor], spec.edges[tensor + 1])
-        if self.codec is not None:
-            selection = part.selection or self._nothing
-            values = self.codec.encode(selection, self._send[self._selection], echo=not self._reads_again)
+        if self._own is not None:
+            selection = self._nothing if part.selection is None else part.selection
+            values = self._own.write(selection, not self._reads_again)
             if not self._reads_again:
                 self._sent = (selection.indices, values)
 
@@ -139,8 +146,26 @@ class SparseAllGather(StreamOrderedExchange):
         return scratch
 
     def decode_into(self, gradients: Sequence[Tensor]) -> bool | None:
-        if native.serves(*gradients):
-            return self._written_at_once(gradients)
+        if not native.serves(*gradients):
+            return self._added_by_tensor(gradients)
+        live = gradients if self._all_live else [gradient for gradient in gradients if gradient.numel()]
+        scale = 1.0 / self.transport.world_size
+        readable: list[native.Message] = []
+        for slot in self._others:
+            message = slot.compiled()
+            if message is not None:
+                readable.append(message)
+        if len(readable) == len(self._others):
+            finite = native.mean_into(live, self._parts, readable, scale)
+        else:
+            finite = native.mean_in_pieces(live, self._parts, self._decoded, scale, self._piece)
+        for t in self._lanes_of:
+            self._add_lanes(t, gradients[t])
+            finite &= all_finite(gradients[t])
+        return finite
+
+    def _added_by_tensor(self, gradients: Sequence[Tensor]) -> bool | None:
+        """:meth:`decode_into` without compiled kernels."""
         if self.device.type != "cpu" or self.spec.numel < _WRITTEN_ALONE * self.spec.num_tensors:
             return None
         scale = 1.0 / self.transport.world_size
@@ -162,21 +187,6 @@ class SparseAllGather(StreamOrderedExchange):
         doubtful = gradients if not bound <= _LARGEST else [gradients[t] for t in self._lanes_of]
         return all(map(all_finite, doubtful))
 
-    def _written_at_once(self, gradients: Sequence[Tensor]) -> bool:
-        """:meth:`decode_into` with compiled kernels."""
-        live = [gradient for gradient in gradients if gradient.numel()]
-        scale = 1.0 / self.transport.world_size
-        messages = [] if self.codec is None else [self._compiled(message) for message in self._messages]
-        readable = [message for message in messages if message is not None]
-        if len(readable) == len(messages):
-            finite = native.mean_into(live, self._parts, readable, scale)
-        else:
-            finite = native.mean_in_pieces(live, self._parts, self._decoded, scale, self._piece)
-        for t in self._lanes_of:
-            self._add_lanes(t, gradients[t])
-            finite &= all_finite(gradients[t])
-        return finite
-
     def _add_lanes(self, tensor: int, gradient: Tensor) -> None:
         for lane in self._lanes_of.get(tensor, ()):
             gradient.add_(lane, alpha=1.0 / self.transport.world_size)
@@ -184,11 +194,8 @@ class SparseAllGather(StreamOrderedExchange):
     def _entries(self, message: Tensor) -> tuple[Tensor, Tensor]:
         """Positions (int64 [K]) and values (float32 [K]) that a rank sent."""
         if self.codec is None:
-            raise RuntimeError("a span that travels dense has no entries")
+            raise RuntimeError("a dense span has no entries")
         return self.codec.decode(message[self._selection])
-
-    def _compiled(self, message: Tensor) -> native.Message | None:
-        return None if self.codec is None else self.codec.compiled(message[self._selection])
 
     def _decoded(self, start: int, stop: int) -> list[native.Message]:
         """What all messages have of some elements."""
@@ -207,7 +214,7 @@ class SparseAllGather(StreamOrderedExchange):
 
     @cached_property
     def _together(self) -> list[range]:
-        """Ranks whose messages are decoded at the same time, in order; nobody's where all travels dense."""
+        """Ranks whose messages are decoded at the same time, in order; nobody's where all is dense."""
         ranks = self.transport.world_size
         if self.codec is None:
             return [range(0)]
@@ -226,7 +233,7 @@ class SparseAllGather(StreamOrderedExchange):
 
     @cached_property
     def _lanes_of(self) -> dict[int, list[Tensor]]:
-        """What each rank has sent of the tensors that travel whole."""
+        """What each rank has sent of the dense tensors."""
         found: dict[int, list[Tensor]] = {}
         for t, (start, stop) in enumerate(pairwise(self.spec.edges)):
             for run, (first, last, _) in enumerate(self.spec.dense_runs):
@@ -248,7 +255,9 @@ class SparseAllGather(StreamOrderedExchange):
         return self._headers
 
     def verdict(self, headers: Tensor | None = None) -> Verdict:
-        flags = (self._headers.cpu() if headers is None else headers).numpy()
+        flags = self._host_headers
+        if headers is not None or flags is None:
+            flags = (self._headers.cpu() if headers is None else headers).numpy()
         if flags.tobytes() == self._regular_headers:
             return self._regular
         return Verdict.of(flags[:, :-1], int(np.bitwise_or.reduce(flags[:, -1])))
@@ -277,7 +286,7 @@ class SparseAllGather(StreamOrderedExchange):
         return self._entries(self._send) if self._reads_again else self._sent
 
     def sent_message(self) -> native.Message | None:
-        return self._compiled(self._send) if self._reads_again and native.usable() else None
+        return self._own.compiled() if self._own is not None and self._reads_again and native.usable() else None
 
     def sent_dense(self, start: int, stop: int, x: Tensor) -> Tensor:
         dtype = next(d for a, b, d in self.spec.dense_runs if a <= start and stop <= b)

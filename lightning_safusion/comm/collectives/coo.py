@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.transport import Transport
+from lightning_safusion.comm.transport.interface import Transport
 
 
 def coo_means(transport: Transport, grads: Sequence[Tensor]) -> list[Tensor]:

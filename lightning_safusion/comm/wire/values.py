@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -47,17 +48,27 @@ class ValueField(ABC):
         """A message with these values as compiled kernels read it (see there); None if they cannot."""
         return None
 
+    def codes(self, field: Tensor) -> native.Codes | None:
+        """The field as compiled kernels write values of a few bits there; None if they do not."""
+        return None
+
 
 class Values(ABC):
-    """A format of values, by name.
+    """A value format. A new one is a class and a row in :data:`VALUES`.
 
     Args:
         name: In the names of wire formats.
         dtype: In what values are held on the way; float32 for those of a few bits.
+        width: Bits of a value on the wire.
     """
 
-    def __init__(self, name: str, dtype: torch.dtype) -> None:
-        self.name, self.dtype = name, dtype
+    #: It rounds so much that what is lost must stay with the sender, and it has no zero.
+    few_bits: ClassVar[bool] = True
+    #: A Triton kernel writes them.
+    has_kernel: ClassVar[bool] = False
+
+    def __init__(self, name: str, dtype: torch.dtype, width: int) -> None:
+        self.name, self.dtype, self.width = name, dtype, width
 
     @abstractmethod
     def field(self, capacity: int, edges: Sequence[int]) -> ValueField:
@@ -65,7 +76,18 @@ class Values(ABC):
 
 
 class FloatValues(Values):
-    """Finite values too large for a 16-bit format saturate; NaN and infinities travel as they are."""
+    """Finite values too large for a 16-bit format saturate; NaN and infinities travel as they are.
+
+    Args:
+        name: In the names of wire formats.
+        dtype: float32, bfloat16 or float16.
+    """
+
+    few_bits = False
+    has_kernel = True
+
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        super().__init__(name, dtype, 8 * dtype.itemsize)
 
     def field(self, capacity: int, edges: Sequence[int]) -> FloatField:
         return FloatField(self.dtype, capacity)
@@ -123,11 +145,10 @@ class QuantizedValues(Values):
     """
 
     def __init__(self, name: str, bits: int) -> None:
-        super().__init__(name, torch.float32)
-        self.bits = bits
+        super().__init__(name, torch.float32, bits)
 
     def field(self, capacity: int, edges: Sequence[int]) -> QuantizedField:
-        return QuantizedField(self.bits, capacity, edges)
+        return QuantizedField(self.width, capacity, edges)
 
 
 class QuantizedField(ValueField):
@@ -153,7 +174,7 @@ class QuantizedField(ValueField):
         if native.serves(indices, values):
             field.zero_()
             sent = torch.empty_like(values) if echo else values
-            if native.quantize(indices.numpy(), values.numpy(), self._codes(field), sent.numpy() if echo else None):
+            if native.quantize(indices.numpy(), values.numpy(), self.codes(field), sent.numpy() if echo else None):
                 return sent
         if (counts := self._host_counts(indices)) is not None:
             magnitudes = np.abs(values.numpy())
@@ -177,7 +198,7 @@ class QuantizedField(ValueField):
         packed = field[begin : -(-(first + len(indices)) * self.bits // 8)]
         coarse = self._coarse(field)
         if native.serves(indices):
-            values = self._read_native(indices.numpy(), self._codes(field), first)
+            values = self._read_native(indices.numpy(), self.codes(field), first)
             if values is not None:
                 return torch.from_numpy(values)
         if skipped == 0 and (counts := self._host_counts(indices)) is not None:
@@ -186,14 +207,14 @@ class QuantizedField(ValueField):
         return self._values(codes, coarse.float()[self._parts(indices)])
 
     def compiled(self, field: Tensor, offsets: np.ndarray, ends: np.ndarray) -> native.Message | None:
-        codes = self._codes(field)
+        codes = self.codes(field)
         return native.Message(offsets, ends, codes.codes, self.bits, codes.scales, self._starts)
 
     def _coarse(self, field: Tensor) -> Tensor:
         """bfloat16, the scales in a field."""
         return field[self._code_bytes :][: 2 * len(self._starts)].view(torch.bfloat16)
 
-    def _codes(self, field: Tensor) -> native.Codes:
+    def codes(self, field: Tensor) -> native.Codes:
         """A field as compiled kernels see it."""
         scales = self._coarse(field).view(torch.uint16).numpy()
         return native.Codes(field[: self._code_bytes].numpy(), scales, self._starts, self.bits)
@@ -318,7 +339,7 @@ def fill(field: Tensor, entries: Tensor) -> None:
     field.copy_(entries)
 
 
-#: Formats by the name that a wire format has for them.
+#: Value formats by the name that a wire format has for them.
 VALUES: dict[str, Values] = {
     values.name: values
     for values in (

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm.cost import allgather_bytes, ring_allreduce_bytes
-from lightning_safusion.comm.transport import ReduceOp, Transport, Work, check_pairs, check_sizes, group_of
+from lightning_safusion.comm.transport.interface import ReduceOp, Transport, Work, check_pairs, check_sizes, group_of
 
 Groups = tuple[tuple[int, ...], ...]
 

@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.codec import Codec
 from lightning_safusion.comm.exchange import Exchange, Part, SpanSpec, Verdict, saturated
-from lightning_safusion.comm.transport import Transport, Work
-from lightning_safusion.comm.wire import resolve_codec
+from lightning_safusion.comm.transport.interface import Transport, Work
+from lightning_safusion.comm.wire.codec import Codec
+from lightning_safusion.comm.wire.formats import resolve_codec
+from lightning_safusion.comm.wire.values import Values
 from lightning_safusion.sparsify.base import Selection
 
 
@@ -36,20 +37,19 @@ class Stream:
         transport: A communicator of its own: ranks launch at their own pace.
         edges: int64 [L + 1], element edges of all tensors.
         capacity: Entries that a buffer holds; at most the elements of all tensors.
-        value_dtype: Values on the wire.
+        values: Format of values on the wire; floats.
         device: Where the gradients live.
     """
 
     def __init__(
-        self, transport: Transport, edges: np.ndarray, capacity: int, value_dtype: torch.dtype, device: torch.device
+        self, transport: Transport, edges: np.ndarray, capacity: int, values: Values, device: torch.device
     ) -> None:
         self.transport = transport
         self.edges = edges
         self.capacity = capacity
-        self.value_dtype = value_dtype
+        self.value_dtype = values.dtype
         self.device = device
-        names = {torch.float32: "coo-fp32", torch.bfloat16: "coo-bf16", torch.float16: "coo-fp16"}
-        self._codec: Codec = resolve_codec(names[value_dtype], int(edges[-1]), self.capacity, value_dtype)
+        self._codec: Codec = resolve_codec(f"coo-{values.name}", int(edges[-1]), self.capacity, values.dtype)
         self._tensors = len(edges) - 1
         self._entries_at = -(-(self._tensors + 2) // 4) * 4
         self._mean = torch.zeros(int(edges[-1]), device=device)

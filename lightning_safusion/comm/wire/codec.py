@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_safusion import native
-from lightning_safusion.comm.values import FloatValues, Values
+from lightning_safusion.comm.wire.values import Values
 from lightning_safusion.kernels import serves
 from lightning_safusion.sparsify.base import Selection
 
@@ -98,7 +98,7 @@ class Codec(ABC):
                 "cut the selection to the quotas of its segments"
             )
         fields = self._fields(out)
-        if self.has_kernel and isinstance(self.values, FloatValues) and serves(out.device):
+        if self.has_kernel and self.values.has_kernel and serves(out.device):
             from lightning_safusion.kernels import wire  # imports Triton
 
             return wire.encode(self.layout, selection, fields, self.values.dtype)
@@ -137,6 +137,10 @@ class Codec(ABC):
         """A message in host memory as compiled kernels read it; None if they cannot."""
         return None
 
+    def at(self, memory: Tensor) -> Slot:
+        """Messages of this format at one place, where views of it need to be made once."""
+        return Slot(self, memory)
+
     @abstractmethod
     def decode_padded(self, message: Tensor) -> tuple[Tensor, Tensor]:
         """:meth:`decode` on any device: a fixed number of entries, so that the host need not know the count."""
@@ -157,7 +161,7 @@ class Codec(ABC):
         indices, values, count = selection.positions, selection.values, selection.count
         if not isinstance(count, int):
             sent = self.field.write(indices, values, field, echo)
-            return sent if isinstance(self.values, FloatValues) else _without_padding(sent, count)
+            return _without_padding(sent, count) if self.values.few_bits else sent
         if count == len(values):
             return self.field.write(indices, values, field, echo)
         return pad(self.field.write(indices[:count], values[:count], field, echo), (0, len(values) - count))
@@ -165,7 +169,28 @@ class Codec(ABC):
     def _read_padded(self, indices: Tensor, field: Tensor, count: Callable[[], Tensor]) -> Tensor:
         """float32 [capacity], the values of positions; ``count`` tells how many of them are valid."""
         values = self.field.read(indices, field)
-        return values if isinstance(self.values, FloatValues) else _without_padding(values, count())
+        return _without_padding(values, count()) if self.values.few_bits else values
+
+
+class Slot:
+    """A message that lies at the same place in memory in every step.
+
+    Args:
+        codec: Its format.
+        memory: uint8 [nbytes], 4-byte aligned.
+    """
+
+    def __init__(self, codec: Codec, memory: Tensor) -> None:
+        self.codec = codec
+        self.memory = memory
+
+    def write(self, selection: Selection, echo: bool) -> Tensor:
+        """See :meth:`Codec.encode`."""
+        return self.codec.encode(selection, self.memory, echo=echo)
+
+    def compiled(self) -> native.Message | None:
+        """See :meth:`Codec.compiled`; holds until the next call."""
+        return self.codec.compiled(self.memory)
 
 
 def _without_padding(values: Tensor, count: Tensor) -> Tensor:

@@ -15,9 +15,9 @@ from lightning_safusion.comm.exchange import (
     Verdict,
     saturated,
 )
-from lightning_safusion.comm.transport import Transport
+from lightning_safusion.comm.transport.interface import Transport
 
-_COUNTED = (TensorFlag.FRESH, TensorFlag.BAD, TensorFlag.RAW)
+_COUNTED = (TensorFlag.FRESH, TensorFlag.BAD, TensorFlag.BYPASS)
 
 
 class DenseAllReduce(StreamOrderedExchange):
@@ -80,15 +80,15 @@ class DenseAllReduce(StreamOrderedExchange):
 
     def verdict(self, headers: Tensor | None = None) -> Verdict:
         tail = (self.headers.cpu() if headers is None else headers).float().round().numpy().astype(np.int64)
-        fresh, bad, raw = tail[: -len(Notice)].reshape(len(_COUNTED), self.spec.num_tensors)
+        fresh, bad, bypass = tail[: -len(Notice)].reshape(len(_COUNTED), self.spec.num_tensors)
         notices = sum(int(notice) for notice, count in zip(Notice, tail[-len(Notice) :], strict=True) if count > 0)
-        return Verdict(fresh, bad > 0, raw > 0, notices)
+        return Verdict(fresh, bad > 0, bypass > 0, notices)
 
     def standing(self) -> tuple[Tensor, Tensor]:
         counts = self.headers[: -len(Notice)].view(len(_COUNTED), self.spec.num_tensors).float().round()
         failed = self.headers[-len(Notice) :][list(Notice).index(Notice.FAILED)]
-        fresh, bad, raw = counts
-        regular = (fresh == self.transport.world_size).all() & ~(bad + raw > 0).any() & (failed < 0.5)
+        fresh, bad, bypass = counts
+        regular = (fresh == self.transport.world_size).all() & ~(bad + bypass > 0).any() & (failed < 0.5)
         return bad > 0, regular
 
     def decode(self, scratch: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Two lanes for one buffer: an all-reduce of what travels whole, an all-gather of selections (ADTopk, SSFusion)."""
+"""Two lanes for one buffer: an all-reduce of dense tensors, an all-gather of selections (ADTopk, SSFusion)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from lightning_safusion import native
-from lightning_safusion.comm.allgather import SparseAllGather
-from lightning_safusion.comm.allreduce import DenseAllReduce
-from lightning_safusion.comm.codec import Codec
+from lightning_safusion.comm.collectives.allgather import SparseAllGather
+from lightning_safusion.comm.collectives.allreduce import DenseAllReduce
 from lightning_safusion.comm.exchange import Part, SpanSpec, StreamOrderedExchange, Verdict, all_finite
-from lightning_safusion.comm.transport import JoinedWork, Transport
+from lightning_safusion.comm.transport.interface import JoinedWork, Transport
+from lightning_safusion.comm.wire.codec import Codec
 from lightning_safusion.sparsify.view import device_constant
 
 
 class HybridExchange(StreamOrderedExchange):
-    """The tensors of a buffer that travel whole by all-reduce, the others by all-gather, on a communicator each.
+    """The dense tensors of a buffer by all-reduce, the others by all-gather, on a communicator each.
 
     The all-reduce begins before the selection (:meth:`begin`) and runs beside it, and beside the all-gather. On each
     communicator, exchanges begin in the order of the buffers, the same on all ranks. A dense tensor in an all-gather
@@ -30,10 +30,12 @@ class HybridExchange(StreamOrderedExchange):
     Args:
         spec: Shape of the exchange; needs tensors of both kinds.
         gather: Communicator of selections.
-        reduce: Communicator of tensors that travel whole.
+        reduce: Communicator of dense tensors.
         device: Where the span lives.
         codec: Wire format of the selection.
     """
+
+    few_bits = True
 
     def __init__(
         self, spec: SpanSpec, gather: Transport, reduce: Transport, device: torch.device, codec: Codec
@@ -59,18 +61,18 @@ class HybridExchange(StreamOrderedExchange):
         return self._sparse.bytes_received + self._dense.bytes_received
 
     def begin(self, x: Tensor, part: Part) -> None:
-        self._pack_whole(x, part)
+        self._pack_dense(x, part)
         self._dense.start()
         self._begun = True
 
-    def _pack_whole(self, x: Tensor, part: Part) -> None:
+    def _pack_dense(self, x: Tensor, part: Part) -> None:
         pieces = torch.cat([x[start:stop] for start, stop, _ in self.spec.dense_runs])
         absent = [place for place, tensor in enumerate(self._whole) if tensor in set(part.absent)]
         self._dense.encode(pieces, Part(None, part.flags[self._places], absent))
 
     def encode(self, x: Tensor, part: Part) -> None:
         if not self._begun:
-            self._pack_whole(x, part)
+            self._pack_dense(x, part)
         self._sparse.encode(x, part)
 
     def start(self) -> None:

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.codec import Codec
+from lightning_safusion.comm.collectives.entries import Entries, decoded, encoded, joined, message_sizes
+from lightning_safusion.comm.collectives.multiphase import MultiPhaseExchange
 from lightning_safusion.comm.cost import ring_allreduce_bytes
-from lightning_safusion.comm.entries import Entries, decoded, encoded, joined, message_sizes
 from lightning_safusion.comm.exchange import Part, SpanSpec
-from lightning_safusion.comm.multiphase import MultiPhaseExchange
-from lightning_safusion.comm.transport import Transport, Work
-from lightning_safusion.comm.wire import resolve_codec
+from lightning_safusion.comm.transport.interface import Transport, Work
+from lightning_safusion.comm.wire.codec import Codec
+from lightning_safusion.comm.wire.formats import resolve_codec
 
 # The threshold follows the number of entries that pass it, as in the authors' VGG trainer: where less than 2/3 or more
 # than 4/3 of the capacity pass, it moves by 0.8 %.

@@ -9,10 +9,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.allreduce import DenseAllReduce
-from lightning_safusion.comm.entries import Entries
+from lightning_safusion.comm.collectives.allreduce import DenseAllReduce
+from lightning_safusion.comm.collectives.entries import Entries
 from lightning_safusion.comm.exchange import Exchange, Part, SpanSpec, Verdict, all_finite
-from lightning_safusion.comm.transport import Transport, Work
+from lightning_safusion.comm.transport.interface import Transport, Work
 
 
 class MultiPhaseExchange(Exchange):

@@ -1,0 +1,169 @@
+"""The collectives by name, and what each can do. A new one is a file in ``collectives/`` and a row here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+import torch
+
+from lightning_safusion.comm.collectives.allgather import SparseAllGather
+from lightning_safusion.comm.collectives.allreduce import DenseAllReduce
+from lightning_safusion.comm.collectives.gtopk import GTopKExchange
+from lightning_safusion.comm.collectives.hierarchical import HierarchicalExchange, NodeTransports
+from lightning_safusion.comm.collectives.hybrid import HybridExchange
+from lightning_safusion.comm.collectives.ok_allreduce import OkTopkExchange
+from lightning_safusion.comm.cost import CollectiveChoice
+from lightning_safusion.comm.exchange import Exchange, SpanSpec, StreamOrderedExchange
+from lightning_safusion.comm.transport.interface import Transport
+from lightning_safusion.comm.wire.codec import Codec
+from lightning_safusion.comm.wire.formats import resolve_codec
+from lightning_safusion.lookup import suggestion
+from lightning_safusion.sparsify.base import Segments
+
+
+@dataclass(frozen=True)
+class SparseBuffer:
+    """A buffer that is not dense as a whole: what a collective is built for.
+
+    Args:
+        spec: Its shape.
+        device: Where it lives.
+        wire: Wire format by name.
+        dtype: Of all its gradients; float32 where they differ.
+        segments: How it is cut for selection; None if no element is selected.
+    """
+
+    spec: SpanSpec
+    device: torch.device
+    wire: str
+    dtype: torch.dtype
+    segments: Segments | None
+
+    @property
+    def codec(self) -> Codec | None:
+        """The format of its messages; None if no element is selected."""
+        spec = self.spec
+        return resolve_codec(self.wire, spec.numel, spec.capacity, self.dtype, spec.edges) if spec.capacity else None
+
+
+@dataclass(frozen=True)
+class Communicators:
+    """What the buffers of one job are exchanged over.
+
+    Args:
+        main: All ranks.
+        dense: A second one over all ranks, for dense tensors; only where the collective has such a lane.
+        nodes: Inside and between nodes; only where the collective has two levels.
+    """
+
+    main: Transport
+    dense: Transport | None = None
+    nodes: NodeTransports | None = None
+
+
+@dataclass(frozen=True)
+class Collective:
+    """What ``collective=name`` means.
+
+    Args:
+        exchange: Carries sparse buffers.
+        build: Makes it.
+        choice: What a plan may take for a buffer: this collective (``"allgather"``: to planners all sparse exchanges
+            are alike), the dense all-reduce, or the cheaper one (``"auto"``).
+        dense_lane: Dense tensors of a sparse buffer have an all-reduce on a communicator of their own.
+        levels: It needs communicators inside and between nodes.
+    """
+
+    exchange: type[Exchange]
+    build: Callable[[SparseBuffer, Communicators], Exchange]
+    choice: CollectiveChoice = "allgather"
+    dense_lane: bool = False
+    levels: bool = False
+
+    @property
+    def few_bits(self) -> bool:
+        """Messages arrive as their sender wrote them, who can keep what rounding to a few bits takes away."""
+        return self.exchange.few_bits and self.choice != "allreduce"
+
+    @property
+    def stream_ordered(self) -> bool:
+        """It is one phase that a device can decode and judge without the host."""
+        return issubclass(self.exchange, StreamOrderedExchange)
+
+    @property
+    def selects_itself(self) -> bool:
+        """It selects from sums that only it sees."""
+        return self.exchange.selects_itself
+
+    @property
+    def conserves(self) -> bool:
+        """All that is sent arrives or stays with its sender."""
+        return self.exchange.conserves
+
+    def connect(self, main: Transport, node: Hashable = None, own: bool = False) -> Communicators:
+        """Opens the communicators it needs. Collective.
+
+        Args:
+            main: All ranks.
+            node: Name of the node that this rank runs on.
+            own: Buffers get a communicator of their own over all ranks.
+        """
+        nodes = NodeTransports.make(main, node) if self.levels else None
+        buffers = main.subgroup() if own else main
+        return Communicators(buffers, main.subgroup() if self.dense_lane else None, nodes)
+
+
+def _allgather(buffer: SparseBuffer, over: Communicators) -> Exchange:
+    return SparseAllGather(buffer.spec, over.main, buffer.device, buffer.codec)
+
+
+def _hybrid(buffer: SparseBuffer, over: Communicators) -> Exchange:
+    codec = buffer.codec
+    if not buffer.spec.dense_runs:
+        return SparseAllGather(buffer.spec, over.main, buffer.device, codec)
+    if over.dense is None:
+        raise ValueError("a lane for dense tensors needs a communicator of its own: open them with Collective.connect")
+    if codec is None:
+        return DenseAllReduce(buffer.spec, over.dense, buffer.device)
+    return HybridExchange(buffer.spec, over.main, over.dense, buffer.device, codec)
+
+
+def _hierarchical(buffer: SparseBuffer, over: Communicators) -> Exchange:
+    if over.nodes is None:
+        raise ValueError("collective='hierarchical' needs communicators of nodes: open them with Collective.connect")
+    return HierarchicalExchange(
+        buffer.spec, over.nodes, buffer.device, buffer.wire, buffer.dtype, segments=buffer.segments
+    )
+
+
+def _oktopk(buffer: SparseBuffer, over: Communicators) -> Exchange:
+    return OkTopkExchange(buffer.spec, over.main, buffer.device, buffer.wire, buffer.dtype)
+
+
+def _gtopk(buffer: SparseBuffer, over: Communicators) -> Exchange:
+    return GTopKExchange(buffer.spec, over.main, buffer.device, buffer.codec)
+
+
+#: By the names that ``collective`` takes.
+COLLECTIVES: dict[str, Collective] = {
+    "auto": Collective(SparseAllGather, _allgather, choice="auto"),
+    "allgather": Collective(SparseAllGather, _allgather),
+    "hybrid": Collective(HybridExchange, _hybrid, dense_lane=True),
+    "hierarchical": Collective(HierarchicalExchange, _hierarchical, levels=True),
+    "allreduce": Collective(SparseAllGather, _allgather, choice="allreduce"),
+    "oktopk": Collective(OkTopkExchange, _oktopk),
+    "gtopk": Collective(GTopKExchange, _gtopk),
+}
+
+
+def find_collective(name: str) -> Collective:
+    """The row of a name.
+
+    Raises:
+        ValueError: If there is none; the message lists the names and suggests the closest.
+    """
+    if name not in COLLECTIVES:
+        names = ", ".join(map(repr, COLLECTIVES))
+        raise ValueError(f"collective must be one of {names}, got {name!r}.{suggestion(name, COLLECTIVES)}")
+    return COLLECTIVES[name]

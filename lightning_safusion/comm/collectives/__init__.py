@@ -1,0 +1,1 @@
+"""Collectives: how the messages of one fusion buffer go round, one file for each way."""

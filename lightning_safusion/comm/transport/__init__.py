@@ -1,0 +1,1 @@
+"""Transports: the communication libraries behind one interface."""

@@ -1,0 +1,1 @@
+"""Value formats and positions: a selection as bytes of a fixed size."""
