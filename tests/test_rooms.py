@@ -1,0 +1,58 @@
+"""What each room may import: watching reads records, and nothing reaches into the engine from outside.
+
+Covers: metrics, callbacks, profiling and reports import none of the engine's classes at run time or for types; planning
+    knows nothing of the engine; the strategy names no baseline.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import lightning_safusion
+
+ROOT = Path(lightning_safusion.__file__).parent
+#: What happens inside of a window.
+ENGINE = {
+    f"lightning_safusion.fusion.{name}"
+    for name in (
+        "engine", "shipment", "window", "buffers", "compensation", "delivery", "drain", "device_drain", "hook", "lane",
+        "offload", "overflow", "space", "build",
+    )
+}  # fmt: skip
+
+
+def imports(path: Path) -> set[str]:
+    """Modules that a file imports, wherever in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def files(*rooms: str) -> list[Path]:
+    return [path for room in rooms for path in sorted((ROOT / room).rglob("*.py"))]
+
+
+@pytest.mark.parametrize("path", files("metrics", "callbacks", "profiling", "report"), ids=lambda path: path.name)
+def test_whoever_watches_reads_records(path: Path) -> None:
+    assert not imports(path) & ENGINE
+
+
+@pytest.mark.parametrize("path", files("fusion/plans", "simulate"), ids=lambda path: path.name)
+def test_planning_knows_nothing_of_the_engine(path: Path) -> None:
+    assert not imports(path) & ENGINE
+
+
+def test_the_strategy_names_no_baseline() -> None:
+    source = (ROOT / "strategy.py").read_text()
+    code = source.replace(ast.get_docstring(ast.parse(source)) or "", "")
+    named = {name for name in imports(ROOT / "strategy.py") if name.startswith("lightning_safusion.baselines")}
+    assert named == {"lightning_safusion.baselines", "lightning_safusion.baselines.hook_exchange"}
+    assert "Elastic" not in code
+    assert "Dear(" not in code
