@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_safusion import native
+from lightning_safusion.agreement import ddp_options, training_options
 from lightning_safusion.comm.horovod_transport import HorovodTransport
 from lightning_safusion.comm.torch_transport import TorchTransport, default_transport
 from lightning_safusion.comm.transport import Transport
@@ -99,8 +101,10 @@ class EngineDDPStrategy(ObservedDDPStrategy):
         specs = self.gradient_specs(model)
         self._transport = self._make_transport(model)
         entry = self._resumed[1] if self._resumed is not None else {}
-        checked = {"system": self.system, "checkpoint": str(entry.get("nonce"))}
-        check_equal(self._transport, fingerprint(self.settings, specs) | checked)
+        checked = {"system": self.system, "checkpoint": str(entry.get("nonce"))} | ddp_options(self._ddp_kwargs)
+        checked |= {"sync_batchnorm": str(self._layer_sync is not None)}
+        # in front of the tensors, of which thousands may differ as well
+        check_equal(self._transport, checked | fingerprint(self.settings, specs))
         reason = self._dense_for_good or self.settings.dense_reason(specs, self._transport.world_size)
         # DDP's own group is for control where Horovod carries the gradients: those it carries even when all are sent
         by_engine = self._over_horovod and self._transport.world_size > 1
@@ -190,12 +194,21 @@ class EngineDDPStrategy(ObservedDDPStrategy):
     @override
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
+        self._compare_training(trainer)
         self._bind()
         self._leave_to_ddp()
         density = self.settings.density
         if self._controller is not None and self._sends_all is None and isinstance(density, ConstantDensity):
             for note in cautions(self.settings.memory, density.density, self.optimizers, bool(self._switches)):
                 _announce(note)
+
+    def _compare_training(self, trainer: Trainer) -> None:
+        """Refuses options of the trainer and hyperparameters that differ between workers: replicas would part."""
+        if self._transport is None or trainer.state.fn != TrainerFn.FITTING:
+            return
+        # workers that train on their own may do so each in its own way
+        optimizers = [] if self._is_elastic else self.optimizers
+        check_equal(self._transport, training_options(trainer, self.lightning_module, optimizers))
 
     def _leave_to_ddp(self) -> None:
         """Uses plain DDP under an optimizer that compares gradients of several passes: some would be sparse."""
