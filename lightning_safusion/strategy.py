@@ -34,6 +34,7 @@ from lightning_safusion.fusion.quota import QuotaRule, Scope
 from lightning_safusion.fusion.record import WindowRecord
 from lightning_safusion.fusion.replan import Decision
 from lightning_safusion.fusion.state import carried, carry_on
+from lightning_safusion.integration.agreement import ddp_options, training_options
 from lightning_safusion.integration.checkpoint import Checkpoints
 from lightning_safusion.integration.engine_exchange import EngineExchange, Surroundings, announce
 from lightning_safusion.integration.exchange import Choice, GradientExchange, Mode, choose
@@ -185,6 +186,10 @@ class SAFusionStrategy(DDPStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self._history.begin()
         super().setup(trainer)
+        if self._transport is not None and trainer.state.fn == TrainerFn.FITTING:
+            # workers that train on their own may do so each in its own way
+            optimizers = self.optimizers if self._exchange.replicates else []
+            check_equal(self._transport, training_options(trainer, self.lightning_module, optimizers))
         self._bind()
         if isinstance(self._exchange, EngineExchange):
             self._leave_to_ddp(self._exchange)
@@ -203,8 +208,10 @@ class SAFusionStrategy(DDPStrategy):
         transport = make_transport(model, self._over_horovod, self.world_size, group, self._timeout)
         self._transport = transport
         entry = self._checkpoints.entry
-        checked = {"system": self.system, "checkpoint": str(entry.get("nonce"))}
-        check_equal(transport, fingerprint(self.settings, specs) | checked)
+        checked = {"system": self.system, "checkpoint": str(entry.get("nonce"))} | ddp_options(options)
+        checked |= {"sync_batchnorm": str(self._layer_sync is not None)}
+        # in front of the tensors, of which thousands may differ as well
+        check_equal(transport, checked | fingerprint(self.settings, specs))
         if self._hook_name is not None:
             self._choice = Choice(Mode.HOOK, f"system={self.system!r} is DDP with another hook")
             self._exchange = hook_exchange(self._hook_name, transport, group)

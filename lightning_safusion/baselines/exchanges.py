@@ -114,6 +114,8 @@ class ElasticExchange(HookExchange):
         group: The process group that the user has given DDP.
     """
 
+    replicates = False
+
     def __init__(self, transport: Transport, group: dist.ProcessGroup | None) -> None:
         super().__init__("local", group)
         self._average: ElasticAverage | None = ElasticAverage(transport)

@@ -24,8 +24,12 @@ from lightning_safusion.fusion.space import GradientSpace
 from lightning_safusion.fusion.ticks import Ticks
 
 
+# Differences that are named; those of a model may be thousands.
+_SHOWN = 8
+
+
 def fingerprint(settings: EngineSettings, specs: Sequence[TensorSpec]) -> dict[str, str]:
-    """All that must be the same on every rank, as text: settings, versions and the model's tensors."""
+    """All that must be the same on every rank, as text: settings, versions, and the model's tensors in their order."""
     tensors = {f"parameter {s.name}": f"{s.shape} {s.dtype}{' dense' if s.dense else ''}" for s in specs}
     versions = {"lightning_safusion": __version__, "torch": torch.__version__}
     deterministic = {"deterministic": str(torch.are_deterministic_algorithms_enabled())}
@@ -33,19 +37,31 @@ def fingerprint(settings: EngineSettings, specs: Sequence[TensorSpec]) -> dict[s
 
 
 def check_equal(transport: Transport, values: dict[str, str]) -> None:
-    """Compares settings across ranks.
+    """Compares settings across ranks, and the order that they are in.
 
     Raises:
-        RuntimeError: On every rank, naming each setting that differs with both values.
+        RuntimeError: On every rank, naming the settings that differ, with both values.
     """
     everyone = transport.gather_objects(values)
     for rank, theirs in enumerate(everyone):
-        different = [key for key in everyone[0] | theirs if everyone[0].get(key) != theirs.get(key)]
+        first = everyone[0]
+        different = [
+            (key, first.get(key), theirs.get(key)) for key in first | theirs if first.get(key) != theirs.get(key)
+        ]
+        if not different and list(first) != list(theirs):
+            number, swapped = next(
+                (i, pair) for i, pair in enumerate(zip(first, theirs, strict=True)) if len({*pair}) > 1
+            )
+            before = sum(not key.startswith("parameter ") for key in list(first)[:number])
+            different = [(f"order of parameters, number {number - before}", *swapped)]
         if different:
             shown = "; ".join(
-                f"{key}: rank 0 has {everyone[0].get(key)}, rank {rank} has {theirs.get(key)}" for key in different
+                f"{key}: rank 0 has {ours}, rank {rank} has {other}" for key, ours, other in different[:_SHOWN]
             )
-            raise RuntimeError(f"workers were started with different settings: {shown}. Give all workers the same.")
+            more = f"; and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
+            raise RuntimeError(
+                f"workers were started with different settings: {shown}{more}. Give all workers the same."
+            )
 
 
 def build_engine(

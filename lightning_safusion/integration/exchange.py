@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning.pytorch import LightningModule
 from torch import Tensor
@@ -74,6 +74,9 @@ class GradientExchange:
 
     Methods are called in the order of the Trainer; those that a subclass does not need do nothing.
     """
+
+    #: Weights are the same on all workers.
+    replicates: ClassVar[bool] = True
 
     def ddp_options(self, options: dict[str, Any]) -> dict[str, Any]:
         """The arguments of DistributedDataParallel, with those that this exchange needs."""
