@@ -216,7 +216,7 @@ def train(rank: int) -> tuple[Any, list[Tensor], int]:
 
 def nodes_of_strategy(trainer: Trainer) -> Any:
     strategy: Any = trainer.strategy
-    return strategy.controller.space.pool.nodes.nodes
+    return strategy.controller.space.pool.communicators.nodes.nodes
 
 
 def test_nodes_are_those_of_the_job() -> None:

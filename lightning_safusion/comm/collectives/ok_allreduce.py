@@ -122,7 +122,7 @@ class OkTopkExchange(MultiPhaseExchange):
 
     def _finish(self) -> Entries:
         if self._first is None:
-            return self._result  # the whole span travels dense
+            return self._result  # the whole span is dense
         (counts, work), self._first = self._first, None
         work.wait()
         if self._step % self.repartition == 0:
