@@ -21,7 +21,7 @@ from lightning_safusion.parameters import refuse_options
 from lightning_safusion.settling import reason_to_settle, runs_compiled
 from lightning_safusion.signals import DeferredSignals, requeue_signal
 from lightning_safusion.sparsify.base import Sparsifier
-from lightning_safusion.sparsify.memory import Memory
+from lightning_safusion.sparsify.memory.contract import Memory
 from lightning_safusion.sparsify.schedule import DensitySchedule
 from lightning_safusion.systems import DEFAULT, HookSystem
 from lightning_safusion.systems.settings import job_parts

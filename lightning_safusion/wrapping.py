@@ -15,7 +15,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_safusion import native
 from lightning_safusion.comm.horovod_transport import HorovodTransport
 from lightning_safusion.comm.torch_transport import TorchTransport, default_transport
 from lightning_safusion.comm.transport import Transport
@@ -27,6 +26,7 @@ from lightning_safusion.fusion.build import build_engine, check_equal, fingerpri
 from lightning_safusion.fusion.hook import DDPHook
 from lightning_safusion.fusion.layout import TensorSpec, specs_from_parameters
 from lightning_safusion.fusion.state import carried, carry_on
+from lightning_safusion.kernels import cpu as native
 from lightning_safusion.momentum import MomentumSwitch, carry_momentum
 from lightning_safusion.observed import ObservedDDPStrategy
 from lightning_safusion.parameters import (

@@ -18,8 +18,8 @@ from lightning_safusion.fusion.state import (
     restore_sparsifier,
     restore_unstepped,
 )
-from lightning_safusion.sparsify.feedback import AutoMemory
-from lightning_safusion.sparsify.memory import Memory
+from lightning_safusion.sparsify.memory.contract import Memory
+from lightning_safusion.sparsify.memory.residual import AutoMemory
 
 # Settings that neither plan nor measured costs depend on, or whose change the engine finds by itself.
 _NOT_PLANNED_WITH = ("memory", "density")

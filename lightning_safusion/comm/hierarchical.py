@@ -16,7 +16,7 @@ from lightning_safusion.comm.multiphase import MultiPhaseExchange
 from lightning_safusion.comm.transport import Transport, Work
 from lightning_safusion.comm.wire import resolve_codec
 from lightning_safusion.sparsify.base import Segments, span_segments
-from lightning_safusion.sparsify.survey import History
+from lightning_safusion.sparsify.selection.survey import History
 from lightning_safusion.sparsify.topk import TopK
 
 _TOP = TopK()

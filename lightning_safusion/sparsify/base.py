@@ -108,7 +108,8 @@ def constant_of_segments(
 ) -> Callable[Concatenate[Segments, _Parameters], _Result]:
     """Calls a pure function of segments and hashable arguments once for each of these; freed with the segments.
 
-    What is learned from a span is no constant: :class:`~lightning_safusion.sparsify.survey.History` holds that.
+    What is learned from a span is no constant:
+    :class:`~lightning_safusion.sparsify.selection.survey.History` holds that.
     """
     known: WeakKeyDictionary[Segments, dict[Any, _Result]] = WeakKeyDictionary()
 

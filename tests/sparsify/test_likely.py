@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_safusion import native
-from lightning_safusion.native import elements
-from lightning_safusion.sparsify import likely
+from lightning_safusion.kernels import cpu as native
+from lightning_safusion.kernels.cpu import elements
 from lightning_safusion.sparsify.base import Segments
 from lightning_safusion.sparsify.registry import resolve_sparsifier
-from lightning_safusion.sparsify.survey import Foresight, History, select_with
+from lightning_safusion.sparsify.selection import floors
+from lightning_safusion.sparsify.selection.survey import Foresight, History, select_with
 
 pytestmark = pytest.mark.skipif(not native.usable(), reason="the package was installed without a C compiler")
 SIZES = (40_000, 300, 1, 20_000, 2_000)
@@ -69,9 +69,9 @@ def train(name: str, scope: str, pool: int, foresight: bool) -> list[tuple[torch
 @pytest.mark.parametrize("scope", ["ahead", "behind"])
 @pytest.mark.parametrize("name", ["topk", "gaussiank", "redsync", "sidco", "dgc"])
 def test_no_result_depends_on_it(name: str, scope: str, pool: int, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(likely, "_ROOM", room)
-    monkeypatch.setattr(likely, "_ROOM_NEEDED", 0)
-    monkeypatch.setattr(likely, "_ROOM_AT_LEAST", 1)
+    monkeypatch.setattr(floors, "_ROOM", room)
+    monkeypatch.setattr(floors, "_ROOM_NEEDED", 0)
+    monkeypatch.setattr(floors, "_ROOM_AT_LEAST", 1)
     with_it, without = train(name, scope, pool, True), train(name, scope, pool, False)
     for step, ((indices, values), (expected, numbers)) in enumerate(zip(with_it, without, strict=True)):
         if scope == "behind" and name == "gaussiank":  # sums of tensors are added to one
@@ -99,8 +99,8 @@ def test_the_span_is_hardly_ever_read_again(name: str, monkeypatch: pytest.Monke
 def test_gradients_that_grow_need_no_more_room(
     scope: str, pool: int, foresight: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(likely, "_ROOM", 4)
-    monkeypatch.setattr(likely, "_ROOM_AT_LEAST", 1)
+    monkeypatch.setattr(floors, "_ROOM", 4)
+    monkeypatch.setattr(floors, "_ROOM_AT_LEAST", 1)
     rooms, call = [], elements.call
 
     def noted(name: str, *arguments: object) -> int:
@@ -120,7 +120,7 @@ def test_gradients_that_grow_need_no_more_room(
             chosen = select_with(sparsifier, memory, segments, step, survey)
         expected = sparsifier.select(memory, cut(scope, pool), step)
         assert torch.equal(chosen.indices, expected.indices)
-    assert max(rooms) == likely.room_of(segments) < EDGES[-1] / 4
+    assert max(rooms) == floors.room_of(segments) < EDGES[-1] / 4
 
 
 @pytest.mark.parametrize("kind", ["values", "magnitudes"])

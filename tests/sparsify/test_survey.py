@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 import lightning_safusion
-from lightning_safusion import SAFusionStrategy, Segments, Selection, SpanSurvey, Sparsifier, TopK, native
+from lightning_safusion import SAFusionStrategy, Segments, Selection, SpanSurvey, Sparsifier, TopK
+from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify import History, resolve_sparsifier, segmented_view
-from lightning_safusion.sparsify.pieces import Pieces
-from lightning_safusion.sparsify.survey import Foresight, select_with
+from lightning_safusion.sparsify.selection.pieces import Pieces
+from lightning_safusion.sparsify.selection.survey import Foresight, select_with
 from tests.models import TinyClassifier, classification, trainer
 from tests.process_group import run_launched
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_safusion import SAFusionStrategy, native
+from lightning_safusion import SAFusionStrategy
+from lightning_safusion.kernels import cpu as native
 from tests.models import TinyClassifier, classification, trainer
 from tests.process_group import run_launched
 

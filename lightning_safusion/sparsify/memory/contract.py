@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.native import Added, Message, Parts, Wanted, rearranged, zeros
+from lightning_safusion.kernels.cpu import Added, Message, Parts, Wanted, rearranged, zeros
 
 _KEPT = 32  # cuts of a memory into parts: as many as tensors, and at least so many
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.sparsify.base import FoundSelection, Segments, Selection
-from lightning_safusion.sparsify.candidates import (
+from lightning_safusion.sparsify.selection.candidates import (
     ONE_BY_ONE,
     Candidates,
     Swept,
@@ -24,7 +24,7 @@ from lightning_safusion.sparsify.candidates import (
     read_above,
     with_first_others,
 )
-from lightning_safusion.sparsify.pieces import (
+from lightning_safusion.sparsify.selection.pieces import (
     BLOCK,
     Pieces,
     SubBlocks,
@@ -34,8 +34,8 @@ from lightning_safusion.sparsify.pieces import (
     kth_of_lists,
     lengths_between,
 )
-from lightning_safusion.sparsify.sampling import common_floor, guessed_floor
-from lightning_safusion.sparsify.view import MAGNITUDE_BITS, SegmentedView
+from lightning_safusion.sparsify.selection.sampling import common_floor, guessed_floor
+from lightning_safusion.sparsify.selection.view import MAGNITUDE_BITS, SegmentedView
 
 _NEXT = 0.5  # of a threshold that lets too little through
 _SORTED_TOGETHER = 1 << 11  # candidate lists up to this length are ordered by one common sort

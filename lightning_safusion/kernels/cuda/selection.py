@@ -1,7 +1,7 @@
 """Kernels of the exact selection from all segments of a buffer.
 
-Radix selection over the 31 magnitude bits of a float32 (11 + 10 + 10), as in sparsify/select_torch.py, in five kernels
-that read the span four times:
+Radix selection over the 31 magnitude bits of a float32 (11 + 10 + 10), as in sparsify/selection/torch_view.py, in five
+kernels that read the span four times:
 
 1. :func:`survey` counts the first digit of the elements above the threshold of their segment.
 2. :func:`narrow`, twice, counts the next digit of the elements that agree with the digits found so far. Every program

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from lightning_safusion import native
+from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier
-from lightning_safusion.sparsify.candidates import Candidates, Swept
-from lightning_safusion.sparsify.likely import LikelyFloors, room_of
-from lightning_safusion.sparsify.pieces import Pieces
-from lightning_safusion.sparsify.view import MAGNITUDE_BITS
+from lightning_safusion.sparsify.selection.candidates import Candidates, Swept
+from lightning_safusion.sparsify.selection.floors import LikelyFloors, room_of
+from lightning_safusion.sparsify.selection.pieces import Pieces
+from lightning_safusion.sparsify.selection.view import MAGNITUDE_BITS
 
 
 class Seen(NamedTuple):

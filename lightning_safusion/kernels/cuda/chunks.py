@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.sparsify.base import Segments, constant_of_segments
-from lightning_safusion.sparsify.view import device_constant
+from lightning_safusion.sparsify.selection.view import device_constant
 
 BLOCK = 8192  # elements that a program holds at a time
 _PROGRAMS = 2048  # about as many as a large device runs in a few waves; bounds what a program adds up of the others

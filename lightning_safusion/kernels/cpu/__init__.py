@@ -32,7 +32,7 @@ Work is cut into parts, which as many threads share as PyTorch uses. Large resul
 next ones (``workspace.py``); ``release`` gives it back.
 """
 
-from lightning_safusion.native.candidates import (
+from lightning_safusion.kernels.cpu.candidates import (
     Lists,
     Shares,
     keep_above,
@@ -41,7 +41,7 @@ from lightning_safusion.native.candidates import (
     replaced,
     share,
 )
-from lightning_safusion.native.elements import (
+from lightning_safusion.kernels.cpu.elements import (
     MOST_ELEMENTS,
     Added,
     Sums,
@@ -55,8 +55,8 @@ from lightning_safusion.native.elements import (
     tail,
     take_out,
 )
-from lightning_safusion.native.library import Parts, serves, unused, usable
-from lightning_safusion.native.messages import (
+from lightning_safusion.kernels.cpu.library import Parts, serves, unused, usable
+from lightning_safusion.kernels.cpu.messages import (
     Codes,
     Message,
     ends_of,
@@ -69,7 +69,7 @@ from lightning_safusion.native.messages import (
     values,
     write_offsets,
 )
-from lightning_safusion.native.workspace import rearranged, release, zeros
+from lightning_safusion.kernels.cpu.workspace import rearranged, release, zeros
 
 __all__ = [
     "MOST_ELEMENTS",

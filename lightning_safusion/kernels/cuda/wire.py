@@ -9,8 +9,8 @@ import torch
 import triton
 from torch import Tensor
 
-from lightning_safusion.kernels import messages
-from lightning_safusion.kernels.launch import launch
+from lightning_safusion.kernels.cuda import messages
+from lightning_safusion.kernels.cuda.launch import launch
 from lightning_safusion.sparsify.base import Selection
 
 _BLOCK = 1024  # entries, or words of a bitmap, that a program handles at a time

@@ -17,8 +17,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from lightning_safusion.comm.wire import resolve_codec
-from lightning_safusion.kernels import messages, selection, statistics, view, wire
-from lightning_safusion.kernels.launch import NUM_WARPS
+from lightning_safusion.kernels.cuda import messages, selection, statistics, view, wire
+from lightning_safusion.kernels.cuda.launch import NUM_WARPS
 from lightning_safusion.sparsify.base import Segments, Selection
 
 TYPES = {

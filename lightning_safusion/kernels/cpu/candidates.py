@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_safusion.native.library import call
-from lightning_safusion.native.workspace import grown
+from lightning_safusion.kernels.cpu.library import call
+from lightning_safusion.kernels.cpu.workspace import grown
 
 
 def number_above(

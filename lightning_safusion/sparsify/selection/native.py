@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from lightning_safusion import native
+from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify.base import Segments, Selection, constant_of_segments
-from lightning_safusion.sparsify.candidates import Candidates, Swept
-from lightning_safusion.sparsify.likely import LikelyFloors, room_of
-from lightning_safusion.sparsify.pieces import Pieces, SubBlocks
-from lightning_safusion.sparsify.sampling import common_floor
-from lightning_safusion.sparsify.select_numpy import NumpyView, as_selection
-from lightning_safusion.sparsify.survey import SpanSurvey
-from lightning_safusion.sparsify.view import MAGNITUDE_BITS
+from lightning_safusion.sparsify.selection.candidates import Candidates, Swept
+from lightning_safusion.sparsify.selection.floors import LikelyFloors, room_of
+from lightning_safusion.sparsify.selection.pieces import Pieces, SubBlocks
+from lightning_safusion.sparsify.selection.reference import NumpyView, as_selection
+from lightning_safusion.sparsify.selection.sampling import common_floor
+from lightning_safusion.sparsify.selection.survey import SpanSurvey
+from lightning_safusion.sparsify.selection.view import MAGNITUDE_BITS
 
 # Times the capacity: ranks whose magnitudes are asked of samples until enough is found. A look that finds too little
 # costs less than to select without samples.

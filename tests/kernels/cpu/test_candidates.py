@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_safusion import native
+from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify.base import Segments, Selection, span_segments
-from lightning_safusion.sparsify.select import segmented_view
-from lightning_safusion.sparsify.select_native import NativeView
-from lightning_safusion.sparsify.select_numpy import NumpyView
-from lightning_safusion.sparsify.survey import Foresight, History
+from lightning_safusion.sparsify.selection.native import NativeView
+from lightning_safusion.sparsify.selection.reference import NumpyView
+from lightning_safusion.sparsify.selection.select import segmented_view
+from lightning_safusion.sparsify.selection.survey import Foresight, History
 
 pytestmark = pytest.mark.skipif(not native.usable(), reason="the package was installed without a C compiler")
 MAGNITUDE = 0x7FFFFFFF

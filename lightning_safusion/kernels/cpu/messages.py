@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from lightning_safusion.native.library import call
-from lightning_safusion.native.workspace import empty
+from lightning_safusion.kernels.cpu.library import call
+from lightning_safusion.kernels.cpu.workspace import empty
 
 
 class Message(NamedTuple):

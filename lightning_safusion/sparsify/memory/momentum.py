@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_safusion.sparsify.memory import Flat, Memory, as_float32
+from lightning_safusion.sparsify.memory.contract import Flat, Memory, as_float32
 
 
 class DGCMemory(Memory):

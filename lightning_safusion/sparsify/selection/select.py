@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion import native
-from lightning_safusion.kernels import MOST_ELEMENTS, serves
+from lightning_safusion.kernels import cpu as native
+from lightning_safusion.kernels.cuda import MOST_ELEMENTS, serves
 from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier
-from lightning_safusion.sparsify.select_native import NativeView
-from lightning_safusion.sparsify.select_numpy import NumpyView
-from lightning_safusion.sparsify.select_torch import TorchView
-from lightning_safusion.sparsify.survey import SpanSurvey, select_with
-from lightning_safusion.sparsify.view import SegmentedView, device_constant
+from lightning_safusion.sparsify.selection.native import NativeView
+from lightning_safusion.sparsify.selection.reference import NumpyView
+from lightning_safusion.sparsify.selection.survey import SpanSurvey, select_with
+from lightning_safusion.sparsify.selection.torch_view import TorchView
+from lightning_safusion.sparsify.selection.view import SegmentedView, device_constant
 
 __all__ = ["SegmentedView", "ThresholdSparsifier", "empty_selection", "pooled", "segmented_view"]
 
@@ -36,7 +36,7 @@ def segmented_view(x: Tensor, segments: Segments, survey: SpanSurvey | None = No
         compiled = native.usable() and x.numel() < native.MOST_ELEMENTS
         return NativeView(x, segments, survey) if compiled else NumpyView(x, segments)
     if serves(x.device) and x.numel() <= MOST_ELEMENTS:
-        from lightning_safusion.kernels.view import TritonView  # imports Triton
+        from lightning_safusion.kernels.cuda.view import TritonView  # imports Triton
 
         return TritonView(x, segments)
     return TorchView(x, segments)

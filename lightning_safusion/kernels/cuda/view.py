@@ -9,13 +9,13 @@ import torch
 import triton
 from torch import Tensor
 
-from lightning_safusion.kernels import MOST_ELEMENTS, selection, statistics
-from lightning_safusion.kernels.chunks import BLOCK, Chunks
-from lightning_safusion.kernels.launch import launch
-from lightning_safusion.kernels.selection import FIRST_BINS, NEXT_BINS
+from lightning_safusion.kernels.cuda import MOST_ELEMENTS, selection, statistics
+from lightning_safusion.kernels.cuda.chunks import BLOCK, Chunks
+from lightning_safusion.kernels.cuda.launch import launch
+from lightning_safusion.kernels.cuda.selection import FIRST_BINS, NEXT_BINS
 from lightning_safusion.sparsify.base import Segments, Selection
-from lightning_safusion.sparsify.select_torch import TorchView
-from lightning_safusion.sparsify.view import SegmentedView, device_constant
+from lightning_safusion.sparsify.selection.torch_view import TorchView
+from lightning_safusion.sparsify.selection.view import SegmentedView, device_constant
 
 _BINS = FIRST_BINS + 2 * NEXT_BINS
 

@@ -9,9 +9,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 from torch import Tensor
 
-from lightning_safusion.native.library import Parts, call, shared
-from lightning_safusion.native.messages import Message
-from lightning_safusion.native.workspace import empty
+from lightning_safusion.kernels.cpu.library import Parts, call, shared
+from lightning_safusion.kernels.cpu.messages import Message
+from lightning_safusion.kernels.cpu.workspace import empty
 
 Sums: TypeAlias = Literal["values", "magnitudes"]
 

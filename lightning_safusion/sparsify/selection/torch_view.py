@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.sparsify.base import Segments, Selection, constant_of_segments
-from lightning_safusion.sparsify.view import MAGNITUDE_BITS, SegmentedView, device_constant
+from lightning_safusion.sparsify.selection.view import MAGNITUDE_BITS, SegmentedView, device_constant
 
 _DIGITS = ((20, 11), (10, 10), (0, 10))  # (shift, bits) of the digits of a 31-bit key, the most significant first
 _CHUNK = 4096  # elements summed by one thread block

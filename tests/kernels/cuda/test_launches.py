@@ -17,11 +17,11 @@ pytest.importorskip("triton")
 
 from lightning_safusion.comm import codec as codec_module
 from lightning_safusion.comm.wire import resolve_codec
-from lightning_safusion.kernels import launch as launch_module
-from lightning_safusion.kernels import view as view_module
-from lightning_safusion.kernels import wire as wire_module
-from lightning_safusion.sparsify import select
+from lightning_safusion.kernels.cuda import launch as launch_module
+from lightning_safusion.kernels.cuda import view as view_module
+from lightning_safusion.kernels.cuda import wire as wire_module
 from lightning_safusion.sparsify.registry import resolve_sparsifier
+from lightning_safusion.sparsify.selection import select
 from tests.sparsify.test_select import cut
 
 pytestmark = pytest.mark.slow  # seconds each

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_safusion.sparsify.pieces import BLOCK, Piece, lengths_between
-from lightning_safusion.sparsify.view import MAGNITUDE_BITS
+from lightning_safusion.sparsify.selection.pieces import BLOCK, Piece, lengths_between
+from lightning_safusion.sparsify.selection.view import MAGNITUDE_BITS
 
 ONE_BY_ONE = 32  # segments up to this number are looked at one by one
 _FEW_WORDS = 4 / 7  # of the words of a mask: what a tenth of true places touches

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_safusion import native
+from lightning_safusion.kernels import cpu as native
 from lightning_safusion.naming import look_up
-from lightning_safusion.sparsify.memory import Flat, Memory, as_float32
-from lightning_safusion.sparsify.momentum import DGCMemory, EF21Memory
+from lightning_safusion.sparsify.memory.contract import Flat, Memory, as_float32
+from lightning_safusion.sparsify.memory.momentum import DGCMemory, EF21Memory
 
 
 class ResidualMemory(Memory):

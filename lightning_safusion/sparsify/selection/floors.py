@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_safusion import native
+from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify.base import Segments
-from lightning_safusion.sparsify.pieces import Pieces
-from lightning_safusion.sparsify.view import MAGNITUDE_BITS
+from lightning_safusion.sparsify.selection.pieces import Pieces
+from lightning_safusion.sparsify.selection.view import MAGNITUDE_BITS
 
 # Candidates that a floor should let through, in elements that are looked for: enough that the next step hardly ever
 # finds too few, which costs another look at the segment.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lightning_safusion.sparsify.view import MAGNITUDE_BITS
+from lightning_safusion.sparsify.selection.view import MAGNITUDE_BITS
 
 _LEAST = 1024  # elements of a sample
 

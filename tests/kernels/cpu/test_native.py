@@ -18,10 +18,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_safusion import native
 from lightning_safusion.comm import resolve_codec
 from lightning_safusion.comm.values import VALUES
-from lightning_safusion.native import Parts, Wanted, elements, library
+from lightning_safusion.kernels import cpu as native
+from lightning_safusion.kernels.cpu import Parts, Wanted, elements, library
 from lightning_safusion.sparsify.base import Selection
 
 COMPILER = next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)

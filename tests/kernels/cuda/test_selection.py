@@ -12,15 +12,15 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from lightning_safusion.kernels import chunks as chunks_module
-from lightning_safusion.kernels.chunks import BLOCK, Chunks
-from lightning_safusion.kernels.view import TritonView
-from lightning_safusion.sparsify import select
+from lightning_safusion.kernels.cuda import chunks as chunks_module
+from lightning_safusion.kernels.cuda.chunks import BLOCK, Chunks
+from lightning_safusion.kernels.cuda.view import TritonView
 from lightning_safusion.sparsify.base import Segments, Selection
 from lightning_safusion.sparsify.registry import resolve_sparsifier
-from lightning_safusion.sparsify.select_numpy import NumpyView
-from lightning_safusion.sparsify.select_torch import TorchView
-from lightning_safusion.sparsify.view import SegmentedView
+from lightning_safusion.sparsify.selection import select
+from lightning_safusion.sparsify.selection.reference import NumpyView
+from lightning_safusion.sparsify.selection.torch_view import TorchView
+from lightning_safusion.sparsify.selection.view import SegmentedView
 from tests.sparsify.test_select import check, cut, exact_take, exact_top
 
 pytestmark = pytest.mark.slow  # seconds each
