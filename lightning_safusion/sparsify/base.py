@@ -61,7 +61,7 @@ class Segments:
             array.setflags(write=False)
             object.__setattr__(self, name, array)
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of the span (N)."""
         return int(self.edges[-1])

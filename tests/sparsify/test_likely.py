@@ -6,16 +6,18 @@ shrink and vanish; it saves looks at the span; sums; a gradient that is not fini
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from lightning_safusion.kernels import cpu as native
-from lightning_safusion.kernels.cpu import elements
 from lightning_safusion.sparsify.base import Segments
 from lightning_safusion.sparsify.registry import resolve_sparsifier
 from lightning_safusion.sparsify.selection import floors
 from lightning_safusion.sparsify.selection.survey import Foresight, History, select_with
+from tests.looks import note_kernels
 
 pytestmark = pytest.mark.skipif(not native.usable(), reason="the package was installed without a C compiler")
 SIZES = (40_000, 300, 1, 20_000, 2_000)
@@ -32,14 +34,12 @@ def cut(scope: str, pool: int) -> Segments:
 def looked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Elements of each look at a span."""
     sizes: list[int] = []
-    call = elements.call
 
-    def noted(name: str, *arguments: object) -> int:
-        if name == "safusion_survey" and isinstance(arguments[0], np.ndarray) and len(arguments[0]) == EDGES[-1]:
+    def note(name: str, arguments: tuple[Any, ...]) -> None:
+        if name == "survey" and len(arguments[0]) == EDGES[-1]:
             sizes.append(int(np.sum(arguments[2])))
-        return call(name, *arguments)
 
-    monkeypatch.setattr(elements, "call", noted)
+    note_kernels(monkeypatch, note)
     return sizes
 
 
@@ -101,14 +101,13 @@ def test_gradients_that_grow_need_no_more_room(
 ) -> None:
     monkeypatch.setattr(floors, "_ROOM", 4)
     monkeypatch.setattr(floors, "_ROOM_AT_LEAST", 1)
-    rooms, call = [], elements.call
+    rooms: list[int] = []
 
-    def noted(name: str, *arguments: object) -> int:
-        if name in ("safusion_survey", "safusion_add"):
+    def note(name: str, arguments: tuple[Any, ...]) -> None:
+        if name in ("survey", "add"):
             rooms.append(arguments[-2])
-        return call(name, *arguments)
 
-    monkeypatch.setattr(elements, "call", noted)
+    note_kernels(monkeypatch, note)
     segments, sparsifier = cut(scope, pool), resolve_sparsifier("topk")
     ahead, parts = Foresight(History(segments), EDGES.tolist()), native.Parts.between(EDGES.tolist())
     for step, scale in enumerate((1, 1, 1, 100, 1e4, 1e4)):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_safusion.kernels.cpu.library import call
+from lightning_safusion.kernels.cpu.library import kernels
 from lightning_safusion.kernels.cpu.workspace import grown
 
 
@@ -22,8 +22,9 @@ def number_above(
         known: int32 [S], floors for which that is known already.
         numbers: int64 [S], how many those are.
     """
-    found, (floors, known) = numbers.astype(np.int64), _as(np.int32, floors, known)
-    call("safusion_number_above", bits, *_as(np.int64, counts), floors, known, len(counts), found)
+    found = numbers.astype(np.int64)
+    floors, known = np.ascontiguousarray(floors, np.int32), np.ascontiguousarray(known, np.int32)
+    kernels().safusion_number_above(bits, np.ascontiguousarray(counts, np.int64), floors, known, len(counts), found)
     return found
 
 
@@ -42,8 +43,8 @@ def keep_above(
         Views of places and bits, and how many each list has left.
     """
     numbers = np.empty(len(counts), np.int64)
-    (counts,), (floors,) = _as(np.int64, counts), _as(np.int32, floors)
-    kept = call("safusion_keep_above", places, bits, counts, floors, len(counts), numbers)
+    counts, floors = np.ascontiguousarray(counts, np.int64), np.ascontiguousarray(floors, np.int32)
+    kept = kernels().safusion_keep_above(places, bits, counts, floors, len(counts), numbers)
     return places[:kept], bits[:kept], numbers
 
 
@@ -62,8 +63,9 @@ def keep_largest(
     Returns:
         Views of places and bits.
     """
-    (counts, quotas), (floors,) = _as(np.int64, counts, quotas), _as(np.int32, floors)
-    kept = call("safusion_keep_largest", places, bits, counts, floors, quotas, len(counts))
+    counts, quotas = np.ascontiguousarray(counts, np.int64), np.ascontiguousarray(quotas, np.int64)
+    floors = np.ascontiguousarray(floors, np.int32)
+    kept = kernels().safusion_keep_largest(places, bits, counts, floors, quotas, len(counts))
     return places[:kept], bits[:kept]
 
 
@@ -87,7 +89,7 @@ def replaced(lists: Lists, marked: np.ndarray, others: Lists) -> Lists:
     Raises:
         ValueError: If some other list is shorter than the one in whose place it comes.
     """
-    (counts,), (other_counts,) = _as(np.int64, lists.counts), _as(np.int64, others.counts)
+    counts, other_counts = np.ascontiguousarray(lists.counts, np.int64), np.ascontiguousarray(others.counts, np.int64)
     if (other_counts < counts[marked]).any():
         raise ValueError("a list can only be replaced by one that is no shorter: the others would be overwritten")
     new = counts.copy()
@@ -95,7 +97,8 @@ def replaced(lists: Lists, marked: np.ndarray, others: Lists) -> Lists:
     size = int(new.sum())
     places, bits = grown(lists.places, size), grown(lists.bits, size)
     mark = marked.astype(np.uint8)
-    call("safusion_replace", places, bits, counts, mark, len(counts), others.places, others.bits, other_counts)
+    found = others.places, others.bits, other_counts
+    kernels().safusion_replace(places, bits, counts, mark, len(counts), *found)
     return Lists(places, bits, new)
 
 
@@ -124,12 +127,9 @@ def share(bits: np.ndarray, counts: np.ndarray, quotas: np.ndarray, room: int) -
         quotas: int64 [S].
         room: Not less than all quotas, and not more than all entries.
     """
-    counts, quotas = _as(np.int64, counts, quotas)
+    counts, quotas = np.ascontiguousarray(counts, np.int64), np.ascontiguousarray(quotas, np.int64)
     floors, numbers = np.empty(len(counts), np.int32), np.empty((2, len(counts)), np.int64)
     few = np.zeros(len(counts), np.uint8)
-    lowest = call("safusion_share", bits, counts, quotas, len(counts), room, few, numbers[1], floors, numbers[0])
+    given = bits, counts, quotas, len(counts), room
+    lowest = kernels().safusion_share(*given, few, numbers[1], floors, numbers[0])
     return Shares(floors, numbers[0], lowest)
-
-
-def _as(dtype: type, *arrays: np.ndarray) -> list[np.ndarray]:
-    return [np.ascontiguousarray(array, dtype) for array in arrays]

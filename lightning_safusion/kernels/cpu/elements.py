@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from torch import Tensor
 
-from lightning_safusion.kernels.cpu.library import Parts, call, shared
+from lightning_safusion.kernels.cpu.library import Parts, address, kernels, shared
 from lightning_safusion.kernels.cpu.messages import Message
 from lightning_safusion.kernels.cpu.workspace import empty
 
@@ -33,6 +32,9 @@ class Wanted(NamedTuple):
     floors: np.ndarray | None = None
     room: int = 0
     sums: Sums | None = None
+
+
+_NOTHING = Wanted()
 
 
 class Survey(NamedTuple):
@@ -59,30 +61,37 @@ class _Look:
     Args:
         wanted: What that is.
         parts: Of the span.
+        starts: int64 [P], where the parts begin in what is read.
     """
 
-    def __init__(self, wanted: Wanted, parts: Parts) -> None:
-        self._floors = None if wanted.floors is None else parts.spread(wanted.floors.astype(np.int32, copy=False))
-        self._room = 0 if wanted.floors is None else wanted.room
-        self._counts = np.zeros(len(parts.starts), np.int64)
-        self._sums = None if wanted.sums is None else np.zeros((2, len(parts.starts)))
-        self._magnitudes = int(wanted.sums == "magnitudes")
-        self._parts = parts
+    def __init__(self, wanted: Wanted, parts: Parts, starts: np.ndarray) -> None:
+        floors, self._room, kind = wanted
+        count = len(starts)
+        self._cut = count != len(parts.firsts)
+        if floors is None:
+            self._room = 0
+        else:
+            floors = floors.astype(np.int32, copy=False)
+            floors = parts.spread(floors) if self._cut else floors
+        self._floors = floors
+        self._counts = np.zeros(count, np.int64)
+        self._sums = None if kind is None else np.zeros((2, count))
+        self._magnitudes = int(kind == "magnitudes")
+        self._parts, self._starts = parts, starts
 
-    def call(self, name: str, low: int, high: int, *arguments: Any) -> tuple[np.ndarray, np.ndarray, int]:
+    def read(self, kernel: Any, given: tuple[Any, ...], low: int, high: int) -> tuple[np.ndarray, np.ndarray, int]:
         """Calls a function for the parts from ``low`` up to ``high``: what it has found, and how much of that."""
-        sums, floors = self._sums, self._floors
-        places, bits = empty(self._room + _SPARE, np.int32), empty(self._room + _SPARE, np.int32)
-        found = call(
-            name,
-            *arguments,
-            self._parts.starts[low:high],
+        sums, floors, size = self._sums, self._floors, self._room + _SPARE
+        places, bits = empty(size, np.int32), empty(size, np.int32)
+        found: int = kernel(
+            *given,
+            self._starts[low:high],
             self._parts.sizes[low:high],
             high - low,
-            None if floors is None else floors[low:high],
+            None if floors is None else address(floors[low:high]),
             self._magnitudes,
-            None if sums is None else sums[0, low:high],
-            None if sums is None else sums[1, low:high],
+            None if sums is None else address(sums[0, low:high]),
+            None if sums is None else address(sums[1, low:high]),
             places,
             bits,
             self._room,
@@ -92,15 +101,19 @@ class _Look:
 
     def joined(self, found: Sequence[tuple[np.ndarray, np.ndarray, int]]) -> Survey:
         """What all threads have found."""
-        whole, sums, squares = self._parts.whole, None, None
-        if self._sums is not None:
-            sums, squares = whole(self._sums[0]), whole(self._sums[1])
-        places, bits, _ = found[0]
-        if any(number > self._room for _, _, number in found) or self._floors is None:
-            return Survey(None, None, whole(self._counts), sums, squares)
+        counts, (sums, squares) = self._counts, (None, None) if self._sums is None else self._sums
+        if self._cut:
+            whole = self._parts.whole
+            counts = whole(counts)
+            sums, squares = None if sums is None else whole(sums), None if squares is None else whole(squares)
+        places, bits, most = found[0]
+        if len(found) > 1:
+            most = max(number for _, _, number in found)
+        if self._floors is None or most > self._room:
+            return Survey(None, None, counts, sums, squares)
         if len(found) > 1:
             places, bits = _joined([part[0] for part in found]), _joined([part[1] for part in found])
-        return Survey(places, bits, whole(self._counts), sums, squares)
+        return Survey(places, bits, counts, sums, squares)
 
 
 def _joined(lists: Sequence[np.ndarray]) -> np.ndarray:
@@ -112,8 +125,8 @@ def _joined(lists: Sequence[np.ndarray]) -> np.ndarray:
 
 def survey(x: np.ndarray, parts: Parts, wanted: Wanted) -> Survey:
     """Reads runs of a span (float32 [N]) once."""
-    look = _Look(wanted, parts)
-    return look.joined(shared(lambda low, high: look.call("safusion_survey", low, high, x), parts.sizes))
+    look, kernel = _Look(wanted, parts, parts.starts), kernels().safusion_survey
+    return look.joined(shared(lambda low, high: look.read(kernel, (x,), low, high), parts.sizes))
 
 
 def largest(x: np.ndarray, parts: Parts) -> np.ndarray:
@@ -121,7 +134,8 @@ def largest(x: np.ndarray, parts: Parts) -> np.ndarray:
     bits = np.zeros(len(parts.starts), np.int32)
 
     def read(low: int, high: int) -> None:
-        call("safusion_largest", x, parts.starts[low:high], parts.sizes[low:high], high - low, bits[low:high])
+        runs = parts.starts[low:high], parts.sizes[low:high], high - low
+        kernels().safusion_largest(x, *runs, bits[low:high])
 
     shared(read, parts.sizes)
     return bits if len(bits) == len(parts.firsts) else np.maximum.reduceat(bits, parts.firsts)
@@ -141,7 +155,7 @@ def tail(x: np.ndarray, parts: Parts, limits: np.ndarray) -> tuple[np.ndarray, n
     def read(low: int, high: int) -> None:
         place, size = parts.starts[low:high], parts.sizes[low:high]
         found = counts[low:high], sums[low:high], squares[low:high]
-        call("safusion_tail", x, place, size, high - low, spread[low:high], *found)
+        kernels().safusion_tail(x, place, size, high - low, spread[low:high], *found)
 
     shared(read, parts.sizes)
     return parts.whole(counts), parts.whole(sums), parts.whole(squares)
@@ -177,11 +191,10 @@ def add_finite(
     added = np.empty(len(parts.starts), np.int64)
     # positions count from here, and so do the places of the gradients
     target, base = memory.numpy()[parts.starts[0] :], parts.starts - parts.starts[0]
-    look = _Look(wanted or Wanted(), parts._replace(starts=base))
+    look, kernel = _Look(wanted or _NOTHING, parts, base), kernels().safusion_add
 
     def add(low: int, high: int) -> tuple[np.ndarray, np.ndarray, int]:
-        factor = ctypes.c_float(decay)
-        return look.call("safusion_add", low, high, addresses[low:high], added[low:high], factor, target)
+        return look.read(kernel, (addresses[low:high], added[low:high], decay, target), low, high)
 
     found = shared(add, parts.sizes)
     if np.array_equal(added, parts.sizes):
@@ -237,10 +250,9 @@ def mean_in_pieces(
         while low < high:
             stop = max(low + 1, min(high, int(ends.searchsorted(parts.starts[low] + piece, side="right"))))
             messages = read(int(parts.starts[low]), int(ends[stop - 1]))
-            described = np.array([message.described() for message in messages], np.int64)
+            described = np.array(list(map(Message.described, messages)), np.int64)
             runs = addresses[low:stop], parts.starts[low:stop], parts.sizes[low:stop], stop - low
-            factor = ctypes.c_float(scale)
-            finite &= bool(call("safusion_mean", *runs, described, len(messages), factor, past_caches))
+            finite &= bool(kernels().safusion_mean(*runs, described, len(messages), scale, past_caches))
             low = stop
         return finite
 
@@ -249,12 +261,12 @@ def mean_in_pieces(
 
 def take_out(memory: Tensor, indices: Tensor, sent: Tensor) -> None:
     """``memory[indices] -= sent``, one after the other: float32 [D], int64 [K], float32 [K], all contiguous."""
-    call("safusion_take_out", memory.numpy(), indices.numpy(), sent.numpy(), len(indices))
+    kernels().safusion_take_out(memory.numpy(), indices.numpy(), sent.numpy(), len(indices))
 
 
 def _addresses(tensors: Sequence[Tensor], parts: Parts) -> np.ndarray:
     """int64 [P], where the parts of tensors lie in memory."""
-    own = np.array([tensor.data_ptr() for tensor in tensors], np.int64)
+    own = np.fromiter(map(Tensor.data_ptr, tensors), np.int64, len(tensors))
     if len(own) == len(parts.starts):
         return own
     addresses: np.ndarray = parts.spread(own) + 4 * (parts.starts - parts.spread(parts.starts[parts.firsts]))

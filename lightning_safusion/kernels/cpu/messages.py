@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
-from lightning_safusion.kernels.cpu.library import call
+from lightning_safusion.kernels.cpu.library import address, kernels
 from lightning_safusion.kernels.cpu.workspace import empty
 
 
@@ -38,10 +37,18 @@ class Message(NamedTuple):
 
     def described(self) -> list[int]:
         """``struct message``; holds as long as this does."""
-        addresses = [array.ctypes.data for array in (self.offsets, self.ends, self.values, self.scales, self.starts)]
-        offsets, ends, values, scales, starts = addresses
-        blocks = (offsets, 8 * self.offsets.itemsize, ends, len(self.ends) - 1)
-        return [*blocks, values, self.bits, scales, starts, len(self.starts)]
+        offsets, ends, values, bits, scales, starts = self
+        return [
+            offsets.__array_interface__["data"][0],
+            8 * offsets.itemsize,
+            ends.__array_interface__["data"][0],
+            len(ends) - 1,
+            values.__array_interface__["data"][0],
+            bits,
+            scales.__array_interface__["data"][0],
+            starts.__array_interface__["data"][0],
+            len(starts),
+        ]
 
 
 def ends_of(counts: np.ndarray, room: int) -> np.ndarray:
@@ -60,7 +67,7 @@ def ends_of(counts: np.ndarray, room: int) -> np.ndarray:
 def take_out_message(memory: Tensor, message: Message) -> None:
     """``memory[position] -= value`` for what was sent: float32 [D], contiguous."""
     described = np.array(message.described(), np.int64)
-    call("safusion_add_message", described, len(memory), ctypes.c_float(-1), memory.numpy())
+    kernels().safusion_add_message(described, len(memory), -1, memory.numpy())
 
 
 def positions(offsets: np.ndarray, counts: np.ndarray, first_block: int = 0) -> np.ndarray:
@@ -78,7 +85,8 @@ def positions(offsets: np.ndarray, counts: np.ndarray, first_block: int = 0) -> 
     if not 0 <= number <= len(offsets):
         raise ValueError(f"a message with {number} entries has room for {len(offsets)}: it is damaged")
     found = empty(number, np.int64)
-    call("safusion_positions", offsets, 8 * offsets.itemsize, counts.astype(np.int64), len(counts), first_block, found)
+    bits, numbers = 8 * offsets.itemsize, counts.astype(np.int64)
+    kernels().safusion_positions(offsets, bits, numbers, len(counts), first_block, found)
     return found
 
 
@@ -91,18 +99,20 @@ def write_offsets(positions: np.ndarray, counts: np.ndarray, offsets: np.ndarray
         offsets: uint8 or uint16 [K or more], the first K are written.
     """
     counts[:] = 0
-    call("safusion_offsets", *_described(positions), 8 * offsets.itemsize, len(counts), counts, offsets)
+    described = positions, 8 * positions.itemsize, len(positions)
+    kernels().safusion_offsets(*described, 8 * offsets.itemsize, len(counts), counts, offsets)
 
 
 def number_marked(bitmap: np.ndarray) -> int:
     """How many bits are set in a bitmap (uint8 [B])."""
-    return call("safusion_marked", bitmap, len(bitmap), None)
+    number: int = kernels().safusion_marked(bitmap, len(bitmap), None)
+    return number
 
 
 def marked(bitmap: np.ndarray) -> np.ndarray:
     """Ascending places (int64 [K]) of the bits that are set in a bitmap (uint8 [B], the lowest bit of a byte first)."""
     found = empty(number_marked(bitmap), np.int64)
-    call("safusion_marked", bitmap, len(bitmap), found)
+    kernels().safusion_marked(bitmap, len(bitmap), address(found))
     return found
 
 
@@ -110,7 +120,7 @@ def mark(positions: np.ndarray, bitmap: np.ndarray) -> None:
     """The inverse of :func:`marked`: writes the whole bitmap; positions (int32 or int64 [K]) behind its end are left
     out."""
     bitmap[:] = 0
-    call("safusion_mark", *_described(positions), 8 * len(bitmap), bitmap)
+    kernels().safusion_mark(positions, 8 * positions.itemsize, len(positions), 8 * len(bitmap), bitmap)
 
 
 class Codes(NamedTuple):
@@ -152,8 +162,10 @@ def quantize(positions: np.ndarray, values: np.ndarray, into: Codes, sent: np.nd
         ValueError: If there is no room for so many codes, or scales are not one for each part.
     """
     into.check(len(positions))
+    described = positions, 8 * positions.itemsize, len(positions)
     parts = into.starts, len(into.starts), into.bits, into.codes, into.scales
-    return bool(call("safusion_quantize", *_described(positions), values, *parts, sent))
+    echo = None if sent is None else address(sent)
+    return bool(kernels().safusion_quantize(*described, values, *parts, echo))
 
 
 def values(positions: np.ndarray, of: Codes, first: int = 0) -> np.ndarray | None:
@@ -170,9 +182,4 @@ def values(positions: np.ndarray, of: Codes, first: int = 0) -> np.ndarray | Non
     of.check(len(positions), first)
     found = empty(len(positions), np.float32)
     parts = of.starts, len(of.starts), of.bits, of.codes, first, of.scales
-    return found if call("safusion_values", positions, len(positions), *parts, found) else None
-
-
-def _described(positions: np.ndarray) -> tuple[np.ndarray, int, int]:
-    """Positions, their bits, and how many there are."""
-    return positions, 8 * positions.itemsize, len(positions)
+    return found if kernels().safusion_values(positions, len(positions), *parts, found) else None

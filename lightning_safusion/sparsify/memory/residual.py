@@ -55,8 +55,9 @@ class ResidualMemory(Memory):
     ) -> native.Added | None:
         if type(self).compensate is not ResidualMemory.compensate or not native.serves(self._residual.data, *grads):
             return None
-        if any(grad.dtype != torch.float32 or grad.numel() == 0 for grad in grads):
-            return None
+        for grad in grads:
+            if grad.dtype != torch.float32 or not grad.numel():
+                return None
         return native.add_finite(self._residual.data, self._residual.parts(ids), grads, self.decay, wanted)
 
     def accumulated(self, start: int, stop: int) -> Tensor:
