@@ -193,7 +193,7 @@ def test_what_was_found_is_handed_out_once(pool: int) -> None:
     history, parts, memory = History(segments), native.Parts.between(EDGES.tolist()), torch.zeros(int(EDGES[-1]))
     grads = [torch.randn(size) for size in SIZES]
     select_with(resolve_sparsifier("topk"), torch.cat(grads), segments, 0, history.survey(memory))
-    assert not history.begun  # of another tensor than the one that was surveyed nothing is learned
+    assert history.learned is None  # of another tensor than the one that was surveyed nothing is learned
     select_with(resolve_sparsifier("topk"), memory, segments, 0, history.survey(memory))
     ahead = Foresight(history, EDGES.tolist())
     added = native.add_finite(memory, parts, grads, 1.0, ahead.wanted())

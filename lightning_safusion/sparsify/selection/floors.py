@@ -44,13 +44,21 @@ class LikelyFloors:
         count = len(Pieces.of(segments).active)
         return cls(np.full(count, np.nan, np.float32), np.full(1, np.nan, np.float32))
 
-    def floors(self, segments: Segments) -> np.ndarray:
-        """int32 [A], what will most likely do; that of a segment of which nothing is known lets nothing through."""
-        floors = np.where(np.isnan(self.own), MAGNITUDE_BITS, self.own.view(np.int32))
-        if segments.pool:
-            common = self.common.view(np.int32)[0]
-            floors = np.minimum(floors, MAGNITUDE_BITS if np.isnan(self.common[0]) else common)
-        return np.where(Pieces.of(segments).idle, MAGNITUDE_BITS, floors).astype(np.int32)
+    def floors(self, idle: np.ndarray, pooled: bool) -> np.ndarray:
+        """What will most likely do; that of a segment of which nothing is known lets nothing through.
+
+        Args:
+            idle: bool [A], segments without a quota: nothing is above their floors.
+            pooled: Segments share a pool.
+
+        Returns:
+            int32 [A].
+        """
+        floors = np.where(np.isnan(self.own), np.int32(MAGNITUDE_BITS), self.own.view(np.int32))
+        if pooled and not np.isnan(self.common[0]):
+            np.minimum(floors, self.common.view(np.int32)[0], out=floors)
+        floors[idle] = MAGNITUDE_BITS
+        return floors
 
     def forget(self) -> None:
         """Knows nothing any more: where far too many elements were above the floors, samples tell better."""

@@ -6,10 +6,10 @@ import numpy as np
 from torch import Tensor
 
 from lightning_safusion.kernels import cpu as native
-from lightning_safusion.sparsify.base import Segments, Selection, constant_of_segments
+from lightning_safusion.sparsify.base import Segments, Selection
 from lightning_safusion.sparsify.selection.candidates import Candidates, Swept
 from lightning_safusion.sparsify.selection.floors import LikelyFloors, room_of
-from lightning_safusion.sparsify.selection.pieces import Pieces, SubBlocks
+from lightning_safusion.sparsify.selection.pieces import SubBlocks
 from lightning_safusion.sparsify.selection.reference import NumpyView, as_selection
 from lightning_safusion.sparsify.selection.sampling import common_floor
 from lightning_safusion.sparsify.selection.survey import SpanSurvey
@@ -18,12 +18,6 @@ from lightning_safusion.sparsify.selection.view import MAGNITUDE_BITS
 # Times the capacity: ranks whose magnitudes are asked of samples until enough is found. A look that finds too little
 # costs less than to select without samples.
 _DEEPER = (1, 2, 4)
-
-
-@constant_of_segments
-def _parts(segments: Segments) -> native.Parts:
-    layout = Pieces.of(segments)
-    return native.Parts.of(layout.starts, layout.stops - layout.starts)
 
 
 class NativeView(NumpyView):
@@ -40,8 +34,7 @@ class NativeView(NumpyView):
 
     def __init__(self, x: Tensor, segments: Segments, survey: SpanSurvey | None = None) -> None:
         super().__init__(x, segments)
-        self._sizes = self._layout.stops - self._layout.starts
-        self._parts = _parts(segments)
+        self._sizes, self._parts = self._layout.sizes, self._layout.parts
         likely, seen = (None, None) if survey is None else survey.take(x, segments)
         self._likely = likely or LikelyFloors.unknown(segments)
         self._swept: Swept | None = None if seen is None else seen.swept
@@ -61,8 +54,9 @@ class NativeView(NumpyView):
     def moments(self, *, magnitudes: bool = False) -> tuple[Tensor, Tensor]:
         kind: native.Sums = "magnitudes" if magnitudes else "values"
         self._likely.sums = kind
-        if self._seen is not None and self._seen.kind == kind:
-            return self._per_segment(self._seen.sums), self._per_segment(self._seen.squares)
+        seen = self._seen
+        if seen is not None and seen.kind == kind and seen.sums is not None and seen.squares is not None:
+            return self._per_segment(seen.sums), self._per_segment(seen.squares)
         floors = None
         if self._swept is None and not np.isnan(self._likely.own[~self._layout.idle]).all():
             floors = self._likely_floors(MAGNITUDE_BITS)
@@ -128,7 +122,8 @@ class NativeView(NumpyView):
         unknown = (floors == -2) & (ranks > 0)
         if not unknown.any() and not self._has_room(floors):
             floors, unknown = self._likely_floors(-2), ranks > 0
-        self._guess(floors, ranks, sub_blocks, unknown)
+        if unknown.any():
+            self._guess(floors, ranks, sub_blocks, unknown)
         found = self._above(floors)
         self._likely.learn(floors, found.counts, ranks, self._sizes)
         if (short := (found.counts < ranks) & ~unknown & (floors > 0)).any():

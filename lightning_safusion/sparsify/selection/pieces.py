@@ -8,6 +8,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from lightning_safusion.kernels.cpu import Parts
 from lightning_safusion.sparsify.base import Segments, constant_of_segments
 
 BLOCK = 1 << 16  # elements of a block
@@ -66,7 +67,7 @@ class SubBlocks:
         """Sub-blocks for finding the ``ranks`` (int64 [A]) largest elements of each active segment."""
         shared = [piece for piece in layout.pieces if piece.lengths is not None]
         places = np.concatenate([np.arange(p.first, p.last) for p in shared] or [np.empty(0, np.int64)])
-        sizes = (layout.stops - layout.starts)[places]
+        sizes = layout.sizes[places]
         widths = np.maximum(sizes // (_MAXIMA_PER_RANK * np.maximum(ranks[places], 1)), 1)
         counts = -(-sizes // widths)
         numbers = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # within their segment
@@ -100,6 +101,17 @@ class Pieces:
         return Pieces(active, starts, stops, quotas, tuple(_cut(starts, stops)))
 
     @cached_property
+    def sizes(self) -> np.ndarray:
+        """int64 [A], elements of each segment."""
+        sizes: np.ndarray = self.stops - self.starts
+        return sizes
+
+    @cached_property
+    def parts(self) -> Parts:
+        """The segments as compiled kernels take them."""
+        return Parts.of(self.starts, self.sizes)
+
+    @cached_property
     def idle(self) -> np.ndarray:
         """bool [A], segments without a quota."""
         return self.quotas == 0
@@ -107,14 +119,13 @@ class Pieces:
     @cached_property
     def large(self) -> list[int]:
         """Places of the segments that have pieces of their own."""
-        return np.flatnonzero(self.stops - self.starts > SMALL).tolist()
+        return np.flatnonzero(self.sizes > SMALL).tolist()
 
     @cached_property
     def few_small(self) -> np.ndarray:
         """bool [A], small segments with a quota, if they have a small share of the elements; otherwise none."""
-        sizes = self.stops - self.starts
-        small = (sizes <= SMALL) & ~self.idle
-        return small & (sizes[small].sum() < _FEW * sizes.sum())
+        small = (self.sizes <= SMALL) & ~self.idle
+        return small & (self.sizes[small].sum() < _FEW * self.sizes.sum())
 
     @cached_property
     def sub_blocks(self) -> SubBlocks:

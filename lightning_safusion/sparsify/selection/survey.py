@@ -7,8 +7,7 @@ makes a :class:`SpanSurvey`, which holds for one tensor, as long as nobody write
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -29,14 +28,14 @@ class Seen(NamedTuple):
     Args:
         swept: Some of its elements; None if there was no room for them.
         kind: What was summed, if anything.
-        sums: float64 [A].
+        sums: float64 [A]; None if nothing was summed, like the squares.
         squares: float64 [A], sums of squares.
     """
 
     swept: Swept | None
     kind: native.Sums | None
-    sums: np.ndarray
-    squares: np.ndarray
+    sums: np.ndarray | None
+    squares: np.ndarray | None
 
 
 class History:
@@ -51,9 +50,9 @@ class History:
         self._likely: dict[Segments, LikelyFloors] = {}
 
     @property
-    def begun(self) -> bool:
-        """Whether something has been selected with the cut itself."""
-        return self.segments in self._likely
+    def learned(self) -> LikelyFloors | None:
+        """What earlier selections with the cut itself predict; None before the first."""
+        return self._likely.get(self.segments)
 
     def survey(self, x: Tensor, seen: Seen | None = None) -> SpanSurvey:
         """What is known of ``x`` [N], the span as it is now.
@@ -109,6 +108,12 @@ class SpanSurvey:
         """Nothing is known any more: the span will be written to by kernels that no version counter notices."""
         self._state = self._seen = None
 
+    def __enter__(self) -> SpanSurvey:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._state = self._seen = None
+
 
 def _state(x: Tensor) -> tuple[int, int] | None:
     """Where a tensor lies and how often it was written to; None for one that does not count that, or on a device."""
@@ -125,51 +130,52 @@ class Foresight:
 
     def __init__(self, history: History, edges: Sequence[int]) -> None:
         self._history, self._segments = history, history.segments
+        self._layout, self._length = Pieces.of(history.segments), len(history.segments)
         bounds = np.asarray(edges, np.int64)
         starts = bounds[:-1][np.diff(bounds) > 0]
         self._owners = np.searchsorted(self._segments.edges, starts, side="right") - 1
+        #: each tensor is a segment of its own, as ahead of fusion
+        self._one_each = np.array_equal(self._owners, self._layout.active)
         self._floors = np.empty(0, np.int32)
         self._kind: native.Sums | None = None
 
     def wanted(self) -> native.Wanted | None:
         """What is to be found, with a floor for each tensor that is not empty; None if nothing is known."""
-        likely = self._history.likely(self._segments) if self._history.begun else None
+        likely = self._history.learned
         if likely is None or self._segments.numel >= native.MOST_ELEMENTS:
             return None
-        self._floors, self._kind = likely.floors(self._segments), likely.sums
-        per_segment = np.full(len(self._segments), MAGNITUDE_BITS, np.int32)
-        per_segment[Pieces.of(self._segments).active] = self._floors
-        return native.Wanted(per_segment[self._owners], room_of(self._segments), self._kind)
+        self._floors, self._kind = likely.floors(self._layout.idle, self._segments.pool > 0), likely.sums
+        floors = self._floors
+        if not self._one_each:
+            floors = np.full(self._length, MAGNITUDE_BITS, np.int32)
+            floors[self._layout.active] = self._floors
+            floors = floors[self._owners]
+        return native.Wanted(floors, room_of(self._segments), self._kind)
 
-    @contextmanager
-    def known(self, x: Tensor, found: native.Survey | None) -> Iterator[SpanSurvey]:
-        """What is known of a span, until this ends.
+    def known(self, x: Tensor, found: native.Survey | None) -> SpanSurvey:
+        """What is known of a span, until the context ends that this is entered as.
 
         Args:
             x: float32 [N], the memory to which the gradients were added.
             found: What was wanted, as it was found in it.
         """
-        survey = self._history.survey(x, None if found is None else self._seen(found))
-        del found  # whoever finds other candidates shall be able to free these
-        try:
-            yield survey
-        finally:
-            survey.end()
+        return SpanSurvey(x, self._history, None if found is None else self._seen(found))
 
     def _seen(self, found: native.Survey) -> Seen:
-        layout, swept = Pieces.of(self._segments), None
+        swept, counts, sums, squares = None, found.counts, found.sums, found.squares
+        if not self._one_each:
+            counts = self._per_segment(counts).astype(np.int64)
+            sums = None if sums is None else self._per_segment(sums)
+            squares = None if squares is None else self._per_segment(squares)
         if found.places is not None and found.bits is not None:
-            counts = np.bincount(self._owners, found.counts, len(self._segments)).astype(np.int64)
-            swept = Swept(self._floors, [], Candidates(found.places, found.bits, counts[layout.active]))
-        elif (likely := self._history.likely(self._segments)) is not None:
+            swept = Swept(self._floors, [], Candidates(found.places, found.bits, counts))
+        elif (likely := self._history.learned) is not None:
             likely.forget()
-        sums, squares = (self._per_segment(totals)[layout.active] for totals in (found.sums, found.squares))
         return Seen(swept, self._kind, sums, squares)
 
-    def _per_segment(self, per_tensor: np.ndarray | None) -> np.ndarray:
-        if per_tensor is None:
-            return np.zeros(len(self._segments))
-        return np.bincount(self._owners, per_tensor, len(self._segments))
+    def _per_segment(self, per_tensor: np.ndarray) -> np.ndarray:
+        """float64 [A], sums over the tensors of each active segment."""
+        return np.bincount(self._owners, per_tensor, self._length)[self._layout.active]
 
 
 def select_with(
