@@ -36,7 +36,7 @@ slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow $(AGAIN) || test $$? -eq 5
 
 # --no-compile: a minute for what is compiled anyway when it is imported first
-$(STAMP): pyproject.toml constraints.txt setup.py $(wildcard lightning_safusion/native/*.[ch])
+$(STAMP): pyproject.toml constraints.txt setup.py $(wildcard lightning_safusion/kernels/cpu/*.[ch])
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check --no-compile --editable ".[test]" --constraint constraints.txt $(PIP)
 	touch $@

@@ -6,7 +6,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-HEADER = Path(__file__).parent / "lightning_safusion" / "native" / "kernels.h"
+HEADER = Path(__file__).parent / "lightning_safusion" / "kernels" / "cpu" / "kernels.h"
 VERSION = re.findall(r"#define VERSION (\d+)", HEADER.read_text())[0]
 
 
@@ -20,9 +20,9 @@ class BuildLibrary(build_ext):
 # Without Python's headers, so that a compiler is all it takes. Without one, or with one that does not know GCC's
 # vectors, the package is installed without the kernels (optional).
 kernels = Extension(
-    "lightning_safusion.native.libkernels",
-    [f"lightning_safusion/native/{name}.c" for name in ("candidates", "elements", "messages")],
-    depends=["lightning_safusion/native/kernels.h"],
+    "lightning_safusion.kernels.cpu.libkernels",
+    [f"lightning_safusion/kernels/cpu/{name}.c" for name in ("candidates", "elements", "messages")],
+    depends=["lightning_safusion/kernels/cpu/kernels.h"],
     extra_compile_args=["-O3", "-ffp-contract=off", "-fno-strict-aliasing"],
     optional=True,
 )

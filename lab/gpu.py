@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lab.selection import ahead
 from lightning_safusion.comm.wire.formats import resolve_codec
-from lightning_safusion.kernels import serves
+from lightning_safusion.kernels.cuda import serves
 from lightning_safusion.lookup import look_up
 from lightning_safusion.simulate.architectures import Layer, bert, resnet
 from lightning_safusion.sparsify import Segments, Sparsifier, available_sparsifiers, resolve_sparsifier

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from lab.markdown import line, markdown
 from lab.virtual.training import taken_gradients
 from lab.virtual.workers import Engines
-from lightning_safusion import SAFusionStrategy, native
+from lightning_safusion import SAFusionStrategy
 from lightning_safusion.bench.workload import Classifier
+from lightning_safusion.kernels import cpu as native
 
 TURN, LEFT_OUT = 6, 2  # steps
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from lightning_safusion.lookup import look_up
 from lightning_safusion.simulate.trace import resolve_trace
 from lightning_safusion.sparsify import History, Segments, Sparsifier, resolve_sparsifier
-from lightning_safusion.sparsify.survey import select_with
+from lightning_safusion.sparsify.selection.survey import select_with
 
 
 def bert_base_shapes() -> list[tuple[int, ...]]:

@@ -44,7 +44,7 @@ from lightning_safusion.integration.parameters import dense_parameters, refuse_o
 from lightning_safusion.integration.signals import DeferredSignals, requeue_signal
 from lightning_safusion.integration.wrapping import make_transport, refuse_python_reducer, replaced_parameters
 from lightning_safusion.sparsify.base import Sparsifier
-from lightning_safusion.sparsify.memory import Memory
+from lightning_safusion.sparsify.memory.contract import Memory
 from lightning_safusion.sparsify.schedule import DensitySchedule
 from lightning_safusion.systems.rows import DEFAULT
 from lightning_safusion.systems.settings import job_parts

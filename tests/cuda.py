@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_safusion import kernels
+from lightning_safusion.kernels import cuda as kernels
 
 
 class NoWaiting(TorchDispatchMode):

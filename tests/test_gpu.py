@@ -26,10 +26,10 @@ from lightning_safusion.fusion import offload
 from lightning_safusion.fusion.build import build_engine
 from lightning_safusion.fusion.hook import DDPHook
 from lightning_safusion.fusion.layout import specs_from_parameters
-from lightning_safusion.kernels import serves
+from lightning_safusion.kernels.cuda import serves
 from lightning_safusion.sparsify.base import Segments, Selection
 from lightning_safusion.sparsify.registry import resolve_sparsifier
-from lightning_safusion.sparsify.select import segmented_view
+from lightning_safusion.sparsify.selection.select import segmented_view
 from tests.cluster import settings
 from tests.models import TinyClassifier, classification, trainer
 

@@ -14,10 +14,10 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from lightning_safusion import native
 from lightning_safusion.__about__ import __version__
 from lightning_safusion.bench.medians import SystemFigures
 from lightning_safusion.bench.workers import FLOOR, IN_STEP
+from lightning_safusion.kernels import cpu as native
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

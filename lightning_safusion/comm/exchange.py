@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion import native
 from lightning_safusion.comm.transport.interface import Transport, Work
+from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify.base import Selection
-from lightning_safusion.sparsify.view import device_constant
+from lightning_safusion.sparsify.selection.view import device_constant
 
 
 class TensorFlag(IntFlag):

@@ -22,9 +22,9 @@ from lightning_safusion.fusion.layout import Layout
 from lightning_safusion.fusion.plans.plan import Group
 from lightning_safusion.fusion.quota import QuotaRule, Scope, TensorQuotas, group_segments, selective_quotas
 from lightning_safusion.sparsify.base import Segments
-from lightning_safusion.sparsify.memory import Memory
-from lightning_safusion.sparsify.survey import Foresight, History
-from lightning_safusion.sparsify.view import device_constant
+from lightning_safusion.sparsify.memory.contract import Memory
+from lightning_safusion.sparsify.selection.survey import Foresight, History
+from lightning_safusion.sparsify.selection.view import device_constant
 
 
 class Buffer:

@@ -23,7 +23,6 @@ from lightning_safusion.fusion.settings import EngineSettings
 from lightning_safusion.fusion.space import GradientSpace
 from lightning_safusion.fusion.ticks import Ticks
 
-
 # Differences that are named; those of a model may be thousands.
 _SHOWN = 8
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from lightning_safusion.comm.exchange import TensorFlag, all_finite
 from lightning_safusion.fusion.buffers import Buffer
 from lightning_safusion.sparsify.base import Selection, Sparsifier, check_selection
-from lightning_safusion.sparsify.survey import History, SpanSurvey, select_with
-from lightning_safusion.sparsify.view import device_constant
+from lightning_safusion.sparsify.selection.survey import History, SpanSurvey, select_with
+from lightning_safusion.sparsify.selection.view import device_constant
 
 _BAD = int(TensorFlag.BAD)
 

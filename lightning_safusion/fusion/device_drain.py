@@ -18,7 +18,7 @@ from lightning_safusion.fusion.delivery import Rounding, Scratch, deliver
 from lightning_safusion.fusion.lane import Lane
 from lightning_safusion.fusion.shipment import Shipment, Stage
 from lightning_safusion.fusion.window import Window
-from lightning_safusion.sparsify.memory import Memory
+from lightning_safusion.sparsify.memory.contract import Memory
 
 
 class _Mailbox:

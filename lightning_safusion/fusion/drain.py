@@ -16,7 +16,7 @@ from lightning_safusion.fusion.delivery import Rounding, Scratch
 from lightning_safusion.fusion.layout import Layout
 from lightning_safusion.fusion.shipment import Shipment
 from lightning_safusion.fusion.window import Window
-from lightning_safusion.sparsify.memory import Memory
+from lightning_safusion.sparsify.memory.contract import Memory
 
 # Elements that share an all-reduce where gradients are averaged in place: latency counts for no more than these bytes.
 _TOGETHER = 1 << 18

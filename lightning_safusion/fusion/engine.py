@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion import native
 from lightning_safusion.comm.exchange import Notice
 from lightning_safusion.comm.transport.interface import Transport
 from lightning_safusion.fusion.clock import clock_for
@@ -26,6 +25,7 @@ from lightning_safusion.fusion.shipment import Shipment
 from lightning_safusion.fusion.space import GradientSpace
 from lightning_safusion.fusion.ticks import Ticks
 from lightning_safusion.fusion.window import Window, unmarked
+from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify.schedule import DensitySchedule, check_density
 
 # The end of a collective is told by a callback on the backend's thread, which stops the backward's for the

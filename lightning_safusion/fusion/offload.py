@@ -25,8 +25,8 @@ from lightning_safusion.fusion.shipment import Shipment
 from lightning_safusion.fusion.space import GradientSpace
 from lightning_safusion.fusion.window import Window
 from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier, span_segments
-from lightning_safusion.sparsify.survey import History
-from lightning_safusion.sparsify.view import device_constant
+from lightning_safusion.sparsify.selection.survey import History
+from lightning_safusion.sparsify.selection.view import device_constant
 
 # Selection by bytes where nothing may be measured: one core of a host, and a device.
 NOMINAL_HOST, NOMINAL_DEVICE = LinearCost(50e-6, 1e-9), LinearCost(100e-6, 5e-12)

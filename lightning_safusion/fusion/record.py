@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_safusion.comm.cost import ring_allreduce_bytes
 from lightning_safusion.fusion.events import BufferEvents, WindowEvents, resolve_events
-from lightning_safusion.sparsify.feedback import NoMemory, ResidualMemory
+from lightning_safusion.sparsify.memory.residual import NoMemory, ResidualMemory
 
 if TYPE_CHECKING:
     from lightning_safusion.fusion.clock import Clock

@@ -17,7 +17,7 @@ from lightning_safusion.fusion.plans.ticking import Horovod
 from lightning_safusion.fusion.quota import QuotaRule, Scope, tensor_quotas
 from lightning_safusion.lookup import suggestion
 from lightning_safusion.sparsify.base import Sparsifier
-from lightning_safusion.sparsify.memory import Memory
+from lightning_safusion.sparsify.memory.contract import Memory
 from lightning_safusion.sparsify.schedule import ConstantDensity, DensitySchedule
 
 

@@ -20,8 +20,8 @@ from lightning_safusion.fusion.compensation import Selector, compensate, marked
 from lightning_safusion.fusion.delivery import Rounding, deliver
 from lightning_safusion.fusion.window import Window
 from lightning_safusion.sparsify.base import Selection
-from lightning_safusion.sparsify.survey import History, SpanSurvey
-from lightning_safusion.sparsify.view import device_constant
+from lightning_safusion.sparsify.selection.survey import History, SpanSurvey
+from lightning_safusion.sparsify.selection.view import device_constant
 
 _FRESH, _BYPASS = int(TensorFlag.FRESH), int(TensorFlag.BYPASS)
 _NO_RANGE: AbstractContextManager[object] = nullcontext()

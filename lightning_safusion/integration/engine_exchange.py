@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_safusion import native
 from lightning_safusion.comm.transport.interface import Transport
 from lightning_safusion.fusion.build import build_engine
 from lightning_safusion.fusion.engine import Engine
@@ -28,6 +27,7 @@ from lightning_safusion.integration.parameters import (
     refuse_double_momentum,
     sparse_parameters,
 )
+from lightning_safusion.kernels import cpu
 from lightning_safusion.sparsify.schedule import ConstantDensity
 
 # What torch.compile takes for the bucket size when it splits graphs; the real buckets hold one parameter each.
@@ -104,7 +104,7 @@ class EngineExchange(GradientExchange):
         ddp.bucket_bytes_cap = _COMPILE_BUCKET_BYTES
         if self.choice.mode is Mode.DENSE_ENGINE:
             announce(f"all gradients and the residual of a checkpoint are sent dense, because {self.choice.reason}")
-        if where.device.type == "cpu" and not native.usable():
+        if where.device.type == "cpu" and not cpu.usable():
             announce("there are no compiled kernels, so NumPy selects; installed with a C compiler it is faster")
         self.built = build_engine(
             self.settings,

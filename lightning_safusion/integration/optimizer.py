@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from lightning_safusion.sparsify.feedback import AutoMemory, DecoupledMomentum
-from lightning_safusion.sparsify.memory import Memory
+from lightning_safusion.sparsify.memory.contract import Memory
+from lightning_safusion.sparsify.memory.residual import AutoMemory, DecoupledMomentum
 from lightning_safusion.sparsify.schedule import ConstantDensity, DensitySchedule
 
 # Densities up to which the memory carries the momentum better than the optimizer does (docs/convergence.md).

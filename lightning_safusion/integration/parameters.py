@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_safusion.integration.optimizer import momenta_of
 from lightning_safusion.lookup import suggestion
-from lightning_safusion.sparsify.feedback import DecoupledMomentum
-from lightning_safusion.sparsify.memory import Memory
-from lightning_safusion.sparsify.momentum import EF21Memory
+from lightning_safusion.sparsify.memory.contract import Memory
+from lightning_safusion.sparsify.memory.momentum import EF21Memory
+from lightning_safusion.sparsify.memory.residual import DecoupledMomentum
 
 # Density from which on Adam hardly suffers from error feedback.
 _DENSE_ENOUGH = 0.25

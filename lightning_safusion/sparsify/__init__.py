@@ -3,11 +3,17 @@
 from lightning_safusion.sparsify.adtopk import ADTopk
 from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier, element_quota, span_segments
 from lightning_safusion.sparsify.dgc import DGC
-from lightning_safusion.sparsify.feedback import AutoMemory, DecoupledMomentum, NoMemory, ResidualMemory, resolve_memory
 from lightning_safusion.sparsify.gaussiank import GaussianK
 from lightning_safusion.sparsify.identity import NoCompression
-from lightning_safusion.sparsify.memory import Memory
-from lightning_safusion.sparsify.momentum import DGCMemory, EF21Memory
+from lightning_safusion.sparsify.memory.contract import Memory
+from lightning_safusion.sparsify.memory.momentum import DGCMemory, EF21Memory
+from lightning_safusion.sparsify.memory.residual import (
+    AutoMemory,
+    DecoupledMomentum,
+    NoMemory,
+    ResidualMemory,
+    resolve_memory,
+)
 from lightning_safusion.sparsify.oktopk import OkTopk
 from lightning_safusion.sparsify.randomk import RandomK
 from lightning_safusion.sparsify.redsync import RedSync
@@ -21,9 +27,9 @@ from lightning_safusion.sparsify.schedule import (
     LinearRamp,
     resolve_density,
 )
-from lightning_safusion.sparsify.select import SegmentedView, ThresholdSparsifier, pooled, segmented_view
+from lightning_safusion.sparsify.selection.select import SegmentedView, ThresholdSparsifier, pooled, segmented_view
+from lightning_safusion.sparsify.selection.survey import History, SpanSurvey
 from lightning_safusion.sparsify.sidco import SIDCo
-from lightning_safusion.sparsify.survey import History, SpanSurvey
 from lightning_safusion.sparsify.threshold import Threshold
 from lightning_safusion.sparsify.topk import TopK
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier, constant_of_segments, element_quota
 from lightning_safusion.sparsify.oktopk import OkTopk
-from lightning_safusion.sparsify.select import pooled, segmented_view
-from lightning_safusion.sparsify.survey import SpanSurvey
+from lightning_safusion.sparsify.selection.select import pooled, segmented_view
+from lightning_safusion.sparsify.selection.survey import SpanSurvey
 
 # Steps in which Top-k is exact before its threshold is reused: gradients change fastest at the beginning.
 _WARM_UP = 15

@@ -61,7 +61,7 @@ class Segments:
             array.setflags(write=False)
             object.__setattr__(self, name, array)
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of the span (N)."""
         return int(self.edges[-1])
@@ -108,7 +108,8 @@ def constant_of_segments(
 ) -> Callable[Concatenate[Segments, _Parameters], _Result]:
     """Calls a pure function of segments and hashable arguments once for each of these; freed with the segments.
 
-    What is learned from a span is no constant: :class:`~lightning_safusion.sparsify.survey.History` holds that.
+    What is learned from a span is no constant:
+    :class:`~lightning_safusion.sparsify.selection.survey.History` holds that.
     """
     known: WeakKeyDictionary[Segments, dict[Any, _Result]] = WeakKeyDictionary()
 

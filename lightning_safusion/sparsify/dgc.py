@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.sparsify.base import Segments
-from lightning_safusion.sparsify.select import SegmentedView, ThresholdSparsifier, segmented_view
+from lightning_safusion.sparsify.selection.select import SegmentedView, ThresholdSparsifier, segmented_view
 
 
 class DGC(ThresholdSparsifier):

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.sparsify.base import Segments, constant_of_segments
-from lightning_safusion.sparsify.select import SegmentedView, ThresholdSparsifier
-from lightning_safusion.sparsify.view import sizes_and_quotas
+from lightning_safusion.sparsify.selection.select import SegmentedView, ThresholdSparsifier
+from lightning_safusion.sparsify.selection.view import sizes_and_quotas
 
 _FEW, _MANY = 2 / 3, 4 / 3  # the paper's bounds on found / quota
 # Elements too many that are not worth another count: the exact cut at the quota takes them off. They matter to small

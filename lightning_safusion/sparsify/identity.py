@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier, constant_of_segments
-from lightning_safusion.sparsify.select import empty_selection, pooled, segmented_view
+from lightning_safusion.sparsify.selection.select import empty_selection, pooled, segmented_view
 
 
 class NoCompression(Sparsifier):

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.sparsify.select import SegmentedView, ThresholdSparsifier
-from lightning_safusion.sparsify.view import device_constant
+from lightning_safusion.sparsify.selection.select import SegmentedView, ThresholdSparsifier
+from lightning_safusion.sparsify.selection.view import device_constant
 
 
 class _Reused(NamedTuple):

@@ -10,8 +10,8 @@ import numpy as np
 from torch import Tensor
 
 from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier, as_selection, constant_of_segments
-from lightning_safusion.sparsify.select import empty_selection
-from lightning_safusion.sparsify.view import device_constant
+from lightning_safusion.sparsify.selection.select import empty_selection
+from lightning_safusion.sparsify.selection.view import device_constant
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # increment of SplitMix64 (Steele, Lea & Flood 2014): 2^64 / golden ratio
 

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lightning_safusion.sparsify.select import SegmentedView, ThresholdSparsifier
+from lightning_safusion.sparsify.selection.select import SegmentedView, ThresholdSparsifier
 
 # Nearly half of a segment exceeds its mean: counting there is dear, and needless once a higher threshold has sufficed.
 _TRIALS_BEFORE_MEAN = 2

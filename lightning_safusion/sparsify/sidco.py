@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lightning_safusion.sparsify.select import SegmentedView, ThresholdSparsifier
+from lightning_safusion.sparsify.selection.select import SegmentedView, ThresholdSparsifier
 
 
 class SIDCo(ThresholdSparsifier):

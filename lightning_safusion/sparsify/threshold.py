@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_safusion.sparsify.select import SegmentedView, ThresholdSparsifier
+from lightning_safusion.sparsify.selection.select import SegmentedView, ThresholdSparsifier
 
 
 class Threshold(ThresholdSparsifier):

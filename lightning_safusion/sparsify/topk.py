@@ -7,8 +7,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier
-from lightning_safusion.sparsify.select import empty_selection, pooled, segmented_view
-from lightning_safusion.sparsify.survey import SpanSurvey, select_with
+from lightning_safusion.sparsify.selection.select import empty_selection, pooled, segmented_view
+from lightning_safusion.sparsify.selection.survey import SpanSurvey, select_with
 
 
 class TopK(Sparsifier):

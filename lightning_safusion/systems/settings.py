@@ -12,8 +12,8 @@ from lightning_safusion.fusion.plans.policy import FusionPolicy
 from lightning_safusion.fusion.plans.registry import resolve_fusion
 from lightning_safusion.fusion.settings import EngineSettings
 from lightning_safusion.integration.parameters import check_dense_rules, refuse_parts
-from lightning_safusion.sparsify.feedback import resolve_memory
-from lightning_safusion.sparsify.memory import Memory
+from lightning_safusion.sparsify.memory.contract import Memory
+from lightning_safusion.sparsify.memory.residual import resolve_memory
 from lightning_safusion.sparsify.registry import resolve_sparsifier
 from lightning_safusion.sparsify.schedule import DensitySchedule, resolve_density
 from lightning_safusion.systems.kinds import EngineSystem, HookSystem

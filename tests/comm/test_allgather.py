@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_safusion import native
 from lightning_safusion.comm import Transport, resolve_codec
 from lightning_safusion.comm.collectives import allgather
 from lightning_safusion.comm.collectives.allgather import SparseAllGather
 from lightning_safusion.comm.exchange import SpanSpec
+from lightning_safusion.kernels import cpu as native
 from tests.cluster import Cluster, settings, specs
 from tests.comm.exchanges import CPU, Build, Workers, gradients, part_of
 

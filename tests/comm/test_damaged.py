@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_safusion import native
 from lightning_safusion.comm import local_transports
 from lightning_safusion.comm.collectives.allgather import SparseAllGather
 from lightning_safusion.comm.exchange import SpanSpec
 from lightning_safusion.comm.wire.codec import Codec
 from lightning_safusion.comm.wire.formats import available_wires, resolve_codec
+from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify.base import Selection
 from tests.cluster import Cluster, settings
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_safusion import native
 from lightning_safusion.comm.wire.codec import Codec
 from lightning_safusion.comm.wire.formats import _pack_bits, _pack_bits_on_device, available_wires, resolve_codec
+from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify.base import FoundSelection, Selection
 
 QUANTIZED = {"q4": 4, "q2": 2, "sign": 1}

@@ -26,7 +26,7 @@ from lightning_safusion.fusion.planning import Planner
 from lightning_safusion.fusion.plans.selective import Selective, choose_offloaded
 from lightning_safusion.sparsify import resolve_sparsifier
 from lightning_safusion.sparsify.registry import available_sparsifiers
-from lightning_safusion.sparsify.survey import History
+from lightning_safusion.sparsify.selection.survey import History
 from tests.cluster import Cluster, settings, specs
 from tests.cuda import fake_cuda
 from tests.quick import quick_of

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.sparsify import available_sparsifiers
-from lightning_safusion.sparsify.feedback import ResidualMemory
+from lightning_safusion.sparsify.memory.residual import ResidualMemory
 from tests.cluster import Cluster, settings
 
 HUGE = 6  # the tensor t6, of 69 000 elements

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.sparsify.base import span_segments
-from lightning_safusion.sparsify.select import ThresholdSparsifier, segmented_view
+from lightning_safusion.sparsify.selection.select import ThresholdSparsifier, segmented_view
 
 DENSITIES = (0.1, 0.05, 0.01, 0.001)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_safusion.sparsify.adtopk import ADTopk, Rule, top_per_row
 from lightning_safusion.sparsify.base import Segments, span_segments
-from lightning_safusion.sparsify.select import segmented_view
+from lightning_safusion.sparsify.selection.select import segmented_view
 from tests.sparsify.distributions import sample
 
 RULES: tuple[Rule, ...] = ("dim1", "dim0", "longer", "rows")

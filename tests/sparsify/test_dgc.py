@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_safusion.sparsify.base import Segments, span_segments
 from lightning_safusion.sparsify.dgc import DGC, sample_start, sample_strides
-from lightning_safusion.sparsify.select import segmented_view
+from lightning_safusion.sparsify.selection.select import segmented_view
 from tests.sparsify.distributions import SAMPLERS, found_ratio, sample
 
 

@@ -21,8 +21,8 @@ from lightning_safusion.sparsify.identity import NoCompression
 from lightning_safusion.sparsify.oktopk import OkTopk
 from lightning_safusion.sparsify.randomk import RandomK
 from lightning_safusion.sparsify.redsync import RedSync
-from lightning_safusion.sparsify.select import ThresholdSparsifier, segmented_view
-from lightning_safusion.sparsify.select_torch import TorchView
+from lightning_safusion.sparsify.selection.select import ThresholdSparsifier, segmented_view
+from lightning_safusion.sparsify.selection.torch_view import TorchView
 from lightning_safusion.sparsify.sidco import SIDCo
 from lightning_safusion.sparsify.threshold import Threshold
 from lightning_safusion.sparsify.topk import TopK

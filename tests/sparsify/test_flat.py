@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_safusion import native
-from lightning_safusion.sparsify.memory import Flat
+from lightning_safusion.kernels import cpu
+from lightning_safusion.sparsify.memory.contract import Flat
 from tests.cluster import Cluster, settings, specs
 
 
@@ -53,7 +53,7 @@ def test_a_list_that_comes_back_is_remembered() -> None:
     assert flat.parts([0, 2, 5]) is flat.parts([0, 2, 5])
 
 
-@pytest.mark.skipif(not native.usable(), reason="needs compiled kernels")
+@pytest.mark.skipif(not cpu.usable(), reason="needs compiled kernels")
 @pytest.mark.filterwarnings("ignore:.* tensors .* were computed on some ranks only")
 def test_layers_that_drop_out_take_no_more_memory() -> None:
     described = specs([(20,)] * 60)

@@ -10,7 +10,7 @@ import torch
 
 from lightning_safusion.sparsify.base import Segments, span_segments
 from lightning_safusion.sparsify.gaussiank import GaussianK, normal_thresholds
-from lightning_safusion.sparsify.select import segmented_view
+from lightning_safusion.sparsify.selection.select import segmented_view
 from tests.sparsify.distributions import DENSITIES, SAMPLERS, TAIL_THRESHOLDS, count_tolerance, found_ratio, sample
 
 NUMEL = 1_000_000

@@ -6,16 +6,18 @@ shrink and vanish; it saves looks at the span; sums; a gradient that is not fini
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
-from lightning_safusion import native
-from lightning_safusion.native import elements
-from lightning_safusion.sparsify import likely
+from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify.base import Segments
 from lightning_safusion.sparsify.registry import resolve_sparsifier
-from lightning_safusion.sparsify.survey import Foresight, History, select_with
+from lightning_safusion.sparsify.selection import floors
+from lightning_safusion.sparsify.selection.survey import Foresight, History, select_with
+from tests.looks import note_kernels
 
 pytestmark = pytest.mark.skipif(not native.usable(), reason="the package was installed without a C compiler")
 SIZES = (40_000, 300, 1, 20_000, 2_000)
@@ -32,14 +34,12 @@ def cut(scope: str, pool: int) -> Segments:
 def looked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Elements of each look at a span."""
     sizes: list[int] = []
-    call = elements.call
 
-    def noted(name: str, *arguments: object) -> int:
-        if name == "safusion_survey" and isinstance(arguments[0], np.ndarray) and len(arguments[0]) == EDGES[-1]:
+    def note(name: str, arguments: tuple[Any, ...]) -> None:
+        if name == "survey" and len(arguments[0]) == EDGES[-1]:
             sizes.append(int(np.sum(arguments[2])))
-        return call(name, *arguments)
 
-    monkeypatch.setattr(elements, "call", noted)
+    note_kernels(monkeypatch, note)
     return sizes
 
 
@@ -69,9 +69,9 @@ def train(name: str, scope: str, pool: int, foresight: bool) -> list[tuple[torch
 @pytest.mark.parametrize("scope", ["ahead", "behind"])
 @pytest.mark.parametrize("name", ["topk", "gaussiank", "redsync", "sidco", "dgc"])
 def test_no_result_depends_on_it(name: str, scope: str, pool: int, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(likely, "_ROOM", room)
-    monkeypatch.setattr(likely, "_ROOM_NEEDED", 0)
-    monkeypatch.setattr(likely, "_ROOM_AT_LEAST", 1)
+    monkeypatch.setattr(floors, "_ROOM", room)
+    monkeypatch.setattr(floors, "_ROOM_NEEDED", 0)
+    monkeypatch.setattr(floors, "_ROOM_AT_LEAST", 1)
     with_it, without = train(name, scope, pool, True), train(name, scope, pool, False)
     for step, ((indices, values), (expected, numbers)) in enumerate(zip(with_it, without, strict=True)):
         if scope == "behind" and name == "gaussiank":  # sums of tensors are added to one
@@ -99,16 +99,15 @@ def test_the_span_is_hardly_ever_read_again(name: str, monkeypatch: pytest.Monke
 def test_gradients_that_grow_need_no_more_room(
     scope: str, pool: int, foresight: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(likely, "_ROOM", 4)
-    monkeypatch.setattr(likely, "_ROOM_AT_LEAST", 1)
-    rooms, call = [], elements.call
+    monkeypatch.setattr(floors, "_ROOM", 4)
+    monkeypatch.setattr(floors, "_ROOM_AT_LEAST", 1)
+    rooms: list[int] = []
 
-    def noted(name: str, *arguments: object) -> int:
-        if name in ("safusion_survey", "safusion_add"):
+    def note(name: str, arguments: tuple[Any, ...]) -> None:
+        if name in ("survey", "add"):
             rooms.append(arguments[-2])
-        return call(name, *arguments)
 
-    monkeypatch.setattr(elements, "call", noted)
+    note_kernels(monkeypatch, note)
     segments, sparsifier = cut(scope, pool), resolve_sparsifier("topk")
     ahead, parts = Foresight(History(segments), EDGES.tolist()), native.Parts.between(EDGES.tolist())
     for step, scale in enumerate((1, 1, 1, 100, 1e4, 1e4)):
@@ -120,7 +119,7 @@ def test_gradients_that_grow_need_no_more_room(
             chosen = select_with(sparsifier, memory, segments, step, survey)
         expected = sparsifier.select(memory, cut(scope, pool), step)
         assert torch.equal(chosen.indices, expected.indices)
-    assert max(rooms) == likely.room_of(segments) < EDGES[-1] / 4
+    assert max(rooms) == floors.room_of(segments) < EDGES[-1] / 4
 
 
 @pytest.mark.parametrize("kind", ["values", "magnitudes"])

@@ -20,7 +20,7 @@ from lightning_safusion.sparsify import (
     resolve_memory,
     span_segments,
 )
-from lightning_safusion.sparsify.memory import Flat
+from lightning_safusion.sparsify.memory.contract import Flat
 
 EDGES = [0, 6, 7, 20, 20, 64]
 CPU = torch.device("cpu")

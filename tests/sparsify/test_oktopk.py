@@ -10,7 +10,7 @@ import torch
 
 from lightning_safusion.sparsify.base import Segments, span_segments
 from lightning_safusion.sparsify.oktopk import OkTopk
-from lightning_safusion.sparsify.select import segmented_view
+from lightning_safusion.sparsify.selection.select import segmented_view
 from tests.sparsify.distributions import SAMPLERS, found_ratio, sample
 
 NUMEL, QUOTA = 50_000, 500

@@ -9,7 +9,7 @@ import torch
 
 from lightning_safusion.sparsify.base import span_segments
 from lightning_safusion.sparsify.redsync import RedSync
-from lightning_safusion.sparsify.select import segmented_view
+from lightning_safusion.sparsify.selection.select import segmented_view
 from tests.sparsify.distributions import DENSITIES, SAMPLERS, found_ratio, sample
 
 NUMEL = 100_000

@@ -15,7 +15,7 @@ from lightning_safusion.sparsify.gaussiank import GaussianK
 from lightning_safusion.sparsify.oktopk import OkTopk
 from lightning_safusion.sparsify.randomk import RandomK
 from lightning_safusion.sparsify.redsync import RedSync
-from lightning_safusion.sparsify.select import segmented_view
+from lightning_safusion.sparsify.selection.select import segmented_view
 from lightning_safusion.sparsify.sidco import SIDCo
 from lightning_safusion.sparsify.threshold import Threshold
 from tests.sparsify.distributions import found_ratio, sample

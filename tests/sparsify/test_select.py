@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_safusion import native
+from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify import TopK
 from lightning_safusion.sparsify.base import Segments, Selection, span_segments
-from lightning_safusion.sparsify.candidates import true_places
-from lightning_safusion.sparsify.pieces import Pieces
-from lightning_safusion.sparsify.sampling import common_floor
-from lightning_safusion.sparsify.select import SegmentedView, ThresholdSparsifier, pooled, segmented_view
-from lightning_safusion.sparsify.select_native import NativeView
-from lightning_safusion.sparsify.select_numpy import NumpyView
-from lightning_safusion.sparsify.select_torch import TorchView
+from lightning_safusion.sparsify.selection.candidates import true_places
+from lightning_safusion.sparsify.selection.native import NativeView
+from lightning_safusion.sparsify.selection.pieces import Pieces
+from lightning_safusion.sparsify.selection.reference import NumpyView
+from lightning_safusion.sparsify.selection.sampling import common_floor
+from lightning_safusion.sparsify.selection.select import SegmentedView, ThresholdSparsifier, pooled, segmented_view
+from lightning_safusion.sparsify.selection.torch_view import TorchView
 
 needs_kernels = pytest.mark.skipif(not native.usable(), reason="the package was installed without a C compiler")
 BACKENDS = [

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.sparsify.base import Segments, span_segments
-from lightning_safusion.sparsify.select import segmented_view
+from lightning_safusion.sparsify.selection.select import segmented_view
 from lightning_safusion.sparsify.sidco import (
     SIDCo,
     exponential,

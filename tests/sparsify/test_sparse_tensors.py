@@ -7,18 +7,21 @@ kernels; tensors of zeros; looks at the span over windows; tensors that become s
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_safusion import Segments, native
-from lightning_safusion.native import elements
-from lightning_safusion.sparsify import History, resolve_sparsifier, segmented_view, select_numpy
-from lightning_safusion.sparsify.candidates import with_first_others
-from lightning_safusion.sparsify.pieces import Piece
-from lightning_safusion.sparsify.survey import Foresight, select_with
+from lightning_safusion import Segments
+from lightning_safusion.kernels import cpu as native
+from lightning_safusion.sparsify import History, resolve_sparsifier, segmented_view
+from lightning_safusion.sparsify.selection import reference
+from lightning_safusion.sparsify.selection.candidates import with_first_others
+from lightning_safusion.sparsify.selection.pieces import Piece
+from lightning_safusion.sparsify.selection.survey import Foresight, select_with
+from tests.looks import note_kernels
 
 SIZES = (60_000, 300, 20_000, 1)
 EDGES = np.cumsum([0, *SIZES])
@@ -94,19 +97,18 @@ def test_a_sparse_tensor_is_read_no_more_often(
     name: str, compiled: bool, pool: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []
-    call, read_above = elements.call, select_numpy.read_above
+    read_above = reference.read_above
 
-    def called(name: str, *arguments: object) -> int:
-        if name == "safusion_survey":
+    def note(name: str, arguments: tuple[Any, ...]) -> None:
+        if name == "survey":
             read.append(int(np.sum(arguments[2])))
-        return call(name, *arguments)
 
     def swept(span: np.ndarray, piece: Piece, floors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         read.append(piece.stop - piece.start)
         return read_above(span, piece, floors)
 
-    monkeypatch.setattr(elements, "call", called)
-    monkeypatch.setattr(select_numpy, "read_above", swept)
+    note_kernels(monkeypatch, note)
+    monkeypatch.setattr(reference, "read_above", swept)
     looks = []
     with nullcontext() if compiled else native.unused():
         for share in (1, 0.005):

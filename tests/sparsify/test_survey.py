@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 import lightning_safusion
-from lightning_safusion import SAFusionStrategy, Segments, Selection, SpanSurvey, Sparsifier, TopK, native
+from lightning_safusion import SAFusionStrategy, Segments, Selection, SpanSurvey, Sparsifier, TopK
+from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify import History, resolve_sparsifier, segmented_view
-from lightning_safusion.sparsify.pieces import Pieces
-from lightning_safusion.sparsify.survey import Foresight, select_with
+from lightning_safusion.sparsify.selection.pieces import Pieces
+from lightning_safusion.sparsify.selection.survey import Foresight, select_with
 from tests.models import TinyClassifier, classification, trainer
 from tests.process_group import run_launched
 
@@ -192,7 +193,7 @@ def test_what_was_found_is_handed_out_once(pool: int) -> None:
     history, parts, memory = History(segments), native.Parts.between(EDGES.tolist()), torch.zeros(int(EDGES[-1]))
     grads = [torch.randn(size) for size in SIZES]
     select_with(resolve_sparsifier("topk"), torch.cat(grads), segments, 0, history.survey(memory))
-    assert not history.begun  # of another tensor than the one that was surveyed nothing is learned
+    assert history.learned is None  # of another tensor than the one that was surveyed nothing is learned
     select_with(resolve_sparsifier("topk"), memory, segments, 0, history.survey(memory))
     ahead = Foresight(history, EDGES.tolist())
     added = native.add_finite(memory, parts, grads, 1.0, ahead.wanted())

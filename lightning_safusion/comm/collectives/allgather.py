@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion import native
 from lightning_safusion.comm.exchange import (
     Notice,
     Part,
@@ -23,6 +22,7 @@ from lightning_safusion.comm.exchange import (
 )
 from lightning_safusion.comm.transport.interface import Transport
 from lightning_safusion.comm.wire.codec import Codec
+from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify.base import Selection
 
 # Zeroing only what was written is cheaper than zeroing the span until about a quarter of it was written.

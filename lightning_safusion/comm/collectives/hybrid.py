@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion import native
 from lightning_safusion.comm.collectives.allgather import SparseAllGather
 from lightning_safusion.comm.collectives.allreduce import DenseAllReduce
 from lightning_safusion.comm.exchange import Part, SpanSpec, StreamOrderedExchange, Verdict, all_finite
 from lightning_safusion.comm.transport.interface import JoinedWork, Transport
 from lightning_safusion.comm.wire.codec import Codec
-from lightning_safusion.sparsify.view import device_constant
+from lightning_safusion.kernels import cpu as native
+from lightning_safusion.sparsify.selection.view import device_constant
 
 
 class HybridExchange(StreamOrderedExchange):

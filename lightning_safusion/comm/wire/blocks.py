@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion import native
 from lightning_safusion.comm.wire.codec import Codec, Reader, Slot, blocks_of, check_order, positions_to_write
 from lightning_safusion.comm.wire.values import fill
-from lightning_safusion.kernels import serves
+from lightning_safusion.kernels import cpu as native
+from lightning_safusion.kernels.cuda import serves
 from lightning_safusion.sparsify.base import Selection
 
 # Entries that are counted one by one in the time in which the end of a block is found by bisection.
@@ -118,7 +118,7 @@ class BlockCodec(Codec):
 
     def _padded_indices(self, counts: Tensor, offsets: Tensor) -> Tensor:
         if self.has_kernel and serves(counts.device):
-            from lightning_safusion.kernels import wire  # imports Triton
+            from lightning_safusion.kernels.cuda import wire  # imports Triton
 
             return wire.decode_block16(counts, offsets, self.capacity)
         block = torch.searchsorted(counts.cumsum(0), torch.arange(self.capacity, device=counts.device), right=True)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_safusion import native
 from lightning_safusion.comm.wire.values import Values
-from lightning_safusion.kernels import serves
+from lightning_safusion.kernels import cpu as native
+from lightning_safusion.kernels.cuda import serves
 from lightning_safusion.sparsify.base import Selection
 
 #: Gives ascending positions (int64 [K]) and values (float32 [K]) of what a message has of a run of elements.
@@ -99,7 +99,7 @@ class Codec(ABC):
             )
         fields = self._fields(out)
         if self.has_kernel and self.values.has_kernel and serves(out.device):
-            from lightning_safusion.kernels import wire  # imports Triton
+            from lightning_safusion.kernels.cuda import wire  # imports Triton
 
             return wire.encode(self.layout, selection, fields, self.values.dtype)
         if self._split_sizes[-1]:

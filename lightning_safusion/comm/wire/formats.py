@@ -23,11 +23,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion import native
 from lightning_safusion.comm.wire.blocks import Block8Codec, Block16Codec
 from lightning_safusion.comm.wire.codec import Codec, Reader, blocks_of, check_entries, check_order, positions_to_write
 from lightning_safusion.comm.wire.values import VALUES, FloatField, FloatValues, Values, fill
-from lightning_safusion.kernels import serves
+from lightning_safusion.kernels import cpu as native
+from lightning_safusion.kernels.cuda import serves
 from lightning_safusion.lookup import look_up
 from lightning_safusion.sparsify.base import Selection
 
@@ -174,7 +174,7 @@ class BitmapCodec(Codec):
 
     def _padded_indices(self, bits: Tensor) -> Tensor:
         if serves(bits.device):
-            from lightning_safusion.kernels import wire  # imports Triton
+            from lightning_safusion.kernels.cuda import wire  # imports Triton
 
             return wire.decode_bitmap(bits.view(torch.int32), self.capacity)
         mask = self._mask(bits)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_safusion import native
-from lightning_safusion.sparsify.view import device_constant
+from lightning_safusion.kernels import cpu as native
+from lightning_safusion.sparsify.selection.view import device_constant
 
 # Entries that share a scale of 16 bits, about: an eighth of a bit for each.
 _BLOCK = 128

@@ -18,8 +18,8 @@ from lightning_safusion.fusion.state import (
 )
 from lightning_safusion.integration.checkpoint import files
 from lightning_safusion.integration.checkpoint.part import ENTRY, KNOWN_FORMATS, UnusablePart, load, not_finite
-from lightning_safusion.sparsify.feedback import AutoMemory
-from lightning_safusion.sparsify.memory import Memory
+from lightning_safusion.sparsify.memory.contract import Memory
+from lightning_safusion.sparsify.memory.residual import AutoMemory
 
 # Settings that neither plan nor measured costs depend on, or whose change the engine finds by itself.
 _NOT_PLANNED_WITH = ("memory", "density")

@@ -1,0 +1,194 @@
+"""Wire formats: positions as offsets in blocks, values as codes of a few bits, and back."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from lightning_safusion.kernels.cpu.library import address, kernels
+from lightning_safusion.kernels.cpu.workspace import empty
+
+
+class Message(NamedTuple):
+    """What a rank has sent, as it has travelled.
+
+    Args:
+        offsets: uint8 or uint16 [K or more], in blocks of 256 or 65536 elements; int64: positions in the span.
+        ends: int64 [blocks + 1], entries before each block, and in all.
+        values: float32 or uint16 (the bits of bfloat16) [K or more], or uint8, codes as :func:`quantized` gives them.
+        bits: Of a value.
+        scales: uint16 [P], of codes: bits of a bfloat16 for each part.
+        starts: int64 [P], the first position of each part, ascending.
+        known: What :meth:`described` says, of a message whose arrays stay where they are.
+    """
+
+    offsets: np.ndarray
+    ends: np.ndarray
+    values: np.ndarray
+    bits: int
+    scales: np.ndarray = np.empty(0, np.uint16)
+    starts: np.ndarray = np.empty(0, np.int64)
+    known: list[int] | None = None
+
+    @classmethod
+    def decoded(cls, indices: Tensor, values: Tensor) -> Message:
+        """Ascending positions (int64 [K]) and values (float32 [K])."""
+        return cls(indices.numpy(), np.array([0, len(indices)]), values.contiguous().numpy(), 32)
+
+    def described(self) -> list[int]:
+        """``struct message``; holds as long as this does."""
+        if self.known is not None:
+            return self.known
+        offsets, ends, values, scales, starts = self.offsets, self.ends, self.values, self.scales, self.starts
+        return [
+            offsets.__array_interface__["data"][0],
+            8 * offsets.itemsize,
+            ends.__array_interface__["data"][0],
+            len(ends) - 1,
+            values.__array_interface__["data"][0],
+            self.bits,
+            scales.__array_interface__["data"][0],
+            starts.__array_interface__["data"][0],
+            len(starts),
+        ]
+
+
+def ends_of(counts: np.ndarray, room: int, into: np.ndarray | None = None) -> np.ndarray:
+    """Entries before each block, and in all (int64 [blocks + 1]), from those in each.
+
+    Args:
+        counts: Entries of each block.
+        room: Most entries in all.
+        into: Is written behind its first element, 0, and returned; None makes a new array.
+
+    Raises:
+        ValueError: If some are negative, or there are more than there is room for.
+    """
+    ends = np.zeros(len(counts) + 1, np.int64) if into is None else into
+    counts.cumsum(out=ends[1:])
+    if len(counts) and (counts.min() < 0 or ends[-1] > room):
+        raise ValueError(f"a message with {ends[-1]} entries has room for {room}: it is damaged")
+    return ends
+
+
+def take_out_message(memory: Tensor, message: Message) -> None:
+    """``memory[position] -= value`` for what was sent: float32 [D], contiguous."""
+    described = np.array(message.described(), np.int64)
+    kernels().safusion_add_message(described, len(memory), -1, memory.numpy())
+
+
+def positions(offsets: np.ndarray, counts: np.ndarray, first_block: int = 0) -> np.ndarray:
+    """Positions (int64 [K]) from offsets (uint8 or uint16 [K or more]) in blocks of 256 or 65536 elements.
+
+    Args:
+        offsets: Those of the first block, of the second, and so on.
+        counts: Entries of each block.
+        first_block: Which block that is.
+
+    Raises:
+        ValueError: If there are fewer offsets than entries.
+    """
+    number = int(counts.sum())
+    if not 0 <= number <= len(offsets):
+        raise ValueError(f"a message with {number} entries has room for {len(offsets)}: it is damaged")
+    found = empty(number, np.int64)
+    bits, numbers = 8 * offsets.itemsize, counts.astype(np.int64)
+    kernels().safusion_positions(offsets, bits, numbers, len(counts), first_block, found)
+    return found
+
+
+def write_offsets(positions: np.ndarray, counts: np.ndarray, offsets: np.ndarray) -> None:
+    """The inverse of :func:`positions`.
+
+    Args:
+        positions: int32 or int64 [K], not negative; what lies behind the last block is counted in none.
+        counts: int16 or int32 [blocks], is written: entries of each block of 256 or 65536 elements.
+        offsets: uint8 or uint16 [K or more], the first K are written.
+    """
+    counts[:] = 0
+    described = positions, 8 * positions.itemsize, len(positions)
+    kernels().safusion_offsets(*described, 8 * offsets.itemsize, len(counts), counts, offsets)
+
+
+def number_marked(bitmap: np.ndarray) -> int:
+    """How many bits are set in a bitmap (uint8 [B])."""
+    number: int = kernels().safusion_marked(bitmap, len(bitmap), None)
+    return number
+
+
+def marked(bitmap: np.ndarray) -> np.ndarray:
+    """Ascending places (int64 [K]) of the bits that are set in a bitmap (uint8 [B], the lowest bit of a byte first)."""
+    found = empty(number_marked(bitmap), np.int64)
+    kernels().safusion_marked(bitmap, len(bitmap), address(found))
+    return found
+
+
+def mark(positions: np.ndarray, bitmap: np.ndarray) -> None:
+    """The inverse of :func:`marked`: writes the whole bitmap; positions (int32 or int64 [K]) behind its end are left
+    out."""
+    bitmap[:] = 0
+    kernels().safusion_mark(positions, 8 * positions.itemsize, len(positions), 8 * len(bitmap), bitmap)
+
+
+class Codes(NamedTuple):
+    """Values in a few bits: of each a level, and the sign in the highest bit.
+
+    Args:
+        codes: uint8 [K / 8 * bits or more], the first of a byte in its lowest bits.
+        scales: uint16 [P], bits of a bfloat16 for each part.
+        starts: int64 [P], the first position of each part, ascending.
+        bits: Of a code: 1, 2 or 4.
+    """
+
+    codes: np.ndarray
+    scales: np.ndarray
+    starts: np.ndarray
+    bits: int
+
+    def check(self, entries: int, first: int = 0) -> None:
+        """Raises ValueError if there are fewer codes than entries behind the first ones, or scales are not one for
+        each part."""
+        if len(self.codes) * 8 // self.bits < first + entries or len(self.scales) != len(self.starts):
+            sizes = f"{len(self.codes)} bytes of codes and {len(self.scales)} scales"
+            raise ValueError(f"a message of {sizes} is damaged: {entries} entries in {len(self.starts)} parts")
+
+
+def quantize(positions: np.ndarray, values: np.ndarray, into: Codes, sent: np.ndarray | None = None) -> bool:
+    """Codes of values relative to the largest magnitude of their part; with one bit, to twice the mean magnitude.
+
+    Args:
+        positions: int32 or int64 [K].
+        values: float32 [K].
+        into: Codes, zeros at first, and scales are written.
+        sent: float32 [K], what the codes stand for, if somebody wants to know.
+
+    Returns:
+        False if positions do not ascend, or something is not finite, or would not be in bfloat16.
+
+    Raises:
+        ValueError: If there is no room for so many codes, or scales are not one for each part.
+    """
+    into.check(len(positions))
+    described = positions, 8 * positions.itemsize, len(positions)
+    parts = into.starts, len(into.starts), into.bits, into.codes, into.scales
+    echo = None if sent is None else address(sent)
+    return bool(kernels().safusion_quantize(*described, values, *parts, echo))
+
+
+def values(positions: np.ndarray, of: Codes, first: int = 0) -> np.ndarray | None:
+    """What :func:`quantize` has written, float32 [K]; None if positions do not ascend.
+
+    Args:
+        positions: int64 [K].
+        of: Codes and scales of the parts that these lie in.
+        first: How many codes there are before that of the first position.
+
+    Raises:
+        ValueError: If there are fewer codes than positions, or another number of scales than of parts.
+    """
+    of.check(len(positions), first)
+    found = empty(len(positions), np.float32)
+    parts = of.starts, len(of.starts), of.bits, of.codes, first, of.scales
+    return found if kernels().safusion_values(positions, len(positions), *parts, found) else None

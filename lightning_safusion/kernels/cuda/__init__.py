@@ -1,0 +1,61 @@
+"""Triton kernels for selection and the wire, on CUDA devices.
+
+Triton is imported by the first CUDA tensor that is selected from, never by ``import lightning_safusion``. Where it
+cannot be used the PyTorch operations of :mod:`lightning_safusion.sparsify.selection.torch_view` and
+:mod:`lightning_safusion.comm.wire` do the same work with the same results.
+
+============================ ======================================================== ========
+entry point                  work                                                     launches
+============================ ======================================================== ========
+``TritonView.top``, ``take`` exact selection from all segments of a buffer            6
+``wire.encode``              values, positions, counts and padding of a message       1
+``wire.decode_*``            positions and values of a message                        1
+``TritonView`` statistics    sums of all segments in one pass                         2
+============================ ======================================================== ========
+
+Nothing here waits for the device, everything can be captured in a CUDA graph, and every result is the same bits in
+every run: atomics add integers only, and floating sums have a fixed order.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+
+__all__ = ["MOST_ELEMENTS", "serves"]
+
+#: Elements of the longest span that is selected from: int32 addresses them, and the end of the last block too.
+MOST_ELEMENTS = 2**31 - 2**13
+
+
+def serves(device: torch.device) -> bool:
+    """Whether the kernels run on ``device``; compiles the smallest of them on the first call for a CUDA device."""
+    return device.type == "cuda" and _usable(device)
+
+
+@cache
+def _usable(device: torch.device) -> bool:
+    if not torch.cuda.is_available() or find_spec("triton") is None:
+        return False
+    try:
+        from triton import language
+
+        # With masks came histograms that are counted in shared memory; before, a pass cost more than PyTorch's.
+        if "mask" not in inspect.signature(language.histogram).parameters:
+            return False
+        from lightning_safusion.kernels.cuda.launch import probe
+
+        probe(device)
+    except Exception as error:  # whatever a toolchain can fail with: no compiler, an old driver, an unknown chip
+        warnings.warn(
+            f"Triton is installed but cannot run here ({type(error).__name__}: {error}); selection uses PyTorch "
+            "operations, which give the same results more slowly. Triton needs a C compiler and a driver of its CUDA "
+            "version.",
+            stacklevel=2,
+        )
+        return False
+    return True

@@ -1,0 +1,202 @@
+"""Segmented selection on a CUDA device with the Triton kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+
+from lightning_safusion.kernels.cuda import MOST_ELEMENTS, selection, statistics
+from lightning_safusion.kernels.cuda.chunks import BLOCK, Chunks
+from lightning_safusion.kernels.cuda.launch import launch
+from lightning_safusion.kernels.cuda.selection import FIRST_BINS, NEXT_BINS
+from lightning_safusion.sparsify.base import Segments, Selection
+from lightning_safusion.sparsify.selection.torch_view import TorchView
+from lightning_safusion.sparsify.selection.view import SegmentedView, device_constant
+
+_BINS = FIRST_BINS + 2 * NEXT_BINS
+
+
+class TritonView(SegmentedView):
+    """Selection in fixed shapes and few launches, without waiting for the device.
+
+    Raises:
+        ValueError: If the span has more than ``MOST_ELEMENTS`` elements, beside what every view raises.
+    """
+
+    def __init__(self, x: Tensor, segments: Segments) -> None:
+        super().__init__(x, segments)
+        if segments.numel > MOST_ELEMENTS:
+            raise ValueError(
+                f"the kernels cannot address a span of {segments.numel} elements, {MOST_ELEMENTS} at most: split the "
+                "span or read it with TorchView"
+            )
+        self._chunks = Chunks.of(segments, x.device)
+        self._floats = x.detach()
+        self._bits = self._floats.view(torch.int32)
+
+    # -- statistics ------------------------------------------------------------------------------------------------
+
+    def sums(self) -> Tensor:
+        return self._reduce(statistics.chunk_moments, 2, self._floats, ABSOLUTE=False)[0]
+
+    def abs_sums(self) -> Tensor:
+        return self._reduce(statistics.chunk_moments, 2, self._floats, ABSOLUTE=True)[0]
+
+    def square_sums(self) -> Tensor:
+        return self._reduce(statistics.chunk_moments, 2, self._floats, ABSOLUTE=False)[1]
+
+    def moments(self, *, magnitudes: bool = False) -> tuple[Tensor, Tensor]:
+        first, second = self._reduce(statistics.chunk_moments, 2, self._floats, ABSOLUTE=magnitudes)
+        return first, second
+
+    def log_abs_sums(self) -> tuple[Tensor, Tensor]:
+        total, present = self._reduce(statistics.chunk_logarithms, 2, self._floats)
+        return total, present.long()
+
+    def abs_max(self) -> Tensor:
+        (largest,) = self._reduce(statistics.chunk_largest, 1, self._bits, largest=True)
+        return largest.int().view(torch.float32)
+
+    def count_above(self, thresholds: Tensor, enough: Tensor | None = None) -> Tensor:
+        (number,) = self._reduce(statistics.chunk_counts, 1, self._bits, thresholds=thresholds)
+        return number.long()
+
+    def tail_moments(self, thresholds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        number, first, second = self._reduce(statistics.chunk_excesses, 3, self._floats, thresholds=thresholds)
+        return number.long(), first, second
+
+    def _reduce(
+        self,
+        kernel: Any,
+        rows: int,
+        elements: Tensor,
+        *,
+        thresholds: Tensor | None = None,
+        largest: bool = False,
+        **constants: Any,
+    ) -> Tensor:
+        """float64 [rows, M]: what the kernel writes for every chunk, summed over the chunks of each segment."""
+        chunks, every = self._chunks, len(self.segments)
+        partial = torch.empty(rows, chunks.count, dtype=torch.float64, device=elements.device)
+        limits = [] if thresholds is None else [chunks.active, thresholds.float().contiguous()]
+        launch(kernel, chunks.count, elements, chunks.table, *limits, partial, chunks.count, **constants, BLOCK=BLOCK)
+        whole = chunks.segments == every
+        out = (torch.empty if whole else torch.zeros)(rows, every, dtype=torch.float64, device=elements.device)
+        launch(
+            statistics.combine,
+            rows * chunks.segments,
+            partial,
+            chunks.spans,
+            chunks.active,
+            out,
+            chunks.count,
+            chunks.segments,
+            every,
+            LARGEST=largest,
+            CHUNKS=triton.next_power_of_2(chunks.longest),
+        )
+        return out
+
+    # -- selection -------------------------------------------------------------------------------------------------
+
+    def kth_largest(self, k: Tensor | np.ndarray) -> Tensor:
+        chunks = self._chunks
+        ranks = device_constant(k, self.x.device) if isinstance(k, np.ndarray) else k
+        kth = torch.full((len(self.segments),), torch.inf, device=self.x.device)
+        if chunks.count == 0:
+            return kth
+        wanted = ranks[chunks.active]
+        histograms, states = self._search(wanted.int(), None, False)
+        found = torch.empty(chunks.segments, dtype=torch.int32, device=self.x.device)
+        launch(selection.limits, chunks.segments, histograms, states, found, chunks.segments, BINS=NEXT_BINS)
+        return kth.index_copy_(0, chunks.active, torch.where(wanted > 0, found.view(torch.float32), torch.inf))
+
+    def top(self) -> Selection:
+        indices, values, _ = self._select(None, False)
+        return Selection(indices, values, self._chunks.capacity)
+
+    def take(self, thresholds: Tensor, *, inclusive: bool = False) -> Selection:
+        return Selection(*self._select(thresholds.float().contiguous(), inclusive))
+
+    def merge(self, floors: Selection, others: Selection, room: int) -> Selection:
+        return TorchView(self.x, self.segments).merge(floors, others, room)
+
+    # -- parts -----------------------------------------------------------------------------------------------------
+
+    def _search(self, ranks: Tensor, thresholds: Tensor | None, inclusive: bool) -> tuple[Tensor, Tensor]:
+        """Narrows down the limit of every segment.
+
+        Args:
+            ranks: int32 [A], elements wanted of each active segment.
+            thresholds: float32 [M], what they must exceed.
+            inclusive: They may equal it too.
+
+        Returns:
+            int32 [A, NEXT_BINS], the histogram of the last digit, and int32 [2, 4, A], what ``narrow`` has written.
+        """
+        chunks = self._chunks
+        zeros = torch.zeros(chunks.segments * (_BINS + 1), dtype=torch.int32, device=self.x.device)
+        sizes = [chunks.segments * size for size in (FIRST_BINS, NEXT_BINS, NEXT_BINS, 1)]
+        first, second, third, largest = zeros.split(sizes)
+        states = torch.empty(2, 4, chunks.segments, dtype=torch.int32, device=self.x.device)
+        limited = thresholds is not None
+        span = (self._bits, chunks.table, chunks.active, thresholds if limited else self._floats)
+        options = {"LIMITED": limited, "INCLUSIVE": inclusive, "BLOCK": BLOCK}
+        launch(selection.survey, chunks.count, *span, first, largest, chunks.count, **options, BINS=FIRST_BINS)
+        for level, before, after, bins in ((1, first, second, FIRST_BINS), (2, second, third, NEXT_BINS)):
+            launch(
+                selection.narrow,
+                chunks.count,
+                *span,
+                ranks,
+                before,
+                after,
+                largest,
+                states,
+                chunks.count,
+                chunks.segments,
+                **options,
+                LEVEL=level,
+                BINS_BEFORE=bins,
+                BINS=NEXT_BINS,
+            )
+        return third, states
+
+    def _select(self, thresholds: Tensor | None, inclusive: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Positions (int64) and values (float32) in the shape of the quotas, and the number of valid ones (int64)."""
+        chunks, device = self._chunks, self.x.device
+        indices = torch.empty(chunks.capacity, dtype=torch.int64, device=device)
+        values = torch.empty(chunks.capacity, device=device)
+        if chunks.count == 0:
+            return indices, values, torch.zeros((), dtype=torch.int64, device=device)
+        histograms, states = self._search(chunks.quotas, thresholds, inclusive)
+        words = torch.empty(2, chunks.blocks, BLOCK // 32, dtype=torch.int32, device=device)
+        counts = torch.empty(2, chunks.count, dtype=torch.int32, device=device)
+        total = torch.empty((), dtype=torch.int64, device=device)
+        sizes = (chunks.count, chunks.segments, chunks.blocks)
+        span = (self._bits, chunks.table)
+        launch(
+            selection.mark, chunks.count, *span, histograms, states, words, counts, *sizes, BLOCK=BLOCK, BINS=NEXT_BINS
+        )
+        launch(
+            selection.write,
+            chunks.count,
+            *span,
+            chunks.spans,
+            states,
+            words,
+            counts,
+            indices,
+            values.view(torch.int32),
+            total,
+            *sizes,
+            chunks.capacity,
+            BLOCK=BLOCK,
+            CHUNKS=triton.next_power_of_2(chunks.longest),
+            SEGMENTS=triton.next_power_of_2(chunks.segments),
+        )
+        return indices, values, total

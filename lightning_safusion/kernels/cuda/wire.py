@@ -1,0 +1,127 @@
+"""Messages of :mod:`lightning_safusion.comm.wire.formats` written and read by one or two launches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from lightning_safusion.kernels.cuda import messages
+from lightning_safusion.kernels.cuda.launch import launch
+from lightning_safusion.sparsify.base import Selection
+
+_BLOCK = 1024  # entries, or words of a bitmap, that a program handles at a time
+_WORDS = 256
+_PROGRAMS = 1024
+
+
+def encode(layout: str, selection: Selection, fields: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Writes every byte of a message.
+
+    Args:
+        layout: ``"coo"``, ``"block16"`` or ``"bitmap"``.
+        selection: What is sent; no more entries than there is room for.
+        fields: uint8 views of the fields of the message, and of the bytes that round its size up.
+        dtype: Of the values on the wire.
+
+    Returns:
+        float32, one per entry: the value as it will be decoded.
+    """
+    tail = fields[-1].numel() > 0
+    if layout == "coo":
+        header, positions, values = fields[0].view(torch.int32), fields[1].view(torch.int32), _stored(fields[2], dtype)
+        return _encode(messages.encode_coo, selection, (header, positions, values), values, dtype, tail)
+    header, values = fields[0].view(torch.int32), _stored(fields[1], dtype)
+    if layout == "bitmap":
+        return _encode(messages.encode_bitmap, selection, (header, values), values, dtype, tail, len(header))
+    offsets = fields[2].view(torch.int16)
+    return _encode(messages.encode_block16, selection, (header, values, offsets), values, dtype, tail, len(header))
+
+
+def _stored(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """A field of values as a kernel writes it: bfloat16 as bits."""
+    return values.view(torch.int16 if dtype == torch.bfloat16 else dtype)
+
+
+def _encode(
+    kernel: Any,
+    selection: Selection,
+    arrays: tuple[Tensor, ...],
+    values: Tensor,
+    dtype: torch.dtype,
+    tail: bool,
+    extent: int | None = None,
+) -> Tensor:
+    """Starts an encoding kernel over all entries and the ``extent`` of what is found by searching them."""
+    known, entries = isinstance(selection.count, int), selection.indices.numel()
+    narrow = dtype != torch.float32
+    sent = torch.empty(entries, device=values.device) if narrow else selection.values
+    sizes: tuple[int, ...] = (int(selection.count) if known else 0, entries, len(values))
+    if extent is not None:
+        sizes = (*sizes, extent, max(entries, 1).bit_length())
+    launch(
+        kernel,
+        triton.cdiv(max(len(values), extent or 1), _BLOCK),
+        selection.indices.contiguous(),
+        selection.values.contiguous(),
+        selection.indices if known else selection.count,
+        *arrays,
+        sent,
+        *sizes,
+        KNOWN=known,
+        LIMIT=torch.finfo(dtype).max if narrow else 0,
+        TAIL=tail,
+        BLOCK=_BLOCK,
+    )
+    return sent
+
+
+def decode_block16(header: Tensor, offsets: Tensor, capacity: int) -> Tensor:
+    """int64 [capacity], the positions in a message.
+
+    Args:
+        header: int32, entries of every block of 65 536 elements.
+        offsets: int16 [capacity], positions in their blocks.
+        capacity: Entries that the message has room for.
+    """
+    indices = torch.empty(capacity, dtype=torch.int64, device=header.device)
+    regions = len(header)
+    launch(
+        messages.decode_block16,
+        regions,
+        header,
+        offsets,
+        indices,
+        regions,
+        capacity,
+        REGIONS=triton.next_power_of_2(regions),
+        BLOCK=_BLOCK,
+    )
+    return indices
+
+
+def decode_bitmap(words: Tensor, capacity: int) -> Tensor:
+    """int64 [capacity], positions of the bits set in ``words`` (int32), then zeros."""
+    indices = torch.empty(capacity, dtype=torch.int64, device=words.device)
+    length = len(words)
+    width = triton.cdiv(length, _PROGRAMS * _WORDS) * _WORDS
+    programs = triton.cdiv(length, width) if length else 0
+    counts = torch.empty(programs, dtype=torch.int32, device=words.device)
+    launch(messages.count_bits, programs, words, counts, length, width, BLOCK=_WORDS)
+    launch(
+        messages.decode_bitmap,
+        programs,
+        words,
+        counts,
+        indices,
+        length,
+        width,
+        programs,
+        capacity,
+        PROGRAMS=triton.next_power_of_2(programs),
+        BLOCK=_WORDS,
+    )
+    return indices

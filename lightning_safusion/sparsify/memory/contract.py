@@ -1,0 +1,240 @@
+"""What happens to the elements that were not sent: the contract of error-feedback memories."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_safusion.kernels.cpu import Added, Message, Parts, Wanted, rearranged, zeros
+
+# Each tensor is in one list per window: as many windows with other lists are remembered.
+_KEPT_LISTS = 4
+
+
+class Memory(ABC):
+    """Flat fp32 state over the whole gradient space, in the order in which gradients become ready.
+
+    Tensor ``i`` of the layout owns ``[edges[i], edges[i + 1])``. One backward window is:
+    :meth:`compensate` for the tensors with a fresh, finite gradient, then selection from :meth:`accumulated`, and, when
+    the exchange has ended well on all ranks, :meth:`commit`. A window that ends badly (overflow) is never committed,
+    so that what was sent is still there.
+    """
+
+    name: ClassVar[str]
+    #: sum over steps of world_size * update + sum over ranks of residuals == sum of all gradients
+    conserves: bool
+    #: Its own momentum, or what it hands to the optimizer, is part of the algorithm even where everything is sent:
+    #: no gradient may pass it by.
+    shapes_updates: ClassVar[bool] = False
+    #: What travels whole has nothing of it: ``collective="auto"`` stays with sparse exchanges.
+    lives_on_sparsity: ClassVar[bool] = False
+    #: Workers whose gradients are averaged; whoever binds the memory sets it.
+    world_size: int = 1
+
+    @abstractmethod
+    def bind(self, edges: Sequence[int], device: torch.device) -> None:
+        """Allocates zero state for a layout; forgets any earlier one."""
+
+    @abstractmethod
+    def compensate(self, ids: Sequence[int], grads: Sequence[Tensor], dense: Sequence[bool], norms: Tensor) -> None:
+        """Adds fresh, finite gradients to the state.
+
+        Args:
+            ids: Positions in the layout.
+            grads: Flat gradients, any floating dtype, one per id; not changed.
+            dense: Whether each travels whole in this window.
+            norms: float32 [len(ids)], Euclidean norms of the gradients (known from the finiteness test).
+        """
+
+    def compensate_finite(
+        self, ids: Sequence[int], grads: Sequence[Tensor], wanted: Wanted | None = None
+    ) -> Added | None:
+        """:meth:`compensate` for gradients that may not be finite, where looking for that costs no pass of its own.
+
+        Args:
+            ids: Positions in the layout.
+            grads: Flat gradients, any floating dtype, one per id; not changed.
+            wanted: What is to be found in the new memory, with a floor for each id; None for nothing.
+
+        Returns:
+            Which of the gradients were left out, and what was wanted; None if nothing was done, because this
+            memory, or this device, has no such pass.
+        """
+        return None
+
+    @abstractmethod
+    def accumulated(self, start: int, stop: int) -> Tensor:
+        """float32 view of the elements ``[start, stop)`` of the flat space: what selection reads, never writes."""
+
+    @abstractmethod
+    def commit(self, start: int, indices: Tensor, sent: Tensor) -> None:
+        """Takes what was sent out of the state.
+
+        Args:
+            start: First element of the span in the flat space.
+            indices: int64 [K] positions in the span (padding has ``sent`` 0 and must do no harm).
+            sent: float32 [K] values as the receivers decoded them, so that rounding on the wire stays in the state.
+        """
+
+    def commit_message(self, start: int, stop: int, message: Message) -> bool:
+        """:meth:`commit` of what a message says was sent of the span ``[start, stop)``, which takes less memory.
+
+        Returns:
+            Whether that was done; if not, :meth:`commit` is to be called.
+        """
+        return False
+
+    @abstractmethod
+    def commit_dense(self, start: int, stop: int, sent: Tensor) -> None:
+        """The same for a piece that travelled whole; ``sent`` is float32 [stop - start] as decoded."""
+
+    @abstractmethod
+    def withdraw(self, tensor: int, grad: Tensor) -> None:
+        """Takes an uncommitted gradient of this window out again (it travels outside the compressed path)."""
+
+    @abstractmethod
+    def add(self, start: int, stop: int, error: Tensor) -> None:
+        """Adds a rounding error (float32 [stop - start]) of the decoded mean, the same on all ranks."""
+
+    def received(self, start: int, stop: int, mean: Tensor) -> Tensor:
+        """What the optimizer gets for the elements ``[start, stop)`` of the flat space.
+
+        Args:
+            start: First element.
+            stop: Behind the last.
+            mean: Decoded mean over ranks, floating [stop - start]; not changed.
+
+        Returns:
+            Floating [stop - start], valid until :meth:`settle` or the next call for these elements.
+        """
+        return mean
+
+    @property
+    def hands_on(self) -> bool:
+        """Whether :meth:`received` returns the mean as it is: then it may be written straight into the gradients."""
+        return type(self).received is Memory.received
+
+    @property
+    def settles(self) -> bool:
+        """Whether :meth:`settle` does anything."""
+        return type(self).settle is not Memory.settle
+
+    def settle(self, start: int, stop: int, good: Tensor | None = None) -> None:
+        """Keeps what :meth:`received` has returned for these elements; called once the whole window has ended well.
+
+        Args:
+            start: First element.
+            stop: Behind the last.
+            good: bool on the device: whether the window ended well, where the host does not know it; None if it did.
+        """
+        return  # most memories hold nothing that all ranks have received
+
+    def beyond(self, limit: float, start: int, stop: int) -> Tensor | None:
+        """Elements of the span ``[start, stop)`` of which some state is no number, or larger than a limit.
+
+        Waits for the device. Not called in ordinary windows.
+
+        Returns:
+            bool [stop - start]; None if there is none.
+        """
+        found = None
+        for state in self.state_dict().values():
+            part = state[start:stop]
+            if not float(torch.linalg.vector_norm(part, math.inf)) <= limit:
+                beyond = ~(part.abs() <= limit)
+                found = beyond if found is None else found | beyond
+        return found
+
+    def clear(self, start: int, mask: Tensor) -> None:
+        """Forgets the state of some elements of a span.
+
+        Args:
+            start: First element of the span in the flat space.
+            mask: bool [length of the span], those that are to be forgotten.
+        """
+        for state in self.state_dict().values():
+            state[start : start + len(mask)].masked_fill_(mask, 0.0)
+
+    @abstractmethod
+    def permute(self, order: Sequence[int], edges: Sequence[int]) -> None:
+        """Moves the state to a new layout in which place ``j`` holds the tensor that was at place ``order[j]``."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Tensor]:
+        """The flat state by name (``{"residual": float32[D]}``); references, not copies."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores flat state of the same layout."""
+
+
+class Flat:
+    """A flat fp32 vector with one cached view per tensor, so that a whole group is updated by one foreach call.
+
+    Args:
+        edges: Tensor ``i`` owns ``[edges[i], edges[i + 1])``.
+        device: Where the vector lives.
+    """
+
+    def __init__(self, edges: Sequence[int], device: torch.device) -> None:
+        if device.type == "cpu":
+            self._adopt(zeros(edges[-1], np.float32), edges)
+        else:
+            self._adopt(torch.zeros(edges[-1], device=device), edges)
+
+    def _adopt(self, data: Tensor | np.ndarray, edges: Sequence[int]) -> None:
+        self._memory, self._edges = data, edges
+        self.data = data if isinstance(data, Tensor) else torch.from_numpy(data)
+        self._parts: dict[tuple[int, ...], tuple[int, Parts]] = {}
+        self._kept = 0  # tensors in them
+        self.views = list(self.data.split([stop - start for start, stop in pairwise(edges)]))
+
+    def of(self, ids: Sequence[int]) -> list[Tensor]:
+        return [self.views[i] for i in ids]
+
+    def parts(self, ids: Sequence[int]) -> Parts:
+        """Where ascending tensors that are not empty lie, as compiled kernels take it; kept for the next windows."""
+        run = len(ids) == ids[-1] - ids[0] + 1
+        key = (ids[0], len(ids), -1) if run else tuple(ids)
+        if key not in self._parts:
+            # Where other tensors are missing in every window there is no end of lists: the oldest ones make room.
+            while self._parts and self._kept + len(ids) > _KEPT_LISTS * len(self.views):
+                self._kept -= self._parts.pop(next(iter(self._parts)))[0]
+            edges = np.asarray(self._edges, np.int64)
+            places = np.asarray(ids)
+            self._parts[key] = len(ids), Parts.of(edges[places], edges[places + 1] - edges[places])
+            self._kept += len(ids)
+        return self._parts[key][1]
+
+    def permute(self, order: Sequence[int], edges: Sequence[int]) -> None:
+        if isinstance(self._memory, np.ndarray):
+            runs = [(self._edges[place], self._edges[place + 1]) for place in order]
+            self._adopt(rearranged(self._memory, runs), edges)
+        else:
+            self._adopt(torch.cat([self.data[:0], *self.of(order)]), edges)
+
+    def load(self, state: dict[str, Any], name: str) -> None:
+        value = state.get(name)
+        if not isinstance(value, Tensor) or value.shape != self.data.shape:
+            found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise ValueError(
+                f"the memory needs {name!r} as a vector of {self.data.numel()} elements, got {found}:"
+                " the checkpoint was made with another memory or model"
+            )
+        self.data.copy_(value)
+
+
+def as_float32(grads: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients of 16 bits as float32: mixed types would drop out of the fused foreach kernels."""
+    if all(grad.dtype == torch.float32 for grad in grads):
+        return list(grads)
+    wide = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
+    torch._foreach_copy_(wide, list(grads))
+    return wide

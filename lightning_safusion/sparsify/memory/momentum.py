@@ -1,0 +1,226 @@
+"""Memories with a momentum of their own, applied before selection."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_safusion.sparsify.memory.contract import Flat, Memory, as_float32
+
+
+class DGCMemory(Memory):
+    """Momentum correction with masking and local clipping (Lin et al., Deep Gradient Compression, ICLR 2018, 3.1-3.2).
+
+    Every gradient passes through a local momentum ``u`` into the velocity ``v``, from which is selected; the optimizer
+    must be plain SGD. A tensor that travels whole sends its velocity and keeps its momentum: momentum SGD.
+
+    Args:
+        momentum: Momentum factor, in [0, 1).
+        nesterov: Adds ``m (u + g) + g`` to the velocity instead of ``m u + g``.
+        masking: Also zeroes the momentum of elements that were sent, so that it does not carry on in a direction that
+            is as old as the element waited (momentum factor masking).
+        clip: Bound on the norm of the averaged gradient of a tensor. Locally, each worker's share ``g / N`` of the
+            average is clipped to ``clip / sqrt(N)`` before it is accumulated, as in the paper: ``N`` independent shares
+            of that size have the norm ``clip`` together. In terms of ``g`` that is ``clip * sqrt(N)``.
+
+    Raises:
+        ValueError: If ``momentum`` is outside [0, 1) or ``clip`` is not positive.
+    """
+
+    name: ClassVar[str] = "dgc"
+    conserves = False
+    shapes_updates = True
+
+    def __init__(
+        self, momentum: float = 0.9, nesterov: bool = False, masking: bool = True, clip: float | None = None
+    ) -> None:
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum must be in [0, 1), got {momentum}")
+        if clip is not None and not clip > 0:
+            raise ValueError(f"clip must be positive, got {clip}; None leaves gradients as they are")
+        self.momentum = momentum
+        self.nesterov = nesterov
+        self.masking = masking
+        self.clip = clip
+        self._u = self._v = Flat([0], torch.device("cpu"))
+
+    def bind(self, edges: Sequence[int], device: torch.device) -> None:
+        self._u, self._v = Flat(edges, device), Flat(edges, device)
+
+    def compensate(self, ids: Sequence[int], grads: Sequence[Tensor], dense: Sequence[bool], norms: Tensor) -> None:
+        g = as_float32(grads)
+        if self.clip is not None:
+            g = list(torch._foreach_mul(g, list(self._clipping(norms).unbind())))
+        u, v = self._u.of(ids), self._v.of(ids)
+        if self.nesterov:
+            torch._foreach_add_(u, g)
+            torch._foreach_mul_(u, self.momentum)
+            torch._foreach_add_(v, g)
+        else:
+            torch._foreach_mul_(u, self.momentum)
+            torch._foreach_add_(u, g)
+        torch._foreach_add_(v, u)
+
+    def _clipping(self, norms: Tensor) -> Tensor:
+        """float32, one factor of at most 1 per gradient; a gradient of zeros divides by 0 and is left alone."""
+        limit = math.inf if self.clip is None else self.clip * math.sqrt(self.world_size)
+        return (limit / norms).clamp(max=1)
+
+    def accumulated(self, start: int, stop: int) -> Tensor:
+        return self._v.data[start:stop]
+
+    def commit(self, start: int, indices: Tensor, sent: Tensor) -> None:
+        self._v.data[start:].index_add_(0, indices, sent, alpha=-1)
+        if self.masking:
+            u = self._u.data[start:]
+            # Subtracting what is there zeroes it exactly, and padding, which may repeat an index, subtracts nothing.
+            u.index_add_(0, indices, torch.where(sent != 0, u[indices], 0), alpha=-1)
+
+    def commit_dense(self, start: int, stop: int, sent: Tensor) -> None:
+        self._v.data[start:stop] -= sent
+
+    def withdraw(self, tensor: int, grad: Tensor) -> None:
+        u, v = self._u.views[tensor], self._v.views[tensor]
+        g = grad.float()
+        if self.clip is not None:
+            g = g * self._clipping(torch.linalg.vector_norm(g))
+        v -= u
+        if self.nesterov:
+            v -= g
+        if self.momentum == 0:
+            u.zero_()  # it is multiplied by 0 before it is used again
+        elif self.nesterov:
+            u.div_(self.momentum).sub_(g)
+        else:
+            u.sub_(g).div_(self.momentum)
+
+    def add(self, start: int, stop: int, error: Tensor) -> None:
+        self._v.data[start:stop] += error
+
+    def permute(self, order: Sequence[int], edges: Sequence[int]) -> None:
+        self._u.permute(order, edges)
+        self._v.permute(order, edges)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"momentum": self._u.data, "velocity": self._v.data}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._u.load(state, "momentum")
+        self._v.load(state, "velocity")
+
+
+class EF21Memory(Memory):
+    """Sends how a gradient has changed; the optimizer gets a running estimate of the mean gradient (EF21).
+
+    Every worker averages its gradients over time, ``v <- m v + (1 - m) g``, and holds an estimate of ``v`` that all
+    workers know the mean of. What is selected from is the difference of both, and what is sent moves the estimate.
+    The optimizer sees the mean estimate: dense in every step, where error feedback delivers an element in bursts, many
+    gradients late and at once, which inflate Adam's second moment. Density 1 gives the mean of ``v`` itself.
+
+    The momentum here takes the place of the optimizer's: Adam with ``betas=(0.0, ...)``, SGD with ``momentum=0`` (and
+    ``1 / (1 - m)`` times the learning rate, since ``v`` is an average). It needs four more copies of the parameters in
+    fp32 where error feedback needs one.
+
+    Sources: Richtárik, Sokolov, Fatkhullin, EF21, NeurIPS 2021; Fatkhullin, Tyurin, Richtárik, Momentum Provably
+    Improves Error Feedback, NeurIPS 2023 (EF21-SGDM). As there, ``v`` begins as the first gradient.
+
+    Args:
+        momentum: Share of the past in the average, in [0, 1); 0 is EF21 without momentum. What is sent late makes the
+            estimate lag behind, so that less momentum than an optimizer's usual 0.9 serves better.
+
+    Raises:
+        ValueError: If ``momentum`` is outside [0, 1).
+    """
+
+    name: ClassVar[str] = "ef21"
+    conserves = False
+    shapes_updates = True
+
+    def __init__(self, momentum: float = 0.8) -> None:
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum must be in [0, 1), got {momentum}")
+        self.momentum = momentum
+        self.bind([0], torch.device("cpu"))
+
+    def bind(self, edges: Sequence[int], device: torch.device) -> None:
+        self._average, self._difference = Flat(edges, device), Flat(edges, device)  # v, and v less its estimate
+        self._estimate, self._next = Flat(edges, device), Flat(edges, device)  # of the mean over workers
+        self._begun: set[int] = set()  # tensors that have had a gradient other than zero
+        self._replaced: set[int] = set()  # tensors whose average is their latest gradient alone
+
+    def compensate(self, ids: Sequence[int], grads: Sequence[Tensor], dense: Sequence[bool], norms: Tensor) -> None:
+        average = self._average.of(ids)
+        change = list(torch._foreach_sub(as_float32(grads), average))
+        torch._foreach_mul_(change, self._weights(ids, norms))
+        torch._foreach_add_(average, change)
+        torch._foreach_add_(self._difference.of(ids), change)
+
+    def _weights(self, ids: Sequence[int], norms: Tensor) -> list[float]:
+        """Of each gradient in its average: 1 for the first one."""
+        weight = 1 - self.momentum
+        self._replaced.difference_update(ids)
+        if self._begun.issuperset(ids):
+            return [weight] * len(ids)
+        self._replaced.update(i for i in ids if i not in self._begun)
+        weights = [weight if i in self._begun else 1.0 for i in ids]
+        # elsewhere reading the norms would wait for the device
+        nonzero = norms.tolist() if norms.device.type == "cpu" else [1.0] * len(ids)
+        self._begun.update(i for i, norm in zip(ids, nonzero, strict=True) if norm > 0)
+        return weights
+
+    def accumulated(self, start: int, stop: int) -> Tensor:
+        return self._difference.data[start:stop]
+
+    def commit(self, start: int, indices: Tensor, sent: Tensor) -> None:
+        self._difference.data[start:].index_add_(0, indices, sent, alpha=-1)
+
+    def commit_dense(self, start: int, stop: int, sent: Tensor) -> None:
+        self._difference.data[start:stop] -= sent
+
+    def withdraw(self, tensor: int, grad: Tensor) -> None:
+        average, difference = self._average.views[tensor], self._difference.views[tensor]
+        estimate = average - difference
+        if self.momentum == 0 or tensor in self._replaced:
+            # what the average was before is not known, and not needed: the next gradient takes its place
+            average.copy_(estimate)
+            difference.zero_()
+            if tensor in self._replaced:
+                self._begun.discard(tensor)
+        else:
+            average.sub_(grad.float(), alpha=1 - self.momentum).div_(self.momentum)
+            torch.sub(average, estimate, out=difference)
+
+    def add(self, start: int, stop: int, error: Tensor) -> None:
+        """Forgets the error: the estimate itself is not rounded."""
+
+    def received(self, start: int, stop: int, mean: Tensor) -> Tensor:
+        return torch.add(self._estimate.data[start:stop], mean, out=self._next.data[start:stop])
+
+    def settle(self, start: int, stop: int, good: Tensor | None = None) -> None:
+        estimate, following = self._estimate.data[start:stop], self._next.data[start:stop]
+        estimate.copy_(following if good is None else torch.where(good, following, estimate))
+
+    def permute(self, order: Sequence[int], edges: Sequence[int]) -> None:
+        for flat in (self._average, self._difference, self._estimate, self._next):
+            flat.permute(order, edges)
+        places = {old: place for place, old in enumerate(order)}
+        self._begun = {places[old] for old in self._begun}
+        self._replaced = {places[old] for old in self._replaced}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {
+            "average": self._average.data,
+            "difference": self._difference.data,
+            "estimate": self._estimate.data,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._average.load(state, "average")
+        self._difference.load(state, "difference")
+        self._estimate.load(state, "estimate")
+        self._begun = {i for i, view in enumerate(self._average.views) if bool(view.any())}
+        self._replaced = set()

@@ -1,0 +1,106 @@
+"""Segmented selection: the entry points that sparsifiers are written with."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_safusion.kernels import cpu as native
+from lightning_safusion.kernels.cuda import MOST_ELEMENTS, serves
+from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier
+from lightning_safusion.sparsify.selection.native import NativeView
+from lightning_safusion.sparsify.selection.reference import NumpyView
+from lightning_safusion.sparsify.selection.survey import SpanSurvey, select_with
+from lightning_safusion.sparsify.selection.torch_view import TorchView
+from lightning_safusion.sparsify.selection.view import SegmentedView, device_constant
+
+__all__ = ["SegmentedView", "ThresholdSparsifier", "empty_selection", "pooled", "segmented_view"]
+
+
+def segmented_view(x: Tensor, segments: Segments, survey: SpanSurvey | None = None) -> SegmentedView:
+    """Reads ``x`` segment by segment: with compiled kernels or NumPy on the CPU, with Triton on CUDA devices, with
+    PyTorch elsewhere.
+
+    Args:
+        x: float32 [N], contiguous.
+        segments: The cut of ``x`` and the quotas.
+        survey: What is known of ``x``, as :meth:`Sparsifier.select` may be given it. It saves time and changes no
+            result; of another tensor than the one that was surveyed (a copy, a slice, a product) nothing is used.
+    """
+    if x.device.type == "cpu":
+        compiled = native.usable() and x.numel() < native.MOST_ELEMENTS
+        return NativeView(x, segments, survey) if compiled else NumpyView(x, segments)
+    if serves(x.device) and x.numel() <= MOST_ELEMENTS:
+        from lightning_safusion.kernels.cuda.view import TritonView  # imports Triton
+
+        return TritonView(x, segments)
+    return TorchView(x, segments)
+
+
+def empty_selection(device: torch.device) -> Selection:
+    """The selection of nothing."""
+    return Selection(torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, device=device), 0)
+
+
+def pooled(
+    x: Tensor,
+    segments: Segments,
+    choose: Callable[[Tensor, Segments], Selection],
+    survey: SpanSurvey | None = None,
+) -> Selection:
+    """Selects the quota of every segment exactly, and the pool from what ``choose`` finds in the whole span.
+
+    Segments with quota 0 take no part.
+
+    Args:
+        x: float32 [N], contiguous.
+        segments: The cut of ``x``, the quotas and the pool.
+        choose: Selects from a span of one segment.
+        survey: What is known of ``x``.
+    """
+    if segments.capacity == 0 or segments.numel == 0 or not segments.quotas.any():
+        return empty_selection(x.device)
+    left_out = (segments.quotas == 0) & (segments.sizes > 0)
+    if left_out.any():
+        return _pooled_among(x, segments, ~left_out, choose)
+    floors = segmented_view(x, segments.unpooled, survey).top()
+    room = min(segments.capacity, segments.numel) - len(floors.indices)
+    return segmented_view(x, segments, survey).merge(floors, choose(x, segments.as_one), room)
+
+
+def _pooled_among(
+    x: Tensor, segments: Segments, live: np.ndarray, choose: Callable[[Tensor, Segments], Selection]
+) -> Selection:
+    """The pooled selection from the ``live`` segments (bool [M]) moved together."""
+    places = np.flatnonzero(live)
+    members = np.flatnonzero(np.repeat(live, segments.sizes))
+    edges = np.concatenate([np.zeros(1, np.int64), np.cumsum(segments.sizes[live])])
+    keys, shapes = tuple(segments.keys[i] for i in places), tuple(segments.shapes[i] for i in places)
+    index = device_constant(members, x.device)
+    chosen = pooled(x[index], Segments(edges, segments.quotas[live], keys, shapes, segments.pool), choose)
+    return Selection(index[chosen.indices], chosen.values, chosen.count)
+
+
+class ThresholdSparsifier(Sparsifier):
+    """Sends what exceeds a threshold per segment; a subclass says how the threshold is found."""
+
+    #: Whether magnitudes equal to the threshold are sent too.
+    inclusive: ClassVar[bool] = False
+
+    @abstractmethod
+    def thresholds(self, view: SegmentedView, step: int) -> Tensor:
+        """float32 [M], threshold on the magnitude of each segment, on the device of the span."""
+
+    def select(self, x: Tensor, segments: Segments, step: int, survey: SpanSurvey | None = None) -> Selection:
+        if segments.pool:
+            # `select` may be a subclass's, which takes no survey
+            return pooled(x, segments, lambda span, whole: select_with(self, span, whole, step, survey), survey)
+        if segments.capacity == 0 or segments.numel == 0:
+            return empty_selection(x.device)
+        view = segmented_view(x, segments, survey)
+        return view.take(self.thresholds(view, step), inclusive=self.inclusive)

@@ -1,0 +1,205 @@
+"""Segmented selection on accelerators, in PyTorch operations only.
+
+The host never waits: shapes are fixed by the segments, constants are copied once per segmentation, and what depends on
+the data stays on the device. The exact k-th largest magnitude of all segments comes from three integer histograms over
+the 31 magnitude bits (radix selection), so that the result is independent of the order of atomic additions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_safusion.sparsify.base import Segments, Selection, constant_of_segments
+from lightning_safusion.sparsify.selection.view import MAGNITUDE_BITS, SegmentedView, device_constant
+
+_DIGITS = ((20, 11), (10, 10), (0, 10))  # (shift, bits) of the digits of a 31-bit key, the most significant first
+_CHUNK = 4096  # elements summed by one thread block
+
+
+@dataclass(frozen=True, eq=False)
+class _Constants:
+    """What depends on the segmentation only, on the device.
+
+    Args:
+        owner: int64 [N], segment of each element.
+        edges: int64 [M + 1].
+        quotas: int64 [M], no more than the size of the segment.
+        chunks: int64 [C], lengths of chunks of at most ``_CHUNK`` elements, none of which crosses a segment.
+        chunks_per_segment: int64 [M].
+        total: Sum of ``quotas``, known to the host.
+    """
+
+    owner: Tensor
+    edges: Tensor
+    quotas: Tensor
+    chunks: Tensor
+    chunks_per_segment: Tensor
+    total: int
+
+    @staticmethod
+    @constant_of_segments
+    def of(segments: Segments, device: torch.device) -> _Constants:
+        """The constants of ``segments``, worked out once per device."""
+        sizes = segments.sizes
+        number = -(-sizes // _CHUNK)
+        chunks = np.full(int(number.sum()), _CHUNK, np.int64)
+        last = np.cumsum(number)[sizes > 0] - 1
+        chunks[last] = (sizes - (number - 1) * _CHUNK)[sizes > 0]
+        quotas = np.minimum(segments.quotas, sizes)
+        lengths = device_constant(sizes.astype(np.int64), device)
+        return _Constants(
+            torch.repeat_interleave(lengths, output_size=segments.numel),
+            device_constant(segments.edges.astype(np.int64), device),
+            device_constant(quotas, device),
+            device_constant(chunks, device),
+            device_constant(number.astype(np.int64), device),
+            int(quotas.sum()),
+        )
+
+
+def _order_floors(thresholds: Tensor, inclusive: bool) -> Tensor:
+    """Integers such that ``bits > floor`` exactly where ``magnitude > threshold`` (``>=`` if inclusive)."""
+    floors = (thresholds.contiguous().view(torch.int32) & MAGNITUDE_BITS) - int(inclusive)
+    floors = torch.where(thresholds < 0, -1, floors)
+    return torch.where(thresholds.isnan(), MAGNITUDE_BITS, floors)
+
+
+def _compact(mask: Tensor, capacity: int) -> Tensor:
+    """int64 [capacity], ascending positions where ``mask`` [N] is true (no more than ``capacity``), then zeros."""
+    slots = torch.where(mask, mask.cumsum(0) - 1, capacity)
+    positions = torch.arange(len(mask), device=mask.device)
+    return torch.zeros(capacity + 1, dtype=torch.int64, device=mask.device).scatter_(0, slots, positions)[:capacity]
+
+
+class TorchView(SegmentedView):
+    """Selection in fixed shapes, without waiting for the device."""
+
+    def __init__(self, x: Tensor, segments: Segments) -> None:
+        super().__init__(x, segments)
+        self._fixed = _Constants.of(segments, x.device)
+        self._bits = x.detach().view(torch.int32) & MAGNITUDE_BITS
+
+    # -- statistics ------------------------------------------------------------------------------------------------
+
+    def sums(self) -> Tensor:
+        return self._sum(self.x.double())
+
+    def abs_sums(self) -> Tensor:
+        return self._sum(self.x.abs().double())
+
+    def square_sums(self) -> Tensor:
+        return self._sum(self.x.double().square())
+
+    def log_abs_sums(self) -> tuple[Tensor, Tensor]:
+        present = self._bits > 0
+        logarithms = torch.where(present, self.x.abs(), 1.0).double().log()
+        return self._sum(logarithms), self._count(present)
+
+    def abs_max(self) -> Tensor:
+        largest = torch.zeros(len(self.segments), dtype=torch.int32, device=self.x.device)
+        return largest.scatter_reduce(0, self._fixed.owner, self._bits, "amax").view(torch.float32)
+
+    def count_above(self, thresholds: Tensor, enough: Tensor | None = None) -> Tensor:
+        return self._count(self._above(thresholds, False))
+
+    def tail_moments(self, thresholds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        excess = self.x.abs() - thresholds[self._fixed.owner]
+        number = self._count(excess > 0)
+        excess = excess.clamp_(min=0).double()
+        return number, self._sum(excess), self._sum(excess.square_())
+
+    def _sum(self, elements: Tensor) -> Tensor:
+        """float64 [M]; first in chunks, so that one large segment occupies the whole device, in a fixed order."""
+        if elements.numel() == 0:
+            return elements.new_zeros(len(self.segments))
+        for lengths in (self._fixed.chunks, self._fixed.chunks_per_segment):
+            elements = torch.segment_reduce(elements, "sum", lengths=lengths, unsafe=True, initial=0.0)
+        return elements
+
+    def _count(self, mask: Tensor) -> Tensor:
+        """int64 [M], true elements of each segment."""
+        return self._running(mask)[self._fixed.edges].diff()
+
+    # -- selection -------------------------------------------------------------------------------------------------
+
+    def kth_largest(self, k: Tensor | np.ndarray) -> Tensor:
+        ranks = device_constant(k, self.x.device) if isinstance(k, np.ndarray) else k
+        bits, _ = self._kth_bits(torch.minimum(ranks.long(), self._fixed.edges.diff()))
+        return torch.where(ranks > 0, bits.int().view(torch.float32), torch.inf)
+
+    def top(self) -> Selection:
+        mask = self._largest(self._fixed.quotas)
+        indices = _compact(mask, self._fixed.total)
+        return Selection(indices, self.x[indices], self._fixed.total)
+
+    def take(self, thresholds: Tensor, *, inclusive: bool = False) -> Selection:
+        # No tie crosses a threshold, so what exceeds it is an exact top-k again, with a k known to the device only.
+        quotas = self._fixed.quotas
+        ranks = self._count(self._above(thresholds, inclusive)).clamp_(min=1).minimum(quotas)
+        return self._select(self._largest(ranks), self._fixed.total)
+
+    def merge(self, floors: Selection, others: Selection, room: int) -> Selection:
+        chosen = torch.zeros(self.x.numel(), dtype=torch.bool, device=self.x.device)
+        chosen.index_fill_(0, floors.indices, True)
+        places = torch.arange(len(others.indices), device=self.x.device)
+        free = (places < others.count) & ~chosen[others.indices]
+        bits = torch.where(free, self._bits[others.indices], -1)
+        bits, order = (part[:room] for part in bits.sort(descending=True, stable=True))
+        # Additions instead of assignments: what was not chosen may repeat the position of something that was.
+        extra = torch.zeros(self.x.numel(), dtype=torch.int32, device=self.x.device)
+        extra.index_add_(0, others.indices[order], (bits >= 0).int())
+        return self._select(chosen | (extra > 0), len(floors.indices) + room)
+
+    # -- parts -----------------------------------------------------------------------------------------------------
+
+    def _above(self, thresholds: Tensor, inclusive: bool) -> Tensor:
+        return self._bits > _order_floors(thresholds, inclusive)[self._fixed.owner]
+
+    def _running(self, mask: Tensor) -> Tensor:
+        """int64 [N + 1], true elements before each position."""
+        return torch.nn.functional.pad(mask.cumsum(0), (1, 0))
+
+    def _select(self, mask: Tensor, capacity: int) -> Selection:
+        """What ``mask`` [N] chooses, no more than ``capacity``, in a fixed shape."""
+        indices = _compact(mask, capacity)
+        count = mask.sum()
+        valid = torch.arange(capacity, device=self.x.device) < count
+        return Selection(indices, torch.where(valid, self.x[indices], 0.0), count)
+
+    def _largest(self, ranks: Tensor) -> Tensor:
+        """bool [N], the ``ranks`` (int64 [M]) largest elements of each segment, the first ones among equals."""
+        kth, ties = self._kth_bits(ranks)
+        limits = kth[self._fixed.owner]
+        tied = self._bits == limits
+        before = self._running(tied)
+        order = before[:-1] - before[self._fixed.edges[:-1]][self._fixed.owner]
+        return (self._bits > limits) | (tied & (order < ties[self._fixed.owner]))
+
+    def _kth_bits(self, ranks: Tensor) -> tuple[Tensor, Tensor]:
+        """Radix selection in every segment.
+
+        Returns:
+            int64 [M], bits of the ``ranks``-th largest magnitude (rank 0: above all), and int64 [M], how many elements
+            with exactly these bits are among the ``ranks`` largest.
+        """
+        owner, segments = self._fixed.owner, len(self.segments)
+        prefix = torch.zeros_like(ranks)
+        matching = torch.ones_like(self._bits)
+        left = ranks
+        for shift, width in _DIGITS:
+            bins = 1 << width
+            digits = (self._bits >> shift) & (bins - 1)
+            histogram = torch.zeros(segments * bins, dtype=torch.int32, device=self.x.device)
+            histogram.index_add_(0, owner * bins + digits, matching)
+            at_least = histogram.view(segments, bins).flip(1).cumsum(1).flip(1)  # [M, bins], keys with digit >= bin
+            digit = ((at_least >= left[:, None]).sum(1) - 1).clamp_(min=0)
+            above = torch.nn.functional.pad(at_least, (0, 1)).gather(1, digit[:, None] + 1).squeeze(1)
+            left = left - above
+            prefix = (prefix << width) | digit
+            matching = matching * (digits == digit[owner])
+        none = ranks == 0
+        return torch.where(none, MAGNITUDE_BITS, prefix), torch.where(none, 0, left)

@@ -1,0 +1,113 @@
+"""Lists of elements that compiled kernels have found: counted, narrowed, replaced, and cut to quotas and to a room.
+
+Covers: empty lists and those of one element, equal magnitudes, quotas of nothing and of everything, spans that 32 bits
+cannot address.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_safusion.kernels import cpu as native
+from lightning_safusion.sparsify.base import Segments, Selection, span_segments
+from lightning_safusion.sparsify.selection.native import NativeView
+from lightning_safusion.sparsify.selection.reference import NumpyView
+from lightning_safusion.sparsify.selection.select import segmented_view
+from lightning_safusion.sparsify.selection.survey import Foresight, History
+
+pytestmark = pytest.mark.skipif(not native.usable(), reason="the package was installed without a C compiler")
+MAGNITUDE = 0x7FFFFFFF
+
+
+@pytest.mark.parametrize("spread", [1, 3, 1000])
+@pytest.mark.parametrize("above", [-1.0, 0.0, 0.3, 0.9])
+def test_lists_are_cut_to_their_largest_and_of_equals_the_first(spread: int, above: float) -> None:
+    rng = np.random.default_rng(spread)
+    counts, quotas = np.array([0, 1, 7, 5000, 300, 40, 3]), np.array([3, 1, 7, 400, 299, 0, 1])
+    places = np.arange(counts.sum(), dtype=np.int32) * 3
+    x = rng.integers(-spread, spread + 1, counts.sum()).astype(np.float32) / 3
+    limit = np.float32(above * spread / 3)
+    floors = np.full(len(counts), -1 if above < 0 else limit.view(np.int32), np.int32)
+    kept, bits = native.keep_largest(places.copy(), x.view(np.int32).copy(), counts, floors, quotas)
+    expected, stop = [], 0
+    for count, quota in zip(counts, quotas, strict=True):
+        mine = np.abs(x[stop : stop + count])
+        order = np.argsort(-mine, kind="stable")[: min(quota, (mine > limit).sum())]
+        expected += (np.sort(order) + stop).tolist()
+        stop += count
+    assert kept.tolist() == places[expected].tolist()
+    assert np.array_equal(bits, x.view(np.int32)[expected])
+
+
+def test_what_is_above_other_floors_is_counted_and_kept() -> None:
+    counts, floors = np.array([0, 5, 3000, 1]), np.array([3, 0, 2, 9], np.int32)
+    rng = np.random.default_rng(0)
+    bits = rng.integers(0, 5, counts.sum()).astype(np.int32) | rng.integers(0, 2, counts.sum()).astype(np.int32) << 31
+    places = np.arange(len(bits), dtype=np.int32) + 7
+    mask = (bits & MAGNITUDE) > floors.repeat(counts)
+    kept, signed, numbers = native.keep_above(places.copy(), bits.copy(), counts, floors)
+    assert kept.tolist() == places[mask].tolist()
+    assert signed.tolist() == bits[mask].tolist()
+    expected = [int(part.sum()) for part in np.split(mask, counts.cumsum()[:-1])]
+    assert numbers.tolist() == expected
+    known, told = np.array([1, 0, 1, 9], np.int32), np.array([11, 12, 13, 14])
+    assert native.number_above(bits, counts, floors, known, told).tolist() == [expected[0], 12, expected[2], 14]
+
+
+@pytest.mark.parametrize("spread", [1, 4, 40, 100_000])
+@pytest.mark.parametrize("share", [0, 0.3, 0.9, 1])
+def test_lists_share_a_room_as_they_do_without_kernels(spread: int, share: float) -> None:
+    rng = np.random.default_rng(spread)
+    sizes, quotas = np.array([1, 7, 5000, 300, 40, 3, 20, 90]), np.array([1, 7, 40, 299, 1, 1, 0, 30])
+    x = torch.from_numpy(rng.integers(-spread, spread + 1, sizes.sum()).astype(np.float32))
+    x[8:5008] *= 3  # the others have few of the largest
+    pool = int(share * (sizes.sum() - 20 - quotas.sum()))
+    keys, shapes = tuple(range(len(sizes))), tuple((int(size),) for size in sizes)
+
+    def selection(view: type[NumpyView]) -> Selection | None:
+        return view(x, Segments(np.append(0, sizes.cumsum()), quotas, keys, shapes, pool))._pooled_above(
+            np.full(len(sizes), -1, np.int32)
+        )
+
+    here, there = selection(NativeView), selection(NumpyView)
+    assert here is not None
+    assert there is not None
+    assert here.count == quotas.sum() + pool
+    assert here.indices.tolist() == there.indices.tolist()
+    assert torch.equal(here.values, there.values)
+    assert here.indices.dtype == torch.int64
+
+
+def test_quotas_may_take_the_places_of_larger_elements() -> None:
+    bits = np.array([9, 8, 5, 5, 5], np.float32).view(np.int32)
+    shares = native.share(bits, np.array([2, 1, 2]), np.array([0, 1, 1]), 3)
+    assert shares.numbers.sum() > 3  # the caller sees that, and looks at the elements one by one
+    shares = native.share(bits, np.array([2, 1, 2]), np.array([0, 0, 1]), 4)
+    assert shares.numbers.tolist() == [2, 1, 1]
+
+
+@pytest.mark.parametrize("room", [6, 8, 9, 50])
+def test_some_lists_are_replaced_by_longer_ones(room: int) -> None:
+    def lists(counts: list[int], first: int, room: int = 0) -> native.Lists:
+        places = np.arange(first, first + max(room, sum(counts)), dtype=np.int32)
+        return native.Lists(places[: sum(counts)], (-places)[: sum(counts)], np.array(counts))
+
+    marked = np.array([False, True, False, True])
+    replaced = native.replaced(lists([2, 1, 3, 0], 10, room), marked, lists([3, 1], 90))
+    assert replaced.counts.tolist() == [2, 3, 3, 1]
+    assert replaced.places.tolist() == [10, 11, 90, 91, 92, 13, 14, 15, 93]
+    assert replaced.bits.tolist() == (-replaced.places).tolist()
+    with pytest.raises(ValueError, match="no shorter"):
+        native.replaced(lists([2, 1, 3, 1], 10, room), marked, lists([3, 0], 90))
+
+
+def test_spans_that_positions_of_32_bits_cannot_address_are_left_to_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, segments = torch.randn(100), span_segments(100, 3)
+    history = History(segments)
+    assert type(segmented_view(x, segments, history.survey(x))) is NativeView
+    assert Foresight(history, [0, 100]).wanted() is not None
+    monkeypatch.setattr(native, "MOST_ELEMENTS", 100)
+    assert Foresight(history, [0, 100]).wanted() is None
+    assert type(segmented_view(x, segments)) is NumpyView
