@@ -31,9 +31,18 @@ COMMANDS = {
         "lightning_safusion.bench.run:run_bench",
         "Measures systems side by side: steps, exposed exchange, bytes and memory, over links of a given rate.",
     ),
-    "systems": ("lightning_safusion.systems:print_systems", "Prints the systems that SAFusionStrategy(system=...) takes."),
-    "trace": ("lightning_safusion.profiling.trace:trace", "Merges the traces that OverlapProfiler has written on all ranks."),
-    "report": ("lightning_safusion.report.page:report", "Makes a web page of what the callbacks of a run have measured."),
+    "systems": (
+        "lightning_safusion.systems:print_systems",
+        "Prints the systems that SAFusionStrategy(system=...) takes.",
+    ),
+    "trace": (
+        "lightning_safusion.profiling.trace:trace",
+        "Merges the traces that OverlapProfiler has written on all ranks.",
+    ),
+    "report": (
+        "lightning_safusion.report.page:report",
+        "Makes a web page of what the callbacks of a run have measured.",
+    ),
 }
 
 
