@@ -41,11 +41,14 @@ def compiled(
         models: Of "conv", "transformer" and "lstm".
         systems: Names of systems.
         densities: Shares of the elements that are sent.
-        turns: Turns of six steps, half of them without the kernels.
+        turns: Turns of six steps, 4 or more, half of them without the kernels; the first two warm up.
 
     Raises:
+        ValueError: If there are too few turns.
         RuntimeError: If there are no compiled kernels.
     """
+    if turns < 4:
+        raise ValueError(f"turns is {turns}: give 4 or more, the first two warm up")
     if not native.usable():
         raise RuntimeError("the package was installed without a C compiler: there is nothing to compare")
     torch.set_num_threads(1)
