@@ -184,7 +184,7 @@ def test_sparsifiers_choose_what_they_choose_on_the_cpu(monkeypatch: pytest.Monk
     for backend in backends:
         device = DEVICE if backend is TritonView else "cpu"
         for name_of_view in ("NumpyView", "NativeView"):  # what spans in host memory are read with
-            monkeypatch.setattr(select, name_of_view, backend)
+            monkeypatch.setattr(select, name_of_view, lambda x, segments, *_, backend=backend: backend(x, segments))
         selection = resolve_sparsifier(name).select(x.to(device), cut(sizes, quotas, pool), 0)
         chosen.append(on_host(selection))
     for other in chosen[1:]:
