@@ -1,0 +1,131 @@
+"""What one steady window of the default passes through: modules, functions and Python calls.
+
+    $ python -m lab window --verbose
+
+Two workers on the CPU train a chain of layers; in one step, from the loss to the final gradients, every call of a
+Python function of this package is counted on the first of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lab.markdown import markdown
+from lightning_safusion import Aligned, SAFusionStrategy
+from lightning_safusion.bench.team import Place, started
+
+_PACKAGE = "lightning_safusion" + os.sep
+Calls = Counter[tuple[str, str]]
+
+
+class Chain(LightningModule):
+    """Layers of one width.
+
+    Args:
+        layers: How many.
+        width: Their width.
+    """
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.net(batch[0]).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+class CallCounter(Callback):
+    """Counts the calls of this package's Python functions in the backward pass of one step.
+
+    Args:
+        step: The step.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.calls: Calls = Counter()
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        if trainer.global_step == self.step:
+            sys.setprofile(self._note)
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        sys.setprofile(None)
+
+    def _note(self, frame: Any, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and _PACKAGE in code.co_filename:
+            self.calls[code.co_filename.split(_PACKAGE)[-1], getattr(code, "co_qualname", code.co_name)] += 1
+
+
+def _work(layers: int, buffers: int, step: int, rank: int, pipe: Connection) -> None:
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    counter = CallCounter(step)
+    trainer = Trainer(
+        accelerator="cpu",
+        num_nodes=2,
+        devices=1,
+        strategy=SAFusionStrategy(
+            fusion=Aligned(2 * layers // buffers), collective="allgather", process_group_backend="gloo"
+        ),
+        max_steps=step + 2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[counter],
+    )
+    data = torch.randn(32 * (step + 2), 256, generator=torch.Generator().manual_seed(1))
+    trainer.fit(Chain(layers, 256), DataLoader(TensorDataset(data), batch_size=16))
+    if rank == 0:
+        pipe.send(counter.calls)
+    pipe.send(None)
+
+
+def window(layers: int = 3, buffers: int = 3, step: int = 40, verbose: bool = False) -> None:
+    """Counts what one steady window of the default passes through.
+
+    Args:
+        layers: Layers of the model, two tensors each.
+        buffers: Buffers that these share.
+        step: Step that is counted.
+        verbose: Also show every function.
+    """
+    torch.set_num_threads(1)  # no threads before the workers are forked
+    place = Place(2)
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "window.log")
+        with started("window", place, log, place.port(0), partial(_work, layers, buffers, step)) as team:
+            calls: Calls = next(iter(team.events()))
+    modules: Counter[str] = Counter()
+    for (module, _), count in calls.items():
+        modules[module] += count
+    rows = [(module, sum(name == module for name, _ in calls), count) for module, count in modules.most_common()]
+    print(markdown(("module", "functions", "calls"), rows))
+    if verbose:
+        print(markdown(("function", "calls"), [(" ".join(key), count) for key, count in calls.most_common()]))
+    total = sum(modules.values())
+    print(
+        f"{2 * layers} tensors in {buffers} buffers, step {step}: {len(modules)} modules, {len(calls)} functions, "
+        f"{total} calls, {total / buffers:.0f} for each buffer"
+    )

@@ -1,0 +1,5 @@
+"""Where processes come from, beyond the launchers that Lightning knows."""
+
+from lightning_safusion.integration.horovod import HorovodEnvironment
+
+__all__ = ["HorovodEnvironment"]
