@@ -22,13 +22,13 @@ _SHARED = 1 << 18  # elements that are worth another thread
 _DTYPES = (torch.float32, torch.int32, torch.int64)
 
 #: Where an array that may be written to lies, as a function takes it: a quarter of the time that NumPy takes to tell.
-address = (ctypes.c_char * 0).from_buffer
+address: Callable[[Any], Any] = (ctypes.c_char * 0).from_buffer
 
 
 class _Array:
     """A parameter that an array is given for: contiguous, and not read-only."""
 
-    from_param = address
+    from_param = staticmethod(address)
 
 
 _KINDS = {"a": _Array, "p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
