@@ -25,8 +25,35 @@ from torch.utils.data import DataLoader, TensorDataset, random_split
 import lightning_safusion  # noqa: F401 - registers the names that `--trainer.strategy=...` takes
 
 
+class Block(nn.Module):
+    """Two normalised convolutions and a shortcut.
+
+    Args:
+        before: Channels of the input.
+        width: Channels of the output.
+        stride: 2 halves height and width.
+    """
+
+    def __init__(self, before: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or before != width:
+            self.shortcut = nn.Sequential(nn.Conv2d(before, width, 1, stride, bias=False), nn.BatchNorm2d(width))
+        self.body = nn.Sequential(
+            nn.Conv2d(before, width, 3, stride, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 3, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.body(x) + self.shortcut(x)
+        return y.relu()
+
+
 class DigitsNet(LightningModule):
-    """Normalised convolutions for 8x8 images.
+    """A residual network for 8x8 images.
 
     Args:
         widths: Channels of each stage; every stage but the first halves the image.
@@ -38,15 +65,15 @@ class DigitsNet(LightningModule):
         super().__init__()
         self.lr = lr
         self.steps = steps
-        layers: list[nn.Module] = []
-        for stage, (before, width) in enumerate(zip((1, *widths), widths, strict=False)):
-            convolution = nn.Conv2d(before, width, 3, 2 if stage else 1, padding=1, bias=False)
-            layers += [convolution, nn.BatchNorm2d(width), nn.ReLU()]
-        self.layers = nn.Sequential(*layers)
+        blocks = []
+        for stage, (before, width) in enumerate(zip((widths[0], *widths), widths, strict=False)):
+            blocks += [Block(before, width, 2 if stage else 1), Block(width, width, 1)]
+        self.stem = nn.Sequential(nn.Conv2d(1, widths[0], 3, padding=1, bias=False), nn.BatchNorm2d(widths[0]))
+        self.blocks = nn.Sequential(*blocks)
         self.head = nn.Linear(widths[-1], 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        classes: Tensor = self.head(self.layers(x).mean(dim=(2, 3)))
+        classes: Tensor = self.head(self.blocks(self.stem(x).relu()).mean(dim=(2, 3)))
         return classes
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:

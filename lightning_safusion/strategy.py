@@ -205,8 +205,7 @@ class SAFusionStrategy(DDPStrategy):
         self._ended = None
         self._wrapped = trainable(model)
         specs = self.gradient_specs(model)
-        transport = make_transport(model, self._over_horovod, self.world_size, group, self._timeout)
-        self._transport = transport
+        self._transport = transport = self._make_transport(model)
         entry = self._checkpoints.entry
         checked = {"system": self.system, "checkpoint": str(entry.get("nonce"))} | ddp_options(options)
         checked |= {"sync_batchnorm": str(self._layer_sync is not None)}
@@ -225,6 +224,10 @@ class SAFusionStrategy(DDPStrategy):
         # On the current stream, whatever the Lightning version: gradient hooks run on the stream of this construction
         options = self._exchange.ddp_options(options)
         return DistributedDataParallel(module=model, device_ids=self.determine_ddp_device_ids(), **options)
+
+    def _make_transport(self, model: nn.Module) -> Transport:
+        group = self._ddp_kwargs.get("process_group")
+        return make_transport(model, self._over_horovod, self.world_size, group, self._timeout)
 
     def _make_exchange(self, specs: Sequence[TensorSpec], transport: Transport) -> GradientExchange:
         if self._choice.plain_ddp is not None:

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from lightning_safusion import ADTopk, ConvergenceProbe, SAFusionStrategy, Selective
 from lightning_safusion.comm.cost import LinearCost
-from lightning_safusion.fusion import engine
+from lightning_safusion.fusion import build
 from lightning_safusion.fusion.state import local_state
 from tests.ledger import Ledger, assert_balanced
 from tests.models import TinyClassifier, classification, trainer
@@ -115,7 +115,7 @@ def each(rank: int) -> dict[str, Any]:
 def results() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         free = LinearCost(0.0, 0.0)  # the thread takes every tensor that it may
-        patch.setattr(engine, "selection_costs", lambda *_: (free, free))
+        patch.setattr(build, "selection_costs", lambda *_: (free, free))
         return run_launched(2, each, timeout=240)
 
 

@@ -140,7 +140,7 @@ def build_table(rows: Sequence[PlanRow], job: Job, bandwidth: str) -> Table:
             "; †: predicted without the work on the processors that the calibration has measured, so too fast beside "
             "the others, and never recommended"
         )
-    table = Table(title=title, caption=caption)
+    table = Table(title=literal(title, "table.title"), caption=caption)
     table.add_column("system", no_wrap=True)
     for heading in ("ms", "exposed", "select", "MB", "node MB", "calls", "speed-up"):
         table.add_column(heading, justify="right", no_wrap=True)

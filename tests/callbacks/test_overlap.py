@@ -469,16 +469,16 @@ def test_a_second_fit_begins_anew(tmp_path: Path) -> None:
 
 def test_ranges_are_there_only_for_a_profiler(tmp_path: Path) -> None:
     def run(rank: int) -> Any:
-        from lightning_safusion.fusion import ranges
+        from lightning_safusion.fusion import shipment
 
         entered: list[str] = []
-        original = ranges.record_function
+        original = shipment.record_function
 
         def noted(name: str, args: str) -> Any:
             entered.append(name)
             return original(name, args)
 
-        ranges.record_function = noted  # type: ignore[assignment, misc]  # a function in the place of a class
+        shipment.record_function = noted  # type: ignore[assignment, misc]  # a function in the place of a class
         fit(OverlapProfiler(4, 2, tmp_path, table=False), max_steps=4)
         silent = list(entered)
         with torch.profiler.profile() as profile:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_safusion import SAFusionStrategy, Segments, Selection, TopK
 from lightning_safusion.callbacks import TraceRecorder
 from lightning_safusion.comm import LinearCost
-from lightning_safusion.fusion import engine
+from lightning_safusion.fusion import build
 from lightning_safusion.simulate.report import run_plan
 from lightning_safusion.simulate.trace import Trace, resolve_trace
 from tests.models import TinyClassifier, classification, trainer
@@ -97,7 +97,7 @@ def test_what_was_recorded_is_written_when_plain_ddp_takes_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     costs = {"allgather": LinearCost(1.0, 1.0), "allreduce": LinearCost(1e-6, 1e-12)}
-    monkeypatch.setattr(engine, "calibrate", lambda transport, device: costs)
+    monkeypatch.setattr(build, "calibrate", lambda transport, device: costs)
 
     def run(rank: int) -> tuple[str, str]:
         recorder = TraceRecorder(tmp_path / "job.json", record_steps=1000, skip_steps=2)

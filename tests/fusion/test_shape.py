@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 import torch
 
-from lightning_safusion.comm.wire import resolve_codec
+from lightning_safusion.comm import resolve_codec
 from lightning_safusion.fusion.plans.costs import JobShape
 from lightning_safusion.fusion.plans.plan import Plan
 from tests.cluster import Cluster, settings, specs

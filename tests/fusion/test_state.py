@@ -16,12 +16,13 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_safusion import OkTopk, SIDCo, checkpoint
+from lightning_safusion import OkTopk, SIDCo
 from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.fusion.layout import specs_from_parameters
 from lightning_safusion.fusion.plans.adaptive import Adaptive
 from lightning_safusion.fusion.plans.profile import AgreedProfile
 from lightning_safusion.fusion.state import MemoryBuilder, common_state, local_state, restore_common, restore_sparsifier
+from lightning_safusion.integration import checkpoint
 from tests.cluster import Cluster, settings
 
 Make = Callable[..., Cluster]
