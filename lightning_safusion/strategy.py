@@ -12,6 +12,7 @@ from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -21,7 +22,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_safusion.baselines import hook_exchange
-from lightning_safusion.comm.transport.interface import Transport
+from lightning_safusion.comm.transport.interface import Transport, during
 from lightning_safusion.fusion.build import check_equal, fingerprint
 from lightning_safusion.fusion.clock import Clock, clock_for
 from lightning_safusion.fusion.engine import Engine
@@ -223,7 +224,8 @@ class SAFusionStrategy(DDPStrategy):
             self._exchange = self._make_exchange(specs, transport)
         # On the current stream, whatever the Lightning version: gradient hooks run on the stream of this construction
         options = self._exchange.ddp_options(options)
-        return DistributedDataParallel(module=model, device_ids=self.determine_ddp_device_ids(), **options)
+        with during("set-up, when DDP compares and copies the parameters"):
+            return DistributedDataParallel(module=model, device_ids=self.determine_ddp_device_ids(), **options)
 
     def _make_transport(self, model: nn.Module) -> Transport:
         group = self._ddp_kwargs.get("process_group")
@@ -284,7 +286,7 @@ class SAFusionStrategy(DDPStrategy):
         """
         if self._ddp is None or self._transport is None:
             return
-        replaced = replaced_parameters(self._ddp.module, self._wrapped, self._transport)
+        replaced = replaced_parameters(self._ddp.module, self._wrapped, self._transport, self._epoch)
         if replaced is not None:
             self._wrap_again(self._ddp.module, replaced)
 
@@ -476,7 +478,10 @@ class SAFusionStrategy(DDPStrategy):
             return
         if ask and self._transport is not None:
             engine.settle()
-            for notices in self._transport.gather_objects(engine.notices):
+            asking = f"epoch {self._epoch}, when workers ask each other for signals, after step {engine.windows}"
+            with during(asking):
+                everyone = self._transport.gather_objects(engine.notices)
+            for notices in everyone:
                 engine.heard |= notices
             engine.notices &= ~engine.heard
         heard, engine.heard = engine.heard, 0
@@ -514,15 +519,16 @@ class SAFusionStrategy(DDPStrategy):
             engine = self._ended
         save = super().save_checkpoint
         ranks = self.global_rank, self.local_rank
-        self._checkpoints.save(
-            engine,
-            self.settings.describe(),
-            checkpoint,
-            filepath,
-            self.checkpoint_io,
-            ranks,
-            lambda: save(checkpoint, filepath, storage_options=storage_options),
-        )
+        with during(f"the save of {filepath} in {self._place}"):
+            self._checkpoints.save(
+                engine,
+                self.settings.describe(),
+                checkpoint,
+                filepath,
+                self.checkpoint_io,
+                ranks,
+                lambda: save(checkpoint, filepath, storage_options=storage_options),
+            )
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
@@ -538,12 +544,35 @@ class SAFusionStrategy(DDPStrategy):
         for switch in self._switches:
             switch.restore()  # of a step that an error has ended
         super().load_optimizer_state_dict(checkpoint)
-        self._checkpoints.restore(self.controller, self.settings.describe())
+        with during("set-up, when workers restore a checkpoint"):
+            self._checkpoints.restore(self.controller, self.settings.describe())
 
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:
         super().remove_checkpoint(filepath)
         self._checkpoints.removed(self.checkpoint_io, filepath, self.local_rank)
+
+    # Lightning's own collectives
+
+    @property
+    def _epoch(self) -> int:
+        return self.lightning_module.current_epoch if self.lightning_module is not None else 0
+
+    @property
+    def _place(self) -> str:
+        """Where training is, for messages."""
+        module = self.lightning_module
+        return f"step {module.global_step}, epoch {module.current_epoch}" if module is not None else "set-up"
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        with during(f"the barrier{f' {name!r}' if name else ''} of Lightning in {self._place}"):
+            super().barrier(name)
+
+    @override
+    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        with during(f"a broadcast of Lightning in {self._place}"):
+            return super().broadcast(obj, src)
 
     # What it tells
 

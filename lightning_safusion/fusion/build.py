@@ -10,7 +10,7 @@ import torch
 from lightning_safusion.__about__ import __version__
 from lightning_safusion.comm.calibrate import calibrate
 from lightning_safusion.comm.catalogue import Communicators, find_collective
-from lightning_safusion.comm.transport.interface import Transport
+from lightning_safusion.comm.transport.interface import Transport, during
 from lightning_safusion.fusion.buffers import BufferPool
 from lightning_safusion.fusion.compensation import Selector
 from lightning_safusion.fusion.engine import Engine
@@ -41,7 +41,8 @@ def check_equal(transport: Transport, values: dict[str, str]) -> None:
     Raises:
         RuntimeError: On every rank, naming the settings that differ, with both values.
     """
-    everyone = transport.gather_objects(values)
+    with during("set-up, when workers compare their settings"):
+        everyone = transport.gather_objects(values)
     for rank, theirs in enumerate(everyone):
         first = everyone[0]
         different = [

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm.exchange import Notice
-from lightning_safusion.comm.transport.interface import Transport
+from lightning_safusion.comm.transport.interface import Transport, during
 from lightning_safusion.fusion.clock import clock_for
 from lightning_safusion.fusion.device_drain import DeviceDrain
 from lightning_safusion.fusion.drain import Drain
@@ -161,7 +161,8 @@ class Engine:
         groups: Sequence[Group] = ()
         plain = self.dense_first and self.windows == 0
         if self.order_known and not plain:
-            plan = self.planner.plan(self.space.shape)
+            with during(f"step {self.windows}, when workers agree on a plan"):
+                plan = self.planner.plan(self.space.shape)
             groups = plan.groups
             if self._offload is not None:
                 self._offload.follow(plan, partial(self.planner.costs, self.space.shape))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, get_args
@@ -156,9 +157,12 @@ class EngineSettings:
         layout = Layout(tuple(specs))
         quotas = tensor_quotas(layout, self.compressor, density)
         dense = sum(spec.numel * spec.dtype.itemsize for spec in specs)
+        # tensors of one size have messages of one size
+        counts, whole = quotas.counts.tolist(), quotas.dense.tolist()
+        alike = Counter(zip((s.numel for s in specs), (s.dtype for s in specs), counts, whole, strict=True))
         sparse = sum(
-            spec.numel * spec.dtype.itemsize if whole else message_bytes(self.wire, spec.numel, int(count), spec.dtype)
-            for spec, count, whole in zip(specs, quotas.counts, quotas.dense, strict=True)
+            number * (numel * dtype.itemsize if all_of_it else message_bytes(self.wire, numel, count, dtype))
+            for (numel, dtype, count, all_of_it), number in alike.items()
         )
         by_gather, by_reduce = allgather_bytes(world_size, sparse), ring_allreduce_bytes(world_size, dense)
         if by_gather < by_reduce:

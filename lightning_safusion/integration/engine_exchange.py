@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_safusion.comm.transport.interface import Transport
+from lightning_safusion.comm.transport.interface import Transport, during
 from lightning_safusion.fusion.build import build_engine
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.events import Observer
@@ -106,18 +106,19 @@ class EngineExchange(GradientExchange):
             announce(f"all gradients and the residual of a checkpoint are sent dense, because {self.choice.reason}")
         if where.device.type == "cpu" and not cpu.usable():
             announce("there are no compiled kernels, so NumPy selects; installed with a C compiler it is faster")
-        self.built = build_engine(
-            self.settings,
-            self._specs,
-            where.transport,
-            where.device,
-            measure=not torch.are_deterministic_algorithms_enabled(),
-            announce=announce,
-            overlap=self._overlap,
-            deferred=self._overlap and not self._static_graph and where.never_waits,
-            node=where.node,
-            yields=where.replaceable,
-        )
+        with during("set-up, when workers make their communicators and measure the links between them"):
+            self.built = build_engine(
+                self.settings,
+                self._specs,
+                where.transport,
+                where.device,
+                measure=not torch.are_deterministic_algorithms_enabled(),
+                announce=announce,
+                overlap=self._overlap,
+                deferred=self._overlap and not self._static_graph and where.never_waits,
+                node=where.node,
+                yields=where.replaceable,
+            )
         self.built.observers = self._observers
         params = [param for _, param in dense_parameters(module)]
         self._hook = DDPHook(self.built, params, sparse_parameters(module), self._static_graph)

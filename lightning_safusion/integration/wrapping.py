@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_safusion.comm.transport.horovod import HorovodTransport
-from lightning_safusion.comm.transport.interface import Transport
+from lightning_safusion.comm.transport.interface import Transport, during
 from lightning_safusion.comm.transport.torch_backend import TorchTransport, default_transport
 from lightning_safusion.integration.horovod import check_horovod
 from lightning_safusion.integration.parameters import check_same_trainable, trainable
@@ -51,13 +51,16 @@ def refuse_python_reducer() -> None:
         )
 
 
-def replaced_parameters(module: nn.Module, wrapped: Named, transport: Transport) -> list[str] | None:
+def replaced_parameters(
+    module: nn.Module, wrapped: Named, transport: Transport, epoch: int
+) -> list[str] | None:
     """Whether parameters were frozen, unfrozen or replaced since the model was wrapped. Collective.
 
     Args:
         module: The model.
         wrapped: Trainable parameters that DDP knows.
         transport: Communicator.
+        epoch: That begins.
 
     Returns:
         Names of parameters that are other objects now; None if nothing has changed on any rank.
@@ -69,6 +72,7 @@ def replaced_parameters(module: nn.Module, wrapped: Named, transport: Transport)
     known = dict(wrapped)
     replaced = [name for name, param in trainable(module) if known.get(name, param) is not param]
     same = not replaced and names == list(known)
-    everyone = transport.gather_objects((names, same)) if transport.world_size > 1 else [(names, same)]
+    with during(f"the beginning of epoch {epoch}, when workers compare their trainable parameters"):
+        everyone = transport.gather_objects((names, same))
     check_same_trainable([theirs for theirs, _ in everyone])
     return None if all(unchanged for _, unchanged in everyone) else replaced

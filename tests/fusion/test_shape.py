@@ -19,16 +19,16 @@ SIZES = [(40,), (8, 10), (30,)]
 def test_a_shape_follows_order_and_density() -> None:
     cluster = Cluster(2, lambda: settings(density=0.25, fusion="single"), specs([(40,), (8, 10), (3,)]))
     run(cluster, 3)
-    generator = cluster.controllers[0].generator
-    shape = generator.shape
-    assert shape is generator.shape  # made once, not once per window
-    assert shape.numels == tuple(spec.numel for spec in generator.layout.specs)
-    assert shape.quotas == tuple(generator.quotas.counts.tolist())
+    space = cluster.controllers[0].space
+    shape = space.shape
+    assert shape is space.shape  # made once, not once per window
+    assert shape.numels == tuple(spec.numel for spec in space.layout.specs)
+    assert shape.quotas == tuple(space.quotas.counts.tolist())
     assert (shape.world_size, shape.device, shape.hybrid, len(shape)) == (2, "cpu", False, 3)
     entries = sum(shape.quotas)
     assert shape.entry_bytes == resolve_codec("auto", 123, entries, torch.float32).nbytes / entries
-    generator.set_density(1.0)
-    assert generator.shape.all_dense
+    space.set_density(1.0)
+    assert space.shape.all_dense
     assert not shape.all_dense
     with pytest.raises(FrozenInstanceError):
         shape.entry_bytes = 1.0  # type: ignore[misc]
