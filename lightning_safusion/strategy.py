@@ -7,12 +7,15 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_safusion.comm.transport import during
 from lightning_safusion.environments.horovod import configure_horovod
 from lightning_safusion.fusion.engine import CollectiveOption
 from lightning_safusion.fusion.policy import FusionPolicy
@@ -219,7 +222,29 @@ class SAFusionStrategy(EngineDDPStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for switch in self._switches:
             switch.restore()  # of a step that an error has ended
-        super().load_optimizer_state_dict(checkpoint)
+        with during("set-up, when workers restore a checkpoint"):
+            super().load_optimizer_state_dict(checkpoint)
+
+    @property
+    def _place(self) -> str:
+        """Where training is, for messages."""
+        module = self.lightning_module
+        return f"step {module.global_step}, epoch {module.current_epoch}" if module is not None else "set-up"
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        with during(f"the save of {filepath} in {self._place}"):
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        with during(f"the barrier{f' {name!r}' if name else ''} of Lightning in {self._place}"):
+            super().barrier(name)
+
+    @override
+    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        with during(f"a broadcast of Lightning in {self._place}"):
+            return super().broadcast(obj, src)
 
     def _swap_centre(self) -> None:
         """Puts the centre in the place of this worker's weights, or back."""

@@ -20,7 +20,7 @@ from lightning_safusion import native
 from lightning_safusion.agreement import ddp_options, training_options
 from lightning_safusion.comm.horovod_transport import HorovodTransport
 from lightning_safusion.comm.torch_transport import TorchTransport, default_transport
-from lightning_safusion.comm.transport import Transport
+from lightning_safusion.comm.transport import Transport, during
 from lightning_safusion.ddp_hooks import DDPHookName, ddp_hook_options, register_ddp_hook
 from lightning_safusion.dear import Dear
 from lightning_safusion.elastic import ElasticAverage
@@ -123,7 +123,8 @@ class EngineDDPStrategy(ObservedDDPStrategy):
             if options.get("bucket_cap_mb") is None:
                 options["bucket_cap_mb"] = 0
         # On the current stream, whatever the Lightning version: gradient hooks run on the stream of this construction
-        ddp = DistributedDataParallel(module=model, device_ids=self.determine_ddp_device_ids(), **options)
+        with during("set-up, when DDP compares and copies the parameters"):
+            ddp = DistributedDataParallel(module=model, device_ids=self.determine_ddp_device_ids(), **options)
         if self._aside is None:
             ddp.bucket_bytes_cap = _COMPILE_BUCKET_BYTES
         return ddp
@@ -162,18 +163,19 @@ class EngineDDPStrategy(ObservedDDPStrategy):
             _announce(f"gradients travel whole, because {self._sends_all}; so does what a checkpoint has held back")
         if self.root_device.type == "cpu" and not native.usable():
             _announce("there are no compiled kernels, so NumPy selects; installed with a C compiler it is faster")
-        self._controller = build_controller(
-            settings,
-            self.gradient_specs(module),
-            self._transport,
-            self.root_device,
-            measure,
-            _announce,
-            overlap,
-            deferred,
-            self.node_rank,
-            yields=not self._over_horovod,
-        )
+        with during("set-up, when workers make their communicators and measure the links between them"):
+            self._controller = build_controller(
+                settings,
+                self.gradient_specs(module),
+                self._transport,
+                self.root_device,
+                measure,
+                _announce,
+                overlap,
+                deferred,
+                self.node_rank,
+                yields=not self._over_horovod,
+            )
         self._controller.observers = self._observers
         params = [param for _, param in dense_parameters(module)]
         self._hook = DDPHook(self._controller, params, sparse_parameters(module), static_graph)
@@ -267,6 +269,10 @@ class EngineDDPStrategy(ObservedDDPStrategy):
         model = getattr(self.model, "_orig_mod", self.model)
         return model if isinstance(model, DistributedDataParallel) else None
 
+    @property
+    def _epoch(self) -> int:
+        return self.lightning_module.current_epoch if self.lightning_module is not None else 0
+
     def _follow_trainable(self) -> None:
         """Wraps the model anew when parameters were frozen or unfrozen since: DDP knows those of its construction only.
 
@@ -280,7 +286,8 @@ class EngineDDPStrategy(ObservedDDPStrategy):
         known = dict(self._wrapped)
         replaced = [name for name, param in trainable(module) if known.get(name, param) is not param]
         same = not replaced and names == list(known)
-        everyone = self._transport.gather_objects((names, same)) if self._transport.world_size > 1 else [(names, same)]
+        with during(f"the beginning of epoch {self._epoch}, when workers compare their trainable parameters"):
+            everyone = self._transport.gather_objects((names, same))
         check_same_trainable([theirs for theirs, _ in everyone])
         if not all(unchanged for _, unchanged in everyone):
             self._wrap_again(module, replaced)
@@ -348,7 +355,11 @@ class EngineDDPStrategy(ObservedDDPStrategy):
             return
         if ask and self._transport is not None:
             controller.settle()
-            for notices in self._transport.gather_objects(controller.notices):
+            with during(
+                f"epoch {self._epoch}, when workers ask each other for signals, after step {controller.windows}"
+            ):
+                everyone = self._transport.gather_objects(controller.notices)
+            for notices in everyone:
                 controller.heard |= notices
             controller.notices &= ~controller.heard
         heard, controller.heard = controller.heard, 0

@@ -3,13 +3,44 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from threading import Lock
 from typing import Any, Literal, Protocol
 
+import torch.distributed as dist
 from torch import Tensor
 
 ReduceOp = Literal["sum", "min", "max"]
+
+# In the errors of a process group whose connections are gone; some of them are plain RuntimeErrors.
+_FAILURES: Any = getattr(dist, "DistError", ())  # where torch is built without process groups there is none
+_LIBRARIES = ("gloo", "NCCL", "Connection closed by peer")
+
+
+class WorkerLostError(RuntimeError):
+    """Another worker has ended, or does not answer any more."""
+
+
+@contextmanager
+def during(what: str) -> Iterator[None]:
+    """Says what a job was doing when collectives failed, in place of the text of their library alone.
+
+    Args:
+        what: A stage of the job, as in "set-up".
+
+    Raises:
+        WorkerLostError: If an operation of the process group fails.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        failed = isinstance(error, _FAILURES) or any(name in str(error) for name in _LIBRARIES)
+        if not failed or isinstance(error, WorkerLostError):
+            raise
+        raise WorkerLostError(
+            f"a worker was lost during {what}: it has ended, or does not answer. Its own output says why. ({error})"
+        ) from error
 
 
 class Work(Protocol):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_safusion import native
 from lightning_safusion.comm.exchange import Notice
-from lightning_safusion.comm.transport import Transport
+from lightning_safusion.comm.transport import Transport, during
 from lightning_safusion.fusion.clock import clock_for
 from lightning_safusion.fusion.deferred import DeferredDrain
 from lightning_safusion.fusion.drain import Drain
@@ -142,7 +142,8 @@ class Controller:
         groups: Sequence[Group] = ()
         plain = self.dense_first and self.windows == 0
         if self.order_known and not plain:
-            plan = self.planner.plan(self.generator)
+            with during(f"step {self.windows}, when workers agree on a plan"):
+                plan = self.planner.plan(self.generator)
             groups = plan.groups
             if self._offload is not None:
                 self._offload.follow(plan, partial(self.planner.costs, self.generator))

@@ -139,6 +139,10 @@ class GroupPricer:
         return Plan(tuple(Group(start, stop, self.choose(start, stop)) for start, stop in cuts))
 
 
+# Buffers of a plan that are expected.
+_FEW_BUFFERS = 16
+
+
 def optimal_cuts(
     ready: Sequence[float] | np.ndarray,
     cost: Callable[[np.ndarray, int], np.ndarray],
@@ -176,7 +180,7 @@ def optimal_cuts(
         raise ValueError(f"the last buffer must start at a place from 0 to {total - 1}, got first_last={first_last}")
     starts = np.arange(total)
     delays = per_buffer * np.arange(1, total + 1)[:, None]
-    finish = np.full((total + 1, total + 1), np.inf)
+    finish = np.full((min(total, _FEW_BUFFERS) + 1, total + 1), np.inf)  # more rows when so many buffers pay
     finish[0, 0] = 0.0
     most = 1  # rows of finish that are in use
     for stop in range(1, total + 1):
@@ -185,8 +189,10 @@ def optimal_cuts(
         ends = (np.maximum(finish[:most, first:stop], ready[stop - 1] + delays[:most]) + busy).min(axis=1)
         best = np.minimum.accumulate(ends)
         pays = np.flatnonzero(ends < np.concatenate([[np.inf], best[:-1]]))
-        finish[1 + pays, stop] = ends[pays]
         most = max(most, int(pays[-1]) + 2)
+        while most > len(finish):
+            finish = np.concatenate([finish, np.full_like(finish, np.inf)])
+        finish[1 + pays, stop] = ends[pays]
 
     count, stop = int(np.argmin(finish[:, total])), total
     stops, deadline = [], finish[count, total]

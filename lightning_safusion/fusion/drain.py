@@ -255,11 +255,13 @@ class Drain:
 def _pieces(grads: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Neighbours of one type that are small together; a large one alone, so that it need not be copied."""
     few: list[Tensor] = []
+    numel = 0
     for grad in grads:
-        if few and (grad.dtype != few[0].dtype or sum(map(len, few)) + len(grad) > _TOGETHER):
+        if few and (grad.dtype != few[0].dtype or numel + grad.numel() > _TOGETHER):
             yield few
-            few = []
+            few, numel = [], 0
         few.append(grad)
+        numel += grad.numel()
     if few:
         yield few
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
@@ -13,7 +14,7 @@ from lightning_safusion.__about__ import __version__
 from lightning_safusion.comm.calibrate import calibrate
 from lightning_safusion.comm.cost import allgather_bytes, ring_allreduce_bytes
 from lightning_safusion.comm.hierarchical import NodeTransports
-from lightning_safusion.comm.transport import Transport
+from lightning_safusion.comm.transport import Transport, during
 from lightning_safusion.comm.values import FloatValues
 from lightning_safusion.comm.wire import resolve_codec
 from lightning_safusion.fusion.controller import Controller
@@ -180,11 +181,19 @@ class EngineSettings:
         layout = Layout(tuple(specs))
         quotas = tensor_quotas(layout, self.compressor, density)
         dense = sum(spec.numel * spec.dtype.itemsize for spec in specs)
+        # tensors of one size have messages of one size
+        alike = Counter(
+            zip(
+                (s.numel for s in specs),
+                (s.dtype for s in specs),
+                quotas.counts.tolist(),
+                quotas.dense.tolist(),
+                strict=True,
+            )
+        )
         sparse = sum(
-            spec.numel * spec.dtype.itemsize
-            if whole
-            else resolve_codec(self.wire, spec.numel, int(count), spec.dtype).nbytes
-            for spec, count, whole in zip(specs, quotas.counts, quotas.dense, strict=True)
+            number * (numel * dtype.itemsize if whole else resolve_codec(self.wire, numel, count, dtype).nbytes)
+            for (numel, dtype, count, whole), number in alike.items()
         )
         by_gather, by_reduce = allgather_bytes(world_size, sparse), ring_allreduce_bytes(world_size, dense)
         if by_gather < by_reduce:
@@ -221,7 +230,8 @@ def check_equal(transport: Transport, values: dict[str, str]) -> None:
     Raises:
         RuntimeError: On every rank, naming the settings that differ, with both values.
     """
-    everyone = transport.gather_objects(values)
+    with during("set-up, when workers compare their settings"):
+        everyone = transport.gather_objects(values)
     for rank, theirs in enumerate(everyone):
         first = everyone[0]
         different = [

@@ -170,7 +170,8 @@ class Generator:
         elif not all_finite(norms):
             # the norm of finite numbers can overflow: look at the elements before calling a tensor bad
             good = [i for i, grad in enumerate(narrowed) if all_finite(grad)]
-            flags = _marked(flags, [ids[i] - first for i in range(len(ids)) if i not in set(good)])
+            kept = set(good)
+            flags = _marked(flags, [ids[i] - first for i in range(len(ids)) if i not in kept])
             narrowed, ids, norms = [narrowed[i] for i in good], [ids[i] for i in good], norms[good]
         if narrowed and scale is not None:
             narrowed = unscaled(narrowed, scale)
