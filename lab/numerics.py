@@ -99,9 +99,9 @@ def _work(cases: Sequence[tuple[Row, str, str]], workers: int, steps: int, rank:
 
 
 def numerics(
-    output: Path,
-    systems: tuple[str, ...] = (),
-    workers: tuple[int, ...] = (2, 3),
+    output: Path = Path("numerics.json"),
+    systems: Sequence[str] = (),
+    workers: Sequence[int] = (2, 3),
     steps: int = 30,
     compare: Path | None = None,
 ) -> None:
