@@ -8,10 +8,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-# Tests start processes that wait for each other, and a machine may be too busy for that once: what fails is run again,
-# and is named in the summary (RERUN) even if it passes then.
-AGAIN := --reruns 1 -raR
-
 # Two workers on two cores: one thread each, or they fight for the cores.
 export OMP_NUM_THREADS := 1
 
@@ -25,7 +21,7 @@ demo: $(STAMP)
 	$(BIN)/safusion demo $(DEMO)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow" -n 3 $(AGAIN)
+	$(BIN)/python -m pytest -m "not slow" -n 3
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -33,7 +29,7 @@ lint: $(STAMP)
 
 # pytest leaves with 5 where nothing was selected: no slow test is no failure.
 slow: $(STAMP)
-	$(BIN)/python -m pytest -m slow $(AGAIN) || test $$? -eq 5
+	$(BIN)/python -m pytest -m slow || test $$? -eq 5
 
 # --no-compile: a minute for what is compiled anyway when it is imported first
 $(STAMP): pyproject.toml constraints.txt setup.py $(wildcard lightning_safusion/kernels/cpu/*.[ch])

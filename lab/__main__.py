@@ -23,6 +23,7 @@ STUDIES = {
     "tuner": ("lab.tuner:tuner", "BufferSizeTuner over a link of known rate (Linux, root)."),
     "simulator": ("lab.simulator:simulator", "The simulator against measurement (Linux, root)."),
     "planners": ("lab.planners:planners", "How far published planners are from the best plan."),
+    "traces": ("lab.architectures:traces", "Writes the traces that the simulator ships."),
     "experiments": ("lab.experiments:experiments", "The experiments of the papers' slides on the simulator."),
 }
 

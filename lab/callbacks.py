@@ -217,9 +217,7 @@ def _work(measured: Measured, rank: int, pipe: Connection) -> None:
         accelerator="cpu",
         num_nodes=2,
         devices=1,
-        strategy=SAFusionStrategy(
-            collective="allgather", density=0.05, fusion="aligned", process_group_backend="gloo"
-        ),
+        strategy=SAFusionStrategy(collective="allgather", density=0.05, fusion="aligned", process_group_backend="gloo"),
         callbacks=[*made, BufferSizeTuner()],
         max_steps=steps,
         default_root_dir=tempfile.mkdtemp(),

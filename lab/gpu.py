@@ -23,14 +23,10 @@ from torch import Tensor
 from lab.selection import ahead
 from lightning_safusion.comm.wire.formats import resolve_codec
 from lightning_safusion.kernels.cuda import serves
-from lightning_safusion.lookup import look_up
-from lightning_safusion.simulate.architectures import Layer, bert, resnet
+from lightning_safusion.simulate.trace import resolve_trace
 from lightning_safusion.sparsify import Segments, Sparsifier, available_sparsifiers, resolve_sparsifier
 
-MODELS: dict[str, Callable[[], list[Layer]]] = {
-    "bert-large": lambda: bert(1024, 24, 384),
-    "resnet-152": lambda: resnet((3, 8, 36, 3)),
-}
+MODELS = ("bert-large", "resnet-152")
 EXACT_PASSES = 4  # three digits, and the marks
 CAPTURED = ("topk", "threshold", "gaussiank")  # the others draw or learn on the host, which a graph would freeze
 
@@ -84,7 +80,7 @@ def captured(work: Callable[[], None]) -> Callable[[], None]:
 def measure(model: str, names: Sequence[str], density: float, wire: str, repetitions: int) -> list[dict[str, Any]]:
     """One row per sparsifier, and one for the copy."""
     device = torch.device("cuda", torch.cuda.current_device())
-    shapes = [shape for layer in look_up("model", model, MODELS)() for _, shape in layer.parameters][::-1]
+    shapes = [tensor.shape for tensor in resolve_trace(model).tensors]
     numel = sum(map(math.prod, shapes))
     x = torch.randn(numel, device=device, generator=torch.Generator(device).manual_seed(0))
     target = torch.empty_like(x)
@@ -121,7 +117,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def gpu(
-    models: Sequence[str] = tuple(MODELS),
+    models: Sequence[str] = MODELS,
     sparsifiers: Sequence[str] = (),
     density: float = 0.01,
     wire: str = "auto",

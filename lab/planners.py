@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lab.planner_loss import losses, plan_pareto, predict_behind, random_behind, random_dense
-from lightning_safusion.fusion.plans.merging import plan_mgwfbp, plan_omgs
+from lightning_safusion.fusion.plans.merging import BehindCosts, plan_mgwfbp, plan_omgs
 from lightning_safusion.fusion.plans.optimal import plan_optimal
 from lightning_safusion.fusion.plans.pricing import predict_finish
 from lightning_safusion.simulate.cluster import Cluster, resolve_link
@@ -45,7 +45,7 @@ def trace_losses(workers: int, bandwidth: str) -> Table:
     table = Table("trace", "MG-WFBP", "OMGS", title=f"loss on {workers} workers at {bandwidth}, density 1 %")
     for name in TRACE_NAMES:
         job = Job(resolve_trace(name), Cluster(workers, 1, resolve_link(bandwidth)), 0.01, 8, "exact")
-        dense, behind = job.group_costs(sparse=False, dense=True), job.behind_costs()
+        dense, behind = job.group_costs(sparse=False, dense=True), BehindCosts.of(job.group_costs())
         best_dense = predict_finish(plan_optimal(dense, max_last_share=1.0), dense)
         best_behind = predict_behind(plan_pareto(behind), behind)
         mgwfbp = predict_finish(plan_mgwfbp(dense), dense) / best_dense - 1

@@ -24,12 +24,7 @@ Level = Literal["good", "hint", "warning"]
 
 @dataclass(frozen=True)
 class Advice:
-    """One remark.
-
-    Args:
-        level: ``"good"``: nothing to do; ``"hint"``: could be better; ``"warning"``: something is wrong.
-        text: A sentence or two.
-    """
+    """A sentence or two. ``"good"``: nothing to do; ``"hint"``: could be better; ``"warning"``: something is wrong."""
 
     level: Level
     text: str
@@ -135,14 +130,11 @@ def _density(figures: JobFigures, plan: Plan, costs: GroupCosts) -> list[Advice]
             return []
         best = max(useful, key=lambda d: (round(-steps[d] / figures.step_s, 2), d))
         saved = figures.bytes_sent * (1 - best / figures.density)
-        faster = figures.step_s / steps[best]
-        return [
-            Advice(
-                "hint",
-                f"density {best:g} would save {saved / 1e6:.2f} MB per worker and step, and make steps {faster:.2f} "
-                "times faster (predicted); check the accuracy.",
-            )
-        ]
+        text = (
+            f"density {best:g} would save {saved / 1e6:.2f} MB per worker and step, and make steps "
+            f"{figures.step_s / steps[best]:.2f} times faster (predicted); check the accuracy."
+        )
+        return [Advice("hint", text)]
     free = [d for d in _DENSITIES if d > figures.density and steps[d] <= 1.01 * figures.step_s]
     if not free:
         return []
@@ -154,40 +146,32 @@ def _regrouping(figures: JobFigures, plan: Plan, costs: GroupCosts) -> list[Advi
     faster = figures.step_s / step_with(figures, best, costs)
     if best == plan or faster < 1.02:
         return []
-    return [
-        Advice(
-            "hint",
-            f"{len(best.groups)} buffers in place of {len(plan.groups)} would make steps {faster:.2f} times faster "
-            '(predicted): use fusion="adaptive".',
-        )
-    ]
+    text = (
+        f"{len(best.groups)} buffers in place of {len(plan.groups)} would make steps {faster:.2f} times faster "
+        '(predicted): use fusion="adaptive".'
+    )
+    return [Advice("hint", text)]
 
 
 def _missing(figures: JobFigures) -> list[Advice]:
     if not figures.missing_rate:
         return []
-    return [
-        Advice(
-            "warning",
-            f"{figures.missing_rate:.1%} of the gradient tensors send nothing in a step: they are selected behind "
-            'fusion. scope="tensor" selects from every tensor.',
-        )
-    ]
+    text = (
+        f"{figures.missing_rate:.1%} of the gradient tensors send nothing in a step: they are selected after fusion. "
+        'scope="tensor" selects from every tensor.'
+    )
+    return [Advice("warning", text)]
 
 
 def _straggler(figures: JobFigures) -> list[Advice]:
-    if figures.slowest_rank is None:
-        return []
-    rank, behind = figures.slowest_rank
+    rank, behind = figures.slowest_rank or (0, 0.0)
     if behind <= 0.05 * figures.step_s:
         return []
-    return [
-        Advice(
-            "hint",
-            f"All workers wait for rank {rank}, whose own work takes {behind * 1e3:.1f} ms longer than that of the "
-            "median worker: look at its data loading and its machine.",
-        )
-    ]
+    text = (
+        f"All workers wait for rank {rank}, whose own work takes {behind * 1e3:.1f} ms longer than that of the median "
+        "worker: look at its data loading and its machine."
+    )
+    return [Advice("hint", text)]
 
 
 def busiest(seconds: Sequence[float]) -> tuple[int, float]:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm import local_transports
+from lab.virtual.transport import local_transports
 from lightning_safusion.fusion.build import build_engine
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.layout import TensorSpec

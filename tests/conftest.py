@@ -7,10 +7,27 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
     # Before anything imports Triton (transformers does): kernels are tested in its interpreter.
     os.environ["TRITON_INTERPRET"] = "1"
+
+# The same examples in every run, none of them too late: machines of continuous integration are slow and shared.
+# To look for new ones: pytest --hypothesis-profile=search
+settings.register_profile(
+    "fixed", derandomize=True, database=None, deadline=None, max_examples=30, suppress_health_check=list(HealthCheck)
+)
+settings.register_profile("search", settings.get_profile("fixed"), derandomize=False, max_examples=300, print_blob=True)
+settings.load_profile("fixed")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuses tests that may be run again without saying why."""
+    for item in items:
+        marker = item.get_closest_marker("flaky")
+        if marker is not None and not marker.kwargs.get("reason"):
+            raise pytest.UsageError(f"{item.nodeid} is marked flaky without a reason: say what it depends on")
 
 
 @pytest.fixture(scope="session", autouse=True)

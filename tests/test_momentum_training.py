@@ -52,7 +52,7 @@ def test_the_default_carries_the_momentum_of_adamw(caplog: pytest.LogCaptureFixt
         assert all(torch.equal(weights[0], other) for other in weights)
     assert not all(torch.equal(a, b) for a, b in zip(default, plain, strict=True))
     assert groups[0]["betas"] == (0.9, 0.99)
-    assert "AdamW leaves the momentum of what is sent sparse to what is held back (factor 0.95)" in said
+    assert "AdamW leaves the momentum of sparse tensors to the residual (factor 0.95)" in said
     assert said.count("leaves the momentum") == 1
 
 

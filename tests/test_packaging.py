@@ -14,6 +14,7 @@ import torch
 import lightning_safusion
 from lightning_safusion.__about__ import __version__
 from lightning_safusion.comm.cost import allgather_bytes, ring_allreduce_bytes
+from lightning_safusion.comm.wire.formats import message_bytes
 from lightning_safusion.sparsify import Segments
 
 ROOT = Path(__file__).parent.parent
@@ -38,8 +39,13 @@ def test_the_command_is_installed() -> None:
     assert callable(script.load())
 
 
-def test_types_are_shipped() -> None:
-    assert (PACKAGE / "py.typed").is_file()
+def test_all_that_is_no_module_is_shipped() -> None:
+    (patterns,) = re.findall(r"^lightning_safusion = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    shipped = {path for pattern in re.findall('"(.*?)"', patterns) for path in PACKAGE.glob(pattern)}
+    assert PACKAGE / "py.typed" in shipped
+    templates = set((PACKAGE / "report" / "templates").iterdir())
+    assert templates
+    assert templates <= shipped
 
 
 def test_every_direct_dependency_is_pinned_for_the_tests(metadata: importlib.metadata.PackageMetadata) -> None:
@@ -60,14 +66,22 @@ def test_documents_link_to_files_that_exist() -> None:
 
 
 def test_the_readme_has_the_break_even_densities_of_the_cost_model() -> None:
-    line = r"^  \| (\d+) \| ([\d.]+) % \| ([\d.]+) % \| ([\d.]+) % \|$"
+    line = r"^  \| (\d+) \| ([\d.]+) % \| ([\d.]+) % \| ([\d.]+) % \| ([\d.]+) % \|$"
     rows = re.findall(line, (ROOT / "README.md").read_text(), re.MULTILINE)
     assert len(rows) == 7
-    for workers, *percentages in rows:
+    numel = 2**22
+    for workers, *percentages, four_bits in rows:
         for percentage, (entry, dense) in zip(percentages, [(6, 4), (4, 4), (4, 2)], strict=True):
             volume = ring_allreduce_bytes(int(workers), dense) / allgather_bytes(int(workers), entry)
             expected = 100 * min(1.0, volume)
             assert float(percentage) == pytest.approx(expected, abs=0.051), (workers, entry, dense)
+        # the bytes of an entry depend on the density
+        limit = ring_allreduce_bytes(int(workers), 2 * numel)
+        for change, cheaper in ((-0.06, True), (0.06, False)):
+            entries = round(numel * (float(four_bits) + change) / 100)
+            if entries <= numel:
+                sent = allgather_bytes(int(workers), message_bytes("q4", numel, entries))
+                assert (sent < limit) == cheaper, (workers, entries)
 
 
 def test_the_compressor_of_the_guide_works() -> None:

@@ -14,10 +14,10 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
+from lab.virtual.transport import local_transports
 from lightning_safusion import SYSTEMS, SAFusionStrategy
 from lightning_safusion.baselines.easgd import ElasticAverage
 from lightning_safusion.cli import main
-from lightning_safusion.comm import local_transports
 from lightning_safusion.systems import EngineSystem
 from tests.models import TinyClassifier, classification, trainer
 from tests.process_group import run_launched

@@ -21,12 +21,13 @@ from lab.accuracy.job import TrainedJob, trained_row
 from lab.accuracy.reached import RowTimes, summarize
 from lab.accuracy.report import Setting, as_record, build_table, plot_rows
 from lab.accuracy.training import Curve, Training, check_trainable, train_curve
+from lab.progress import job_bar
 from lab.tasks import TASKS, Task
 from lab.virtual.jobs import run_jobs
 from lab.virtual.ledger import Ledger, key_of
 from lightning_safusion.__about__ import __version__
 from lightning_safusion.bench.medians import summarize as summarize_steps
-from lightning_safusion.bench.progress import job_bar, step_bars
+from lightning_safusion.bench.progress import step_bars
 from lightning_safusion.bench.run import begin, usable_rates
 from lightning_safusion.bench.session import REFERENCES, Rhythm, machines, measure
 from lightning_safusion.bench.table import write_json

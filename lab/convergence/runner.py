@@ -8,8 +8,8 @@ from rich.console import Console
 
 from lab.convergence.store import Run, Store
 from lab.convergence.training import Result, train
+from lab.progress import job_bar
 from lab.virtual.jobs import run_jobs
-from lightning_safusion.bench.progress import job_bar
 
 
 def execute(run: Run) -> Result:

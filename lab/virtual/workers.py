@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm import local_transports
+from lab.virtual.transport import local_transports
 from lightning_safusion.fusion.build import build_engine
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.layout import TensorSpec
@@ -104,15 +104,13 @@ class Engines:
         self._waiting = settings[0].collective not in ("auto", "allgather", "allreduce")
         self.controllers: list[Engine] = list(
             self._pool.map(
-                lambda rank: build_engine(
-                    settings[rank], specs, transports[rank], torch.device("cpu"), measure=False
-                ),
+                lambda rank: build_engine(settings[rank], specs, transports[rank], torch.device("cpu"), measure=False),
                 range(workers),
             )
         )
 
     def average(self, gradients: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
-        if self._agrees():
+        if self.agrees():
             list(self._pool.map(self._window, range(len(gradients)), gradients))
         else:
             for rank, mine in enumerate(gradients):
@@ -126,7 +124,7 @@ class Engines:
             self.bytes_sent = report.bytes_sent
         return gradients[0]
 
-    def _agrees(self) -> bool:
+    def agrees(self) -> bool:
         """Whether the workers will wait for each other in the coming window, to agree on a new plan or in an exchange.
 
         Otherwise one thread serves all of them, which is faster: messages of all are sent before any is waited for.

@@ -6,15 +6,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed import GradBucket
 from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_safusion.baselines.limits import reason_to_settle, runs_compiled
 from lightning_safusion.baselines.watch import ParameterWatch
 from lightning_safusion.comm.collectives.coo import coo_means
 from lightning_safusion.comm.collectives.two_phase import TwoPhaseSum
 from lightning_safusion.comm.transport.interface import Transport
+from lightning_safusion.integration.exchange import GradientExchange
+from lightning_safusion.integration.parameters import trainable
 
 
 class _Bucket:
@@ -47,9 +53,7 @@ class _DelayedStep:
 
     def __init__(self, optimizer: Optimizer, pending: dict[int, _Bucket]) -> None:
         self._optimizer = optimizer
-        self._dtype = (
-            torch.get_default_dtype()
-        )  # optimizers make their states in it; Lightning may change it in forward
+        self._dtype = torch.get_default_dtype()  # optimizers make states in it; Lightning may change it in forward
         # a scheduler will have set the options of the next step by then
         self._options = [
             {name: _value(option) for name, option in group.items() if name != "params"}
@@ -88,8 +92,8 @@ class _DelayedStep:
                 param.grad = grad
 
 
-class Dear:
-    """Reduce-scatters behind the backward pass, all-gathers behind the next forward pass.
+class Dear(GradientExchange):
+    """Reduce-scatters during the backward pass, all-gathers during the next forward pass.
 
     A communication hook starts the reduce-scatter of every bucket. At the end of the backward pass all ranks start the
     all-gathers, those of the first layers first: in an order that no rank's forward pass can change. Inside
@@ -102,20 +106,16 @@ class Dear:
     any optimizer that treats parameters one by one; the last step is not lost.
 
     Args:
-        module: The model that DDP wraps, with ``gradient_as_bucket_view=True``.
-        params: All parameters that DDP manages.
         transport: Communicator.
-        static_graph: DDP was built with ``static_graph=True``.
     """
 
-    def __init__(
-        self, module: nn.Module, params: Sequence[nn.Parameter], transport: Transport, static_graph: bool = False
-    ) -> None:
-        self._module: nn.Module | None = module
-        self._count = len(params)
+    def __init__(self, transport: Transport) -> None:
+        self._module: nn.Module | None = None
+        self._count = 0  # parameters that DDP manages
         self._transport = transport
-        # There DDP calls all hooks and finalizes in one go at first: a callback queued by the last one comes too late.
-        self._ends_in_hook = static_graph
+        self._ends_in_hook = False
+        self._runs_compiled: bool | None = None  # nobody has looked
+        self._because: str | None = None  # why no step reaches into the next forward pass
         self._delays = False
         self._watch: ParameterWatch | None = None
         self._totals: dict[tuple[int, ...], TwoPhaseSum] = {}  # of the last window, by the parameters of the bucket
@@ -124,6 +124,15 @@ class Dear:
         self._seen: set[int] = set()
         self._pending: dict[int, _Bucket] = {}  # whose mean has not been delivered, by id of each parameter
         self._step: _DelayedStep | None = None
+
+    def ddp_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        # There DDP calls all hooks and finalizes in one go at first: a callback queued by the last one comes too late.
+        self._ends_in_hook = bool(options.get("static_graph"))
+        return options | {"gradient_as_bucket_view": True}
+
+    def register(self, ddp: DistributedDataParallel) -> None:
+        self._module, self._count = ddp.module, len(trainable(ddp.module))
+        ddp.register_comm_hook(None, self.run)
 
     @torch.compiler.disable
     def run(self, state: object, bucket: GradBucket) -> Future[Tensor]:
@@ -173,18 +182,18 @@ class Dear:
             else:
                 bucket.deliver()
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any], run: Callable[[Callable[[], Any]], Any]) -> Any:
-        """Runs an optimizer's step, of which parameters whose gradients are under way have their part later.
-
-        Args:
-            optimizer: Treats every parameter by itself, and has no step hooks.
-            closure: The forward and backward pass.
-            run: Calls ``optimizer.step`` with the closure that it is given.
-
-        Returns:
-            What ``run`` returns.
-        """
-        if self._watch is None and self._module is not None:
+    def step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        step: Callable[[Callable[[], Any]], Any],
+        module: LightningModule | None,
+        compiled: bool,
+    ) -> Any:
+        """See :meth:`GradientExchange.step`; parameters whose gradients are under way have their part later."""
+        if self._module is None or module is None or not self._may_delay(optimizer, module, compiled):
+            return step(closure)
+        if self._watch is None:
             self._watch = ParameterWatch(self._module, self.settle_parameter)
 
         def delaying() -> Any:
@@ -197,7 +206,7 @@ class Dear:
         everything, last = optimizer.param_groups, self._step
         self._delays = True
         try:
-            return run(delaying)
+            return step(delaying)
         except BaseException:
             if self._step is not last:
                 self._step = None  # it was not made
@@ -205,6 +214,16 @@ class Dear:
         finally:
             self._delays = False
             optimizer.param_groups = everything
+
+    def _may_delay(self, optimizer: Optimizer, module: LightningModule, compiled: bool) -> bool:
+        """Whether the step of an optimizer may reach into the next forward pass; says once why not."""
+        if self._runs_compiled is None:
+            self._runs_compiled = compiled or runs_compiled(module)
+        reason = reason_to_settle(module.trainer, module, optimizer, self._runs_compiled)
+        if reason is not None and reason != self._because:
+            rank_zero_info(f"SAFusionStrategy: gradients are averaged when a backward pass ends, because {reason}.")
+        self._because = reason
+        return reason is None
 
     def settle_parameter(self, param: Tensor) -> None:
         """Has a parameter, its gradient and its optimizer's state up to date."""

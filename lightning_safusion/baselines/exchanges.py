@@ -7,7 +7,6 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -15,10 +14,8 @@ from torch.optim import Optimizer
 from lightning_safusion.baselines.dear import Dear
 from lightning_safusion.baselines.easgd import ElasticAverage
 from lightning_safusion.baselines.hooks import DDPHookName, ddp_hook_options, register_ddp_hook
-from lightning_safusion.baselines.limits import reason_to_settle, runs_compiled
 from lightning_safusion.comm.transport.interface import Transport
 from lightning_safusion.integration.exchange import GradientExchange
-from lightning_safusion.integration.parameters import trainable
 
 
 class HookExchange(GradientExchange):
@@ -40,70 +37,6 @@ class HookExchange(GradientExchange):
 
     def register(self, ddp: DistributedDataParallel) -> None:
         register_ddp_hook(ddp, self._name, self._group)
-
-
-class DearExchange(HookExchange):
-    """DeAR: a step may reach into the next forward pass.
-
-    Args:
-        transport: Communicator.
-        group: The process group that the user has given DDP.
-    """
-
-    def __init__(self, transport: Transport, group: dist.ProcessGroup | None) -> None:
-        super().__init__("dear", group)
-        self._transport = transport
-        self._static_graph = False
-        self._dear: Dear | None = None
-        self._runs_compiled: bool | None = None  # nobody has looked
-        self._because: str | None = None  # why no step reaches into the next forward pass
-
-    def ddp_options(self, options: dict[str, Any]) -> dict[str, Any]:
-        self._static_graph = bool(options.get("static_graph"))
-        return super().ddp_options(options)
-
-    def register(self, ddp: DistributedDataParallel) -> None:
-        params = [param for _, param in trainable(ddp.module)]
-        self._dear = Dear(ddp.module, params, self._transport, self._static_graph)
-        ddp.register_comm_hook(None, self._dear.run)
-
-    def step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        step: Callable[[Callable[[], Any]], Any],
-        module: LightningModule | None,
-        compiled: bool,
-    ) -> Any:
-        if self._dear is None or module is None or not self._may_delay(optimizer, module, compiled):
-            return step(closure)
-        return self._dear.step(optimizer, closure, step)
-
-    def _may_delay(self, optimizer: Optimizer, module: LightningModule, compiled: bool) -> bool:
-        """Whether the step of an optimizer may reach into the next forward pass; says once why not."""
-        if self._runs_compiled is None:
-            self._runs_compiled = compiled or runs_compiled(module)
-        reason = reason_to_settle(module.trainer, module, optimizer, self._runs_compiled)
-        if reason is not None and reason != self._because:
-            rank_zero_info(f"SAFusionStrategy: gradients are averaged when a backward pass ends, because {reason}.")
-        self._because = reason
-        return reason is None
-
-    def pending(self, param: Tensor) -> bool:
-        """Whether the mean of a parameter's gradient has not been used yet."""
-        return self._dear is not None and self._dear.pending(param)
-
-    def settle(self) -> None:
-        if self._dear is not None:
-            self._dear.settle()
-
-    def abandon(self) -> None:
-        if self._dear is not None:
-            self._dear.abandon()
-
-    def close(self) -> None:
-        if self._dear is not None:
-            self._dear.close()
 
 
 class ElasticExchange(HookExchange):
@@ -168,7 +101,7 @@ def hook_exchange(name: DDPHookName, transport: Transport, group: dist.ProcessGr
         group: The process group that the user has given DDP; None for the default one.
     """
     if name == "dear":
-        return DearExchange(transport, group)
+        return Dear(transport)
     if name == "local":
         return ElasticExchange(transport, group)
     return HookExchange(name, group)

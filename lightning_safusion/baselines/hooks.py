@@ -57,15 +57,13 @@ def _power_sgd(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.F
 
 def ddp_hook_options(name: DDPHookName, group: dist.ProcessGroup | None) -> dict[str, Any]:
     """Arguments of DistributedDataParallel that the hook needs."""
-    if name == "dear":
-        return {"gradient_as_bucket_view": True}
     if name in POWERSGD_RANKS and "nccl" not in dist.get_backend_config(group):
         return {"bucket_cap_mb": _ONE_BUCKET_MB}
     return {}
 
 
 def register_ddp_hook(ddp: DistributedDataParallel, name: DDPHookName, group: dist.ProcessGroup | None) -> None:
-    """Registers the hook called ``name`` on the wrapped model; that of ``"dear"`` is a method of :class:`Dear`."""
+    """Registers the hook called ``name`` on the wrapped model; ``"dear"`` registers its own (:class:`Dear`)."""
     if name == "bf16":
         ddp.register_comm_hook(group, _bf16)
     elif name == "fp16":

@@ -6,11 +6,11 @@ import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import combinations
 from statistics import median
 
 import numpy as np
 import torch
+from scipy.optimize import isotonic_regression, nnls
 
 from lightning_safusion.bench.recorders import EngineStep, FloorRecord, FloorStep
 from lightning_safusion.bench.session import Rhythm, Run
@@ -71,12 +71,7 @@ def _counts(number: int, block: int) -> bool:
 
 
 def recorded_trace(records: Sequence[FloorRecord], source: str) -> Trace:
-    """The job without any exchange: medians over the steps of all ranks.
-
-    Args:
-        records: Of each rank, without the steps that do not count.
-        source: Where they come from, in words.
-    """
+    """The job without any exchange: medians over the steps of all ranks, without those that do not count."""
     specs = tuple(
         TensorSpec(name, index, shape, int(np.prod(shape)), torch.float32)
         for index, (name, shape) in enumerate(records[0].tensors)
@@ -105,19 +100,19 @@ def fit_calibration(
 
     Args:
         floor: Of each rank, steps without any exchange.
-        ahead: Steps with selection ahead of fusion.
-        behind: Steps with selection behind fusion.
+        ahead: Steps with selection before fusion.
+        behind: Steps with selection after fusion.
         collectives: Of the group.
         cores: Of the machine that all workers share.
         source: Where all of that comes from, in words.
 
     Raises:
-        RuntimeError: If no buffer travelled sparse.
+        RuntimeError: If no buffer was sparse.
     """
     workers, idle = len(floor), [step for record in floor for step in record.steps]
     ahead, behind = ([step for step in steps if step.buffers] for steps in (ahead, behind))
     if not ahead or not behind:
-        raise RuntimeError("nothing to calibrate: no buffer travelled sparse. Give a density below 1.")
+        raise RuntimeError("nothing to calibrate: no buffer was sparse. Give a density below 1.")
     both = [*ahead, *behind]
     tensors = sum(buffer.tensors for buffer in both[0].buffers)
     hooks = _fit_hooks(both, median(step.ready[-1].processor for step in idle))
@@ -157,24 +152,13 @@ def _in_job(times: CollectiveTimes, steps: Sequence[EngineStep]) -> CollectiveTi
 
 
 def _rising(times: CollectiveTimes) -> CollectiveTimes:
-    """The times in which more bytes never take less: neighbours that say so are averaged."""
+    """The times in which more bytes never take less, closest in squares."""
     columns = {
-        name: _pooled([getattr(sample, name) for sample in times.samples])
+        name: isotonic_regression([getattr(sample, name) for sample in times.samples]).x.tolist()
         for name in ("alone", "queued", "processor", "processor_queued")
     }
     rows = zip(times.samples, *columns.values(), strict=True)
     return CollectiveTimes(tuple(CollectiveSample(sample.nbytes, *values) for sample, *values in rows))
-
-
-def _pooled(values: Sequence[float]) -> list[float]:
-    """The rising sequence with the least squared error (pool adjacent violators)."""
-    pools: list[tuple[float, int]] = []
-    for value in values:
-        pools.append((value, 1))
-        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
-            (high, many), (low, few) = pools[-2:]
-            pools[-2:] = [((high * many + low * few) / (many + few), many + few)]
-    return [mean for mean, count in pools for _ in range(count)]
 
 
 def _share(steps: Sequence[FloorStep], part: str) -> float:
@@ -200,32 +184,29 @@ def _jitter(records: Sequence[FloorRecord]) -> float:
 
 def _fit_hooks(steps: Sequence[EngineStep], idle: float) -> LinearCost:
     """What backward passes cost more than without the engine besides selection, by the number of buffers."""
-    costs = defaultdict(list)
-    for step in steps:
-        # the last buffer is selected from after the last gradient
-        selected = sum(buffer.select for buffer in step.buffers[:-1])
-        costs[len(step.buffers)].append(step.backward - selected - idle)
-    rows = [(1.0, float(buffers), median(each)) for buffers, each in costs.items()]
-    fixed, each = _fit_positive(np.array(rows))
-    return LinearCost(fixed, each)
+    # the last buffer is selected from after the last gradient
+    return _fit_buffers([(s, s.backward - sum(buffer.select for buffer in s.buffers[:-1]) - idle) for s in steps])
 
 
 def _fit_drain(steps: Sequence[EngineStep], idle: float) -> LinearCost:
     """What the end of a window and of the step cost more than without the engine, by the number of buffers."""
-    costs = defaultdict(list)
-    for step in steps:
-        decode = sum(buffer.decode for buffer in step.buffers)
-        # the last buffer is selected from after the last gradient
-        costs[len(step.buffers)].append(step.drain + step.rest - decode - step.buffers[-1].select - idle)
-    rows = [(1.0, float(buffers), median(each)) for buffers, each in costs.items()]
-    fixed, each = _fit_positive(np.array(rows))
+    decodes = [sum(buffer.decode for buffer in step.buffers) for step in steps]
+    rows = zip(steps, decodes, strict=True)
+    return _fit_buffers([(s, s.drain + s.rest - decode - s.buffers[-1].select - idle) for s, decode in rows])
+
+
+def _fit_buffers(costs: Sequence[tuple[EngineStep, float]]) -> LinearCost:
+    """Seconds of steps by the number of their buffers: medians, and the line through them."""
+    seconds = defaultdict(list)
+    for step, taken in costs:
+        seconds[len(step.buffers)].append(taken)
+    fixed, each = _fit_positive(np.array([(1.0, float(buffers), median(each)) for buffers, each in seconds.items()]))
     return LinearCost(fixed, each)
 
 
 def _fit_stage(windows: Sequence[Sequence[tuple[int, int, float]]], besides: float = 0.0) -> StageCost:
-    """What a stage costs, scaled so that it says the median of what windows take in all.
-
-    The fit looks at most buffers, not at their sum, which is larger where times have long tails.
+    """What a stage costs, scaled so that it says the median of what windows take in all: the sum over buffers is larger
+    than the fit where times have long tails.
 
     Args:
         windows: Tensors, elements and seconds of each buffer.
@@ -244,24 +225,9 @@ def _fit_stage(windows: Sequence[Sequence[tuple[int, int, float]]], besides: flo
 
 
 def _fit_positive(rows: np.ndarray) -> list[float]:
-    """Least squares of the relative error with coefficients of at least 0: of all sets of columns that have such, the
-    best.
-
-    Args:
-        rows: Columns, the last one being their sum [m, k + 1].
-    """
+    """Least squares of the relative error with coefficients of at least 0; the last column is the sum [m, k + 1]."""
     rows = rows[rows[:, -1] > 0]
     if not len(rows):
         return [0.0] * (rows.shape[1] - 1)
-    columns, total = rows[:, :-1] / rows[:, -1:], np.ones(len(rows))
-    best, least = [0.0] * columns.shape[1], float(total @ total)
-    for size in range(1, columns.shape[1] + 1):
-        for chosen in combinations(range(columns.shape[1]), size):
-            part, *_ = np.linalg.lstsq(columns[:, chosen], total, rcond=None)
-            error = total - columns[:, chosen] @ part
-            if (part >= 0).all() and float(error @ error) < least:
-                least = float(error @ error)
-                best = [0.0] * columns.shape[1]
-                for place, value in zip(chosen, part.tolist(), strict=True):
-                    best[place] = value
-    return best
+    solution: np.ndarray = nnls(rows[:, :-1] / rows[:, -1:], np.ones(len(rows)))[0]
+    return solution.tolist()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import median
 
 import torch
@@ -21,26 +20,15 @@ _QUEUE = 16  # collectives that are launched at once
 _QUEUE_BYTES = 1 << 16  # of all of them, or two: the link is what a queue of larger ones waits for
 
 
-@dataclass(frozen=True)
-class _Run:
-    """One or several collectives of one size, as this worker saw them.
-
-    Args:
-        begin: Launch of the first, seconds of a clock that all workers share.
-        end: Return of the wait for the last.
-        processor: Seconds of a core that all other threads of this process took meanwhile.
-    """
-
-    begin: float
-    end: float
-    processor: float
+# Launch of the first, return of the wait for the last, seconds of a core that all other threads of this process took.
+_Run = tuple[float, float, float]
 
 
 def time_collectives(transport: Transport, budget_s: float = 20.0) -> dict[str, CollectiveTimes]:
-    """Times all-gathers and all-reduces of CPU tensors on this group and link.
+    """Times all-gathers and all-reduces of CPU tensors on this group and link; blocks all ranks, which return the same.
 
     Workers share one machine, and so a clock: a collective begins when the last worker has launched it, and ends when
-    the mean worker no longer waits. Every rank returns the same numbers. Blocks all ranks.
+    the mean worker no longer waits.
 
     Args:
         transport: The communicator.
@@ -97,7 +85,7 @@ def _sample(
 
 def _medians(transport: Transport, runs: Sequence[_Run]) -> tuple[float, float]:
     """Median seconds and processor seconds of a run, agreed by all ranks."""
-    mine = torch.tensor([[run.begin, run.end, run.processor] for run in runs], dtype=torch.float64)
+    mine = torch.tensor(runs, dtype=torch.float64)
     table = torch.empty(transport.world_size * mine.numel(), dtype=torch.float64)
     transport.all_gather(table, mine.flatten()).wait()
     begin, end, processor = table.view(transport.world_size, len(runs), 3).unbind(-1)
@@ -113,7 +101,7 @@ def _run(transport: Transport, launch: Callable[[], Work], count: int) -> _Run:
     for work in works:
         work.wait()
     end = time.perf_counter()
-    return _Run(begin, end, _processor() - before)
+    return begin, end, _processor() - before
 
 
 def _processor() -> float:

@@ -6,14 +6,10 @@ import importlib.util
 
 
 def need(module: str, extra: str) -> None:
-    """Asks for a module before the work begins, whose results need it.
-
-    Args:
-        module: Its name.
-        extra: Of this package, which brings it.
+    """Asks for a module before the work begins whose results need it.
 
     Raises:
-        ModuleNotFoundError: If it is missing; names the extra.
+        ModuleNotFoundError: If it is missing; names the extra that brings it.
     """
     if importlib.util.find_spec(module) is None:
         raise ModuleNotFoundError(f'this needs {module}: pip install "lightning-safusion[{extra}]"')

@@ -62,12 +62,7 @@ def write(name: str, options: Mapping[str, Any]) -> str:
 
 
 def typed(text: str, options: Mapping[str, str], hints: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of options, as annotations ask for them.
-
-    Args:
-        text: What the options stand in, for messages.
-        options: Texts by name.
-        hints: Annotations by name, of all that there are.
+    """Values of options, as the annotations of all that there are ask for them; ``text`` is what they stand in.
 
     Raises:
         ValueError: If there is no such option, or it cannot have that value.
@@ -82,12 +77,7 @@ def typed(text: str, options: Mapping[str, str], hints: Mapping[str, Any]) -> di
 
 
 def make_part(text: str, resolve: Callable[[str], Part]) -> Part:
-    """A part with options: ``residual[decay=0.9]``.
-
-    Args:
-        text: Its name, and what its constructor is given.
-        resolve: Makes a part of its name.
-    """
+    """A part by its name, with what its constructor is given: ``residual[decay=0.9]``."""
     name, options = read(text)
     part = resolve(name)
     return type(part)(**typed(text, options, hints_of(type(part).__init__))) if options else part
@@ -102,7 +92,10 @@ def hints_of(function: Callable[..., Any], without: Sequence[str] = ()) -> dict[
 def _value(text: str, option: str, value: str, hint: Any) -> Any:
     kinds = get_args(hint) or (hint,)
     if float in kinds:
-        return _number(text, option, value)
+        try:
+            return float(value)
+        except ValueError:
+            raise ValueError(f"{text!r}: {option} is a number, got {value!r}") from None
     if bool in kinds:
         if value.lower() not in ("true", "false"):
             raise ValueError(f"{text!r}: {option} is true or false, got {value!r}")
@@ -112,10 +105,3 @@ def _value(text: str, option: str, value: str, hint: Any) -> Any:
             raise ValueError(f"{text!r}: {option} is a whole number, got {value!r}")
         return int(value)
     return value.split("|") if list[str] in kinds else value
-
-
-def _number(text: str, option: str, value: str) -> float:
-    try:
-        return float(value)
-    except ValueError:
-        raise ValueError(f"{text!r}: {option} is a number, got {value!r}") from None

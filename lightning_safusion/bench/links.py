@@ -27,12 +27,9 @@ _uses = itertools.count()
 
 @dataclass(frozen=True)
 class Namespace:
-    """A machine of its own as far as the network is concerned; its device is ``eth0``.
+    """A machine of its own as far as the network is concerned: a network namespace.
 
-    Args:
-        name: Of the network namespace.
-        address: IPv4, reachable from the other namespaces and from nowhere else.
-        device: The host's end of its link.
+    Its ``eth0`` has an IPv4 address that only the other namespaces reach; ``device`` is the host's end of its link.
     """
 
     name: str
@@ -71,10 +68,7 @@ def why_no_links() -> str | None:
 
 
 def bits_per_second(rate: str) -> float:
-    """The rate of a link.
-
-    Args:
-        rate: As ``tc`` takes it: ``"100mbit"``, ``"2.5gbit"``, ``"500kbit"``.
+    """The rate of a link, as ``tc`` takes it: ``"100mbit"``, ``"2.5gbit"``, ``"500kbit"``.
 
     Raises:
         ValueError: If it is none.

@@ -55,13 +55,10 @@ class SystemFigures:
 
 
 def summarize(blocks: Mapping[str, Sequence[Sequence[Block]]]) -> list[SystemFigures]:
-    """Figures of all systems of one run.
+    """Figures of all systems of one run, from the blocks of each round by rank; the floor and DDP are among them.
 
     A step of a block takes the mean over its workers; the first one of a block is left out, for it meets the caches and
     the network as another system left them.
-
-    Args:
-        blocks: Of each system, the blocks of each round, by rank; with the floor and DDP among the systems.
     """
     steps = {system: _steps(rounds) for system, rounds in blocks.items()}
     floor, ddp = median(steps[FLOOR]), median(steps["ddp"])

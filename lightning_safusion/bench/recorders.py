@@ -1,4 +1,4 @@
-"""Callbacks that take down what a step costs a worker: of a job without any exchange, and of the engine in that job."""
+"""Callbacks that record what a step costs a worker: of a job without any exchange, and of the engine in that job."""
 
 from __future__ import annotations
 
@@ -29,12 +29,7 @@ TOUR = (8, 1, sys.maxsize, 4, 64, 16)
 
 
 class Moment(NamedTuple):
-    """When a thread got somewhere.
-
-    Args:
-        seconds: By the clock on the wall.
-        processor: Seconds of a core that the thread has had.
-    """
+    """When a thread got somewhere: seconds of the clock on the wall, and seconds of a core that the thread has had."""
 
     seconds: float
     processor: float
@@ -66,13 +61,7 @@ class FloorStep:
 
 @dataclass(frozen=True)
 class FloorRecord:
-    """What :class:`FloorRecorder` has taken down.
-
-    Args:
-        name: Of the job.
-        tensors: Names and shapes, by the order of the gradients.
-        steps: All of them.
-    """
+    """The steps of a job without any exchange, and names and shapes of its tensors by the order of the gradients."""
 
     name: str
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
@@ -80,11 +69,7 @@ class FloorRecord:
 
 
 class FloorRecorder(Callback):
-    """Takes down the steps of a job without any exchange: when each gradient is ready, and what goes on besides.
-
-    Args:
-        pipe: Takes a :class:`FloorRecord` when training has ended.
-    """
+    """Records the steps of a job without any exchange; its pipe takes a :class:`FloorRecord` after the last one."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
@@ -140,16 +125,7 @@ class FloorRecorder(Callback):
 
 
 class BufferCost(NamedTuple):
-    """What a buffer cost.
-
-    Args:
-        tensors: In it.
-        elements: In it.
-        entries: That it sends.
-        nbytes: That it sends.
-        select: Seconds of selection, packing and launch.
-        decode: Seconds of decoding.
-    """
+    """What a buffer holds and sends, and what it costs: seconds of selection, packing and launch, and of decoding."""
 
     tensors: int
     elements: int
@@ -165,7 +141,7 @@ class EngineStep:
 
     Args:
         number: Of the step.
-        buffers: Of each that travelled sparse.
+        buffers: Of each that was sparse.
         forward: Up to the backward pass.
         backward: From there to the last gradient, selections included.
         drain: From there until gradients and memory were final, decoding included.
@@ -189,19 +165,14 @@ class EngineStep:
 
 @dataclass(frozen=True)
 class EngineRecord:
-    """What :class:`EngineRecorder` has taken down.
-
-    Args:
-        steps: All of them.
-        collectives: Of the group, timed after the last step, if that was asked for.
-    """
+    """Steps with the engine, and the collectives of the group, timed after the last step if that was asked for."""
 
     steps: tuple[EngineStep, ...]
     collectives: dict[str, CollectiveTimes]
 
 
 class ProcessorClock(HostClock):
-    """Takes down how long this thread has had a core, in place of the time."""
+    """Records how long this thread has had a core, in place of the time."""
 
     @override
     def mark(self) -> float:
@@ -209,7 +180,7 @@ class ProcessorClock(HostClock):
 
 
 class EngineRecorder(Callback):
-    """Takes down what a step costs the host with buffers of several sizes in turns, and at last times the collectives.
+    """Records what a step costs the host with buffers of several sizes in turns, and at last times the collectives.
 
     Costs are seconds for which the thread had a core: what it waits for, and whom, is the simulator's to find out.
 

@@ -22,14 +22,7 @@ _DENSITY = 0.01  # where only the names of the options are to be checked
 
 @dataclass(frozen=True)
 class Row:
-    """A system with options.
-
-    Args:
-        name: As it was written, without spaces.
-        system: Name of the system.
-        options: Arguments of :class:`SAFusionStrategy`.
-        training: Options of the optimizer; empty where nothing but steps is measured.
-    """
+    """A system with options: arguments of :class:`SAFusionStrategy`, and of the optimizer where a row is trained."""
 
     name: str
     system: str
@@ -46,11 +39,7 @@ class Row:
         return float(dict(self.options).get("density", otherwise))
 
     def strategy(self, density: float, **defaults: Any) -> SAFusionStrategy:
-        """A new strategy.
-
-        Args:
-            density: Of rows that have none of their own.
-            defaults: Further arguments, of rows that have none of their own.
+        """A new strategy, with the density and the defaults where the row has none of its own.
 
         Raises:
             ValueError: If an option has a value that it cannot have; names the row.

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from lightning_safusion.bench.calibrate import fit_run
 from lightning_safusion.bench.extras import need
 from lightning_safusion.bench.links import bits_per_second, why_no_links
 from lightning_safusion.bench.medians import SystemFigures, summarize
@@ -72,12 +71,14 @@ def run_bench(
 
     Raises:
         ValueError: If a name or number makes no sense.
-        ModuleNotFoundError: If matplotlib is missing; names the extra that brings it.
+        ModuleNotFoundError: If matplotlib, or scipy with calibrate, is missing; names the extra that brings it.
         RuntimeError: If a worker fails; names its log.
     """
     rhythm, names = Rhythm(rounds, block, warmup), list(dict.fromkeys([*REFERENCE_STRATEGIES, *REFERENCES, *systems]))
     task = _task(model, size, batch_size, paced, scale, seed)
     console, output = begin(workers, output)
+    if calibrate:
+        need("scipy", "examples")
     for share in density:
         if not 0 < share <= 1:
             raise ValueError(f"density is a share in (0, 1], got {share:g}")
@@ -96,14 +97,7 @@ def run_bench(
 
 
 def begin(workers: int, output: Path) -> tuple[Console, Path]:
-    """Prepares a measurement with pictures: asks for what it will need, before anything is measured.
-
-    Args:
-        workers: Processes that train together.
-        output: Folder of results; made here.
-
-    Returns:
-        The console to show it on, and the folder.
+    """Prepares a measurement with pictures: asks for what it will need, and makes the folder of the results.
 
     Raises:
         ValueError: If a single worker is to exchange something.
@@ -175,6 +169,8 @@ def _measure(
     with step_bars(totals, console) as tell:
         run = measure(task, names, place, rhythm, output / "logs", tell, record=calibrate)
     if calibrate:
+        from lightning_safusion.bench.calibrate import fit_run  # scipy is an extra
+
         trace, costs = fit_run(run, rhythm)
         trace.save(output / f"trace-{suffix}.json")
         costs.save(output / f"calibration-{suffix}.json")

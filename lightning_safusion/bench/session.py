@@ -18,7 +18,7 @@ from lightning_safusion.systems import resolve_system
 #: Rows of every run: the floor, and what a user has without this package.
 REFERENCES = (FLOOR, "ddp")
 #: The teams that record what costs are fitted to, beside the systems: the job without any exchange, and the engine with
-#: selection ahead of fusion and behind it.
+#: selection before fusion and after it.
 RECORDS = ("floor-record", "ahead-record", "behind-record")
 # Systems whose engine is recorded: sparse, with buffers that all ranks cut alike.
 _RECORDED = {"ahead-record": "saf-inter", "behind-record": "behind"}
@@ -60,11 +60,7 @@ class Rhythm:
 
 @contextmanager
 def machines(workers: int, rate: str | None) -> Iterator[Place]:
-    """Workers with a link of their own each, or on the loopback.
-
-    Args:
-        workers: How many.
-        rate: Of each link; None for the loopback.
+    """Workers with a link of that rate each, or on the loopback.
 
     Raises:
         RuntimeError: If links cannot be made here; says why.
@@ -81,14 +77,8 @@ def machines(workers: int, rate: str | None) -> Iterator[Place]:
 
 @dataclass(frozen=True)
 class Run:
-    """What came of a run.
-
-    Args:
-        blocks: Of each system, the blocks of each round, by rank.
-        floor: By rank, steps without any exchange in detail, if that was asked for.
-        ahead: The same with the engine, selection ahead of fusion, and the collectives of the group.
-        behind: With the engine, selection behind fusion.
-    """
+    """Of each system the blocks of each round, by rank; and, if that was asked for, by rank, steps with no exchange,
+    with selection before fusion (and the collectives of the group), and with selection after it."""
 
     blocks: dict[str, list[list[Block]]]
     floor: list[FloorRecord]
@@ -109,13 +99,12 @@ def measure(
 
     Args:
         task: What they train.
-        systems: Their names, with options (see :mod:`~lightning_safusion.bench.rows`).
+        systems: Rows, see :mod:`~lightning_safusion.bench.rows`.
         place: Where.
         rhythm: In which turns.
         logs: Folder for what the workers print.
         tell: Called with a system and the number of steps that it has just done.
-        record: Also record what costs are fitted to. Teams of their own do so and take turns with the others, so that
-            costs and steps are of the same minutes.
+        record: Also record what costs are fitted to, by teams of their own that take turns with the others.
 
     Raises:
         ValueError: If there is no such system.

@@ -59,14 +59,7 @@ class Place:
 
 @dataclass(eq=False)
 class Team:
-    """The processes of one system.
-
-    Args:
-        system: Its name.
-        processes: In rank order.
-        pipes: To them.
-        log: File with all that they print.
-    """
+    """The processes of one system and the pipes to them, in rank order; all that they print is in the log."""
 
     system: str
     processes: list[ForkProcess]
@@ -74,20 +67,13 @@ class Team:
     log: Path
 
     def train(self, steps: int) -> list[Block]:
-        """Has all workers train some steps, and waits for them.
-
-        Returns:
-            A block of each rank.
-
-        Raises:
-            RuntimeError: If a worker fails; names the log.
-        """
+        """Has all workers train some steps, and waits for the block of each; errors as in :meth:`collect`."""
         for pipe in self.pipes:
             pipe.send(steps)
         return self.collect()
 
     def finish(self) -> list[Any]:
-        """Tells the workers that all turns are over, and waits for what they hand in; errors as in :meth:`train`."""
+        """Tells the workers that all turns are over, and waits for what they hand in; errors as in :meth:`collect`."""
         for pipe in self.pipes:
             pipe.send(None)
         return self.collect()
@@ -138,11 +124,7 @@ class Team:
 
 @dataclass(frozen=True)
 class Failed:
-    """A worker has raised.
-
-    Args:
-        trace: Traceback.
-    """
+    """A worker has raised; ``trace`` is the traceback."""
 
     trace: str
 
@@ -155,7 +137,7 @@ def started(system: str, place: Place, log: Path, port: int, work: Callable[[int
         system: Its name.
         place: Where they run.
         log: Takes all that they print.
-        port: Of their rendezvous on the first of them.
+        port: Of the first of them, where they find each other.
         work: Called in each process with its rank and the pipe to this one.
     """
     context = multiprocessing.get_context("fork")

@@ -7,10 +7,11 @@ that systems can take turns with everything they have learnt about their costs.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import resource
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from pathlib import Path
 from time import perf_counter
 from types import MappingProxyType
 from typing import Any
@@ -19,12 +20,13 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_safusion.baselines.hooks import register_ddp_hook
 from lightning_safusion.bench.links import sent_bytes
 from lightning_safusion.bench.rows import Row, parse_row
-from lightning_safusion.bench.workload import Classifier, Paced, Repeated, Workload
+from lightning_safusion.bench.workload import Classifier, Paced, Workload
 from lightning_safusion.simulate.trace import Trace
 from lightning_safusion.strategy import SAFusionStrategy
 
@@ -32,6 +34,20 @@ from lightning_safusion.strategy import SAFusionStrategy
 FLOOR = "no-exchange"
 #: The floor with workers that wait for each other: what a step takes at least if gradients are exchanged at all.
 IN_STEP = "barrier"
+
+
+#: Of the trainer of each worker: it is a node of one CPU device, and leaves nothing behind.
+WORKER_OPTIONS: Mapping[str, Any] = MappingProxyType(
+    {
+        "accelerator": "cpu",
+        "devices": 1,
+        "use_distributed_sampler": False,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+)
 
 
 class NoExchange(DDPStrategy):
@@ -58,16 +74,8 @@ REFERENCE_STRATEGIES = MappingProxyType({FLOOR: NoExchange, IN_STEP: InStep})
 
 @dataclass(frozen=True)
 class Task:
-    """What the workers train, the same for all systems.
-
-    Args:
-        model: Kind of network, see :data:`~lightning_safusion.bench.workload.MODELS`.
-        size: Its size.
-        batch_size: Samples of one worker.
-        density: Share of the elements that sparse systems send, if their row says nothing else.
-        trace: Sleep through this in place of a network.
-        seed: Of weights and batches.
-    """
+    """What the workers train, the same for all systems: a network of :class:`Classifier`, or a trace to sleep through;
+    ``density`` is that of sparse systems whose row says nothing else."""
 
     model: str = "conv"
     size: str = "base"
@@ -77,11 +85,7 @@ class Task:
     seed: int = 0
 
     def row(self, system: str) -> Row:
-        """The row that a text names.
-
-        Raises:
-            ValueError: If there is no such system, or it has no such option.
-        """
+        """The row that a text names."""
         return parse_row(system)
 
     def module(self, system: str = "ddp") -> Workload:
@@ -90,11 +94,7 @@ class Task:
         return Classifier(self.model, self.size, self.batch_size) if self.trace is None else Paced(self.trace)
 
     def strategy(self, system: str) -> DDPStrategy:
-        """The strategy of a row.
-
-        Raises:
-            ValueError: If there is no such system, or it has no such option.
-        """
+        """The strategy of a row."""
         if system in REFERENCE_STRATEGIES:
             return REFERENCE_STRATEGIES[system](process_group_backend="gloo")
         return self.row(system).strategy(self.density)
@@ -120,11 +120,8 @@ class Block:
 
 
 class Turns(Callback):
-    """Lets a trainer run only as many steps as it is told through a pipe, and answers with their times.
-
-    Args:
-        pipe: Brings numbers of steps, takes a :class:`Block` for each, and None before the first.
-    """
+    """Lets a trainer run only as many steps as it is told through a pipe; the pipe takes None before the first, and a
+    :class:`Block` for each number."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
@@ -169,30 +166,18 @@ class Turns(Callback):
 
 
 def peak_bytes() -> int:
-    """Largest resident set of this process so far; 0 where the system does not tell."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return 0
-    line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
+    """Largest resident set of this process so far; ``ru_maxrss`` is in KiB on Linux, in bytes on macOS."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def train(task: Task, system: str, workers: int, steps: int, callbacks: Sequence[Callback], pipe: Connection) -> None:
     """Trains one system for ``steps`` steps in turns, as one of the workers; says when it is ready to begin."""
     module = task.module(system)
     torch.manual_seed(task.seed + 1 + int(os.environ["NODE_RANK"]))
+    strategy, turns = task.strategy(system), [Turns(pipe), *callbacks]
     trainer = Trainer(
-        accelerator="cpu",
-        num_nodes=workers,
-        devices=1,
-        strategy=task.strategy(system),
-        callbacks=[Turns(pipe), *callbacks],
-        max_steps=steps,
-        max_epochs=1,
-        use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        num_nodes=workers, strategy=strategy, callbacks=turns, max_steps=steps, max_epochs=1, **WORKER_OPTIONS
     )
-    trainer.fit(module, Repeated(module.batch(), steps))
+    batches: Any = [module.batch()] * steps
+    trainer.fit(module, DataLoader(batches, batch_size=None))

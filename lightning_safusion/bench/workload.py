@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -19,11 +19,7 @@ _WORDS = 2000
 
 
 class ConvNet(nn.Module):
-    """Three stages of 3 x 3 convolutions with batch norms, on 32 x 32 images.
-
-    Args:
-        width: Channels of the first stage; the others have twice and four times as many.
-    """
+    """Three stages of 3 x 3 convolutions with batch norms, on 32 x 32 images; the first has ``width`` channels."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -42,13 +38,7 @@ class ConvNet(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A causal language model with tied embeddings.
-
-    Args:
-        width: Of the residual stream, a multiple of 32.
-        depth: Blocks.
-        length: Longest sequence.
-    """
+    """A causal language model with tied embeddings; ``width`` is a multiple of 32."""
 
     def __init__(self, width: int, depth: int = 6, length: int = 32) -> None:
         super().__init__()
@@ -65,11 +55,7 @@ class Transformer(nn.Module):
 
 
 class LSTM(nn.Module):
-    """A two-layer LSTM language model.
-
-    Args:
-        width: Of embeddings and hidden states.
-    """
+    """A two-layer LSTM language model with hidden states of ``width``."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -232,33 +218,11 @@ class _Pace(torch.autograd.Function):
         return grads[0], ctx.grad, None, None, None
 
 
-class Repeated:
-    """The same batch, again and again.
-
-    Args:
-        batch: What is loaded.
-        steps: How often.
-    """
-
-    def __init__(self, batch: Any, steps: int) -> None:
-        self.batch, self.steps = batch, steps
-
-    def __len__(self) -> int:
-        return self.steps
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter([self.batch] * self.steps)
-
-
 def scaled(trace: Trace, factor: float) -> Trace:
-    """The trace with tensors of a ``factor`` of the elements, and the same times.
+    """The trace with tensors of a ``factor`` of the elements, in (0, 1], and the same times.
 
     Matrices become smaller in both of their first two dimensions, by the root of the factor each. On a link whose rate
     is scaled by the same factor an exchange takes as long as before, while selection takes that much less.
-
-    Args:
-        trace: What to scale.
-        factor: In (0, 1].
 
     Raises:
         ValueError: If the factor is out of range.

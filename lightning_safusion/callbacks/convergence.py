@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
@@ -13,11 +11,11 @@ from lightning_safusion.metrics.convergence import Before, ConvergenceFigures, c
 from lightning_safusion.strategy import SAFusionStrategy
 
 
-class ConvergenceProbe(StepSampler):
+class ConvergenceProbe(StepSampler[ConvergenceFigures]):
     r"""Measures, per layer and over all, what convergence proofs assume of a compressor; for every system.
 
     ``x`` is what a rank selects from (gradient plus residual), ``C(x)`` what the receivers decode of it, ``g`` the
-    gradient, and a mean is one over ranks. Of a sampled step, over all tensors that travelled sparse:
+    gradient, and a mean is one over ranks. Of a sampled step, over all tensors that were sent sparse:
 
     =============================  ====================================================================================
     ``safusion/contraction``       ``||x - C(x)||^2 / ||x||^2``, energies summed over ranks. Error feedback converges
@@ -33,10 +31,7 @@ class ConvergenceProbe(StepSampler):
     Each also as ``<key>/<parameter>``. ``mean C(x)`` is the gradient that the optimizer gets. A sampled step waits for
     the device, copies the residual, reduces two vectors of the size of the model over the ranks and selects once more,
     with a copy of this rank's compressor; other steps cost nothing. With ``memory="dgc"`` and ``"decoupled"``, which
-    hold a momentum, there is no ``xi``. With plain DDP, where every tensor travels whole, nothing is sampled.
-
-    The released probe of ADTopk compares with the flattened mean, which it leaves uncompressed: what it prints is the
-    norm of the mean residual over that of the mean gradient.
+    hold a momentum, there is no ``xi``. With plain DDP, where every tensor is dense, nothing is sampled.
 
     Args:
         every_n_steps: Optimizer steps from one sample to the next.
@@ -59,7 +54,6 @@ class ConvergenceProbe(StepSampler):
         self.per_tensor = per_tensor
         self.latest: ConvergenceFigures | None = None
         self._before: Before | None = None
-        self._figures: ConvergenceFigures | None = None  # of the windows of this batch
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -67,21 +61,13 @@ class ConvergenceProbe(StepSampler):
         self._before = Before.of(controller.space) if self._sampling and controller is not None else None
 
     @override
-    def _forget(self) -> None:
-        self._figures = self._before = None
-
-    @override
-    def _take(self, strategy: SAFusionStrategy) -> None:
+    def _measure(self, strategy: SAFusionStrategy) -> ConvergenceFigures | None:
         before, self._before = self._before, None
         if strategy.record is None or before is None:
-            return
-        figures = convergence_figures(strategy.record, before)
-        self._figures = figures if self._figures is None else self._figures + figures
+            return None
+        return convergence_figures(strategy.record, before)
 
     @override
-    def _values(self, trainer: Trainer, step: int) -> dict[str, float] | None:
-        if self._figures is None:
-            return None
-        self.latest = self._figures.reduced(partial(trainer.strategy.reduce, reduce_op="sum"))
-        self._figures = None
-        return self.latest.values(self.per_tensor)
+    def _values(self, figures: ConvergenceFigures, step: int) -> dict[str, float]:
+        self.latest = figures
+        return figures.values(self.per_tensor)

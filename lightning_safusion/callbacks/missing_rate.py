@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
 
-from lightning_safusion.callbacks.run_directory import run_directory, run_id
+from lightning_safusion.callbacks.run_directory import run_directory, run_id, writing
 from lightning_safusion.callbacks.sampling import StepSampler
+from lightning_safusion.callbacks.terminal import print_table
 from lightning_safusion.literal import literal
 from lightning_safusion.metrics.figures import TensorFigures, tensor_figures
 from lightning_safusion.metrics.history import MissingRateStatistics
@@ -28,12 +27,12 @@ if TYPE_CHECKING:
 FILE = "missing_rate.json"
 
 
-class TensorMissingRateMonitor(StepSampler):
+class TensorMissingRateMonitor(StepSampler[TensorFigures]):
     """Samples how many gradient tensors nothing is sent of, across ranks; for every system.
 
     A tensor is missing on a rank in a step if it had a gradient and none of its elements was selected. Sampled steps
     wait for the device and reduce 48 bytes per tensor over the ranks; other steps cost nothing. With plain DDP, where
-    every tensor travels whole, nothing is sampled.
+    every tensor is dense, nothing is sampled.
 
     Keys that are logged, each a share in [0, 1] of the sampled step:
 
@@ -41,7 +40,7 @@ class TensorMissingRateMonitor(StepSampler):
     ``safusion/missing_rate``                 tensors of which a rank sent nothing, mean over ranks
     ``safusion/missing_on_all_ranks``         tensors of which no rank sent anything
     ``safusion/achieved_density``             elements that a rank sent, mean over ranks
-    ``safusion/compression_error``            energy (squared norm) that stayed behind, of tensors that travel sparse
+    ``safusion/compression_error``            energy (squared norm) that was not sent, of tensors sent sparse
     ``safusion/missing_rate/<parameter>``     ranks that sent nothing of this tensor, with ``per_tensor=True``
     ========================================  =========================================================================
 
@@ -91,15 +90,12 @@ class TensorMissingRateMonitor(StepSampler):
         self.columns = columns
         self.dirpath = dirpath
         self.statistics: MissingRateStatistics | None = None
-        self._figures: TensorFigures | None = None  # of the windows of this batch
         self._run_dir: Path | None = None
         self._run = 0.0  # of this fit, the same on all ranks
 
     @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        if stage == "fit":
-            self.statistics = MissingRateStatistics([name for name, _ in pl_module.named_parameters()], self.columns)
+    def _begin(self, strategy: SAFusionStrategy, trainer: Trainer, module: LightningModule) -> None:
+        self.statistics = MissingRateStatistics([name for name, _ in module.named_parameters()], self.columns)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -108,22 +104,12 @@ class TensorMissingRateMonitor(StepSampler):
         self._run = run_id(trainer)
 
     @override
-    def _forget(self) -> None:
-        self._figures = None
+    def _measure(self, strategy: SAFusionStrategy) -> TensorFigures | None:
+        return tensor_figures(strategy)
 
     @override
-    def _take(self, strategy: SAFusionStrategy) -> None:
-        figures = tensor_figures(strategy)
-        if figures is not None:
-            self._figures = figures if self._figures is None else self._figures + figures
-
-    @override
-    def _values(self, trainer: Trainer, step: int) -> dict[str, float] | None:
-        if self._figures is None or self.statistics is None:
-            return None
-        figures = self._figures.reduced(partial(trainer.strategy.reduce, reduce_op="sum"))
-        self._figures = None
-        values = self.statistics.add(step, figures)
+    def _values(self, figures: TensorFigures, step: int) -> dict[str, float]:
+        values = self._sampled().add(step, figures)
         if self.per_tensor:
             rates = (figures.missing / figures.windows).tolist()
             values |= {f"missing_rate/{n}": r for n, r in zip(figures.names, rates, strict=True) if not isnan(r)}
@@ -134,16 +120,17 @@ class TensorMissingRateMonitor(StepSampler):
         if not trainer.is_global_zero or self.statistics is None or not self.statistics.samples:
             return
         if self.worst and self.statistics.worst(1):
-            Console().print(self.table())
+            print_table(trainer, self.table())
         elif self.worst:
             rank_zero_info(f"TensorMissingRateMonitor: no tensor was missing in {self.statistics.samples} steps.")
         if self.heatmap_file is not None:
             self.heatmap_file.parent.mkdir(parents=True, exist_ok=True)
             self.heatmap().figure.savefig(self.heatmap_file, dpi=120)
         if self._run_dir is not None:
-            self._run_dir.mkdir(parents=True, exist_ok=True)
-            content = json.dumps(self.statistics.summary() | {"run": self._run}, allow_nan=False)
-            (self._run_dir / FILE).write_text(content, encoding="utf-8")
+            with writing(self._run_dir):
+                self._run_dir.mkdir(parents=True, exist_ok=True)
+                content = json.dumps(self.statistics.summary() | {"run": self._run}, allow_nan=False)
+                (self._run_dir / FILE).write_text(content, encoding="utf-8")
 
     def table(self) -> Table:
         """The tensors that were missing most often, worst first.
@@ -156,7 +143,7 @@ class TensorMissingRateMonitor(StepSampler):
         table = Table(
             title=f"Tensors missing: {rate:.2%} of {len(statistics.rows())} tensors, in {statistics.samples} steps",
             caption="missing: nothing was sent, share of ranks and steps; everywhere: no rank sent anything. "
-            "error: energy that stayed behind.",
+            "error: energy that was not sent.",
         )
         table.add_column("tensor", overflow="fold")
         for column in ("missing", "everywhere", "density", "error"):

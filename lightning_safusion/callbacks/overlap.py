@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import socket
-import warnings
+import sys
 from collections import deque
-from dataclasses import asdict, astuple
+from dataclasses import astuple
 from math import isnan, nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from lightning import __version__ as lightning_version
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from rich.console import RenderableType
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_safusion.callbacks.base import StrategyCallback
-from lightning_safusion.callbacks.run_directory import run_directory, run_id
+from lightning_safusion.__about__ import __version__
+from lightning_safusion.callbacks.base import StrategyCallback, check_every
+from lightning_safusion.callbacks.run_directory import run_directory, run_id, writing
 from lightning_safusion.callbacks.terminal import print_table
+from lightning_safusion.fusion.clock import Mark
 from lightning_safusion.profiling.figures import RankFigures, StepFigures, buffer_means
 from lightning_safusion.profiling.hosts import clock_offsets, gather, meet
 from lightning_safusion.profiling.picture import plot_step
 from lightning_safusion.profiling.recorder import StepRecorder
-from lightning_safusion.profiling.summary import summarize, write_summary
+from lightning_safusion.profiling.summary import FILE, Overlap
 from lightning_safusion.profiling.table import build_table
 from lightning_safusion.profiling.timeline import StepTimeline
 from lightning_safusion.profiling.trace import trace_events, write_trace
@@ -46,25 +50,10 @@ class OverlapProfiler(StrategyCallback):
     after them the ranks exchange their means (104 bytes each), values are logged and a table is printed. Nothing waits
     for the device before that. On CUDA times are those of events in the order of the streams, read one step later.
 
-    Logged through every logger of the trainer, means over the recorded steps and over ranks:
-
-    ==============================  ===================================================================================
-    ``safusion/step_s``             seconds of a step of the optimizer, with all batches accumulated for it
-    ``safusion/data_s``             seconds between batches: loading, other callbacks, Lightning's own messages
-    ``safusion/forward_s``          seconds from a batch's beginning to its backward pass
-    ``safusion/backward_s``         seconds of backward passes, without the next three
-    ``safusion/select_s``           seconds of compensation, selection and packing
-    ``safusion/exposed_s``          seconds for which the backward pass stood still for an exchange (NOCT)
-    ``safusion/decode_s``           seconds of decoding
-    ``safusion/optimizer_s``        seconds of clipping and the optimizer's step
-    ``safusion/other_s``            seconds of everything else
-    ``safusion/exchange_s``         seconds in which at least one collective was under way
-    ``safusion/work_s``             seconds of forward, backward, selection, decoding and optimizer
-    ``safusion/overlap_ratio``      share of ``exchange_s`` in which the rank computed, in [0, 1]
-    ``safusion/bytes_sent``         bytes that a rank hands to its collectives in a step
-    ``safusion/slowest_rank``       rank with the longest ``work_s``
-    ``safusion/skew_s``             seconds by which its ``work_s`` exceeds the median rank's
-    ==============================  ===================================================================================
+    Logged through every logger of the trainer, means over the recorded steps and over ranks: the numbers of
+    :class:`~lightning_safusion.profiling.StepFigures` (``safusion/step_s``, ``safusion/exposed_s`` and so on),
+    ``safusion/slowest_rank`` (the rank with the longest ``work_s``) and ``safusion/skew_s`` (seconds by which its
+    ``work_s`` exceeds the median rank's).
 
     Progress bars show ``exposed_ms``: milliseconds of exposed exchange per step. With plain DDP only phases are known;
     what belongs to the exchange is left out, and a message says so.
@@ -109,14 +98,10 @@ class OverlapProfiler(StrategyCallback):
         progress_bar: bool = True,
         table: bool = True,
     ) -> None:
-        if every_n_steps < 1:
-            raise ValueError(f"every_n_steps must be 1 or more, got {every_n_steps}")
-        if record_steps is None:
-            record_steps = min(10, every_n_steps)
-        if not 1 <= record_steps <= every_n_steps:
+        self.every_n_steps = check_every(every_n_steps)
+        self.record_steps = min(10, every_n_steps) if record_steps is None else record_steps
+        if not 1 <= self.record_steps <= every_n_steps:
             raise ValueError(f"record_steps must be 1 to every_n_steps = {every_n_steps}, got {record_steps}")
-        self.every_n_steps = every_n_steps
-        self.record_steps = record_steps
         self.dirpath = dirpath
         self.progress_bar = progress_bar
         self.table = table
@@ -126,36 +111,31 @@ class OverlapProfiler(StrategyCallback):
         self._recorder = StepRecorder()
         self._rows: deque[tuple[int, StepFigures]] = deque(maxlen=_ROWS)
         self._handles: list[RemovableHandle] = []
-        self._recording = self._stepped = self._said = False
+        self._recording = self._stepped = False
         self._count = self._reported = 0  # steps of this fit, and of these, those before the latest report
         self._first = 0  # number of its first step in the logs
         self._run = 0.0  # the same on all ranks
         self._clocks = (np.zeros(1), np.zeros(1))
 
     @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit":
-            self._strategy(trainer)
-            self.steps, self.figures = [], None
-            self._rows.clear()
-            self._recorder.clear()
-            self._recording = self._stepped = self._said = False
-            self._count = self._reported = 0
+    def _begin(self, strategy: SAFusionStrategy, trainer: Trainer, module: LightningModule) -> None:
+        self.steps, self.figures = [], None
+        self._rows.clear()
+        self._recorder.clear()
+        self._recording = self._stepped = False
+        self._count = self._reported = 0
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.run_dir = run_directory(trainer, self.dirpath)
         self._run = run_id(trainer)
         self._first = trainer.fit_loop.epoch_loop._batches_that_stepped
-        self._compare_clocks(trainer)
+        self._clocks = clock_offsets(meet(trainer.strategy.root_device))
         for optimizer in trainer.optimizers:
             if hasattr(optimizer, "register_step_post_hook"):  # not where it is not one of torch's
                 hook = optimizer.register_step_post_hook(lambda *_: self._after_optimizer(trainer))
                 self._handles.append(hook)
         self._follow(self._strategy(trainer))
-
-    def _compare_clocks(self, trainer: Trainer) -> None:
-        self._clocks = clock_offsets(meet(trainer.strategy.root_device))
 
     def _records(self, number: int) -> bool:
         """Whether the step with this number in the fit is recorded."""
@@ -168,6 +148,9 @@ class OverlapProfiler(StrategyCallback):
             strategy.remove_observer(self._recorder)
             strategy.add_observer(self._recorder)
 
+    def _mark(self, trainer: Trainer) -> Mark:
+        return self._strategy(trainer).clock.mark()
+
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._recorder.pause()
@@ -179,27 +162,27 @@ class OverlapProfiler(StrategyCallback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._recording:
-            self._recorder.batch_start(self._strategy(trainer).clock.mark())
+            self._recorder.batch_start(self._mark(trainer))
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         if self._recording:
-            self._recorder.before_backward(self._strategy(trainer).clock.mark())
+            self._recorder.before_backward(self._mark(trainer))
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._recording:
-            self._recorder.after_backward(self._strategy(trainer).clock.mark())
+            self._recorder.after_backward(self._mark(trainer))
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         self._stepped = True
         if self._recording:
-            self._recorder.before_optimizer(self._strategy(trainer).clock.mark())
+            self._recorder.before_optimizer(self._mark(trainer))
 
     def _after_optimizer(self, trainer: Trainer) -> None:
         if self._recording:
-            self._recorder.after_optimizer(self._strategy(trainer).clock.mark())
+            self._recorder.after_optimizer(self._mark(trainer))
 
     @override
     def on_train_batch_end(
@@ -247,26 +230,15 @@ class OverlapProfiler(StrategyCallback):
         everyone = gather(mine).cpu()
         self.figures = RankFigures(tuple(StepFigures(*row) for row in everyone.tolist()))
         if self._clocks[0].any():  # clocks of several hosts drift apart
-            self._compare_clocks(trainer)
-        self._say_aside(strategy)
-        self._log(trainer, self.figures)
+            self._clocks = clock_offsets(meet(strategy.root_device))
+        reason = strategy.report()["plain_ddp"]
+        if reason is not None and not (self.steps and self.steps[-1].exchanged):
+            self._say(f"times phases, and no exchange: plain DDP is used, because {reason}")
+        rank, skew = self.figures.slowest
+        last = self._first + self._reported - 1  # the last step that the figures are of
+        self._log(trainer, self.figures.mean.as_dict() | {"slowest_rank": rank, "skew_s": skew}, last)
         if self.table:
             print_table(trainer, self._build_table(self.figures))
-
-    def _say_aside(self, strategy: SAFusionStrategy) -> None:
-        if self._said or (self.steps and self.steps[-1].exchanged):
-            return
-        reason = strategy.report()["plain_ddp"]
-        if reason is not None:
-            self._said = True
-            rank_zero_info(f"OverlapProfiler times phases, and no exchange: plain DDP is used, because {reason}.")
-
-    def _log(self, trainer: Trainer, figures: RankFigures) -> None:
-        rank, skew = figures.slowest
-        values = figures.mean.as_dict() | {"slowest_rank": rank, "skew_s": skew}
-        step = self._first + self._reported - 1  # the last one that the figures are of
-        for logger in trainer.loggers:
-            logger.log_metrics({f"safusion/{key}": float(value) for key, value in values.items()}, step=step)
 
     def _show_exposed(self, trainer: Trainer, pl_module: LightningModule) -> None:
         exposed = self.figures.mean.exposed_s if self.figures is not None else nan
@@ -301,29 +273,37 @@ class OverlapProfiler(StrategyCallback):
         offset, error = (float(values[rank]) for values in self._clocks)
         clock = {"clock_offset_s": offset, "clock_error_s": error}
         about = {"run": self._run, "rank": rank, "world_size": trainer.world_size, "host": host, **clock}
-        try:
+        with writing(self.run_dir):
             self.run_dir.mkdir(parents=True, exist_ok=True)
             write_trace(self.run_dir, trace_events(self.steps, rank, host, offset), about)
             if trainer.is_global_zero:
-                write_summary(self.run_dir, self._summary(trainer, self.figures))
-        except OSError as failure:  # a full disk is no reason to lose what was trained
-            warnings.warn(f"OverlapProfiler could not write to {self.run_dir}: {failure}", stacklevel=2)
+                content = json.dumps(self._summary(trainer, self.figures).to_dict(), allow_nan=False, indent=1)
+                (self.run_dir / FILE).write_text(content, encoding="utf-8")
 
-    def _summary(self, trainer: Trainer, figures: RankFigures) -> dict[str, Any]:
+    def _summary(self, trainer: Trainer, figures: RankFigures) -> Overlap:
         strategy = self._strategy(trainer)
         report = strategy.report()
-        about = {
-            "run": self._run,
-            "system": strategy.system,
-            "world_size": trainer.world_size,
-            "device": strategy.root_device.type,
-            "plain_ddp": report["plain_ddp"],
-            "density": report["density"] if report["plan"] else None,
-            "settings": strategy.settings.describe(),
-            "profiler": {"every_n_steps": self.every_n_steps, "record_steps": self.record_steps},
-            "decisions": [asdict(decision) for decision in strategy.decisions],
-        }
-        return summarize(figures, self._rows, self.steps, strategy.plan, strategy.costs, self._clocks, about)
+        offsets, errors = (values.tolist() for values in self._clocks)
+        return Overlap(
+            run=self._run,
+            system=strategy.system,
+            world_size=trainer.world_size,
+            device=strategy.root_device.type,
+            plain_ddp=report["plain_ddp"],
+            density=report["density"] if report["plan"] else None,
+            settings=strategy.settings.describe(),
+            profiler={"every_n_steps": self.every_n_steps, "record_steps": self.record_steps},
+            versions={"lightning_safusion": __version__, "lightning": lightning_version, "torch": torch.__version__},
+            command=shlex.join(sys.argv),
+            steps=dict(self._rows),
+            ranks=figures,
+            buffers=tuple(buffer_means(self.steps)),
+            plan=strategy.plan,
+            costs=strategy.costs,
+            timeline=self.steps[-1] if self.steps else None,
+            decisions=tuple(strategy.decisions),
+            clocks={"offset_s": offsets, "error_s": errors},
+        )
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_safusion.callbacks.base import StrategyCallback
+from lightning_safusion.callbacks.base import StrategyCallback, check_every
 from lightning_safusion.metrics.checksum import (
     Checksums,
     Difference,
@@ -60,21 +60,14 @@ class ReplicaConsistencyCheck(StrategyCallback):
         buffers: bool = False,
         action: Literal["raise", "warn"] = "raise",
     ) -> None:
-        if every_n_steps < 1:
-            raise ValueError(f"every_n_steps must be 1 or more, got {every_n_steps}")
         if action not in ("raise", "warn"):
             raise ValueError(f"action must be 'raise' or 'warn', got {action!r}")
-        self.every_n_steps = every_n_steps
+        self.every_n_steps = check_every(every_n_steps)
         self.optimizer_state = optimizer_state
         self.buffers = buffers
         self.action = action
         self.checks = 0
         self._checked = 0  # step of the latest check
-
-    @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit":
-            self._strategy(trainer)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

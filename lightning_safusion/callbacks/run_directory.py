@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -35,3 +38,12 @@ def run_id(trainer: Trainer) -> float:
     if model not in _BEGUN:
         _BEGUN[model] = float(trainer.strategy.broadcast(time.time()))
     return _BEGUN[model]
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """What cannot be written there is a warning: a full disk shall not lose what was trained."""
+    try:
+        yield
+    except OSError as error:
+        warnings.warn(f"nothing was written to {folder} ({error}): choose a directory with room", stacklevel=4)

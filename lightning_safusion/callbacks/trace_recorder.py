@@ -1,4 +1,4 @@
-"""Writes down how long each gradient of a job takes: a callback that records a trace for the simulator."""
+"""How long each gradient of a job takes: a callback that records a trace for the simulator."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_safusion.callbacks.base import StrategyCallback
+from lightning_safusion.callbacks.run_directory import writing
 from lightning_safusion.fusion.clock import Clock, Mark
 from lightning_safusion.fusion.events import WindowEvents
 from lightning_safusion.fusion.layout import Layout
@@ -71,10 +72,7 @@ class TraceRecorder(StrategyCallback):
         self._marked: list[_Marks] = []
 
     @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage != "fit":
-            return
-        self._strategy(trainer)
+    def _begin(self, strategy: SAFusionStrategy, trainer: Trainer, module: LightningModule) -> None:
         if trainer.accumulate_grad_batches != 1:
             raise MisconfigurationException(
                 "TraceRecorder records steps of one batch, got "
@@ -159,9 +157,10 @@ class TraceRecorder(StrategyCallback):
             f"{trainer.world_size} workers, system {strategy.system}"
         )
         self.trace = build_trace(type(module).__name__, self._windows[-1].layout, steps, source)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.trace.save(self.path)
-        rank_zero_info(f"TraceRecorder: {len(steps)} steps written to {self.path}.{unseen}")
+        with writing(self.path.parent):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.trace.save(self.path)
+            rank_zero_info(f"TraceRecorder: {len(steps)} steps written to {self.path}.{unseen}")
 
     def _release(self, strategy: SAFusionStrategy) -> None:
         strategy.remove_observer(self)

@@ -87,13 +87,9 @@ class BufferSizeTuner(StrategyCallback):
         self.bounds = Bounds(min_elements, max_elements).check()
         self.decisions: list[Decision] = []
         self._latest: Decision | None = None  # that has been told
-        self._said = False  # that there is nothing to size
 
     @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage != "fit":
-            return
-        strategy = self._strategy(trainer)
+    def _begin(self, strategy: SAFusionStrategy, trainer: Trainer, module: LightningModule) -> None:
         policy = strategy.settings.fusion
         policy = policy.policy if isinstance(policy, Tuned) else policy  # of an earlier fit
         try:
@@ -101,7 +97,7 @@ class BufferSizeTuner(StrategyCallback):
         except ValueError as error:
             raise MisconfigurationException(f"BufferSizeTuner: {error}.") from error
         strategy.settings = replace(strategy.settings, fusion=tuned)  # the engine is made later
-        self.decisions, self._latest, self._said = [], None, False
+        self.decisions, self._latest = [], None
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -123,35 +119,24 @@ class BufferSizeTuner(StrategyCallback):
         for decision in _after(strategy.decisions, self._latest):
             self._latest = decision
             self.decisions.append(decision)
-            self._log(trainer, decision)
+            values = {
+                "buffers": decision.buffers,
+                "predicted_gain": decision.predicted,
+                "measured_gain": decision.measured,
+                "window_s": decision.seconds,
+            }
+            self._log(trainer, values)
             if decision.action != "stay":
                 rank_zero_info(f"BufferSizeTuner: window {decision.window}: {describe(decision)}.")
-        if self.decisions and strategy.plan is None:
+        if not self._said and self.decisions and strategy.plan is None:
             self._say_idle(strategy)  # the engine has stepped aside
 
     def _say_idle(self, strategy: SAFusionStrategy) -> None:
-        if self._said:
-            return
         aside = strategy.report()["plain_ddp"]
         if aside is not None:
-            reason = f"plain DDP is used, because {aside}"
+            self._say(f"tunes nothing: plain DDP is used, because {aside}")
         elif torch.are_deterministic_algorithms_enabled():
-            reason = "a deterministic training measures no times; sizes are those of the policy"
-        else:
-            return
-        self._said = True
-        rank_zero_info(f"BufferSizeTuner: nothing is tuned: {reason}.")
-
-    def _log(self, trainer: Trainer, decision: Decision) -> None:
-        values = {
-            "buffers": decision.buffers,
-            "predicted_gain": decision.predicted,
-            "measured_gain": decision.measured,
-            "window_s": decision.seconds,
-        }
-        step = trainer.fit_loop.epoch_loop._batches_that_stepped
-        for logger in trainer.loggers:
-            logger.log_metrics({f"safusion/{key}": float(v) for key, v in values.items() if v is not None}, step=step)
+            self._say("tunes nothing: a deterministic training measures no times; sizes are those of the policy")
 
 
 def describe(decision: Decision) -> str:
@@ -168,7 +153,7 @@ def describe(decision: Decision) -> str:
     if decision.action in ("keep", "revert"):
         outcome = f"{buffers} stay" if decision.action == "keep" else f"back to {buffers} from {rival}"
         if decision.measured is None:
-            return f"{outcome}: no window was measured, or gradients are still held back"
+            return f"{outcome}: no window was measured, or the residual is not empty yet"
         promised = "" if decision.predicted is None else f" ({_less(decision.predicted)} predicted)"
         return f"{outcome}: a window took {now}, {_less(decision.measured)}{promised}"
     if decision.action == "stay":

@@ -2,7 +2,6 @@
 
 from lightning_safusion.comm.cost import LINKS, LinearCost, Link, fit_linear
 from lightning_safusion.comm.transport.interface import ReduceOp, Transport, Work
-from lightning_safusion.comm.transport.local import LocalTransport, local_transports
 from lightning_safusion.comm.transport.torch_backend import SoloTransport, TorchTransport, default_transport
 from lightning_safusion.comm.wire.codec import Codec
 from lightning_safusion.comm.wire.formats import available_wires, resolve_codec, value_format
@@ -12,7 +11,6 @@ __all__ = [
     "Codec",
     "LinearCost",
     "Link",
-    "LocalTransport",
     "ReduceOp",
     "SoloTransport",
     "TorchTransport",
@@ -21,7 +19,6 @@ __all__ = [
     "available_wires",
     "default_transport",
     "fit_linear",
-    "local_transports",
     "resolve_codec",
     "value_format",
 ]

@@ -73,8 +73,8 @@ class Link:
         return LinearCost(self.launch + steps * self.alpha, allgather_bytes(world_size, 1) * self.beta)
 
 
-def _preset(gigabit: float, alpha_us: float, launch_us: float, efficiency: float = 0.85) -> Link:
-    return Link(alpha_us * 1e-6, 8e-9 / (gigabit * efficiency), launch_us * 1e-6)
+def _preset(gigabit: float, alpha_us: float, launch_us: float) -> Link:
+    return Link(alpha_us * 1e-6, 8e-9 / (gigabit * 0.85), launch_us * 1e-6)
 
 
 #: Typical links, for simulation and for planning before anything was measured. 85 % of the nominal rate.

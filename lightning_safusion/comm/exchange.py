@@ -18,9 +18,12 @@ from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify.base import Selection
 from lightning_safusion.sparsify.selection.view import device_constant
 
+#: Zeroing only what was written is cheaper than zeroing the span until about a quarter of it was written.
+SPARSE_CLEAR_SHARE = 4
+
 
 class TensorFlag(IntFlag):
-    """What a rank says of one tensor in this step; travels in the header of every message."""
+    """What a rank says of one tensor in this step, in the header of every message."""
 
     FRESH = 1  #: its gradient was computed in this step and is in the message
     BAD = 2  #: its gradient is not finite and is not in the message
@@ -150,6 +153,8 @@ class Exchange(ABC):
     few_bits: ClassVar[bool] = False
     #: It selects from sums that only it sees: a selection from one rank's part would be thrown away.
     selects_itself: ClassVar[bool] = False
+    #: It has a part that needs no selection: :meth:`begin` is called before it.
+    begins_early: ClassVar[bool] = False
     #: :meth:`decode` builds its result in the scratch; otherwise that may be empty.
     uses_scratch: ClassVar[bool] = True
 
@@ -161,6 +166,8 @@ class Exchange(ABC):
         nonempty = [t for t in range(spec.num_tensors) if spec.edges[t] < spec.edges[t + 1]]
         self._nonempty = device_constant(np.array(nonempty, np.int64), device)
         self._firsts = device_constant(np.array([spec.edges[t] for t in nonempty], np.int64), device)
+        # where, besides the dense runs, decode has written to the scratch; None: anywhere
+        self._written: list[Tensor] | None = None
 
     @property
     @abstractmethod
@@ -173,13 +180,13 @@ class Exchange(ABC):
         """Bytes that one rank receives in one exchange, by the closed form of the collective."""
 
     def begin(self, x: Tensor, part: Part) -> None:
-        """Starts, ahead of the selection, what needs none; :meth:`encode` and :meth:`start` follow in any case.
+        """Starts what needs no selection, before there is one; :meth:`encode` and :meth:`start` always follow.
 
         Args:
             x: As in :meth:`encode`.
             part: As in :meth:`encode`, without selection and notices.
         """
-        return  # most collectives have no such part
+        raise NotImplementedError(f"{type(self).__name__} has nothing that begins before the selection")
 
     @abstractmethod
     def encode(self, x: Tensor, part: Part) -> None:
@@ -227,25 +234,42 @@ class Exchange(ABC):
         """
         return None
 
+    def dense_runs(self, span: Tensor) -> list[Tensor]:
+        """The dense pieces of a span [N]."""
+        return [span[start:stop] for start, stop, _ in self.spec.dense_runs]
+
     def is_finite(self, mean: Tensor) -> bool:
         """Whether the decoded mean is finite (waits for the device): sums of finite numbers can overflow."""
-        return all_finite(mean)
+        if self._written is None:
+            return all_finite(mean)
+        # only what was written: the rest is zero
+        return all(all_finite(mean[indices]) for indices in self._written) and all(
+            map(all_finite, self.dense_runs(mean))
+        )
 
     def poison(self, mean: Tensor, bad: Tensor) -> None:
         """Makes the tensors in ``bad`` (bool [T], on the device of the span) not finite in the mean."""
+        self._written = None
         mark = torch.where(bad[self._nonempty], torch.nan, 0.0).to(mean.dtype)
         mean.index_add_(0, self._firsts, mark)
 
-    @abstractmethod
     def release(self, scratch: Tensor) -> None:
         """Makes the scratch zero again."""
+        if self._written is None or sum(map(len, self._written)) * SPARSE_CLEAR_SHARE > self.spec.numel:
+            scratch.zero_()
+        else:
+            for indices in self._written:
+                scratch.index_fill_(0, indices, 0.0)
+            for piece in self.dense_runs(scratch):
+                piece.zero_()
+        self._written = None
 
     @abstractmethod
     def sent(self) -> tuple[Tensor, Tensor]:
         """``(indices int64 [K], values float32 [K])`` of the sparse part as the receivers decoded them."""
 
     def sent_message(self) -> native.Message | None:
-        """The same as it has travelled, where compiled kernels can read it there."""
+        """The message itself, where compiled kernels can read it; None otherwise."""
         return None
 
     @abstractmethod

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import fmean
 
 from matplotlib.figure import Figure
@@ -34,12 +33,12 @@ def build_table(histories: Sequence[History], settings: Settings) -> Table:
     for history in histories:
         table.add_row(
             escape(history.system),
-            f"{history.accuracy:.2%}",
+            f"{history.accuracies[-1]:.2%}",
             f"{history.missing_share:.1%}",
-            f"{history.density:.2%}",
-            f"{history.bytes_sent / 1e3:,.1f}",
-            f"{history.step_s * 1e3:.1f}",
-            f"{history.exposed_s * 1e3:.2f}",
+            f"{history.median('density'):.2%}",
+            f"{history.median('bytes_sent') / 1e3:,.1f}",
+            f"{history.median('seconds') * 1e3:.1f}",
+            f"{history.median('exposed_s') * 1e3:.2f}",
         )
     return table
 
@@ -70,10 +69,3 @@ def epoch_losses(history: History) -> list[float]:
     per_epoch = len(history.steps) // len(history.accuracies)
     losses = [step.loss for step in history.steps]
     return [fmean(losses[start : start + per_epoch]) for start in range(0, len(losses), per_epoch)]
-
-
-def save_curves(histories: Sequence[History], folder: Path) -> Path:
-    """Saves the picture and returns its file."""
-    path = folder / "curves.png"
-    plot_curves(histories).savefig(path, dpi=120)
-    return path

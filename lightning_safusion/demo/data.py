@@ -8,27 +8,21 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from typing_extensions import override
 
+from lightning_safusion.bench.extras import need
+
 VALIDATION_SHARE = 0.25
 
 
 def load_digits(seed: int) -> tuple[TensorDataset, TensorDataset]:
-    """Loads the 1797 images of the "Optical Recognition of Handwritten Digits" test set (UCI) and splits them.
-
-    Args:
-        seed: Decides which images are held out.
-
-    Returns:
-        Training and validation sets of ``(image float32 [1, 8, 8] in [0, 1], label int64)``; no image is in both.
+    """Loads the 1797 images of the "Optical Recognition of Handwritten Digits" test set (UCI), and splits them by the
+    seed into training and validation sets of ``(image float32 [1, 8, 8] in [0, 1], label int64)``.
 
     Raises:
         ModuleNotFoundError: If scikit-learn is missing; names the extra that brings it.
     """
-    try:
-        from sklearn import datasets
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            'the demo trains on scikit-learn\'s digits: pip install "lightning-safusion[examples]"'
-        ) from error
+    need("sklearn", "examples")
+    from sklearn import datasets
+
     digits = datasets.load_digits()
     images = torch.from_numpy(digits.images).float().unsqueeze(1) / 16
     labels = torch.from_numpy(digits.target).long()

@@ -56,22 +56,13 @@ class StepDone:
     tensors_missing: float
 
 
-@dataclass(frozen=True)
-class EpochDone:
-    """An epoch has been validated; ``accuracy`` is the share of held-out images named rightly."""
-
-    accuracy: float
-
-
-Event = StepDone | EpochDone
+# What a worker tells of its training: a step, or the validation accuracy after an epoch.
+Event = StepDone | float
 
 
 @dataclass
 class History:
-    """All that one row has reported, and the figures of the table.
-
-    The first step is left out of times and bytes: connections are made in it, and a system may send it dense.
-    """
+    """All that one row has reported, and the figures of the table."""
 
     system: str
     steps: list[StepDone] = field(default_factory=list)
@@ -82,38 +73,13 @@ class History:
         if isinstance(event, StepDone):
             self.steps.append(event)
         else:
-            self.accuracies.append(event.accuracy)
-
-    @property
-    def accuracy(self) -> float:
-        """Validation accuracy after the last epoch."""
-        return self.accuracies[-1]
+            self.accuracies.append(event)
 
     @property
     def missing_share(self) -> float:
         """Share of all (tensor, step) pairs in which a tensor had not one element sent."""
         return sum(step.tensors_missing for step in self.steps) / max(1, sum(step.tensors for step in self.steps))
 
-    @property
-    def density(self) -> float:
-        """Median share of the gradient elements sent in a step."""
-        return median(step.density for step in self._settled)
-
-    @property
-    def bytes_sent(self) -> float:
-        """Median bytes that a worker handed to the network in a step."""
-        return median(step.bytes_sent for step in self._settled)
-
-    @property
-    def step_s(self) -> float:
-        """Median seconds of a step."""
-        return median(step.seconds for step in self._settled)
-
-    @property
-    def exposed_s(self) -> float:
-        """Median seconds of a step spent on nothing but the exchange."""
-        return median(step.exposed_s for step in self._settled)
-
-    @property
-    def _settled(self) -> list[StepDone]:
-        return self.steps[1:] or self.steps
+    def median(self, figure: str) -> float:
+        """Median of a figure of the steps; the first one opens connections, and a system may send it dense."""
+        return median(getattr(step, figure) for step in self.steps[1:] or self.steps)

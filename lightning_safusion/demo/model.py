@@ -12,13 +12,7 @@ from typing_extensions import override
 
 
 class ResidualBlock(nn.Module):
-    """Two normalised 3x3 convolutions and a shortcut, as in ResNet (He et al., 2016, section 3.3).
-
-    Args:
-        channels_in: Channels of the input.
-        channels: Channels of the output.
-        stride: 2 halves height and width.
-    """
+    """Two normalised 3x3 convolutions and a shortcut, as in ResNet (He et al., 2016, section 3.3)."""
 
     def __init__(self, channels_in: int, channels: int, stride: int) -> None:
         super().__init__()

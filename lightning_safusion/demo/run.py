@@ -54,7 +54,6 @@ def run_demo(
 def compare(settings: Settings, output: Path, console: Console) -> list[History]:
     """Does the work of :func:`run_demo` on a console of the caller's choice; same arguments, result and errors."""
     _validate(settings)
-    need("sklearn", "examples")
     need("matplotlib", "plot")
     from lightning_safusion.demo import curves  # draws with matplotlib, which is an extra
 
@@ -72,7 +71,8 @@ def compare(settings: Settings, output: Path, console: Console) -> list[History]
     with Progress(*columns, console=console, auto_refresh=False) as progress:
         results = [_train(system, settings, output, progress, steps) for system in settings.systems]
     console.print(curves.build_table(results, settings))
-    console.print(f"Curves: {curves.save_curves(results, output)}", soft_wrap=True)
+    curves.plot_curves(results).savefig(output / "curves.png", dpi=120)
+    console.print(f"Curves: {output / 'curves.png'}", soft_wrap=True)
     return results
 
 
@@ -97,7 +97,7 @@ def _train(system: str, settings: Settings, output: Path, progress: Progress, st
     with started(system, place, output / f"{system}.log", place.port(0), work) as team:
         for event in team.events():
             history.add(event)
-            accuracy = f"  accuracy {history.accuracy:.2%}" if history.accuracies else ""
+            accuracy = f"  accuracy {history.accuracies[-1]:.2%}" if history.accuracies else ""
             figures = f"loss {history.steps[-1].loss:.4f}{accuracy}"
             progress.update(bar, completed=len(history.steps), figures=figures, refresh=True)
     progress.stop_task(bar)

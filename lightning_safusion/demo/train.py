@@ -13,8 +13,9 @@ from typing_extensions import override
 
 from lightning_safusion import SAFusionStrategy
 from lightning_safusion.bench.rows import parse_row
+from lightning_safusion.bench.workers import WORKER_OPTIONS
 from lightning_safusion.demo.data import DigitsData
-from lightning_safusion.demo.events import EpochDone, Event, Settings, StepDone
+from lightning_safusion.demo.events import Event, Settings, StepDone
 from lightning_safusion.demo.model import DigitsNet
 
 
@@ -33,29 +34,16 @@ def build_strategy(system: str, density: float) -> SAFusionStrategy:
 
 
 def train(system: str, settings: Settings, rank: int, pipe: Connection) -> None:
-    """Trains one row from the common start, as one of the workers.
-
-    Args:
-        system: The row.
-        settings: What to train.
-        rank: Of this worker.
-        pipe: Takes the events, and None at the end.
-    """
+    """Trains one row from the common start, as one of the workers; the pipe takes the events, and None at the end."""
     seed_everything(settings.seed, workers=True, verbose=False)
     data = DigitsData(settings.batch_size, settings.seed)
     trainer = Trainer(
-        accelerator="cpu",
         num_nodes=settings.workers,
-        devices=1,
         strategy=build_strategy(system, settings.density),
         max_epochs=settings.epochs,
         callbacks=[Reporter(pipe.send)],
-        use_distributed_sampler=False,
         num_sanity_val_steps=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **WORKER_OPTIONS,
     )
     steps = settings.epochs * data.steps_per_epoch(settings.workers)
     trainer.fit(DigitsNet(settings.widths, settings.lr, steps), data)
@@ -63,11 +51,7 @@ def train(system: str, settings: Settings, rank: int, pipe: Connection) -> None:
 
 
 class Reporter(Callback):
-    """Sends the events of the first worker.
-
-    Args:
-        send: Takes each event.
-    """
+    """Sends the events of the first worker."""
 
     def __init__(self, send: Callable[[Event], None]) -> None:
         self.send = send
@@ -99,20 +83,15 @@ class Reporter(Callback):
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
-            self.send(EpochDone(float(trainer.callback_metrics["val_accuracy"])))
+            self.send(float(trainer.callback_metrics["val_accuracy"]))
 
 
 def _figures(strategy: Any, model: LightningModule) -> dict[str, Any]:
     """What the exchange of the latest step did: from the strategy's report, or from DDP's own timers."""
     if strategy.controller is not None:
         report = strategy.report()
-        return {
-            "exposed_s": report["exposed_s"],
-            "bytes_sent": report["bytes_sent"],
-            "density": report["achieved_density"],
-            "tensors": report["tensors"],
-            "tensors_missing": report["tensors_missing"],
-        }
+        figures = {key: report[key] for key in ("exposed_s", "bytes_sent", "tensors", "tensors_missing")}
+        return {**figures, "density": report["achieved_density"]}
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     timers = strategy.model._get_ddp_logging_data()
     exposed_ns = timers.get("backward_comm_time", 0) - timers.get("backward_compute_comm_overlap_time", 0)

@@ -60,6 +60,8 @@ class Buffer:
         self.fused = fused
         self.places = range(group.start, group.stop)
         self.start, self.stop = int(layout.edges[group.start]), int(layout.edges[group.stop])
+        #: float32 [N]: its part of the residual, with the gradients that have been added. Read, never written.
+        self.span = memory.accumulated(self.start, self.stop)
         self.edges = exchange.spec.edges
         self.sizes: list[int] = np.diff(self.edges).tolist()
         self.names = layout.names(self.places)
@@ -77,11 +79,6 @@ class Buffer:
         """How it is cut for selection; None if it is dense."""
         return None if self.history is None else self.history.segments
 
-    @property
-    def span(self) -> Tensor:
-        """float32 [N]: its part of the residual, with the gradients that have been added. Read, never written."""
-        return self.memory.accumulated(self.start, self.stop)
-
     @cached_property
     def all_fresh(self) -> Tensor:
         """uint8 [T]: the flags of almost every step."""
@@ -96,7 +93,7 @@ class Buffer:
 
 
 class BufferPool:
-    """Builds the buffer of a group when it is first asked for, and keeps it.
+    """Builds the buffers of groups and keeps them.
 
     Args:
         memory: Error feedback, bound to the layout.
@@ -108,6 +105,9 @@ class BufferPool:
         stream_transport: A communicator of its own for buffers that fill at each worker's own pace; only they need it.
         stream_elements: Entries that such a buffer holds.
         collective: Carries the buffers that are not dense.
+
+    Attributes:
+        buffers: Those that are kept.
     """
 
     def __init__(
@@ -132,35 +132,24 @@ class BufferPool:
         self.stream_elements = stream_elements
         self.collective = collective
         self._stream_transport = stream_transport
-        self._buffers: dict[Group, Buffer] = {}
+        self.buffers: dict[Group, Buffer] = {}
         self._restored: dict[Group, dict[str, Any]] = {}  # state of exchanges that are not built yet
         self._stream: Stream | None = None
 
-    def __len__(self) -> int:
-        """Buffers that are kept."""
-        return len(self._buffers)
-
-    def buffer(self, group: Group, layout: Layout, quotas: TensorQuotas) -> Buffer:
-        """The buffer of a group; the same one until :meth:`forget`, which a new layout or new quotas call for."""
-        buffer = self._buffers.get(group)
-        if buffer is None:
-            buffer = self._buffers[group] = self._build(group, layout, quotas)
-        return buffer
-
     def keep_only(self, groups: Sequence[Group]) -> None:
         """Forgets the buffers of groups that no plan uses any more."""
-        self._buffers = {group: buffer for group, buffer in self._buffers.items() if group in groups}
+        self.buffers = {group: buffer for group, buffer in self.buffers.items() if group in groups}
         self._restored = {group: state for group, state in self._restored.items() if group in groups}
 
     def forget(self) -> None:
         """Forgets all buffers: their shapes have changed, or an abandoned collective may still write into them."""
-        self._buffers.clear()
+        self.buffers.clear()
         self._restored.clear()
         self._stream = None
 
     def state_dict(self) -> list[list[Any]]:
         """``[fields of the group, state]`` of each exchange that has learnt something, the same on all ranks."""
-        states = self._restored | {group: buffer.exchange.state_dict() for group, buffer in self._buffers.items()}
+        states = self._restored | {group: buffer.exchange.state_dict() for group, buffer in self.buffers.items()}
         return [[list(astuple(group)), state] for group, state in states.items() if state]
 
     def load_state_dict(self, states: Iterable[Sequence[Any]]) -> None:
@@ -168,7 +157,8 @@ class BufferPool:
         self.forget()
         self._restored = {Group(*fields): state for fields, state in states}
 
-    def _build(self, group: Group, layout: Layout, quotas: TensorQuotas) -> Buffer:
+    def build(self, group: Group, layout: Layout, quotas: TensorQuotas) -> Buffer:
+        """Builds the buffer of a group, and keeps it until :meth:`forget`: a new layout or new quotas call for that."""
         selective = selective_quotas(layout, quotas, group.start, group.stop, group.whole_upto)
         start, stop = int(layout.edges[group.start]), int(layout.edges[group.stop])
         edges = tuple(int(e) - start for e in layout.edges[group.start : group.stop + 1])
@@ -186,7 +176,9 @@ class BufferPool:
             exchange = self._exchange(group, spec, segments, dtypes)
         if group in self._restored:
             exchange.load_state_dict(self._restored.pop(group))
-        return Buffer(group, layout, self.memory, segments, exchange, dense, self.scope == "group")
+        buffer = Buffer(group, layout, self.memory, segments, exchange, dense, self.scope == "group")
+        self.buffers[group] = buffer
+        return buffer
 
     def _exchange(self, group: Group, spec: SpanSpec, segments: Segments | None, dtypes: set[torch.dtype]) -> Exchange:
         if group.collective == "allreduce":

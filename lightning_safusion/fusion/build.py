@@ -12,7 +12,6 @@ from lightning_safusion.comm.calibrate import calibrate
 from lightning_safusion.comm.catalogue import Communicators, find_collective
 from lightning_safusion.comm.transport.interface import Transport, during
 from lightning_safusion.fusion.buffers import BufferPool
-from lightning_safusion.fusion.compensation import Selector
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.layout import Layout, TensorSpec
 from lightning_safusion.fusion.offload import Offloader, selection_costs
@@ -20,7 +19,7 @@ from lightning_safusion.fusion.planning import Planner
 from lightning_safusion.fusion.plans.policy import Naive
 from lightning_safusion.fusion.plans.ticking import Horovod
 from lightning_safusion.fusion.settings import EngineSettings
-from lightning_safusion.fusion.space import GradientSpace
+from lightning_safusion.fusion.space import GradientSpace, Selector
 from lightning_safusion.fusion.ticks import Ticks
 
 # Differences that are named; those of a model may be thousands.

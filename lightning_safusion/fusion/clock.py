@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 
 Mark = Any
@@ -35,9 +34,9 @@ class Clock(ABC):
     def seconds(self, mark: Mark) -> float:
         """When it was; waits for it if it has not come yet."""
 
-    def all_seconds(self, marks: Sequence[Mark]) -> np.ndarray:
-        """float64, :meth:`seconds` of each."""
-        return np.array([self.seconds(mark) for mark in marks], np.float64)
+    def all_seconds(self, marks: Sequence[Mark]) -> list[float]:
+        """:meth:`seconds` of each."""
+        return [self.seconds(mark) for mark in marks]
 
 
 class HostClock(Clock):
@@ -51,9 +50,6 @@ class HostClock(Clock):
 
     def seconds(self, mark: Mark) -> float:
         return float(mark)
-
-    def all_seconds(self, marks: Sequence[Mark]) -> np.ndarray:
-        return np.array(marks, np.float64)
 
 
 @dataclass(frozen=True, eq=False)

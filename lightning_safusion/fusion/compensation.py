@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from threading import Lock
 
 import numpy as np
 import torch
@@ -11,40 +10,9 @@ from torch import Tensor
 
 from lightning_safusion.comm.exchange import TensorFlag, all_finite
 from lightning_safusion.fusion.buffers import Buffer
-from lightning_safusion.sparsify.base import Selection, Sparsifier, check_selection
-from lightning_safusion.sparsify.selection.survey import History, SpanSurvey, select_with
 from lightning_safusion.sparsify.selection.view import device_constant
 
 _BAD = int(TensorFlag.BAD)
-
-
-class Selector:
-    """Selects from spans with the compressor of the job, for one thread at a time.
-
-    Args:
-        sparsifier: The compressor; what it learns is this job's.
-    """
-
-    def __init__(self, sparsifier: Sparsifier) -> None:
-        self.sparsifier = sparsifier
-        self._selecting = Lock()  # what a sparsifier learns is not made for two threads
-
-    def select(self, x: Tensor, history: History, step: int, survey: SpanSurvey | None = None) -> Selection:
-        """Selects from a span of any device; safe to call on any thread.
-
-        Args:
-            x: float32 [N], residual plus gradient.
-            history: Its cut, and what earlier selections with that have shown.
-            step: Number of the window.
-            survey: What is known of ``x``; None for what the history tells.
-        """
-        segments = history.segments
-        with self._selecting:
-            selection = select_with(self.sparsifier, x, segments, step, survey or history.survey(x))
-        # a broken contract would not raise anywhere: it would train on wrong gradients, the same on all ranks
-        if not type(self.sparsifier).__module__.startswith("lightning_safusion."):
-            check_selection(selection, segments, self.sparsifier.name)
-        return selection
 
 
 def compensate(buffer: Buffer, grads: Sequence[Tensor], ids: list[int], flags: Tensor, scale: Tensor | None) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_safusion.comm.exchange import Notice, StreamOrderedExchange, Verdict
 from lightning_safusion.fusion.delivery import Rounding, Scratch, deliver
 from lightning_safusion.fusion.lane import Lane
-from lightning_safusion.fusion.shipment import Shipment, Stage
+from lightning_safusion.fusion.shipment import NO_RANGE, Shipment, Stage
 from lightning_safusion.fusion.window import Window
 from lightning_safusion.sparsify.memory.contract import Memory
 
@@ -81,7 +81,7 @@ class DeviceDrain:
         with self.lane.fork():
             shipment.wait()
             shipment.finished = shipment.arrived
-            with shipment.profiled("decode"):
+            with shipment.range("decode") if shipment.window.profiled else NO_RANGE:
                 self._decode(shipment)
             shipment.decoded = shipment.window.mark()
             shipment.stage = Stage.DECODED

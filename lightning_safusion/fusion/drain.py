@@ -62,7 +62,7 @@ class Drain:
         good = window.scale is None or self._forgets_skipped(window)
         for shipment in window.shipments:
             shipment.wait()
-            good &= shipment.decode(self._scratch.of(shipment.buffer), errors)
+            good &= shipment.decode(self._scratch, errors)
             verdict, first = shipment.verdict, shipment.buffer.group.start
             if verdict is None or verdict.plain:
                 continue
@@ -159,8 +159,9 @@ class Drain:
     def _commit(self, window: Window, layout: Layout, repairs: Sequence[int], errors: Iterable[Rounding]) -> None:
         settles = self.memory.settles
         for shipment in window.shipments:
-            repaired = [p for p in repairs if p in shipment.buffer.places]
-            shipment.commit([p - shipment.buffer.group.start for p in repaired if not window.bypass[p]])
+            places = shipment.buffer.places
+            repaired = [p for p in repairs if p in places] if repairs else []
+            shipment.commit([p - places.start for p in repaired if not window.bypass[p]] if repaired else [])
             if settles:
                 self._settle(shipment, layout, repaired)
         for rounding in errors:

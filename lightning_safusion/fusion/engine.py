@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from time import perf_counter
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_safusion.comm.exchange import Notice
-from lightning_safusion.comm.transport.interface import Transport, during
+from lightning_safusion.comm.transport.interface import Transport
 from lightning_safusion.fusion.clock import clock_for
 from lightning_safusion.fusion.device_drain import DeviceDrain
 from lightning_safusion.fusion.drain import Drain
@@ -26,7 +28,7 @@ from lightning_safusion.fusion.space import GradientSpace
 from lightning_safusion.fusion.ticks import Ticks
 from lightning_safusion.fusion.window import Window, unmarked
 from lightning_safusion.kernels import cpu as native
-from lightning_safusion.sparsify.schedule import DensitySchedule, check_density
+from lightning_safusion.sparsify.schedule import ConstantDensity, DensitySchedule
 
 # The end of a collective is told by a callback on the backend's thread, which stops the backward's for the
 # interpreter's lock: recorded in every window at first, then in one of 16 and whenever the planner needs it.
@@ -34,6 +36,8 @@ _TIMED_WINDOWS, _TIMED_EVERY = 64, 16
 
 # Until the order of the gradients is known everything leaves at the end, in pieces that bound the memory of a buffer.
 _UNPLANNED_ELEMENTS = 1 << 25
+
+_HERE: AbstractContextManager[None] = nullcontext()
 
 
 class Engine:
@@ -84,6 +88,7 @@ class Engine:
         self.planner = planner
         self.transport: Transport = planner.transport
         self.density = density
+        self._constant = density.density if isinstance(density, ConstantDensity) else None
         self.dense_first = dense_first
         self.overlap = overlap
         self.epoch = 0
@@ -102,7 +107,8 @@ class Engine:
         self._first = True  # DDP's first window submits everything at its end, in an order that means nothing
         self._window: Window | None = None
         self._between = True  # no window is open, and the last one has ended: what exchanges have learnt is agreed
-        self._lane = Lane(self.space.device)  # selection and packing
+        # selection and packing run beside the backward pass
+        self._lane = None if self.clock.instant else Lane(self.space.device)
         self._drain = Drain(space.memory, self.transport, space.device)
         self._device_drain = DeviceDrain(space.memory, Lane(space.device), space.device) if deferred else None
         self._offload = offload
@@ -140,7 +146,7 @@ class Engine:
         window = window or self._begin()
         group = window.submit(place, grad, fresh, fresh and bool(self.unstepped[index]))
         if self._offload is not None and self._offload.wants(place):
-            with self._lane.fork():
+            with _HERE if self._lane is None else self._lane.fork():
                 self._offload.offer(window, place, grad)
         if group is not None:
             self._launch(window, group)
@@ -155,14 +161,14 @@ class Engine:
         if self._overflow.pending:
             self._overflow.mend(together=True)
         self._between = False
-        density = check_density(self.density(self.windows, self.epoch))
-        if self.space.set_density(density):
+        density = self._constant if self._constant is not None else self.density(self.windows, self.epoch)
+        if density != self.space.quotas.density:
+            self.space.set_density(density)
             self.planner.invalidate()
         groups: Sequence[Group] = ()
         plain = self.dense_first and self.windows == 0
         if self.order_known and not plain:
-            with during(f"step {self.windows}, when workers agree on a plan"):
-                plan = self.planner.plan(self.space.shape)
+            plan = self.planner.plan(self.space.shape)
             groups = plan.groups
             if self._offload is not None:
                 self._offload.follow(plan, partial(self.planner.costs, self.space.shape))
@@ -173,15 +179,16 @@ class Engine:
         regular = self.windows < _TIMED_WINDOWS or self.windows % _TIMED_EVERY == 0
         surveyed = regular or self.planner.wants_times
         timed = surveyed or bool(self.observers)
+        mark = perf_counter if self.clock.instant else self.clock.mark if timed else unmarked
         scale = self.loss_scale() if self.loss_scale is not None else None
         # a copy: the scaler updates its factor in place
         scale = scale.detach().clone() if scale is not None else None
         self._window = Window(
-            len(self.space.layout),
+            len(self.space.layout.specs),
             groups,
             self.windows,
             density,
-            self.clock.mark if timed or self.clock.instant else unmarked,
+            mark,
             surveyed=surveyed,
             timed=timed,
             ticking=ticking,
@@ -195,8 +202,8 @@ class Engine:
 
     def _launch(self, window: Window, group: Group) -> None:
         """Fills the buffer of a group and sends it; one that waits for the host leaves behind the next one."""
-        with self._lane.fork():
-            shipment = Shipment(self.space.buffer(group), window)
+        with _HERE if self._lane is None else self._lane.fork():
+            shipment = Shipment(self.space.pool.buffers.get(group) or self.space.buffer(group), window)
             if self._offload is None:
                 shipment.fill(self.space.selector)
             else:
@@ -225,7 +232,7 @@ class Engine:
         """Launches planned groups that gradients out of order have kept back; everything if nothing is planned."""
         for group in window.groups[window.next_group :]:
             self._launch(window, group)
-        start, length = window.launched, len(self.space.layout)
+        start, length = window.launched, window.length
         if start < length:
             collective: CollectiveName = self.planner.fallback(self.space.shape, sparse=not self.dense_first)
             while start < length:
@@ -234,7 +241,7 @@ class Engine:
                 self._launch(window, Group(start, stop, collective))
                 start = stop
         if window.unsent:
-            with self._lane.fork():
+            with _HERE if self._lane is None else self._lane.fork():
                 self._send(window)
 
     def drain(self) -> None:
@@ -254,7 +261,8 @@ class Engine:
         self._window = None
         if self._offload is not None:
             self._offload.forget()  # what an error has left
-        self._lane.join()
+        if self._lane is not None:
+            self._lane.join()
         good = True  # until it is known better
         if window.plain:
             good = self._drain.average(window)
@@ -388,7 +396,7 @@ class Engine:
         """Forgets an open window. Nothing is lost: what it had added to the residual stays there."""
         if self._offload is not None:
             self._offload.forget()
-        if self._window is not None:
+        if self._window is not None and self._lane is not None:
             self._lane.synchronize()
         self._window = self._unobserved = None
         if self._device_drain is not None:

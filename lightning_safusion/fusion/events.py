@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import nan
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from lightning_safusion.fusion.clock import Clock
-
 if TYPE_CHECKING:
     from lightning_safusion.fusion.layout import Layout
     from lightning_safusion.fusion.plans.plan import CollectiveName
-    from lightning_safusion.fusion.shipment import Shipment
-    from lightning_safusion.fusion.window import Window
 
 
 @dataclass(frozen=True)
@@ -90,40 +85,3 @@ class Observer(Protocol):
 
     def observe(self, events: WindowEvents) -> None:
         """Takes in a window."""
-
-
-def resolve_events(window: Window, layout: Layout, clock: Clock) -> WindowEvents:
-    """Reads the clock's moments of a window that has ended."""
-    buffers, free = [], -np.inf
-    for shipment in window.shipments:
-        events = _buffer_events(shipment, clock, free)
-        free = events.decoded
-        buffers.append(events)
-    return WindowEvents(
-        window.step,
-        window.density,
-        layout,
-        np.where(window.fresh, clock.all_seconds(window.arrived), nan),
-        tuple(buffers),
-        clock.seconds(window.drained),
-        not clock.instant,
-    )
-
-
-def _buffer_events(shipment: Shipment, clock: Clock, free: float) -> BufferEvents:
-    """Events of one buffer; ``free`` is when the one before it was decoded."""
-    closed, selected, launched, issued, finished, awaited, arrived, decoded = clock.all_seconds(shipment.moments)
-    if not clock.instant:
-        # it was decoded beside the backward pass: what stood still is what was left when that had ended
-        awaited = max(awaited, free)
-        arrived = max(awaited, arrived)
-    buffer, spec = shipment.buffer, shipment.buffer.exchange.spec
-    return BufferEvents(
-        buffer.places,
-        buffer.group.collective,
-        spec.numel,
-        spec.capacity,
-        buffer.exchange.bytes_sent,
-        buffer.exchange.bytes_received,
-        *map(float, (closed, selected, launched, issued, finished, awaited, arrived, decoded)),
-    )

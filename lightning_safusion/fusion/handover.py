@@ -16,7 +16,7 @@ REVIEWS = 3
 # Share of a window that plain DDP must save: nothing leads back from it.
 _GAIN = 0.03
 # Share by which the engine's dense windows may be longer than those before: what they cost besides, DDP does not.
-_LENIENCE = 0.1
+LENIENCE = 0.1
 # After a time that it came to nothing, so many times as many reviews are needed.
 _PATIENCE = 4
 
@@ -89,7 +89,7 @@ class Handover:
             The share of the windows before that those of the trial saved.
         """
         gain = 1.0 - seconds / self._before if math.isfinite(seconds) else -math.inf
-        self.agreed = gain >= -_LENIENCE
+        self.agreed = gain >= -LENIENCE
         return gain
 
     def decline(self) -> Plan | None:

@@ -64,6 +64,7 @@ class DDPHook:
         """
         buffer = bucket.buffer()
         future: Future[Tensor] = Future()
+        complete = False
         if buffer.is_sparse:
             # its mean is another tensor, known when it has been exchanged
             self._sparse[self._sparse_names[id(bucket.parameters()[0])]] = (buffer, future)
@@ -71,11 +72,11 @@ class DDPHook:
             if torch.is_autocast_enabled(buffer.device.type):
                 # manual_backward runs inside the autocast of training_step
                 with torch.autocast(buffer.device.type, enabled=False):
-                    self._push(bucket, buffer)
+                    complete = self._push(bucket, buffer)
             else:
-                self._push(bucket, buffer)
+                complete = self._push(bucket, buffer)
             future.set_result(buffer)
-        if len(self._sparse) == len(self._sparse_names) and self.engine.complete:
+        if len(self._sparse) == len(self._sparse_names) and (complete or (buffer.is_sparse and self.engine.complete)):
             if self._drain_in_hook:
                 self._finish()
             else:
@@ -83,18 +84,19 @@ class DDPHook:
                 torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         return future
 
-    def _push(self, bucket: GradBucket, buffer: Tensor) -> None:
+    def _push(self, bucket: GradBucket, buffer: Tensor) -> bool:
+        """Returns whether the window is complete."""
         params = bucket.parameters()
         if len(params) == 1:
             index = self._index[id(params[0])]
-            self.engine.push(index, buffer, self._fresh[index])
-            return
-        start = 0
+            return self.engine.push(index, buffer, self._fresh[index])
+        start, complete = 0, False
         for param in params:
             stop = start + param.numel() * (2 if param.is_complex() else 1)
             index = self._index[id(param)]
-            self.engine.push(index, buffer[start:stop], self._fresh[index])
+            complete = self.engine.push(index, buffer[start:stop], self._fresh[index])
             start = stop
+        return complete
 
     @torch.compiler.disable
     def _finish(self) -> None:

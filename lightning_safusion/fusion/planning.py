@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from lightning_safusion.comm.cost import CollectiveChoice, LinearCost
-from lightning_safusion.comm.transport.interface import Transport
+from lightning_safusion.comm.transport.interface import Transport, during
 from lightning_safusion.fusion.announcer import Announcer
 from lightning_safusion.fusion.events import WindowEvents
 from lightning_safusion.fusion.handover import Handover
@@ -34,6 +34,8 @@ _DECISIONS = 512
 
 # All windows feed one profile: a tensor that a window leaves stale has no arrival in it.
 _KIND = "all"
+
+_AGREEING = "a step, when workers agree on a plan"
 
 
 class Planner:
@@ -173,9 +175,10 @@ class Planner:
             RuntimeError: If ranks hold different plans.
         """
         if not self._verified:
-            self._verify(shape.device)
+            self.verify(shape.device)
         if self._search is not None:
-            self._try_next(self._search, events, shape)
+            with during(_AGREEING):
+                self._try_next(self._search, events, shape)
         if self.prior is None or self._schedule.cadence.freeze_after == 0 or self._handover.agreed:
             return
         if self._recorder is None:
@@ -190,8 +193,10 @@ class Planner:
         if self.current is None or self._recorder.windows(_KIND) < 2:
             return
         if due:
-            self._profile = agree(self._recorder, self.transport, _KIND, self.prior, shape.device, known=self._profile)
-            self._review(self.current, shape)
+            with during(_AGREEING):
+                known = self._profile
+                self._profile = agree(self._recorder, self.transport, _KIND, self.prior, shape.device, known=known)
+                self._review(self.current, shape)
         if self._schedule.windows == self._schedule.cadence.freeze_after:
             self._decide("freeze", self.current, self.current)
 
@@ -283,7 +288,7 @@ class Planner:
         self.replans += 1
         self._spans.restart()
         self._tell(plan, shape)
-        self._verify(shape.device)
+        self.verify(shape.device)
 
     def _decide(self, action: Action, plan: Plan, rival: Plan, *numbers: float | None) -> None:
         """Notes a decision that has been carried out: predicted and measured gain, and the median window."""
@@ -294,12 +299,21 @@ class Planner:
     def _tell(self, plan: Plan, shape: JobShape) -> None:
         self._announcer.tell(plan, self.collective == "auto" and not shape.all_dense)
 
-    def _verify(self, device: str) -> None:
+    def verify(self, device: str) -> None:
+        """Checks that all ranks hold the same plan. Collective; waits for the device.
+
+        Args:
+            device: Where the gradients live, as torch writes it.
+
+        Raises:
+            RuntimeError: If another rank holds another plan.
+        """
         if self.current is None:
             return
         digest = self.current.digest
         bounds = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
-        self.transport.all_reduce(bounds, "max").wait()
+        with during(_AGREEING):
+            self.transport.all_reduce(bounds, "max").wait()
         if bounds.tolist() != [digest, -digest]:
             raise RuntimeError(
                 f"rank {self.transport.rank} holds a fusion plan with hash {digest:#x} that another rank does not "

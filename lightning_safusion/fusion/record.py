@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm.cost import ring_allreduce_bytes
-from lightning_safusion.fusion.events import BufferEvents, WindowEvents, resolve_events
+from lightning_safusion.fusion.events import BufferEvents, WindowEvents
 from lightning_safusion.sparsify.memory.residual import NoMemory, ResidualMemory
 
 if TYPE_CHECKING:
-    from lightning_safusion.fusion.clock import Clock
+    from lightning_safusion.fusion.clock import Clock, Mark
     from lightning_safusion.fusion.layout import Layout
+    from lightning_safusion.fusion.shipment import Shipment
     from lightning_safusion.fusion.space import GradientSpace
     from lightning_safusion.fusion.window import Window
 
@@ -35,6 +36,13 @@ class WindowRecord:
         clock: Its marks are of this clock.
         world_size: Workers.
         timed: The latest window that recorded everything; what this one did not measure is taken from there.
+
+    Attributes:
+        layout: The tensors in ready order.
+        step: Number of the window, the same on all ranks.
+        planned: Its buffers were those of a plan.
+        surveyed: All ranks recorded when collectives ended.
+        timed: This rank recorded when collectives ended.
     """
 
     def __init__(
@@ -46,31 +54,15 @@ class WindowRecord:
         self._timed = timed
         self._world_size = world_size
         self.layout: Layout = space.layout
-
-    @property
-    def step(self) -> int:
-        """Number of the window, the same on all ranks."""
-        return self._window.step
+        self.step = window.step
+        self.planned = window.planned
+        self.surveyed = window.surveyed
+        self.timed = window.timed
 
     @property
     def device(self) -> torch.device:
         """Where gradients live."""
         return self._space.device
-
-    @property
-    def planned(self) -> bool:
-        """Whether its buffers were those of a plan."""
-        return self._window.planned
-
-    @property
-    def surveyed(self) -> bool:
-        """Whether all ranks recorded when collectives ended."""
-        return self._window.surveyed
-
-    @property
-    def timed(self) -> bool:
-        """Whether this rank recorded when collectives ended."""
-        return self._window.timed
 
     @cached_property
     def events(self) -> WindowEvents:
@@ -248,3 +240,49 @@ def nothing_exchanged() -> dict[str, Any]:
     numbers = dict.fromkeys(("step", "bytes_sent", "bytes_received", "dense_bytes", "tensors", "tensors_missing"), 0)
     figures = dict.fromkeys(("density", "achieved_density", "exchange_s"), 0.0)
     return {**numbers, **figures, **_seconds(()), "plan": [], "collectives": []}
+
+
+def resolve_events(window: Window, layout: Layout, clock: Clock) -> WindowEvents:
+    """Reads the clock's moments of a window that has ended."""
+    # the marks of an instant clock are seconds
+    seconds: Callable[[Sequence[Mark]], list[float]] = list if clock.instant else clock.all_seconds
+    buffers, free = [], -np.inf
+    for shipment in window.shipments:
+        events = _buffer_events(shipment, seconds(shipment.moments), free if not clock.instant else None)
+        free = events.decoded
+        buffers.append(events)
+    return WindowEvents(
+        window.step,
+        window.density,
+        layout,
+        np.where(window.fresh, seconds(window.arrived), math.nan),
+        tuple(buffers),
+        seconds([window.drained])[0],
+        not clock.instant,
+    )
+
+
+def _buffer_events(shipment: Shipment, moments: Sequence[float], free: float | None) -> BufferEvents:
+    """Events of one buffer; ``free`` is when the one before it was decoded, where that runs beside the backward."""
+    closed, selected, launched, issued, finished, awaited, arrived, decoded = map(float, moments)
+    if free is not None:
+        # it was decoded beside the backward pass: what stood still is what was left when that had ended
+        awaited = max(awaited, free)
+        arrived = max(awaited, arrived)
+    buffer, spec = shipment.buffer, shipment.buffer.exchange.spec
+    return BufferEvents(
+        buffer.places,
+        buffer.group.collective,
+        spec.numel,
+        spec.capacity,
+        buffer.exchange.bytes_sent,
+        buffer.exchange.bytes_received,
+        closed,
+        selected,
+        launched,
+        issued,
+        finished,
+        awaited,
+        arrived,
+        decoded,
+    )

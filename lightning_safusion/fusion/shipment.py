@@ -16,15 +16,15 @@ from torch.profiler import record_function
 from lightning_safusion.comm.exchange import Notice, Part, TensorFlag, Verdict
 from lightning_safusion.fusion.buffers import Buffer
 from lightning_safusion.fusion.clock import Mark
-from lightning_safusion.fusion.compensation import Selector, compensate, marked
-from lightning_safusion.fusion.delivery import Rounding, deliver
+from lightning_safusion.fusion.compensation import compensate, marked
+from lightning_safusion.fusion.delivery import Rounding, Scratch, deliver
 from lightning_safusion.fusion.window import Window
 from lightning_safusion.sparsify.base import Selection
-from lightning_safusion.sparsify.selection.survey import History, SpanSurvey
+from lightning_safusion.sparsify.selection.survey import History, Selector
 from lightning_safusion.sparsify.selection.view import device_constant
 
 _FRESH, _BYPASS = int(TensorFlag.FRESH), int(TensorFlag.BYPASS)
-_NO_RANGE: AbstractContextManager[object] = nullcontext()
+NO_RANGE: AbstractContextManager[object] = nullcontext()
 _SHOWN_TENSORS = 8
 
 
@@ -54,7 +54,10 @@ class Shipment:
         stage: How far it has come.
         absent: Tensors of the buffer of which nothing is sent.
         flags: uint8 [T], what this rank says of each tensor; None if it failed to fill the buffer.
+        grads: Flat gradients of the buffer's tensors, T of them.
+        span: float32 [N], the buffer's part of the residual with the gradients that have been added; read only.
         selection: What is selected, until it is packed.
+        sparse: The message holds selected elements.
         verdict: What all ranks said of the tensors, once decoded on the host.
         closed: The moments (see :class:`BufferEvents`), NaN while unknown. ``finished`` may be set on any thread.
     """
@@ -63,10 +66,13 @@ class Shipment:
         self.buffer = buffer
         self.window = window
         self.stage = Stage.CLOSED
+        self.grads = window.grads_of(buffer.group.start, buffer.group.stop)
+        self.span = buffer.span
         self.absent: list[int] = []
         self.flags: Tensor | None = None
         self.selection: Selection | None = None
         self.verdict: Verdict | None = None
+        self.sparse = False
         self._packed: np.ndarray | Selection | None = None
         self.closed: Mark = window.mark()
         self.selected: Mark = nan
@@ -89,22 +95,39 @@ class Shipment:
         if self.window.error is not None:
             return
         try:
-            with self.profiled("select"):
-                flags = self._fill(selector, early)
-            self.flags = flags if known is None else flags | known
+            with self.range("select") if self.window.profiled else NO_RANGE:
+                taken = self.window.taken(self.buffer.group)
+                if taken is not None or early or not self._fill_in_one_pass(selector):
+                    self._fill(selector, taken, early)
+            if self.flags is not None and known is not None:
+                self.flags = self.flags | known
         except Exception as error:
-            self.window.error = error
+            self.flags, self.window.error = None, error
 
-    def _fill(self, selector: Selector, early: Sequence[int]) -> Tensor:
-        buffer, window = self.buffer, self.window
-        grads = window.grads_of(buffer.group.start, buffer.group.stop)
-        part = slice(buffer.group.start, buffer.group.stop)
-        taken = window.fresh[part] & ~window.bypass[part] if not window.regular else None
-        if (taken is None or taken.all()) and not early:
-            if window.scale is None and (flags := self._fill_in_one_pass(selector, grads)) is not None:
-                return flags
+    def _fill_in_one_pass(self, selector: Selector) -> bool:
+        """Finds elements while gradients are added, where it is known what to look for; returns whether it did."""
+        buffer, window, foresight = self.buffer, self.window, self.buffer.foresight
+        if foresight is None or window.scale is not None:
+            return False
+        wanted = foresight.wanted()
+        added = None if wanted is None else buffer.memory.compensate_finite(buffer.places, self.grads, wanted)
+        if added is None:
+            return False
+        self.flags = marked(buffer.all_fresh, added.left_out) if added.left_out else buffer.all_fresh
+        if buffer.exchange.begins_early:
+            buffer.exchange.begin(self.span, Part(None, self.flags))
+        with foresight.known(self.span, added.found) as survey:
+            del added  # candidates are as large as the residual where many elements are sent: no longer than needed
+            self.selection = selector.select(self.span, foresight.history, window.step, survey)
+        return True
+
+    def _fill(self, selector: Selector, taken: np.ndarray | None, early: Sequence[int]) -> None:
+        """The same, one after the other; ``taken``: bool [T], the tensors of which something is sent, None for all."""
+        buffer, window, grads = self.buffer, self.window, self.grads
+        if taken is None and not early:
             flags = compensate(buffer, grads, list(buffer.places), buffer.all_fresh, window.scale)
         else:
+            part = slice(buffer.group.start, buffer.group.stop)
             taken = np.ones(len(grads), bool) if taken is None else taken
             flags = window.fresh[part] * _FRESH + window.bypass[part] * _BYPASS
             flags = device_constant(flags.astype(np.uint8), buffer.device)
@@ -112,32 +135,13 @@ class Shipment:
             present = [i for i in np.flatnonzero(taken).tolist() if i not in early]
             places = [buffer.group.start + i for i in present]
             flags = compensate(buffer, [grads[i] for i in present], places, flags, window.scale)
-        buffer.exchange.begin(buffer.span, Part(None, flags, self.absent))
+        self.flags = flags
+        if buffer.exchange.begins_early:
+            buffer.exchange.begin(self.span, Part(None, flags, self.absent))
         self.selection = self._select(selector, early)
-        return flags
 
-    def _fill_in_one_pass(self, selector: Selector, grads: Sequence[Tensor]) -> Tensor | None:
-        """Finds elements while gradients are added, where it is known what to look for; None otherwise."""
-        buffer = self.buffer
-        foresight = buffer.foresight
-        wanted = None if foresight is None else foresight.wanted()
-        if foresight is None or wanted is None:
-            return None
-        added = buffer.memory.compensate_finite(buffer.places, grads, wanted)
-        if added is None:
-            return None
-        flags = marked(buffer.all_fresh, added.left_out)
-        x = buffer.span
-        buffer.exchange.begin(x, Part(None, flags, self.absent))
-        with foresight.known(x, added.found) as survey:
-            del added  # candidates are as large as the residual where many elements are sent: no longer than needed
-            self.selection = self._select(selector, (), survey)
-        return flags
-
-    def _select(
-        self, selector: Selector, early: Sequence[int], survey: SpanSurvey | None = None
-    ) -> Selection | None:
-        buffer, x = self.buffer, self.buffer.span
+    def _select(self, selector: Selector, early: Sequence[int]) -> Selection | None:
+        buffer, x = self.buffer, self.span
         history = buffer.history
         if history is None or buffer.exchange.selects_itself:
             return None
@@ -147,7 +151,7 @@ class Shipment:
             history = self._left(history, early)
             if early and not history.segments.capacity:
                 return None
-        return selector.select(x, history, self.window.step, survey)
+        return selector.select(x, history, self.window.step)
 
     def _left(self, history: History, early: Sequence[int]) -> History:
         """The cut without absent and early tensors; that without early ones alone comes again in every step."""
@@ -182,19 +186,16 @@ class Shipment:
                 if collect is not None:
                     collect(self)
                 self.selected = self.window.mark()
-                self._write(self.flags, notices)
+                self.buffer.exchange.encode(self.span, Part(self.selection, self.flags, self.absent, notices))
+                if self.selection is not None:
+                    # on the host the message holds the rest; a device would be waited for
+                    self._packed = self._counts(self.selection) if self.buffer.device.type == "cpu" else self.selection
+                self.sparse = self.selection is not None or self.buffer.exchange.selects_itself
+                self.selection, self.stage = None, Stage.PACKED
                 return
             except Exception as error:
                 self.window.error = error
         self._leave_empty(notices)
-
-    def _write(self, flags: Tensor, notices: int) -> None:
-        buffer = self.buffer
-        buffer.exchange.encode(buffer.span, Part(self.selection, flags, self.absent, notices))
-        self._packed, self.selection = self.selection, None
-        if self._packed is not None and buffer.device.type == "cpu":
-            self._packed = self._counts(self._packed)  # the message holds the rest; a device would be waited for
-        self.stage = Stage.PACKED
 
     def _leave_empty(self, notices: int) -> None:
         """Packs an empty message with the ``FAILED`` notice."""
@@ -203,7 +204,7 @@ class Shipment:
         flags = torch.zeros(len(self.absent), dtype=torch.uint8, device=buffer.device)
         nothing = torch.zeros(buffer.stop - buffer.start, device=buffer.device)
         buffer.exchange.encode(nothing, Part(None, flags, self.absent, notices | int(Notice.FAILED)))
-        self._packed, self.stage = None, Stage.PACKED
+        self.sparse, self.stage = buffer.exchange.selects_itself, Stage.PACKED
 
     def launch(self) -> None:
         """Starts the collective.
@@ -214,7 +215,7 @@ class Shipment:
         exchange, window = self.buffer.exchange, self.window
         self.launched = window.mark()  # before: it may have ended by the time that the call returns
         try:
-            with self.profiled("exchange"):
+            with self.range("exchange") if window.profiled else NO_RANGE:
                 exchange.start()
         except Exception as error:
             raise self._lost(error) from error
@@ -245,11 +246,11 @@ class Shipment:
             self.finished = self.arrived  # no later than this: the backend only tells when it was queued
         self.stage = Stage.ARRIVED
 
-    def decode(self, scratch: Tensor, errors: list[Rounding]) -> bool:
+    def decode(self, scratch: Scratch, errors: list[Rounding]) -> bool:
         """Writes the means into the gradients; the host reads what all ranks said of them.
 
         Args:
-            scratch: float32 [N] of zeros to decode into, or empty if the exchange needs none; zeros afterwards.
+            scratch: Zeros to decode into where the means cannot be written straight into the gradients.
             errors: Rounding errors of narrow gradients are appended.
 
         Returns:
@@ -259,24 +260,32 @@ class Shipment:
             RuntimeError: If a message is damaged, with the buffer's tensors.
         """
         try:
-            with self.profiled("decode"):
-                finite = self._decode(scratch, errors)
+            with self.range("decode") if self.window.profiled else NO_RANGE:
+                finite = self._decode_in_place()
+                if finite is None:
+                    finite = self._decode(scratch.of(self.buffer), errors)
         except ValueError as error:
             raise self._lost(error) from error
         self.decoded = self.window.mark()
         self.stage = Stage.DECODED
         return finite
 
+    def _decode_in_place(self) -> bool | None:
+        """Writes the means straight into the gradients; returns whether they are finite, or None if it may not."""
+        buffer, exchange = self.buffer, self.buffer.exchange
+        if not buffer.exact or self.window.scale is not None or buffer.device.type != "cpu":
+            return None
+        if not buffer.memory.hands_on:  # the decoded mean is not what the gradients get
+            return None
+        self.verdict = verdict = exchange.verdict()
+        workers = exchange.transport.world_size
+        if not verdict.plain and (verdict.bad.any() or not verdict.is_regular(workers)):
+            return None
+        return exchange.decode_into(self.grads)
+
     def _decode(self, scratch: Tensor, errors: list[Rounding]) -> bool:
         buffer, exchange, window = self.buffer, self.buffer.exchange, self.window
         workers = exchange.transport.world_size
-        plain = buffer.exact and window.scale is None and buffer.device.type == "cpu" and buffer.memory.hands_on
-        if plain:  # the decoded mean is what the gradients get
-            self.verdict = exchange.verdict()
-            if self.verdict.plain or (self.verdict.is_regular(workers) and not self.verdict.bad.any()):
-                finite = exchange.decode_into(window.grads_of(buffer.group.start, buffer.group.stop))
-                if finite is not None:
-                    return finite
         mean = exchange.decode(scratch)
         finite = exchange.is_finite(mean)
         self.verdict = verdict = exchange.verdict() if self.verdict is None else self.verdict
@@ -307,7 +316,7 @@ class Shipment:
             pieces = [(edges[t], edges[t + 1]) for t in np.flatnonzero(buffer.dense) if t not in left_out]
         for start, stop in pieces:
             if stop > start:
-                sent = exchange.sent_dense(start, stop, buffer.span)
+                sent = exchange.sent_dense(start, stop, self.span)
                 sent = sent if good is None else torch.where(good, sent, 0.0)
                 memory.commit_dense(buffer.start + start, buffer.start + stop, sent)
         self.stage = Stage.COMMITTED
@@ -324,11 +333,6 @@ class Shipment:
         """From ``closed`` to ``decoded``, as :class:`BufferEvents` lists them."""
         launch = [self.closed, self.selected, self.launched, self.issued]
         return [*launch, self.finished, self.awaited, self.arrived, self.decoded]
-
-    @property
-    def sparse(self) -> bool:
-        """Whether the message holds selected elements."""
-        return self._packed is not None or self.buffer.exchange.selects_itself
 
     def sent_counts(self) -> np.ndarray:
         """int64 [T]: elements that each tensor sent (waits for the device)."""
@@ -358,10 +362,8 @@ class Shipment:
             f"rank {rank}: the exchange of the buffer with {shown} failed in step {self.window.step}: {error}"
         )
 
-    def profiled(self, part: Literal["select", "exchange", "decode"]) -> AbstractContextManager[object]:
-        """A range ``SAFusion::<part>`` in the traces of ``torch.profiler``; nothing while no profiler is active."""
-        if not torch.autograd._profiler_enabled():
-            return _NO_RANGE
+    def range(self, part: Literal["select", "exchange", "decode"]) -> AbstractContextManager[object]:
+        """A range ``SAFusion::<part>`` in the traces of ``torch.profiler``."""
         names = self.buffer.names
         more = f" and {len(names) - _SHOWN_TENSORS} more" if len(names) > _SHOWN_TENSORS else ""
         return record_function(f"SAFusion::{part}", ", ".join(names[:_SHOWN_TENSORS]) + more)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 from torch import Tensor
 
 from lightning_safusion.fusion.buffers import Buffer, BufferPool
-from lightning_safusion.fusion.compensation import Selector
 from lightning_safusion.fusion.layout import Layout
 from lightning_safusion.fusion.plans.costs import JobShape
 from lightning_safusion.fusion.plans.plan import Group
 from lightning_safusion.fusion.quota import TensorQuotas, tensor_quotas
 from lightning_safusion.fusion.shape import job_shape
+from lightning_safusion.sparsify.schedule import check_density
+from lightning_safusion.sparsify.selection.survey import Selector
 
 
 class GradientSpace:
@@ -37,14 +39,11 @@ class GradientSpace:
         self.device = pool.device
         self.selector = selector
         self.quotas: TensorQuotas = tensor_quotas(layout, selector.sparsifier, 1.0)
-        self._shape: JobShape | None = None
 
-    @property
+    @cached_property
     def shape(self) -> JobShape:
         """What planning knows of the job, in the order and at the density in force."""
-        if self._shape is None:
-            self._shape = job_shape(self.layout, self.quotas, self.pool)
-        return self._shape
+        return job_shape(self.layout, self.quotas, self.pool)
 
     def accumulated(self) -> Tensor:
         """float32 [D]: what the error feedback holds of each element, in the order of ``layout``; not a copy."""
@@ -52,14 +51,16 @@ class GradientSpace:
 
     def buffer(self, group: Group) -> Buffer:
         """The persistent buffer of a group, in the order and at the density in force."""
-        return self.pool.buffer(group, self.layout, self.quotas)
+        return self.pool.buffers.get(group) or self.pool.build(group, self.layout, self.quotas)
 
-    def set_density(self, density: float) -> bool:
-        """Sets the density of the next window; returns whether it changed."""
-        if density == self.quotas.density:
-            return False
-        self._renew(density)
-        return True
+    def set_density(self, density: float) -> None:
+        """Sets the density of the next windows.
+
+        Raises:
+            TypeError: If it is not a number.
+            ValueError: If it is outside (0, 1].
+        """
+        self._renew(check_density(density))
 
     def reorder(self, order: Sequence[int]) -> None:
         """Moves everything to a layout in which place ``j`` holds the tensor that was at place ``order[j]``."""
@@ -69,5 +70,5 @@ class GradientSpace:
 
     def _renew(self, density: float) -> None:
         self.quotas = tensor_quotas(self.layout, self.selector.sparsifier, density)
-        self._shape = None
+        self.__dict__.pop("shape", None)
         self.pool.forget()

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import nan
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from lightning_safusion.fusion.clock import Mark
@@ -54,6 +55,7 @@ class Window:
         launched: Places below this one have left, or are about to.
         planned: Its groups were those of a plan.
         error: Why this rank could not fill a message.
+        profiled: ``torch.profiler`` is active: shipments mark their ranges.
     """
 
     length: int
@@ -83,20 +85,24 @@ class Window:
     next_group: int = 0
     in_order: bool = True
     planned: bool = False
+    profiled: bool = field(init=False)
     error: Exception | None = None
     _sequential: int = 0  # places below this one were submitted in their order
 
     def __post_init__(self) -> None:
-        self.let_go()
+        self.grads = [None] * self.length
         self.fresh = np.ones(self.length, bool)
         self.bypass = np.full(self.length, self.plain)
         self.regular = not self.plain
         self.complete = self.length == 0
         self.arrived = [nan] * self.length
+        self.profiled = torch.autograd._profiler_enabled()
 
     def let_go(self) -> None:
         """Holds no gradient any more."""
         self.grads = [None] * self.length
+        for shipment in self.shipments:
+            shipment.grads = []
 
     @property
     def ready(self) -> int:
@@ -126,6 +132,13 @@ class Window:
         self.next_group += 1
         return group
 
+    def taken(self, group: Group) -> np.ndarray | None:
+        """bool [T]: tensors of a group that are fresh and do not bypass the residual; None if all are."""
+        if self.regular:
+            return None
+        taken = self.fresh[group.start : group.stop] & ~self.bypass[group.start : group.stop]
+        return None if taken.all() else taken
+
     def grads_of(self, start: int, stop: int) -> list[Tensor]:
         """Gradients at the places ``[start, stop)``, which have all been submitted."""
-        return [grad for grad in self.grads[start:stop] if grad is not None]
+        return cast(list[Tensor], self.grads[start:stop])

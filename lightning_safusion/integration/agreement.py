@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -42,7 +42,8 @@ def training_options(trainer: Trainer, module: nn.Module | None, optimizers: Seq
         "gradient_clip_val": trainer.gradient_clip_val,
         "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
     }
-    schedules = [each.scheduling for each in trainer.callbacks if isinstance(each, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by Lightning's callback connector
+    schedules = [each.scheduling for each in callbacks if isinstance(each, GradientAccumulationScheduler)]
     if schedules:
         options["gradient accumulation schedule"] = [list(each.items()) for each in schedules]
     return {name: _text(value) for name, value in options.items()} | optimizer_options(optimizers)

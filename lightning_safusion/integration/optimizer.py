@@ -1,4 +1,4 @@
-"""The momentum of an optimizer, carried by the memory of what was not sent: ahead of the selection, not behind it."""
+"""The momentum of an optimizer, carried by error feedback: before the selection, not after it."""
 
 from __future__ import annotations
 
@@ -195,5 +195,6 @@ def carry_momentum(
         return [], ""
     known = [optimizer for optimizer in optimizers if any(momenta_of(optimizer) or ())]
     names = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in known))
-    said = f"{names} leaves the momentum of what is sent sparse to what is held back (factor {momentum:.3g})"
-    return [MomentumSwitch(optimizer, carried) for optimizer in known], f"{said}; memory='residual' lets it be"
+    said = f"{names} leaves the momentum of sparse tensors to the residual (factor {momentum:.3g}); "
+    said += "memory='residual' keeps it in the optimizer"
+    return [MomentumSwitch(optimizer, carried) for optimizer in known], said

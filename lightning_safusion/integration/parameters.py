@@ -148,7 +148,7 @@ def caution(memory: Memory, density: float, optimizer: torch.optim.Optimizer, ca
         carried: Its momentum is the memory's.
     """
     if memory.lives_on_sparsity and density >= 1:
-        return f"memory={memory.name!r} is the momentum of what is held back: at density 1 training has none"
+        return f"memory={memory.name!r} is the momentum of the residual: at density 1 training has none"
     adaptive = any(group.get("betas", (0,))[0] for group in optimizer.param_groups)
     if not adaptive or carried or memory.name not in ("residual", "auto") or density >= _DENSE_ENOUGH:
         return None
@@ -157,8 +157,8 @@ def caution(memory: Memory, density: float, optimizer: torch.optim.Optimizer, ca
     if momenta_of(optimizer) is None:
         remedy += f" with betas=(0.0, ...) for {name}"
     return (
-        f"{name} may end with a higher loss at a density of {density:.2g} than without compression, since what is held "
-        f"back reaches it late and at once. {remedy}, or a density of {_DENSE_ENOUGH}, lose least"
+        f"{name} may end with a higher loss at a density of {density:.2g} than without compression, since the "
+        f"residual reaches it late and at once. {remedy}, or a density of {_DENSE_ENOUGH}, lose least"
     )
 
 
@@ -169,7 +169,7 @@ def cautions(memory: Memory, density: float, optimizers: Sequence[torch.optim.Op
 
 
 def check_dense_rules(dense: Sequence[str], dense_below: int, dense_below_ndim: int) -> None:
-    """Refuses rules on what travels dense that no tensor could follow.
+    """Refuses rules on dense tensors that no tensor could follow.
 
     Args:
         dense: Shell patterns of parameter names.

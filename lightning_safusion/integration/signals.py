@@ -1,4 +1,4 @@
-"""Signals that ask a job to stop: held back until all ranks are at the same step."""
+"""Signals that ask a job to stop: deferred until all ranks are at the same step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class DeferredSignals:
     """Runs Lightning's signal handlers between two steps, on all ranks alike.
 
     Lightning's handlers save a checkpoint or broadcast: collectives, in the middle of whatever this rank was doing,
-    while other ranks are elsewhere. Held back, a signal is told to all ranks in the header of the next gradients, and
+    while other ranks are elsewhere. A deferred signal is told to all ranks in the header of the next gradients, and
     every rank, signalled or not, runs its handler before the same batch. Where no gradients will follow for a while,
     the ranks ask each other.
 

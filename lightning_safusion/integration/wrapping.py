@@ -51,9 +51,7 @@ def refuse_python_reducer() -> None:
         )
 
 
-def replaced_parameters(
-    module: nn.Module, wrapped: Named, transport: Transport, epoch: int
-) -> list[str] | None:
+def replaced_parameters(module: nn.Module, wrapped: Named, transport: Transport, epoch: int) -> list[str] | None:
     """Whether parameters were frozen, unfrozen or replaced since the model was wrapped. Collective.
 
     Args:

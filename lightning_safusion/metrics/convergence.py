@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -11,43 +10,20 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.fusion.layout import Layout, TensorSpec
-from lightning_safusion.metrics.figures import window_figures
+from lightning_safusion.metrics.figures import TensorSums, window_figures
 
 if TYPE_CHECKING:
     from lightning_safusion.fusion.record import WindowRecord
 
 
-@dataclass(frozen=True, eq=False)
-class ConvergenceFigures:
-    """Sums over windows, and over ranks where they have been reduced, for each of T tensors that travelled sparse.
+class ConvergenceFigures(TensorSums):
+    """How far compression is from what proofs assume of it, for each of T tensors that were sent sparse.
 
     ``x`` is what was selected from (gradient plus residual), ``C(x)`` what the receivers decoded, ``g`` the gradient;
-    a bar is the mean over ranks.
-
-    Args:
-        names: Parameter names, in registration order.
-        sums: float64 [6, T]: ``||x||^2``, ``||x - C(x)||^2``, ``||gbar||^2`` (0 where it is not known),
-            ``||C(xbar) - mean C(x)||^2`` (0 where ``gbar`` is not known), slices, slices of which something was sent.
+    a bar is the mean over ranks. The sums, float64 [6, T], are ``||x||^2``, ``||x - C(x)||^2``, ``||gbar||^2`` (0 where
+    it is not known), ``||C(xbar) - mean C(x)||^2`` (0 where ``gbar`` is not known), slices, slices of which something
+    was sent.
     """
-
-    names: tuple[str, ...]
-    sums: Tensor
-
-    def __add__(self, other: ConvergenceFigures) -> ConvergenceFigures:
-        if self.names != other.names:
-            raise ValueError(
-                f"figures of {len(self.names)} and {len(other.names)} different tensors cannot be added: take those of "
-                "windows between which no parameter was frozen or unfrozen"
-            )
-        return ConvergenceFigures(self.names, self.sums + other.sums)
-
-    def reduced(self, reduce: Callable[[Tensor], Tensor]) -> ConvergenceFigures:
-        """The sum over ranks: one reduction of 48 bytes per tensor.
-
-        Args:
-            reduce: Sums a tensor over ranks, and may do so in place; every rank must call it.
-        """
-        return ConvergenceFigures(self.names, reduce(self.sums.clone()))
 
     def values(self, per_tensor: bool = True) -> dict[str, float]:
         """``contraction``, ``xi`` and ``coverage`` over all tensors, and ``<one of these>/<parameter>``.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 if TYPE_CHECKING:
     from lightning_safusion.fusion.record import WindowRecord
@@ -18,18 +19,38 @@ _ROWS = 6
 
 
 @dataclass(frozen=True, eq=False)
-class TensorFigures:
+class TensorSums:
     """Sums over windows, and over ranks where they have been reduced, for each of T tensors.
 
     Float64 holds every count below 2^53 exactly, so that one reduction carries counts and energies.
 
     Args:
         names: Parameter names, in registration order.
-        sums: float64 [6, T]; the properties name the rows.
+        sums: float64 [rows, T].
     """
 
     names: tuple[str, ...]
     sums: Tensor
+
+    def __add__(self, other: Self) -> Self:
+        if self.names != other.names:
+            raise ValueError(
+                f"figures of {len(self.names)} and {len(other.names)} different tensors cannot be added: add those of "
+                "windows between which no parameter was frozen or unfrozen"
+            )
+        return type(self)(self.names, self.sums + other.sums)
+
+    def reduced(self, reduce: Callable[[Tensor], Tensor]) -> Self:
+        """The sum over ranks: one reduction of 8 bytes per row and tensor.
+
+        Args:
+            reduce: Sums a tensor over ranks, and may do so in place; every rank must call it.
+        """
+        return type(self)(self.names, reduce(self.sums.clone()))
+
+
+class TensorFigures(TensorSums):
+    """What was sent of each tensor: six sums, float64 [6, T], which the properties name."""
 
     @property
     def windows(self) -> Tensor:
@@ -53,29 +74,13 @@ class TensorFigures:
 
     @property
     def energy(self) -> Tensor:
-        """[T] sum of ``||x||^2``, where ``x`` is what was selected from; 0 in windows in which it travelled whole."""
+        """[T] sum of ``||x||^2``, where ``x`` is what was selected from; 0 in windows in which it was dense."""
         return self.sums[4]
 
     @property
     def error(self) -> Tensor:
         """[T] sum of ``||x - C(x)||^2``, where ``C(x)`` is what the receivers decoded."""
         return self.sums[5]
-
-    def __add__(self, other: TensorFigures) -> TensorFigures:
-        if self.names != other.names:
-            raise ValueError(
-                f"figures of {len(self.names)} and {len(other.names)} different tensors cannot be added: update a "
-                "metric with each, it adds by name"
-            )
-        return TensorFigures(self.names, self.sums + other.sums)
-
-    def reduced(self, reduce: Callable[[Tensor], Tensor]) -> TensorFigures:
-        """The sum over ranks: one reduction of 48 bytes per tensor.
-
-        Args:
-            reduce: Sums a tensor over ranks, and may do so in place; every rank must call it.
-        """
-        return TensorFigures(self.names, reduce(self.sums.clone()))
 
     def everywhere(self) -> TensorFigures:
         """Of figures of one window, reduced over ranks: one window per tensor, missing if no rank sent anything."""
@@ -102,12 +107,6 @@ def tensor_figures(strategy: SAFusionStrategy, errors: bool = True) -> TensorFig
     """
     record = strategy.record
     return None if record is None else window_figures(record, errors)
-
-
-def latest_window(strategy: SAFusionStrategy) -> int | None:
-    """Number of the latest window, the same on all ranks; None with plain DDP and before the first."""
-    record = strategy.record
-    return None if record is None else record.step
 
 
 def window_figures(record: WindowRecord, errors: bool = True) -> TensorFigures:

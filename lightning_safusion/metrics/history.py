@@ -11,12 +11,11 @@ import torch
 
 from lightning_safusion.metrics.figures import TensorFigures
 from lightning_safusion.metrics.ratios import AchievedDensity, CompressionError, TensorMissingRate
+from lightning_safusion.profiling.picture import plot_rates
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
-
-_TICKS = 32
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,8 @@ class TensorRow:
         missing: Share of its gradients of which nothing was sent.
         everywhere: Share of the sampled windows in which no rank sent anything of it.
         density: Share of its elements that was sent.
-        error: Share of its energy that was not sent; None if it always travelled whole.
+        error: Share of its energy that was not sent; None if it was always dense.
+        rates: Its missing rate by column of the heat map; None where it had no gradient.
     """
 
     name: str
@@ -36,6 +36,7 @@ class TensorRow:
     everywhere: float
     density: float
     error: float | None
+    rates: tuple[float | None, ...]
 
 
 class MissingRateStatistics:
@@ -105,10 +106,12 @@ class MissingRateStatistics:
     def rows(self) -> list[TensorRow]:
         """The tensors that were exchanged, in registration order."""
         everywhere, density, error = (m.per_tensor() for m in (self.everywhere, self.density, self.error))
-        return [
-            TensorRow(name, missing, everywhere[name], density[name], error.get(name))
-            for name, missing in self.missing.per_tensor().items()
-        ]
+        rates = self.rates().tolist()
+        rows = []
+        for name, missing in self.missing.per_tensor().items():
+            line = tuple(None if rate != rate else rate for rate in rates[self._places[name]])
+            rows.append(TensorRow(name, missing, everywhere[name], density[name], error.get(name), line))
+        return rows
 
     def worst(self, count: int) -> list[TensorRow]:
         """The tensors that were missing most often; none that never were."""
@@ -130,43 +133,23 @@ class MissingRateStatistics:
             ModuleNotFoundError: If matplotlib is missing; names the extra that brings it.
             ValueError: If there is no sample yet.
         """
-        try:
-            from matplotlib import figure as figures
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError('pictures need matplotlib: pip install "lightning-safusion[plot]"') from error
         if not self.samples:
             raise ValueError("nothing was sampled that could be drawn: lower every_n_steps or train longer")
-        if ax is None:
-            height = min(12.0, 2.0 + 0.2 * len(self.names))
-            ax = figures.Figure(figsize=(9.0, height), layout="constrained").subplots()
-        rates = self.rates()
-        image = ax.imshow(rates, aspect="auto", interpolation="nearest", vmin=0, vmax=1, cmap="magma_r")
-        ax.set_facecolor("lightgrey")  # where there was no gradient
-        rows = range(0, len(self.names), -(-len(self.names) // _TICKS))
-        ax.set_yticks(list(rows), [self.names[row] for row in rows], fontsize="x-small")
-        columns = range(0, len(self._steps), -(-len(self._steps) // 8))
-        ax.set_xticks(list(columns), [str(self._steps[column]) for column in columns])
-        ax.set(xlabel="step", title="share of ranks and steps in which nothing of the tensor was sent")
-        owner = ax.figure
-        owner.colorbar(image, ax=ax, label="missing rate")
-        return owner
+        return plot_rates(self.names, self._steps, self.rates(), ax)
 
     def summary(self) -> dict[str, Any]:
         """Plain numbers for reports; the callback writes them as ``missing_rate.json``.
 
         Keys: ``version`` (1), ``samples`` (steps that were looked at), ``missing_rate`` (over all tensors; null before
             the first sample), ``steps`` (the first step of each column of the heat map), and ``tensors``, in
-            registration order: the fields of :class:`TensorRow`, and ``rates``, the missing rate by column (null where
-            there was no gradient). The callback adds ``run``, when the fit began.
+            registration order: the fields of :class:`TensorRow`. The callback adds ``run``, when the fit began.
         """
-        places = [self._places[row.name] for row in self.rows()]
-        rates = [[None if np.isnan(rate) else rate for rate in row.tolist()] for row in self.rates()[places]]
         return {
             "version": 1,
             "samples": self.samples,
             "missing_rate": float(self.missing.compute()) if self.samples else None,
             "steps": list(self._steps),
-            "tensors": [asdict(row) | {"rates": line} for row, line in zip(self.rows(), rates, strict=True)],
+            "tensors": [asdict(row) for row in self.rows()],
         }
 
     def state_dict(self) -> dict[str, Any]:

@@ -37,7 +37,6 @@ class _TensorRatio(Metric):
         if len(self._rows) < len(self.names):
             twice = sorted({name for name in self.names if self.names.count(name) > 1})
             raise ValueError(f"names has {', '.join(twice)} more than once: give every parameter once")
-        self._latest: tuple[tuple[str, ...], list[int]] = ((), [])  # rows of the names in the latest update
         self.add_state("sums", torch.zeros(2, len(self.names), dtype=torch.float64), dist_reduce_fx="sum")
 
     @staticmethod
@@ -55,15 +54,13 @@ class _TensorRatio(Metric):
         Raises:
             ValueError: If it has a tensor that the metric does not know.
         """
-        if figures.names != self._latest[0]:
-            unknown = [name for name in figures.names if name not in self._rows]
-            if unknown:
-                raise ValueError(
-                    f"{len(unknown)} tensors ({', '.join(unknown[:8])}) are not among this metric's {len(self.names)} "
-                    "names: make it with [name for name, _ in module.named_parameters()]"
-                )
-            self._latest = figures.names, [self._rows[name] for name in figures.names]
-        rows = torch.tensor(self._latest[1], device=self.device)
+        unknown = [name for name in figures.names if name not in self._rows]
+        if unknown:
+            raise ValueError(
+                f"{len(unknown)} tensors ({', '.join(unknown[:8])}) are not among this metric's {len(self.names)} "
+                "names: make it with [name for name, _ in module.named_parameters()]"
+            )
+        rows = torch.tensor([self._rows[name] for name in figures.names], device=self.device)
         self.sums = self.sums.index_add(1, rows, torch.stack(self._terms(figures)).to(self.device))
 
     @override
@@ -108,7 +105,7 @@ class TensorMissingRate(_TensorRatio):
 
 
 class AchievedDensity(_TensorRatio):
-    """Share of the gradients' elements that was sent, including tensors that travelled whole.
+    """Share of the gradients' elements that was sent, including dense tensors.
 
     Args:
         names: Parameter names, the same on all ranks.
@@ -126,7 +123,7 @@ class CompressionError(_TensorRatio):
 
     ``x`` is what was selected from (gradient plus residual; the velocity of DGC), ``C(x)`` what the receivers decoded,
     rounding on the wire included. Top-k sends at least its density of the energy (Stich et al. 2018): the error is at
-    most one minus the density. Only tensors that travelled sparse count: of the others nothing was dropped.
+    most one minus the density. Only tensors that were sent sparse count: nothing of the others was dropped.
 
     Args:
         names: Parameter names, the same on all ranks.

@@ -5,13 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 from math import nan
-from typing import Any
 
 import numpy as np
 
 from lightning_safusion.advice import busiest
 from lightning_safusion.profiling.intervals import Interval, intersect, merge, total
-from lightning_safusion.profiling.timeline import StepTimeline
+from lightning_safusion.profiling.timeline import StepTimeline, buffer_name
+
+PARTS = {
+    "data": "data loading",
+    "forward": "forward",
+    "backward": "backward",
+    "select": "selection and packing",
+    "exposed": "exposed exchange",
+    "decode": "decoding",
+    "optimizer": "optimizer",
+    "other": "everything else",
+}
+"""Parts of a step that add up to it on the CPU, in words: ``<part>_s`` of :class:`StepFigures`."""
 
 
 @dataclass(frozen=True)
@@ -125,39 +136,60 @@ class RankFigures:
         return float(np.fmax.reduce([getattr(each, name) for each in self.ranks]))
 
 
-def buffer_means(steps: Sequence[StepTimeline]) -> list[dict[str, Any]]:
-    """One row per buffer of the last step's plan, in launch order: means over the steps that had the same plan.
+@dataclass(frozen=True)
+class BufferRow:
+    """Means of one buffer over the steps that had the same plan; seconds that were not measured are NaN.
 
-    Keys: ``tensors`` (names), ``collective``, ``elements``, ``capacity``, ``bytes_sent``, ``bytes_received``, ``steps``
-        (averaged), and in seconds ``ready_s`` (the last gradient; from the beginning of the first backward pass),
-        ``select_s``, ``exchange_s``, ``exposed_s``, ``decode_s``.
+    Args:
+        tensors: Names, in ready order.
+        collective: ``"allgather"``, ``"allreduce"`` or ``"stream"``.
+        elements: Elements of its tensors.
+        capacity: Elements that its message has room for.
+        bytes_sent: Bytes that this rank gave to the collective.
+        bytes_received: Bytes that it received.
+        steps: Steps that the means are over.
+        ready_s: Seconds from the beginning of the first backward pass to its last gradient.
+        select_s: Seconds of compensation, selection and packing.
+        exchange_s: Seconds of the collective.
+        exposed_s: Seconds of it for which the backward pass stood still.
+        decode_s: Seconds of decoding.
     """
+
+    tensors: tuple[str, ...]
+    collective: str
+    elements: int
+    capacity: int
+    bytes_sent: int
+    bytes_received: int
+    steps: int
+    ready_s: float
+    select_s: float
+    exchange_s: float
+    exposed_s: float
+    decode_s: float
+
+    @property
+    def name(self) -> str:
+        """The first tensor's name, and how many there are besides."""
+        return buffer_name(self.tensors)
+
+
+def buffer_means(steps: Sequence[StepTimeline]) -> list[BufferRow]:
+    """One row per buffer of the last step's plan, in launch order: means over the steps that had the same plan."""
     if not steps or not steps[-1].buffers:
         return []
     alike = [step for step in steps if step.plan == steps[-1].plan]
     means = nanmean(np.array([_buffer_times(step) for step in alike])).tolist()
-    names = ("ready_s", "select_s", "exchange_s", "exposed_s", "decode_s")
     rows = []
-    for number, last in enumerate(steps[-1].buffers):
+    for last, times in zip(steps[-1].buffers, means, strict=True):
         events = last.events
-        times = means[number]
-        rows.append(
-            {
-                "tensors": list(last.tensors),
-                "collective": events.collective,
-                "elements": events.elements,
-                "capacity": events.capacity,
-                "bytes_sent": events.bytes_sent,
-                "bytes_received": events.bytes_received,
-                "steps": len(alike),
-                **dict(zip(names, times, strict=True)),
-            }
-        )
+        counts = (events.elements, events.capacity, events.bytes_sent, events.bytes_received, len(alike))
+        rows.append(BufferRow(last.tensors, events.collective, *counts, *times))
     return rows
 
 
 def _buffer_times(step: StepTimeline) -> np.ndarray:
-    """float64 [B, 5]: the times of :func:`buffer_means` in one step."""
+    """float64 [B, 5]: the seconds of :class:`BufferRow` in one step."""
     spans = step.spans("backward")
     begin = spans[0][0] if spans else step.begin
     moments = np.array([[*b.select, *b.exchange, *b.exposed, *b.decode] for b in step.buffers])

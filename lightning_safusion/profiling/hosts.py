@@ -20,7 +20,7 @@ def gather(tensor: Tensor) -> Tensor:
 
 
 def meet(device: torch.device, rounds: int = 8) -> np.ndarray:
-    """Meets all ranks some times, and takes down the time before and after. A collective.
+    """Meets all ranks some times, and records the time before and after. A collective.
 
     Args:
         device: Where the process group wants its tensors.

@@ -1,4 +1,4 @@
-"""Takes down the moments of steps as they happen; makes timelines of them later."""
+"""Records the moments of steps as they happen; makes timelines of them later."""
 
 from __future__ import annotations
 

@@ -1,96 +1,115 @@
-"""The file ``overlap.json`` of a run: plain numbers for reports.
-
-Written by rank 0. Keys (seconds end in ``_s``; numbers that do not exist, as those of the exchange with plain DDP, are
-left out or null):
-
-- ``version``: 1; ``run``: when the fit began, in seconds since 1970, which all files of a fit have in common.
-- ``system``, ``world_size``, ``device``, ``plain_ddp`` (why plain DDP is used; null if it is not), ``versions`` (by
-  package), ``settings`` (of the strategy, as text; see ``EngineSettings.describe``), ``profiler`` (its own settings).
-- ``command``: how the process was started (``sys.argv``).
-- ``density``: asked for in the latest step; null with plain DDP.
-- ``steps``: rows of rank 0, one per recorded step, the last 1000: ``step``, and the numbers of ``StepFigures``.
-- ``ranks``: by rank, means of ``StepFigures`` over the latest round of recorded steps; ``mean``: the mean over ranks.
-- ``slowest_rank``: the rank whose own work takes longest; ``skew_s``: by how much it exceeds the median rank's.
-- ``buffers``: rows of :func:`~lightning_safusion.profiling.figures.buffer_means` of rank 0.
-- ``plan``: ``[number of tensors, collective]`` of each buffer, null if there is none; ``costs``: the agreed numbers
-  that it was made from (``GroupCosts``), null with plain DDP.
-- ``decisions``: the latest decisions on the buffers' sizes, oldest first, see
-  :class:`~lightning_safusion.fusion.replan.Decision`.
-- ``timeline``: the latest recorded step of rank 0, see ``StepTimeline.from_dict``.
-- ``clocks``: ``offset_s`` and ``error_s`` of each rank's clock against rank 0's.
-"""
+"""The file ``overlap.json`` of a run: rank 0 of OverlapProfiler writes it, reports read it."""
 
 from __future__ import annotations
 
 import json
-import shlex
-import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import lightning
-import numpy as np
-import torch
-
-from lightning_safusion.__about__ import __version__
 from lightning_safusion.fusion.plans.costs import GroupCosts
 from lightning_safusion.fusion.plans.plan import Plan
-from lightning_safusion.profiling.figures import RankFigures, StepFigures, buffer_means
+from lightning_safusion.fusion.replan import Decision
+from lightning_safusion.profiling.figures import BufferRow, RankFigures, StepFigures
+from lightning_safusion.profiling.plain import from_row, without_nan
 from lightning_safusion.profiling.timeline import StepTimeline
 
 FILE = "overlap.json"
+VERSION = 1
 
 
-def summarize(
-    figures: RankFigures,
-    rows: Sequence[tuple[int, StepFigures]],
-    steps: Sequence[StepTimeline],
-    plan: Plan | None,
-    costs: GroupCosts | None,
-    clocks: tuple[np.ndarray, np.ndarray],
-    about: Mapping[str, Any],
-) -> dict[str, Any]:
-    """The content of the file.
+@dataclass(frozen=True, eq=False)
+class Overlap:
+    """What the profiler has measured of a run. The fields are the keys of the file; seconds end in ``_s``.
+
+    The file also has ``version`` and, computed from ``ranks``, ``mean`` (over ranks), ``slowest_rank`` and ``skew_s``
+    (its own work, less that of the median rank). Numbers that do not exist, as those of the exchange with plain DDP,
+    are left out or null.
 
     Args:
-        figures: Of all ranks, in the latest round.
-        rows: Numbers and figures of the recorded steps.
-        steps: The latest round.
-        plan: In use.
-        costs: What it was made from.
-        clocks: Offsets and errors of :func:`~lightning_safusion.profiling.hosts.clock_offsets`.
-        about: ``run``, ``system``, ``world_size``, ``device``, ``plain_ddp``, ``settings``, ``profiler``, ``density``
-            and ``decisions``.
+        run: When the fit began, in seconds since 1970, which all files of a fit have in common.
+        system: Name of the system.
+        world_size: Workers.
+        device: Where they compute.
+        plain_ddp: Why plain DDP was used; None if it was not.
+        density: Density asked for in the latest step; None with plain DDP.
+        settings: Of the strategy, as text.
+        profiler: Of the profiler.
+        versions: By package.
+        command: How the process was started (``sys.argv``).
+        steps: The last 1000 recorded steps of rank 0, by number.
+        ranks: Means of every rank over the latest round of recorded steps.
+        buffers: Of rank 0, in launch order.
+        plan: In use at the end; in the file ``[number of tensors, collective]`` of each buffer.
+        costs: The agreed numbers that it was made from; None with plain DDP.
+        timeline: The latest recorded step of rank 0.
+        decisions: The latest decisions on the buffers' sizes, oldest first.
+        clocks: ``offset_s`` and ``error_s`` of each rank's clock against rank 0's.
     """
-    rank, skew = figures.slowest
-    versions = {"lightning_safusion": __version__, "lightning": lightning.__version__, "torch": torch.__version__}
-    content = {
-        "version": 1,
-        **about,
-        "versions": versions,
-        "command": shlex.join(sys.argv),
-        "steps": [{"step": step, **row.as_dict()} for step, row in rows],
-        "ranks": [each.as_dict() for each in figures.ranks],
-        "mean": figures.mean.as_dict(),
-        "slowest_rank": rank,
-        "skew_s": skew,
-        "buffers": buffer_means(steps),
-        "plan": None if plan is None else [[g.stop - g.start, g.collective] for g in plan.groups],
-        "costs": None if costs is None else asdict(costs),
-        "timeline": steps[-1].to_dict() if steps else None,
-        "clocks": {"offset_s": clocks[0].tolist(), "error_s": clocks[1].tolist()},
-    }
-    plain: dict[str, Any] = _without_nan(content)
-    return plain
 
+    run: float
+    system: str
+    world_size: int
+    device: str
+    plain_ddp: str | None
+    density: float | None
+    settings: dict[str, str]
+    profiler: dict[str, Any]
+    versions: dict[str, str]
+    command: str
+    steps: dict[int, StepFigures]
+    ranks: RankFigures
+    buffers: tuple[BufferRow, ...]
+    plan: Plan | None
+    costs: GroupCosts | None
+    timeline: StepTimeline | None
+    decisions: tuple[Decision, ...]
+    clocks: dict[str, list[float]]
 
-def write_summary(folder: Path, content: Mapping[str, Any]) -> Path:
-    """Writes the file into an existing directory, and returns its path."""
-    path = folder / FILE
-    path.write_text(json.dumps(content, allow_nan=False, indent=1))
-    return path
+    def to_dict(self) -> dict[str, Any]:
+        """The content of the file: plain values, null for NaN."""
+        rank, skew = self.ranks.slowest
+        content = {"version": VERSION} | {each.name: getattr(self, each.name) for each in fields(self)}
+        content |= {
+            "steps": [{"step": number, **row.as_dict()} for number, row in self.steps.items()],
+            "ranks": [each.as_dict() for each in self.ranks.ranks],
+            "mean": self.ranks.mean.as_dict(),
+            "slowest_rank": rank,
+            "skew_s": skew,
+            "buffers": [asdict(each) for each in self.buffers],
+            "plan": None if self.plan is None else [[g.stop - g.start, g.collective] for g in self.plan.groups],
+            "costs": None if self.costs is None else asdict(self.costs),
+            "timeline": None if self.timeline is None else self.timeline.to_dict(),
+            "decisions": [asdict(each) for each in self.decisions],
+        }
+        plain: dict[str, Any] = without_nan(content)
+        return plain
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> Overlap:
+        """Reads what :meth:`to_dict` has made.
+
+        Raises:
+            KeyError: If an entry is missing.
+            TypeError: If one is of another kind.
+            ValueError: If one is out of range.
+        """
+        costs, plan, timeline = content["costs"], content["plan"], content["timeline"]
+        values = {each.name: content[each.name] for each in fields(cls)} | {
+            "run": float(content["run"]),
+            "settings": dict(content["settings"]),
+            "profiler": dict(content["profiler"]),
+            "versions": dict(content["versions"]),
+            "steps": {int(row["step"]): from_row(StepFigures, row, gaps=True) for row in content["steps"]},
+            "ranks": RankFigures(tuple(from_row(StepFigures, row, gaps=True) for row in content["ranks"])),
+            "buffers": tuple(from_row(BufferRow, row) for row in content["buffers"]),
+            "plan": None if plan is None else Plan.from_list(plan),
+            "costs": None if costs is None else from_row(GroupCosts, costs),
+            "timeline": None if timeline is None else StepTimeline.from_dict(timeline),
+            "decisions": tuple(from_row(Decision, row) for row in content["decisions"]),
+        }
+        return cls(**values)
 
 
 def load_timeline(run_dir: Path) -> StepTimeline:
@@ -102,15 +121,7 @@ def load_timeline(run_dir: Path) -> StepTimeline:
     path = run_dir / FILE
     if not path.exists():
         raise ValueError(f"no {FILE} in {run_dir}: OverlapProfiler writes it at the end of a fit")
-    timeline = json.loads(path.read_text())["timeline"]
+    timeline = json.loads(path.read_text(encoding="utf-8"))["timeline"]
     if timeline is None:
         raise ValueError(f"{path} holds no step: none was recorded")
     return StepTimeline.from_dict(timeline)
-
-
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nan(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_without_nan(each) for each in value]
-    return None if isinstance(value, float) and not np.isfinite(value) else value

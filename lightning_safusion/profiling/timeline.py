@@ -5,7 +5,7 @@ All moments are seconds of that rank's ``perf_counter``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from math import isnan, nan
@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from lightning_safusion.fusion.events import BufferEvents, WindowEvents
 from lightning_safusion.profiling.intervals import Interval, merge, subtract
+from lightning_safusion.profiling.plain import from_row, without_nan
 
 PhaseName = Literal["data", "forward", "backward", "optimizer"]
 
@@ -30,6 +31,11 @@ class Phase:
     name: PhaseName
     begin: float
     end: float
+
+
+def buffer_name(tensors: Sequence[str]) -> str:
+    """The first tensor's name, and how many there are besides."""
+    return tensors[0] + (f" +{len(tensors) - 1}" if len(tensors) > 1 else "")
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,7 @@ class BufferTimeline:
     @property
     def name(self) -> str:
         """The first tensor's name, and how many there are besides."""
-        return self.tensors[0] + (f" +{len(self.tensors) - 1}" if len(self.tensors) > 1 else "")
+        return buffer_name(self.tensors)
 
     @property
     def select(self) -> Interval:
@@ -77,20 +83,18 @@ class BufferTimeline:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; :meth:`from_dict` reads them."""
-        values = {f.name: getattr(self.events, f.name) for f in fields(BufferEvents) if f.name != "places"}
-        values = {key: None if isinstance(v, float) and isnan(v) else v for key, v in values.items()}
-        places = [self.events.places.start, self.events.places.stop]
-        ready = [None if isnan(moment) else moment for moment in self.ready]
-        return {"tensors": list(self.tensors), "ready": ready, "places": places, "beside": self.beside, **values}
+        values = {each.name: getattr(self.events, each.name) for each in fields(BufferEvents)}
+        values["places"] = [self.events.places.start, self.events.places.stop]
+        own = {"tensors": self.tensors, "ready": self.ready, "beside": self.beside}
+        plain: dict[str, Any] = without_nan(own | values)
+        return plain
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> BufferTimeline:
         """Reads what :meth:`to_dict` has made."""
-        known = {f.name for f in fields(BufferEvents)}
-        events: dict[str, Any] = {key: nan if value is None else value for key, value in values.items() if key in known}
-        events["places"] = range(*values["places"])
+        events = from_row(BufferEvents, {**values, "places": range(*values["places"])})
         ready = tuple(nan if moment is None else float(moment) for moment in values["ready"])
-        return cls(BufferEvents(**events), tuple(values["tensors"]), ready, bool(values["beside"]))
+        return cls(events, tuple(values["tensors"]), ready, bool(values["beside"]))
 
 
 @dataclass(frozen=True)

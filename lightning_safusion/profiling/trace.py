@@ -39,7 +39,7 @@ def trace_events(steps: Sequence[StepTimeline], rank: int, host: str = "", offse
         for phase in step.phases:
             writer.bar("training", phase.name, (phase.begin, phase.end))
         for number, buffer in enumerate(step.buffers):
-            writer.buffer(buffer, f"{step.step}.{number}")
+            writer.buffer(buffer, f"{rank}.{step.step}.{number}")
         writer.bytes_under_way(step.buffers)
     return writer.events
 
@@ -56,14 +56,14 @@ class _Writer:
 
     def names(self, host: str) -> None:
         """How the viewer calls and sorts processes and lanes."""
-        title = f"rank {self.rank}" + (f" on {host}" if host else "")
-        process = {"ph": "M", "pid": self.rank, "tid": 0}
-        self.events.append({**process, "name": "process_name", "args": {"name": title}})
-        self.events.append({**process, "name": "process_sort_index", "args": {"sort_index": self.rank}})
+        self._name("process", 0, f"rank {self.rank}" + (f" on {host}" if host else ""), self.rank)
         for lane, tid in LANES.items():
-            thread = {"ph": "M", "pid": self.rank, "tid": tid}
-            self.events.append({**thread, "name": "thread_name", "args": {"name": lane}})
-            self.events.append({**thread, "name": "thread_sort_index", "args": {"sort_index": tid}})
+            self._name("thread", tid, lane, tid)
+
+    def _name(self, kind: str, tid: int, name: str, place: int) -> None:
+        about = {"ph": "M", "pid": self.rank, "tid": tid}
+        self.events.append({**about, "name": f"{kind}_name", "args": {"name": name}})
+        self.events.append({**about, "name": f"{kind}_sort_index", "args": {"sort_index": place}})
 
     def bar(self, lane: str, name: str, interval: Interval, **args: Any) -> None:
         """Something that took a while, nested in what encloses it."""
@@ -73,25 +73,22 @@ class _Writer:
 
     def buffer(self, buffer: BufferTimeline, key: str) -> None:
         """One buffer's way through a step; ``key`` is its alone."""
-        events, name = buffer.events, buffer.name
         for tensor, moment in zip(buffer.tensors, buffer.ready, strict=True):
             if not isnan(moment):
                 self._add("i", f"{tensor} ready", moment, s="t")
         args = {
             "tensors": list(buffer.tensors[:_SHOWN_TENSORS]),
             "number of tensors": len(buffer.tensors),
-            "collective": events.collective,
-            "elements": events.elements,
-            "bytes sent": events.bytes_sent,
+            "collective": buffer.events.collective,
+            "elements": buffer.events.elements,
+            "bytes sent": buffer.events.bytes_sent,
         }
-        self.bar("select", name, buffer.select, **args)
-        self.bar("exposed", name, buffer.exposed, **args)
-        self.bar("decode", name, buffer.decode, **args)
+        for lane in ("select", "exposed", "decode"):
+            self.bar(lane, buffer.name, getattr(buffer, lane), **args)
         begin, end = buffer.exchange
         # collectives overlap each other: begin and end are told apart by an id
-        shared = {"cat": "exchange", "id": f"{self.rank}.{key}"}
-        self._add("b", name, begin, "exchange", **shared, args=args)
-        self._add("e", name, max(begin, end), "exchange", **shared)
+        self._add("b", buffer.name, begin, "exchange", cat="exchange", id=key, args=args)
+        self._add("e", buffer.name, max(begin, end), "exchange", cat="exchange", id=key)
 
     def bytes_under_way(self, buffers: Iterable[BufferTimeline]) -> None:
         """A counter of the bytes that were given to collectives which have not ended."""
@@ -139,7 +136,7 @@ def merge_traces(run_dir: Path, output: Path | None = None) -> Path:
         raise ValueError(f"no trace_rank_*.json in {run_dir}: OverlapProfiler writes them at the end of a fit")
     traces = [_read(path) for path in paths]
     newest = max(traces, key=lambda trace: trace["safusion"]["run"])["safusion"]
-    traces = [trace for trace in traces if trace["safusion"]["run"] == newest["run"]]  # others are left from old runs
+    traces = [trace for trace in traces if trace["safusion"]["run"] == newest["run"]]
     missing = set(range(newest["world_size"])) - {trace["safusion"]["rank"] for trace in traces}
     if missing:
         ranks = ", ".join(map(str, sorted(missing)[:20]))
@@ -159,12 +156,8 @@ def trace(run_dir: Path, output: Path | None = None) -> None:
     Args:
         run_dir: The directory with ``trace_rank_*.json``.
         output: File to write, compressed if it ends in ``.gz``; ``trace.json`` in that directory by default.
-
-    Raises:
-        ValueError: If there are no traces, those of some ranks are missing, or a file is no trace.
     """
-    path = merge_traces(run_dir, output)
-    print(f"{path}: open it in https://ui.perfetto.dev")
+    print(f"{merge_traces(run_dir, output)}: open it in https://ui.perfetto.dev")
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -68,14 +68,8 @@ class Calibration:
         return Link(alpha=alpha, beta=gather.per_byte / (n - 1), launch=max(0.0, gather.fixed - rounds * alpha))
 
     def cluster(self, nodes: int, gpus_per_node: int = 1, jitter: float | None = None, seed: int = 0) -> Cluster:
-        """A cluster with these costs: those measured where it has as many nodes, otherwise those of :attr:`link`.
-
-        Args:
-            nodes: Nodes, with as many cores for each worker as there were.
-            gpus_per_node: Workers in each.
-            jitter: In place of what was measured.
-            seed: Of the jitter.
-        """
+        """A cluster with these costs: those measured where it has as many nodes, otherwise those of :attr:`link`; with
+        as many cores for each worker as there were, and the measured jitter if no other is given."""
         same = nodes == self.workers and gpus_per_node == 1
         measured = {"allgather": self.allgather, "allreduce": self.allreduce} if same else {}
         jitter = self.jitter if jitter is None else jitter
@@ -96,11 +90,7 @@ class Calibration:
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
-        """Reads what :meth:`save` wrote.
-
-        Raises:
-            ValueError: If there is no such file, or it is not a calibration of this format and version.
-        """
+        """Reads what :meth:`save` wrote; a ValueError names a file that is no calibration of this version."""
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
             head = f"{content.pop('format')} version {content.pop('version')}"

@@ -8,9 +8,9 @@ Hoefler (PPoPP 2022, table 1) for sparse ones.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field, replace
-from types import MappingProxyType
 
 from lightning_safusion.comm.cost import LINKS, Link, allgather_bytes, log2_ceil, ring_allreduce_bytes
 from lightning_safusion.fusion.plans.costs import SelectionCost
@@ -59,7 +59,7 @@ class Device:
         selections: Time of one selection, by kind: ``"exact"`` (top-k by radix select) and ``"threshold"`` (two to
             three sweeps over the memory). Published orders of magnitude for a GPU; measure yours.
         decode: Seconds per entry that is added up after an exchange.
-        decode_fixed: Seconds per exchange with entries to be added up.
+        decode_fixed: Seconds per exchange with such entries.
         decodes_last: Decoding waits for the end of backward and occupies the worker (CPU); otherwise it runs beside
             backward, behind the exchange.
         memory: Bytes per second of the device's memory, read and written.
@@ -201,12 +201,8 @@ class Cluster:
         return CollectiveCost(seconds, volume, passing if self.nodes > 1 else 0.0)
 
     def hierarchical(self, message: float, nbytes: float) -> CollectiveCost:
-        """Dense inside the node, sparse between nodes: reduce-scatter, all-gather of each shard, all-gather inside.
-
-        Args:
-            message: Bytes that one node sends.
-            nbytes: Dense bytes inside the node.
-        """
+        """Dense inside the node (``nbytes``), sparse between nodes (a ``message`` of each): reduce-scatter, all-gather
+        of each shard, all-gather inside."""
         g = self.gpus_per_node
         inside = CollectiveCost()
         if g > 1:
@@ -241,28 +237,10 @@ def resolve_link(bandwidth: str) -> Link:
     name = _ALIASES.get(name, name)
     if name in LINKS:
         return LINKS[name]
-    for unit, scale in (("gbit", 1e9), ("mbit", 1e6)):
-        if name.endswith(unit):
-            try:
-                rate = float(name.removesuffix(unit)) * scale
-            except ValueError:
-                break
-            if not 0 < rate < float("inf"):
-                break
+    if match := re.fullmatch(r"(\d*\.?\d+)([gm])bit", name):
+        rate = float(match[1]) * {"g": 1e9, "m": 1e6}[match[2]]
+        if rate > 0:
             beta = 8 / (rate * 0.85)
             nearest = min(LINKS.values(), key=lambda link: max(link.beta / beta, beta / link.beta))
             return replace(nearest, beta=beta)
     raise ValueError(f"unknown bandwidth {bandwidth!r}: give a rate such as '25gbit', or one of {sorted(LINKS)}")
-
-
-#: Clusters of the literature, for comparisons.
-CLUSTERS: Mapping[str, Cluster] = MappingProxyType(
-    {
-        "64-gpus-200gbit": Cluster(8, 8, LINKS["200gbit-rdma"]),
-        # one card per GPU: as if every GPU were a node of its own
-        "64-gpus-200gbit-rails": Cluster(64, 1, LINKS["200gbit-rdma"]),
-        "64-gpus-100gbit": Cluster(8, 8, LINKS["100gbit-roce"]),
-        "64-gpus-25gbit": Cluster(8, 8, LINKS["25gbit"]),
-        "8-nodes-10gbit": Cluster(8, 1, replace(LINKS["10gbit"], alpha=25e-6)),
-    }
-)

@@ -12,8 +12,8 @@ from typing import Any
 
 from lightning_safusion.simulate.cluster import Cluster, resolve_link
 from lightning_safusion.simulate.engine import mean_iteration
-from lightning_safusion.simulate.iteration import Iteration
 from lightning_safusion.simulate.job import Job
+from lightning_safusion.simulate.schedule import Iteration
 from lightning_safusion.simulate.systems import SIMULATED, resolve_simulated
 from lightning_safusion.simulate.trace import Trace, resolve_trace
 from lightning_safusion.systems import SYSTEMS
@@ -41,7 +41,7 @@ class PlanRow:
         waited_s: Seconds that the mean worker waits for others before collectives, summed over them.
         speedup: Over DDP in bf16.
         comparable: Whether it was predicted as the others were; see
-            :class:`~lightning_safusion.simulate.iteration.Iteration`.
+            :class:`~lightning_safusion.simulate.schedule.Iteration`.
     """
 
     system: str
@@ -57,11 +57,7 @@ class PlanRow:
 
 
 def run_system(name: str, job: Job, iterations: int = 20) -> Iteration:
-    """The mean iteration of one system.
-
-    Raises:
-        ValueError: If there is no such system.
-    """
+    """The mean iteration of one system."""
     return mean_iteration(job.trace, job.cluster, resolve_simulated(name).build(job), iterations)
 
 
@@ -72,17 +68,8 @@ def plan_table(
     systems: Sequence[str] | None = None,
     **options: Any,
 ) -> list[PlanRow]:
-    """What each system would do.
-
-    Args:
-        trace: The job, or the name of a trace.
-        cluster: Where it runs.
-        density: Share of the elements that is sent.
-        systems: Names; all systems by default.
-        **options: Of :class:`Job`.
-
-    Returns:
-        Rows in the order of ``systems``.
+    """What each system would do, in the order of ``systems``; all of them by default. ``options`` are those of
+    :class:`Job`.
 
     Raises:
         ValueError: If a name is unknown or a number makes no sense.
@@ -91,28 +78,18 @@ def plan_table(
     names = list(SIMULATED) if systems is None else list(systems)
     results = {name: run_system(name, job) for name in dict.fromkeys([BASELINE, *names])}
     baseline = results[BASELINE].seconds
-    return [_row(name, results[name], baseline) for name in names]
-
-
-def _row(name: str, result: Iteration, baseline: float) -> PlanRow:
-    return PlanRow(
-        name,
-        result.seconds,
-        result.exposed,
-        result.select,
-        result.nbytes,
-        result.node_bytes,
-        result.collectives,
-        result.waited,
-        baseline / result.seconds,
-        result.comparable,
-    )
+    rows = []
+    for name in names:
+        run = results[name]
+        sent = (run.nbytes, run.node_bytes, run.collectives, run.waited)
+        rows.append(PlanRow(name, run.seconds, run.exposed, run.select, *sent, baseline / run.seconds, run.comparable))
+    return rows
 
 
 def best_sparse(rows: Sequence[PlanRow]) -> PlanRow | None:
     """The fastest sparse system that can be run and loses nothing, if it is worth the change from DDP in bf16."""
     able = [row for row in rows if row.system in SYSTEMS and row.comparable]
-    sparse = [row for row in able if SIMULATED[row.system].sparse and SIMULATED[row.system].conserves]
+    sparse = [row for row in able if SYSTEMS[row.system].sparse and SYSTEMS[row.system].conserves]
     best = min(sparse, key=lambda row: row.iteration_s, default=None)
     return best if best is not None and best.speedup > 1 + _WORTH else None
 
@@ -165,10 +142,10 @@ def sweep_table(
     """The table for every combination of the values given.
 
     Args:
-        trace: The job, or the name of a trace.
-        cluster: Where it runs, as far as ``over`` does not say otherwise.
-        density: Share of the elements that is sent, likewise.
-        systems: Names; all systems by default.
+        trace: As of :func:`plan_table`.
+        cluster: Likewise, as far as ``over`` does not say otherwise.
+        density: Likewise.
+        systems: Likewise.
         over: ``"bandwidth"`` (such as ``"25gbit"``), ``"density"``, ``"nodes"``: values to try.
         **options: Of :class:`Job`.
 
@@ -204,11 +181,7 @@ def sweep_table(
 
 
 def write_records(records: Sequence[Mapping[str, Any]], path: str | Path) -> None:
-    """Writes flat records as CSV or JSON, by the suffix of the path.
-
-    Raises:
-        ValueError: If the suffix is another one.
-    """
+    """Writes flat records as CSV or JSON, by the suffix of the path."""
     path = Path(path)
     if path.suffix == ".json":
         path.write_text(json.dumps([dict(record) for record in records], indent=1), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""One iteration on a clock: what computes, what selects, what travels, and who waits for whom.
+"""One iteration on a clock: what computes, what selects, what is sent, and who waits for whom.
 
 Every worker has four resources that do one thing at a time: the compute stream, the host's selector, the bus between
 device and host, and the link, which takes collectives first come, first served. A collective begins when the last
@@ -16,20 +16,13 @@ import numpy as np
 from lightning_safusion.fusion.plans.ticking import fuse_ready
 from lightning_safusion.simulate.cluster import Cluster, CollectiveCost
 from lightning_safusion.simulate.host import simulate_host
-from lightning_safusion.simulate.iteration import Interval, Iteration
 from lightning_safusion.simulate.jitter import draw_factors, lognormal
-from lightning_safusion.simulate.schedule import Ahead, Message, Planned, Schedule, Stream, Timer
+from lightning_safusion.simulate.schedule import Ahead, Interval, Iteration, Message, Planned, Schedule, Stream, Timer
 from lightning_safusion.simulate.trace import Trace
 
 
 def simulate(trace: Trace, cluster: Cluster, schedule: Schedule, iteration: int = 0) -> Iteration:
-    """Runs one iteration in the steady state.
-
-    Args:
-        trace: The job.
-        cluster: Where it runs.
-        schedule: What is selected and sent when; made for this trace and this cluster.
-        iteration: Number of the iteration: another one draws other jitter.
+    """Runs one iteration in the steady state; another number of the iteration draws other jitter.
 
     Raises:
         ValueError: If the schedule describes other tensors than the trace.
@@ -172,9 +165,6 @@ class _Run:
                     self.selected += message.select
                     ready = np.maximum(ready, self.clock)
                 self._send(message, ready, label)
-        self._settle_bytes(launch)
-
-    def _settle_bytes(self, launch: Planned) -> None:
         for message in launch.messages:
             if message.settle is not None:
                 self.sent = self.sent + message.settle

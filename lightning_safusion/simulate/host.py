@@ -17,49 +17,19 @@ from functools import partial
 import numpy as np
 
 from lightning_safusion.simulate.cluster import Cluster, CollectiveCost
-from lightning_safusion.simulate.iteration import Interval, Iteration, Resource
 from lightning_safusion.simulate.jitter import draw_factors
 from lightning_safusion.simulate.measured import Host
-from lightning_safusion.simulate.schedule import Ahead, Message, Planned, Schedule
+from lightning_safusion.simulate.schedule import Ahead, Interval, Iteration, Message, Planned, Resource, Schedule
 from lightning_safusion.simulate.sharing import SharedCores
 from lightning_safusion.simulate.trace import Trace
 
-
-@dataclass(frozen=True)
-class _Work:
-    """Seconds of a worker's thread: first asleep, then on a core."""
-
-    asleep: float
-    busy: float
-    resource: Resource
-    label: str
-
-
-@dataclass(frozen=True)
-class _Launch:
-    exchange: _Exchange
-
-
-@dataclass(frozen=True)
-class _Await:
-    exchange: _Exchange
-
-
-@dataclass(frozen=True)
-class _Offload:
-    """Selection on a second thread; the exchange waits for it."""
-
-    seconds: float
-    exchange: _Exchange
-    label: str
-
-
-_Step = _Work | _Launch | _Await | _Offload
+# What a worker does, step by step: it stops where time has to pass.
+_Program = Iterator[None]
 
 
 @dataclass(eq=False)
 class _Exchange:
-    """A collective on its way.
+    """A collective of one iteration.
 
     Args:
         cost: What it takes.
@@ -79,15 +49,7 @@ class _Exchange:
 
 
 def simulate_host(trace: Trace, cluster: Cluster, host: Host, schedule: Schedule, iteration: int) -> Iteration:
-    """Runs one iteration of messages that are known before it.
-
-    Args:
-        trace: The job.
-        cluster: Where it runs.
-        host: Its processors.
-        schedule: What is selected and sent when, planned or ahead of the iteration.
-        iteration: Number of the iteration: another one draws other jitter.
-    """
+    """Runs one iteration of messages that are known before it, on the processors of the cluster."""
     return _HostRun(trace, cluster, host, schedule, iteration).result()
 
 
@@ -109,7 +71,8 @@ class _HostRun:
         self.intervals: list[Interval] = []
         self.exchanges: list[_Exchange] = []
         self.collectives = 0
-        self.offloads: list[deque[_Offload]] = [deque() for _ in range(self.workers)]
+        # selections on a second thread of each worker: seconds, and the exchange that waits for it
+        self.offloads: list[deque[tuple[float, _Exchange, str]]] = [deque() for _ in range(self.workers)]
         messages = schedule.launch.messages if isinstance(schedule.launch, Planned) else ()
         self.messages: list[Message] = sorted(messages, key=lambda message: max(message.tensors))
         self.programs = self._programs()
@@ -117,7 +80,7 @@ class _HostRun:
             self._advance(worker)
         self.cores.run()
 
-    def _programs(self) -> list[Iterator[_Step]]:
+    def _programs(self) -> list[_Program]:
         launch = self.schedule.launch
         if isinstance(launch, Ahead):
             ahead = self._exchange(launch.cost, "weights")
@@ -138,122 +101,123 @@ class _HostRun:
         self.exchanges.append(exchange)
         return exchange
 
-    def _ahead(self, worker: int, exchange: _Exchange, update: float) -> Iterator[_Step]:
-        yield _Launch(exchange)
+    def _ahead(self, worker: int, exchange: _Exchange, update: float) -> _Program:
+        self._launch(worker, exchange)
         yield from self._forward(worker, {})
         for place in range(len(self.trace.tensors)):
-            yield self._backward(worker, place)
-        yield _Await(exchange)
-        yield _busy("compute", "update", update)
-        yield self._optimizer()
+            yield from self._backward(worker, place)
+        yield from self._await(worker, exchange)
+        yield from self._busy(worker, "compute", "update", update)
+        yield from self._optimizer(worker)
 
-    def _planned(self, worker: int, gathers: list[_Exchange], settles: dict[int, _Exchange]) -> Iterator[_Step]:
+    def _planned(self, worker: int, gathers: list[_Exchange], settles: dict[int, _Exchange]) -> _Program:
         yield from self._forward(worker, settles)
         schedule, at = self.schedule, 0
         hook = self.host.hook if schedule.engine else 0.0
         for place, tensor in enumerate(self.trace.tensors):
-            yield self._backward(worker, place, hook)
+            yield from self._backward(worker, place, hook)
             if schedule.host_select is not None and schedule.host_select[place] > 0:
-                for exchange in self._carriers(place, gathers):
-                    yield _Offload(schedule.host_select[place], exchange, tensor.name)
+                for message, exchange in zip(self.messages, gathers, strict=True):
+                    if place in message.tensors:
+                        self._offload(worker, schedule.host_select[place], exchange, tensor.name)
             else:
-                yield _busy("select", tensor.name, schedule.select[place])
+                yield from self._busy(worker, "select", tensor.name, schedule.select[place])
             while at < len(gathers) and max(self.messages[at].tensors) <= place:
-                yield _busy("select", gathers[at].label, self.messages[at].select)
-                yield _Launch(gathers[at])
+                yield from self._busy(worker, "select", gathers[at].label, self.messages[at].select)
+                self._launch(worker, gathers[at])
                 at += 1
         for message, exchange in zip(self.messages, gathers, strict=True):
-            yield _Await(exchange)
+            yield from self._await(worker, exchange)
             fixed = self.cluster.device.decode_fixed if message.decode > 0 else 0.0
-            yield _busy("compute", f"decode {exchange.label}", message.decode + fixed)
+            yield from self._busy(worker, "compute", f"decode {exchange.label}", message.decode + fixed)
         if schedule.engine:
-            yield _busy("compute", "drain", self.host.drain(len(gathers)))
-        yield self._optimizer()
+            yield from self._busy(worker, "compute", "drain", self.host.drain(len(gathers)))
+        yield from self._optimizer(worker)
 
-    def _carriers(self, place: int, gathers: list[_Exchange]) -> list[_Exchange]:
-        return [g for message, g in zip(self.messages, gathers, strict=True) if place in message.tensors]
-
-    def _forward(self, worker: int, settles: dict[int, _Exchange]) -> Iterator[_Step]:
+    def _forward(self, worker: int, settles: dict[int, _Exchange]) -> _Program:
         """Parameters that settle late hold it up; each group is launched when the one before it begins."""
         waiting = deque(settles[place] for place in sorted(settles, reverse=True))
         if waiting:
-            yield _Launch(waiting.popleft())
-        share = self.host.forward
+            self._launch(worker, waiting.popleft())
         for place in reversed(range(len(self.trace.tensors))):
             if place in settles:
-                yield _Await(settles[place])
+                yield from self._await(worker, settles[place])
                 if waiting:
-                    yield _Launch(waiting.popleft())
+                    self._launch(worker, waiting.popleft())
             seconds = self.trace.tensors[place].forward * float(self.pace[worker])
-            yield self._computed("forward", seconds, share)
+            yield from self._compute(worker, "forward", seconds, self.host.forward)
 
-    def _backward(self, worker: int, place: int, hook: float = 0.0) -> _Step:
+    def _backward(self, worker: int, place: int, hook: float = 0.0) -> _Program:
         tensor = self.trace.tensors[place]
         seconds = tensor.backward * float(self.pace[worker] * self.noise[worker, place])
-        return self._computed(tensor.name, seconds, self.host.backward, hook)
+        yield from self._compute(worker, tensor.name, seconds, self.host.backward, hook)
 
-    def _optimizer(self) -> _Step:
-        return self._computed("optimizer", self.trace.optimizer, self.host.optimizer)
+    def _optimizer(self, worker: int) -> _Program:
+        yield from self._compute(worker, "optimizer", self.trace.optimizer, self.host.optimizer)
 
-    def _computed(self, label: str, seconds: float, share: float, more: float = 0.0) -> _Work:
-        return _Work(self.host.asleep * (1 - share) * seconds, share * seconds + more, "compute", label)
+    def _await(self, worker: int, exchange: _Exchange) -> _Program:
+        if not exchange.done:
+            exchange.waiting.append(worker)
+            yield
 
-    def _advance(self, worker: int) -> None:
-        """Takes the next steps of a worker, up to one that takes time."""
-        for step in self.programs[worker]:
-            if isinstance(step, _Launch):
-                self._done_for(worker, step.exchange)
-            elif isinstance(step, _Offload):
-                self.offloads[worker].append(step)
-                if len(self.offloads[worker]) == 1:
-                    self._select_on_host(worker)
-            elif isinstance(step, _Await):
-                if not step.exchange.done:
-                    step.exchange.waiting.append(worker)
-                    return
-            elif step.asleep + step.busy > 0:
-                self._work(worker, step)
-                return
-        self.ends[worker] = self.cores.clock
+    def _compute(self, worker: int, label: str, seconds: float, share: float, more: float = 0.0) -> _Program:
+        asleep = self.host.asleep * (1 - share) * seconds
+        yield from self._busy(worker, "compute", label, share * seconds + more, asleep)
 
-    def _work(self, worker: int, step: _Work) -> None:
+    def _busy(self, worker: int, resource: Resource, label: str, busy: float, asleep: float = 0.0) -> _Program:
+        """Seconds of a worker's thread: first asleep, then on a core."""
+        if asleep + busy <= 0:
+            return
         begin = self.cores.clock
 
         def end() -> None:
             if worker == 0:
-                self.intervals.append(Interval(step.resource, step.label, begin, self.cores.clock))
+                self.intervals.append(Interval(resource, label, begin, self.cores.clock))
             self._advance(worker)
 
         def wake() -> None:
-            if step.busy > 0:
-                self.cores.compute(step.busy, end, self.alike, awake)
+            if busy > 0:
+                self.cores.compute(busy, end, self.alike, awake)
             else:
                 awake()
                 end()
 
         def awake() -> None:
-            if step.asleep > 0:
-                self.debts[worker] += self.cores.clock - begin - step.asleep
+            if asleep > 0:
+                self.debts[worker] += self.cores.clock - begin - asleep
 
-        if step.asleep > 0:
-            self.cores.carry(max(0.0, step.asleep - self.debts[worker]), wake)
+        if asleep > 0:
+            self.cores.carry(max(0.0, asleep - self.debts[worker]), wake)
         else:
             wake()
+        yield
+
+    def _advance(self, worker: int) -> None:
+        """Takes the next steps of a worker, up to one that takes time."""
+        try:
+            next(self.programs[worker])
+        except StopIteration:
+            self.ends[worker] = self.cores.clock
+
+    def _offload(self, worker: int, seconds: float, exchange: _Exchange, label: str) -> None:
+        self.offloads[worker].append((seconds, exchange, label))
+        if len(self.offloads[worker]) == 1:
+            self._select_on_host(worker)
 
     def _select_on_host(self, worker: int) -> None:
-        step, begin = self.offloads[worker][0], self.cores.clock
+        (seconds, exchange, label), begin = self.offloads[worker][0], self.cores.clock
 
         def end() -> None:
             if worker == 0:
-                self.intervals.append(Interval("host", step.label, begin, self.cores.clock))
+                self.intervals.append(Interval("host", label, begin, self.cores.clock))
             self.offloads[worker].popleft()
-            self._done_for(worker, step.exchange)
+            self._launch(worker, exchange)
             if self.offloads[worker]:
                 self._select_on_host(worker)
 
-        self.cores.compute(step.seconds, end, self.alike)
+        self.cores.compute(seconds, end, self.alike)
 
-    def _done_for(self, worker: int, exchange: _Exchange) -> None:
+    def _launch(self, worker: int, exchange: _Exchange) -> None:
         """One thing less to do before a collective can begin; begins it when nothing is left on any worker."""
         exchange.missing[worker] -= 1
         exchange.ready[worker] = self.cores.clock
@@ -307,7 +271,3 @@ class _HostRun:
             waited,
             tuple(self.intervals),
         )
-
-
-def _busy(resource: Resource, label: str, seconds: float) -> _Work:
-    return _Work(0.0, seconds, resource, label)

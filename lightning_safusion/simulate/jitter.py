@@ -27,11 +27,6 @@ def agreed_backward(trace: Trace, cluster: Cluster, windows: int = 11) -> np.nda
     """Backward times as the workers of a running job agree on them, seconds [L].
 
     Every worker takes the median over its latest windows, and the slowest one counts, gradient by gradient.
-
-    Args:
-        trace: The job.
-        cluster: Where it runs.
-        windows: That each worker remembers.
     """
     nominal = np.array([tensor.backward for tensor in trace.tensors])
     if cluster.jitter == 0:

@@ -10,7 +10,6 @@ import numpy as np
 
 from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.fusion.plans.costs import GroupCosts, SelectionCost
-from lightning_safusion.fusion.plans.merging import BehindCosts
 from lightning_safusion.fusion.plans.optimal import plan_optimal
 from lightning_safusion.fusion.plans.plan import Group, Plan
 from lightning_safusion.simulate.cluster import Cluster, CollectiveCost
@@ -33,9 +32,9 @@ class Job:
         entry_bytes: Bytes of a sent entry on the wire, position included: 8 for fp32 values with 32-bit positions, 6
             with 16-bit positions, 4 with bf16 values as well.
         selection: Kind of selection, see :class:`Device`.
-        segmented: Selection ahead of fusion in one call per buffer, with a quota for each tensor, as this package does
+        segmented: Selection before fusion in one call per buffer, with a quota for each tensor, as this package does
             it; else one call per tensor, as the papers describe it.
-        dense_below: Tensors of fewer elements travel whole.
+        dense_below: Tensors of fewer elements are dense.
 
     Raises:
         ValueError: If the density is outside (0, 1] or an entry has no bytes.
@@ -63,7 +62,7 @@ class Job:
 
     @cached_property
     def whole(self) -> np.ndarray:
-        """Tensors that travel without selection, bool [L]."""
+        """Dense tensors, bool [L]."""
         return (self.numels < self.dense_below) | (self.numels * self.density >= self.numels)
 
     @cached_property
@@ -73,7 +72,7 @@ class Job:
 
     @cached_property
     def sparse_bytes(self) -> np.ndarray:
-        """Bytes that each tensor brings to a sparse message, float64 [L]; whole ones need no positions."""
+        """Bytes that each tensor brings to a sparse message, float64 [L]; dense ones need no positions."""
         return np.where(self.whole, self.numels * 4.0, self.entries * self.entry_bytes)
 
     @cached_property
@@ -135,17 +134,9 @@ class Job:
             select=(self.select_cost.fixed, self.select_cost.per_element, self.select_cost.per_comparison),
         )
 
-    def behind_costs(self) -> BehindCosts:
-        """Numbers for planners that know that selection over a buffer delays the gradients after it."""
-        return BehindCosts.of(self.group_costs())
-
     def schedule(self, plan: Plan, *, behind: bool = False) -> Schedule:
-        """The iteration of a plan: all-gathers of what was selected, all-reduces in fp32.
-
-        Args:
-            plan: Covers the tensors of the trace.
-            behind: Select over each merged buffer.
-        """
+        """The iteration of a plan: all-gathers of what was selected, from each merged buffer with ``behind``, and
+        all-reduces in fp32."""
         at_once = behind or self.segmented
         messages = [self.message(group, select=at_once, behind=behind) for group in plan.groups]
         sparse = np.zeros(len(self.numels), bool)
@@ -161,7 +152,7 @@ class Job:
         return self.sparse(range(group.start, group.stop), select=select, behind=behind)
 
     def dense(self, places: Sequence[int], width: int = 4) -> Message:
-        """An all-reduce of whole tensors with ``width`` bytes per element."""
+        """An all-reduce of dense tensors with ``width`` bytes per element."""
         return Message(tuple(places), self.cluster.allreduce(float(self.numels[list(places)].sum()) * width))
 
     def sparse(self, places: Sequence[int], *, select: bool, behind: bool = False) -> Message:
@@ -174,7 +165,7 @@ class Job:
         )
 
     def select_seconds(self, places: Sequence[int], behind: bool = False) -> float:
-        """One selection over several tensors, ahead of fusion or behind it; those that travel whole need none."""
+        """One selection over several tensors, before fusion or after it; dense ones need none."""
         chosen = [place for place in places if not self.whole[place]]
         elements = float(self.numels[chosen].sum())
         host = self.cluster.host

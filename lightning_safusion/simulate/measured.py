@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
 
 import numpy as np
@@ -31,11 +31,7 @@ class CollectiveSample:
 
 @dataclass(frozen=True)
 class CollectiveTimes:
-    """One kind of collective, by the bytes of its buffers; between the sizes measured on a straight line.
-
-    Args:
-        samples: By rising size, two or more.
-    """
+    """One kind of collective, by the bytes of its buffers (two or more, rising), on straight lines between them."""
 
     samples: tuple[CollectiveSample, ...]
 
@@ -50,9 +46,7 @@ class CollectiveTimes:
 
     @cached_property
     def _table(self) -> np.ndarray:
-        return np.array(
-            [(s.nbytes, s.alone, s.queued, s.processor, s.processor_queued) for s in self.samples], np.float64
-        )
+        return np.array([astuple(sample) for sample in self.samples], np.float64)
 
     @cached_property
     def line(self) -> LinearCost:
@@ -90,8 +84,8 @@ class Host:
         optimizer: The same of what follows.
         asleep: Share of the rest for which it sleeps (a paced job); the other part, it waited for a core.
         hook: Seconds that a gradient costs the engine, besides what follows.
-        ahead: Selection ahead of fusion, packing and the launch of the collective.
-        behind: The same behind fusion.
+        ahead: Selection before fusion, packing and the launch of the collective.
+        behind: The same after fusion.
         decode: Decoding, by the entries of all workers.
         drain: Seconds that the end of a window costs besides, by the number of buffers.
     """

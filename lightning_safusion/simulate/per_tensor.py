@@ -23,10 +23,10 @@ _KERNEL = 5e-6
 
 
 def hipress(job: Job) -> Schedule:
-    """Each gradient compressed or not, as HiPress's cost model says; compressed ones in parts, raw ones batched."""
+    """Each gradient compressed or not, as HiPress's cost model says; compressed ones in parts, dense ones batched."""
     primitives = _primitives(job)
     messages: list[Message] = []
-    raw: list[int] = []
+    dense: list[int] = []
     bulk = HiPress().bulk_bytes
     for place, numel in enumerate(job.trace.numels):
         ratio = float(job.sparse_bytes[place]) / (4.0 * numel) if numel else 1.0
@@ -34,10 +34,10 @@ def hipress(job: Job) -> Schedule:
         if choice.compress:
             messages += _in_parts(job, place)
         else:
-            raw.append(place)
-        if raw and (job.numels[raw].sum() * 4 >= bulk or place == len(job.numels) - 1):
-            messages.append(job.dense(raw))
-            raw = []
+            dense.append(place)
+        if dense and (job.numels[dense].sum() * 4 >= bulk or place == len(job.numels) - 1):
+            messages.append(job.dense(dense))
+            dense = []
     return Schedule(Planned(tuple(messages)), (0.0,) * len(job.numels))
 
 
@@ -104,11 +104,11 @@ def _with_options(job: Job, options: Sequence[Option]) -> Schedule:
 
 
 def ssfusion(offload: bool, interleaved: bool) -> Callable[[Job], Schedule]:
-    """SSFusion: per buffer, tensors up to a size travel whole, and pay for it with a lower density of the others.
+    """SSFusion: per buffer, tensors up to a size are dense, and pay for it with a lower density of the others.
 
     Args:
         offload: Select on the host whenever it is free (SSFusion-O).
-        interleaved: Whole tensors by all-reduce, the others by all-gather (SSFusion-I); else all of them in one
+        interleaved: Dense tensors by all-reduce, the others by all-gather (SSFusion-I); else all of them in one
             all-gather.
     """
 
@@ -120,7 +120,7 @@ def ssfusion(offload: bool, interleaved: bool) -> Callable[[Job], Schedule]:
         for start in range(0, total, size):
             group = Group(start, min(start + size, total))
             choice = _selective(job, group, interleaved)
-            sparse = [place for place, dense in zip(_places(group), choice.dense, strict=True) if not dense]
+            sparse = [place for place, dense in enumerate(choice.dense, group.start) if not dense]
             if offload:
                 _offload(job, group, choice, host)
             on_device = [place for place in sparse if host[place] == 0]
@@ -130,10 +130,6 @@ def ssfusion(offload: bool, interleaved: bool) -> Callable[[Job], Schedule]:
         return Schedule(Planned(tuple(messages)), tuple(selects.tolist()), tuple(host.tolist()))
 
     return build
-
-
-def _places(group: Group) -> range:
-    return range(group.start, group.stop)
 
 
 def _selective(job: Job, group: Group, interleaved: bool) -> SelectiveChoice:
@@ -167,15 +163,15 @@ def _exchanges(
     job: Job, group: Group, choice: SelectiveChoice, interleaved: bool, selected: Sequence[int]
 ) -> list[Message]:
     """The collectives of one buffer; ``selected``: tensors from which the device selects when the buffer is full."""
-    whole = [place for place, dense in zip(_places(group), choice.dense, strict=True) if dense]
-    sparse = [place for place, dense in zip(_places(group), choice.dense, strict=True) if not dense]
+    whole = [place for place, dense in enumerate(choice.dense, group.start) if dense]
+    sparse = [place for place, dense in enumerate(choice.dense, group.start) if not dense]
     entries = np.maximum(1, (job.numels[sparse] * choice.density).astype(np.int64)).sum() if sparse else 0
     nbytes = float(entries) * job.entry_bytes
     select = float(job.select_cost(float(job.numels[list(selected)].sum())))
     messages = [job.dense(whole)] if whole and interleaved else []
     if whole and not interleaved:
         nbytes += float(job.numels[whole].sum()) * 4.0
-    places = tuple(sparse) if interleaved else tuple(_places(group))
+    places = tuple(sparse) if interleaved else tuple(range(group.start, group.stop))
     if places:
         decode = job.decode_per_byte * nbytes
         messages.append(Message(places, job.cluster.allgather(nbytes), select=select, decode=decode))

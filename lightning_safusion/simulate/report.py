@@ -106,11 +106,7 @@ def run_plan(
 
 
 def parse_sweep(text: str) -> dict[str, list[str]]:
-    """Reads ``"bandwidth=10gbit,25gbit density"``: names with values, or with the default ones.
-
-    Raises:
-        ValueError: If a name is unknown or has no values.
-    """
+    """Reads ``"bandwidth=10gbit,25gbit density"``: names with values, or with the default ones."""
     over = {}
     for word in text.split():
         name, _, values = word.partition("=")
@@ -185,10 +181,8 @@ def _write(
         write_records(flat, folder / f"plan.{suffix}")
         if records:
             write_records(records, folder / f"sweep.{suffix}")
-    _save(plot_table(rows), folder / "plan.png")
+    pictures: dict[str, Any] = {"plan": plot_table(rows)}
     if len(names) == 1:
-        _save(plot_sweep(records, _AXES[names[0]]), folder / "sweep.png")
-
-
-def _save(figure: Any, path: Path) -> None:
-    figure.savefig(path, dpi=120)
+        pictures["sweep"] = plot_sweep(records, _AXES[names[0]])
+    for name, figure in pictures.items():
+        figure.savefig(folder / f"{name}.png", dpi=120)

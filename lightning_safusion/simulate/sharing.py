@@ -15,15 +15,10 @@ _INSTANT = 1e-12
 def fair_shares(demands: Sequence[float], counts: Sequence[int], cores: float) -> list[float]:
     """Max-min fair shares of the cores: who asks for little has all of it, the others have the same each.
 
-    ``n`` threads that never sleep have ``min(1, cores / n)`` of a core each.
-
     Args:
-        demands: Cores that each thread of a task asks for, 0 to 1.
+        demands: Share of a core that each thread of a task asks for, 0 to 1.
         counts: Threads of each task.
         cores: Cores of the machine.
-
-    Returns:
-        Cores that each thread of a task has.
     """
     shares = [0.0] * len(demands)
     left, threads = cores, sum(counts)
@@ -70,25 +65,13 @@ class SharedCores:
     def compute(
         self, seconds: float, then: Callable[[], None], threads: int = 1, first: Callable[[], None] | None = None
     ) -> None:
-        """Begins to compute.
-
-        Args:
-            seconds: That it takes with a core for each thread.
-            then: Called when it has ended.
-            threads: Threads that go on together.
-            first: Called when it has a core for the first time.
-        """
+        """Begins ``seconds`` of computing on ``threads`` that go on together, with a core for each; ``first`` is called
+        when they have their cores for the first time, ``then`` when they have ended."""
         self._computing.append(_Task(seconds, 1.0, threads, then, self.timeslice, first))
 
     def carry(self, seconds: float, then: Callable[[], None], demand: float = 0.0, threads: int = 1) -> None:
-        """Begins to carry data, or to sleep.
-
-        Args:
-            seconds: That it takes with the cores that it asks for.
-            then: Called when it has ended.
-            demand: Share of a core that each thread asks for; 0: it only takes time.
-            threads: Threads that go on together.
-        """
+        """Begins to carry data, or to sleep, for ``seconds`` if each thread has the share of a core that it asks for;
+        with a ``demand`` of 0 it only takes time."""
         self._carrying.append(_Task(seconds, demand, threads, then))
 
     def run(self) -> None:

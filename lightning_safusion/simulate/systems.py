@@ -3,13 +3,14 @@
 The rows are those of ``lightning_safusion.systems``; most are planned by their own policy.
 
 All of them run on the same engine and the same wire, so that only the idea differs. Planners and policies are the
-objects that train. Selection ahead of fusion takes one call per buffer, unless the job says otherwise.
+objects that train. Selection before fusion takes one call per buffer, unless the job says otherwise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from types import MappingProxyType
 
@@ -46,30 +47,10 @@ Builder = Callable[[Job], Schedule]
 
 @dataclass(frozen=True)
 class SimulatedSystem:
-    """A row of the comparison.
-
-    Args:
-        row: The system.
-        build: Makes the schedule of an iteration.
-    """
+    """A system, and what makes the schedule of its iteration."""
 
     row: EngineSystem | HookSystem
     build: Builder
-
-    @property
-    def name(self) -> str:
-        """As in ``SAFusionStrategy(system=name)``, if that has such a system."""
-        return self.row.name
-
-    @property
-    def sparse(self) -> bool:
-        """Whether it sends less than all of every gradient."""
-        return self.row.sparse
-
-    @property
-    def conserves(self) -> bool:
-        """Whether all that is not sent is kept for later."""
-        return self.row.conserves
 
 
 def _ranges(stops: Sequence[int]) -> list[range]:
@@ -132,13 +113,8 @@ def _easgd(job: Job) -> Schedule:
 
 def _horovod(job: Job) -> Schedule:
     """Every tensor is selected from at its hook; whatever is ready everywhere at a tick is fused."""
-    size = job.cluster.workers
-
-    def message(places: Sequence[int]) -> Message:
-        return job.sparse(places, select=False)
-
-    timer = _timer(message, (job.sparse_bytes * size).tolist())
-    return Schedule(timer, tuple(job.selects.tolist()))
+    nbytes = (job.sparse_bytes * job.cluster.workers).tolist()
+    return Schedule(_timer(partial(job.sparse, select=False), nbytes), tuple(job.selects.tolist()))
 
 
 def _horovod_dense(job: Job) -> Schedule:
@@ -181,7 +157,7 @@ def _oktopk(job: Job) -> Schedule:
 
 
 def _adtopk(job: Job) -> Schedule:
-    """One message per tensor, each row selected from by itself; tensors of one dimension travel dense."""
+    """One message per tensor, each row selected from by itself; tensors of one dimension are dense."""
     shapes = [tensor.shape for tensor in job.trace.tensors]
     sized = list(zip(job.trace.numels, shapes, strict=True))
     rows = np.array([numel // max(1, shape[1]) if len(shape) > 1 else 1 for numel, shape in sized])
@@ -302,9 +278,5 @@ SIMULATED: Mapping[str, SimulatedSystem] = MappingProxyType(
 
 
 def resolve_simulated(name: str) -> SimulatedSystem:
-    """The system called ``name``.
-
-    Raises:
-        ValueError: If there is none; the message lists the names.
-    """
+    """The system called ``name``; the error of an unknown one lists the names."""
     return look_up("system", name, SIMULATED)

@@ -1,4 +1,4 @@
-"""What of each gradient is sent: sparsifiers, error-feedback memories and density schedules."""
+"""Sparsifiers, error-feedback memories and density schedules."""
 
 from lightning_safusion.sparsify.adtopk import ADTopk
 from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier, element_quota, span_segments

@@ -1,8 +1,7 @@
 """The contract of a sparsifier: which elements of a span of gradients are sent.
 
-A *span* is a contiguous piece of the flat gradient space. *Segments* cut it: one segment per tensor is
-sparsification ahead of fusion, one segment over several tensors is sparsification behind it. Selection never knows
-which of the two it serves.
+A *span* is a contiguous piece of the flat gradient space. *Segments* cut it: one segment for each tensor selects before
+fusion, one segment over several tensors after fusion. A sparsifier does not know which of the two it serves.
 
 Shape suffixes used in this package: N elements of a span, M segments, K kept elements.
 """
@@ -41,7 +40,7 @@ class Segments:
 
     Args:
         edges: int64 [M + 1], rising from 0 to N. Segment ``s`` is ``[edges[s], edges[s + 1])``.
-        quotas: int64 [M]. Room for each segment; 0 leaves a segment out (it travels dense, or has nothing new).
+        quotas: int64 [M]. Room for each segment; 0 leaves a segment out (it is dense, or has no new gradient).
         keys: One hashable per segment, the same on all ranks: names the segment in random generators and in
             per-segment state. For a tensor it is its registration index.
         shapes: One logical shape per segment (row-wise sparsifiers need it).
@@ -106,11 +105,7 @@ _Result = TypeVar("_Result")
 def constant_of_segments(
     work_out: Callable[Concatenate[Segments, _Parameters], _Result],
 ) -> Callable[Concatenate[Segments, _Parameters], _Result]:
-    """Calls a pure function of segments and hashable arguments once for each of these; freed with the segments.
-
-    What is learned from a span is no constant:
-    :class:`~lightning_safusion.sparsify.selection.survey.History` holds that.
-    """
+    """Calls a pure function of segments and hashable arguments once for each of these; freed with the segments."""
     known: WeakKeyDictionary[Segments, dict[Any, _Result]] = WeakKeyDictionary()
 
     @wraps(work_out)
@@ -143,25 +138,8 @@ class Selection:
 
     @cached_property
     def positions(self) -> Tensor:
-        """The same as ``indices``, int32 where they have been found in that."""
+        """The same as ``indices``; int32 where compiled kernels have found them."""
         return self.indices
-
-
-class FoundSelection(Selection):
-    """What compiled kernels have found: positions have 32 bits until somebody asks for more.
-
-    Args:
-        positions: int32 [K].
-        values: float32 [K].
-    """
-
-    def __init__(self, positions: Tensor, values: Tensor) -> None:
-        for name, value in {"positions": positions, "values": values, "count": len(values)}.items():
-            object.__setattr__(self, name, value)
-
-    @cached_property
-    def indices(self) -> Tensor:
-        return self.positions.long()
 
 
 class Sparsifier(ABC):
@@ -241,7 +219,7 @@ def check_selection(selection: Selection, segments: Segments, name: str) -> None
 
 
 def span_segments(numel: int, quota: int, key: Hashable = 0) -> Segments:
-    """One segment over a whole span: selection behind fusion, and the simplest thing to test with."""
+    """One segment over a whole span: selection after fusion."""
     return Segments(np.array([0, numel], np.int64), np.array([quota], np.int64), (key,), ((numel,),))
 
 

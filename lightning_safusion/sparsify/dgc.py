@@ -18,12 +18,10 @@ class DGC(ThresholdSparsifier):
     """Sampled threshold with exact re-selection.
 
     Of each segment a strided sample is drawn, and the smallest of the sample's top ``density`` share of magnitudes is
-    the threshold for the whole segment. Whatever it lets through beyond the quota is cut exactly (the paper's
-    hierarchical selection), which then equals Top-k; where it lets too little through it is lowered step by step.
+    the threshold for the whole segment. More than the quota is cut exactly, to Top-k (the paper's hierarchical
+    selection); a threshold that lets too little through is lowered step by step.
 
-    For exchangeable data the number found is ``s + BetaBinomial(N - n; s, n - s + 1)`` for ``s`` taken of ``n``
-    sampled, whatever the distribution: the relative spread is about ``1 / sqrt(s)``, so ``tail_samples`` sets the
-    accuracy.
+    The relative spread of the number found is about ``1 / sqrt(tail_samples)``, whatever the distribution.
 
     Args:
         sample_ratio: Share of the elements that is sampled, in (0, 1]. The paper uses 0.001 to 0.01.

@@ -24,16 +24,13 @@ class GaussianK(ThresholdSparsifier):
     """Threshold of a normal distribution, refined by counting.
 
     The first threshold is ``|mean| + z * std`` with ``z`` the two-sided normal quantile of the density. (The paper has
-    the signed mean; its magnitude makes the selection independent of the sign of the gradient.) A threshold that finds
-    less than 2/3 or more than 4/3 of the quota is refined.
+    the signed mean.) A threshold that finds less than 2/3 or more than 4/3 of the quota is refined.
 
-    ``refine="paper"`` multiplies it by 0.5 or 1.5. Since 1.5 * 0.5 is not 1, that loop can leave a worse threshold
-    than it began with: on a Laplace distribution at density 0.01 it turns 2.6 quotas into 6.5, on a Student-t
-    distribution at 0.001 it turns 8.1 into 0.2. The default ``refine="bisect"`` takes the same steps until the
-    threshold is bracketed and halves the bracket on a logarithmic scale from there on; what has not settled by the
-    last trial falls back to the best threshold known to be too low, which the exact cut at the quota turns into Top-k.
-    A few dozen elements more than the quota are not refined either: the exact cut is cheaper. Where these make a
-    difference, below a hundred elements, the first threshold aims at the middle of what is not refined.
+    ``refine="paper"`` multiplies it by 0.5 or 1.5, which can leave a worse threshold: on a Laplace distribution at
+    density 0.01 it turns 2.6 quotas into 6.5. The default ``refine="bisect"`` takes the same steps until the threshold
+    is bracketed, and halves the bracket on a logarithmic scale from there on. A segment that has not settled by the
+    last trial takes the best threshold known to be too low, which the exact cut at the quota turns into Top-k. A few
+    dozen elements above the quota are cut and not refined.
 
     Args:
         refine: ``"bisect"`` or ``"paper"``.

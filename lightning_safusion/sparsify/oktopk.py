@@ -23,16 +23,13 @@ class _Reused(NamedTuple):
 class OkTopk(ThresholdSparsifier):
     """The exact threshold is found every ``refresh`` steps and reused, under control, in between.
 
-    A segment is evaluated exactly when the step enters a new period of ``refresh`` steps, when it is seen for the
-    first time and when its quota has changed. In between the threshold follows the number of elements found, with
-    effect from the next step on.
+    A segment is evaluated exactly in the first step of each period of ``refresh`` steps, when it is new and when its
+    quota has changed. In between the threshold follows the number of elements found, with effect from the next step.
 
-    ``control="scaled"`` keeps the threshold in units of the segment's mean magnitude: 10 % more scale alone would find
-    2.8 times the elements of a Gaussian tail at density 0.001. (The root mean square would do as well for light tails,
-    but an outlier moves it.) The remaining error is corrected through the power law measured by a second count.
-    ``control="step"`` is what the authors' VGG trainer does: the threshold itself is reused, raised by 3 % up to five
-    times while more than 4/3 quotas pass, and moved by 1.2 % when the number found leaves 2/3 to 5/4 quotas.
-    ``control="none"`` leaves it as it is, as ADTopk's threshold mode does.
+    ``control="scaled"`` keeps the threshold in units of the segment's mean magnitude, and corrects it through the power
+    law measured by a second count. ``control="step"`` is what the authors' VGG trainer does: the threshold itself is
+    reused, raised by 3 % up to five times while more than 4/3 quotas pass, and moved by 1.2 % when the number found
+    leaves 2/3 to 5/4 quotas. ``control="none"`` leaves it as it is, as ADTopk's threshold mode does.
 
     Args:
         refresh: Steps between exact evaluations; the authors use 32 (VGG, LSTM) and 128 (BERT).

@@ -20,12 +20,9 @@ class RandomK(Sparsifier):
     """Sends ``quota`` elements of every segment at random positions, each element with probability ``quota / size``.
 
     A segment is laid out on a circle, turned by a random offset and cut into ``quota`` cells; one element is drawn from
-    each. That costs O(quota), never draws an element twice, and because the offset is common to the cells, every
-    element has the same probability although the cells differ in size by one. The numbers come from a counter-based
-    generator (SplitMix64) keyed by seed, step and segment: all ranks draw the same, a resumed run draws the same again,
-    and no generator of the process is touched.
-
-    The values are not scaled by ``size / quota``: with error feedback the selection has to be a contraction.
+    each, in O(quota). The numbers come from a counter-based generator (SplitMix64) keyed by seed, step and segment: all
+    ranks draw the same, also in a resumed run, and no generator of the process is touched. Values are not scaled by
+    ``size / quota``: error feedback needs a contraction.
 
     Args:
         seed: Any integer, the same on all ranks.

@@ -17,14 +17,11 @@ _TRIALS_BEFORE_MEAN = 2
 class RedSync(ThresholdSparsifier):
     """Trims a segment to few candidates, then selects exactly among them.
 
-    Both methods end with at least a quota of candidates wherever the segment has that many non-zero elements, so the
-    exact cut returns Top-k; they differ in how many candidates are left over for it.
-
-    ``"trim"`` lowers the threshold from the maximum towards the mean in equal steps until it lets a quota through
-    (trimmed top-k). ``"search"`` bisects between mean and maximum until between one and two quotas are found
-    (threshold binary search), but on a logarithmic scale: one outlier moves the maximum and with it every point of a
-    linear grid. A threshold below the mean is out of reach of both; a segment that needs one takes all its non-zeros
-    as candidates.
+    Both methods end with at least a quota of candidates wherever the segment has that many non-zero elements, so that
+    the exact cut returns Top-k. ``"trim"`` lowers the threshold from the maximum towards the mean in equal steps until
+    it lets a quota through (trimmed top-k). ``"search"`` bisects on a logarithmic scale between them until between one
+    and two quotas are found (threshold binary search). A segment whose threshold is below the mean takes all its
+    non-zeros as candidates.
 
     Args:
         method: ``"search"`` or ``"trim"``.

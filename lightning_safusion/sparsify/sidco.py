@@ -20,10 +20,9 @@ class SIDCo(ThresholdSparsifier):
     """Multi-stage threshold estimation.
 
     The first stage aims at ``first_ratio`` of the elements, each later one at an equal share of what is then left to
-    discard. In the paper the later stages trust the earlier ones, so errors multiply: with 90 % zeros a two-stage fit
-    finds 0.35 quotas. ``correct=True`` measures what the earlier stages really left (the count is a by-product of the
-    fit) and aims from there, which keeps the number found within a few per cent of the quota for Gaussian, Laplace,
-    gamma, Pareto and Student-t magnitudes with the default fit.
+    discard. In the paper later stages trust the earlier ones, so that errors multiply. ``correct=True`` counts what the
+    earlier stages left and aims from there: the number found is within a few per cent of the quota for Gaussian,
+    Laplace, gamma, Pareto and Student-t magnitudes.
 
     Args:
         fit: ``"exponential"`` (SIDCo-E), ``"gpareto"`` (SIDCo-P: generalised Pareto throughout) or ``"gamma_gpareto"``

@@ -15,7 +15,7 @@ class Threshold(ThresholdSparsifier):
     """Sends the elements whose magnitude exceeds a constant, at least one of every segment and at most its quota.
 
     The threshold is in units of the gradient (plus residual), so it depends on the scale of the loss. Within the quota
-    no element that stays behind is larger than ``value``.
+    no element of the residual is larger than ``value``.
 
     Args:
         value: Threshold on the magnitude, 0 or more; 0 sends every non-zero element.

@@ -33,9 +33,6 @@ class EngineSystem(System):
     """Parts of the engine; an argument of the strategy replaces the part of its name.
 
     Args:
-        name: As in ``SAFusionStrategy(system=name)``.
-        summary: What it decides, in one line.
-        source: Where it was published.
         fusion: Grouping policy by name.
         compressor: Sparsifier by name.
         scope: ``"tensor"`` (before fusion) or ``"group"`` (after it).
@@ -84,9 +81,6 @@ class HookSystem(System):
     """DDP with another communication hook; it has none of the engine's parts.
 
     Args:
-        name: As in ``SAFusionStrategy(system=name)``.
-        summary: What it decides, in one line.
-        source: Where it was published.
         ddp_hook: The hook.
     """
 

@@ -38,11 +38,7 @@ def print_systems(document: str | None = None) -> None:
 
 
 def documented(text: str) -> str:
-    """The text of a document with the tables of today between its marks.
-
-    Args:
-        text: Markdown, with ``<!-- systems: engine -->`` or ``<!-- systems: hooks -->`` before a table, and
-            ``<!-- end -->`` after it.
+    """A document with the tables of today between ``<!-- systems: engine -->`` (or ``hooks``) and ``<!-- end -->``.
 
     Raises:
         ValueError: If there is no such mark.

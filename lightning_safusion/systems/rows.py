@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import MappingProxyType
-
 from lightning_safusion.lookup import look_up
 from lightning_safusion.systems.kinds import EngineSystem, HookSystem
 
@@ -253,7 +251,7 @@ _ROWS: tuple[EngineSystem | HookSystem, ...] = (
 )
 
 #: All systems by name.
-SYSTEMS = MappingProxyType({row.name: row for row in _ROWS})
+SYSTEMS: dict[str, EngineSystem | HookSystem] = {row.name: row for row in _ROWS}
 
 
 def resolve_system(name: str) -> EngineSystem | HookSystem:

@@ -45,13 +45,8 @@ class JobParts:
 def job_parts(
     system: str, density: float | DensitySchedule, parts: Mapping[str, Any], transport: str = "torch"
 ) -> JobParts:
-    """From the arguments of the strategy to all that a job needs to know of its system.
-
-    Args:
-        system: Name of the system.
-        density: Share of the elements to send, or a schedule.
-        parts: The other arguments by name; those that are None are the system's.
-        transport: Library that carries the bytes.
+    """From the arguments of the strategy, ``parts`` by name among them, to all that a job needs to know of its system;
+    parts that are None are the system's.
 
     Raises:
         MisconfigurationException: If parts were given to a system that has none.
@@ -79,11 +74,6 @@ def engine_settings(row: EngineSystem, density: float | DensitySchedule, given: 
     Where the default system's own quota rule or wire format does not go with a part that was given, it gives way:
     whoever asks for one part of the default to be different means the rest as far as it fits. Parts of other systems
     are those of their papers, and parts that were given are never changed: the engine refuses what does not fit.
-
-    Args:
-        row: The system.
-        density: Share of the elements to send, or a schedule.
-        given: Arguments of the strategy that are not None, by name.
 
     Raises:
         ValueError: If a name is unknown, or two parts do not go together.

@@ -95,7 +95,7 @@ def test_more_bytes_never_take_less() -> None:
 
 def test_without_sparse_buffers_there_is_nothing_to_fit() -> None:
     dense = [replace(engine_step([24]), buffers=())]
-    with pytest.raises(RuntimeError, match="no buffer travelled sparse"):
+    with pytest.raises(RuntimeError, match="no buffer was sparse"):
         fit_calibration(floor(), dense, dense, COLLECTIVES, 2.0, "")
 
 

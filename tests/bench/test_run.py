@@ -32,6 +32,7 @@ def bench(folder: Path, **options: Any) -> list[dict[str, Any]]:
     return records
 
 
+@pytest.mark.slow
 def test_a_run_on_the_loopback(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (record,) = bench(tmp_path, systems=["wfbp", "saf-inter"], density=[0.1], calibrate=True)
     rows = {row["system"]: row for row in record["systems"]}
@@ -58,6 +59,7 @@ def test_a_run_on_the_loopback(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     assert len(trace.tensors) == 23
 
 
+@pytest.mark.slow
 def test_paced_workers_are_called_that(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (record,) = bench(tmp_path, systems=["saf-inter"], paced="resnet-50", scale=0.001, workers=3)
     assert record["paced"]

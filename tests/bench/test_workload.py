@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_safusion.bench.workload import MODELS, Classifier, Paced, Repeated, Sleeper, scaled
+from lightning_safusion.bench.workload import MODELS, Classifier, Paced, Sleeper, scaled
 from lightning_safusion.simulate.trace import Trace, TraceTensor, resolve_trace
 
 
@@ -89,7 +89,3 @@ def test_what_a_sleep_takes_too_long_the_next_ones_are_shorter(monkeypatch: pyte
     sleeper.sleep(0.01)
     assert slept == pytest.approx([0.01, 0.007, 0.007, 0.008])
     assert now[0] == pytest.approx(0.041 + 0.003)
-
-
-def test_a_batch_is_repeated() -> None:
-    assert list(Repeated("batch", 3)) == ["batch"] * 3

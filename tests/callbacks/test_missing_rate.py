@@ -209,7 +209,7 @@ def test_plain_ddp_is_said_once_and_nothing_is_sampled(caplog: pytest.LogCapture
         fit(monitor, strategy(), devices=1, limit_train_batches=3)
     said = [record.message for record in caplog.records if "TensorMissingRateMonitor" in record.message]
     assert len(said) == 1
-    assert "plain DDP sends every tensor whole" in said[0]
+    assert "plain DDP sends every tensor dense" in said[0]
     assert monitor.statistics is not None
     assert monitor.statistics.samples == 0
     assert not (tmp_path / "none.png").exists()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_safusion import Aligned
 from lightning_safusion.callbacks import OverlapProfiler, TensorMissingRateMonitor
 from lightning_safusion.literal import literal
-from lightning_safusion.profiling.figures import RankFigures, StepFigures
+from lightning_safusion.profiling.figures import BufferRow, RankFigures, StepFigures
 from lightning_safusion.profiling.table import build_table
 from lightning_safusion.simulate.report import run_plan
 from lightning_safusion.simulate.trace import resolve_trace
@@ -60,8 +60,10 @@ def test_names_are_shown_as_they_are(tmp_path: Path) -> None:
 
 
 def test_buffers_have_the_names_of_their_first_tensors(capsys: pytest.CaptureFixture[str]) -> None:
-    times = {"select_s": 0.1, "exchange_s": 0.1, "exposed_s": 0.1, "decode_s": 0.1, "bytes_sent": 1000}
-    rows = [times | {"tensors": [f"{name}.weight", "other"]} for name in NAMES]
+    rows = [
+        BufferRow((f"{name}.weight", "other"), "allgather", 500, 500, 1000, 2000, 1, 0.1, 0.1, 0.1, 0.1, 0.1)
+        for name in NAMES
+    ]
     seconds = {field.name: 0.1 for field in fields(StepFigures)}
     Console(width=200).print(build_table("steps", RankFigures((StepFigures(**seconds),)), rows))
     said = capsys.readouterr().out

@@ -192,6 +192,7 @@ def test_times_agree_with_a_simulated_schedule(tmp_path: Path, monkeypatch: pyte
     def run(rank: int) -> Any:
         monkeypatch.setattr("tests.callbacks.test_overlap.WATCH", Simulated())
         monkeypatch.setattr("lightning_safusion.fusion.clock.perf_counter", lambda: WATCH.now())
+        monkeypatch.setattr("lightning_safusion.fusion.engine.perf_counter", lambda: WATCH.now())
         step = asleep(tmp_path).steps[-1]
         origin = step.spans("backward")[0][0]
         return StepFigures.of(step).as_dict(), [

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import csv
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,12 +28,16 @@ from lightning_safusion.callbacks import BufferSizeTuner
 from lightning_safusion.callbacks.tuner import describe
 from lightning_safusion.comm.transport.interface import Work
 from lightning_safusion.comm.transport.torch_backend import TorchTransport
+from lightning_safusion.fusion import clock, engine
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.plans.adaptive import Tuned
 from lightning_safusion.fusion.replan import Decision
 from tests.models import TinyClassifier, classification, trainer
 from tests.process_group import run_launched
 from tests.quick import quick_of
+from tests.simulated import SimulatedTime
+
+TIME = SimulatedTime()
 
 
 class Deep(TinyClassifier):
@@ -123,18 +126,20 @@ class Delayed:
 
     def __init__(self, work: Work, seconds: float) -> None:
         self._work = work
-        self._end = Delayed.free = max(Delayed.free, time.perf_counter()) + seconds
+        self._end = Delayed.free = max(Delayed.free, TIME.now()) + seconds
 
     def wait(self) -> None:
         self._work.wait()
-        time.sleep(max(0.0, self._end - time.perf_counter()))
+        TIME.sleep(self._end - TIME.now())
 
     def on_done(self, callback: Callable[[float], None]) -> None:
-        self._work.on_done(lambda now: callback(max(now, self._end)))
+        callback(self._end)
 
 
 def slow_messages(seconds: float) -> None:
-    """Every all-gather of this process costs this much more."""
+    """Every all-gather of this process costs this much, and nothing else takes time."""
+    # this process is forked for one training
+    clock.perf_counter = engine.perf_counter = TIME.now  # type: ignore[assignment]
     gather = TorchTransport.all_gather
 
     def slow(self: TorchTransport, output: Tensor, tensor: Tensor) -> Work:
@@ -178,7 +183,7 @@ def test_a_gain_that_does_not_come_is_given_back(monkeypatch: pytest.MonkeyPatch
 
     def slow(self: Engine) -> None:  # whatever is not one buffer per tensor costs more than anybody can see
         if len(self._window.shipments) < 17:  # type: ignore[union-attr]  # drain has a window
-            time.sleep(0.8)
+            TIME.sleep(0.8)
         drain(self)
 
     monkeypatch.setattr(Engine, "drain", slow)
@@ -363,5 +368,5 @@ def test_decisions_in_words() -> None:
         "3 buffers from now on",
         "everything dense in 2 buffers instead of 3 buffers, since plain DDP should be faster: it is tried",
         "2 buffers stay: a window took 45.0 ms, 10.0 % less",
-        "back to 3 buffers from 2 buffers: no window was measured, or gradients are still held back",
+        "back to 3 buffers from 2 buffers: no window was measured, or the residual is not empty yet",
     ]

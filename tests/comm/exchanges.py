@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm import Transport, local_transports, resolve_codec
+from lab.virtual.transport import local_transports
+from lightning_safusion.comm import Transport, resolve_codec
 from lightning_safusion.comm.collectives.gtopk import GTopKExchange
 from lightning_safusion.comm.collectives.hierarchical import HierarchicalExchange, NodeTransports
 from lightning_safusion.comm.collectives.ok_allreduce import OkTopkExchange

@@ -18,6 +18,7 @@ from tests.cluster import Cluster, settings, specs
 from tests.comm.exchanges import CPU, Build, Workers, gradients, part_of
 
 EDGES = (0, 70_000, 70_000, 70_040, 120_000)  # an empty tensor and a small one among others
+compiled = pytest.mark.skipif(not native.usable(), reason="the package was installed without a C compiler")
 LARGE = ((200, 250), (40,), (0,), (300, 230), (1,))
 
 
@@ -30,19 +31,11 @@ def gather(wire: str) -> Build:
 
 
 def garbage(spec: SpanSpec) -> list[Tensor]:
-    """Flat gradients of a span, all of them wrong; the first one is every second element of something."""
-    sizes = [stop - start for start, stop in zip(spec.edges, spec.edges[1:], strict=False)]
-    return [torch.full((2 * sizes[0],), torch.nan)[::2], *(torch.full((size,), torch.nan) for size in sizes[1:])]
+    """Flat gradients of a span, all of them wrong."""
+    return [torch.full((stop - start,), torch.nan) for start, stop in zip(spec.edges, spec.edges[1:], strict=False)]
 
 
-def contiguous(spec: SpanSpec) -> list[Tensor]:
-    """The same, but in one piece each: compiled kernels write them."""
-    return [grad.contiguous() for grad in garbage(spec)]
-
-
-def both(
-    workers: Workers, xs: Sequence[Tensor], target: Callable[[SpanSpec], list[Tensor]] = garbage
-) -> list[tuple[list[Tensor], bool | None, Tensor, bool]]:
+def both(workers: Workers, xs: Sequence[Tensor]) -> list[tuple[list[Tensor], bool | None, Tensor, bool]]:
     """What each rank gets from one exchange, in both ways, and whether it is finite."""
 
     def run(rank: int) -> tuple[list[Tensor], bool | None, Tensor, bool]:
@@ -50,7 +43,7 @@ def both(
         exchange.encode(xs[rank], part_of(xs[rank], workers.spec))
         exchange.start()
         exchange.wait()
-        direct, scratch = target(workers.spec), torch.zeros(workers.spec.numel)
+        direct, scratch = garbage(workers.spec), torch.zeros(workers.spec.numel)
         finite = exchange.decode_into(direct)
         mean = exchange.decode(scratch)
         result = direct, finite, mean.clone(), exchange.is_finite(mean)
@@ -61,6 +54,7 @@ def both(
     return workers.each(run)
 
 
+@compiled
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("wire", ["block16-fp32", "bitmap-bf16", "dense-fp32", "q4"])
 @pytest.mark.parametrize("dense", [None, (70_000, 120_000), (0, 70_000)])
@@ -76,25 +70,7 @@ def test_the_mean_is_that_of_the_buffer(wire: str, dense: tuple[int, int] | None
         assert mean.count_nonzero() >= 1000
 
 
-@pytest.mark.parametrize("target", [garbage, contiguous])
-@pytest.mark.parametrize("capacity", [1500, 60_000])  # five messages at a time, and two
-@pytest.mark.parametrize("dense", [None, (0, 70_000)])
-def test_messages_of_many_ranks_are_decoded_a_few_at_a_time(
-    dense: tuple[int, int] | None, capacity: int, target: Callable[[SpanSpec], list[Tensor]]
-) -> None:
-    runs = () if dense is None else ((*dense, torch.float32),)
-    workers = Workers(5, SpanSpec(EDGES[-1], capacity, EDGES, runs), gather("block16-fp32"))
-    assert [len(ranks) for ranks in workers.exchanges[0]._together] == ([5] if capacity == 1500 else [2, 2, 1])
-    with native.unused():
-        results = both(workers, gradients(5, EDGES[-1]), target)
-    for direct, finite, mean, otherwise in results:
-        assert finite is otherwise is True
-        assert torch.equal(torch.cat(direct), mean)
-        assert torch.equal(mean, results[0][2])
-
-
-@pytest.mark.skipif(not native.usable(), reason="the package was installed without a C compiler")
-@pytest.mark.skipif(not native.usable(), reason="the package was installed without a C compiler")
+@compiled
 @pytest.mark.parametrize("wire", ["block16-fp16", "bitmap-sign", "coo-bf16", "dense-fp32"])
 @pytest.mark.parametrize("least", [1000, 40_000])
 def test_what_kernels_cannot_read_is_decoded_piece_by_piece(
@@ -111,7 +87,7 @@ def test_what_kernels_cannot_read_is_decoded_piece_by_piece(
 
     monkeypatch.setattr(SparseAllGather, "_decoded", decoded)
     workers = Workers(3, SpanSpec(EDGES[-1], 9000, EDGES, ()), gather(wire))
-    results = both(workers, gradients(3, EDGES[-1]), contiguous)
+    results = both(workers, gradients(3, EDGES[-1]))
     for direct, finite, mean, otherwise in results:
         assert finite is otherwise is True
         assert torch.equal(torch.cat(direct), mean)
@@ -119,27 +95,27 @@ def test_what_kernels_cannot_read_is_decoded_piece_by_piece(
     assert sum(pieces) == 3 * EDGES[-1]
 
 
-@pytest.mark.parametrize("target", [garbage, contiguous])
+@compiled
 @pytest.mark.parametrize("value", [3e38, torch.inf, torch.nan])
 @pytest.mark.parametrize("dense", [None, (70_000, 120_000)])
-def test_a_sum_that_is_not_finite_is_seen(
-    value: float, dense: tuple[int, int] | None, target: Callable[[SpanSpec], list[Tensor]]
-) -> None:
+def test_a_sum_that_is_not_finite_is_seen(value: float, dense: tuple[int, int] | None) -> None:
     runs = () if dense is None else ((*dense, torch.float32),)
     workers = Workers(3, SpanSpec(EDGES[-1], 30_000, EDGES, runs), gather("block16-fp32"))
     xs = gradients(3, EDGES[-1])
     for x in xs:
         x[[5, -5]] = value
-    for direct, finite, mean, otherwise in both(workers, xs, target):
+    for direct, finite, mean, otherwise in both(workers, xs):
         assert finite is otherwise is (value == 3e38)  # whose mean fits
         torch.testing.assert_close(torch.cat(direct), mean, rtol=0, atol=0, equal_nan=True)
 
 
-def test_small_tensors_are_copied_together() -> None:
-    edges = tuple(range(0, 1001, 10))
-    workers = Workers(2, SpanSpec(1000, 100, edges, ()), gather("auto"))
-    for direct, finite, mean, _ in both(workers, gradients(2, 1000)):
+def test_without_compiled_kernels_the_mean_goes_through_a_buffer() -> None:
+    workers = Workers(2, SpanSpec(EDGES[-1], 3000, EDGES, ()), gather("auto"))
+    with native.unused():
+        results = both(workers, gradients(2, EDGES[-1]))
+    for direct, finite, mean, otherwise in results:
         assert finite is None
+        assert otherwise
         assert torch.cat(direct).isnan().all()
         assert mean.any()
 
@@ -185,6 +161,7 @@ def trained(cluster: Cluster, steps: int = 4) -> list[list[list[Tensor]]]:
     return means
 
 
+@compiled
 @pytest.mark.filterwarnings("ignore:.* tensors .* were computed on some ranks only")
 @pytest.mark.parametrize("options", [{}, {"dense": (1,)}, {"quota": "pooled", "wire": "q4"}, {"scope": "group"}])
 def test_training_does_not_tell_the_difference(

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from lab.virtual.transport import LocalTransport, local_transports
 from lightning_safusion.comm.calibrate import calibrate
 from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.comm.transport.interface import ReduceOp, Work
-from lightning_safusion.comm.transport.local import LocalTransport, local_transports
 from lightning_safusion.comm.transport.torch_backend import SoloTransport, default_transport
 from tests.process_group import run_ranks
 

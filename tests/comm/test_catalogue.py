@@ -90,18 +90,10 @@ def test_what_each_can_do(
     assert found == (few_bits, stream_ordered, selects_itself, conserves)
 
 
-class Eighths(Values):
+class Eighths(ValueField):
     """Multiples of 1/8, as int8; larger values are cut."""
 
-    def __init__(self) -> None:
-        super().__init__("eighths", torch.float32, 8)
-
-    def field(self, capacity: int, edges: Sequence[int]) -> ValueField:
-        return EighthsField(capacity)
-
-
-class EighthsField(ValueField):
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, edges: Sequence[int]) -> None:
         self.nbytes = -(-capacity // 4) * 4
 
     def write(self, indices: Tensor, values: Tensor, field: Tensor, echo: bool = True) -> Tensor:
@@ -114,7 +106,7 @@ class EighthsField(ValueField):
 
 
 def test_a_new_value_format_is_a_class_and_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(VALUES, "eighths", Eighths())
+    monkeypatch.setitem(VALUES, "eighths", Values("eighths", torch.float32, 8, Eighths))
     assert {"eighths", "block16-eighths", "coo-eighths"} <= set(available_wires())
     assert "dense-eighths" not in available_wires()
     assert value_format("block8-eighths").width == 8

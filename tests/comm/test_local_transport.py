@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_safusion.comm.transport.local import LocalTransport, local_transports
+from lab.virtual.transport import LocalTransport, local_transports
 
 WORLDS = [1, 2, 3, 5]
 

@@ -191,7 +191,7 @@ def test_rounding_on_the_wire_stays_with_the_sender(wire: str) -> None:
         assert conserved(results)
         codec = resolve_codec(wire, 2000, 300, torch.float32)
         picked = total(xs[:1], spec)[results[0].sent != 0]
-        assert torch.equal(results[0].sent[results[0].sent != 0], picked.to(codec.value_dtype).float())
+        assert torch.equal(results[0].sent[results[0].sent != 0], picked.to(codec.values.dtype).float())
 
 
 def test_nonsense_is_refused_by_value() -> None:

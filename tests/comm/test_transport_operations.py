@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_safusion.comm import SoloTransport, Transport, local_transports
+from lab.virtual.transport import local_transports
+from lightning_safusion.comm import SoloTransport, Transport
 from lightning_safusion.comm.transport.interface import Work
 from lightning_safusion.comm.transport.torch_backend import TorchTransport
 from tests.comm.test_local_transport import in_threads

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm import LocalTransport, default_transport, local_transports
+from lab.virtual.transport import LocalTransport, local_transports
+from lightning_safusion.comm import default_transport
 from lightning_safusion.comm.collectives.two_phase import TwoPhaseSum
 from tests.comm.exchanges import CPU, gradients
 from tests.process_group import run_ranks

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm.wire.codec import Codec
-from lightning_safusion.comm.wire.formats import _pack_bits, _pack_bits_on_device, available_wires, resolve_codec
+from lightning_safusion.comm.wire.formats import available_wires, resolve_codec
 from lightning_safusion.kernels import cpu as native
-from lightning_safusion.sparsify.base import FoundSelection, Selection
+from lightning_safusion.sparsify.base import Selection
+from lightning_safusion.sparsify.selection.native import FoundSelection
 
 QUANTIZED = {"q4": 4, "q2": 2, "sign": 1}
 EXPLICIT = [wire for wire in available_wires() if "-" in wire and wire.rpartition("-")[2] not in QUANTIZED]
@@ -102,7 +103,7 @@ def test_positions_above_two_to_the_24(layout: str) -> None:
     codec = resolve_codec(f"{layout}-bf16", numel, 8, torch.float32)
     out = message(codec)
     codec.encode(selection, out)
-    for decoded, values in (codec.decode_cut(out), codec.decode_padded(out)):
+    for decoded, values in (codec.decode(out), codec.decode_padded(out)):
         assert torch.equal(decoded[:6], indices)
         assert torch.equal(values[:6], selection.values)
 
@@ -137,7 +138,7 @@ def test_positions_above_two_to_the_31() -> None:
     codec = resolve_codec("block16-fp32", numel, 5, torch.float32)
     out = message(codec)
     codec.encode(Selection(indices, torch.ones(4), 4), out)
-    assert torch.equal(codec.decode_cut(out)[0], indices)
+    assert torch.equal(codec.decode(out)[0], indices)
     assert torch.equal(codec.decode_padded(out)[0][:4], indices)
 
 
@@ -176,11 +177,6 @@ def test_positions_of_32_bits_give_the_same_bytes(wire: str, odd: bool, compiled
         assert torch.equal(codec.encode(found, out).nan_to_num(7), sent.nan_to_num(7))
     assert out.tolist() == expected.tolist()
     assert torch.equal(found.indices, selection.indices)
-
-
-def test_bits_are_packed_alike_on_all_devices() -> None:
-    mask = torch.randn(8 * 1000, generator=torch.Generator().manual_seed(0)) > 0
-    assert torch.equal(_pack_bits_on_device(mask), _pack_bits(mask))
 
 
 @pytest.mark.parametrize("wire", EXPLICIT)

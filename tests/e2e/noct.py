@@ -19,8 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_safusion import Aligned, SAFusionStrategy
 from lightning_safusion.callbacks import OverlapProfiler
 from lightning_safusion.comm import TorchTransport
-from lightning_safusion.comm.transport.interface import Transport, Work
-from lightning_safusion.comm.transport.torch_backend import FinishedWork
+from lightning_safusion.comm.transport.interface import FinishedWork, Transport, Work
 
 BLOCK = 10  # steps with the exchange, then as many without
 BLOCKS = 10

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_safusion.comm import local_transports
+from lab.virtual.transport import local_transports
 from lightning_safusion.fusion.build import build_engine
 from lightning_safusion.sparsify import NoMemory, Segments, Selection, TopK
 from tests.cluster import Cluster, settings, specs

@@ -335,7 +335,7 @@ def test_the_first_window_is_averaged_in_place(make: Callable[..., Cluster]) -> 
             torch.testing.assert_close(means[rank][index], expected)
             assert not cluster.residual(rank, index).any()
     controller = cluster.controllers[0]
-    assert len(controller.space.pool) == 0
+    assert len(controller.space.pool.buffers) == 0
     assert controller.report is not None
     report = controller.report.as_dict()
     sent = sum(s.numel * s.dtype.itemsize for s in cluster.specs if s.index not in (1, 2))

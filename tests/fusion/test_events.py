@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_safusion.comm.transport.local import LocalWork
+from lab.virtual.transport import LocalWork
 from lightning_safusion.fusion.clock import HostClock
 from lightning_safusion.fusion.events import WindowEvents
 from lightning_safusion.sparsify import Segments, Selection, TopK
 from tests.cluster import Cluster, settings
+from tests.simulated import SimulatedTime
 
 
 class Recorder:
@@ -80,6 +81,7 @@ def test_a_slow_exchange_is_exposed_and_a_slow_selection_is_not(
     make: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = make()
+    time = SimulatedTime().rule(monkeypatch)
     wait = LocalWork.wait
 
     def slow(work: LocalWork) -> None:
@@ -88,23 +90,25 @@ def test_a_slow_exchange_is_exposed_and_a_slow_selection_is_not(
 
     monkeypatch.setattr(LocalWork, "wait", slow)
     events = observed(cluster)
-    assert all(0.05 <= buffer.exposed < 0.2 for buffer in events.buffers)
-    assert all(buffer.launched - buffer.closed < 0.05 for buffer in events.buffers)
+    assert [buffer.exposed for buffer in events.buffers] == pytest.approx([0.05, 0.05])
+    assert all(buffer.launched == buffer.closed for buffer in events.buffers)
 
 
-class SlowTopK(TopK):
-    """Takes its time."""
+def test_selection_and_packing_are_told_apart(make: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch) -> None:
+    time = SimulatedTime().rule(monkeypatch)
 
-    def select(self, x: torch.Tensor, segments: Segments, step: int) -> Selection:
-        time.sleep(0.05)
-        return super().select(x, segments, step)
+    class SlowTopK(TopK):
+        """Takes its time."""
 
+        def select(self, x: torch.Tensor, segments: Segments, step: int) -> Selection:
+            time.sleep(0.05)
+            return super().select(x, segments, step)
 
-def test_selection_and_packing_are_told_apart(make: Callable[..., Cluster]) -> None:
-    events = observed(make(compressor=SlowTopK()))
+    cluster = make(compressor=SlowTopK())
+    events = observed(cluster)
     for buffer in events.buffers:
-        assert buffer.selected - buffer.closed >= 0.05
-        assert buffer.launched - buffer.selected < 0.05
+        assert buffer.selected - buffer.closed == pytest.approx(0.05)
+        assert buffer.launched == buffer.selected
 
 
 def test_a_stale_tensor_was_never_ready(make: Callable[..., Cluster]) -> None:
@@ -140,23 +144,22 @@ class Counting(HostClock):
 
 
 def test_a_clock_that_costs_something_is_asked_only_if_somebody_listens(
-    make: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., Cluster],
 ) -> None:
-    monkeypatch.setattr("lightning_safusion.fusion.engine._TIMED_WINDOWS", 2)
-    monkeypatch.setattr("lightning_safusion.fusion.engine._TIMED_EVERY", 1000)
     cluster = make(deferred=True)
     clocks = [Counting() for _ in cluster.controllers]
     for controller, clock in zip(cluster.controllers, clocks, strict=True):
         controller.clock = clock
-    for step in range(6):
-        cluster.step(cluster.random_grads(step))
-        if step == 2:
-            after_two = clocks[0].marks
-    assert clocks[0].marks == after_two > 0
+    # the first 64 windows are measured, and every sixteenth one
+    for step in range(70):
+        cluster.step(cluster.random_grads(0))
+        if step == 66:
+            before = clocks[0].marks
+    assert clocks[0].marks == before > 0
     recorder = Recorder()
     cluster.controllers[0].observers.append(recorder)
-    cluster.step(cluster.random_grads(6))
+    cluster.step(cluster.random_grads(70))
     assert recorder.windows == []  # known when the next window begins
-    cluster.step(cluster.random_grads(7))
-    assert [events.step for events in recorder.windows] == [6]
+    cluster.step(cluster.random_grads(71))
+    assert [events.step for events in recorder.windows] == [70]
     assert recorder.windows[0].beside

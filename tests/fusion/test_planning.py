@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_safusion.comm import local_transports
+from lab.virtual.transport import local_transports
 from lightning_safusion.comm.cost import LINKS, LinearCost
 from lightning_safusion.comm.transport.interface import Transport
 from lightning_safusion.fusion.build import build_engine

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from lab.virtual.transport import LocalTransport, local_transports
 from lightning_safusion.comm.cost import LINKS, LinearCost
-from lightning_safusion.comm.transport.local import LocalTransport, local_transports
 from lightning_safusion.fusion.plans.fit import fit_exchanges, fit_or_scale
 from lightning_safusion.fusion.plans.optimal import plan_optimal
 from lightning_safusion.fusion.plans.profile import AgreedProfile, modelled_costs

@@ -94,11 +94,11 @@ def test_buffers_are_averaged_over_the_steps_of_one_plan() -> None:
     del values["windows"][0]["buffers"][0]
     other_plan = StepTimeline.from_dict(values)
     first, second = buffer_means([other_plan, cpu_step(), untold(cpu_step())])
-    assert first["tensors"] == ["layer0.weight", "layer1.weight"]
-    assert first["steps"] == second["steps"] == 2
-    assert (first["ready_s"], first["select_s"], first["exposed_s"], first["decode_s"]) == (2.0, 1.0, 0.0, 1.0)
-    assert first["exchange_s"] == (3.0 + 8.0) / 2
-    assert (second["ready_s"], second["exchange_s"], second["exposed_s"]) == (8.0, 5.0, 2.0)
+    assert first.tensors == ("layer0.weight", "layer1.weight")
+    assert first.steps == second.steps == 2
+    assert (first.ready_s, first.select_s, first.exposed_s, first.decode_s) == (2.0, 1.0, 0.0, 1.0)
+    assert first.exchange_s == (3.0 + 8.0) / 2
+    assert (second.ready_s, second.exchange_s, second.exposed_s) == (8.0, 5.0, 2.0)
     assert buffer_means([]) == buffer_means([plain_step()]) == []
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html.parser import HTMLParser
 
-_VOID = {"meta", "link", "br"}
+_VOID = {"meta", "link", "br", "img"}
 
 
 class Document(HTMLParser):
@@ -50,5 +50,5 @@ class Document(HTMLParser):
 
     @property
     def text(self) -> str:
-        """Everything that can be read, without the style sheet."""
-        return " ".join(data for tag, data in self.texts if tag != "style")
+        """Everything that can be read, without the style sheet; lines are broken by the reader."""
+        return " ".join(" ".join(data for tag, data in self.texts if tag != "style").split())

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from math import nan
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from lightning_safusion.fusion.events import BufferEvents
@@ -17,8 +15,8 @@ from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.fusion.replan import Decision
 from lightning_safusion.metrics.figures import TensorFigures
 from lightning_safusion.metrics.history import MissingRateStatistics
-from lightning_safusion.profiling.figures import RankFigures, StepFigures
-from lightning_safusion.profiling.summary import summarize, write_summary
+from lightning_safusion.profiling.figures import RankFigures, StepFigures, buffer_means
+from lightning_safusion.profiling.summary import Overlap
 from lightning_safusion.profiling.timeline import BufferTimeline, Phase, StepTimeline, WindowTimeline
 
 RUN = 1.7e9 + 1 / 3
@@ -79,26 +77,26 @@ def overlap(buffers: int = 2, aside: str | None = None) -> dict[str, Any]:
         sparse=(1e-3, 1e-5),
         dense=(1e-3, 1e-5),
     )
-    about = {
-        "run": RUN,
-        "system": "safusion",
-        "world_size": 2,
-        "device": "cpu",
-        "plain_ddp": aside,
-        "density": None if aside else 0.05,
-        "settings": {"compressor": "TopK()", "fusion": "Aligned(2)"},
-        "profiler": {"every_n_steps": 50, "record_steps": 2},
-        "decisions": [] if aside else [asdict(decision) for decision in DECISIONS],
-    }
-    return summarize(
-        RankFigures((StepFigures.mean(figures),) * 2),
-        [(each.step, row) for each, row in zip(steps, figures, strict=True)],
-        steps,
-        None if aside else Plan.from_counts([2] * buffers),
-        None if aside else costs,
-        (np.zeros(2), np.zeros(2)),
-        about,
-    )
+    return Overlap(
+        run=RUN,
+        system="safusion",
+        world_size=2,
+        device="cpu",
+        plain_ddp=aside,
+        density=None if aside else 0.05,
+        settings={"compressor": "TopK()", "fusion": "Aligned(2)"},
+        profiler={"every_n_steps": 50, "record_steps": 2},
+        versions={"lightning_safusion": "0.1", "lightning": "2.6.6", "torch": "2.13.0"},
+        command="train.py fit --data 'my data'",
+        steps={each.step: row for each, row in zip(steps, figures, strict=True)},
+        ranks=RankFigures((StepFigures.mean(figures),) * 2),
+        buffers=tuple(buffer_means(steps)),
+        plan=None if aside else Plan.from_counts([2] * buffers),
+        costs=None if aside else costs,
+        timeline=steps[-1],
+        decisions=() if aside else DECISIONS,
+        clocks={"offset_s": [0.0, 0.0], "error_s": [0.0, 0.0]},
+    ).to_dict()
 
 
 def missing(tensors: int = 3, samples: int = 4) -> dict[str, Any]:
@@ -116,7 +114,8 @@ def missing(tensors: int = 3, samples: int = 4) -> dict[str, Any]:
 def write_run(folder: Path, content: dict[str, Any] | None = None, absent: dict[str, Any] | None = None) -> Path:
     """Writes a run directory and returns it; ``absent`` is the content of ``missing_rate.json``."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_summary(folder, overlap() if content is None else content)
+    text = json.dumps(overlap() if content is None else content, allow_nan=False, indent=1)
+    (folder / "overlap.json").write_text(text)
     if absent is not None:
         (folder / "missing_rate.json").write_text(json.dumps(absent))
     return folder

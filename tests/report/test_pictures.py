@@ -1,95 +1,77 @@
-"""The pictures: bars are as long as times say."""
+"""The pictures: bars are as long as times say, and what is embedded is closed to the outside."""
 
 from __future__ import annotations
 
+import base64
+import re
 from math import nan
+from xml.etree import ElementTree
 
 import pytest
+from matplotlib import rcParams
+from matplotlib.patches import Rectangle
 
-from lightning_safusion.profiling.figures import StepFigures
+from lightning_safusion.metrics.history import TensorRow
+from lightning_safusion.profiling.figures import PARTS, RankFigures, StepFigures
+from lightning_safusion.profiling.picture import plot_step
 from lightning_safusion.report import pictures
-from lightning_safusion.report.markup import Markup, element, join
-from tests.report.document import Document
 from tests.report.runs import step
 
-AXIS = 960 - 190 - 18  # units for the whole width of a picture with labels
 
-
-def bars(picture: Markup, part: str) -> list[tuple[float, float]]:
-    """Beginning and length of a part's bars, in units of the axis."""
-    found = [each for each in Document(picture).elements("rect") if each["class"] == part]
-    return [((float(each["x"] or 0) - 190) / AXIS, float(each["width"] or 0) / AXIS) for each in found]
-
-
-def test_the_timeline_is_to_scale() -> None:
-    picture = pictures.timeline(step(3))
-    assert bars(picture, "forward") == [pytest.approx((0.0, 0.3), abs=1e-3)]
-    assert bars(picture, "optimizer") == [pytest.approx((0.9, 0.1), abs=1e-3)]
-    # in the loop, and in the buffer's row
-    assert bars(picture, "exposed") == [pytest.approx((0.8, 0.05), abs=1e-3)] * 2
-    assert [length for _, length in bars(picture, "exchange")] == pytest.approx([0.06, 0.13], abs=1e-3)
-    (late,) = [each for each in Document(picture).elements("text") if "late" in str(each["class"])]
-    assert late["class"] == "label late"
-
-
-def test_readiness_is_marked_where_it_is_known() -> None:
-    picture = Document(pictures.timeline(step(0)))
-    paths = [each["d"] for each in picture.elements("path") if each["class"] == "ready"]
-    assert [str(path).count("M") for path in paths] == [1, 1]
-
-
-@pytest.mark.parametrize("buffers", [1, 40, 2000])
-def test_many_buffers_still_fit(buffers: int) -> None:
-    (svg,) = Document(pictures.timeline(step(0, buffers))).elements("svg")
-    assert float(svg["height"] or 0) < 1500
+def svg(address: str) -> str:
+    kind, _, content = address.partition(",")
+    assert kind == "data:image/svg+xml;base64"
+    return base64.b64decode(content).decode()
 
 
 def test_the_parts_of_a_step_follow_each_other() -> None:
     figures = StepFigures.of(step(0))
-    picture = pictures.breakdown([figures])
+    (axes,) = pictures.breakdown(RankFigures((figures,))).axes
     at = 0.0
-    for part in pictures.PARTS:
-        for begin, length in bars(picture, part):
-            assert (begin, length) == pytest.approx((at, getattr(figures, f"{part}_s") / 0.1), abs=1e-3)
-            at += length
-    assert at == pytest.approx(1.0, abs=0.01)
+    for container in axes.containers:
+        (bar,) = container
+        assert isinstance(bar, Rectangle)
+        (part,) = [part for part, label in PARTS.items() if label == container.get_label()]
+        assert (bar.get_x(), bar.get_width()) == pytest.approx((at, 1e3 * getattr(figures, f"{part}_s")))
+        at += bar.get_width()
+    assert at == pytest.approx(100.0)
 
 
 def test_unknown_parts_are_left_out() -> None:
-    unknown = StepFigures(**dict.fromkeys(StepFigures.of(step(0)).as_dict(), nan) | {"step_s": 1.0})
-    assert not bars(pictures.breakdown([unknown]), "exposed")
-    assert 'class="dots exposed"' not in pictures.history({0: unknown})
+    unknown = StepFigures(**dict.fromkeys(StepFigures.of(step(0)).as_dict(), nan) | {"step_s": 1.0, "forward_s": 1.0})
+    (axes,) = pictures.breakdown(RankFigures((unknown,))).axes
+    assert [container.get_label() for container in axes.containers] == ["forward"]
+    pictures.embedded(pictures.history, {0: unknown, 1: unknown})
 
 
 def test_no_more_ranks_than_fit() -> None:
-    figures = StepFigures.of(step(0))
-    assert pictures.breakdown([figures] * 500).count(">rank ") < 2 * pictures.RANKS * len(pictures.PARTS)
-    assert ">rank 31<" in pictures.breakdown([figures] * 500)
-    assert ">rank 32<" not in pictures.breakdown([figures] * 500)
+    (axes,) = pictures.breakdown(RankFigures((StepFigures.of(step(0)),) * 500)).axes
+    assert axes.get_yticklabels()[-1].get_text() == f"rank {pictures.RANKS - 1}"
 
 
-def test_equal_neighbours_of_the_heat_map_are_one_rectangle() -> None:
-    picture = Document(pictures.heat_map(["a", "b"], [1, 2, 3], [[0.0, 0.0, 1.0], [None, 0.04, 0.05]]))
-    classes = [each["class"] for each in picture.elements("rect")]
-    assert classes == ["shade shade0", "shade shade10", "absent", "shade shade1", "shade shade1"]
-    widths = [float(each["width"] or 0) for each in picture.elements("rect")]
-    assert widths[0] == pytest.approx(2 * widths[1], abs=0.02)
+def test_the_heat_map_is_grey_where_there_was_no_gradient() -> None:
+    rows = [TensorRow(name, 0.5, 0.5, 0.1, None, rates) for name, rates in (("a", (0.0, 1.0)), ("b", (None, 0.25)))]
+    axes = pictures.heat_map(rows, [1, 2]).axes[0]
+    (image,) = axes.images
+    assert image.get_array().filled(-1.0).tolist() == [[0.0, 1.0], [-1.0, 0.25]]  # type: ignore[union-attr]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "b"]
 
 
-def test_ticks_are_round_and_few() -> None:
-    assert pictures.nice_ticks(0.0) == [0.0]
-    for end in (0.003, 1.0, 7.7, 99.0, 12345.0):
-        ticks = pictures.nice_ticks(end)
-        assert 3 <= len(ticks) <= 9
-        assert ticks[-1] <= end * (1 + 1e-6)
+def test_an_embedded_picture_asks_for_nothing_and_follows_the_page_into_the_dark() -> None:
+    before = dict(rcParams)
+    written = svg(pictures.embedded(plot_step, step(3, names=("$x$", "a<b & 'c'"))))
+    ElementTree.fromstring(written)  # noqa: S314 - made here
+    assert dict(rcParams) == before
+    assert "$x$, a&lt;b &amp; 'c'" in written  # the name is no formula, and no markup
+    assert "prefers-color-scheme:dark" in written
+    assert "currentColor" in written
+    assert not re.search(r'href="(?!#|data:)|@import|url\((?!#)|<script', written)
 
 
-def test_long_names_keep_their_end() -> None:
-    assert pictures.shorten("a" * 100 + ".weight", 10) == "…aa.weight"
-    assert pictures.shorten("head.weight", 28) == "head.weight"
-
-
-def test_markup_escapes_all_but_markup() -> None:
-    inner = element("i", "<", title='"', class_="x", hidden=True, id=None)
-    assert inner == '<i title="&quot;" class="x" hidden>&lt;</i>'
-    assert join(["<", inner, element("br")]) == f"&lt;{inner}<br>"
+@pytest.mark.parametrize("buffers", [1, 40, 2000])
+def test_many_buffers_still_fit(buffers: int) -> None:
+    written = svg(pictures.embedded(plot_step, step(0, buffers)))
+    height = re.search(r'viewBox="0 0 [\d.]+ ([\d.]+)"', written)
+    assert height is not None
+    assert float(height[1]) < 1500
+    assert len(written) < 1e7

@@ -24,10 +24,8 @@ from lightning_safusion.simulate.comparison import (
     verdict,
     write_records,
 )
-from lightning_safusion.simulate.engine import simulate
-from lightning_safusion.simulate.job import Job
 from lightning_safusion.simulate.measured import CollectiveSample, CollectiveTimes
-from lightning_safusion.simulate.pictures import plot_iteration, plot_sweep, plot_table
+from lightning_safusion.simulate.pictures import plot_sweep, plot_table
 from lightning_safusion.simulate.report import SWEEPS, parse_sweep, run_plan
 from lightning_safusion.simulate.systems import SIMULATED
 from lightning_safusion.simulate.trace import resolve_trace
@@ -133,7 +131,7 @@ def test_records_as_csv_and_json(tmp_path: Path) -> None:
         write_records(records, tmp_path / "plan.txt")
 
 
-def test_pictures_show_every_system_and_resource() -> None:
+def test_pictures_show_every_system() -> None:
     rows = plan_table("lstm", SLOW, 0.01, SOME)
     figure = plot_table(rows)
     labels = [text.get_text() for text in figure.axes[0].get_yticklabels()]
@@ -142,9 +140,6 @@ def test_pictures_show_every_system_and_resource() -> None:
     assert [line.get_label() for line in plot_sweep(records, "workers").axes[0].get_lines()] == SOME
     with pytest.raises(ValueError, match="'colour'"):
         plot_sweep(records, "colour")
-    job = Job(resolve_trace("lstm"), SLOW)
-    figure = plot_iteration(simulate(job.trace, SLOW, SIMULATED["safusion"].build(job)))
-    assert [text.get_text() for text in figure.axes[0].get_yticklabels()] == ["link", "select", "compute"]
 
 
 def test_pictures_are_drawn_where_they_are_asked_for() -> None:

@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 
 from lab.planner_loss import predict_behind
-from lightning_safusion.fusion.plans.merging import sparse_plan
+from lightning_safusion.fusion.plans.merging import BehindCosts, sparse_plan
 from lightning_safusion.fusion.plans.pricing import predict_finish
 from lightning_safusion.simulate.cluster import Cluster, CollectiveCost, Device
 from lightning_safusion.simulate.engine import mean_iteration, simulate
-from lightning_safusion.simulate.iteration import Iteration
 from lightning_safusion.simulate.jitter import agreed_backward
 from lightning_safusion.simulate.job import Job
-from lightning_safusion.simulate.schedule import Message, Planned, Schedule, Stream, Timer
+from lightning_safusion.simulate.schedule import Iteration, Message, Planned, Schedule, Stream, Timer
 from lightning_safusion.simulate.trace import Trace, TraceTensor
 
 ALONE = Cluster(2)
@@ -171,7 +170,7 @@ def test_the_clock_agrees_with_the_planners(segmented: bool) -> None:
         for place in range(12)
     )
     job = Job(Trace("job", tensors), Cluster(8), 0.05, 8, "exact", segmented)
-    costs, behind = job.group_costs(), job.behind_costs()
+    costs, behind = job.group_costs(), BehindCosts.of(job.group_costs())
     for _ in range(20):
         cuts = np.sort(rng.choice(np.arange(1, 12), int(rng.integers(0, 11)), replace=False))
         plan = sparse_plan([*cuts.tolist(), 12])

@@ -28,7 +28,7 @@ import pytest
 
 from lab.planner_loss import plan_pareto
 from lightning_safusion.comm.cost import LINKS, Link
-from lightning_safusion.fusion.plans.merging import plan_omgs, sparse_plan
+from lightning_safusion.fusion.plans.merging import BehindCosts, plan_omgs, sparse_plan
 from lightning_safusion.fusion.plans.optimal import optimal_cuts, plan_optimal
 from lightning_safusion.fusion.plans.policy import WFBP, Aligned, Single
 from lightning_safusion.fusion.plans.searching import even_cuts
@@ -84,7 +84,7 @@ def columns(trace: Trace, gbit: float) -> list[float]:
         dense(trace, cluster, 2),
         per_tensor(trace, cluster, "exact"),
         per_tensor(trace, cluster, "threshold"),
-        milliseconds(job, job.schedule(plan_pareto(job.behind_costs()))),
+        milliseconds(job, job.schedule(plan_pareto(BehindCosts.of(job.group_costs())))),
         oktopk(job),
         milliseconds(job, SIMULATED["safusion-hierarchical"].build(job)),
     ]
@@ -139,7 +139,7 @@ def test_resnet_50_on_64_workers() -> None:
 )
 def test_grouping_policies(model: str, cluster: Cluster, published: Sequence[float]) -> None:
     job = Job(load(model), cluster, 0.01, 8, "exact", segmented=False)
-    total, costs, behind = len(job.numels), job.group_costs(), job.behind_costs()
+    total, costs, behind = len(job.numels), job.group_costs(), BehindCosts.of(job.group_costs())
 
     def merged(stops: Sequence[int]) -> float:
         return milliseconds(job, job.schedule(sparse_plan(stops), behind=True))
@@ -181,8 +181,8 @@ def test_grouping_by_a_timer(model: str, cluster: Cluster, published: float) -> 
 def test_launches_cost_more_than_merging_saves_on_a_fast_network() -> None:
     job = Job(load("bert-large"), Cluster(8, 8, LINKS["200gbit-rdma"]), 0.01, 8, "exact", segmented=False)
     found = [
-        milliseconds(job, job.schedule(plan_omgs(job.behind_costs()), behind=True)),
-        milliseconds(job, job.schedule(plan_pareto(job.behind_costs()), behind=True)),
+        milliseconds(job, job.schedule(plan_omgs(BehindCosts.of(job.group_costs())), behind=True)),
+        milliseconds(job, job.schedule(plan_pareto(BehindCosts.of(job.group_costs())), behind=True)),
         milliseconds(job, job.schedule(plan_optimal(job.group_costs(), max_last_share=1.0))),
     ]
     assert found == pytest.approx([196, 192, 207], rel=0.02)

@@ -13,9 +13,8 @@ from lightning_safusion.fusion.plans.optimal import plan_optimal
 from lightning_safusion.fusion.plans.pricing import predict_finish
 from lightning_safusion.simulate.cluster import Cluster, Device
 from lightning_safusion.simulate.engine import mean_iteration, simulate
-from lightning_safusion.simulate.iteration import Iteration
 from lightning_safusion.simulate.job import Job, grouped
-from lightning_safusion.simulate.schedule import Planned
+from lightning_safusion.simulate.schedule import Iteration, Planned
 from lightning_safusion.simulate.systems import SIMULATED, resolve_simulated
 from lightning_safusion.simulate.trace import resolve_trace
 from lightning_safusion.systems import SYSTEMS

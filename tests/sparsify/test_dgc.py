@@ -43,6 +43,7 @@ def beta_binomial_cdf(draws: int, alpha: int, beta: int) -> np.ndarray:
     return torch.exp(choose + log_beta(j + a, draws - j + b) - log_beta(a, b)).cumsum(0).numpy()
 
 
+@pytest.mark.slow
 def test_number_found_follows_the_beta_binomial_law() -> None:
     """N = s + BetaBinomial(d - n; s, n - s + 1) whatever the distribution (Kolmogorov-Smirnov, false alarm 1e-6)."""
     numel, quota, trials = 5_000, 250, 1_200

@@ -31,6 +31,7 @@ def growth(work: Callable[[int], None], windows: int) -> int:
         tracemalloc.stop()
 
 
+@pytest.mark.slow
 def test_other_lists_in_every_window_take_no_more_memory() -> None:
     tensors = 200
     flat = Flat(list(range(0, 10 * tensors + 1, 10)), torch.device("cpu"))
@@ -53,6 +54,7 @@ def test_a_list_that_comes_back_is_remembered() -> None:
     assert flat.parts([0, 2, 5]) is flat.parts([0, 2, 5])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not cpu.usable(), reason="needs compiled kernels")
 @pytest.mark.filterwarnings("ignore:.* tensors .* were computed on some ranks only")
 def test_layers_that_drop_out_take_no_more_memory() -> None:

@@ -15,8 +15,8 @@ import torch
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify.base import Segments
 from lightning_safusion.sparsify.registry import resolve_sparsifier
-from lightning_safusion.sparsify.selection import floors
-from lightning_safusion.sparsify.selection.survey import Foresight, History, select_with
+from lightning_safusion.sparsify.selection import survey as predictions
+from lightning_safusion.sparsify.selection.survey import Foresight, History, Live, select_with
 from tests.looks import note_kernels
 
 pytestmark = pytest.mark.skipif(not native.usable(), reason="the package was installed without a C compiler")
@@ -69,9 +69,9 @@ def train(name: str, scope: str, pool: int, foresight: bool) -> list[tuple[torch
 @pytest.mark.parametrize("scope", ["ahead", "behind"])
 @pytest.mark.parametrize("name", ["topk", "gaussiank", "redsync", "sidco", "dgc"])
 def test_no_result_depends_on_it(name: str, scope: str, pool: int, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(floors, "_ROOM", room)
-    monkeypatch.setattr(floors, "_ROOM_NEEDED", 0)
-    monkeypatch.setattr(floors, "_ROOM_AT_LEAST", 1)
+    monkeypatch.setattr(predictions, "_ROOM", room)
+    monkeypatch.setattr(predictions, "_ROOM_NEEDED", 0)
+    monkeypatch.setattr(predictions, "_ROOM_AT_LEAST", 1)
     with_it, without = train(name, scope, pool, True), train(name, scope, pool, False)
     for step, ((indices, values), (expected, numbers)) in enumerate(zip(with_it, without, strict=True)):
         if scope == "behind" and name == "gaussiank":  # sums of tensors are added to one
@@ -99,8 +99,8 @@ def test_the_span_is_hardly_ever_read_again(name: str, monkeypatch: pytest.Monke
 def test_gradients_that_grow_need_no_more_room(
     scope: str, pool: int, foresight: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(floors, "_ROOM", 4)
-    monkeypatch.setattr(floors, "_ROOM_AT_LEAST", 1)
+    monkeypatch.setattr(predictions, "_ROOM", 4)
+    monkeypatch.setattr(predictions, "_ROOM_AT_LEAST", 1)
     rooms: list[int] = []
 
     def note(name: str, arguments: tuple[Any, ...]) -> None:
@@ -119,7 +119,7 @@ def test_gradients_that_grow_need_no_more_room(
             chosen = select_with(sparsifier, memory, segments, step, survey)
         expected = sparsifier.select(memory, cut(scope, pool), step)
         assert torch.equal(chosen.indices, expected.indices)
-    assert max(rooms) == floors.room_of(segments) < EDGES[-1] / 4
+    assert max(rooms) == Live.of(segments).room < EDGES[-1] / 4
 
 
 @pytest.mark.parametrize("kind", ["values", "magnitudes"])

@@ -17,9 +17,7 @@ from torch import Tensor
 from lightning_safusion import Segments
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify import History, resolve_sparsifier, segmented_view
-from lightning_safusion.sparsify.selection import reference
-from lightning_safusion.sparsify.selection.candidates import with_first_others
-from lightning_safusion.sparsify.selection.pieces import Piece
+from lightning_safusion.sparsify.selection.native import with_first_others
 from lightning_safusion.sparsify.selection.survey import Foresight, select_with
 from tests.looks import note_kernels
 
@@ -85,38 +83,29 @@ def test_a_pool_is_filled_in_one_look(compiled: bool, share: float, pool: int) -
     segments = cut(pool)
     with nullcontext() if compiled else native.unused():
         for x in (torch.cat(gradients(0, share)), torch.cat([gradients(0, share)[0], torch.zeros(NUMEL - SIZES[0])])):
-            chosen = segmented_view(x, segments).top_pooled()
-            assert chosen is not None
-            assert chosen.indices.tolist() == largest(x, segments)
+            once, chosen = segmented_view(x, segments).top_pooled(), resolve_sparsifier("topk").select(x, segments, 0)
+            assert (once is not None) is compiled
+            for found in (chosen,) if once is None else (once, chosen):
+                assert found.indices.tolist() == largest(x, segments)
 
 
 @pytest.mark.parametrize("pool", [0, 6_000])
 @pytest.mark.parametrize("name", ["topk", "gaussiank", "redsync", "dgc", "oktopk"])
-@pytest.mark.parametrize("compiled", KERNELS)
-def test_a_sparse_tensor_is_read_no_more_often(
-    name: str, compiled: bool, pool: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.skipif(not native.usable(), reason="no compiled kernels")
+def test_a_sparse_tensor_is_read_no_more_often(name: str, pool: int, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
-    read_above = reference.read_above
 
     def note(name: str, arguments: tuple[Any, ...]) -> None:
         if name == "survey":
             read.append(int(np.sum(arguments[2])))
 
-    def swept(span: np.ndarray, piece: Piece, floors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        read.append(piece.stop - piece.start)
-        return read_above(span, piece, floors)
-
     note_kernels(monkeypatch, note)
-    monkeypatch.setattr(reference, "read_above", swept)
     looks = []
-    with nullcontext() if compiled else native.unused():
-        for share in (1, 0.005):
-            read.clear()
-            windows(name, cut(pool), [share] * 12, compiled)
-            looks.append(sum(read) / NUMEL)
-    # one more look where a predicted threshold was wrong; without kernels two of every window at most
-    assert looks[1] <= (looks[0] + 6 if compiled else max(looks[0], 2 * 12))
+    for share in (1, 0.005):
+        read.clear()
+        windows(name, cut(pool), [share] * 12, True)
+        looks.append(sum(read) / NUMEL)
+    assert looks[1] <= looks[0] + 6  # where a predicted threshold was wrong
 
 
 def test_positions_and_the_first_others() -> None:
@@ -127,6 +116,6 @@ def test_positions_and_the_first_others() -> None:
         others = np.setdiff1d(np.arange(start, start + size), positions)
         more = int(rng.integers(0, len(others) + 1))
         expected = np.sort(np.concatenate([positions, others[:more]]))
-        found = with_first_others(positions.astype(np.int32), start, start + size, more)
+        found = with_first_others(positions.astype(np.int32), start, size, more)
         assert found.dtype == np.int32
         assert found.tolist() == expected.tolist()

@@ -22,8 +22,8 @@ import lightning_safusion
 from lightning_safusion import SAFusionStrategy, Segments, Selection, SpanSurvey, Sparsifier, TopK
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify import History, resolve_sparsifier, segmented_view
-from lightning_safusion.sparsify.selection.pieces import Pieces
-from lightning_safusion.sparsify.selection.survey import Foresight, select_with
+from lightning_safusion.sparsify.selection.survey import Foresight, Live, select_with
+from tests.looks import note_kernels
 from tests.models import TinyClassifier, classification, trainer
 from tests.process_group import run_launched
 
@@ -120,6 +120,22 @@ def test_a_compressor_that_weighs_its_span_selects_exactly_in_a_trainer(
         assert wrong == 0
 
 
+@pytest.mark.skipif(not native.usable(), reason="no compiled kernels")
+@pytest.mark.parametrize("quota", ["proportional", "pooled"])
+def test_the_engine_selects_from_what_was_found_while_gradients_were_added(quota: str) -> None:
+    def fit(rank: int) -> tuple[int, int]:
+        calls: list[str] = []
+        with pytest.MonkeyPatch.context() as patch:
+            note_kernels(patch, lambda name, _: calls.append(name))
+            strategy = SAFusionStrategy(quota=quota, density=0.05, collective="allgather")
+            trainer(strategy, max_steps=40, max_epochs=-1).fit(TinyClassifier(), classification())
+        return calls.count("add"), calls.count("survey")
+
+    for added, read in run_launched(2, fit):
+        assert added >= 40
+        assert read < added / 2  # in the first windows, and where a predicted threshold was wrong
+
+
 def ordered(x: Tensor, segments: Segments) -> tuple[Tensor, Segments]:
     return x.flip(0), Segments(EDGES[-1] - EDGES[::-1], segments.quotas[::-1], segments.keys, segments.shapes)
 
@@ -187,6 +203,18 @@ def test_nothing_is_known_any_more(change: str) -> None:
 
 
 @pytest.mark.skipif(not native.usable(), reason="no compiled kernels")
+def test_another_view_of_the_same_elements_is_the_same_span() -> None:
+    segments, memory = cut(), torch.randn(int(EDGES[-1]) + 5)
+    history = History(segments)
+    survey = history.survey(memory[5:])
+    for other in (memory[:-5], memory[5:].clone(), memory[5:].detach().clone()):
+        assert survey.take(other, segments) == (None, None)
+    assert survey.take(memory[5:], segments)[0] is not None
+    memory[0] = 1  # not even one of them
+    assert survey.take(memory[5:], segments) == (None, None)
+
+
+@pytest.mark.skipif(not native.usable(), reason="no compiled kernels")
 @pytest.mark.parametrize("pool", [0, 300])
 def test_what_was_found_is_handed_out_once(pool: int) -> None:
     segments = cut(pool)
@@ -221,9 +249,9 @@ def test_segments_cannot_be_changed() -> None:
 
 def test_constants_go_with_their_segments() -> None:
     segments = cut()
-    constant = weakref.ref(Pieces.of(segments))
-    assert Pieces.of(segments) is constant()
-    assert Pieces.of(cut()) is not constant()
+    constant = weakref.ref(Live.of(segments))
+    assert Live.of(segments) is constant()
+    assert Live.of(cut()) is not constant()
     del segments
     gc.collect()
     assert constant() is None

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm.exchange import (
+    SPARSE_CLEAR_SHARE,
     Notice,
     Part,
     SpanSpec,
@@ -25,17 +26,9 @@ from lightning_safusion.comm.wire.codec import Codec
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify.base import Selection
 
-# Zeroing only what was written is cheaper than zeroing the span until about a quarter of it was written.
-_SPARSE_CLEAR_SHARE = 4
-# Elements of an average tensor, from which on the calls for each tensor cost less than a copy of the span.
-_WRITTEN_ALONE = 1 << 14
-# Decoded entries take several times the bytes of messages: those of two ranks are held at a time, or of more as long as
-# they are no more than one for so many elements.
-_DECODED_SHARE = 4
-# What compiled kernels cannot read as it is is decoded for them: so many entries of all ranks at a time, but not of too
-# few elements.
+# Formats that compiled kernels cannot read are decoded for them: so many entries of all ranks at a time, since decoded
+# entries take several times the bytes of messages, but not of too few elements.
 _DECODED_TOGETHER, _LEAST_PIECE = 1 << 19, 1 << 16
-_LARGEST = torch.finfo(torch.float32).max
 
 
 def _aligned(nbytes: int) -> int:
@@ -73,19 +66,19 @@ class SparseAllGather(StreamOrderedExchange):
         messages = self._received.view(transport.world_size, self.nbytes)
         self._messages = list(messages.unbind())
         self._headers = messages[:, : spec.num_tensors + 1]
-        self._host_headers = self._headers.numpy() if device.type == "cpu" else None
-        self._own = None if codec is None else codec.at(self._send[self._selection])
-        self._others = [] if codec is None else [codec.at(message[self._selection]) for message in self._messages]
+        on_host = device.type == "cpu"
+        self._host_headers = self._headers.numpy() if on_host else None
+        self._write = None if codec is None else codec.outbox(self._send[self._selection])
+        self._inbox = codec.inbox(messages[:, self._selection]) if codec is not None and on_host else None
+        self._read: list[native.Message] = []  # of this window, where compiled kernels have read them
         self._all_live = all(start < stop for start, stop in pairwise(spec.edges))
         self._received_lanes = [self._lane_views(message) for message in self._messages]
         empty = torch.zeros(0, dtype=torch.int64, device=device)
         self._nothing = Selection(empty, empty.to(torch.float32), 0)
         # On the host the message can be read again: entries take several times its bytes. On an accelerator that would
         # be more launches, and a message without positions would give them for the whole span.
-        self._reads_again = codec is not None and codec.layout != "dense" and device.type == "cpu"
+        self._reads_again = codec is not None and codec.layout != "dense" and on_host
         self._sent = (self._nothing.indices, self._nothing.values)
-        self._touched: list[Tensor] = []
-        self._spoiled = False
         self._regular = Verdict.regular(spec.num_tensors, transport.world_size)
         self._regular_headers = (bytes([TensorFlag.FRESH]) * spec.num_tensors + b"\0") * transport.world_size
 
@@ -113,13 +106,14 @@ class SparseAllGather(StreamOrderedExchange):
             )
             for tensor in part.absent:
                 self._erase(spec.edges[tensor], spec.edges[tensor + 1])
-        if self._own is not None:
+        if self._write is not None:
             selection = self._nothing if part.selection is None else part.selection
-            values = self._own.write(selection, not self._reads_again)
+            values = self._write(selection, not self._reads_again)
             if not self._reads_again:
                 self._sent = (selection.indices, values)
 
     def start(self) -> None:
+        self._read = []
         self.work = self.transport.all_gather(self._received, self._send)
 
     def _erase(self, start: int, stop: int) -> None:
@@ -129,8 +123,9 @@ class SparseAllGather(StreamOrderedExchange):
 
     def decode(self, scratch: Tensor) -> Tensor:
         scale = 1.0 / self.transport.world_size
-        runs = self._runs(scratch)
-        self._touched, written = [], 0
+        runs = self.dense_runs(scratch)
+        places: list[Tensor] = []
+        written = 0
         for message, lanes in zip(self._messages, self._received_lanes, strict=True):
             if runs:
                 torch._foreach_add_(runs, lanes, alpha=scale)
@@ -139,63 +134,28 @@ class SparseAllGather(StreamOrderedExchange):
                 indices, values = self.codec.decode(message[self._selection])
                 scratch.scatter_add_(0, indices, values * scale)
                 written += len(indices)
-                if written * _SPARSE_CLEAR_SHARE > self.spec.numel:
-                    self._touched, self._spoiled = [], True  # all of it will be cleared: where it was is no matter
+                if written * SPARSE_CLEAR_SHARE > self.spec.numel:
+                    places = []  # all of the scratch will be cleared
                 else:
-                    self._touched.append(indices)
+                    places.append(indices)
+        self._written = places if written * SPARSE_CLEAR_SHARE <= self.spec.numel else None
         return scratch
 
     def decode_into(self, gradients: Sequence[Tensor]) -> bool | None:
         if not native.serves(*gradients):
-            return self._added_by_tensor(gradients)
+            return None
         live = gradients if self._all_live else [gradient for gradient in gradients if gradient.numel()]
         scale = 1.0 / self.transport.world_size
-        readable: list[native.Message] = []
-        for slot in self._others:
-            message = slot.compiled()
-            if message is not None:
-                readable.append(message)
-        if len(readable) == len(self._others):
-            finite = native.mean_into(live, self._parts, readable, scale)
+        if self._inbox is not None or self.codec is None:
+            self._read = [] if self._inbox is None else self._inbox()
+            finite = native.mean_into(live, self._parts, self._read, scale)
         else:
             finite = native.mean_in_pieces(live, self._parts, self._decoded, scale, self._piece)
-        for t in self._lanes_of:
-            self._add_lanes(t, gradients[t])
+        for t, lanes in self._lanes_of.items():
+            for lane in lanes:
+                gradients[t].add_(lane, alpha=scale)
             finite &= all_finite(gradients[t])
         return finite
-
-    def _added_by_tensor(self, gradients: Sequence[Tensor]) -> bool | None:
-        """:meth:`decode_into` without compiled kernels."""
-        if self.device.type != "cpu" or self.spec.numel < _WRITTEN_ALONE * self.spec.num_tensors:
-            return None
-        scale = 1.0 / self.transport.world_size
-        bound = 0.0
-        for ranks in self._together:
-            entries = [self._entries_by_tensor(self._messages[rank], scale) for rank in ranks]
-            # no sum is larger than that of the largest
-            bound += sum(largest for _, _, _, largest in entries)
-            # one tensor after the other, so that all ranks but the first find it in the cache
-            for t, gradient in enumerate(gradients):
-                if ranks.start == 0:
-                    gradient.zero_()
-                    self._add_lanes(t, gradient)
-                for indices, values, cuts, _ in entries:
-                    first, last = cuts[t], cuts[t + 1]
-                    if first < last:
-                        # unique within a rank, so the order of additions to an element is the order of ranks
-                        gradient.scatter_add_(0, indices[first:last] - self.spec.edges[t], values[first:last])
-        doubtful = gradients if not bound <= _LARGEST else [gradients[t] for t in self._lanes_of]
-        return all(map(all_finite, doubtful))
-
-    def _add_lanes(self, tensor: int, gradient: Tensor) -> None:
-        for lane in self._lanes_of.get(tensor, ()):
-            gradient.add_(lane, alpha=1.0 / self.transport.world_size)
-
-    def _entries(self, message: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions (int64 [K]) and values (float32 [K]) that a rank sent."""
-        if self.codec is None:
-            raise RuntimeError("a dense span has no entries")
-        return self.codec.decode(message[self._selection])
 
     def _decoded(self, start: int, stop: int) -> list[native.Message]:
         """What all messages have of some elements."""
@@ -203,23 +163,6 @@ class SparseAllGather(StreamOrderedExchange):
             return []
         readers = [self.codec.reader(message[self._selection]) for message in self._messages]
         return [native.Message.decoded(*read(start, stop)) for read in readers]
-
-    def _entries_by_tensor(self, message: Tensor, scale: float) -> tuple[Tensor, Tensor, list[int], float]:
-        """Positions (int64 [K]) and scaled values (float32 [K]) that a rank sent, where those of each tensor begin
-        among them (T + 1 numbers), and the largest magnitude."""
-        indices, values = self._entries(message)
-        scaled = values * scale
-        cuts = np.searchsorted(indices.numpy(), self.spec.edges).tolist()
-        return indices, scaled, cuts, float(scaled.abs().amax()) if len(scaled) else 0.0
-
-    @cached_property
-    def _together(self) -> list[range]:
-        """Ranks whose messages are decoded at the same time, in order; nobody's where all is dense."""
-        ranks = self.transport.world_size
-        if self.codec is None:
-            return [range(0)]
-        share = max(2, self.spec.numel // (_DECODED_SHARE * max(self.spec.capacity, 1)))
-        return [range(first, min(first + share, ranks)) for first in range(0, ranks, share)]
 
     @cached_property
     def _piece(self) -> int:
@@ -241,15 +184,6 @@ class SparseAllGather(StreamOrderedExchange):
                     found[t] = [lanes[run][start - first : stop - first] for lanes in self._received_lanes]
         return found
 
-    def _runs(self, span: Tensor) -> list[Tensor]:
-        return [span[start:stop] for start, stop, _ in self.spec.dense_runs]
-
-    def is_finite(self, mean: Tensor) -> bool:
-        if self._spoiled:
-            return all_finite(mean)
-        # only what was written: the rest is zero
-        return all(all_finite(mean[indices]) for indices in self._touched) and all(map(all_finite, self._runs(mean)))
-
     @property
     def headers(self) -> Tensor:
         return self._headers
@@ -267,26 +201,13 @@ class SparseAllGather(StreamOrderedExchange):
         regular = (flags == int(TensorFlag.FRESH)).all() & ((notices & int(Notice.FAILED)) == 0).all()
         return ((flags & int(TensorFlag.BAD)) != 0).any(dim=0), regular
 
-    def poison(self, mean: Tensor, bad: Tensor) -> None:
-        super().poison(mean, bad)
-        self._spoiled = True
-
-    def release(self, scratch: Tensor) -> None:
-        written = sum(len(indices) for indices in self._touched)
-        if self._spoiled or written * _SPARSE_CLEAR_SHARE > self.spec.numel:
-            scratch.zero_()
-        else:
-            for indices in self._touched:
-                scratch.index_fill_(0, indices, 0.0)
-            for start, stop, _ in self.spec.dense_runs:
-                scratch[start:stop].zero_()
-        self._touched, self._spoiled = [], False
-
     def sent(self) -> tuple[Tensor, Tensor]:
-        return self._entries(self._send) if self._reads_again else self._sent
+        return self.codec.decode(self._send[self._selection]) if self._reads_again and self.codec else self._sent
 
     def sent_message(self) -> native.Message | None:
-        return self._own.compiled() if self._own is not None and self._reads_again and native.usable() else None
+        if not self._read and self._inbox is not None and native.usable():
+            self._read = self._inbox()
+        return self._read[self.transport.rank] if self._read else None  # what has come back to this rank
 
     def sent_dense(self, start: int, stop: int, x: Tensor) -> Tensor:
         dtype = next(d for a, b, d in self.spec.dense_runs if a <= start and stop <= b)

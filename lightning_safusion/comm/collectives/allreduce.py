@@ -23,7 +23,7 @@ _COUNTED = (TensorFlag.FRESH, TensorFlag.BAD, TensorFlag.BYPASS)
 class DenseAllReduce(StreamOrderedExchange):
     """Ring all-reduce of the whole span in one dtype; ``2 (n - 1) / n`` buffers received per worker.
 
-    Every tensor's flags, and this rank's notices, travel as ones behind the data, so that their sums say how
+    Every tensor's flags, and this rank's notices, are ones behind the data, so that their sums say how
     many ranks set them: one message, as everywhere.
 
     Args:
@@ -95,7 +95,7 @@ class DenseAllReduce(StreamOrderedExchange):
         return self._buffer[: self.spec.numel]
 
     def release(self, scratch: Tensor) -> None:
-        """Nothing was written to the scratch."""
+        return  # nothing was written to the scratch
 
     def sent(self) -> tuple[Tensor, Tensor]:
         empty = torch.zeros(0, dtype=torch.int64, device=self.device)

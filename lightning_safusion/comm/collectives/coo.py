@@ -14,8 +14,7 @@ def coo_means(transport: Transport, grads: Sequence[Tensor]) -> list[Tensor]:
     """Averages sparse gradients over all ranks, as DDP does; nothing is selected and nothing kept.
 
     Ranks hold different numbers of rows, so these are exchanged first and the messages padded to the longest. Waits
-    for the
-    device. Rows are added in rank order.
+    for the device. Rows are added in rank order.
 
     Args:
         transport: Communicator; all ranks pass the same number of gradients, in the same order.

@@ -51,10 +51,6 @@ class Entries:
         """Those for which ``mask`` (bool [K]) is true."""
         return Entries(self.indices[mask], self.values[mask])
 
-    def nonzero(self) -> Entries:
-        """Those that are not zero; padding of a message is."""
-        return self.where(self.values != 0)
-
     def among(self, others: Entries) -> Entries:
         """Those at positions that ``others`` has too."""
         return self.where(torch.isin(self.indices, others.indices, assume_unique=True))
@@ -90,6 +86,15 @@ def added(first: Entries, second: Entries) -> Entries:
     return Entries(indices, sums)
 
 
+def summed(parts: Sequence[Entries], numel: int, device: torch.device) -> Entries:
+    """The sum of lists of a region of ``numel`` elements, added one after the other; zeros are left out."""
+    region = torch.zeros(numel, device=device)
+    for part in parts:
+        region.index_add_(0, part.indices, part.values)
+    support = region.nonzero().view(-1)
+    return Entries(support, region[support])
+
+
 def encoded(parts: Sequence[Entries], codecs: Sequence[Codec | None], device: torch.device) -> tuple[Tensor, Entries]:
     """Messages one behind the other; where the codec is None there is nothing to send and no message.
 
@@ -108,10 +113,11 @@ def encoded(parts: Sequence[Entries], codecs: Sequence[Codec | None], device: to
 
 def decoded(message: Tensor, codecs: Sequence[Codec | None]) -> list[Entries]:
     """Reads what :func:`encoded` has written; zeros are left out, since padding cannot be told from them."""
-    return [
-        Entries.none(message.device) if codec is None else Entries(*codec.decode(part)).nonzero()
-        for codec, part in zip(codecs, message.split(message_sizes(codecs)), strict=True)
-    ]
+    lists = []
+    for codec, part in zip(codecs, message.split(message_sizes(codecs)), strict=True):
+        entries = Entries.none(message.device) if codec is None else Entries(*codec.decode(part))
+        lists.append(entries.where(entries.values != 0))
+    return lists
 
 
 def message_sizes(codecs: Sequence[Codec | None]) -> list[int]:

@@ -54,7 +54,7 @@ class GTopKExchange(MultiPhaseExchange):
         self._nbytes = codec.nbytes if codec is not None else 0
         self._message = torch.zeros(self._nbytes, dtype=torch.uint8, device=device)
         self._received = torch.zeros_like(self._message)
-        self._local = self._kept = Entries.none(device)
+        self._kept = Entries.none(device)
         self._work: Work | None = None
 
     @property
@@ -68,12 +68,8 @@ class GTopKExchange(MultiPhaseExchange):
         messages += rank != 0  # the result
         return self.lane.bytes_received + messages * self._nbytes
 
-    def sent(self) -> tuple[Tensor, Tensor]:
-        delivered = self._local.among(self._result)
-        return delivered.indices, delivered.values
-
     def _pack(self, x: Tensor, part: Part) -> None:
-        self._local = self._keep(Entries.of(part.selection, self.device))
+        self._offered = self._keep(Entries.of(part.selection, self.device))
 
     def _keep(self, entries: Entries) -> Entries:
         """Writes the message; returns the entries as others will read them, which is how this rank adds them too."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.collectives.entries import Entries, decoded, encoded, joined, message_sizes
+from lightning_safusion.comm.collectives.entries import Entries, decoded, encoded, joined, message_sizes, summed
 from lightning_safusion.comm.collectives.multiphase import MultiPhaseExchange
 from lightning_safusion.comm.exchange import Part, SpanSpec, saturated
 from lightning_safusion.comm.transport.interface import Transport, Work
@@ -223,11 +223,7 @@ class HierarchicalExchange(MultiPhaseExchange):
         for shard, messages in enumerate(received.split(self._gathered_sizes)[: self.transports.width]):
             codec, low, high = self._codecs[shard], *self._edges[shard : shard + 2]
             lists = decoded(messages, [codec] * len(self.transports.nodes))
-            region = torch.zeros(high - low, device=self.device)
-            for entries in lists:
-                region.index_add_(0, entries.indices, entries.values)
-            support = region.nonzero().view(-1)
-            sums.append(Entries(support, region[support]).shifted(low))
+            sums.append(summed(lists, high - low, self.device).shifted(low))
             own = lists[self._own_messages[shard]]
             values = self._x[low:high][own.indices].float()
             if shard == self.transports.inside.rank:

@@ -36,6 +36,7 @@ class HybridExchange(StreamOrderedExchange):
     """
 
     few_bits = True
+    begins_early = True
 
     def __init__(
         self, spec: SpanSpec, gather: Transport, reduce: Transport, device: torch.device, codec: Codec
@@ -66,7 +67,7 @@ class HybridExchange(StreamOrderedExchange):
         self._begun = True
 
     def _pack_dense(self, x: Tensor, part: Part) -> None:
-        pieces = torch.cat([x[start:stop] for start, stop, _ in self.spec.dense_runs])
+        pieces = torch.cat(self.dense_runs(x))
         absent = [place for place, tensor in enumerate(self._whole) if tensor in set(part.absent)]
         self._dense.encode(pieces, Part(None, part.flags[self._places], absent))
 
@@ -92,25 +93,22 @@ class HybridExchange(StreamOrderedExchange):
     def standing(self) -> tuple[Tensor, Tensor]:
         return self._sparse.standing()
 
-    def _runs(self, span: Tensor) -> list[Tensor]:
-        return [span[start:stop] for start, stop, _ in self.spec.dense_runs]
-
     def decode(self, scratch: Tensor) -> Tensor:
         mean = self._sparse.decode(scratch)
         pieces = self._dense.decode(scratch[:0])
-        runs = self._runs(mean)
+        runs = self.dense_runs(mean)
         torch._foreach_copy_(runs, list(pieces.split([len(run) for run in runs])))
         return mean
 
     def is_finite(self, mean: Tensor) -> bool:
-        return self._sparse.is_finite(mean) and all(map(all_finite, self._runs(mean)))
+        return self._sparse.is_finite(mean) and all(map(all_finite, self.dense_runs(mean)))
 
     def poison(self, mean: Tensor, bad: Tensor) -> None:
         self._sparse.poison(mean, bad)
 
     def release(self, scratch: Tensor) -> None:
         self._sparse.release(scratch)
-        torch._foreach_zero_(self._runs(scratch))
+        torch._foreach_zero_(self.dense_runs(scratch))
 
     def sent(self) -> tuple[Tensor, Tensor]:
         return self._sparse.sent()

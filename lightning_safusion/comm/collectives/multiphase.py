@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
 from lightning_safusion.comm.collectives.allreduce import DenseAllReduce
 from lightning_safusion.comm.collectives.entries import Entries
-from lightning_safusion.comm.exchange import Exchange, Part, SpanSpec, Verdict, all_finite
+from lightning_safusion.comm.exchange import Exchange, Part, SpanSpec, Verdict
 from lightning_safusion.comm.transport.interface import Transport, Work
 
 
@@ -32,8 +32,8 @@ class MultiPhaseExchange(Exchange):
         super().__init__(spec, transport, device)
         self.lane = DenseAllReduce(_lane_spec(spec), transport, device)
         self._result = Entries.none(device)
+        self._offered = Entries.none(device)  # this rank's part, as others have read it
         self._under_way = False
-        self._spoiled = False
         self._handed_in = 0
         self._came_in = 0
 
@@ -60,7 +60,7 @@ class MultiPhaseExchange(Exchange):
         """Runs all other phases; returns the sum over ranks that is delivered, without zeros."""
 
     def encode(self, x: Tensor, part: Part) -> None:
-        pieces = [x[start:stop] for start, stop, _ in self.spec.dense_runs]
+        pieces = self.dense_runs(x)
         self.lane.encode(torch.cat(pieces) if pieces else x[:0], part)
         self._pack(x, part)
 
@@ -82,36 +82,19 @@ class MultiPhaseExchange(Exchange):
 
     def decode(self, scratch: Tensor) -> Tensor:
         scratch[self._result.indices] = self._result.values * (1.0 / self.transport.world_size)
-        for piece, mean in zip(self._runs(scratch), self._lane_means(), strict=True):
-            piece.copy_(mean)
+        self._written = [self._result.indices]
+        if runs := self.dense_runs(scratch):
+            means = self.lane.decode(scratch[:0]).split([len(run) for run in runs])
+            torch._foreach_copy_(runs, list(means))
         return scratch
 
-    def is_finite(self, mean: Tensor) -> bool:
-        # only what was written: the rest is zero
-        return all_finite(self._result.values) and all(map(all_finite, self._runs(mean)))
-
-    def poison(self, mean: Tensor, bad: Tensor) -> None:
-        super().poison(mean, bad)
-        self._spoiled = True
-
-    def release(self, scratch: Tensor) -> None:
-        if self._spoiled:
-            scratch.zero_()
-        else:
-            scratch.index_fill_(0, self._result.indices, 0.0)
-            for piece in self._runs(scratch):
-                piece.zero_()
-        self._spoiled = False
+    def sent(self) -> tuple[Tensor, Tensor]:
+        # what was not delivered stays in the residual
+        delivered = self._offered.among(self._result)
+        return delivered.indices, delivered.values
 
     def sent_dense(self, start: int, stop: int, x: Tensor) -> Tensor:
         return self.lane.sent_dense(start, stop, x)
-
-    def _runs(self, span: Tensor) -> list[Tensor]:
-        return [span[start:stop] for start, stop, _ in self.spec.dense_runs]
-
-    def _lane_means(self) -> Sequence[Tensor]:
-        sizes = [stop - start for start, stop, _ in self.spec.dense_runs]
-        return self.lane.decode(torch.zeros(0, device=self.device)).split(sizes) if sizes else ()
 
     def _all_to_all(
         self, transport: Transport, tensor: Tensor, sizes: Sequence[int], incoming: Sequence[int]
@@ -132,14 +115,9 @@ class MultiPhaseExchange(Exchange):
 
 def _lane_spec(spec: SpanSpec) -> SpanSpec:
     """The dense pieces of a span, moved together; tensors that are not among them have no elements there."""
-    runs, start = [], 0
-    for first, last, dtype in spec.dense_runs:
-        runs.append((start, start + last - first, dtype))
-        start += last - first
-    dense = [any(low <= a and b <= high for low, high, _ in spec.dense_runs) for a, b in _ranges(spec)]
-    sizes = [(b - a) * whole for (a, b), whole in zip(_ranges(spec), dense, strict=True)]
-    return SpanSpec(start, 0, tuple(accumulate(sizes, initial=0)), tuple(runs))
-
-
-def _ranges(spec: SpanSpec) -> list[tuple[int, int]]:
-    return list(zip(spec.edges[:-1], spec.edges[1:], strict=True))
+    cuts = list(accumulate((last - first for first, last, _ in spec.dense_runs), initial=0))
+    runs = tuple((*cut, run[2]) for cut, run in zip(pairwise(cuts), spec.dense_runs, strict=True))
+    sizes = [
+        (b - a) * any(first <= a and b <= last for first, last, _ in spec.dense_runs) for a, b in pairwise(spec.edges)
+    ]
+    return SpanSpec(cuts[-1], 0, tuple(accumulate(sizes, initial=0)), runs)

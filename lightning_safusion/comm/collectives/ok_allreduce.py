@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.collectives.entries import Entries, decoded, encoded, joined, message_sizes
+from lightning_safusion.comm.collectives.entries import Entries, decoded, encoded, joined, message_sizes, summed
 from lightning_safusion.comm.collectives.multiphase import MultiPhaseExchange
 from lightning_safusion.comm.cost import ring_allreduce_bytes
 from lightning_safusion.comm.exchange import Part, SpanSpec
@@ -44,7 +44,7 @@ class OkTopkExchange(MultiPhaseExchange):
     depends on the data: all ranks tell each other their numbers of entries first, so the host waits for the device at
     the launch and in :meth:`wait`. Regions and thresholds need a hundred entries for each rank or so to be useful.
 
-    Sums travel in float32, whatever the wire: what rounding took from them, no rank would hold. The authors post their
+    Sums are sent in float32, whatever the wire: no rank would keep the error of their rounding. The authors post their
     messages in groups of four partners and add while the next group is under way; here a phase is one all-to-all.
 
     Args:
@@ -87,7 +87,7 @@ class OkTopkExchange(MultiPhaseExchange):
         self._step = 0
         self._threshold: float | None = None  # None: to be found in the next step
         self._edges = _equal_edges(spec.numel, transport.world_size)
-        self._local = self._coded = Entries.none(device)
+        self._local = Entries.none(device)
         self._parts: list[Entries] = []  # of the local entries, by region
         self._first: tuple[Tensor, Work] | None = None
 
@@ -109,10 +109,6 @@ class OkTopkExchange(MultiPhaseExchange):
         else:
             self._step, self._threshold = 0, None
 
-    def sent(self) -> tuple[Tensor, Tensor]:
-        delivered = self._coded.among(self._result)
-        return delivered.indices, delivered.values
-
     def _pack(self, x: Tensor, part: Part) -> None:
         self._local = Entries.of(part.selection, self.device)
 
@@ -129,7 +125,7 @@ class OkTopkExchange(MultiPhaseExchange):
             self._edges = [edge // self.transport.world_size for edge in counts.tolist()]
             counts, work = self._send_counts()
             work.wait()
-        mine = self._reduce(self._split(counts.tolist()))
+        mine = summed(self._split(counts.tolist()), self._size(self.transport.rank), self.device)
         threshold = None if self._step % self.refresh == 0 else self._threshold
         self._step += 1
         return self._refreshed(mine) if threshold is None else self._above(mine, threshold)
@@ -155,7 +151,7 @@ class OkTopkExchange(MultiPhaseExchange):
         own = self._size(self.transport.rank)
         into = [self._codec(own, count, self._wire) for count in counts]
         message, coded = encoded(self._parts, out, self.device)
-        self._coded = Entries(self._local.indices, coded.values)
+        self._offered = Entries(self._local.indices, coded.values)
         received, work = self._all_to_all(self.transport, message, message_sizes(out), message_sizes(into))
         work.wait()
         return decoded(received, into)
@@ -165,14 +161,6 @@ class OkTopkExchange(MultiPhaseExchange):
 
     def _codec(self, numel: int, count: int, wire: str) -> Codec | None:
         return resolve_codec(wire, numel, count, self.dtype) if count else None
-
-    def _reduce(self, parts: list[Entries]) -> Entries:
-        """Adds up this rank's region, rank by rank."""
-        region = torch.zeros(self._size(self.transport.rank), device=self.device)
-        for part in parts:
-            region.index_add_(0, part.indices, part.values)
-        support = region.nonzero().view(-1)
-        return Entries(support, region[support])
 
     def _refreshed(self, mine: Entries) -> Entries:
         """The largest sums of all, and the threshold that they set."""

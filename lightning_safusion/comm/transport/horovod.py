@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.transport.interface import ReduceOp, Transport, Work, check_sizes
-from lightning_safusion.comm.transport.torch_backend import FinishedWork, add_up
+from lightning_safusion.comm.transport.interface import FinishedWork, ReduceOp, Transport, Work, add_up, check_sizes
 
 # Seconds between two looks at an operation. Horovod's own wait spins, and takes the core from the thread that carries
 # the bytes; its background thread itself looks for work once in a millisecond only.
@@ -85,7 +84,7 @@ class HorovodWork:
     Args:
         hvd: The module ``horovod.torch``.
         handle: What the asynchronous operation returned.
-        finish: Given its result when it has ended well and somebody waits for it.
+        finish: Given its result when it has ended well and is waited for.
         watcher: Tells when it has ended.
     """
 
@@ -147,7 +146,7 @@ class HorovodWork:
 
 
 class Watcher:
-    """Looks after operations whose end somebody wants to know the time of; a thread of its own while there are any."""
+    """Tells the ends of operations to callbacks; a thread of its own while there are any."""
 
     def __init__(self) -> None:
         self._works: list[HorovodWork] = []

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
 from typing import Any, Literal, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -57,6 +59,17 @@ class Work(Protocol):
         """
 
 
+class FinishedWork:
+    """An operation that ended when it was launched."""
+
+    def wait(self) -> None:
+        """Returns at once."""
+
+    def on_done(self, callback: Callable[[float], None]) -> None:
+        """Calls ``callback`` at once."""
+        callback(time.perf_counter())
+
+
 class JoinedWork:
     """Operations as one.
 
@@ -76,13 +89,13 @@ class JoinedWork:
         """See :meth:`Work.on_done`: when the last of them has ended."""
         left, lock = len(self._works), Lock()
 
-        def done(time: float) -> None:
+        def done(now: float) -> None:
             nonlocal left
             with lock:
                 left -= 1
                 last = left == 0
             if last:
-                callback(time)
+                callback(now)
 
         for work in self._works:
             work.on_done(done)
@@ -235,3 +248,12 @@ def check_sizes(
                 f"all_to_all on {world_size} ranks with {name} of {buffer.numel()} elements needs {world_size} sizes "
                 f"that add up to them, got {list(sizes)}"
             )
+
+
+def add_up(output: Tensor, pieces: Tensor) -> None:
+    """Writes the sum over the rows of ``pieces``, in their order; 16-bit floats are added in float32."""
+    narrow = output.is_floating_point() and output.itemsize < 4
+    total = pieces[0].to(torch.float32) if narrow else pieces[0].clone()
+    for piece in pieces[1:]:
+        total += piece
+    output.copy_(total.view_as(output))

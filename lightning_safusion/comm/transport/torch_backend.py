@@ -12,27 +12,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_safusion.comm.transport.interface import (
+    FinishedWork,
     JoinedWork,
     ReduceOp,
     Transport,
     Work,
+    add_up,
     check_pairs,
     check_sizes,
     group_of,
 )
 
+# torch 2.13 renamed the functions and warns about their old names; torch without process groups has none of them.
+_ALL_GATHER: Any = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None))
+_REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", getattr(dist, "reduce_scatter_tensor", None))
 _SWAPPED = 1 << 18  # bytes, from which on it takes no longer to broadcast two messages than to gather them
-
-
-class FinishedWork:
-    """An operation that ended when it was launched."""
-
-    def wait(self) -> None:
-        """Returns at once."""
-
-    def on_done(self, callback: Callable[[float], None]) -> None:
-        """Calls ``callback`` at once."""
-        callback(time.perf_counter())
 
 
 class TorchWork:
@@ -42,11 +36,11 @@ class TorchWork:
     is when NCCL completes its futures; measure there with events on the stream instead.
 
     Args:
-        work: What the asynchronous collective returned.
+        work: What the asynchronous collective returned; None if it has ended.
     """
 
-    def __init__(self, work: dist.Work) -> None:
-        self._work: dist.Work | None = work
+    def __init__(self, work: dist.Work | None) -> None:
+        self._work = work
 
     def wait(self) -> None:
         """Blocks the host (gloo) or the current stream (NCCL); raises the backend's error, the first time."""
@@ -64,7 +58,7 @@ class TorchWork:
 
 
 class LastingWork:
-    """Operations that end, for everybody, when they are waited for: the backend tells nobody, or a step is left to do.
+    """Operations that end when they are waited for: the backend does not tell their end, or a step is left to do.
 
     Args:
         works: The operations.
@@ -176,9 +170,7 @@ class TorchTransport(Transport):
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         if self.world_size == 2 and not self.stream_ordered and tensor.nbytes >= _SWAPPED and tensor.is_cpu:
             return self._swap(output, tensor)
-        # torch 2.13 renamed the function and warns about its old name.
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return self._launch(gather, output, tensor)
+        return TorchWork(_ALL_GATHER(output, tensor, group=self._group, async_op=True))
 
     def _swap(self, output: Tensor, tensor: Tensor) -> Work:
         """:meth:`all_gather` of two ranks: gloo's own holds all messages twice more while it runs."""
@@ -188,16 +180,17 @@ class TorchTransport(Transport):
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         operation = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}[op]
-        return self._launch(dist.all_reduce, tensor, operation)
+        return TorchWork(dist.all_reduce(tensor, operation, group=self._group, async_op=True))
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Work:
-        return self._launch(dist.broadcast, tensor, self._global_rank(source))
+        return TorchWork(dist.broadcast(tensor, self._global_rank(source), group=self._group, async_op=True))
 
     def all_to_all(
         self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], tensor_sizes: Sequence[int]
     ) -> Work:
         check_sizes(output, tensor, output_sizes, tensor_sizes, self.world_size)
-        return self._launch(dist.all_to_all_single, output, tensor, list(output_sizes), list(tensor_sizes))
+        sizes = list(output_sizes), list(tensor_sizes)
+        return TorchWork(dist.all_to_all_single(output, tensor, *sizes, group=self._group, async_op=True))
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
         """See :meth:`Transport.reduce_scatter`.
@@ -206,9 +199,7 @@ class TorchTransport(Transport):
         instead, and added in float32, in rank order.
         """
         if tensor.device.type != "cpu":
-            # torch 2.13 renamed the function and warns about its old name.
-            scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-            return self._launch(scatter, output, tensor)
+            return TorchWork(_REDUCE_SCATTER(output, tensor, group=self._group, async_op=True))
         pieces = torch.empty_like(tensor)
         work = dist.all_to_all_single(pieces, tensor, group=self._group, async_op=True)
         return LastingWork([work], lambda: add_up(output, pieces.view(self.world_size, -1)))
@@ -232,25 +223,16 @@ class TorchTransport(Transport):
         return values
 
     def subgroup(self) -> Transport:
-        """See :meth:`Transport.subgroup`.
-
-        Raises:
-            ValueError: If the process group leaves some processes out.
-        """
-        return self.split([range(self.world_size)])
+        return self._split([range(self.world_size)])
 
     def split(self, groups: Sequence[Sequence[int]]) -> Transport:
-        """See :meth:`Transport.split`.
-
-        Raises:
-            ValueError: If the process group leaves some processes out, or the groups are not as described.
-        """
         return self._split(groups)
 
     def host_subgroup(self) -> Transport:
         return self._split([range(self.world_size)], backend="gloo")
 
     def _split(self, groups: Sequence[Sequence[int]], backend: str | None = None) -> Transport:
+        """See :meth:`Transport.split`; ValueError also if the process group leaves some processes out."""
         # All processes must take part in new_group. Its use_local_synchronization would lift that, but then torch names
         # the group by its ranks and the number of groups of each process: names differ or repeat, and gloo hangs.
         if self.world_size != dist.get_world_size():
@@ -274,19 +256,6 @@ class TorchTransport(Transport):
 
     def _global_rank(self, rank: int) -> int:
         return rank if self._group is None else dist.get_global_rank(self._group, rank)
-
-    def _launch(self, collective: Callable[..., dist.Work | None], *args: Any) -> Work:
-        work = collective(*args, group=self._group, async_op=True)
-        return FinishedWork() if work is None else TorchWork(work)
-
-
-def add_up(output: Tensor, pieces: Tensor) -> None:
-    """Writes the sum over the rows of ``pieces``, in their order; 16-bit floats are added in float32."""
-    narrow = output.is_floating_point() and output.itemsize < 4
-    total = pieces[0].to(torch.float32) if narrow else pieces[0].clone()
-    for piece in pieces[1:]:
-        total += piece
-    output.copy_(total.view_as(output))
 
 
 def default_transport(timeout: timedelta | None = None) -> Transport:

@@ -1,4 +1,4 @@
-"""Wire formats of offsets in blocks: what most messages travel as."""
+"""Wire formats of offsets in blocks: those of most messages."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.wire.codec import Codec, Reader, Slot, blocks_of, check_order, positions_to_write
+from lightning_safusion.comm.wire.codec import Codec, Inbox, Outbox, Reader, blocks_of, check_order, positions_to_write
 from lightning_safusion.comm.wire.values import fill
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.kernels.cuda import serves
 from lightning_safusion.sparsify.base import Selection
-
-# Entries that are counted one by one in the time in which the end of a block is found by bisection.
-_SEARCH = 16
 
 
 class BlockCodec(Codec):
@@ -59,7 +56,7 @@ class BlockCodec(Codec):
         return field.numpy().view(np.uint16 if self.offset_bits == 16 else np.uint8)
 
     def _counts(self, header: Tensor) -> Tensor:
-        return header.view(self.count_dtype)[: self.blocks]
+        return header.view(self.count_dtype).narrow(-1, 0, self.blocks)
 
     def reader(self, message: Tensor) -> Reader:
         header, values, offsets, _ = self._fields(message)
@@ -84,13 +81,24 @@ class BlockCodec(Codec):
 
         return between
 
-    def at(self, memory: Tensor) -> Slot:
-        return BlockSlot(self, memory) if memory.is_cpu else Slot(self, memory)
+    def outbox(self, memory: Tensor) -> Outbox:
+        return BlockOutbox(self, memory).write if memory.is_cpu else super().outbox(memory)
 
-    def compiled(self, message: Tensor) -> native.Message | None:
-        header, values, offsets, _ = self._fields(message)
-        every = self._host_offsets(offsets)
-        return self.field.compiled(values, every, native.ends_of(self._counts(header).numpy(), len(every)))
+    def inbox(self, messages: Tensor) -> Inbox | None:
+        headers, values, offsets, _ = messages.split(self._split_sizes, dim=1)
+        counts, every = self._counts(headers).numpy(), self._host_offsets(offsets)
+        ends = np.zeros((len(messages), self.blocks + 1), np.int64)
+        found = [self.field.compiled(*message) for message in zip(values, every, ends, strict=True)]
+        known = [message for message in found if message is not None]
+
+        def read() -> list[native.Message]:
+            counts.cumsum(1, out=ends[:, 1:])
+            if counts.size and (counts.min() < 0 or ends[:, -1].max() > self.capacity):
+                for each in counts:
+                    native.ends_of(each, self.capacity)  # raises for the message that is damaged
+            return known
+
+        return read if len(known) == len(messages) else None
 
     def _host_positions(self, offsets: np.ndarray, counts: np.ndarray, first_block: int) -> np.ndarray:
         """int64 [K], of entries from offsets in some blocks (int64 [blocks], how many each has)."""
@@ -100,15 +108,9 @@ class BlockCodec(Codec):
         return offsets.astype(np.int64) + np.repeat(blocks << self.offset_bits, counts)
 
     def _block_counts(self, positions: Tensor) -> Tensor:
-        """Entries of each block, from ascending positions; on the CPU a few NumPy calls cost half as much."""
-        if positions.device.type == "cpu":
-            if _SEARCH * self.blocks > len(positions):
-                counted = np.bincount(positions.numpy() >> self.offset_bits, minlength=self.blocks)
-                return torch.from_numpy(counted[: self.blocks])
-            ends = positions.numpy().searchsorted(np.arange(self.blocks + 1) << self.offset_bits)
-            return torch.from_numpy(ends[1:] - ends[:-1])
+        """Entries of each block, from ascending positions."""
         edges = torch.arange(self.blocks + 1, device=positions.device) << self.offset_bits
-        return torch.searchsorted(positions, edges).diff()
+        return torch.searchsorted(positions.long(), edges).diff()
 
     def decode_padded(self, message: Tensor) -> tuple[Tensor, Tensor]:
         header, field, offsets, _ = self._fields(message)
@@ -127,31 +129,23 @@ class BlockCodec(Codec):
         return (block << self.offset_bits) + (offsets.long() & ((1 << self.offset_bits) - 1))
 
 
-class BlockSlot(Slot):
-    """A message in host memory; what compiled kernels need to know of its place is found out once.
-
-    Args:
-        codec: Its format.
-        memory: uint8 [nbytes], 4-byte aligned.
-    """
+class BlockOutbox:
+    """Where a message is written in host memory; the views of its fields are made once."""
 
     def __init__(self, codec: BlockCodec, memory: Tensor) -> None:
-        super().__init__(codec, memory)
+        self._codec, self._memory = codec, memory
         header, self._values, offsets, self._rest = codec._fields(memory)
         every = header.view(codec.count_dtype).numpy()
         self._counts, self._unused_counts = every[: codec.blocks], every[codec.blocks :]
         self._offsets = codec._host_offsets(offsets)
         self._codes = codec.field.codes(self._values)
-        self._ends = np.zeros(codec.blocks + 1, np.int64)
-        message = codec.field.compiled(self._values, self._offsets, self._ends)
-        self._message = None if message is None else message._replace(known=message.described())
 
     def write(self, selection: Selection, echo: bool) -> Tensor:
         positions, values, count = selection.positions, selection.values, selection.count
         entries = len(positions)
-        exact = isinstance(count, int) and count == entries <= self.codec.capacity
+        exact = isinstance(count, int) and count == entries <= self._codec.capacity
         if echo or not exact or not native.serves(positions, values):
-            return super().write(selection, echo)
+            return self._codec.encode(selection, self._memory, echo=echo)
         host = positions.numpy()
         native.write_offsets(host, self._counts, self._offsets)
         self._unused_counts[:], self._offsets[entries:] = 0, 0
@@ -160,12 +154,7 @@ class BlockSlot(Slot):
             self._values.zero_()
             if native.quantize(host, values.numpy(), self._codes):
                 return values
-        return self.codec.field.write(positions, values, self._values, False)
-
-    def compiled(self) -> native.Message | None:
-        if self._message is not None:
-            native.ends_of(self._counts, len(self._offsets), self._ends)
-        return self._message
+        return self._codec.field.write(positions, values, self._values, False)
 
 
 class Block16Codec(BlockCodec):

@@ -19,6 +19,10 @@ from lightning_safusion.sparsify.base import Selection
 
 #: Gives ascending positions (int64 [K]) and values (float32 [K]) of what a message has of a run of elements.
 Reader: TypeAlias = Callable[[int, int], tuple[Tensor, Tensor]]
+#: Gives the messages of all ranks as compiled kernels read them; they hold until the next call.
+Inbox: TypeAlias = Callable[[], list[native.Message]]
+#: Writes a selection; see :meth:`Codec.encode`.
+Outbox: TypeAlias = Callable[[Selection, bool], Tensor]
 
 
 class Codec(ABC):
@@ -27,12 +31,12 @@ class Codec(ABC):
     The size is a function of the span and its capacity only, so that it is the same on all ranks without asking.
     Encoding is deterministic and writes every byte; padding is zeros. Finite values too large for a 16-bit format
     saturate: the values that :meth:`encode` returns show what was cut, so that it stays with the sender. NaN and
-    infinities travel as they are.
+    infinities are sent unchanged.
 
     Args:
         numel: Elements of the span.
         capacity: Most elements that a selection may hold.
-        values: How the values travel.
+        values: The value format.
         edges: Where the tensors of the span begin and end, ``0`` to ``numel``; by default it is one tensor.
 
     Attributes:
@@ -56,11 +60,6 @@ class Codec(ABC):
         self.name = f"{self.layout}-{values.name}"
 
     @property
-    def value_dtype(self) -> torch.dtype:
-        """In what values are held on the way; float32 for those of a few bits."""
-        return self.values.dtype
-
-    @property
     @abstractmethod
     def field_bytes(self) -> tuple[int, ...]:
         """Bytes of each field, in an order that aligns every field to its own element size."""
@@ -82,7 +81,7 @@ class Codec(ABC):
         Args:
             selection: What is sent.
             out: Is written.
-            echo: Whether somebody wants to know what receivers will decode.
+            echo: Return the decoded values.
 
         Returns:
             float32 [L], one per entry of ``selection.indices``: the value as every receiver will decode it (padding 0).
@@ -98,7 +97,7 @@ class Codec(ABC):
                 "cut the selection to the quotas of its segments"
             )
         fields = self._fields(out)
-        if self.has_kernel and self.values.has_kernel and serves(out.device):
+        if self.has_kernel and self.field.has_kernel and serves(out.device):
             from lightning_safusion.kernels.cuda import wire  # imports Triton
 
             return wire.encode(self.layout, selection, fields, self.values.dtype)
@@ -122,24 +121,21 @@ class Codec(ABC):
             ValueError: If the message has another size or, on the CPU, says what no sender writes.
         """
         self._check(message)
-        return self.decode_cut(message) if message.device.type == "cpu" else self.decode_padded(message)
-
-    def decode_cut(self, message: Tensor) -> tuple[Tensor, Tensor]:
-        """:meth:`decode` of a message in host memory: as many entries as were sent."""
-        return self.reader(message)(0, self.numel)
+        return self.reader(message)(0, self.numel) if message.is_cpu else self.decode_padded(message)
 
     @abstractmethod
     def reader(self, message: Tensor) -> Reader:
         """Reads a message in host memory piece by piece, in any order: what it has of the elements from one up to
         another. It raises ValueError, now or then, rather than read entries that the message has no room for."""
 
-    def compiled(self, message: Tensor) -> native.Message | None:
-        """A message in host memory as compiled kernels read it; None if they cannot."""
+    def inbox(self, messages: Tensor) -> Inbox | None:
+        """Reads messages that lie in the same host memory (uint8 [ranks, nbytes]) in every step; None if compiled
+        kernels cannot read this format."""
         return None
 
-    def at(self, memory: Tensor) -> Slot:
-        """Messages of this format at one place, where views of it need to be made once."""
-        return Slot(self, memory)
+    def outbox(self, memory: Tensor) -> Outbox:
+        """Writes messages that lie in the same memory (uint8 [nbytes], 4-byte aligned) in every step."""
+        return lambda selection, echo: self.encode(selection, memory, echo=echo)
 
     @abstractmethod
     def decode_padded(self, message: Tensor) -> tuple[Tensor, Tensor]:
@@ -170,27 +166,6 @@ class Codec(ABC):
         """float32 [capacity], the values of positions; ``count`` tells how many of them are valid."""
         values = self.field.read(indices, field)
         return _without_padding(values, count()) if self.values.few_bits else values
-
-
-class Slot:
-    """A message that lies at the same place in memory in every step.
-
-    Args:
-        codec: Its format.
-        memory: uint8 [nbytes], 4-byte aligned.
-    """
-
-    def __init__(self, codec: Codec, memory: Tensor) -> None:
-        self.codec = codec
-        self.memory = memory
-
-    def write(self, selection: Selection, echo: bool) -> Tensor:
-        """See :meth:`Codec.encode`."""
-        return self.codec.encode(selection, self.memory, echo=echo)
-
-    def compiled(self) -> native.Message | None:
-        """See :meth:`Codec.compiled`; holds until the next call."""
-        return self.codec.compiled(self.memory)
 
 
 def _without_padding(values: Tensor, count: Tensor) -> Tensor:

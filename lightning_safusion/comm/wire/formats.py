@@ -3,7 +3,7 @@
 ======== ================================================ ===================================
 layout   positions                                        header
 ======== ================================================ ===================================
-dense    none, the value of every element travels         none
+dense    none, the value of every element is sent         none
 block16  16-bit offset in a block of 65 536 elements      int32, entries of every block
 block8   8-bit offset in a block of 256 elements          int16, entries of every block
 coo      int32 position in the span                       int32, entries
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lightning_safusion.comm.wire.blocks import Block8Codec, Block16Codec
 from lightning_safusion.comm.wire.codec import Codec, Reader, blocks_of, check_entries, check_order, positions_to_write
-from lightning_safusion.comm.wire.values import VALUES, FloatField, FloatValues, Values, fill
+from lightning_safusion.comm.wire.values import VALUES, FloatField, Values, fill
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.kernels.cuda import serves
 from lightning_safusion.lookup import look_up
@@ -40,7 +40,7 @@ class DenseCodec(Codec):
 
     def __init__(self, numel: int, capacity: int, values: Values, edges: Sequence[int] | None = None) -> None:
         super().__init__(numel, capacity, values, edges)
-        if not isinstance(values, FloatValues):
+        if values.few_bits:
             raise ValueError(f"dense messages have zeros, which {values.name!r} has not: use bitmap-{values.name}")
         self._floats = FloatField(values.dtype, numel)
 
@@ -52,10 +52,10 @@ class DenseCodec(Codec):
         (field,) = fields
         coded = self._floats.cast(selection.values)
         # The place behind the span takes the padding, whose own positions are those of other entries.
-        span = torch.zeros(self.numel + 1, dtype=self.value_dtype, device=selection.values.device)
+        span = torch.zeros(self.numel + 1, dtype=self.values.dtype, device=selection.values.device)
         positions = positions_to_write(selection, padding=self.numel).long()
         span.index_copy_(0, positions, coded[: positions.numel()])
-        field.view(self.value_dtype).copy_(span[:-1])
+        field.view(self.values.dtype).copy_(span[:-1])
         return coded.float() if echo else selection.values
 
     def reader(self, message: Tensor) -> Reader:
@@ -193,7 +193,7 @@ _CODECS: dict[str, type[Codec]] = {
 
 def available_wires() -> tuple[str, ...]:
     """Names that :func:`resolve_codec` takes."""
-    exact = [name for name, values in VALUES.items() if isinstance(values, FloatValues)]
+    exact = [name for name, values in VALUES.items() if not values.few_bits]
     named = [f"{layout}-{name}" for layout in _CODECS for name in (exact if layout == "dense" else VALUES)]
     return ("auto", *VALUES, *named)
 
@@ -228,7 +228,7 @@ def resolve_codec(
             such as ``"block16-bf16"``.
         numel: Elements of the span.
         capacity: Most elements that a selection may hold.
-        grad_dtype: Dtype of the gradients; 16-bit gradients travel in their own dtype with ``"auto"``, all others in
+        grad_dtype: Dtype of the gradients; 16-bit gradients are sent in their own dtype with ``"auto"``, all others in
             float32.
         edges: Where the tensors of the span begin and end; by default it is one tensor.
 
@@ -257,11 +257,5 @@ def _number_marked(bitmap: np.ndarray) -> int:
 
 def _pack_bits(mask: Tensor) -> Tensor:
     """Packs a bool mask, whose length is a multiple of 8, into bytes; the first element is the lowest bit."""
-    if mask.device.type == "cpu":
-        return torch.from_numpy(np.packbits(mask.numpy(), bitorder="little"))
-    return _pack_bits_on_device(mask)
-
-
-def _pack_bits_on_device(mask: Tensor) -> Tensor:
     shifts = torch.arange(8, dtype=torch.uint8, device=mask.device)
     return (mask.view(-1, 8).to(torch.uint8) << shifts).sum(1, dtype=torch.uint8)

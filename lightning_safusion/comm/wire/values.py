@@ -1,9 +1,11 @@
-"""How the values of a message travel: as floats, or in a few bits each with a scale for every block."""
+"""Value formats: floats, or a few bits each with a scale for every part of a tensor."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import ClassVar
 
@@ -24,6 +26,8 @@ class ValueField(ABC):
 
     #: Bytes.
     nbytes: int
+    #: A Triton kernel writes them.
+    has_kernel: ClassVar[bool] = False
 
     @abstractmethod
     def write(self, indices: Tensor, values: Tensor, field: Tensor, echo: bool = True) -> Tensor:
@@ -53,55 +57,18 @@ class ValueField(ABC):
         return None
 
 
-class Values(ABC):
-    """A value format. A new one is a class and a row in :data:`VALUES`.
-
-    Args:
-        name: In the names of wire formats.
-        dtype: In what values are held on the way; float32 for those of a few bits.
-        width: Bits of a value on the wire.
-    """
-
-    #: It rounds so much that what is lost must stay with the sender, and it has no zero.
-    few_bits: ClassVar[bool] = True
-    #: A Triton kernel writes them.
-    has_kernel: ClassVar[bool] = False
-
-    def __init__(self, name: str, dtype: torch.dtype, width: int) -> None:
-        self.name, self.dtype, self.width = name, dtype, width
-
-    @abstractmethod
-    def field(self, capacity: int, edges: Sequence[int]) -> ValueField:
-        """The field for at most ``capacity`` entries of a span whose tensors begin and end at ``edges``."""
-
-
-class FloatValues(Values):
-    """Finite values too large for a 16-bit format saturate; NaN and infinities travel as they are.
-
-    Args:
-        name: In the names of wire formats.
-        dtype: float32, bfloat16 or float16.
-    """
-
-    few_bits = False
-    has_kernel = True
-
-    def __init__(self, name: str, dtype: torch.dtype) -> None:
-        super().__init__(name, dtype, 8 * dtype.itemsize)
-
-    def field(self, capacity: int, edges: Sequence[int]) -> FloatField:
-        return FloatField(self.dtype, capacity)
-
-
 class FloatField(ValueField):
-    """Values as floats.
+    """Finite values too large for a 16-bit format saturate; NaN and infinities are sent unchanged.
 
     Args:
         dtype: float32, bfloat16 or float16.
         capacity: Most values.
+        edges: As in :class:`Values`; not used.
     """
 
-    def __init__(self, dtype: torch.dtype, capacity: int) -> None:
+    has_kernel = True
+
+    def __init__(self, dtype: torch.dtype, capacity: int, edges: Sequence[int] = ()) -> None:
         self.dtype = dtype
         self.nbytes = dtype.itemsize * capacity
 
@@ -130,32 +97,18 @@ class FloatField(ValueField):
         return native.Message(offsets, ends, (values if bits == 32 else values.view(torch.uint16)).numpy(), bits)
 
 
-class QuantizedValues(Values):
+class QuantizedField(ValueField):
     """A sign and equally spaced levels, relative to the largest magnitude in a part of a tensor.
 
     The parts hold about 128 entries each, and none has entries of two tensors, whose gradients may differ in size by
-    orders of magnitude. With one bit there is a single level, the mean magnitude of the part. What rounding takes from
-    a value is seen in what is returned as sent, so that it stays in the sender's residual. Scaled signs with error
+    orders of magnitude. With one bit there is a single level, the mean magnitude of the part. Scaled signs with error
     feedback: Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019; levels: Alistarh et al., QSGD, NeurIPS 2017
     (here rounded to the nearest, not at random). A part with a value that is not finite has no finite values.
 
+    Layout: ``[codes | scales]``, codes of several values in a byte, and a bfloat16 for each part.
+
     Args:
-        name: In the names of wire formats.
         bits: Of one value: 1, 2 or 4.
-    """
-
-    def __init__(self, name: str, bits: int) -> None:
-        super().__init__(name, torch.float32, bits)
-
-    def field(self, capacity: int, edges: Sequence[int]) -> QuantizedField:
-        return QuantizedField(self.width, capacity, edges)
-
-
-class QuantizedField(ValueField):
-    """``[codes | scales]``: codes of several values in a byte, and a bfloat16 for each part of a tensor.
-
-    Args:
-        bits: Of one value.
         capacity: Most values.
         edges: Where the tensors of the span begin and end.
     """
@@ -176,35 +129,28 @@ class QuantizedField(ValueField):
             sent = torch.empty_like(values) if echo else values
             if native.quantize(indices.numpy(), values.numpy(), self.codes(field), sent.numpy() if echo else None):
                 return sent
-        if (counts := self._host_counts(indices)) is not None:
-            magnitudes = np.abs(values.numpy())
-            coarse, scales = _rounded(self._host_scales(magnitudes, counts))
-            if np.isfinite(scales).all():
-                packed = self._host_codes(magnitudes, np.signbit(values.numpy()), np.repeat(scales, counts))
-                self._fill(field, torch.from_numpy(packed), coarse)
-                return self._host_values(packed, scales, counts)
         part, magnitudes = self._parts(indices.long()), values.abs()
         coarse = self._scales(part, magnitudes).to(torch.bfloat16)
         scale = coarse.float()[part]
         level = (magnitudes * torch.where(scale > 0, self._levels / scale, 0)).floor_().clamp_(max=self._levels - 1)
         # what is not finite has no level
         codes = level.nan_to_num_(0.0).to(torch.uint8).add_(values.signbit().to(torch.uint8), alpha=self._levels)
-        self._fill(field, _packed(pad(codes, (0, -len(codes) % 8)), self.bits), coarse)
+        packed = _packed(pad(codes, (0, -len(codes) % 8)), self.bits)
+        field.zero_()
+        field[: len(packed)].copy_(packed)
+        self._coarse(field).copy_(coarse)
         return self._values(codes, scale)
 
     def read(self, indices: Tensor, field: Tensor, first: int = 0) -> Tensor:
-        begin, skipped = divmod(first * self.bits, 8)
-        skipped //= self.bits
-        packed = field[begin : -(-(first + len(indices)) * self.bits // 8)]
-        coarse = self._coarse(field)
         if native.serves(indices):
             values = self._read_native(indices.numpy(), self.codes(field), first)
             if values is not None:
                 return torch.from_numpy(values)
-        if skipped == 0 and (counts := self._host_counts(indices)) is not None:
-            return self._host_values(packed.numpy(), coarse.float().numpy(), counts)
+        begin, skipped = divmod(first * self.bits, 8)
+        skipped //= self.bits
+        packed = field[begin : -(-(first + len(indices)) * self.bits // 8)]
         codes = _unpacked(packed, self.bits)[skipped : skipped + len(indices)]
-        return self._values(codes, coarse.float()[self._parts(indices)])
+        return self._values(codes, self._coarse(field).float()[self._parts(indices)])
 
     def compiled(self, field: Tensor, offsets: np.ndarray, ends: np.ndarray) -> native.Message | None:
         codes = self.codes(field)
@@ -228,12 +174,6 @@ class QuantizedField(ValueField):
         some = codes._replace(starts=self._starts[parts], scales=codes.scales[parts])
         return native.values(indices, some, first)
 
-    def _fill(self, field: Tensor, packed: Tensor, coarse: Tensor) -> None:
-        """Writes codes and scales, and zeros between them and behind them."""
-        field.zero_()
-        field[: len(packed)].copy_(packed)
-        self._coarse(field).copy_(coarse)
-
     def _parts(self, indices: Tensor) -> Tensor:
         """int64 [K], the part that each position lies in."""
         if self._on_device is None:
@@ -242,67 +182,18 @@ class QuantizedField(ValueField):
 
     def _scales(self, part: Tensor, magnitudes: Tensor) -> Tensor:
         """float32, one for each part."""
-        scales = torch.zeros(len(self._starts), device=magnitudes.device)
         if self.bits > 1:
+            scales = torch.zeros(len(self._starts), device=magnitudes.device)
             return scales.scatter_reduce_(0, part, magnitudes, "amax")
-        # twice the mean: the only level is in the middle; padding is zeros
-        present = torch.zeros_like(scales).index_add_(0, part, (magnitudes > 0).float())
-        return scales.index_add_(0, part, magnitudes).mul_(2 / present.clamp_(min=1))
+        # twice the mean: the only level is in the middle; padding is zeros. On the host, as compiled kernels add
+        sums = magnitudes.double() if magnitudes.is_cpu else magnitudes
+        scales = sums.new_zeros(len(self._starts))
+        present = torch.zeros_like(scales).index_add_(0, part, (sums > 0).to(sums.dtype))
+        return scales.index_add_(0, part, sums).mul_(2 / present.clamp_(min=1)).float()
 
     def _values(self, codes: Tensor, scale: Tensor) -> Tensor:
         table = (torch.arange(self._levels, device=codes.device) + 0.5) / self._levels
         return torch.cat([table, -table]).index_select(0, codes.int()).mul_(scale)
-
-    # In host memory the entries of a part lie side by side: NumPy takes them together.
-
-    def _host_counts(self, indices: Tensor) -> np.ndarray | None:
-        """Entries of each part; None on another device, or if there is padding behind the positions."""
-        positions = indices.numpy() if indices.device.type == "cpu" else None
-        if positions is None or not len(self._starts) or not (positions[1:] > positions[:-1]).all():
-            return None
-        return np.diff(positions.searchsorted(self._starts), append=len(positions))
-
-    def _host_scales(self, magnitudes: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """:meth:`_scales`."""
-        scales = np.zeros(len(counts), np.float32)
-        filled = counts > 0
-        first = (np.cumsum(counts) - counts)[filled]
-        if not len(first):
-            return scales
-        if self.bits > 1:
-            scales[filled] = np.maximum.reduceat(magnitudes, first)
-            return scales
-        present = np.add.reduceat(magnitudes > 0, first, dtype=np.int64)
-        means = np.add.reduceat(magnitudes, first, dtype=np.float64) * (2 / np.maximum(present, 1))
-        with np.errstate(over="ignore"):  # an infinity tells all ranks
-            scales[filled] = means
-        return scales
-
-    def _host_codes(self, magnitudes: np.ndarray, negative: np.ndarray, scale: np.ndarray) -> np.ndarray:
-        """The codes, packed; overwrites the magnitudes."""
-        magnitudes *= np.divide(self._levels, scale, out=np.zeros_like(scale), where=scale > 0)
-        codes = np.zeros(-(-len(magnitudes) // 8) * 8, np.uint8)
-        codes[: len(magnitudes)] = np.minimum(magnitudes, self._levels - 1, out=magnitudes).astype(np.uint8)
-        codes[: len(magnitudes)] |= negative.view(np.uint8) << (self.bits - 1)
-        if self.bits == 1:
-            return np.packbits(codes, bitorder="little")
-        lanes = codes.reshape(-1, 8 // self.bits)
-        packed = lanes[:, 0].copy()
-        for lane in range(1, 8 // self.bits):
-            packed |= lanes[:, lane] << (lane * self.bits)
-        return packed
-
-    def _host_values(self, packed: np.ndarray, scales: np.ndarray, counts: np.ndarray) -> Tensor:
-        """:meth:`_values`."""
-        scale = np.repeat(scales, counts)
-        values = _LEVELS[self.bits].take(packed, axis=0).reshape(-1)[: len(scale)]
-        return torch.from_numpy(values).mul_(torch.from_numpy(scale))
-
-
-def _rounded(scales: np.ndarray) -> tuple[Tensor, np.ndarray]:
-    """Scales as they travel, and the same as float32."""
-    coarse = torch.from_numpy(scales).to(torch.bfloat16)
-    return coarse, coarse.float().numpy()
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:
@@ -320,16 +211,6 @@ def _unpacked(packed: Tensor, bits: int) -> Tensor:
     return ((packed[:, None] >> shifts) & ((1 << bits) - 1)).view(-1)
 
 
-def _levels_of_bytes(bits: int) -> np.ndarray:
-    """What the codes in every byte stand for, relative to their scale, float32 [256, 8 / bits]."""
-    codes = np.arange(256)[:, None] >> np.arange(0, 8, bits) & ((1 << bits) - 1)
-    sign, level = np.divmod(codes, 1 << (bits - 1))
-    return ((1 - 2 * sign) * (level + 0.5) / (1 << (bits - 1))).astype(np.float32)
-
-
-_LEVELS = {bits: _levels_of_bytes(bits) for bits in (1, 2, 4)}
-
-
 def fill(field: Tensor, entries: Tensor) -> None:
     """Writes the entries into the front of a field, and zeros behind them."""
     used = entries.numel()
@@ -339,15 +220,44 @@ def fill(field: Tensor, entries: Tensor) -> None:
     field.copy_(entries)
 
 
+@dataclass(frozen=True)
+class Values:
+    """A value format. A new one is a :class:`ValueField` and a row in :data:`VALUES`.
+
+    Args:
+        name: In the names of wire formats.
+        dtype: In what values are held on the way; float32 for those of a few bits.
+        width: Bits of a value on the wire.
+        field: Makes the field of a span, from the most entries and the edges of the tensors in the span.
+        few_bits: It rounds so much that what is lost must stay with the sender, and it has no zero.
+    """
+
+    name: str
+    dtype: torch.dtype
+    width: int
+    field: Callable[[int, Sequence[int]], ValueField]
+    few_bits: bool = True
+
+    @classmethod
+    def floats(cls, name: str, dtype: torch.dtype) -> Values:
+        """A dtype of PyTorch."""
+        return cls(name, dtype, 8 * dtype.itemsize, partial(FloatField, dtype), few_bits=False)
+
+    @classmethod
+    def levels(cls, name: str, bits: int) -> Values:
+        """A few bits."""
+        return cls(name, torch.float32, bits, partial(QuantizedField, bits))
+
+
 #: Value formats by the name that a wire format has for them.
 VALUES: dict[str, Values] = {
     values.name: values
     for values in (
-        FloatValues("fp32", torch.float32),
-        FloatValues("bf16", torch.bfloat16),
-        FloatValues("fp16", torch.float16),
-        QuantizedValues("q4", 4),
-        QuantizedValues("q2", 2),
-        QuantizedValues("sign", 1),
+        Values.floats("fp32", torch.float32),
+        Values.floats("bf16", torch.bfloat16),
+        Values.floats("fp16", torch.float16),
+        Values.levels("q4", 4),
+        Values.levels("q2", 2),
+        Values.levels("sign", 1),
     )
 }

@@ -3,24 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_safusion.comm.transport.interface import Transport
 from lightning_safusion.fusion.engine import Engine
+from lightning_safusion.integration.checkpoint import files
 from lightning_safusion.integration.checkpoint.part import ENTRY
-from lightning_safusion.integration.checkpoint.replacing import Replacing, discard, has_files, raise_together
 from lightning_safusion.integration.checkpoint.restoring import restore
-from lightning_safusion.integration.checkpoint.saving import save
+from lightning_safusion.integration.checkpoint.saving import reason, save
 
-Save = Callable[[], None]
+
+@dataclass(frozen=True)
+class _UnderWay:
+    """A main file that a thread of rank 0 may still be writing."""
+
+    nonce: str | None  # of its parts, if it has any
+    before: str | None  # fingerprint of the file in its place when it was handed over; known on rank 0
 
 
 class Checkpoints:
     """Saves and restores the engine with the checkpoints of Lightning.
+
+    The parts of a checkpoint that is replaced are removed once the new main file is in place, never before: with an
+    asynchronous plugin at the next save to that path, or at the end.
 
     Attributes:
         resumed: The checkpoint that is being restored, and our entry in it.
@@ -28,7 +43,7 @@ class Checkpoints:
 
     def __init__(self) -> None:
         self.resumed: tuple[_PATH, dict[str, Any]] | None = None
-        self._replacing = Replacing()
+        self._under_way: dict[str, _UnderWay] = {}
 
     def save(
         self,
@@ -38,7 +53,7 @@ class Checkpoints:
         path: _PATH,
         plugin: CheckpointIO,
         ranks: tuple[int, int],
-        write: Save,
+        write: Callable[[], None],
     ) -> None:
         """Saves a checkpoint; collective with an engine.
 
@@ -55,26 +70,41 @@ class Checkpoints:
             OSError: On all ranks, if a part or the main checkpoint could not be written. A checkpoint that was to be
                 replaced keeps its parts.
         """
-        rank, local_rank = ranks
-        if engine is None or "optimizer_states" not in checkpoint:
-            before = self._replacing.before(plugin, path, rank)
+        (rank, local_rank), apart = ranks, has_files(plugin)
+        nonce, sweeps = None, rank == 0
+        parts = engine if "optimizer_states" in checkpoint else None
+        if parts is not None:
+            self._end_earlier(plugin, path, parts.transport)
+        before = None
+        if rank == 0 and apart and type(plugin) is AsyncCheckpointIO:
+            self._wait(plugin, path)
+            before = files.fingerprint(path)
+        if parts is None:
             write()
-            self._replacing.after(plugin, path, None, before, sweeps=rank == 0)
+        else:
+            # first the parts, so that no main checkpoint is ever there before them
+            entry = checkpoint[ENTRY] = save(parts, settings, path, inside=not apart)
+            nonce, sweeps = entry["nonce"], local_rank == 0  # on every node: their folders need not be one
+            _together(write, parts.transport, path, partial(_discard, plugin, path, rank, entry["nonce"]))
+        if apart and type(plugin) is AsyncCheckpointIO:
+            self._under_way[str(path)] = _UnderWay(nonce, before)
+        elif apart and sweeps:
+            files.sweep(path, nonce)
+
+    def _end_earlier(self, plugin: CheckpointIO, path: _PATH, transport: Transport) -> None:
+        """Removes what an earlier asynchronous save to ``path`` has replaced; raises on all ranks if that failed."""
+        earlier = self._under_way.get(str(path))
+        if earlier is None:
             return
-        self._replacing.settle(plugin, path, engine.transport)
-        before = self._replacing.before(plugin, path, rank)
-        # First the parts, so that no main checkpoint is ever there before them
-        entry = save(engine, settings, path, inside=not has_files(plugin))
-        checkpoint[ENTRY] = entry
-        failure = None
-        try:
-            write()
-        except Exception as error:
-            failure = error
-        undo = partial(discard, plugin, path, rank, entry["nonce"])
-        raise_together(engine.transport, failure, path, undo)
-        # on every node: their folders need not be one
-        self._replacing.after(plugin, path, entry["nonce"], before, sweeps=local_rank == 0)
+        _together(lambda: self._wait(plugin, path) if transport.rank == 0 else None, transport, path)
+        del self._under_way[str(path)]
+        files.sweep(path, earlier.nonce)
+
+    def _wait(self, plugin: CheckpointIO, path: _PATH) -> None:
+        """Waits until an earlier save to ``path`` is in place."""
+        earlier = self._under_way.get(str(path))
+        if earlier is not None and files.fingerprint(path) == earlier.before:
+            plugin.teardown()  # waits for everything that was handed over; the plugin goes on with the next save
 
     def loaded(self, checkpoint: Mapping[str, Any], path: _PATH) -> None:
         """A checkpoint has been loaded; the engine is restored when it exists."""
@@ -105,8 +135,54 @@ class Checkpoints:
 
     def removed(self, plugin: CheckpointIO, path: _PATH, local_rank: int) -> None:
         """A checkpoint has been removed."""
-        self._replacing.removed(plugin, path, sweeps=local_rank == 0)
+        self._under_way.pop(str(path), None)
+        if local_rank == 0 and has_files(plugin):
+            files.remove(path)
 
     def finished(self, rank: int) -> None:
         """All asynchronous writing has ended."""
-        self._replacing.finished(sweeps=rank == 0)
+        for path, earlier in self._under_way.items():
+            if rank == 0:
+                files.sweep(path, earlier.nonce)
+        self._under_way.clear()
+
+
+def has_files(plugin: CheckpointIO) -> bool:
+    """Whether main checkpoints are files that Lightning itself writes, so that parts can lie beside them."""
+    return type(plugin.checkpoint_io if type(plugin) is AsyncCheckpointIO else plugin) is TorchCheckpointIO
+
+
+def _discard(plugin: CheckpointIO, path: _PATH, rank: int, nonce: str) -> None:
+    """Removes this rank's part of a main checkpoint that could not be written, where it certainly was not.
+
+    An asynchronous plugin may raise the error of an earlier save, and object stores an error after the object has
+    arrived: those parts stay until the next save to ``path``.
+    """
+    if type(plugin) is TorchCheckpointIO and isinstance(url_to_fs(str(path))[0], LocalFileSystem):
+        files.discard(files.side_folder(path), rank, nonce)
+
+
+def _together(
+    action: Callable[[], None], transport: Transport, path: _PATH, undo: Callable[[], None] | None = None
+) -> None:
+    """Does something on every rank; raises on all ranks if it failed on any. Collective.
+
+    Args:
+        action: May fail.
+        transport: Of all ranks.
+        path: Of the main checkpoint.
+        undo: Called on all ranks if it failed on any. Not where a rank has died: its file may be in place.
+    """
+    failure = None
+    try:
+        action()
+    except Exception as error:
+        failure = error
+    told = transport.gather_objects(None if failure is None else reason(failure))
+    failed = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]
+    if failed and undo is not None:
+        undo()
+    if failure is not None:
+        raise failure
+    if failed:
+        raise OSError(f"{path} could not be saved: {'; '.join(failed)}")

@@ -67,6 +67,11 @@ def read(path: _PATH, rank: int, entry: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UnusablePart: If it is missing, damaged, or of another checkpoint.
     """
+    if "parts" in entry:
+        try:
+            return load(io.BytesIO(entry["parts"][rank].numpy().tobytes()), entry["digests"][rank], entry, rank)
+        except UnusablePart as error:
+            raise UnusablePart(f"the part of rank {rank} in {path} {error}") from None
     first = entry["format"] == 1  # one name for all checkpoints, no digests
     problem = ""
     for folder in _folders(path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -21,16 +21,10 @@ class UnusablePart(Exception):
     """A part cannot be used; the message says why."""
 
 
-class _Writable(Protocol):
-    def write(self, data: bytes, /) -> int: ...
-
-    def flush(self) -> None: ...
-
-
 class _Digesting:
     """Passes bytes on to a file, with a digest of them; keeps the error that ended it, which torch does not."""
 
-    def __init__(self, file: _Writable) -> None:
+    def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self.digest = hashlib.sha256()
         self.error: OSError | None = None
@@ -49,7 +43,7 @@ class _Digesting:
             self._file.flush()
 
 
-def dump(part: Mapping[str, Any], file: _Writable) -> str:
+def dump(part: Mapping[str, Any], file: IO[bytes]) -> str:
     """Writes a part.
 
     Args:

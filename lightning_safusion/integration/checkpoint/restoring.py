@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +16,7 @@ from lightning_safusion.fusion.state import (
     restore_unstepped,
 )
 from lightning_safusion.integration.checkpoint import files
-from lightning_safusion.integration.checkpoint.part import ENTRY, KNOWN_FORMATS, UnusablePart, load, not_finite
+from lightning_safusion.integration.checkpoint.part import ENTRY, KNOWN_FORMATS, UnusablePart, not_finite
 from lightning_safusion.sparsify.memory.contract import Memory
 from lightning_safusion.sparsify.memory.residual import AutoMemory
 
@@ -104,7 +103,7 @@ def _examine(
         saved_by = int(entry["world_size"])
         # on another number of workers the ranks share the reading
         for place in [rank] if saved_by == world_size else range(rank, saved_by, world_size):
-            part = _read(path, place, entry)
+            part = files.read(path, place, entry)
             memory = part["memory"]
             own = part if saved_by == world_size else None
             verdict.fields |= memory.keys()
@@ -116,16 +115,6 @@ def _examine(
     except Exception as error:
         verdict.part_problem = f"rank {controller.transport.rank} could not take in its part: {error!r:.200}"
     return own, verdict
-
-
-def _read(path: _PATH, rank: int, entry: Mapping[str, Any]) -> dict[str, Any]:
-    if "parts" not in entry:
-        return files.read(path, rank, entry)
-    try:
-        payload = io.BytesIO(entry["parts"][rank].numpy().tobytes())
-        return load(payload, entry["digests"][rank], entry, rank)
-    except UnusablePart as error:
-        raise UnusablePart(f"the part of rank {rank} in {path} {error}") from None
 
 
 def _entry_problem(entry: Mapping[str, Any]) -> str | None:

@@ -18,7 +18,7 @@ from lightning_safusion.fusion.state import common_state, local_state
 from lightning_safusion.integration.checkpoint import files
 from lightning_safusion.integration.checkpoint.part import FORMAT, dump
 
-# Bytes of each rank that all ranks hold at a time while parts travel to rank 0.
+# Bytes of each rank that all ranks hold at once while parts are sent to rank 0.
 _PIECE = 2 << 20
 
 
@@ -84,7 +84,7 @@ def reason(error: BaseException) -> str:
 
 
 def _gathered(payload: memoryview, sizes: list[int], transport: Transport) -> list[Tensor]:
-    """The bytes (uint8) of all ranks, on rank 0; a few at a time, since a transport gathers to all ranks."""
+    """The bytes (uint8) of all ranks, on rank 0; in pieces, since a transport gathers to all ranks."""
     whole = [bytearray() for _ in sizes]
     for start in range(0, max(sizes), _PIECE):
         pieces = transport.gather_objects(bytes(payload[start : start + _PIECE]))

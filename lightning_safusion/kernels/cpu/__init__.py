@@ -12,10 +12,9 @@ function          work                                                       pas
 ``survey``        sums, sums of squares, and what is above a floor           1
 ``largest``,      largest magnitudes; what exceeds limits, and by how much   1
 ``tail``
-``number_above``, counts what was found above other floors, leaves no more   1 to 4, over what was found
-``keep_above``,   than that, and cuts it to quotas or to a room for all
-``keep_largest``,
-``share``
+``kth_largest``   exact k-th largest magnitudes of small runs                3 to 6
+``Lists``         counts what was found above other floors, leaves no more   1 to 4, over what was found
+                  than that, and cuts it to quotas or to a room for all
 ``mean_into``,    mean of sparse messages, decoded there, zeros included     1 (written past the caches)
 ``mean_in_pieces``
 ``take_out``,     subtracts what was sent                                    1, over what was sent
@@ -29,47 +28,39 @@ function          work                                                       pas
 ================= ========================================================== =====================================
 
 Work is cut into parts, which as many threads share as PyTorch uses. Large results lie in memory that is kept for the
-next ones (``workspace.py``); ``release`` gives it back.
+next ones (``empty``); ``release`` gives it back.
 """
 
-from lightning_safusion.kernels.cpu.candidates import (
-    Lists,
-    Shares,
-    keep_above,
-    keep_largest,
-    number_above,
-    replaced,
-    share,
-)
 from lightning_safusion.kernels.cpu.elements import (
     MOST_ELEMENTS,
     Added,
+    Lists,
     Sums,
     Survey,
     Wanted,
     add_finite,
+    kth_largest,
     largest,
-    mean_in_pieces,
-    mean_into,
     survey,
     tail,
-    take_out,
 )
-from lightning_safusion.kernels.cpu.library import Parts, serves, unused, usable
+from lightning_safusion.kernels.cpu.library import Parts, rearranged, release, serves, unused, usable, zeros
 from lightning_safusion.kernels.cpu.messages import (
     Codes,
     Message,
     ends_of,
     mark,
     marked,
+    mean_in_pieces,
+    mean_into,
     number_marked,
     positions,
     quantize,
+    take_out,
     take_out_message,
     values,
     write_offsets,
 )
-from lightning_safusion.kernels.cpu.workspace import rearranged, release, zeros
 
 __all__ = [
     "MOST_ELEMENTS",
@@ -78,28 +69,23 @@ __all__ = [
     "Lists",
     "Message",
     "Parts",
-    "Shares",
     "Sums",
     "Survey",
     "Wanted",
     "add_finite",
     "ends_of",
-    "keep_above",
-    "keep_largest",
+    "kth_largest",
     "largest",
     "mark",
     "marked",
     "mean_in_pieces",
     "mean_into",
-    "number_above",
     "number_marked",
     "positions",
     "quantize",
     "rearranged",
     "release",
-    "replaced",
     "serves",
-    "share",
     "survey",
     "tail",
     "take_out",

@@ -1,6 +1,7 @@
 /* Elements that have been found, in lists: positions in the span and bits. */
 #include "kernels.h"
 
+#define SHORT 16384 /* elements of a run whose maxima are put together on the stack */
 #define FEW 512 /* a sample, and what is looked at one by one */
 
 /* Lists that lie one behind the other, but for those that are left out; NULL for none of them. */
@@ -146,6 +147,26 @@ static int32_t kth_of_list(const int32_t *bits, int64_t size, int64_t rank, int6
 {
     struct lists only = {bits, &size, 0, 1};
     return kth_largest(only, size, rank, equals);
+}
+
+/* Of each run of a span, or of each list, the bits of its rank-th largest magnitude. Not exact, those of short runs are
+ * that of the maxima of blocks, at least rank of them, which is never larger: they are a part of the elements. */
+void safusion_kth_largest(const int32_t *bits, const int64_t *starts, const int64_t *sizes, const int64_t *ranks,
+                          int64_t runs, int64_t exact, int32_t *kth)
+{
+    int64_t equals;
+    int32_t maxima[SHORT];
+    for (int64_t r = 0; r < runs; r++) {
+        int64_t size = sizes[r], width = size / (2 * ranks[r]), blocks = 0;
+        const int32_t *run = bits + starts[r];
+        if (exact || size > SHORT || width < 2) {
+            kth[r] = kth_of_list(run, size, ranks[r], &equals);
+            continue;
+        }
+        for (int64_t at = 0; at < size; at += width)
+            maxima[blocks++] = largest(run + at, size - at < width ? size - at : width);
+        kth[r] = kth_of_list(maxima, blocks, ranks[r], &equals);
+    }
 }
 
 static int64_t copy_above(const int32_t *places, const int32_t *bits, int64_t size, int32_t floor, int32_t *kept_places,

@@ -1,22 +1,20 @@
-"""What is done to every element of a span or of gradients."""
+"""What is done to every element of a span or of gradients, and to lists of those that were found there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from torch import Tensor
 
-from lightning_safusion.kernels.cpu.library import Parts, address, kernels, shared
-from lightning_safusion.kernels.cpu.messages import Message
-from lightning_safusion.kernels.cpu.workspace import empty
+from lightning_safusion.kernels.cpu.library import Parts, address, empty, grown, kernels, shared
 
 Sums: TypeAlias = Literal["values", "magnitudes"]
 
 _SPARE = 33  # places behind the last that are written to before it is noticed that there is no more room
 MOST_ELEMENTS = 1 << 31  # of a span in which elements are found: positions have 32 bits until some are selected
-_PAST_CACHES = 1 << 18  # elements that have left the caches by the time that they are read
 
 
 class Wanted(NamedTuple):
@@ -55,65 +53,60 @@ class Survey(NamedTuple):
     squares: np.ndarray | None
 
 
-class _Look:
-    """Where several threads write what is wanted of their share of the parts.
+def survey(x: np.ndarray, parts: Parts, wanted: Wanted) -> Survey:
+    """Reads runs of a span (float32 [N]) once."""
+    return _look(kernels().safusion_survey, (), (x,), parts, parts.starts, wanted)
+
+
+def _look(
+    kernel: Any, runs: tuple[np.ndarray, ...], given: tuple[Any, ...], parts: Parts, starts: np.ndarray, wanted: Wanted
+) -> Survey:
+    """Calls a function of the library for all parts, on as many threads as there is work for.
 
     Args:
-        wanted: What that is.
+        kernel: The function.
+        runs: Its first arguments: arrays with one number for each part.
+        given: Further arguments.
         parts: Of the span.
         starts: int64 [P], where the parts begin in what is read.
+        wanted: What is to be found.
     """
+    floors, room, kind = wanted
+    number, cut = len(starts), len(starts) != len(parts.firsts)
+    counts, sums = np.zeros(number, np.int64), None if kind is None else np.zeros((2, number))
+    if floors is not None:
+        floors = floors.astype(np.int32, copy=False)
+        floors = parts.spread(floors) if cut else floors
+    room = 0 if floors is None else room
 
-    def __init__(self, wanted: Wanted, parts: Parts, starts: np.ndarray) -> None:
-        floors, self._room, kind = wanted
-        count = len(starts)
-        self._cut = count != len(parts.firsts)
-        if floors is None:
-            self._room = 0
-        else:
-            floors = floors.astype(np.int32, copy=False)
-            floors = parts.spread(floors) if self._cut else floors
-        self._floors = floors
-        self._counts = np.zeros(count, np.int64)
-        self._sums = None if kind is None else np.zeros((2, count))
-        self._magnitudes = int(kind == "magnitudes")
-        self._parts, self._starts = parts, starts
-
-    def read(self, kernel: Any, given: tuple[Any, ...], low: int, high: int) -> tuple[np.ndarray, np.ndarray, int]:
-        """Calls a function for the parts from ``low`` up to ``high``: what it has found, and how much of that."""
-        sums, floors, size = self._sums, self._floors, self._room + _SPARE
-        places, bits = empty(size, np.int32), empty(size, np.int32)
+    def read(low: int, high: int) -> tuple[np.ndarray, np.ndarray, int]:
+        places, bits = empty(room + _SPARE, np.int32), empty(room + _SPARE, np.int32)
         found: int = kernel(
+            *map(itemgetter(slice(low, high)), runs),
             *given,
-            self._starts[low:high],
-            self._parts.sizes[low:high],
+            starts[low:high],
+            parts.sizes[low:high],
             high - low,
             None if floors is None else address(floors[low:high]),
-            self._magnitudes,
+            int(kind == "magnitudes"),
             None if sums is None else address(sums[0, low:high]),
             None if sums is None else address(sums[1, low:high]),
             places,
             bits,
-            self._room,
-            self._counts[low:high],
+            room,
+            counts[low:high],
         )
         return places[:found], bits[:found], found
 
-    def joined(self, found: Sequence[tuple[np.ndarray, np.ndarray, int]]) -> Survey:
-        """What all threads have found."""
-        counts, (sums, squares) = self._counts, (None, None) if self._sums is None else self._sums
-        if self._cut:
-            whole = self._parts.whole
-            counts = whole(counts)
-            sums, squares = None if sums is None else whole(sums), None if squares is None else whole(squares)
-        places, bits, most = found[0]
-        if len(found) > 1:
-            most = max(number for _, _, number in found)
-        if self._floors is None or most > self._room:
-            return Survey(None, None, counts, sums, squares)
-        if len(found) > 1:
-            places, bits = _joined([part[0] for part in found]), _joined([part[1] for part in found])
-        return Survey(places, bits, counts, sums, squares)
+    found = shared(read, parts.sizes)
+    whole = parts.whole(counts) if cut else counts
+    totals = (None, None) if sums is None else tuple(map(parts.whole, sums)) if cut else sums
+    if floors is None or max(map(itemgetter(2), found)) > room:
+        return Survey(None, None, whole, *totals)
+    places, bits, _ = found[0]
+    if len(found) > 1:
+        places, bits = _joined([part[0] for part in found]), _joined([part[1] for part in found])
+    return Survey(places, bits, whole, *totals)
 
 
 def _joined(lists: Sequence[np.ndarray]) -> np.ndarray:
@@ -121,12 +114,6 @@ def _joined(lists: Sequence[np.ndarray]) -> np.ndarray:
     joined = empty(sum(map(len, lists)), np.int32)
     np.concatenate(lists, out=joined)
     return joined
-
-
-def survey(x: np.ndarray, parts: Parts, wanted: Wanted) -> Survey:
-    """Reads runs of a span (float32 [N]) once."""
-    look, kernel = _Look(wanted, parts, parts.starts), kernels().safusion_survey
-    return look.joined(shared(lambda low, high: look.read(kernel, (x,), low, high), parts.sizes))
 
 
 def largest(x: np.ndarray, parts: Parts) -> np.ndarray:
@@ -139,6 +126,24 @@ def largest(x: np.ndarray, parts: Parts) -> np.ndarray:
 
     shared(read, parts.sizes)
     return bits if len(bits) == len(parts.firsts) else np.maximum.reduceat(bits, parts.firsts)
+
+
+def kth_largest(
+    bits: np.ndarray, starts: np.ndarray, sizes: np.ndarray, ranks: np.ndarray, exact: bool = True
+) -> np.ndarray:
+    """Bits (int32 [S]) of the magnitude that is the ``ranks``-th largest (1 to the size) of each run of int32 [N].
+
+    Args:
+        bits: int32 [N].
+        starts: int64 [S], where the runs begin.
+        sizes: int64 [S], their elements.
+        ranks: int64 [S].
+        exact: Otherwise a magnitude that is no larger, and a little smaller at most, of short runs.
+    """
+    kth = np.empty(len(starts), np.int32)
+    runs = (np.ascontiguousarray(each, np.int64) for each in (starts, sizes, ranks))
+    kernels().safusion_kth_largest(bits, *runs, len(starts), exact, kth)
+    return kth
 
 
 def tail(x: np.ndarray, parts: Parts, limits: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -187,18 +192,11 @@ def add_finite(
         decay: Factor on the memory, positive.
         wanted: What is to be found in the new memory, as by :func:`survey`; positions count from the first gradient.
     """
-    addresses = _addresses(grads, parts)
-    added = np.empty(len(parts.starts), np.int64)
-    # positions count from here, and so do the places of the gradients
-    target, base = memory.numpy()[parts.starts[0] :], parts.starts - parts.starts[0]
-    look, kernel = _Look(wanted or _NOTHING, parts, base), kernels().safusion_add
-
-    def add(low: int, high: int) -> tuple[np.ndarray, np.ndarray, int]:
-        return look.read(kernel, (addresses[low:high], added[low:high], decay, target), low, high)
-
-    found = shared(add, parts.sizes)
+    added, first = np.empty(len(parts.starts), np.int64), int(parts.starts[0])
+    runs, given = (parts.addresses(grads), added), (decay, memory.numpy()[first:])
+    found = _look(kernels().safusion_add, runs, given, parts, parts.starts - first, wanted or _NOTHING)
     if np.array_equal(added, parts.sizes):
-        return Added([], None if wanted is None else look.joined(found))
+        return Added([], None if wanted is None else found)
     bad = np.flatnonzero(np.add.reduceat(added != parts.sizes, parts.firsts)).tolist()
     cuts = [*parts.firsts.tolist(), len(added)]
     for place in bad:
@@ -209,65 +207,81 @@ def add_finite(
     return Added(bad, None)
 
 
-def mean_into(grads: Sequence[Tensor], parts: Parts, messages: Sequence[Message], scale: float) -> bool:
-    """Writes sums of scaled entries, added in the order of ranks, and zeros everywhere else.
+class Lists(NamedTuple):
+    """Elements that have been found, in lists one behind the other. What is returned lies in the same memory.
 
     Args:
-        grads: float32, contiguous, not empty: tensors that follow each other in a span.
-        parts: Where they belong in it.
-        messages: Those of all ranks.
-        scale: Factor on the values.
-
-    Returns:
-        Whether all sums are finite.
+        places: int32 [C], positions in the span.
+        bits: int32 [C].
+        counts: int64 [S], entries of each list.
     """
-    return mean_in_pieces(grads, parts, lambda start, stop: messages, scale, int(parts.sizes.sum()))
 
+    places: np.ndarray
+    bits: np.ndarray
+    counts: np.ndarray
 
-def mean_in_pieces(
-    grads: Sequence[Tensor],
-    parts: Parts,
-    read: Callable[[int, int], Sequence[Message]],
-    scale: float,
-    piece: int,
-) -> bool:
-    """:func:`mean_into` where messages are decoded before: entries take several times their bytes.
+    def number_above(self, floors: np.ndarray, known: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+        """How many (int64 [S]) of each list have bits of magnitude above its floor.
 
-    Args:
-        grads: As there.
-        parts: As there.
-        read: Gives what messages have of the elements from one up to another, or more; threads call it at once.
-        scale: As there.
-        piece: Elements of the span whose entries are read together.
-    """
-    if not grads:
-        return True
-    addresses, ends = _addresses(grads, parts), parts.starts + parts.sizes
-    past_caches = int(parts.sizes.sum() > _PAST_CACHES)
+        Args:
+            floors: int32 [S].
+            known: int32 [S], floors for which that is known already.
+            numbers: int64 [S], how many those are.
+        """
+        found, count = numbers.astype(np.int64), len(self.counts)
+        floors, known = np.ascontiguousarray(floors, np.int32), np.ascontiguousarray(known, np.int32)
+        kernels().safusion_number_above(self.bits, self.counts, floors, known, count, found)
+        return found
 
-    def write(low: int, high: int) -> bool:
-        finite = True
-        while low < high:
-            stop = max(low + 1, min(high, int(ends.searchsorted(parts.starts[low] + piece, side="right"))))
-            messages = read(int(parts.starts[low]), int(ends[stop - 1]))
-            described = np.array(list(map(Message.described, messages)), np.int64)
-            runs = addresses[low:stop], parts.starts[low:stop], parts.sizes[low:stop], stop - low
-            finite &= bool(kernels().safusion_mean(*runs, described, len(messages), scale, past_caches))
-            low = stop
-        return finite
+    def above(self, floors: np.ndarray) -> Lists:
+        """Leaves what has bits of magnitude above the floor (int32 [S]) of its list."""
+        numbers, floors = np.empty(len(self.counts), np.int64), np.ascontiguousarray(floors, np.int32)
+        kept = kernels().safusion_keep_above(*self, floors, len(self.counts), numbers)
+        return Lists(self.places[:kept], self.bits[:kept], numbers)
 
-    return all(shared(write, parts.sizes))
+    def largest(self, floors: np.ndarray, quotas: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Leaves the largest magnitudes above the floor of each list; of equal ones the first.
 
+        Args:
+            floors: int32 [S]; -1 lets all through.
+            quotas: int64 [S], most that are kept of each.
 
-def take_out(memory: Tensor, indices: Tensor, sent: Tensor) -> None:
-    """``memory[indices] -= sent``, one after the other: float32 [D], int64 [K], float32 [K], all contiguous."""
-    kernels().safusion_take_out(memory.numpy(), indices.numpy(), sent.numpy(), len(indices))
+        Returns:
+            Places and bits.
+        """
+        quotas, floors = np.ascontiguousarray(quotas, np.int64), np.ascontiguousarray(floors, np.int32)
+        kept = kernels().safusion_keep_largest(*self, floors, quotas, len(self.counts))
+        return self.places[:kept], self.bits[:kept]
 
+    def replaced(self, marked: np.ndarray, others: Lists) -> Lists:
+        """Puts other lists in the place of those that are ``marked`` (bool [S]).
 
-def _addresses(tensors: Sequence[Tensor], parts: Parts) -> np.ndarray:
-    """int64 [P], where the parts of tensors lie in memory."""
-    own = np.fromiter(map(Tensor.data_ptr, tensors), np.int64, len(tensors))
-    if len(own) == len(parts.starts):
-        return own
-    addresses: np.ndarray = parts.spread(own) + 4 * (parts.starts - parts.spread(parts.starts[parts.firsts]))
-    return addresses
+        Raises:
+            ValueError: If one is shorter than the list in whose place it comes.
+        """
+        if (others.counts < self.counts[marked]).any():
+            raise ValueError("a list can only be replaced by one that is no shorter: the others would be overwritten")
+        counts = self.counts.copy()
+        counts[marked] = others.counts
+        size = int(counts.sum())
+        places, bits = grown(self.places, size), grown(self.bits, size)
+        kernels().safusion_replace(places, bits, self.counts, marked.astype(np.uint8), len(counts), *others)
+        return Lists(places, bits, counts)
+
+    def share(self, quotas: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray, int]:
+        """Shares a room: of each list its quota at least, and otherwise the largest of all, of equal ones the first.
+
+        Args:
+            quotas: int64 [S], no more than the counts.
+            room: Not less than all quotas, and not more than all entries.
+
+        Returns:
+            Floors (int32 [S]) and how many are taken (int64 [S]) of each list, the largest above its floor, and the
+            bits of the least magnitude that is among the largest of all. The numbers exceed the room where the last of
+            the largest have equals, and quotas take the places of larger ones.
+        """
+        count, quotas = len(self.counts), np.ascontiguousarray(quotas, np.int64)
+        floors, numbers, few = np.empty(count, np.int32), np.empty((2, count), np.int64), np.zeros(count, np.uint8)
+        given = self.bits, self.counts, quotas, count, room
+        lowest: int = kernels().safusion_share(*given, few, numbers[1], floors, numbers[0])
+        return floors, numbers[0], lowest

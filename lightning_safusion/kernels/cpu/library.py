@@ -1,23 +1,27 @@
-"""The compiled library: found, called, and shared by several threads."""
+"""The compiled library: loaded, shared by several threads, and the memory that its results lie in."""
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
+from itertools import count
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-VERSION = 7  # of the compiled functions that are called here, as in kernels.h, which setup.py names the library after
+VERSION = 8  # of the compiled functions that are called here, as in kernels.h, which setup.py names the library after
 _PART = 1 << 20  # elements of a part
 _SHARED = 1 << 18  # elements that are worth another thread
+_LARGE = 1 << 18  # bytes of an array whose memory is kept
 
 _DTYPES = (torch.float32, torch.int32, torch.int64)
 
@@ -46,6 +50,7 @@ _RETURNING = {
 }
 _OTHERS = {
     "add_message": "aifa",
+    "kth_largest": "aaaaiia",
     "largest": "aaaia",
     "mark": "aiiia",
     "number_above": "aaaaia",
@@ -156,6 +161,14 @@ class Parts(NamedTuple):
             return per_run
         return per_run.repeat(np.diff(self.firsts, append=len(self.starts)))
 
+    def addresses(self, tensors: Sequence[Tensor]) -> np.ndarray:
+        """int64 [P], where the parts of tensors lie in memory, one tensor for each run."""
+        own = np.fromiter(map(Tensor.data_ptr, tensors), np.int64, len(tensors))
+        if len(own) == len(self.starts):
+            return own
+        addresses: np.ndarray = self.spread(own) + 4 * (self.starts - self.spread(self.starts[self.firsts]))
+        return addresses
+
 
 def shared(work: Callable[[int, int], Any], sizes: np.ndarray) -> list[Any]:
     """Lets as many threads as PyTorch uses do their share of parts, if there is enough for them."""
@@ -173,3 +186,111 @@ def shared(work: Callable[[int, int], Any], sizes: np.ndarray) -> list[Any]:
 def _helpers(process: int, threads: int) -> ThreadPoolExecutor:
     """Threads of one process: those of the process that forked it do not run in it."""
     return ThreadPoolExecutor(threads - 1, thread_name_prefix="safusion-kernels")
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+# The C library's allocator would fault large arrays in and give them back in every step, or, once it has learned to
+# keep them, scatter what lives longer among them: together that cost up to a copy of the parameters.
+
+
+def zeros(length: int, dtype: type) -> np.ndarray:
+    """Zeros in pages that are the system's again as soon as nobody holds them, whatever lies beside them.
+
+    The C library's allocator would put what lives long on top of what a backward pass has just given back, and ask the
+    system for other memory in the next pass.
+    """
+    size = length * np.dtype(dtype).itemsize
+    if size < _LARGE or not hasattr(mmap, "MAP_PRIVATE"):
+        return np.zeros(length, dtype)
+    return np.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype)
+
+
+def rearranged(array: np.ndarray, runs: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Runs of an array of :func:`zeros` (first elements, and those behind the last) one behind the other, in another.
+
+    The old one is lost: its pages are given back while it is read, so that the two never lie in memory as a whole.
+    """
+    moved, at = zeros(sum(stop - start for start, stop in runs), array.dtype.type), 0
+    pages = getattr(array.base, "obj", None)
+    for start, stop in runs:
+        moved[at : at + stop - start] = array[start:stop]
+        at += stop - start
+        if isinstance(pages, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+            first, last = -(-start * array.itemsize // mmap.PAGESIZE), stop * array.itemsize // mmap.PAGESIZE
+            if first < last:
+                pages.madvise(mmap.MADV_DONTNEED, first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE)
+    return moved
+
+
+class _Block:
+    """Memory that is not there before it is touched, so that room for many costs nothing.
+
+    Args:
+        size: Bytes.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size, self.number = size, next(_numbers)
+        self._memory = zeros(size, np.uint8)
+        self.interface = self._memory.__array_interface__
+
+
+class _Loan:
+    """What an array and its views hold on to as long as there are any."""
+
+    def __init__(self, block: _Block, length: int, dtype: np.dtype[Any], free: list[_Block]) -> None:
+        self.__array_interface__ = {**block.interface, "shape": (length,), "typestr": dtype.str, "descr": dtype.descr}
+        self._block, self._free = block, free
+
+    def __del__(self) -> None:
+        self._free.append(self._block)
+
+
+_numbers = count(1)
+_free: list[_Block] = []
+_lock = Lock()
+
+
+def empty(length: int, dtype: type) -> np.ndarray:
+    """An array of ``length`` elements with any content; its memory is used again once nobody holds it or a view."""
+    kind = np.dtype(dtype)
+    if length * kind.itemsize < _LARGE:
+        return np.empty(length, kind)
+    return np.asarray(_Loan(_block(length * kind.itemsize), length, kind, _free))
+
+
+def grown(array: np.ndarray, length: int) -> np.ndarray:
+    """The beginning of an array with room for ``length`` elements: where it lies, if there is more behind it."""
+    room = array.base if isinstance(array.base, np.ndarray) else array
+    same_place = room.dtype == array.dtype and room.ctypes.data == array.ctypes.data
+    if same_place and len(room) >= length:
+        return room[:length]
+    more = empty(length, array.dtype.type)
+    more[: len(array)] = array
+    return more
+
+
+def _block(size: int) -> _Block:
+    """The smallest of the free ones that is large enough, or else another in place of the largest.
+
+    Of equal ones the oldest, so that what is asked for in the same order in every step lies where it lay: of each there
+    is as much as has been written to.
+    """
+    with _lock:
+        large_enough = [block for block in _free if block.size >= size]
+        if large_enough or _free:
+            taken = min(large_enough, key=_order) if large_enough else max(_free, key=_order)
+            _free.remove(taken)
+            if taken.size >= size:
+                return taken
+    return _Block(1 << (size - 1).bit_length())
+
+
+def _order(block: _Block) -> tuple[int, int]:
+    return block.size, block.number
+
+
+def release() -> None:
+    """Gives the memory back that nobody holds."""
+    with _lock:
+        _free.clear()

@@ -1,58 +1,53 @@
-"""Wire formats: positions as offsets in blocks, values as codes of a few bits, and back."""
+"""Messages: their mean, and their formats (offsets in blocks, bitmaps, codes of a few bits)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
-from lightning_safusion.kernels.cpu.library import address, kernels
-from lightning_safusion.kernels.cpu.workspace import empty
+from lightning_safusion.kernels.cpu.library import Parts, address, empty, kernels, shared
+
+_NONE, _NO_SCALES = np.empty(0, np.int64), np.empty(0, np.uint16)
+_PAST_CACHES = 1 << 18  # elements that have left the caches by the time that they are read
 
 
-class Message(NamedTuple):
-    """What a rank has sent, as it has travelled.
+class Message:
+    """What a rank has sent, still encoded, in arrays that stay where they are.
 
     Args:
         offsets: uint8 or uint16 [K or more], in blocks of 256 or 65536 elements; int64: positions in the span.
         ends: int64 [blocks + 1], entries before each block, and in all.
-        values: float32 or uint16 (the bits of bfloat16) [K or more], or uint8, codes as :func:`quantized` gives them.
+        values: float32 or uint16 (the bits of bfloat16) [K or more], or uint8, codes as :func:`quantize` writes them.
         bits: Of a value.
         scales: uint16 [P], of codes: bits of a bfloat16 for each part.
         starts: int64 [P], the first position of each part, ascending.
-        known: What :meth:`described` says, of a message whose arrays stay where they are.
+
+    Attributes:
+        described: ``struct message``; holds as long as this does.
     """
 
-    offsets: np.ndarray
-    ends: np.ndarray
-    values: np.ndarray
-    bits: int
-    scales: np.ndarray = np.empty(0, np.uint16)
-    starts: np.ndarray = np.empty(0, np.int64)
-    known: list[int] | None = None
+    def __init__(
+        self,
+        offsets: np.ndarray,
+        ends: np.ndarray,
+        values: np.ndarray,
+        bits: int,
+        scales: np.ndarray = _NO_SCALES,
+        starts: np.ndarray = _NONE,
+    ) -> None:
+        self._held = offsets, ends, values, scales, starts
+        where = [array.__array_interface__["data"][0] for array in self._held]
+        offset_bits, blocks = 8 * offsets.itemsize, len(ends) - 1
+        self.described = [where[0], offset_bits, where[1], blocks, where[2], bits, *where[3:], len(starts)]
 
     @classmethod
     def decoded(cls, indices: Tensor, values: Tensor) -> Message:
         """Ascending positions (int64 [K]) and values (float32 [K])."""
         return cls(indices.numpy(), np.array([0, len(indices)]), values.contiguous().numpy(), 32)
-
-    def described(self) -> list[int]:
-        """``struct message``; holds as long as this does."""
-        if self.known is not None:
-            return self.known
-        offsets, ends, values, scales, starts = self.offsets, self.ends, self.values, self.scales, self.starts
-        return [
-            offsets.__array_interface__["data"][0],
-            8 * offsets.itemsize,
-            ends.__array_interface__["data"][0],
-            len(ends) - 1,
-            values.__array_interface__["data"][0],
-            self.bits,
-            scales.__array_interface__["data"][0],
-            starts.__array_interface__["data"][0],
-            len(starts),
-        ]
 
 
 def ends_of(counts: np.ndarray, room: int, into: np.ndarray | None = None) -> np.ndarray:
@@ -75,8 +70,72 @@ def ends_of(counts: np.ndarray, room: int, into: np.ndarray | None = None) -> np
 
 def take_out_message(memory: Tensor, message: Message) -> None:
     """``memory[position] -= value`` for what was sent: float32 [D], contiguous."""
-    described = np.array(message.described(), np.int64)
+    described = np.array(message.described, np.int64)
     kernels().safusion_add_message(described, len(memory), -1, memory.numpy())
+
+
+def mean_into(grads: Sequence[Tensor], parts: Parts, messages: Sequence[Message], scale: float) -> bool:
+    """Writes sums of scaled entries, added in the order of ranks, and zeros everywhere else.
+
+    Args:
+        grads: float32, contiguous, not empty: tensors that follow each other in a span.
+        parts: Where they belong in it.
+        messages: Those of all ranks.
+        scale: Factor on the values.
+
+    Returns:
+        Whether all sums are finite.
+    """
+    if not grads:
+        return True
+    addresses, past_caches = parts.addresses(grads), int(parts.sizes.sum() > _PAST_CACHES)
+    described = np.array(list(map(attrgetter("described"), messages)), np.int64)
+
+    def write(low: int, high: int) -> bool:
+        runs = addresses[low:high], parts.starts[low:high], parts.sizes[low:high], high - low
+        return bool(kernels().safusion_mean(*runs, described, len(messages), scale, past_caches))
+
+    return all(shared(write, parts.sizes))
+
+
+def mean_in_pieces(
+    grads: Sequence[Tensor],
+    parts: Parts,
+    read: Callable[[int, int], Sequence[Message]],
+    scale: float,
+    piece: int,
+) -> bool:
+    """:func:`mean_into` where messages are decoded before: entries take several times their bytes.
+
+    Args:
+        grads: As there.
+        parts: As there.
+        read: Gives what messages have of the elements from one up to another, or more; threads call it at once.
+        scale: As there.
+        piece: Elements of the span whose entries are read together.
+    """
+    if not grads:
+        return True
+    addresses, ends = parts.addresses(grads), parts.starts + parts.sizes
+    past_caches = int(parts.sizes.sum() > _PAST_CACHES)
+
+    def write(low: int, high: int) -> bool:
+        finite = True
+        while low < high:
+            stop = max(low + 1, min(high, int(ends.searchsorted(parts.starts[low] + piece, side="right"))))
+            messages = read(int(parts.starts[low]), int(ends[stop - 1]))
+            described = np.array(list(map(attrgetter("described"), messages)), np.int64)
+            runs = addresses[low:stop], parts.starts[low:stop], parts.sizes[low:stop], stop - low
+            finite &= bool(kernels().safusion_mean(*runs, described, len(messages), scale, past_caches))
+            low = stop
+        return finite
+
+    return all(shared(write, parts.sizes))
+
+
+def take_out(memory: Tensor, indices: Tensor, sent: Tensor) -> None:
+    """``memory[indices] -= sent``, one after the other: float32 [D], int64 [K], float32 [K], all contiguous."""
+    kernels().safusion_take_out(memory.numpy(), indices.numpy(), sent.numpy(), len(indices))
 
 
 def positions(offsets: np.ndarray, counts: np.ndarray, first_block: int = 0) -> np.ndarray:

@@ -34,11 +34,12 @@ MOST_ELEMENTS = 2**31 - 2**13
 
 def serves(device: torch.device) -> bool:
     """Whether the kernels run on ``device``; compiles the smallest of them on the first call for a CUDA device."""
-    return device.type == "cuda" and _usable(device)
+    return device.type == "cuda" and usable(device)
 
 
 @cache
-def _usable(device: torch.device) -> bool:
+def usable(device: torch.device) -> bool:
+    """Whether the kernels can be compiled for ``device`` and run there; tried once."""
     if not torch.cuda.is_available() or find_spec("triton") is None:
         return False
     try:

@@ -12,7 +12,7 @@ from lightning_safusion.sparsify.base import Segments, constant_of_segments
 from lightning_safusion.sparsify.selection.view import device_constant
 
 BLOCK = 8192  # elements that a program holds at a time
-_PROGRAMS = 2048  # about as many as a large device runs in a few waves; bounds what a program adds up of the others
+PROGRAMS = 2048  # about as many as a large device runs in a few waves; bounds what a program adds up of the others
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +55,7 @@ class Chunks:
         active = np.flatnonzero((segments.sizes > 0) & (segments.quotas > 0))
         sizes, starts = segments.sizes[active], segments.edges[active]
         quotas = np.minimum(segments.quotas[active], sizes)
-        width = max(-(-int(sizes.sum()) // (_PROGRAMS * BLOCK)), 1) * BLOCK
+        width = max(-(-int(sizes.sum()) // (PROGRAMS * BLOCK)), 1) * BLOCK
         number = -(-sizes // width)
         last = np.cumsum(number)
         owner = np.repeat(np.arange(len(active)), number)

@@ -24,11 +24,11 @@ class TritonView(SegmentedView):
     """Selection in fixed shapes and few launches, without waiting for the device.
 
     Raises:
-        ValueError: If the span has more than ``MOST_ELEMENTS`` elements, beside what every view raises.
+        ValueError: If the span has more than ``MOST_ELEMENTS`` elements.
     """
 
     def __init__(self, x: Tensor, segments: Segments) -> None:
-        super().__init__(x, segments)
+        self.x, self.segments = x, segments
         if segments.numel > MOST_ELEMENTS:
             raise ValueError(
                 f"the kernels cannot address a span of {segments.numel} elements, {MOST_ELEMENTS} at most: split the "
@@ -39,15 +39,6 @@ class TritonView(SegmentedView):
         self._bits = self._floats.view(torch.int32)
 
     # -- statistics ------------------------------------------------------------------------------------------------
-
-    def sums(self) -> Tensor:
-        return self._reduce(statistics.chunk_moments, 2, self._floats, ABSOLUTE=False)[0]
-
-    def abs_sums(self) -> Tensor:
-        return self._reduce(statistics.chunk_moments, 2, self._floats, ABSOLUTE=True)[0]
-
-    def square_sums(self) -> Tensor:
-        return self._reduce(statistics.chunk_moments, 2, self._floats, ABSOLUTE=False)[1]
 
     def moments(self, *, magnitudes: bool = False) -> tuple[Tensor, Tensor]:
         first, second = self._reduce(statistics.chunk_moments, 2, self._floats, ABSOLUTE=magnitudes)

@@ -15,7 +15,7 @@ from lightning_safusion.sparsify.base import Selection
 
 _BLOCK = 1024  # entries, or words of a bitmap, that a program handles at a time
 _WORDS = 256
-_PROGRAMS = 1024
+PROGRAMS = 1024
 
 
 def encode(layout: str, selection: Selection, fields: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -107,7 +107,7 @@ def decode_bitmap(words: Tensor, capacity: int) -> Tensor:
     """int64 [capacity], positions of the bits set in ``words`` (int32), then zeros."""
     indices = torch.empty(capacity, dtype=torch.int64, device=words.device)
     length = len(words)
-    width = triton.cdiv(length, _PROGRAMS * _WORDS) * _WORDS
+    width = triton.cdiv(length, PROGRAMS * _WORDS) * _WORDS
     programs = triton.cdiv(length, width) if length else 0
     counts = torch.empty(programs, dtype=torch.int32, device=words.device)
     launch(messages.count_bits, programs, words, counts, length, width, BLOCK=_WORDS)

@@ -1,4 +1,4 @@
-"""Error feedback: what a gradient adds to, and what is left there once a selection was sent."""
+"""Error feedback: memories that keep the residual."""
 
 from lightning_safusion.sparsify.memory.contract import Memory
 from lightning_safusion.sparsify.memory.momentum import DGCMemory, EF21Memory

@@ -1,4 +1,4 @@
-"""What happens to the elements that were not sent: the contract of error-feedback memories."""
+"""Error feedback: the contract of memories, which keep the residual."""
 
 from __future__ import annotations
 
@@ -30,13 +30,21 @@ class Memory(ABC):
     name: ClassVar[str]
     #: sum over steps of world_size * update + sum over ranks of residuals == sum of all gradients
     conserves: bool
-    #: Its own momentum, or what it hands to the optimizer, is part of the algorithm even where everything is sent:
-    #: no gradient may pass it by.
+    #: Its momentum, or what it hands to the optimizer, is part of the algorithm even at density 1: no gradient may
+    #: bypass it.
     shapes_updates: ClassVar[bool] = False
-    #: What travels whole has nothing of it: ``collective="auto"`` stays with sparse exchanges.
+    #: Dense buffers bypass this memory, so that ``collective="auto"`` never picks dense.
     lives_on_sparsity: ClassVar[bool] = False
+    #: :meth:`received` returns the mean as it is: then it may be written straight into the gradients.
+    hands_on: ClassVar[bool] = True
+    #: :meth:`settle` does something.
+    settles: ClassVar[bool] = False
     #: Workers whose gradients are averaged; whoever binds the memory sets it.
     world_size: int = 1
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        cls.hands_on, cls.settles = cls.received is Memory.received, cls.settle is not Memory.settle
 
     @abstractmethod
     def bind(self, edges: Sequence[int], device: torch.device) -> None:
@@ -49,14 +57,14 @@ class Memory(ABC):
         Args:
             ids: Positions in the layout.
             grads: Flat gradients, any floating dtype, one per id; not changed.
-            dense: Whether each travels whole in this window.
+            dense: Whether each is dense in this window.
             norms: float32 [len(ids)], Euclidean norms of the gradients (known from the finiteness test).
         """
 
     def compensate_finite(
         self, ids: Sequence[int], grads: Sequence[Tensor], wanted: Wanted | None = None
     ) -> Added | None:
-        """:meth:`compensate` for gradients that may not be finite, where looking for that costs no pass of its own.
+        """:meth:`compensate` for gradients that may not be finite, in one pass.
 
         Args:
             ids: Positions in the layout.
@@ -64,8 +72,8 @@ class Memory(ABC):
             wanted: What is to be found in the new memory, with a floor for each id; None for nothing.
 
         Returns:
-            Which of the gradients were left out, and what was wanted; None if nothing was done, because this
-            memory, or this device, has no such pass.
+            Which of the gradients were left out, and what was wanted; None if nothing was done, because this memory or
+            this device has no such pass.
         """
         return None
 
@@ -93,11 +101,11 @@ class Memory(ABC):
 
     @abstractmethod
     def commit_dense(self, start: int, stop: int, sent: Tensor) -> None:
-        """The same for a piece that travelled whole; ``sent`` is float32 [stop - start] as decoded."""
+        """The same for a dense piece; ``sent`` is float32 [stop - start] as decoded."""
 
     @abstractmethod
     def withdraw(self, tensor: int, grad: Tensor) -> None:
-        """Takes an uncommitted gradient of this window out again (it travels outside the compressed path)."""
+        """Takes an uncommitted gradient of this window out again (it bypasses the memory)."""
 
     @abstractmethod
     def add(self, start: int, stop: int, error: Tensor) -> None:
@@ -115,16 +123,6 @@ class Memory(ABC):
             Floating [stop - start], valid until :meth:`settle` or the next call for these elements.
         """
         return mean
-
-    @property
-    def hands_on(self) -> bool:
-        """Whether :meth:`received` returns the mean as it is: then it may be written straight into the gradients."""
-        return type(self).received is Memory.received
-
-    @property
-    def settles(self) -> bool:
-        """Whether :meth:`settle` does anything."""
-        return type(self).settle is not Memory.settle
 
     def settle(self, start: int, stop: int, good: Tensor | None = None) -> None:
         """Keeps what :meth:`received` has returned for these elements; called once the whole window has ended well.
@@ -153,11 +151,11 @@ class Memory(ABC):
         return found
 
     def clear(self, start: int, mask: Tensor) -> None:
-        """Forgets the state of some elements of a span.
+        """Zeroes the state of some elements of a span.
 
         Args:
             start: First element of the span in the flat space.
-            mask: bool [length of the span], those that are to be forgotten.
+            mask: bool [length of the span].
         """
         for state in self.state_dict().values():
             state[start : start + len(mask)].masked_fill_(mask, 0.0)
@@ -192,8 +190,8 @@ class Flat:
     def _adopt(self, data: Tensor | np.ndarray, edges: Sequence[int]) -> None:
         self._memory, self._edges = data, edges
         self.data = data if isinstance(data, Tensor) else torch.from_numpy(data)
-        self._parts: dict[tuple[int, ...], tuple[int, Parts]] = {}
-        self._kept = 0  # tensors in them
+        #: what :meth:`parts` has returned
+        self.known: dict[Sequence[int], Parts] = {}
         self.views = list(self.data.split([stop - start for start, stop in pairwise(edges)]))
 
     def of(self, ids: Sequence[int]) -> list[Tensor]:
@@ -201,17 +199,14 @@ class Flat:
 
     def parts(self, ids: Sequence[int]) -> Parts:
         """Where ascending tensors that are not empty lie, as compiled kernels take it; kept for the next windows."""
-        run = len(ids) == ids[-1] - ids[0] + 1
-        key = (ids[0], len(ids), -1) if run else tuple(ids)
-        if key not in self._parts:
+        key = ids if isinstance(ids, range) else tuple(ids)
+        if key not in self.known:
             # Where other tensors are missing in every window there is no end of lists: the oldest ones make room.
-            while self._parts and self._kept + len(ids) > _KEPT_LISTS * len(self.views):
-                self._kept -= self._parts.pop(next(iter(self._parts)))[0]
-            edges = np.asarray(self._edges, np.int64)
-            places = np.asarray(ids)
-            self._parts[key] = len(ids), Parts.of(edges[places], edges[places + 1] - edges[places])
-            self._kept += len(ids)
-        return self._parts[key][1]
+            while self.known and sum(map(len, self.known)) + len(ids) > _KEPT_LISTS * len(self.views):
+                del self.known[next(iter(self.known))]
+            edges, places = np.asarray(self._edges, np.int64), np.asarray(ids)
+            self.known[key] = Parts.of(edges[places], edges[places + 1] - edges[places])
+        return self.known[key]
 
     def permute(self, order: Sequence[int], edges: Sequence[int]) -> None:
         if isinstance(self._memory, np.ndarray):

@@ -16,16 +16,14 @@ class DGCMemory(Memory):
     """Momentum correction with masking and local clipping (Lin et al., Deep Gradient Compression, ICLR 2018, 3.1-3.2).
 
     Every gradient passes through a local momentum ``u`` into the velocity ``v``, from which is selected; the optimizer
-    must be plain SGD. A tensor that travels whole sends its velocity and keeps its momentum: momentum SGD.
+    must be plain SGD. A dense tensor sends its velocity and keeps its momentum: momentum SGD.
 
     Args:
         momentum: Momentum factor, in [0, 1).
         nesterov: Adds ``m (u + g) + g`` to the velocity instead of ``m u + g``.
-        masking: Also zeroes the momentum of elements that were sent, so that it does not carry on in a direction that
-            is as old as the element waited (momentum factor masking).
-        clip: Bound on the norm of the averaged gradient of a tensor. Locally, each worker's share ``g / N`` of the
-            average is clipped to ``clip / sqrt(N)`` before it is accumulated, as in the paper: ``N`` independent shares
-            of that size have the norm ``clip`` together. In terms of ``g`` that is ``clip * sqrt(N)``.
+        masking: Also zeroes the momentum of elements that were sent (momentum factor masking).
+        clip: Bound on the norm of the averaged gradient of a tensor. Each of ``N`` workers clips its gradient to
+            ``clip * sqrt(N)`` before it is accumulated, as in the paper.
 
     Raises:
         ValueError: If ``momentum`` is outside [0, 1) or ``clip`` is not positive.
@@ -117,20 +115,19 @@ class EF21Memory(Memory):
     """Sends how a gradient has changed; the optimizer gets a running estimate of the mean gradient (EF21).
 
     Every worker averages its gradients over time, ``v <- m v + (1 - m) g``, and holds an estimate of ``v`` that all
-    workers know the mean of. What is selected from is the difference of both, and what is sent moves the estimate.
-    The optimizer sees the mean estimate: dense in every step, where error feedback delivers an element in bursts, many
-    gradients late and at once, which inflate Adam's second moment. Density 1 gives the mean of ``v`` itself.
+    workers know the mean of. Elements are selected from the difference of both, and those that are sent move the
+    estimate. The optimizer sees the mean estimate, dense in every step. Density 1 gives the mean of ``v`` itself.
 
-    The momentum here takes the place of the optimizer's: Adam with ``betas=(0.0, ...)``, SGD with ``momentum=0`` (and
-    ``1 / (1 - m)`` times the learning rate, since ``v`` is an average). It needs four more copies of the parameters in
-    fp32 where error feedback needs one.
+    The momentum here replaces the optimizer's: Adam with ``betas=(0.0, ...)``, SGD with ``momentum=0`` (and
+    ``1 / (1 - m)`` times the learning rate, since ``v`` is an average). It needs four copies of the parameters in fp32;
+    error feedback needs one.
 
     Sources: Richtárik, Sokolov, Fatkhullin, EF21, NeurIPS 2021; Fatkhullin, Tyurin, Richtárik, Momentum Provably
     Improves Error Feedback, NeurIPS 2023 (EF21-SGDM). As there, ``v`` begins as the first gradient.
 
     Args:
-        momentum: Share of the past in the average, in [0, 1); 0 is EF21 without momentum. What is sent late makes the
-            estimate lag behind, so that less momentum than an optimizer's usual 0.9 serves better.
+        momentum: Share of the past in the average, in [0, 1); 0 is EF21 without momentum. The estimate lags by itself,
+            so that less momentum than an optimizer's usual 0.9 serves better.
 
     Raises:
         ValueError: If ``momentum`` is outside [0, 1).

@@ -15,7 +15,7 @@ from lightning_safusion.sparsify.memory.momentum import DGCMemory, EF21Memory
 
 
 class ResidualMemory(Memory):
-    """Error feedback: what was not sent is added to the next gradient (Seide et al. 2014; Karimireddy et al. 2019).
+    """Error feedback: the residual is added to the next gradient (Seide et al. 2014; Karimireddy et al. 2019).
 
     The residual is in units of the gradient: the learning rate acts when it is sent.
 
@@ -58,7 +58,9 @@ class ResidualMemory(Memory):
         for grad in grads:
             if grad.dtype != torch.float32 or not grad.numel():
                 return None
-        return native.add_finite(self._residual.data, self._residual.parts(ids), grads, self.decay, wanted)
+        parts = self._residual.known.get(ids) if isinstance(ids, range) else None
+        parts = parts or self._residual.parts(ids)
+        return native.add_finite(self._residual.data, parts, grads, self.decay, wanted)
 
     def accumulated(self, start: int, stop: int) -> Tensor:
         return self._residual.data[start:stop]
@@ -99,12 +101,10 @@ class ResidualMemory(Memory):
 
 
 class DecoupledMomentum(ResidualMemory):
-    """A residual that is a momentum as well: what is sent is taken out of every worker's own momentum, the rest fades.
+    """A residual that is a momentum as well: elements that are sent leave every worker's momentum, the others fade.
 
-    It takes the place of the optimizer's, which the strategy switches off for as long as Adam, AdamW or SGD update
-    parameters. Plain error feedback hands the optimizer an element late, many gradients at once, and its momentum goes
-    on to repeat it; here it is sent once. What fades is not conserved. ``collective="auto"`` sends no buffer dense,
-    which would have no momentum at all where the optimizer has none.
+    It replaces the optimizer's momentum, which the strategy switches off for Adam, AdamW and SGD. Elements that fade
+    are not conserved. ``collective="auto"`` sends no buffer dense: it would have no momentum at all.
 
     Sources: Peng, Quesnelle, Kingma, DeMo: Decoupled Momentum Optimization, 2024, algorithm 1 (its transform and the
     sign are not part of this); Sarfi et al., Communication Efficient LLM Pre-training with SparseLoCo, 2025.
@@ -133,11 +133,10 @@ class DecoupledMomentum(ResidualMemory):
 
 
 class AutoMemory(ResidualMemory):
-    """A residual, which is the optimizer's momentum as well where that has been measured to lose less.
+    """A residual, which is the optimizer's momentum as well where that has been measured to lose less accuracy.
 
-    Which that is: see :func:`lightning_safusion.integration.optimizer.carried_momentum`. The optimizer's own momentum
-    is off then for tensors that were selected from, as with :class:`DecoupledMomentum`, and on for dense ones, so that
-    buffers may still be dense.
+    :func:`lightning_safusion.integration.optimizer.carried_momentum` says where. The optimizer's own momentum is off
+    then for sparse tensors, as with :class:`DecoupledMomentum`, and on for dense ones.
     """
 
     name: ClassVar[str] = "auto"
@@ -150,7 +149,7 @@ class AutoMemory(ResidualMemory):
         self.carry(None)
 
     def carry(self, momentum: float | None) -> None:
-        """Lets what is held back fade by a momentum factor in every step, or, with None, stay as it is."""
+        """Multiplies the residual by a momentum factor in every step; None keeps it."""
         self.decay = 1.0 if momentum is None else momentum
         self.conserves = momentum is None
 

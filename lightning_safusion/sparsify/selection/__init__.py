@@ -1,1 +1,1 @@
-"""Which elements of a segmented span are selected: one contract (``view``), and who reads a span for it."""
+"""Selection from a span: one contract (``view``) and its backends."""

@@ -1,219 +1,332 @@
-"""Segmented selection on the CPU with compiled kernels: one look at the span, where it goes on as it did."""
+"""Segmented selection on the CPU with compiled kernels: one pass over the span, or none where gradients were surveyed.
+
+Elements above a *floor* of their segment are collected as *candidates*, from which every higher threshold is answered
+without reading the span again. Floors are predicted from earlier selections or guessed from samples.
+"""
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
+import torch
 from torch import Tensor
 
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify.base import Segments, Selection
-from lightning_safusion.sparsify.selection.candidates import Candidates, Swept
-from lightning_safusion.sparsify.selection.floors import LikelyFloors, room_of
-from lightning_safusion.sparsify.selection.pieces import SubBlocks
-from lightning_safusion.sparsify.selection.reference import NumpyView, as_selection
-from lightning_safusion.sparsify.selection.sampling import common_floor
-from lightning_safusion.sparsify.selection.survey import SpanSurvey
-from lightning_safusion.sparsify.selection.view import MAGNITUDE_BITS
+from lightning_safusion.sparsify.selection.reference import log_sums, merged, order_floors
+from lightning_safusion.sparsify.selection.sampling import common_floor, guessed_floor
+from lightning_safusion.sparsify.selection.survey import UNKNOWN, Prediction, SpanSurvey
+from lightning_safusion.sparsify.selection.view import SegmentedView
 
-# Times the capacity: ranks whose magnitudes are asked of samples until enough is found. A look that finds too little
-# costs less than to select without samples.
+_SMALL = 1 << 14  # elements of a segment that is never sampled: a floor that is sure costs less
+# Times the capacity: ranks whose magnitudes samples tell, until enough candidates are found.
 _DEEPER = (1, 2, 4)
 
 
-class NativeView(NumpyView):
-    """Finds what :class:`NumpyView` finds; sums are rounded otherwise.
-
-    Floors need not be guessed from samples where earlier selections have left some, and candidates are collected while
-    sums are made.
+class FoundSelection(Selection):
+    """What compiled kernels have found: positions have 32 bits until somebody asks for more.
 
     Args:
-        x: As there.
-        segments: As there.
-        survey: What is known of ``x``; anything else it tells is not used.
+        positions: int32 [K].
+        values: float32 [K].
+    """
+
+    def __init__(self, positions: Tensor, values: Tensor) -> None:
+        self.__dict__.update(positions=positions, values=values, count=len(values))
+
+    @cached_property
+    def indices(self) -> Tensor:
+        return self.positions.long()
+
+
+class NativeView(SegmentedView):
+    """Reads a span with compiled kernels.
+
+    Args:
+        x: float32 [N], contiguous.
+        segments: The cut of ``x`` and the quotas.
+        survey: What is known of ``x``.
     """
 
     def __init__(self, x: Tensor, segments: Segments, survey: SpanSurvey | None = None) -> None:
-        super().__init__(x, segments)
-        self._sizes, self._parts = self._layout.sizes, self._layout.parts
-        likely, seen = (None, None) if survey is None else survey.take(x, segments)
-        self._likely = likely or LikelyFloors.unknown(segments)
-        self._swept: Swept | None = None if seen is None else seen.swept
-        self._seen = None if seen is None else seen._replace(swept=None)
+        self.x, self.segments = x, segments
+        known, seen = (None, None) if survey is None else survey.take(x, segments)
+        self._predicted = known or Prediction(segments)
+        self._live = self._predicted.live
+        self._floats: np.ndarray = x.detach().numpy()
+        self._found: native.Lists | None = None if seen is None else seen.lists
+        self._lowest: np.ndarray = self._predicted.bits if seen is None else seen.floors  # what these are above
+        self._seen = None if seen is None else seen._replace(lists=None)
+        self._counted: tuple[np.ndarray, np.ndarray] | None = None  # the latest floors, and elements above them
 
     # -- statistics ------------------------------------------------------------------------------------------------
 
-    def sums(self) -> Tensor:
-        return self.moments()[0]
-
-    def abs_sums(self) -> Tensor:
-        return self.moments(magnitudes=True)[0]
-
-    def square_sums(self) -> Tensor:
-        return self.moments()[1]
-
     def moments(self, *, magnitudes: bool = False) -> tuple[Tensor, Tensor]:
         kind: native.Sums = "magnitudes" if magnitudes else "values"
-        self._likely.sums = kind
+        self._predicted.sums = kind
         seen = self._seen
         if seen is not None and seen.kind == kind and seen.sums is not None and seen.squares is not None:
             return self._per_segment(seen.sums), self._per_segment(seen.squares)
-        floors = None
-        if self._swept is None and not np.isnan(self._likely.own[~self._layout.idle]).all():
-            floors = self._likely_floors(MAGNITUDE_BITS)
-        found = native.survey(self._floats, self._parts, native.Wanted(floors, room_of(self.segments), kind))
-        if floors is not None and found.places is not None and found.bits is not None:
-            self._swept = Swept(floors, [], Candidates(found.places, found.bits, found.counts))
-        if found.sums is None or found.squares is None:
+        floors = self._predicted.bits[:-1]
+        unasked = self._found is not None or bool((floors == UNKNOWN).all())
+        wanted = native.Wanted(None if unasked else floors, self._live.room, kind)
+        places, bits, counts, sums, squares = native.survey(self._floats, self._live.parts, wanted)
+        if not unasked and places is not None and bits is not None:
+            self._found, self._lowest = native.Lists(places, bits, counts), floors
+        if sums is None or squares is None:
             raise RuntimeError("sums were asked for and not made")
-        return self._per_segment(found.sums), self._per_segment(found.squares)
+        return self._per_segment(sums), self._per_segment(squares)
+
+    def log_abs_sums(self) -> tuple[Tensor, Tensor]:
+        sums, present = log_sums(self._floats, self._live.starts, self._live.sizes)
+        return self._per_segment(sums), self._per_segment(present)
 
     def abs_max(self) -> Tensor:
-        return self._per_segment(native.largest(self._floats, self._parts).view(np.float32))
+        return self._per_segment(native.largest(self._floats, self._live.parts).view(np.float32))
 
     def tail_moments(self, thresholds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        counts, sums, squares = native.tail(self._floats, self._parts, self._active(thresholds))
+        counts, sums, squares = native.tail(self._floats, self._live.parts, thresholds.numpy()[self._live.places])
         return self._per_segment(counts), self._per_segment(sums), self._per_segment(squares)
+
+    def count_above(self, thresholds: Tensor, enough: Tensor | None = None) -> Tensor:
+        floors = self._floors(thresholds)
+        if enough is not None:
+            floors = self._no_lower(floors, enough.numpy()[self._live.places] + 1)
+        if self._found is not None and (lowered := floors < self._lowest).any():
+            # a threshold is lowered until it finds enough, which a sparse segment never has: one pass for all of that
+            large = lowered & (self._live.sizes > _SMALL)
+            self._down_to(np.minimum(floors, np.maximum(self._guessed(floors, self._live.quotas, large), 0)))
+        return self._per_segment(self._counts(self._down_to(floors), floors))
 
     # -- selection -------------------------------------------------------------------------------------------------
 
+    def kth_largest(self, k: Tensor | np.ndarray) -> Tensor:
+        ranks = np.minimum(np.asarray(k)[self._live.places].astype(np.int64), self._live.sizes)
+        wanted = ranks > 0
+        floors = self._guessed(np.full(len(ranks), UNKNOWN, np.int32), ranks, wanted)
+        found = self._complete(self._above(floors), floors, ranks)
+        starts, counts = found.counts.cumsum() - found.counts, found.counts
+        kth = np.full(len(ranks), np.inf, np.float32).view(np.int32)
+        kth[wanted] = native.kth_largest(found.bits, starts[wanted], counts[wanted], ranks[wanted])
+        return self._per_segment(kth.view(np.float32))
+
+    def top(self) -> Selection:
+        quotas, floors = self._live.quotas, self._predicted.bits[:-1]
+        unknown = floors == UNKNOWN
+        if not unknown.any() and self._found is None and not self._has_room(floors):
+            unknown = np.ones_like(unknown)
+        if unknown.any():
+            floors = self._guessed(floors, quotas, unknown)
+        found = self._above(floors)
+        self._learn(floors, found.counts)
+        if (short := (found.counts < quotas) & ~unknown & (floors > 0)).any():
+            floors, found = self._found_again(floors, short)
+        found = self._complete(found, floors, quotas)
+        return self._cut(found, np.full(len(quotas), -1, np.int32), quotas)
+
     def take(self, thresholds: Tensor, *, inclusive: bool = False) -> Selection:
-        quotas = self._layout.quotas
+        quotas = self._live.quotas
         floors = self._no_lower(self._floors(thresholds, inclusive), quotas)
-        swept = self._swept_down_to(floors)
-        self._likely.learn(swept.floors, swept.found.counts, quotas, self._sizes)
-        if ((self._counts(swept, floors) == 0) & ~self._layout.idle).any():
-            return super().take(thresholds, inclusive=inclusive)
-        return self._largest_above(swept.found, floors)
+        found = self._down_to(floors)
+        self._learn(self._lowest, found.counts)
+        empty = self._counts(found, floors) == 0
+        if not empty.any():
+            return self._cut(found, floors, quotas)
+        # of these the (first) largest, which is a zero if there is no other
+        parts = native.Parts.of(self._live.starts[empty], self._live.sizes[empty])
+        floors = floors.copy()
+        floors[empty] = np.maximum(native.largest(self._floats, parts) - 1, 0)
+        found = self._above(floors)
+        found = self._filled(found, empty & (found.counts == 0))
+        return self._cut(found, np.full(len(quotas), -1, np.int32), np.where(empty, 1, quotas))
 
     def top_pooled(self) -> Selection | None:
-        if self._layout.idle.all():
+        live, common = self._live, int(self._predicted.bits[-1])
+        if not len(live.places):
             return None
-        learned = self._likely.common
-        if not np.isnan(learned[0]):
-            common = int(learned.view(np.int32)[0])
-            selection = self._pooled_below(common) if self._has_room(self._pooled_floors(common)) else None
+        likely = np.minimum(self._predicted.bits[:-1], np.int32(common))
+        if common != UNKNOWN and (self._found is not None or self._has_room(likely)):
+            selection = self._pooled_above(common)
             if selection is not None:
                 return selection
-        live = [self._segment(place) for place in np.flatnonzero(~self._layout.idle).tolist()]
+        runs = [self._run(place).view(np.int32) for place in range(len(live.places))]
         for more in _DEEPER:
-            common = common_floor(live, more * self.segments.capacity)
-            selection = self._pooled_below(common)
+            common = common_floor(runs, more * self.segments.capacity)
+            selection = self._pooled_above(common)
             if selection is not None or common <= 0:
                 return selection
         return None
 
-    def _pooled_below(self, common: int) -> Selection | None:
+    def _pooled_above(self, common: int) -> Selection | None:
         """The pooled selection, if what is above ``common`` (bits) and above the floors of the quotas will do."""
-        quotas, floors = self._layout.quotas, self._pooled_floors(common)
+        quotas = self._live.quotas
+        floors = np.minimum(self._predicted.bits[:-1], np.int32(common))
         found = self._above(floors)
-        above = int(self._numbers(found, floors, np.maximum(floors, common)).sum())
-        self._likely.learn_common(common, above, self.segments.capacity, len(self._floats))
-        self._likely.learn(np.where(floors < common, floors, -2), found.counts, quotas, self._sizes)
-        short = (found.counts < quotas) & (floors > 0)
-        del found
-        if short.any():
-            floors, _ = self._found_again(floors, quotas, self._layout.sub_blocks, short)
-        return self._pooled_above(floors)
+        limits = np.full_like(floors, common)
+        above = found.number_above(limits, floors, found.counts).sum()
+        told = np.where(floors < common, floors, UNKNOWN)
+        self._predicted.learn(np.append(told, limits[:1]), np.append(found.counts, above))
+        if (short := (found.counts < quotas) & (floors > 0)).any():
+            floors, found = self._found_again(floors, short)
+        return self._shared(found, floors)
 
-    def _candidates(self, ranks: np.ndarray, sub_blocks: SubBlocks) -> Candidates:
-        if ranks is not self._layout.quotas:
-            return super()._candidates(ranks, sub_blocks)
-        floors = self._likely_floors(-2)
-        unknown = (floors == -2) & (ranks > 0)
-        if not unknown.any() and not self._has_room(floors):
-            floors, unknown = self._likely_floors(-2), ranks > 0
-        if unknown.any():
-            self._guess(floors, ranks, sub_blocks, unknown)
-        found = self._above(floors)
-        self._likely.learn(floors, found.counts, ranks, self._sizes)
-        if (short := (found.counts < ranks) & ~unknown & (floors > 0)).any():
-            floors, found = self._found_again(floors, ranks, sub_blocks, short)
-        return self._completed(found, floors, ranks)
+    def _shared(self, found: native.Lists, floors: np.ndarray) -> Selection | None:
+        """The pooled selection from what is above floors (int32 [A]); None where these were too high for it."""
+        quotas, room, highest = self._live.quotas, self.segments.capacity, int(floors.max())
+        if (short := found.counts < quotas).any():
+            if (floors[short] > 0).any():
+                return None
+            found = self._filled(found, np.maximum(quotas - found.counts, 0))
+        left = room - len(found.places)
+        if highest <= 0 and left >= 0:  # every non-zero is found, and sent, and so are the first zeros
+            free = self._live.sizes - found.counts
+            found = self._filled(found, np.clip(left - free.cumsum() + free, 0, free))
+            return self._cut(found, np.full(len(quotas), -1, np.int32), found.counts)
+        if left > 0:
+            return None
+        limits, numbers, lowest = found.share(quotas, room)
+        # what was not found has at most the highest floor; and quotas may take the places of larger elements
+        if lowest <= highest and highest > 0 or int(numbers.sum()) != room:
+            return None
+        return self._cut(found, limits, numbers)
 
-    def _found_again(
-        self, floors: np.ndarray, ranks: np.ndarray, sub_blocks: SubBlocks, short: np.ndarray
-    ) -> tuple[np.ndarray, Candidates]:
-        """Looks once more at the ``short`` segments (bool [A]), with floors from samples."""
-        lower = floors.copy()
-        self._guess(lower, ranks, sub_blocks, short)
-        self._likely.no_higher(lower, short)
-        return lower, self._above(lower)
+    def merge(self, floors: Selection, others: Selection, room: int) -> Selection:
+        return merged(self.x, floors, others, room)
+
+    # -- floors ----------------------------------------------------------------------------------------------------
+
+    def _floors(self, thresholds: Tensor, inclusive: bool = False) -> np.ndarray:
+        return order_floors(thresholds.numpy()[self._live.places].astype(np.float32), inclusive)
+
+    def _no_lower(self, floors: np.ndarray, enough: np.ndarray) -> np.ndarray:
+        """The floors, but not below those of segments that have that many (float [A]) candidates already."""
+        if self._found is None:
+            return floors
+        return np.where(self._found.counts >= enough, np.maximum(floors, self._lowest), floors)
+
+    def _guessed(self, floors: np.ndarray, ranks: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+        """Floors, those of some segments (bool [A]) such that ``ranks`` elements are above them, most likely."""
+        floors, live = floors.copy(), self._live
+        small = wanted & (live.sizes <= _SMALL)
+        if small.any():
+            bits = self._floats.view(np.int32)
+            kth = native.kth_largest(bits, live.starts[small], live.sizes[small], ranks[small], exact=False)
+            floors[small] = np.maximum(kth - 1, 0)
+        for place in np.flatnonzero(wanted & ~small).tolist():
+            floors[place] = guessed_floor(self._run(place).view(np.int32), int(ranks[place]))
+        return floors
 
     def _has_room(self, floors: np.ndarray) -> bool:
-        """Looks for what is above floors that are likely; forgets these where there is no room for all of that."""
-        if self._swept is not None:
-            return True
-        found = native.survey(self._floats, self._parts, native.Wanted(floors, room_of(self.segments)))
-        if found.places is None or found.bits is None:
-            self._likely.forget()
+        """Collects what is above predicted floors; forgets these where there is no room for all of that."""
+        wanted = native.Wanted(floors, self._live.room)
+        places, bits, counts, _, _ = native.survey(self._floats, self._live.parts, wanted)
+        if places is None or bits is None:
+            self._predicted.forget()
             return False
-        self._swept = Swept(floors, [], Candidates(found.places, found.bits, found.counts))
+        self._found, self._lowest = native.Lists(places, bits, counts), floors
         return True
 
-    # -- parts -----------------------------------------------------------------------------------------------------
+    def _learn(self, floors: np.ndarray, counts: np.ndarray) -> None:
+        self._predicted.learn(np.append(floors, np.int32(UNKNOWN)), np.append(counts, 0))
 
-    def _likely_floors(self, unknown: int) -> np.ndarray:
-        """int32 [A]; nothing is above that of an idle segment."""
-        own = self._likely.own
-        floors = np.where(np.isnan(own), np.int32(unknown), own.view(np.int32))
-        floors[self._layout.idle] = MAGNITUDE_BITS
-        return floors
+    # -- candidates ------------------------------------------------------------------------------------------------
 
-    def _pooled_floors(self, common: int) -> np.ndarray:
-        """int32 [A], what will most likely do for the quotas and, with a magnitude (bits) for all, for the pool."""
-        floors = np.minimum(self._likely_floors(MAGNITUDE_BITS), common)
-        floors[self._layout.idle] = MAGNITUDE_BITS
-        return floors
+    def _run(self, place: int) -> np.ndarray:
+        """float32, the elements of a live segment."""
+        start = self._live.starts[place]
+        return self._floats[start : start + self._live.sizes[place]]
 
-    def _narrowed(self, found: Candidates, floors: np.ndarray, higher: np.ndarray) -> Candidates:
-        if np.array_equal(higher, floors):
-            return found
-        # in place, as lists are as large as the residual where many elements are sent: lower floors are a new sweep
-        narrowed = Candidates(*native.keep_above(found.indices, found.signed, found.counts, higher))
-        self._swept, self._counted = Swept(higher, [], narrowed), None
-        return narrowed
+    def _per_segment(self, per_live: np.ndarray) -> Tensor:
+        result = np.zeros(len(self.segments), per_live.dtype)
+        result[self._live.places] = per_live
+        return torch.from_numpy(result)
 
-    def _cut_to_pool(self, found: Candidates, floors: np.ndarray) -> tuple[Candidates, int]:
-        shares = native.share(found.signed, found.counts, self._layout.quotas, self.segments.capacity)
-        if int(shares.numbers.sum()) > self.segments.capacity:
-            return found, shares.lowest
-        return Candidates(*self._kept_of(found, shares.floors, shares.numbers), shares.numbers), shares.lowest
-
-    def _trim(self, found: Candidates) -> Selection:
-        return self._largest_above(found, np.full(len(found.counts), -1, np.int32))
-
-    def _largest_above(self, found: Candidates, floors: np.ndarray) -> Selection:
-        """Those above floors (int32 [A]), of each segment no more than there is room for."""
-        return as_selection(*self._kept_of(found, floors, self._layout.quotas))
-
-    def _kept_of(self, found: Candidates, floors: np.ndarray, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Places (int32) and bits of what is largest above the floor of each segment, up to a number (int64 [A])."""
-        self._swept = self._counted = None  # overwritten
-        places = found.indices.astype(np.int32, copy=False)
-        return native.keep_largest(places, found.signed, found.counts, floors, numbers)
-
-    def _numbers(self, found: Candidates, floors: np.ndarray, higher: np.ndarray) -> np.ndarray:
-        return native.number_above(found.signed, found.counts, higher, floors, found.counts)
-
-    def _counts(self, swept: Swept, floors: np.ndarray) -> np.ndarray:
-        found, known = swept.found, self._counted or (swept.floors, swept.found.counts)
-        counts = native.number_above(found.signed, found.counts, floors, *known)
+    def _counts(self, found: native.Lists, floors: np.ndarray) -> np.ndarray:
+        """int64 [A], candidates above floors (int32 [A]) that are no lower than theirs."""
+        # whoever looks for a threshold changes few segments in the end
+        counts = found.number_above(floors, *(self._counted or (self._lowest, found.counts)))
         self._counted = floors, counts
         return counts
 
-    def _sweep(self, floors: np.ndarray, changed: list[bool], _: list[tuple[np.ndarray, np.ndarray]]) -> Swept:
-        again, old = np.array(changed), self._swept
-        if old is None or again.all():
-            self._swept = old = None  # freed before there are others
-        runs = (self._layout.starts[again], self._sizes[again])
-        parts = self._parts if old is None else native.Parts.of(*runs)
-        found = native.survey(self._floats, parts, native.Wanted(floors[again], room_of(self.segments)))
+    def _above(self, floors: np.ndarray) -> native.Lists:
+        """The elements above the floors (int32 [A])."""
+        found = self._found
+        if found is None or not np.array_equal(self._lowest, floors):
+            found = self._down_to(floors)
+            if not np.array_equal(self._lowest, floors):
+                # in place: where many elements are sent, the lists are as large as the residual
+                self._found = found = found.above(floors)
+                self._lowest, self._counted = floors, None
+        return found
+
+    def _found_again(self, floors: np.ndarray, short: np.ndarray) -> tuple[np.ndarray, native.Lists]:
+        """Reads the ``short`` segments (bool [A]) once more, with floors from samples."""
+        lower = self._guessed(floors, self._live.quotas, short)
+        self._predicted.no_higher(lower, short)
+        return lower, self._above(lower)
+
+    def _down_to(self, floors: np.ndarray) -> native.Lists:
+        """At least the elements above the floors; reads the segments again where no floor was as low so far."""
+        found = self._found
+        if found is not None:
+            lowered = floors < self._lowest
+            if not lowered.any():
+                return found
+            floors = np.minimum(floors, self._lowest)
+            if not lowered.all():
+                parts = native.Parts.of(self._live.starts[lowered], self._live.sizes[lowered])
+                self._found = found.replaced(lowered, self._read(floors[lowered], parts))
+                self._lowest = floors
+                return self._found
+            self._found = found = None  # freed before there are others
+        self._found, self._lowest = self._read(floors, self._live.parts), floors
+        return self._found
+
+    def _read(self, floors: np.ndarray, parts: native.Parts) -> native.Lists:
+        """What is above the floors of some runs."""
+        found = native.survey(self._floats, parts, native.Wanted(floors, self._live.room))
         if found.places is None:  # now it is known how many
-            found = native.survey(self._floats, parts, native.Wanted(floors[again], int(found.counts.sum())))
+            found = native.survey(self._floats, parts, native.Wanted(floors, int(found.counts.sum())))
         if found.places is None or found.bits is None:
             raise RuntimeError("a span has changed while it was read")
-        if old is None:
-            return Swept(floors, [], Candidates(found.places, found.bits, found.counts))
-        known = native.Lists(old.found.indices, old.found.signed, old.found.counts)
-        lists = native.replaced(known, again, native.Lists(found.places, found.bits, found.counts))
-        return Swept(floors, [], Candidates(*lists))
+        return native.Lists(found.places, found.bits, found.counts)
+
+    def _complete(self, found: native.Lists, floors: np.ndarray, ranks: np.ndarray) -> native.Lists:
+        """At least ``ranks`` (int64 [A]) candidates of every segment, from those above the floors."""
+        if (wrong := (found.counts < ranks) & (floors > 0)).any():  # guessed from a sample that was not like the rest
+            starts, sizes, exact = self._live.starts[wrong], self._live.sizes[wrong], floors.copy()
+            kth = native.kth_largest(self._floats.view(np.int32), starts, sizes, ranks[wrong])
+            exact[wrong] = np.maximum(kth - 1, 0)
+            found = self._above(exact)
+        return self._filled(found, np.maximum(ranks - found.counts, 0))
+
+    def _filled(self, found: native.Lists, more: np.ndarray) -> native.Lists:
+        """Candidates and, of each segment, the first ``more`` (int64 [A]) elements that are not among them."""
+        if not more.any():
+            return found
+        live, marked, stops, filled = self._live, more > 0, found.counts.cumsum(), []
+        for place in np.flatnonzero(marked).tolist():
+            own = found.places[stops[place] - found.counts[place] : stops[place]]
+            filled.append(with_first_others(own, int(live.starts[place]), int(live.sizes[place]), int(more[place])))
+        places = np.concatenate(filled)
+        others = native.Lists(places, self._floats.view(np.int32)[places], (found.counts + more)[marked])
+        self._found = self._counted = None  # what is filled up is more than what is above the floors
+        return found.replaced(marked, others)
+
+    def _cut(self, found: native.Lists, floors: np.ndarray, numbers: np.ndarray) -> Selection:
+        """Of each segment the largest candidates above its floor, up to a number (int64 [A])."""
+        self._found = self._counted = None  # overwritten
+        places, bits = found.largest(floors, numbers)
+        return FoundSelection(torch.from_numpy(places), torch.from_numpy(bits.view(np.float32)))
+
+
+def with_first_others(positions: np.ndarray, start: int, size: int, more: int) -> np.ndarray:
+    """Some positions of a segment, ascending, and the first ``more`` of its other ones among them."""
+    length = min(size, len(positions) + more)
+    taken = np.zeros(length, np.bool_)
+    inside = positions[: positions.searchsorted(start + length)]
+    taken[inside - start] = True
+    taken[(~taken).nonzero()[0][:more]] = True
+    begin = (taken.nonzero()[0] + start).astype(positions.dtype, copy=False)
+    return np.concatenate([begin, positions[len(inside) :]])

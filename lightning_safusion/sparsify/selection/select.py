@@ -31,7 +31,18 @@ def segmented_view(x: Tensor, segments: Segments, survey: SpanSurvey | None = No
         segments: The cut of ``x`` and the quotas.
         survey: What is known of ``x``, as :meth:`Sparsifier.select` may be given it. It saves time and changes no
             result; of another tensor than the one that was surveyed (a copy, a slice, a product) nothing is used.
+
+    Raises:
+        TypeError: If ``x`` is not a contiguous float32 vector.
+        ValueError: If the segments do not cover ``x``.
     """
+    if x.dtype != torch.float32 or x.dim() != 1 or not x.is_contiguous():
+        raise TypeError(
+            f"selection reads a contiguous float32 vector, got {x.dtype} of shape {tuple(x.shape)} and strides"
+            f" {x.stride()}: convert it with x.float().contiguous().view(-1)"
+        )
+    if x.numel() != segments.numel:
+        raise ValueError(f"segments of {segments.numel} elements do not fit a span of {x.numel()}")
     if x.device.type == "cpu":
         compiled = native.usable() and x.numel() < native.MOST_ELEMENTS
         return NativeView(x, segments, survey) if compiled else NumpyView(x, segments)

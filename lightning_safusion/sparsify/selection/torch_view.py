@@ -79,20 +79,15 @@ class TorchView(SegmentedView):
     """Selection in fixed shapes, without waiting for the device."""
 
     def __init__(self, x: Tensor, segments: Segments) -> None:
-        super().__init__(x, segments)
+        self.x, self.segments = x, segments
         self._fixed = _Constants.of(segments, x.device)
         self._bits = x.detach().view(torch.int32) & MAGNITUDE_BITS
 
     # -- statistics ------------------------------------------------------------------------------------------------
 
-    def sums(self) -> Tensor:
-        return self._sum(self.x.double())
-
-    def abs_sums(self) -> Tensor:
-        return self._sum(self.x.abs().double())
-
-    def square_sums(self) -> Tensor:
-        return self._sum(self.x.double().square())
+    def moments(self, *, magnitudes: bool = False) -> tuple[Tensor, Tensor]:
+        elements = self.x.double()
+        return self._sum(elements.abs() if magnitudes else elements), self._sum(elements.square())
 
     def log_abs_sums(self) -> tuple[Tensor, Tensor]:
         present = self._bits > 0

@@ -1,7 +1,7 @@
-"""Statistics of, and selections from, a span that is cut into segments: what every sparsifier is written with.
+"""The contract of a segmented view: statistics of, and selections from, a span that is cut into segments.
 
-A threshold policy only turns the statistics of a segment into a threshold. It sees tensors of one number per segment,
-on the device of the span, so that it is written once, for CPU and accelerators, and never waits for the device.
+Sparsifiers are written with it. They see tensors of one number per segment on the device of the span: one code for CPU
+and accelerators, which never waits for the device.
 """
 
 from __future__ import annotations
@@ -38,28 +38,16 @@ class SegmentedView(ABC):
     """Reads a span segment by segment.
 
     Every result of shape [M] is a tensor on the device of ``x``; its entries for segments with quota 0 or without
-    elements carry no meaning. Magnitudes are ordered by their bits, so NaN counts as larger than infinity and, at equal
-    magnitude, the element with the lowest index comes first: both backends select exactly the same elements.
+    elements carry no meaning. Magnitudes are ordered by their bits: NaN is larger than infinity, and of equal ones the
+    first comes first. All backends select the same elements.
 
-    Args:
+    Attributes:
         x: float32 [N], contiguous. Not changed.
         segments: The cut of ``x`` and the quotas.
-
-    Raises:
-        TypeError: If ``x`` is not a contiguous float32 vector.
-        ValueError: If the segments do not cover ``x``.
     """
 
-    def __init__(self, x: Tensor, segments: Segments) -> None:
-        if x.dtype != torch.float32 or x.dim() != 1 or not x.is_contiguous():
-            raise TypeError(
-                f"selection reads a contiguous float32 vector, got {x.dtype} of shape {tuple(x.shape)} and strides"
-                f" {x.stride()}: convert it with x.float().contiguous().view(-1)"
-            )
-        if x.numel() != segments.numel:
-            raise ValueError(f"segments of {segments.numel} elements do not fit a span of {x.numel()}")
-        self.x = x
-        self.segments = segments
+    x: Tensor
+    segments: Segments
 
     @property
     def sizes(self) -> Tensor:
@@ -80,20 +68,20 @@ class SegmentedView(ABC):
         ]
 
     @abstractmethod
+    def moments(self, *, magnitudes: bool = False) -> tuple[Tensor, Tensor]:
+        """float64 [M] each: sums of the elements, or of their magnitudes, and of the squares."""
+
     def sums(self) -> Tensor:
         """float64 [M], sum of the signed elements."""
+        return self.moments()[0]
 
-    @abstractmethod
     def abs_sums(self) -> Tensor:
         """float64 [M], sum of the magnitudes."""
+        return self.moments(magnitudes=True)[0]
 
-    @abstractmethod
     def square_sums(self) -> Tensor:
         """float64 [M], sum of the squares."""
-
-    def moments(self, *, magnitudes: bool = False) -> tuple[Tensor, Tensor]:
-        """:meth:`sums`, or :meth:`abs_sums` with ``magnitudes``, and :meth:`square_sums`, together."""
-        return self.abs_sums() if magnitudes else self.sums(), self.square_sums()
+        return self.moments()[1]
 
     @abstractmethod
     def log_abs_sums(self) -> tuple[Tensor, Tensor]:
@@ -109,8 +97,7 @@ class SegmentedView(ABC):
 
         Args:
             thresholds: float32 [M].
-            enough: float64 [M]. Of segments with more than that any number above it may be returned, if that is known
-                without another look at the span.
+            enough: float64 [M]. For a segment with more than that any number above it may be returned.
         """
 
     @abstractmethod
@@ -145,7 +132,7 @@ class SegmentedView(ABC):
         """The largest elements of every segment up to its quota, and the largest of all others up to the pool.
 
         Returns:
-            The selection; None where it takes more than one look at the span.
+            The selection; None where it takes more than one pass over the span.
         """
         return None
 

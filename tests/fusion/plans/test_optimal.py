@@ -1,10 +1,8 @@
-"""The exact programme against brute force, the papers' rule against its definition."""
+"""The exact programme on jobs whose best plan is known (on any job: test_plan_properties)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
@@ -13,6 +11,7 @@ from lightning_safusion.fusion.plans.costs import GroupCosts
 from lightning_safusion.fusion.plans.optimal import optimal_cuts, plan_greedy, plan_optimal
 from lightning_safusion.fusion.plans.plan import Group, Plan
 from lightning_safusion.fusion.plans.pricing import GroupPricer, predict_finish
+from tests.fusion.plans.test_plan_properties import all_stops, finish_by_hand
 
 
 def make_costs(
@@ -37,61 +36,8 @@ def make_costs(
     )
 
 
-def random_costs(rng: np.random.Generator, length: int) -> GroupCosts:
-    """Small whole numbers: many ties, and sums without rounding."""
-    numels = rng.integers(0, 12, length)
-    gaps = rng.integers(0, int(rng.choice([1, 4, 20])), length)
-    sparse_allowed, dense_allowed = [(True, True), (True, False), (False, True)][rng.integers(3)]
-    return make_costs(
-        ready=np.cumsum(gaps).astype(float).tolist(),
-        numels=numels.tolist(),
-        sparse=(float(rng.integers(0, 8)), float(rng.integers(0, 4))),
-        dense=(float(rng.integers(0, 8)), float(rng.integers(0, 3)) / 4),
-        sparse_bytes=rng.integers(0, 8, length).astype(float).tolist(),
-        per_buffer=float(rng.integers(0, 4)),
-        sparse_allowed=sparse_allowed,
-        dense_allowed=dense_allowed,
-    )
-
-
-def all_stops(length: int) -> Iterator[list[int]]:
-    for cuts in range(length):
-        for inner in combinations(range(1, length), cuts):
-            yield [*inner, length]
-
-
-def finish_by_hand(stops: list[int], costs: GroupCosts) -> float:
-    """The timeline written out, with the cheapest collective of each buffer."""
-    free = 0.0
-    for place, (start, stop) in enumerate(pairwise([0, *stops])):
-        options = []
-        if costs.sparse_allowed:
-            options.append(costs.sparse[0] + costs.sparse[1] * sum(costs.sparse_bytes[start:stop]))
-        if costs.dense_allowed:
-            options.append(costs.dense[0] + costs.dense[1] * sum(costs.dense_bytes[start:stop]))
-        free = max(free, costs.ready[stop - 1] + (place + 1) * costs.per_buffer) + min(options)
-    return free
-
-
-def last_share_fits(stops: list[int], costs: GroupCosts, share: float) -> bool:
-    start = stops[-2] if len(stops) > 1 else 0
-    floor = next((n for n in reversed(costs.numels) if n), 0)
-    return sum(costs.numels[start:]) <= max(share * sum(costs.numels), floor)
-
-
 def stops_of(plan: Plan) -> list[int]:
     return [group.stop for group in plan.groups]
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_optimal_equals_brute_force(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    for _ in range(60):
-        costs = random_costs(rng, int(rng.integers(1, 12)))
-        best = min(finish_by_hand(stops, costs) for stops in all_stops(len(costs.ready)))
-        plan = plan_optimal(costs, max_last_share=1.0)
-        assert finish_by_hand(stops_of(plan), costs) == best
-        assert predict_finish(plan, costs) == best
 
 
 def test_optimal_equals_brute_force_on_twelve_tensors_of_real_numbers() -> None:
@@ -106,31 +52,6 @@ def test_optimal_equals_brute_force_on_twelve_tensors_of_real_numbers() -> None:
         )
         best = min(finish_by_hand(stops, costs) for stops in all_stops(12))
         assert predict_finish(plan_optimal(costs, max_last_share=1.0), costs) == pytest.approx(best, rel=1e-12)
-
-
-@pytest.mark.parametrize("share", [0.01, 0.3, 0.7])
-def test_bounded_last_buffer_equals_brute_force(share: float) -> None:
-    rng = np.random.default_rng(11)
-    binding = 0
-    for _ in range(80):
-        costs = random_costs(rng, int(rng.integers(1, 9)))
-        allowed = [stops for stops in all_stops(len(costs.ready)) if last_share_fits(stops, costs, share)]
-        plan = plan_optimal(costs, max_last_share=share)
-        assert last_share_fits(stops_of(plan), costs, share)
-        assert predict_finish(plan, costs) == min(finish_by_hand(stops, costs) for stops in allowed)
-        binding += predict_finish(plan, costs) > predict_finish(plan_optimal(costs, max_last_share=1.0), costs)
-    assert binding > 0  # the bound was felt
-
-
-def test_ties_go_to_the_fewest_buffers_then_to_the_earliest_cuts() -> None:
-    rng = np.random.default_rng(3)
-    for _ in range(120):
-        costs = replace(random_costs(rng, int(rng.integers(1, 9))), sparse_allowed=True, dense_allowed=False)
-        finishes = [(finish_by_hand(stops, costs), stops) for stops in all_stops(len(costs.ready))]
-        best = min(finish for finish, _ in finishes)
-        optimal = [stops for finish, stops in finishes if finish == best]
-        expected = min(optimal, key=lambda stops: (len(stops), stops[::-1]))
-        assert stops_of(plan_optimal(costs, max_last_share=1.0)) == expected
 
 
 def test_counter_example_of_the_greedy_merge_rule() -> None:
@@ -233,42 +154,6 @@ def test_skewed_sizes(shape: str) -> None:
         assert best <= predict_finish(GroupPricer(costs).plan(stops), costs) * (1 + 1e-12)
     assert best <= predict_finish(plan_greedy(costs), costs) * (1 + 1e-12)
     assert best >= costs.ready[-1] + min(costs.sparse[0], costs.dense[0])
-
-
-def test_papers_rule_keeps_its_promise() -> None:
-    """Every buffer but the last is exchanged for at least as long as the next one takes to get ready, and could not
-    have waited for a tensor more; the first is the smallest with which this works."""
-    rng = np.random.default_rng(5)
-    sizes = set()
-    for _ in range(200):
-        length = int(rng.integers(2, 30))
-        costs = make_costs(
-            ready=np.cumsum(rng.uniform(0.1, 2.0, length)).tolist(),
-            numels=rng.integers(1, 9, length).tolist(),
-            sparse=(rng.uniform(0, 3), rng.uniform(0, 0.5)),
-            dense_allowed=False,
-        )
-        plan = plan_greedy(costs)
-        sizes.add(len(plan.groups))
-        for before, group in pairwise(plan.groups):
-            busy = costs.sparse[0] + costs.sparse[1] * sum(costs.sparse_bytes[before.start : before.stop])
-            covered = costs.ready[before.stop - 1] + busy
-            assert covered >= costs.ready[group.stop - 1] - 1e-9
-            assert group.stop == length or covered < costs.ready[group.stop] + 1e-9
-        first = plan.groups[0].stop
-        assert all(not _covers(costs, smaller) for smaller in range(1, first))
-    assert len(sizes) > 3
-
-
-def _covers(costs: GroupCosts, first: int) -> bool:
-    start, stop = 0, first
-    while stop < len(costs.ready):
-        busy = costs.sparse[0] + costs.sparse[1] * sum(costs.sparse_bytes[start:stop])
-        until = sum(ready <= costs.ready[stop - 1] + busy for ready in costs.ready)
-        if until <= stop:
-            return False
-        start, stop = stop, until
-    return True
 
 
 def test_planning_is_pure() -> None:

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from lightning_safusion.kernels import cpu as native
-from lightning_safusion.sparsify.base import Segments, Selection, span_segments
+from lightning_safusion.sparsify.base import Segments, span_segments
 from lightning_safusion.sparsify.selection.native import NativeView
 from lightning_safusion.sparsify.selection.reference import NumpyView
 from lightning_safusion.sparsify.selection.select import segmented_view
 from lightning_safusion.sparsify.selection.survey import Foresight, History
+from lightning_safusion.sparsify.topk import TopK
 
 pytestmark = pytest.mark.skipif(not native.usable(), reason="the package was installed without a C compiler")
 MAGNITUDE = 0x7FFFFFFF
@@ -30,7 +31,7 @@ def test_lists_are_cut_to_their_largest_and_of_equals_the_first(spread: int, abo
     x = rng.integers(-spread, spread + 1, counts.sum()).astype(np.float32) / 3
     limit = np.float32(above * spread / 3)
     floors = np.full(len(counts), -1 if above < 0 else limit.view(np.int32), np.int32)
-    kept, bits = native.keep_largest(places.copy(), x.view(np.int32).copy(), counts, floors, quotas)
+    kept, bits = native.Lists(places.copy(), x.view(np.int32).copy(), counts).largest(floors, quotas)
     expected, stop = [], 0
     for count, quota in zip(counts, quotas, strict=True):
         mine = np.abs(x[stop : stop + count])
@@ -47,13 +48,14 @@ def test_what_is_above_other_floors_is_counted_and_kept() -> None:
     bits = rng.integers(0, 5, counts.sum()).astype(np.int32) | rng.integers(0, 2, counts.sum()).astype(np.int32) << 31
     places = np.arange(len(bits), dtype=np.int32) + 7
     mask = (bits & MAGNITUDE) > floors.repeat(counts)
-    kept, signed, numbers = native.keep_above(places.copy(), bits.copy(), counts, floors)
+    kept, signed, numbers = native.Lists(places.copy(), bits.copy(), counts).above(floors)
     assert kept.tolist() == places[mask].tolist()
     assert signed.tolist() == bits[mask].tolist()
     expected = [int(part.sum()) for part in np.split(mask, counts.cumsum()[:-1])]
     assert numbers.tolist() == expected
     known, told = np.array([1, 0, 1, 9], np.int32), np.array([11, 12, 13, 14])
-    assert native.number_above(bits, counts, floors, known, told).tolist() == [expected[0], 12, expected[2], 14]
+    numbers = native.Lists(places, bits, counts).number_above(floors, known, told)
+    assert numbers.tolist() == [expected[0], 12, expected[2], 14]
 
 
 @pytest.mark.parametrize("spread", [1, 4, 40, 100_000])
@@ -66,26 +68,42 @@ def test_lists_share_a_room_as_they_do_without_kernels(spread: int, share: float
     pool = int(share * (sizes.sum() - 20 - quotas.sum()))
     keys, shapes = tuple(range(len(sizes))), tuple((int(size),) for size in sizes)
 
-    def selection(view: type[NumpyView]) -> Selection | None:
-        return view(x, Segments(np.append(0, sizes.cumsum()), quotas, keys, shapes, pool))._pooled_above(
-            np.full(len(sizes), -1, np.int32)
-        )
-
-    here, there = selection(NativeView), selection(NumpyView)
-    assert here is not None
-    assert there is not None
+    segments = Segments(np.append(0, sizes.cumsum()), quotas, keys, shapes, pool)
+    here = TopK().select(x, segments, 0)
+    with native.unused():
+        there = TopK().select(x, segments, 0)
     assert here.count == quotas.sum() + pool
     assert here.indices.tolist() == there.indices.tolist()
     assert torch.equal(here.values, there.values)
     assert here.indices.dtype == torch.int64
 
 
+@pytest.mark.parametrize("spread", [1, 7, 100_000])
+def test_the_kth_largest_of_runs(spread: int) -> None:
+    rng = np.random.default_rng(spread)
+    sizes = np.array([1, 2, 511, 512, 513, 5000, 16_384])
+    starts = np.append(3, 3 + sizes.cumsum()[:-1])
+    bits = rng.integers(-spread, spread + 1, 3 + sizes.sum()).astype(np.float32).view(np.int32)
+    for share in (0.0, 0.01, 0.5, 1.0):
+        ranks = np.maximum((share * sizes).astype(np.int64), 1)
+        expected = [
+            np.sort(bits[start : start + size] & MAGNITUDE)[size - rank]
+            for start, size, rank in zip(starts, sizes, ranks, strict=True)
+        ]
+        assert native.kth_largest(bits, starts, sizes, ranks).tolist() == expected
+        low = native.kth_largest(bits, starts, sizes, ranks, exact=False)
+        assert (low <= expected).all()
+        for start, size, rank, floor in zip(starts, sizes, ranks, low, strict=True):
+            found = int(((bits[start : start + size] & MAGNITUDE) >= floor).sum())
+            assert found >= rank
+            assert spread < 100 or found <= 1.5 * rank + 12
+
+
 def test_quotas_may_take_the_places_of_larger_elements() -> None:
     bits = np.array([9, 8, 5, 5, 5], np.float32).view(np.int32)
-    shares = native.share(bits, np.array([2, 1, 2]), np.array([0, 1, 1]), 3)
-    assert shares.numbers.sum() > 3  # the caller sees that, and looks at the elements one by one
-    shares = native.share(bits, np.array([2, 1, 2]), np.array([0, 0, 1]), 4)
-    assert shares.numbers.tolist() == [2, 1, 1]
+    lists = native.Lists(np.arange(5, dtype=np.int32), bits, np.array([2, 1, 2]))
+    assert lists.share(np.array([0, 1, 1]), 3)[1].sum() > 3  # the caller sees that, and selects in two passes
+    assert lists.share(np.array([0, 0, 1]), 4)[1].tolist() == [2, 1, 1]
 
 
 @pytest.mark.parametrize("room", [6, 8, 9, 50])
@@ -95,12 +113,12 @@ def test_some_lists_are_replaced_by_longer_ones(room: int) -> None:
         return native.Lists(places[: sum(counts)], (-places)[: sum(counts)], np.array(counts))
 
     marked = np.array([False, True, False, True])
-    replaced = native.replaced(lists([2, 1, 3, 0], 10, room), marked, lists([3, 1], 90))
+    replaced = lists([2, 1, 3, 0], 10, room).replaced(marked, lists([3, 1], 90))
     assert replaced.counts.tolist() == [2, 3, 3, 1]
     assert replaced.places.tolist() == [10, 11, 90, 91, 92, 13, 14, 15, 93]
     assert replaced.bits.tolist() == (-replaced.places).tolist()
     with pytest.raises(ValueError, match="no shorter"):
-        native.replaced(lists([2, 1, 3, 1], 10, room), marked, lists([3, 0], 90))
+        lists([2, 1, 3, 1], 10, room).replaced(marked, lists([3, 0], 90))
 
 
 def test_spans_that_positions_of_32_bits_cannot_address_are_left_to_numpy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,7 +193,8 @@ def test_messages_are_read_as_they_are_decoded(layout: str, values: str, threads
         codec.encode(Selection(indices, torch.randn(count), count), messages[-1])
         at, sent = codec.decode(messages[-1])
         expected.scatter_add_(0, at, sent * 0.3)
-    compiled = [each for each in map(codec.compiled, messages) if each is not None]
+    read = codec.inbox(torch.stack(messages))
+    compiled = read() if read is not None else []
     assert len(compiled) == 4
     assert native.mean_into(grads, Parts.between(edges), compiled, 0.3)
     assert torch.equal(torch.cat(grads), expected)
@@ -213,15 +214,16 @@ def test_damaged_messages_write_nowhere_else(values: str) -> None:
     header = codec.field_bytes[0]
     message[header:] = torch.randint(0, 256, message[header:].shape, dtype=torch.uint8)  # the numbers of entries hold
     room = torch.full((100_064,), 7.0)
-    compiled = codec.compiled(message)
-    assert compiled is not None
+    read = codec.inbox(message[None])
+    assert read is not None
+    (compiled,) = read()
     native.mean_into([room[32:-32]], Parts.between([0, 100_000]), [compiled], 1.0)
     native.take_out_message(room[32:-32], compiled)
     assert (room[:32] == 7).all()
     assert (room[-32:] == 7).all()
     message[:4] = 255
     with pytest.raises(ValueError, match="damaged"):
-        codec.compiled(message)
+        read()
 
 
 def test_what_was_sent_is_taken_out_in_turn() -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_safusion.kernels.cpu import workspace
+from lightning_safusion.kernels.cpu import library as workspace
 
 LARGE = 1 << 18
 

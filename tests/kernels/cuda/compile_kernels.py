@@ -56,7 +56,7 @@ def main() -> None:
     for name, count in (("coo-fp32", 13), ("block16-bf16", torch.tensor(12)), ("bitmap-fp16", 13)):
         codec = resolve_codec(name, 30_000, 13, torch.float32)
         fields = codec._fields(torch.zeros(codec.nbytes, dtype=torch.uint8))
-        wire.encode(codec.layout, Selection(torch.arange(13), torch.ones(13), count), fields, codec.value_dtype)
+        wire.encode(codec.layout, Selection(torch.arange(13), torch.ones(13), count), fields, codec.values.dtype)
     wire.decode_block16(torch.zeros(3, dtype=torch.int32), torch.zeros(5, dtype=torch.int16), 5)
     wire.decode_bitmap(torch.zeros(3000, dtype=torch.int32), 5)
     kernels = {

@@ -22,7 +22,7 @@ from lightning_safusion.kernels.cuda import view as view_module
 from lightning_safusion.kernels.cuda import wire as wire_module
 from lightning_safusion.sparsify.registry import resolve_sparsifier
 from lightning_safusion.sparsify.selection import select
-from tests.sparsify.test_select import cut
+from tests.sparsify.oracle import cut
 
 pytestmark = pytest.mark.slow  # seconds each
 

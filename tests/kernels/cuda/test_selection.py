@@ -21,7 +21,7 @@ from lightning_safusion.sparsify.selection import select
 from lightning_safusion.sparsify.selection.reference import NumpyView
 from lightning_safusion.sparsify.selection.torch_view import TorchView
 from lightning_safusion.sparsify.selection.view import SegmentedView
-from tests.sparsify.test_select import check, cut, exact_take, exact_top
+from tests.sparsify.oracle import check, cut, exact_take, exact_top
 
 pytestmark = pytest.mark.slow  # seconds each
 
@@ -102,7 +102,7 @@ def test_take_is_exact(kind: Callable[[Tensor], Tensor], inclusive: bool) -> Non
 
 
 def test_segments_of_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks_module, "_PROGRAMS", 3)
+    monkeypatch.setattr(chunks_module, "PROGRAMS", 3)
     sizes, quotas = [3 * BLOCK + 5, 9 * BLOCK, 2], [900, 2000, 1]  # ties are used up by the first chunk
     segments, x = cut(sizes, quotas), few_bits(noise(sum(sizes)))
     layout = Chunks.of(segments, torch.device(DEVICE))

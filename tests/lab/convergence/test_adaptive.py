@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -55,6 +56,7 @@ def test_the_second_moment_stays_from_a_step_on() -> None:
     assert seen[0] < seen[1] == seen[2] == seen[3]
 
 
+@pytest.mark.slow
 def test_they_are_part_of_a_run() -> None:
     plain = Scheme("pooled", density=0.05, dense_below=512)
     metrics = {

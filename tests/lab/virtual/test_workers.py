@@ -57,10 +57,10 @@ def test_one_thread_does_what_one_per_worker_does(
     make: Callable[..., Engines], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usual, threaded = make(Scheme("pooled", workers=3)), make(Scheme("pooled", workers=3))
-    monkeypatch.setattr(threaded, "_agrees", lambda: True)
+    monkeypatch.setattr(threaded, "agrees", lambda: True)
     alone = 0
     for step in range(6):
-        alone += not usual._agrees()
+        alone += not usual.agrees()
         for mean, other in zip(usual.average(gradients(3, step)), threaded.average(gradients(3, step)), strict=True):
             assert torch.equal(mean, other)
     assert alone >= 3  # only plans are agreed on

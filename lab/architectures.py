@@ -1,14 +1,21 @@
-"""Networks as lists of layers in forward order: the shapes of their parameters and the work of each layer.
+"""Networks as lists of layers in forward order, and the traces of them that the package ships.
 
 Written from the descriptions in the papers; names follow torchvision and Hugging Face. Work is counted for one sample
 (an image, or a sequence) in floating-point operations of the forward pass, two per multiply-accumulate.
+
+    $ python -m lab traces --output lightning_safusion/simulate/traces
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+from lightning_safusion.simulate.trace import Trace, TraceTensor
 
 # Norms and activations move memory instead of computing: operations that take as long as one element read and written,
 # on a device with 100 operations per byte.
@@ -185,3 +192,86 @@ def lstm(vocabulary: int, width: int, depth: int, length: int) -> list[Layer]:
         )
         layers.append(Layer("rnn", parameters, 2.0 * length * 2 * prod(shape)))
     return [*layers, linear("decoder", width, vocabulary, length)]
+
+
+def model_trace(
+    name: str, layers: Sequence[Layer], forward: float, backward: float, optimizer: float = 0.0, source: str = ""
+) -> Trace:
+    """A trace with times in proportion to the work of each layer.
+
+    Gradients get ready in the reverse order of registration. What a layer computes is charged to its weight; the
+    gradient of a bias is there as soon as that of its output is. Layers without parameters delay the gradients after
+    them.
+
+    Args:
+        name: Of the job.
+        layers: In forward order.
+        forward: Seconds of the whole forward pass.
+        backward: Seconds of the whole backward pass.
+        optimizer: Seconds of the optimizer's step.
+        source: Where the times come from, in words.
+    """
+    work = sum(layer.work for layer in layers)
+    tensors: list[TraceTensor] = []
+    waiting = 0.0  # work of layers without parameters, in backward before the next gradient
+    for layer in reversed(layers):
+        waiting += layer.work
+        if not layer.parameters:
+            continue
+        weight = max(range(len(layer.parameters)), key=lambda index: prod(layer.parameters[index][1]))
+        for index in reversed(range(len(layer.parameters))):
+            suffix, shape = layer.parameters[index]
+            share = waiting / work if index == weight else 0.0
+            full = f"{layer.name}.{suffix}" if suffix else layer.name
+            tensors.append(TraceTensor(full, shape, share * backward, share * forward))
+        waiting = 0.0
+    return Trace(name, tuple(tensors), optimizer, source)
+
+
+class _Model(NamedTuple):
+    layers: Callable[[], list[Layer]]
+    batch: int
+    sample: str
+    rate: float  # operations per second
+    forward: float | None = None  # seconds, in place of those at that rate
+
+
+# Rates that these networks reach on an A100 with mixed precision. BERT-large at 50 + 100 ms and ResNet-50 at 20 + 40 ms
+# are the times of the published comparison that tests/simulate/test_published.py repeats.
+_TRANSFORMER, _RESNET, _VGG, _LSTM = 110e12, 26e12, 60e12, 20e12
+_IMAGE = "images of 224 x 224"
+MODELS: Mapping[str, _Model] = MappingProxyType(
+    {
+        "resnet-50": _Model(lambda: resnet((3, 4, 6, 3)), 64, _IMAGE, _RESNET, 20e-3),
+        "resnet-152": _Model(lambda: resnet((3, 8, 36, 3)), 32, _IMAGE, _RESNET),
+        "vgg-19": _Model(vgg19, 32, _IMAGE, _VGG),
+        "vit-large": _Model(lambda: vit(1024, 24), 32, _IMAGE, _TRANSFORMER),
+        "bert-base": _Model(lambda: bert(768, 12, 384), 24, "sequences of 384 tokens", _TRANSFORMER),
+        "bert-large": _Model(lambda: bert(1024, 24, 384), 24, "sequences of 384 tokens", _TRANSFORMER, 50e-3),
+        "gpt2-large": _Model(lambda: gpt2(1280, 36, 1024), 4, "sequences of 1024 tokens", _TRANSFORMER),
+        "lstm": _Model(lambda: lstm(33278, 500, 2, 35), 128, "sequences of 35 words of WikiText-2", _LSTM),
+    }
+)
+
+
+def modelled(name: str) -> Trace:
+    """The trace of one of :data:`MODELS`."""
+    model = MODELS[name]
+    layers = model.layers()
+    forward = model.forward
+    how = "a forward pass as published comparisons take it"
+    if forward is None:
+        forward = model.batch * sum(layer.work for layer in layers) / model.rate
+        how = f"a forward pass at {model.rate / 1e12:.0f} TFLOP/s"
+    source = f"modelled, not measured: {how}, backward twice that, batches of {model.batch} {model.sample}"
+    return model_trace(name, layers, forward, 2 * forward, source=source)
+
+
+def traces(output: Path = Path("lightning_safusion/simulate/traces")) -> None:
+    """Writes the traces that the package ships.
+
+    Args:
+        output: Folder.
+    """
+    for name in MODELS:
+        modelled(name).save(output / f"{name}.json")

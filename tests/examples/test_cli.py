@@ -25,7 +25,7 @@ from lightning_safusion import SAFusionStrategy
 from tests.process_group import run_alone
 from tests.scripts import run_script
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "examples" / "configs").glob("*.yaml"))
 CLASS = "--trainer.strategy=SAFusionStrategy"
 

@@ -1,4 +1,4 @@
-"""Virtual workers in one process: the transport of tests and of studies with more workers than cores."""
+"""The transport of virtual workers in one process: of tests, and of studies with more workers than cores."""
 
 from __future__ import annotations
 

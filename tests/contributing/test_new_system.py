@@ -1,0 +1,63 @@
+"""A new system is a row: the recipe of docs/contributing.md, trained, listed, documented and simulated."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from subprocess import run
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_safusion import SYSTEMS, SAFusionStrategy
+from lightning_safusion.cli import main
+from lightning_safusion.systems import EngineSystem
+from lightning_safusion.systems.listing import documented
+from tests.models import TinyClassifier, classification, trainer
+from tests.process_group import run_launched
+
+ROW = EngineSystem(
+    "saf-signs",
+    "before fusion; a fixed number of tensors per buffer; of each value its sign",
+    "this package",
+    "aligned",
+    collective="allgather",
+    wire="sign",
+)
+
+
+@pytest.fixture(autouse=True)
+def _row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SYSTEMS, ROW.name, ROW)
+
+
+def test_it_trains() -> None:
+    def train(rank: int) -> tuple[list[Tensor], list[float], dict[str, object]]:
+        strategy = SAFusionStrategy(system="saf-signs", density=0.05)
+        model = TinyClassifier()
+        trainer(strategy, max_epochs=2).fit(model, classification())
+        return [param.detach() for param in model.parameters()], model.losses, strategy.report()
+
+    (first, losses, report), (second, _, _) = run_launched(2, train)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
+    assert report["system"] == "saf-signs"
+    assert report["bytes_sent"] < 0.05 * report["dense_bytes"]  # type: ignore[operator]
+
+
+def test_it_is_listed_and_documented(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["systems"])
+    assert "saf-signs" in capsys.readouterr().out
+    text = (Path(__file__).parents[2] / "docs" / "systems.md").read_text(encoding="utf-8")
+    assert f"| `saf-signs` | {ROW.summary}" in documented(text)
+
+
+@pytest.mark.slow
+def test_it_is_simulated() -> None:
+    # in a process of its own: the simulator reads the rows once
+    program = f"from lightning_safusion.systems import SYSTEMS, EngineSystem\nSYSTEMS['saf-signs'] = {ROW!r}\n"
+    program += "from lightning_safusion.simulate.report import run_plan\nrun_plan(systems='ddp,saf-inter,saf-signs')\n"
+    ended = run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "saf-signs" in ended.stdout

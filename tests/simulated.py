@@ -1,0 +1,30 @@
+"""Time that passes when a test says so."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from lightning_safusion.fusion import clock, engine
+
+
+class SimulatedTime(threading.local):
+    """A host's clock, whose seconds are those that its thread has slept: workers in threads do not share it."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def now(self) -> float:
+        """Seconds, as ``time.perf_counter`` would say."""
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        """Lets time pass."""
+        self._now += max(0.0, seconds)
+
+    def rule(self, monkeypatch: pytest.MonkeyPatch) -> SimulatedTime:
+        """Lets the engine's clock tell this time."""
+        for module in (clock, engine):  # the engine asks the host's clock without a detour
+            monkeypatch.setattr(module, "perf_counter", self.now)
+        return self

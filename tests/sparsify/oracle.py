@@ -1,0 +1,91 @@
+"""What selections must be, written out: brute force over a sort, and inputs of every kind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_safusion.sparsify.base import Segments, Selection
+
+
+def cut(sizes: Sequence[int], quotas: Sequence[int], pool: int = 0) -> Segments:
+    edges = np.cumsum([0, *sizes], dtype=np.int64)
+    return Segments(edges, np.array(quotas, np.int64), tuple(range(len(sizes))), tuple((s,) for s in sizes), pool)
+
+
+def bits_of(x: Tensor) -> np.ndarray:
+    return x.numpy().view(np.int32) & 0x7FFFFFFF
+
+
+def best(x: Tensor, start: int, stop: int, k: int) -> list[int]:
+    """The k largest of a piece, first ones among equals, ascending."""
+    bits = bits_of(x)[start:stop].astype(np.int64)
+    return sorted((np.argsort(-bits, kind="stable")[:k] + start).tolist())
+
+
+def exact_top(x: Tensor, segments: Segments) -> list[int]:
+    pieces = zip(segments.edges[:-1].tolist(), segments.edges[1:].tolist(), segments.quotas.tolist(), strict=True)
+    return [index for start, stop, quota in pieces for index in best(x, start, stop, quota)]
+
+
+def exact_take(x: Tensor, segments: Segments, thresholds: Sequence[float], inclusive: bool = False) -> list[int]:
+    result = []
+    for s, (quota, threshold) in enumerate(zip(segments.quotas.tolist(), thresholds, strict=True)):
+        start, stop = int(segments.edges[s]), int(segments.edges[s + 1])
+        magnitude = x[start:stop].abs()
+        found = int((magnitude >= threshold).sum() if inclusive else (magnitude > threshold).sum())
+        result += best(x, start, stop, min(max(found, 1), quota, stop - start))
+    return result
+
+
+def exact_pooled(x: Tensor, segments: Segments) -> list[int]:
+    """The floors of every segment, and the largest of what is left in segments that have one."""
+    floors = exact_top(x, segments)
+    if not floors:
+        return []
+    eligible = np.repeat(segments.quotas > 0, segments.sizes)
+    eligible[floors] = False
+    rest = np.flatnonzero(eligible)
+    order = np.argsort(-bits_of(x)[rest].astype(np.int64), kind="stable")
+    return sorted([*floors, *rest[order[: segments.pool]].tolist()])
+
+
+def check(selection: Selection, x: Tensor, expected: Sequence[int]) -> None:
+    """Whether a selection holds these positions, with the bits of ``x`` there."""
+    assert int(selection.count) == len(expected)
+    assert (selection.values[len(expected) :] == 0).all()  # padding
+    assert ((selection.indices >= 0) & (selection.indices < len(x))).all()
+    assert selection.indices[: len(expected)].tolist() == list(expected)
+    chosen = x[selection.indices[: len(expected)]]
+    assert torch.equal(selection.values[: len(expected)].view(torch.int32), chosen.view(torch.int32))
+
+
+FINITE = ["plain", "bfloat16", "ties", "zeros", "few non-zeros", "constant", "denormals", "rising", "heavy tail"]
+KINDS = [*FINITE, "NaN", "infinities"]
+
+
+def values_of(kind: str, size: int, rng: np.random.Generator) -> np.ndarray:
+    """float32 [size] of a kind of :data:`KINDS`."""
+    x = rng.standard_normal(size).astype(np.float32)
+    if kind == "bfloat16":
+        return torch.from_numpy(x).bfloat16().float().numpy()
+    if kind == "ties":
+        return np.round(2 * x)
+    if kind == "zeros":
+        return x * 0  # of both signs
+    if kind == "few non-zeros":
+        return np.where(rng.random(size) < 0.005, x, -0.0).astype(np.float32)
+    if kind == "constant":
+        return np.full(size, -0.5, np.float32)
+    if kind == "denormals":
+        return (np.arange(size) % 50 * 1e-44).astype(np.float32)
+    if kind == "rising":
+        return np.arange(size, dtype=np.float32)
+    if kind == "heavy tail":
+        return -(np.abs(x) ** 5)
+    if kind in ("NaN", "infinities"):
+        return np.where(rng.random(size) < 0.02, np.float32(np.nan if kind == "NaN" else -np.inf), x)
+    return x
