@@ -112,7 +112,7 @@ class Engine:
         self._drain = Drain(space.memory, self.transport, space.device)
         self._device_drain = DeviceDrain(space.memory, Lane(space.device), space.device) if deferred else None
         self._offload = offload
-        self._ticks = ticks
+        self.ticks = ticks
         self._overflow = OverflowGuard(space, self.transport)
 
     @property
@@ -150,8 +150,8 @@ class Engine:
                 self._offload.offer(window, place, grad)
         if group is not None:
             self._launch(window, group)
-        if self._ticks is not None and window.ticking:
-            self._fuse(window, self._ticks.poll(window.ready))
+        if self.ticks is not None and window.ticking:
+            self._fuse(window, self.ticks.poll(window.ready))
         elif window.complete and not window.plain:
             self._launch_rest(window)
         return window.complete
@@ -172,9 +172,9 @@ class Engine:
             groups = plan.groups
             if self._offload is not None:
                 self._offload.follow(plan, partial(self.planner.costs, self.space.shape))
-        ticking = self._ticks is not None and bool(groups) and self.overlap
-        if self._ticks is not None and ticking:
-            self._ticks.begin()
+        ticking = self.ticks is not None and bool(groups) and self.overlap
+        if self.ticks is not None and ticking:
+            self.ticks.begin()
             groups = ()
         regular = self.windows < _TIMED_WINDOWS or self.windows % _TIMED_EVERY == 0
         surveyed = regular or self.planner.wants_times
@@ -253,8 +253,8 @@ class Engine:
         window = self._window
         if window is None or not window.complete:
             raise RuntimeError(f"drain needs a complete window; tensors not seen: {', '.join(self.missing()[:20])}")
-        if self._ticks is not None and window.ticking:
-            for ready in self._ticks.rest(window.length):
+        if self.ticks is not None and window.ticking:
+            for ready in self.ticks.rest(window.length):
                 self._fuse(window, ready)
             # the next window has other buffers
             self.space.pool.keep_only([shipment.buffer.group for shipment in window.shipments])

@@ -62,8 +62,8 @@ class Ticks:
     ) -> None:
         self.transport = transport
         self.cycle = cycle
-        self._now = now
-        self._pause = pause
+        self.now = now
+        self.pause = pause
         self._question: _Question | None = None
         self._due = 0.0
         self._asked = 0.0
@@ -81,7 +81,7 @@ class Ticks:
                 "parts of it: training cannot go on. Start it again from a checkpoint, or use fusion='aligned', whose "
                 "buffers are the same wherever a backward pass stops."
             )
-        now = self._now()
+        now = self.now()
         self._due = (math.floor(now / self.cycle) + 1) * self.cycle if self.cycle > 0 else now
 
     def poll(self, ready: int) -> int:
@@ -95,7 +95,7 @@ class Ticks:
         """
         if self._question is not None and self._question.answered:
             self._hear(self._question)
-        if self._question is None and ready > self.agreed and self._now() >= self._due:
+        if self._question is None and ready > self.agreed and self.now() >= self._due:
             self._ask(ready)
         return self.agreed
 
@@ -114,7 +114,7 @@ class Ticks:
         while self.agreed < total:
             try:
                 if self._question is None:
-                    self._pause(max(0.0, self._due - self._now()))
+                    self.pause(max(0.0, self._due - self.now()))
                     self._ask(total)
                 if self._question is not None:
                     self._hear(self._question)
@@ -126,7 +126,7 @@ class Ticks:
         self.agreed = 0
 
     def _ask(self, ready: int) -> None:
-        self._asked = self._now()
+        self._asked = self.now()
         self._question = _Question(self.transport, ready)
 
     def _hear(self, question: _Question) -> None:

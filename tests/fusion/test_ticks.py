@@ -6,7 +6,6 @@ Covers: questions and answers on ranks whose clocks and speeds differ; buffers o
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -81,14 +80,15 @@ def test_no_question_before_the_next_cycle() -> None:
 def test_all_ranks_hear_the_same_answers_at_any_pace(world_size: int, seed: int) -> None:
     total, cycle = 40, 1e-4
     cluster = Cluster(world_size, settings)
-    tickers = [Ticks(transport, cycle) for transport in cluster.transports]
+    clocks = [Clock(float(rank)) for rank in range(world_size)]
+    tickers = [Ticks(each, cycle, clock.now, clock.pause) for each, clock in zip(cluster.transports, clocks, strict=True)]
 
     def window(rank: int) -> list[int]:
         rng = np.random.default_rng([seed, rank])
         tickers[rank].begin()
         heard = []
         for ready in range(1, total + 1):
-            time.sleep(float(rng.exponential(cycle)))
+            clocks[rank].pause(float(rng.exponential(cycle)))
             heard.append(tickers[rank].poll(ready))
         heard += tickers[rank].rest(total)
         return [answer for answer in dict.fromkeys(heard) if answer]  # each once, however often it was looked at
@@ -128,15 +128,17 @@ def make() -> Iterator[Callable[..., Cluster]]:
 
 
 def hurry(cluster: Cluster, seed: int) -> None:
-    """Makes every rank push at a pace of its own, which changes."""
+    """Makes every rank push at a pace of its own, which changes, and by a clock of its own."""
     for rank, controller in enumerate(cluster.controllers):
-        rng, push = np.random.default_rng([seed, rank]), Engine.push
+        rng, clock = np.random.default_rng([seed, rank]), Clock()
+        assert controller.ticks is not None
+        controller.ticks.now, controller.ticks.pause = clock.now, clock.pause
 
         def slow(
-            index: int, grad: Any, fresh: bool = True, rng: Any = rng, to: Any = controller, push: Any = push
+            index: int, grad: Any, fresh: bool = True, rng: Any = rng, clock: Clock = clock, to: Any = controller
         ) -> None:
-            time.sleep(float(rng.exponential(3e-4)))
-            push(to, index, grad, fresh)
+            clock.pause(float(rng.exponential(3e-4)))
+            Engine.push(to, index, grad, fresh)
 
         controller.push = slow  # type: ignore[method-assign] # a worker's pace is what is varied
 
@@ -212,7 +214,7 @@ def test_a_lost_rank_is_named_by_the_agreement(make: Callable[..., Cluster]) -> 
     cluster = make(2, **SPARSE)
     for step in range(3):
         cluster.step(cluster.random_grads(step))
-    ticks = cluster.controllers[0]._ticks
+    ticks = cluster.controllers[0].ticks
     assert ticks is not None
     ticks.transport._exchange.timeout = 0.2  # type: ignore[attr-defined] # of the virtual workers
     grads = cluster.random_grads(3)[0]
@@ -254,8 +256,8 @@ def test_where_nothing_may_leave_early_nothing_is_asked() -> None:
         generator = torch.Generator().manual_seed(step)
         for spec in reversed(specs()):
             controller.push(spec.index, torch.randn(spec.numel, generator=generator))
-            assert controller._ticks is not None
-            assert controller._ticks.agreed == 0
+            assert controller.ticks is not None
+            assert controller.ticks.agreed == 0
         controller.drain()
     assert controller.report is not None
     assert (
