@@ -81,7 +81,9 @@ def test_all_ranks_hear_the_same_answers_at_any_pace(world_size: int, seed: int)
     total, cycle = 40, 1e-4
     cluster = Cluster(world_size, settings)
     clocks = [Clock(float(rank)) for rank in range(world_size)]
-    tickers = [Ticks(each, cycle, clock.now, clock.pause) for each, clock in zip(cluster.transports, clocks, strict=True)]
+    tickers = [
+        Ticks(each, cycle, clock.now, clock.pause) for each, clock in zip(cluster.transports, clocks, strict=True)
+    ]
 
     def window(rank: int) -> list[int]:
         rng = np.random.default_rng([seed, rank])
