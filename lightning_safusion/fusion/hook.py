@@ -39,8 +39,12 @@ class DDPHook:
         self.engine = engine
         self._sparse_names = {id(param): name for name, param in sparse}
         self._sparse: dict[str, tuple[Tensor, Future[Tensor]]] = {}  # submitted in this window
-        self._index = {}
+        self._index: dict[int, int] = {}
         self._fresh: list[bool] = []
+        # Of buckets with one parameter, by their number: a future costs more than all else that is done here.
+        self._seen: dict[int, tuple[Tensor, Future[Tensor], int]] = {}
+        self._device_type = engine.space.device.type
+        self._rebuilt = False  # DDP makes other buckets after its first window
         self._handles: list[RemovableHandle] = []
         # In the first static-graph iteration DDP calls all hooks, then finalizes, in one go from the engine's end: a
         # callback queued there would come too late.
@@ -62,21 +66,22 @@ class DDPHook:
         then :meth:`_finish` has written the mean into it. (A tensor of any other storage offset would be misread
         silently.)
         """
+        if torch.is_autocast_enabled(self._device_type):
+            # manual_backward runs inside the autocast of training_step
+            with torch.autocast(self._device_type, enabled=False):
+                return self._take(bucket)
+        return self._take(bucket)
+
+    def _take(self, bucket: GradBucket) -> Future[Tensor]:
         buffer = bucket.buffer()
-        future: Future[Tensor] = Future()
-        complete = False
-        if buffer.is_sparse:
-            # its mean is another tensor, known when it has been exchanged
-            self._sparse[self._sparse_names[id(bucket.parameters()[0])]] = (buffer, future)
+        seen = self._seen.get(bucket.index())
+        if seen is not None and seen[0] is buffer:  # the very tensor: DDP has made no other buckets since
+            _, future, index = seen
+            complete = self.engine.push(index, buffer, self._fresh[index])
         else:
-            if torch.is_autocast_enabled(buffer.device.type):
-                # manual_backward runs inside the autocast of training_step
-                with torch.autocast(buffer.device.type, enabled=False):
-                    complete = self._push(bucket, buffer)
-            else:
-                complete = self._push(bucket, buffer)
-            future.set_result(buffer)
-        if len(self._sparse) == len(self._sparse_names) and (complete or (buffer.is_sparse and self.engine.complete)):
+            future = Future()
+            complete = self._take_unseen(bucket, buffer, future)
+        if (complete or (self._sparse and self.engine.complete)) and len(self._sparse) == len(self._sparse_names):
             if self._drain_in_hook:
                 self._finish()
             else:
@@ -84,23 +89,27 @@ class DDPHook:
                 torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         return future
 
-    def _push(self, bucket: GradBucket, buffer: Tensor) -> bool:
+    def _take_unseen(self, bucket: GradBucket, buffer: Tensor, future: Future[Tensor]) -> bool:
         """Returns whether the window is complete."""
         params = bucket.parameters()
-        if len(params) == 1:
-            index = self._index[id(params[0])]
-            return self.engine.push(index, buffer, self._fresh[index])
+        if buffer.is_sparse:
+            # its mean is another tensor, known when it has been exchanged
+            self._sparse[self._sparse_names[id(params[0])]] = buffer, future
+            return False
         start, complete = 0, False
         for param in params:
             stop = start + param.numel() * (2 if param.is_complex() else 1)
             index = self._index[id(param)]
             complete = self.engine.push(index, buffer[start:stop], self._fresh[index])
             start = stop
+        future.set_result(buffer)
+        if self._rebuilt and len(params) == 1:
+            self._seen[bucket.index()] = buffer, future, self._index[id(params[0])]
         return complete
 
     @torch.compiler.disable
     def _finish(self) -> None:
-        self._drain_in_hook = False
+        self._drain_in_hook, self._rebuilt = False, True
         self._fresh = [False] * len(self._fresh)
         device = self.engine.space.device
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
@@ -170,5 +179,5 @@ class DDPHook:
 
     def reset(self) -> None:
         """Forgets an open window."""
-        self._sparse = {}
+        self._sparse, self._seen = {}, {}
         self.engine.reset()

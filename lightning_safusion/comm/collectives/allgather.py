@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -29,6 +30,7 @@ from lightning_safusion.sparsify.base import Selection
 # Formats that compiled kernels cannot read are decoded for them: so many entries of all ranks at a time, since decoded
 # entries take several times the bytes of messages, but not of too few elements.
 _DECODED_TOGETHER, _LEAST_PIECE = 1 << 19, 1 << 16
+_AVERAGED_TOGETHER = 1 << 18  # elements of dense tensors
 
 
 def _aligned(nbytes: int) -> int:
@@ -145,22 +147,30 @@ class SparseAllGather(StreamOrderedExchange):
         if not native.serves(*gradients):
             return None
         live = gradients if self._all_live else [gradient for gradient in gradients if gradient.numel()]
-        scale = 1.0 / self.transport.world_size
-        if self._inbox is not None or self.codec is None:
-            self._read = [] if self._inbox is None else self._inbox()
+        scale, finite = 1.0 / self.transport.world_size, True
+        if self._inbox is not None:
+            self._read = self._inbox()
             finite = native.mean_into(live, self._parts, self._read, scale)
-        else:
+        elif self.codec is not None:
             finite = native.mean_in_pieces(live, self._parts, self._decoded, scale, self._piece)
-        for t, lanes in self._lanes_of.items():
-            for lane in lanes:
-                gradients[t].add_(lane, alpha=scale)
-            finite &= all_finite(gradients[t])
+        for tensors, lanes in self._dense_parts:
+            finite &= self._average_dense(gradients, tensors, lanes)
         return finite
+
+    def _average_dense(self, gradients: Sequence[Tensor], tensors: range, lanes: Sequence[Tensor]) -> bool:
+        """Writes the means of some dense tensors that lie side by side; returns whether they are finite."""
+        alone = len(tensors) == 1
+        mean = gradients[tensors.start].zero_() if alone else torch.zeros(len(lanes[0]))
+        for lane in lanes:
+            mean.add_(lane, alpha=1.0 / self.transport.world_size)
+        if not alone:
+            sizes = [gradients[t].numel() for t in tensors]
+            torch._foreach_copy_([gradients[t] for t in tensors], list(mean.split(sizes)))
+        return all_finite(mean)
 
     def _decoded(self, start: int, stop: int) -> list[native.Message]:
         """What all messages have of some elements."""
-        if self.codec is None:
-            return []
+        assert self.codec is not None
         readers = [self.codec.reader(message[self._selection]) for message in self._messages]
         return [native.Message.decoded(*read(start, stop)) for read in readers]
 
@@ -175,14 +185,22 @@ class SparseAllGather(StreamOrderedExchange):
         return native.Parts.between(self.spec.edges, self._piece)
 
     @cached_property
-    def _lanes_of(self) -> dict[int, list[Tensor]]:
-        """What each rank has sent of the dense tensors."""
-        found: dict[int, list[Tensor]] = {}
-        for t, (start, stop) in enumerate(pairwise(self.spec.edges)):
-            for run, (first, last, _) in enumerate(self.spec.dense_runs):
-                if first <= start < stop <= last:
-                    found[t] = [lanes[run][start - first : stop - first] for lanes in self._received_lanes]
-        return found
+    def _dense_parts(self) -> list[tuple[range, list[Tensor]]]:
+        """Dense tensors that are averaged together, and what each rank has sent of them.
+
+        One operation for each of many small tensors costs more than a copy; a large one alone needs no copy.
+        """
+        edges, parts = self.spec.edges, []
+        for run, (first, last, _) in enumerate(self.spec.dense_runs):
+            start = bisect_left(edges, first)
+            while edges[start] < last:
+                stop = start + 1
+                while edges[stop] < last and edges[stop + 1] - edges[start] <= _AVERAGED_TOGETHER:
+                    stop += 1
+                inside = slice(edges[start] - first, edges[stop] - first)
+                parts.append((range(start, stop), [lanes[run][inside] for lanes in self._received_lanes]))
+                start = stop
+        return parts
 
     @property
     def headers(self) -> Tensor:
