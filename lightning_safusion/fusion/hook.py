@@ -66,21 +66,17 @@ class DDPHook:
         then :meth:`_finish` has written the mean into it. (A tensor of any other storage offset would be misread
         silently.)
         """
+        buffer = bucket.buffer()
+        seen = self._seen.get(bucket.index())
         if torch.is_autocast_enabled(self._device_type):
             # manual_backward runs inside the autocast of training_step
             with torch.autocast(self._device_type, enabled=False):
-                return self._take(bucket)
-        return self._take(bucket)
-
-    def _take(self, bucket: GradBucket) -> Future[Tensor]:
-        buffer = bucket.buffer()
-        seen = self._seen.get(bucket.index())
-        if seen is not None and seen[0] is buffer:  # the very tensor: DDP has made no other buckets since
+                future, complete = self._take(bucket, buffer)
+        elif seen is not None and seen[0] is buffer:  # the very tensor: DDP has made no other buckets since
             _, future, index = seen
             complete = self.engine.push(index, buffer, self._fresh[index])
         else:
-            future = Future()
-            complete = self._take_unseen(bucket, buffer, future)
+            future, complete = self._take(bucket, buffer)
         if (complete or (self._sparse and self.engine.complete)) and len(self._sparse) == len(self._sparse_names):
             if self._drain_in_hook:
                 self._finish()
@@ -89,13 +85,14 @@ class DDPHook:
                 torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         return future
 
-    def _take_unseen(self, bucket: GradBucket, buffer: Tensor, future: Future[Tensor]) -> bool:
-        """Returns whether the window is complete."""
+    def _take(self, bucket: GradBucket, buffer: Tensor) -> tuple[Future[Tensor], bool]:
+        """Takes the gradients of a bucket; returns its future, and whether the window is complete."""
         params = bucket.parameters()
+        future: Future[Tensor] = Future()
         if buffer.is_sparse:
             # its mean is another tensor, known when it has been exchanged
             self._sparse[self._sparse_names[id(params[0])]] = buffer, future
-            return False
+            return future, False
         start, complete = 0, False
         for param in params:
             stop = start + param.numel() * (2 if param.is_complex() else 1)
@@ -105,7 +102,7 @@ class DDPHook:
         future.set_result(buffer)
         if self._rebuilt and len(params) == 1:
             self._seen[bucket.index()] = buffer, future, self._index[id(params[0])]
-        return complete
+        return future, complete
 
     @torch.compiler.disable
     def _finish(self) -> None:

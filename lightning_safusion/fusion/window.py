@@ -111,10 +111,10 @@ class Window:
 
     def submit(self, place: int, grad: Tensor, fresh: bool, bypass: bool) -> Group | None:
         """Takes one gradient; returns the planned group that it completes, if any."""
-        if self.in_order:
-            self.in_order = place == len(self.order)
-            if self.in_order:
-                self._sequential = place + 1
+        if self.in_order and place == self._sequential:
+            self._sequential = place + 1
+        else:
+            self.in_order = False
         self.order.append(place)
         self.grads[place] = grad
         if not fresh:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm import Transport, resolve_codec
-from lightning_safusion.comm.collectives import allgather
 from lightning_safusion.comm.collectives.allgather import SparseAllGather
 from lightning_safusion.comm.exchange import SpanSpec
+from lightning_safusion.comm.wire.codec import Codec
 from lightning_safusion.kernels import cpu as native
 from tests.cluster import Cluster, settings, specs
 from tests.comm.exchanges import CPU, Build, Workers, gradients, part_of
@@ -76,23 +76,30 @@ def test_the_mean_is_that_of_the_buffer(wire: str, dense: tuple[int, int] | None
 def test_what_kernels_cannot_read_is_decoded_piece_by_piece(
     wire: str, least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(allgather, "_LEAST_PIECE", least)
-    monkeypatch.setattr(allgather, "_DECODED_TOGETHER", 1)
-    pieces: list[int] = []
-    decode = SparseAllGather._decoded
-
-    def decoded(self: SparseAllGather, start: int, stop: int) -> list[native.Message]:
-        pieces.append(stop - start)
-        return decode(self, start, stop)
-
-    monkeypatch.setattr(SparseAllGather, "_decoded", decoded)
+    monkeypatch.setattr(SparseAllGather, "least_piece", least)
+    monkeypatch.setattr(SparseAllGather, "decoded_together", 1)
     workers = Workers(3, SpanSpec(EDGES[-1], 9000, EDGES, ()), gather(wire))
+    pieces: list[int] = []
+    kind = type(workers.exchanges[0].codec)
+    reader = kind.reader
+
+    def recorded(self: Codec, message: Tensor) -> Any:
+        read = reader(self, message)
+
+        def noted(start: int, stop: int) -> Any:
+            pieces.append(stop - start)
+            return read(start, stop)
+
+        return noted
+
+    monkeypatch.setattr(kind, "reader", recorded)
     results = both(workers, gradients(3, EDGES[-1]))
     for direct, finite, mean, otherwise in results:
         assert finite is otherwise is True
         assert torch.equal(torch.cat(direct), mean)
+    pieces = [piece for piece in pieces if piece < EDGES[-1]]  # through a buffer a message is read at once
     assert max(pieces) <= least
-    assert sum(pieces) == 3 * EDGES[-1]
+    assert sum(pieces) == 3 * 3 * EDGES[-1]  # each rank reads three messages
 
 
 @compiled

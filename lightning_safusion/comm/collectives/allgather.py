@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -27,9 +28,6 @@ from lightning_safusion.comm.wire.codec import Codec
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify.base import Selection
 
-# Formats that compiled kernels cannot read are decoded for them: so many entries of all ranks at a time, since decoded
-# entries take several times the bytes of messages, but not of too few elements.
-_DECODED_TOGETHER, _LEAST_PIECE = 1 << 19, 1 << 16
 _AVERAGED_TOGETHER = 1 << 18  # elements of dense tensors
 
 
@@ -50,6 +48,11 @@ class SparseAllGather(StreamOrderedExchange):
     """
 
     few_bits = True
+    #: Formats that compiled kernels cannot read are decoded for them: so many entries of all ranks at a time, since
+    #: decoded entries take several times the bytes of messages,
+    decoded_together: ClassVar[int] = 1 << 19
+    #: but not of fewer elements than these.
+    least_piece: ClassVar[int] = 1 << 16
 
     def __init__(self, spec: SpanSpec, transport: Transport, device: torch.device, codec: Codec | None) -> None:
         super().__init__(spec, transport, device)
@@ -152,7 +155,7 @@ class SparseAllGather(StreamOrderedExchange):
             self._read = self._inbox()
             finite = native.mean_into(live, self._parts, self._read, scale)
         elif self.codec is not None:
-            finite = native.mean_in_pieces(live, self._parts, self._decoded, scale, self._piece)
+            finite = native.mean_in_pieces(live, self._parts, partial(self._decoded, self.codec), scale, self._piece)
         for tensors, lanes in self._dense_parts:
             finite &= self._average_dense(gradients, tensors, lanes)
         return finite
@@ -168,17 +171,16 @@ class SparseAllGather(StreamOrderedExchange):
             torch._foreach_copy_([gradients[t] for t in tensors], list(mean.split(sizes)))
         return all_finite(mean)
 
-    def _decoded(self, start: int, stop: int) -> list[native.Message]:
+    def _decoded(self, codec: Codec, start: int, stop: int) -> list[native.Message]:
         """What all messages have of some elements."""
-        assert self.codec is not None
-        readers = [self.codec.reader(message[self._selection]) for message in self._messages]
+        readers = [codec.reader(message[self._selection]) for message in self._messages]
         return [native.Message.decoded(*read(start, stop)) for read in readers]
 
     @cached_property
     def _piece(self) -> int:
         """Elements whose entries are decoded together for compiled kernels."""
         entries = self.transport.world_size * max(self.spec.capacity, 1)
-        return max(_LEAST_PIECE, _DECODED_TOGETHER * self.spec.numel // entries)
+        return max(self.least_piece, self.decoded_together * self.spec.numel // entries)
 
     @cached_property
     def _parts(self) -> native.Parts:
