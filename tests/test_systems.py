@@ -2,7 +2,7 @@
 
 Covers: each row trains two workers, reports figures, keeps replicas as its flag says; sparse ones send little, and of
     every tensor ahead of fusion; dense ones give what DDP gives; the plain ones are refused parts that they have none
-    of; the centre of the elastic one; the printed table.
+    of; the printed table.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lab.virtual.transport import local_transports
 from lightning_safusion import SYSTEMS, SAFusionStrategy
-from lightning_safusion.baselines.easgd import ElasticAverage
 from lightning_safusion.cli import main
 from lightning_safusion.systems import EngineSystem
 from tests.models import TinyClassifier, classification, trainer
@@ -155,31 +153,6 @@ def test_parts_that_plain_systems_have_none_of_are_refused() -> None:
         SAFusionStrategy(system="powersgd", compressor="topk", wire="bf16")
     with pytest.raises(MisconfigurationException, match="has no transport"):
         SAFusionStrategy(system="easgd", transport="horovod")
-
-
-def test_the_centre_follows_the_mean_of_the_workers() -> None:
-    transports = local_transports(3)
-    params = [nn.Parameter(torch.zeros(4)) for _ in transports]
-    optimizers = [torch.optim.SGD([param], lr=1.0) for param in params]
-    averages = [ElasticAverage(transport, share=0.6) for transport in transports]
-    weights, centre = torch.zeros(3), 0.0
-    for step in range(5):
-        for average, optimizer in zip(averages, optimizers, strict=True):
-            average.begin(optimizer)
-        for rank, (param, optimizer) in enumerate(zip(params, optimizers, strict=True)):
-            param.grad = torch.full((4,), float(rank + step))
-            optimizer.step()
-        for average in averages:
-            average.finish()
-        apart = weights - centre
-        weights, centre = weights - torch.arange(3) - step - 0.2 * apart, centre + 0.2 * float(apart.sum())
-        torch.testing.assert_close(torch.stack([param[0].detach() for param in params]), weights)
-    assert not torch.equal(params[0], params[1])
-    for average, param in zip(averages, params, strict=True):
-        average.swap([param])
-        torch.testing.assert_close(param.detach(), torch.full((4,), centre))
-        average.swap([param])
-    torch.testing.assert_close(torch.stack([param[0].detach() for param in params]), weights)
 
 
 def test_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,26 @@
-"""DDP with another communication hook: what a system without the engine does."""
+"""Exchanges other than the engine: DDP with a hook of torch, DeAR, elastic averaging."""
 
-from lightning_safusion.baselines.exchanges import hook_exchange
+from torch.distributed import ProcessGroup
+
+from lightning_safusion.baselines.dear import Dear
+from lightning_safusion.baselines.easgd import ElasticExchange
+from lightning_safusion.baselines.hooks import DDPHookName, HookExchange
+from lightning_safusion.comm.transport.interface import Transport
+from lightning_safusion.integration.exchange import GradientExchange
 
 __all__ = ["hook_exchange"]
+
+
+def hook_exchange(name: DDPHookName, transport: Transport, group: ProcessGroup | None) -> GradientExchange:
+    """The exchange of a system that is DDP with another hook.
+
+    Args:
+        name: Of the hook.
+        transport: Communicator, for DeAR and elastic averaging.
+        group: The process group that the user has given DDP; None for the default one.
+    """
+    if name == "dear":
+        return Dear(transport)
+    if name == "local":
+        return ElasticExchange(transport, group)
+    return HookExchange(name, group)

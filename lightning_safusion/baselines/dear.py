@@ -3,26 +3,31 @@
 # No "from __future__ import annotations": DDP compares the hook's annotation with the class itself.
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
-from lightning_safusion.baselines.limits import reason_to_settle, runs_compiled
-from lightning_safusion.baselines.watch import ParameterWatch
+from lightning_safusion.baselines.watch import ParameterWatch, runs_compiled
 from lightning_safusion.comm.collectives.coo import coo_means
 from lightning_safusion.comm.collectives.two_phase import TwoPhaseSum
 from lightning_safusion.comm.transport.interface import Transport
 from lightning_safusion.integration.exchange import GradientExchange
 from lightning_safusion.integration.parameters import trainable
 
+# Hooks between the backward pass and the end of the step that have the optimizer, or averaged gradients.
+_READ_GRADIENTS = ("on_after_backward", "on_before_optimizer_step")
 
+
+@dataclass(eq=False)
 class _Bucket:
     """One of DDP's buckets whose mean is under way.
 
@@ -32,19 +37,18 @@ class _Bucket:
         total: The exchange.
     """
 
-    def __init__(self, params: Sequence[Tensor], memory: Tensor, total: TwoPhaseSum) -> None:
-        self.params = params
-        self.total = total
-        self._memory = memory
+    params: Sequence[Tensor]
+    memory: Tensor
+    total: TwoPhaseSum
 
     def deliver(self) -> None:
         """Waits for the mean, and writes it into the gradients."""
         self.total.wait()
-        self._memory.copy_(self.total.buffer)
+        self.memory.copy_(self.total.buffer)
 
 
 class _DelayedStep:
-    """A step of an optimizer that is made bucket by bucket, with the options that were in force when it was due.
+    """A step of an optimizer that is made bucket by bucket, with the options that it had when the step was due.
 
     Args:
         optimizer: Treats every parameter by itself.
@@ -77,7 +81,7 @@ class _DelayedStep:
         """Makes the step for the parameters of a bucket."""
         optimizer, groups = self._optimizer, self.groups(bucket)
         params = [param for group in groups for param in group["params"]]
-        found = [param.grad for param in params]  # None, if somebody has emptied them meanwhile
+        found = [param.grad for param in params]  # None where they have been emptied meanwhile
         everything, dtype = optimizer.param_groups, torch.get_default_dtype()
         try:
             torch.set_default_dtype(self._dtype)
@@ -97,9 +101,9 @@ class Dear(GradientExchange):
 
     A communication hook starts the reduce-scatter of every bucket. At the end of the backward pass all ranks start the
     all-gathers, those of the first layers first: in an order that no rank's forward pass can change. Inside
-    :meth:`step` nobody waits for them; whatever takes a parameter of the model afterwards waits for the bucket of that
-    parameter, has the mean written into its gradients and the optimizer's step made for them. Outside of it, gradients
-    are averaged when the backward pass ends, as in DDP.
+    :meth:`step` nothing waits for them. The next use of a parameter waits for its bucket, writes the mean into the
+    gradients of the bucket, and makes the optimizer's step for them. Outside of :meth:`step`, gradients are averaged
+    when the backward pass ends, as in DDP.
 
     Differs from the released code in this: buckets are DDP's (25 MiB, in the order in which gradients become ready) and
     not modules in forward order; all-gathers queue up at once and are not launched one ahead of the layer that runs;
@@ -114,7 +118,7 @@ class Dear(GradientExchange):
         self._count = 0  # parameters that DDP manages
         self._transport = transport
         self._ends_in_hook = False
-        self._runs_compiled: bool | None = None  # nobody has looked
+        self._runs_compiled: bool | None = None  # not known yet
         self._because: str | None = None  # why no step reaches into the next forward pass
         self._delays = False
         self._watch: ParameterWatch | None = None
@@ -190,11 +194,11 @@ class Dear(GradientExchange):
         module: LightningModule | None,
         compiled: bool,
     ) -> Any:
-        """See :meth:`GradientExchange.step`; parameters whose gradients are under way have their part later."""
+        """Steps now for parameters whose gradients are there, and later for the others."""
         if self._module is None or module is None or not self._may_delay(optimizer, module, compiled):
             return step(closure)
         if self._watch is None:
-            self._watch = ParameterWatch(self._module, self.settle_parameter)
+            self._watch = ParameterWatch(self._module, self._settle_parameter)
 
         def delaying() -> Any:
             result = closure()
@@ -219,28 +223,30 @@ class Dear(GradientExchange):
         """Whether the step of an optimizer may reach into the next forward pass; says once why not."""
         if self._runs_compiled is None:
             self._runs_compiled = compiled or runs_compiled(module)
-        reason = reason_to_settle(module.trainer, module, optimizer, self._runs_compiled)
+        if self._runs_compiled:
+            reason: str | None = "the model is compiled, and its uses of parameters cannot be seen"
+        else:
+            reason = _optimizer_needs_all(optimizer) or _trainer_needs_all(module)
         if reason is not None and reason != self._because:
             rank_zero_info(f"SAFusionStrategy: gradients are averaged when a backward pass ends, because {reason}.")
         self._because = reason
         return reason is None
 
-    def settle_parameter(self, param: Tensor) -> None:
-        """Has a parameter, its gradient and its optimizer's state up to date."""
-        if self._pending and id(param) in self._pending:
+    def _settle_parameter(self, param: Tensor) -> None:
+        if id(param) in self._pending:
             self._settle(self._pending[id(param)])
 
     def settle(self) -> None:
-        """Has all parameters, gradients and states of the optimizer up to date."""
         while self._pending:
             self._settle(next(iter(self._pending.values())))
 
     def _settle(self, bucket: _Bucket) -> None:
+        """Brings the parameters of a bucket, their gradients and their states in the optimizer up to date."""
         for param in bucket.params:
             del self._pending[id(param)]
         device = bucket.total.buffer.device.type
-        # This may be anywhere: in a forward pass under autocast, in a validation in inference mode, of which no tensor
-        # may stay behind in an optimizer.
+        # A forward pass may be under autocast, a validation in inference mode: no tensor of these may stay in an
+        # optimizer.
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(device, enabled=False):
             bucket.deliver()
             if self._step is not None:
@@ -248,12 +254,8 @@ class Dear(GradientExchange):
         if not self._pending:
             self._step = None
 
-    def pending(self, param: Tensor) -> bool:
-        """Whether the gradient of a parameter is still under way; asking changes nothing."""
-        return id(param) in self._pending
-
     def abandon(self) -> None:
-        """After an error: finishes the last complete step if that is possible, and forgets what has not ended."""
+        """Finishes the last complete step if that is possible, and forgets what has not ended."""
         self._forget_window()
         try:
             self.settle()
@@ -267,7 +269,7 @@ class Dear(GradientExchange):
         self._totals.clear()  # an exchange that has not ended may still write into them
 
     def close(self) -> None:
-        """Finishes the last step, and takes everything off the model."""
+        """Finishes the last step, and removes every hook."""
         self.abandon()
         if self._watch is not None:
             self._watch.close()
@@ -277,3 +279,36 @@ class Dear(GradientExchange):
 def _value(option: Any) -> Any:
     """A learning rate may be a tensor that schedulers change in place."""
     return option.detach().clone() if isinstance(option, Tensor) else option
+
+
+def _optimizer_needs_all(optimizer: Optimizer) -> str | None:
+    """Why an optimizer cannot step for a part of its parameters; to follow a "because", None if it can."""
+    name = type(optimizer).__name__
+    if isinstance(optimizer, LBFGS) or not type(optimizer).__module__.startswith("torch.optim."):
+        return f"{name} is not known to treat every parameter by itself, as all optimizers of torch but LBFGS do"
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return f"{name} has step hooks, which would run once for every bucket"
+    return None
+
+
+def _trainer_needs_all(module: LightningModule) -> str | None:
+    """Why gradients must be averages, and weights new, when a step ends; to follow a "because", None if they need not.
+
+    It may differ between ranks: what is launched, and in which order, does not depend on it.
+    """
+    trainer = module.trainer
+    if not module.automatic_optimization:
+        return "optimization is manual, and steps and backward passes may come in any order"
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        return "a loss scaler looks at all gradients before it steps"
+    if trainer.gradient_clip_val or is_overridden("configure_gradient_clipping", module):
+        return "gradients are clipped, which needs all of them"
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by Lightning's callback connector
+    for hook in _READ_GRADIENTS:
+        if is_overridden(hook, module):
+            return f"{type(module).__name__}.{hook} may look at gradients"
+        for callback in callbacks:
+            ours = type(callback).__module__.startswith("lightning_safusion.")
+            if not ours and is_overridden(hook, callback, parent=Callback):
+                return f"{type(callback).__name__}.{hook} may look at gradients"
+    return None

@@ -2,81 +2,100 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_safusion.comm.transport.interface import Transport, Work
+from lightning_safusion.baselines.hooks import HookExchange
+from lightning_safusion.comm.transport.interface import Transport
+
+# How far the centre moves towards the mean of the workers in a step: "a n" below.
+_SHARE = 0.9
 
 
-class ElasticAverage:
+class ElasticExchange(HookExchange):
     """Pulls every worker's weights towards a centre, and the centre towards all workers, once per step.
 
     With the weights ``w`` from before the step: ``w -= a (w - c)`` beside the gradient's own update, and
-    ``c += a sum(w - c)``. All weights travel as one packed message, an all-reduce that begins before the forward pass
-    and is waited for after the backward pass. Replicas are *not* equal; the centre is, and is the result of training.
+    ``c += a sum(w - c)``. All weights are one packed message, an all-reduce that begins before the forward pass and is
+    waited for after the backward pass. Replicas are *not* equal; the centre is, and it is validated and saved.
 
     Args:
         transport: Communicator.
-        share: ``a n``, how far the centre moves towards the mean of ``n`` workers in a step, in (0, 1].
-
-    Raises:
-        ValueError: If ``share`` is outside (0, 1].
+        group: The process group that the user has given DDP; None for the default one.
     """
 
-    def __init__(self, transport: Transport, share: float = 0.9) -> None:
-        if not 0 < share <= 1:
-            raise ValueError(f"share must be in (0, 1], got {share}")
-        self._transport = transport
-        self._pull = share / transport.world_size
-        self._centres: dict[int, Tensor] = {}  # by parameter, float32
-        self._open: tuple[list[Tensor], Tensor, Tensor, Work] | None = None
+    replicates = False
 
-    @torch.no_grad()
-    def begin(self, optimizer: Optimizer) -> None:
-        """Launches the exchange of the weights that an optimizer is about to change."""
+    def __init__(self, transport: Transport, group: dist.ProcessGroup | None) -> None:
+        super().__init__("local", group)
+        self._transport = transport
+        self._pull = _SHARE / transport.world_size
+        self._centres: dict[int, Tensor] = {}  # float32, by id of the parameter
+        self._module: nn.Module | None = None
+
+    def register(self, ddp: DistributedDataParallel) -> None:
+        super().register(ddp)
+        self._module = ddp.module
+
+    def step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        step: Callable[[Callable[[], Any]], Any],
+        module: LightningModule | None,
+        compiled: bool,
+    ) -> Any:
         params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         if not params:
-            return
+            return step(closure)
         for param in params:
-            # all workers begin with the same weights
-            self._centres.setdefault(id(param), _real(param).float().clone())
+            if id(param) not in self._centres:  # all workers begin with the same weights
+                self._centres[id(param)] = _real(param).float().clone()
         apart = torch.cat([(_real(p).float() - self._centres[id(p)]).view(-1) for p in params])
         total = apart.clone()
-        self._open = (params, apart, total, self._transport.all_reduce(total))
-
-    @torch.no_grad()
-    def finish(self) -> None:
-        """Waits for it, and moves weights and centre."""
-        if self._open is None:
-            return
-        (params, apart, total, work), self._open = self._open, None
+        work = self._transport.all_reduce(total)
+        # with automatic optimization the closure is the forward and backward pass, which hide the exchange
+        result = step(closure)
         work.wait()
         start = 0
         for param in params:
-            centre = self._centres[id(param)]
+            centre, weights = self._centres[id(param)], _real(param)
             piece = slice(start, start + centre.numel())
-            weights = _real(param)
             weights.sub_((self._pull * apart[piece]).view_as(weights).to(weights.dtype))
             centre.add_(total[piece].view_as(centre), alpha=self._pull)
             start += centre.numel()
+        return result
 
-    @torch.no_grad()
-    def swap(self, params: Iterable[Tensor]) -> None:
-        """Exchanges weights and centre, for validation and at the end; a second call exchanges them back."""
-        for param in params:
+    def pause(self) -> None:
+        """Exchanges weights and centre; a second call exchanges them back."""
+        for param in self._module.parameters() if self._module is not None else ():
             centre = self._centres.get(id(param))
             if centre is not None:
                 own = _real(param).float().clone()
                 _real(param).copy_(centre)
                 centre.copy_(own)
 
-    def centres(self, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Copies of the centre by parameter name, as the parameters are."""
-        known = [(name, param, self._centres[id(param)]) for name, param in named if id(param) in self._centres]
+    def resume(self) -> None:
+        self.pause()
+
+    def finish(self) -> None:
+        self.pause()  # the centre stays in the place of the weights
+        self._centres.clear()
+
+    def weights(self, module: LightningModule) -> dict[str, Tensor]:
+        known = [(name, p, self._centres[id(p)]) for name, p in module.named_parameters() if id(p) in self._centres]
         return {name: _like(centre, param) for name, param, centre in known}
+
+    def close(self) -> None:
+        self._centres.clear()
+        self._module = None
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Plain DDP with other communication hooks: torch's own, the baselines that a user has today, and none at all."""
+"""DDP with one of torch's communication hooks, or with none."""
 
 # No "from __future__ import annotations": DDP compares a hook's annotation with the class itself.
 from collections.abc import Mapping
@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
+
+from lightning_safusion.integration.exchange import GradientExchange
 
 DDPHookName = Literal["none", "bf16", "fp16", "powersgd", "powersgd-rank4", "local", "dear"]
 
@@ -24,13 +26,43 @@ POWERSGD_START = 10
 _ONE_BUCKET_MB = 1 << 20
 
 
+class HookExchange(GradientExchange):
+    """One of torch's hooks; ``"local"``: every worker keeps its own gradients; ``"none"``: DDP's all-reduce.
+
+    Args:
+        name: Of the hook.
+        group: The process group that the user has given DDP; None for the default one.
+    """
+
+    def __init__(self, name: DDPHookName, group: dist.ProcessGroup | None) -> None:
+        self._name = name
+        self._group = group
+
+    def ddp_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        many = self._name in POWERSGD_RANKS and not options.get("bucket_cap_mb")
+        if many and "nccl" not in dist.get_backend_config(self._group):
+            return options | {"bucket_cap_mb": _ONE_BUCKET_MB}
+        return options
+
+    def register(self, ddp: DistributedDataParallel) -> None:
+        if self._name == "bf16":
+            ddp.register_comm_hook(self._group, _bf16)
+        elif self._name == "fp16":
+            ddp.register_comm_hook(self._group, fp16_compress_hook)
+        elif self._name == "local":
+            ddp.register_comm_hook(None, _local)
+        elif self._name in POWERSGD_RANKS:
+            # torch's default of 1000 dense steps would be most of a short run; its state is not part of checkpoints
+            rank, start = POWERSGD_RANKS[self._name], POWERSGD_START
+            ddp.register_comm_hook(PowerSGDState(self._group, rank, start_powerSGD_iter=start), _power_sgd)
+
+
 def _bf16(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """DDP takes torch's hook, by its name, on NCCL only; gloo reduces bfloat16 as well."""
     return bf16_compress_hook(group or dist.distributed_c10d._get_default_group(), bucket)
 
 
 def _local(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Every worker keeps its own gradients."""
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
@@ -51,27 +83,5 @@ class _AsMatrices:
 
 
 def _power_sgd(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    shown: Any = _AsMatrices(bucket)
-    return powerSGD_hook(state, shown)
-
-
-def ddp_hook_options(name: DDPHookName, group: dist.ProcessGroup | None) -> dict[str, Any]:
-    """Arguments of DistributedDataParallel that the hook needs."""
-    if name in POWERSGD_RANKS and "nccl" not in dist.get_backend_config(group):
-        return {"bucket_cap_mb": _ONE_BUCKET_MB}
-    return {}
-
-
-def register_ddp_hook(ddp: DistributedDataParallel, name: DDPHookName, group: dist.ProcessGroup | None) -> None:
-    """Registers the hook called ``name`` on the wrapped model; ``"dear"`` registers its own (:class:`Dear`)."""
-    if name == "bf16":
-        ddp.register_comm_hook(group, _bf16)
-    elif name == "fp16":
-        ddp.register_comm_hook(group, fp16_compress_hook)
-    elif name == "local":
-        ddp.register_comm_hook(None, _local)
-    elif name in POWERSGD_RANKS:
-        rank = POWERSGD_RANKS[name]
-        # torch's default of 1000 dense steps would be most of a short run; its state is not part of checkpoints
-        state = PowerSGDState(process_group=group, matrix_approximation_rank=rank, start_powerSGD_iter=POWERSGD_START)
-        ddp.register_comm_hook(state, _power_sgd)
+    matrices: Any = _AsMatrices(bucket)
+    return powerSGD_hook(state, matrices)

@@ -1,10 +1,12 @@
-"""Tells when the parameters of a model are used, whoever uses them."""
+"""Which uses of a model's parameters can be seen, and a call before each of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, ItemsView, ValuesView
+from types import FunctionType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -12,7 +14,7 @@ Used = Callable[[nn.Parameter], None]
 
 
 class _WatchedParameters(dict[str, nn.Parameter | None]):
-    """The dict in which a module keeps its own parameters; tells of every one that is taken out.
+    """The dict in which a module keeps its own parameters; calls ``used`` for every one that is taken out.
 
     ``module.weight``, ``parameters()``, ``state_dict()`` and ``to()`` all go through it. Copies of it, and what pickle
     writes, are plain dicts. (DeepSpeed gathers ZeRO-3 parameters in the same place.)
@@ -29,11 +31,11 @@ class _WatchedParameters(dict[str, nn.Parameter | None]):
         return param
 
     def values(self) -> ValuesView[nn.Parameter | None]:  # type: ignore[override]  # typeshed returns a final class
-        self._all()
+        self.use_all()
         return super().values()
 
     def items(self) -> ItemsView[str, nn.Parameter | None]:  # type: ignore[override]  # the same
-        self._all()
+        self.use_all()
         return super().items()
 
     def copy(self) -> dict[str, nn.Parameter | None]:
@@ -42,31 +44,24 @@ class _WatchedParameters(dict[str, nn.Parameter | None]):
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (self.copy(),)
 
-    def _all(self) -> None:
+    def use_all(self) -> None:
+        """Calls ``used`` for every parameter."""
         for param in super().values():
             if param is not None:
                 self._used(param)
 
 
-class _BeforeForward:
-    """A forward pre-hook, for modules that keep references to their own parameters; a copy of it does nothing."""
-
-    def __init__(self, used: Used | None = None) -> None:
-        self._used = used
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if self._used is not None:
-            module._parameters.values()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _BeforeForward, ()
+def _before_forward(module: nn.Module, args: Any) -> None:
+    """A forward pre-hook, for modules that keep references to their own parameters; copies of a model have it too."""
+    if isinstance(module._parameters, _WatchedParameters):
+        module._parameters.use_all()
 
 
 class ParameterWatch:
-    """Calls ``used(parameter)`` before anybody gets hold of a parameter through the module that has it.
+    """Calls ``used(parameter)`` before a parameter is taken from the module that has it.
 
-    Not seen are references that somebody has kept: a list of parameters made once, the groups of an optimizer. Nor is
-    compiled code, which reads what it was compiled for.
+    Not seen are uses through references kept elsewhere: a list of parameters made once, the groups of an optimizer. Nor
+    is compiled code, which reads what it was compiled for (:func:`runs_compiled`).
 
     Args:
         module: The model.
@@ -74,13 +69,11 @@ class ParameterWatch:
     """
 
     def __init__(self, module: nn.Module, used: Used) -> None:
-        self._watched: list[nn.Module] = []
+        self._watched = [owner for owner in module.modules() if owner._parameters]
         self._handles: list[RemovableHandle] = []
-        for owner in module.modules():
-            if owner._parameters:
-                owner._parameters = _WatchedParameters(owner._parameters, used)
-                self._watched.append(owner)
-                self._handles.append(owner.register_forward_pre_hook(_BeforeForward(used)))
+        for owner in self._watched:
+            owner._parameters = _WatchedParameters(owner._parameters, used)
+            self._handles.append(owner.register_forward_pre_hook(_before_forward))
 
     def close(self) -> None:
         """Puts everything back."""
@@ -89,5 +82,18 @@ class ParameterWatch:
                 owner._parameters = owner._parameters.copy()
         for handle in self._handles:
             handle.remove()
-        self._watched.clear()
-        self._handles.clear()
+
+
+def runs_compiled(module: nn.Module) -> bool:
+    """Whether a part of the model, or a function that it keeps, has been compiled: uses of parameters cannot be seen.
+
+    Args:
+        module: The model.
+    """
+    parts = list(module.modules())
+    kinds = (torch._dynamo.OptimizedModule, torch.jit.ScriptModule)
+    if any(isinstance(part, kinds) or part._compiled_call_impl is not None for part in parts):
+        return True
+    classes = {cls for part in parts for cls in type(part).__mro__}
+    functions = [kept for it in (*parts, *classes) for kept in vars(it).values() if isinstance(kept, FunctionType)]
+    return any("_torchdynamo_orig_callable" in vars(function) for function in functions)

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_safusion.baselines.hooks import register_ddp_hook
+from lightning_safusion.baselines.hooks import HookExchange
 from lightning_safusion.bench.links import sent_bytes
 from lightning_safusion.bench.rows import Row, parse_row
 from lightning_safusion.bench.workload import Classifier, Paced, Workload
@@ -56,7 +56,7 @@ class NoExchange(DDPStrategy):
     @override
     def _register_ddp_hooks(self) -> None:
         if isinstance(self.model, DistributedDataParallel):
-            register_ddp_hook(self.model, "local", None)
+            HookExchange("local", None).register(self.model)
 
 
 class InStep(NoExchange):

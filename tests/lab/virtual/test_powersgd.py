@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lab.virtual.powersgd import PowerSGD
 from lab.virtual.training import taken_gradients
 from lab.virtual.workers import Rounded
-from lightning_safusion.baselines.hooks import DDPHookName, register_ddp_hook
+from lightning_safusion.baselines.hooks import DDPHookName, HookExchange
 from lightning_safusion.fusion.layout import specs_from_parameters
 
 WORKERS, STEPS, START = 2, 8, 3
@@ -111,7 +111,7 @@ def test_what_was_not_sent_comes_later() -> None:
 def test_averages_in_16_bits_are_those_of_the_hooks(name: DDPHookName, dtype: torch.dtype) -> None:
     def averaged(process: int) -> list[Tensor]:
         ddp = DistributedDataParallel(network())
-        register_ddp_hook(ddp, name, None)
+        HookExchange(name, None).register(ddp)
         backward(ddp, 0, process)
         return [param.grad.flatten() for param in ddp.parameters() if param.grad is not None]
 

@@ -206,7 +206,8 @@ class Layers(LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList([nn.Linear(8 * i, 8 * i + 8) for i in range(1, 5)])
-        self.weights = [layer.weight for layer in self.layers]  # asked for without the model
+        self.weights = [layer.weight for layer in self.layers]  # read without the model
+        self.versions: list[int] = []  # at the end of the last forward pass: unchanged until the step is made
         self.seen: list[list[int]] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -215,11 +216,12 @@ class Layers(LightningModule):
             self.note()
             x = layer(x)
         self.note()
+        self.versions = [weight._version for weight in self.weights]
         return x.square().mean()
 
     def note(self) -> None:
-        strategy: Any = self.trainer.strategy
-        self.seen.append([place for place, weight in enumerate(self.weights) if strategy._exchange.pending(weight)])
+        pairs = enumerate(zip(self.weights, self.versions, strict=False))
+        self.seen.append([place for place, (weight, version) in pairs if weight._version == version])
 
     def configure_optimizers(self) -> Optimizer:
         return torch.optim.SGD(self.parameters(), 0.1)
