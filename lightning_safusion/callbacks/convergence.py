@@ -1,4 +1,4 @@
-"""Whether compression keeps what convergence proofs ask of it: a callback that probes the compressor."""
+"""A callback that measures what convergence proofs assume of a compressor."""
 
 from __future__ import annotations
 
@@ -6,36 +6,36 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_safusion.callbacks.sampling import StepSampler
-from lightning_safusion.metrics.convergence import Before, ConvergenceFigures, convergence_figures
+from lightning_safusion.callbacks.base import StepSampler
+from lightning_safusion.metrics.convergence import ConvergenceFigures, convergence_figures, residuals
 from lightning_safusion.strategy import SAFusionStrategy
 
 
 class ConvergenceProbe(StepSampler[ConvergenceFigures]):
-    r"""Measures, per layer and over all, what convergence proofs assume of a compressor; for every system.
+    """Measures, per tensor and over all, what convergence proofs assume of a compressor; for every system.
 
     ``x`` is what a rank selects from (gradient plus residual), ``C(x)`` what the receivers decode of it, ``g`` the
-    gradient, and a mean is one over ranks. Of a sampled step, over all tensors that were sent sparse:
+    gradient; means are over ranks. Figures of a sampled step, over all tensors that were sent sparse:
 
     =============================  ====================================================================================
     ``safusion/contraction``       ``||x - C(x)||^2 / ||x||^2``, energies summed over ranks. Error feedback converges
                                    if it stays below 1 (Stich et al., NeurIPS 2018); Top-k, and Top-k in every row
                                    (ADTopk), have at most one minus the density
     ``safusion/xi``                ``||C(mean x) - mean C(x)|| / ||mean g||``: the distance to what compression of the
-                                   mean would have sent (Alistarh et al., NeurIPS 2018, assumption 1), which is to
+                                   mean would have sent (Alistarh et al., NeurIPS 2018, assumption 1). It should
                                    stay bounded
-    ``safusion/coverage``          slices along a tensor's first dimension (output channels, words) of which a rank
-                                   sent something, mean over ranks; of tensors with two dimensions and more
+    ``safusion/coverage``          share of the slices along a tensor's first dimension (output channels, words) of
+                                   which a rank sent something, mean over ranks; of tensors with two dimensions or more
     =============================  ====================================================================================
 
-    Each also as ``<key>/<parameter>``. ``mean C(x)`` is the gradient that the optimizer gets. A sampled step waits for
-    the device, copies the residual, reduces two vectors of the size of the model over the ranks and selects once more,
-    with a copy of this rank's compressor; other steps cost nothing. With ``memory="dgc"`` and ``"decoupled"``, which
-    hold a momentum, there is no ``xi``. With plain DDP, where every tensor is dense, nothing is sampled.
+    Each is also logged as ``<key>/<parameter>``. ``mean C(x)`` is the gradient that the optimizer gets. A sampled step
+    waits for the device, copies the residual, reduces two vectors of the size of the model over the ranks, and selects
+    once more with a copy of this rank's compressor; other steps cost nothing. With ``memory="dgc"`` and
+    ``"decoupled"``, which hold a momentum, there is no ``xi``. With plain DDP nothing is sampled.
 
     Args:
         every_n_steps: Optimizer steps from one sample to the next.
-        per_tensor: Log every tensor, and not only the figures over all.
+        per_tensor: Also log the figures of every tensor.
 
     Attributes:
         latest: The latest sample, summed over ranks; None before the first.
@@ -53,12 +53,12 @@ class ConvergenceProbe(StepSampler[ConvergenceFigures]):
         super().__init__(every_n_steps)
         self.per_tensor = per_tensor
         self.latest: ConvergenceFigures | None = None
-        self._before: Before | None = None
+        self._before: dict[int, Tensor] | None = None  # residuals before the window
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         controller = self._strategy(trainer).controller
-        self._before = Before.of(controller.space) if self._sampling and controller is not None else None
+        self._before = residuals(controller.space) if self._sampling and controller is not None else None
 
     @override
     def _measure(self, strategy: SAFusionStrategy) -> ConvergenceFigures | None:

@@ -1,4 +1,4 @@
-"""Which tensors go missing: a callback that samples what every rank sent of every tensor."""
+"""A callback that samples which tensors are missing: those of which a rank sent no element."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from rich.table import Table
 from typing_extensions import override
 
-from lightning_safusion.callbacks.run_directory import run_directory, run_id, writing
-from lightning_safusion.callbacks.sampling import StepSampler
-from lightning_safusion.callbacks.terminal import print_table
+from lightning_safusion.callbacks.base import StepSampler, print_table, run_directory, run_id, writing
 from lightning_safusion.literal import literal
 from lightning_safusion.metrics.figures import TensorFigures, tensor_figures
 from lightning_safusion.metrics.history import MissingRateStatistics
@@ -28,20 +26,20 @@ FILE = "missing_rate.json"
 
 
 class TensorMissingRateMonitor(StepSampler[TensorFigures]):
-    """Samples how many gradient tensors nothing is sent of, across ranks; for every system.
+    """Samples the share of gradient tensors of which no element is sent, over ranks; for every system.
 
     A tensor is missing on a rank in a step if it had a gradient and none of its elements was selected. Sampled steps
-    wait for the device and reduce 48 bytes per tensor over the ranks; other steps cost nothing. With plain DDP, where
-    every tensor is dense, nothing is sampled.
+    wait for the device and reduce 48 bytes per tensor over the ranks; other steps cost nothing. With plain DDP nothing
+    is sampled.
 
     Keys that are logged, each a share in [0, 1] of the sampled step:
 
     ========================================  =========================================================================
-    ``safusion/missing_rate``                 tensors of which a rank sent nothing, mean over ranks
-    ``safusion/missing_on_all_ranks``         tensors of which no rank sent anything
+    ``safusion/missing_rate``                 tensors of which a rank sent no element, mean over ranks
+    ``safusion/missing_on_all_ranks``         tensors of which no rank sent an element
     ``safusion/achieved_density``             elements that a rank sent, mean over ranks
     ``safusion/compression_error``            energy (squared norm) that was not sent, of tensors sent sparse
-    ``safusion/missing_rate/<parameter>``     ranks that sent nothing of this tensor, with ``per_tensor=True``
+    ``safusion/missing_rate/<parameter>``     ranks that sent no element of it, with ``per_tensor=True``
     ========================================  =========================================================================
 
     At the end of training rank 0 prints the tensors that were missing most often, and writes ``missing_rate.json`` for
@@ -50,15 +48,15 @@ class TensorMissingRateMonitor(StepSampler[TensorFigures]):
 
     Args:
         every_n_steps: Optimizer steps from one sample to the next.
-        per_tensor: Also log every tensor; the step's rate, not a mean.
+        per_tensor: Also log the rate of every tensor.
         worst: Rows of the table at the end; 0 prints none.
         heatmap_file: Picture that rank 0 saves at the end of training.
-        columns: Columns of the heat map; neighbours are merged when it is full.
+        columns: Columns of the heat map, an even number; neighbours are merged when it is full.
         dirpath: Directory for ``missing_rate.json``; ``safusion`` in the first logger's directory by default, or in
             the trainer's ``default_root_dir``.
 
     Attributes:
-        statistics: What was sampled in this fit; None before the first.
+        statistics: Of the samples of this fit; None before the first fit.
 
     Raises:
         ValueError: If ``every_n_steps`` is below 1 or ``worst`` below 0, or ``columns`` is odd or below 2.
@@ -91,7 +89,7 @@ class TensorMissingRateMonitor(StepSampler[TensorFigures]):
         self.dirpath = dirpath
         self.statistics: MissingRateStatistics | None = None
         self._run_dir: Path | None = None
-        self._run = 0.0  # of this fit, the same on all ranks
+        self._run = 0.0  # when this fit began
 
     @override
     def _begin(self, strategy: SAFusionStrategy, trainer: Trainer, module: LightningModule) -> None:
@@ -142,7 +140,7 @@ class TensorMissingRateMonitor(StepSampler[TensorFigures]):
         rate = float(statistics.missing.compute()) if statistics.samples else 0.0
         table = Table(
             title=f"Tensors missing: {rate:.2%} of {len(statistics.rows())} tensors, in {statistics.samples} steps",
-            caption="missing: nothing was sent, share of ranks and steps; everywhere: no rank sent anything. "
+            caption="missing: no element was sent, share of ranks and steps; everywhere: by no rank. "
             "error: energy that was not sent.",
         )
         table.add_column("tensor", overflow="fold")

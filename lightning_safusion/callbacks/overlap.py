@@ -1,4 +1,4 @@
-"""How much of the exchange hides behind computation: a callback that times steps and their buffers."""
+"""A callback that times steps and their buffers: how much of the exchange overlaps with computation."""
 
 from __future__ import annotations
 
@@ -22,18 +22,21 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_safusion.__about__ import __version__
-from lightning_safusion.callbacks.base import StrategyCallback, check_every
-from lightning_safusion.callbacks.run_directory import run_directory, run_id, writing
-from lightning_safusion.callbacks.terminal import print_table
+from lightning_safusion.callbacks.base import (
+    StrategyCallback,
+    check_every,
+    print_table,
+    run_directory,
+    run_id,
+    writing,
+)
 from lightning_safusion.fusion.clock import Mark
-from lightning_safusion.profiling.figures import RankFigures, StepFigures, buffer_means
-from lightning_safusion.profiling.hosts import clock_offsets, gather, meet
-from lightning_safusion.profiling.picture import plot_step
+from lightning_safusion.profiling.figures import RankFigures, StepFigures, buffer_means, build_table
+from lightning_safusion.profiling.overlap_file import FILE, Overlap
+from lightning_safusion.profiling.pictures import plot_step
 from lightning_safusion.profiling.recorder import StepRecorder
-from lightning_safusion.profiling.summary import FILE, Overlap
-from lightning_safusion.profiling.table import build_table
 from lightning_safusion.profiling.timeline import StepTimeline
-from lightning_safusion.profiling.trace import trace_events, write_trace
+from lightning_safusion.profiling.trace import clock_offsets, gather, meet, trace_events, write_trace
 from lightning_safusion.strategy import SAFusionStrategy
 
 if TYPE_CHECKING:
@@ -44,25 +47,25 @@ _ROWS = 1000  # recorded steps whose figures are kept for the report
 
 
 class OverlapProfiler(StrategyCallback):
-    """Times every phase of a step and of each buffer, and says how much of the exchange was exposed.
+    """Times every phase of a step and of each buffer, and reports how much of the exchange was exposed.
 
-    Of every ``every_n_steps`` optimizer steps the last ``record_steps`` are recorded (and the first ones of a fit);
-    after them the ranks exchange their means (104 bytes each), values are logged and a table is printed. Nothing waits
-    for the device before that. On CUDA times are those of events in the order of the streams, read one step later.
+    Of every ``every_n_steps`` optimizer steps the last ``record_steps`` are recorded (and the first ones of a fit).
+    After them the ranks exchange their means (104 bytes each), values are logged and a table is printed. Nothing waits
+    for the device before that. On CUDA, times are those of events in the order of the streams, read one step later.
 
     Logged through every logger of the trainer, means over the recorded steps and over ranks: the numbers of
     :class:`~lightning_safusion.profiling.StepFigures` (``safusion/step_s``, ``safusion/exposed_s`` and so on),
     ``safusion/slowest_rank`` (the rank with the longest ``work_s``) and ``safusion/skew_s`` (seconds by which its
     ``work_s`` exceeds the median rank's).
 
-    Progress bars show ``exposed_ms``: milliseconds of exposed exchange per step. With plain DDP only phases are known;
-    what belongs to the exchange is left out, and a message says so.
+    Progress bars show ``exposed_ms``: milliseconds of exposed exchange per step. With plain DDP only phases are timed;
+    figures of the exchange are left out, and a message says so.
 
     At the end of a fit, also after an error, every rank writes ``trace_rank_00000.json`` (its own number) with the
     latest recorded steps: ``safusion trace RUN_DIR`` merges them for https://ui.perfetto.dev. Rank 0 also writes
-    ``overlap.json`` for reports (keys: :mod:`lightning_safusion.profiling.summary`). Where the trainer starts processes
-    of its own (spawn, fork), draw the picture from that file:
-    ``plot_step(load_timeline(run_dir))`` of :mod:`lightning_safusion.profiling`.
+    ``overlap.json`` for reports (keys: :class:`~lightning_safusion.profiling.overlap_file.Overlap`). Where the trainer
+    starts processes of its own (spawn, fork), draw the picture from that file: ``plot_step(load_timeline(run_dir))`` of
+    :mod:`lightning_safusion.profiling`.
 
     Args:
         every_n_steps: Optimizer steps from one report to the next.
@@ -114,7 +117,7 @@ class OverlapProfiler(StrategyCallback):
         self._recording = self._stepped = False
         self._count = self._reported = 0  # steps of this fit, and of these, those before the latest report
         self._first = 0  # number of its first step in the logs
-        self._run = 0.0  # the same on all ranks
+        self._run = 0.0  # when this fit began
         self._clocks = (np.zeros(1), np.zeros(1))
 
     @override
@@ -132,7 +135,7 @@ class OverlapProfiler(StrategyCallback):
         self._first = trainer.fit_loop.epoch_loop._batches_that_stepped
         self._clocks = clock_offsets(meet(trainer.strategy.root_device))
         for optimizer in trainer.optimizers:
-            if hasattr(optimizer, "register_step_post_hook"):  # not where it is not one of torch's
+            if hasattr(optimizer, "register_step_post_hook"):  # torch's optimizers have it
                 hook = optimizer.register_step_post_hook(lambda *_: self._after_optimizer(trainer))
                 self._handles.append(hook)
         self._follow(self._strategy(trainer))
@@ -142,7 +145,7 @@ class OverlapProfiler(StrategyCallback):
         return number < self.record_steps or number % self.every_n_steps >= self.every_n_steps - self.record_steps
 
     def _follow(self, strategy: SAFusionStrategy) -> None:
-        """Listens to the next step, if that is recorded."""
+        """Observes the next step, if that is recorded."""
         self._recording = self._records(self._count)
         if self._recording:
             strategy.remove_observer(self._recorder)
@@ -196,7 +199,7 @@ class OverlapProfiler(StrategyCallback):
         else:
             self._recorder.skip(mark)
         reported = stepped and self._step_ended(trainer)
-        if reported or batch_idx == 0:  # Lightning forgets it with the epoch
+        if reported or batch_idx == 0:  # Lightning drops the value at the end of an epoch
             self._show_exposed(trainer, pl_module)
 
     def _step_ended(self, trainer: Trainer) -> bool:
@@ -212,11 +215,11 @@ class OverlapProfiler(StrategyCallback):
         return True
 
     def _known(self, strategy: SAFusionStrategy) -> int:
-        """Steps whose windows have been told: a device's clock tells of a window while the next one begins."""
+        """Steps whose windows were observed: with a device's clock that is while the next window begins."""
         return max(0, self._count - (0 if strategy.clock.instant else 1))
 
     def _report(self, trainer: Trainer, known: int) -> None:
-        """Agrees with all ranks on the figures of the latest recorded steps, and tells them. A collective."""
+        """Gathers the figures of the latest recorded steps from all ranks; logs and prints them. A collective."""
         strategy = self._strategy(trainer)
         self._reported = known
         self.steps = self._recorder.take(strategy.clock, self._first + known)
@@ -224,7 +227,7 @@ class OverlapProfiler(StrategyCallback):
             strategy.remove_observer(self._recorder)
         rows = [StepFigures.of(step) for step in self.steps]
         self._rows += zip((step.step for step in self.steps), rows, strict=True)
-        # steps before the engine has left the job to DDP have other figures than those after it
+        # steps before plain DDP took over have other figures than those after it
         latest = [row for step, row in zip(self.steps, rows, strict=True) if step.exchanged == self.steps[-1].exchanged]
         mine = torch.tensor(astuple(StepFigures.mean(latest)), dtype=torch.float64, device=strategy.root_device)
         everyone = gather(mine).cpu()
@@ -264,7 +267,7 @@ class OverlapProfiler(StrategyCallback):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self.figures is not None:
-            self._write(trainer)  # without the other ranks, which may be lost
+            self._write(trainer)  # no collective: the other ranks may be lost
 
     def _write(self, trainer: Trainer) -> None:
         if self.run_dir is None or self.figures is None:
@@ -322,7 +325,7 @@ class OverlapProfiler(StrategyCallback):
 
         Raises:
             RuntimeError: If this process has recorded no step.
-            ModuleNotFoundError: If matplotlib is missing; names the extra that brings it.
+            ModuleNotFoundError: If matplotlib is missing.
         """
         if not self.steps:
             raise RuntimeError(

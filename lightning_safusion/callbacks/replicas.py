@@ -1,8 +1,14 @@
-"""Whether all ranks hold the same model: a callback that compares checksums."""
+"""Whether all ranks hold the same model: checksums of named tensors, and a callback that compares those of ranks.
+
+Checksums are equal where all bits are equal; they differ, up to chance, where bits differ.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -13,32 +19,34 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_safusion.callbacks.base import StrategyCallback, check_every
-from lightning_safusion.metrics.checksum import (
-    Checksums,
-    Difference,
-    first_difference,
-    largest_difference,
-    raw_bytes,
-)
+
+# Words of at most 32 bits: in sums modulo 2^64, two flipped sign bits of 64-bit words would cancel.
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+_CHUNK = 1 << 16  # words: what is computed of them stays in a cache
+_SEED = 2718281828
+_STEP = 6364136223846793005  # odd: the position of a chunk counts
+
+Checksums = dict[str, tuple[tuple[int, ...], str, int]]
+"""Of all tensors of one rank, by name: shape, dtype and checksum."""
 
 
 class ReplicaConsistencyCheck(StrategyCallback):
     """Compares the parameters of all ranks bit by bit every few steps, and names the first tensor that differs.
 
     Data parallel ranks begin with equal parameters and apply equal updates. A rank that changes something by itself
-    (code for rank 0 only, a random number, a faulty device) trains another model from then on, and nothing else
-    notices. A check makes one pass over the tensors and reduces two numbers; more is sent only when they differ. It
-    also runs once at the end of training.
+    (code for rank 0 only, a random number, a faulty device) trains another model from then on, without any error. A
+    check makes one pass over the tensors and reduces two numbers; more is sent only when they differ. It also runs
+    once at the end of training.
 
-    NaNs with equal bits are equal. Buffers are left out by default: DDP gives rank 0's to all ranks at the beginning
-    of each forward pass, and the running statistics of BatchNorm differ in between. What DDP was told to ignore is
-    left out too. It logs nothing.
+    NaNs with equal bits are equal. Buffers are left out by default: DDP broadcasts rank 0's at the beginning of each
+    forward pass, and the running statistics of BatchNorm differ in between. Tensors that DDP is configured to ignore
+    are left out too. It logs nothing.
 
     Args:
         every_n_steps: Optimizer steps from one check to the next.
         optimizer_state: Also compare the state of the optimizers; not with one that is sharded over ranks.
         buffers: Also compare the buffers of the model.
-        action: ``"raise"`` ends training on all ranks, ``"warn"`` goes on.
+        action: ``"raise"`` ends training on all ranks, ``"warn"`` continues it.
 
     Attributes:
         checks: Number of checks in this fit.
@@ -91,10 +99,9 @@ class ReplicaConsistencyCheck(StrategyCallback):
         if trainer.world_size == 1:
             return
         tensors = dict(self._tensors(trainer, module))
-        mine = Checksums.of(tensors.items())
-        digest = mine.digest()
-        device = trainer.strategy.root_device
-        reduced = trainer.strategy.reduce(torch.tensor([digest, -digest], device=device), reduce_op="max")
+        mine = checksums(tensors.items())
+        number, device = digest(mine), trainer.strategy.root_device
+        reduced = trainer.strategy.reduce(torch.tensor([number, -number], device=device), reduce_op="max")
         largest, smallest = reduced[0].item(), -reduced[1].item()
         if largest == smallest:
             return
@@ -136,8 +143,111 @@ def _state(owner: str, state: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
             yield f"{key} {owner}", torch.tensor(value, dtype=torch.float64)
 
 
+@lru_cache(maxsize=8)
+def _weights(device: torch.device) -> Tensor:
+    """int64 [_CHUNK] of odd numbers: a difference in a single word never vanishes."""
+    generator = torch.Generator().manual_seed(_SEED)
+    limits = torch.iinfo(torch.int64)
+    return (torch.randint(limits.min, limits.max, (_CHUNK,), generator=generator) | 1).to(device)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The elements in logical order, complex ones as pairs; a view if they lie so in memory."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).contiguous().view(-1)
+
+
+def raw_bytes(tensor: Tensor) -> Tensor:
+    """uint8, the bytes of the elements in logical order; a view if they lie so in memory."""
+    return _flat(tensor).view(torch.uint8)
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """int64 scalar on the device of the tensor: sums modulo 2^64 of its words, weighted by position.
+
+    Tensors of one shape and dtype have equal checksums if their bits are equal, NaNs included. Others collide with a
+    probability below 2^-32; they never do if they differ in one word.
+    """
+    flat = _flat(tensor)
+    words = flat.view(_WORDS[flat.itemsize])
+    weights = _weights(tensor.device)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for chunk in words.split(_CHUNK) if len(words) else ():
+        total = total * _STEP + (weights[: len(chunk)] * chunk).sum()
+    return total
+
+
+def checksums(tensors: Iterable[tuple[str, Tensor]]) -> Checksums:
+    """Those of named tensors; waits once for each device that they are on."""
+    named = dict(tensors)
+    values: dict[str, int] = {}
+    for device in {tensor.device for tensor in named.values()}:
+        there = {name: checksum(tensor) for name, tensor in named.items() if tensor.device == device}
+        values |= zip(there, torch.stack(list(there.values())).tolist(), strict=True)
+    return {name: (tuple(tensor.shape), str(tensor.dtype), values[name]) for name, tensor in named.items()}
+
+
+def digest(sums: Checksums) -> int:
+    """One number for all of them, their names, shapes and dtypes, whatever their order; from 0 to 2^56 - 1."""
+    text = repr(sorted(sums.items()))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first tensor that is not the same on all ranks.
+
+    Args:
+        name: Of the tensor.
+        ranks: Ranks that differ from the most common version, or from the first rank's among equally common ones.
+        others: Ranks that have that version.
+        comparable: All ranks have it, in one shape and dtype.
+        count: Tensors that differ in all.
+        total: Tensors compared.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    others: tuple[int, ...]
+    comparable: bool
+    count: int
+    total: int
+
+
+def first_difference(ranks: Sequence[Checksums]) -> Difference:
+    """Where ranks differ.
+
+    Args:
+        ranks: The checksums in rank order.
+
+    Raises:
+        ValueError: If they do not differ.
+    """
+    names = list(dict.fromkeys(name for each in ranks for name in each))
+    versions = {name: [each.get(name) for each in ranks] for name in names}
+    differing = [name for name in names if len(set(versions[name])) > 1]
+    if not differing:
+        raise ValueError(f"the checksums of {len(ranks)} ranks are equal: compare their digests first")
+    held = versions[differing[0]]
+    common = max(held, key=held.count)
+    different = tuple(rank for rank, version in enumerate(held) if version != common)
+    others = tuple(rank for rank, version in enumerate(held) if version == common)
+    comparable = None not in held and len({version[:2] for version in held if version is not None}) == 1
+    return Difference(differing[0], different, others, comparable, len(differing), len(names))
+
+
+def largest_difference(ours: Tensor, theirs: Tensor) -> float:
+    """Largest absolute difference of two tensors of one shape and dtype; NaN where only one of them is NaN."""
+    if not ours.numel():
+        return 0.0
+    wide = torch.complex128 if ours.is_complex() else torch.float64
+    a, b = ours.detach().to(wide), theirs.to(wide)
+    same = (a == b) | (a.isnan() & b.isnan())
+    return float(torch.where(same, 0.0, (a - b).abs()).max())
+
+
 def _distance(difference: Difference, mine: Tensor | None, device: torch.device) -> float | None:
-    """Largest absolute difference from the common version, over all ranks; None if there is no such thing."""
+    """Largest absolute difference from the common version, over all ranks; None if they cannot be compared."""
     if not difference.comparable or mine is None:
         return None
     # raw bytes: not every backend sends every dtype

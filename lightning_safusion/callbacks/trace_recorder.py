@@ -1,4 +1,4 @@
-"""How long each gradient of a job takes: a callback that records a trace for the simulator."""
+"""A callback that records a job's trace for the simulator: how long each gradient takes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_safusion.callbacks.base import StrategyCallback
-from lightning_safusion.callbacks.run_directory import writing
+from lightning_safusion.callbacks.base import StrategyCallback, writing
 from lightning_safusion.fusion.clock import Clock, Mark
 from lightning_safusion.fusion.events import WindowEvents
 from lightning_safusion.fusion.layout import Layout
@@ -30,21 +29,20 @@ if TYPE_CHECKING:
 
 
 class TraceRecorder(StrategyCallback):
-    """Records the trace of a job on rank 0: when each gradient is ready, and what a step does besides.
+    """Records the trace of a job on rank 0: when each gradient is ready, and the other times of a step.
 
-    ``safusion plan --trace FILE`` then says what every system would make of this job on another cluster. Of each
-    gradient the trace holds the time since the one before it, without the selection, waiting and decoding of this
-    package; of each layer the time of its forward pass; the rest of a batch, the optimizer's step among it, counts as
-    ``optimizer``. Loading is left out. Medians over the recorded steps. On CUDA times are those of events in the order
-    of the streams.
+    ``safusion plan --trace FILE`` then predicts this job with every system on another cluster. Of each gradient the
+    trace holds the time since the one before it, without the selection, waiting and decoding of this package; of each
+    layer the time of its forward pass. The rest of a batch, the optimizer's step included, counts as ``optimizer``.
+    Loading is left out. Times are medians over the recorded steps; on CUDA those of events in the order of the streams.
 
     Args:
         path: JSON file to write.
         record_steps: Steps to record.
-        skip_steps: Steps before them: the first ones open connections, and show the order of the gradients.
+        skip_steps: Steps before them: the first ones open connections, and find the order of the gradients.
 
     Attributes:
-        trace: What was recorded; None on other ranks and before the last step to record.
+        trace: The recorded trace; None on other ranks and before the last step to record.
 
     Raises:
         ValueError: If ``record_steps`` is below 1 or ``skip_steps`` is negative.
@@ -101,9 +99,9 @@ class TraceRecorder(StrategyCallback):
         return mark
 
     def observe(self, events: WindowEvents) -> None:
-        """Takes in a window."""
+        """Adds a window."""
         if self._windows and self._windows[-1].layout is not events.layout:
-            self._windows, self._marked = [], []  # the order has changed: the steps before it tell nothing
+            self._windows, self._marked = [], []  # the order has changed: steps before it have other places
         self._windows.append(events)
 
     @override
@@ -127,7 +125,7 @@ class TraceRecorder(StrategyCallback):
             self._step.end = self._strategy(trainer).clock.mark()
             self._marked.append(self._step)
             self._step = None
-            # on CUDA the window of a batch is told during the next one
+            # on CUDA the window of a batch is observed during the next one
             if len(self._marked) > self.record_steps:
                 self._finish(trainer)
 
@@ -137,7 +135,7 @@ class TraceRecorder(StrategyCallback):
             self._finish(trainer)
 
     def _finish(self, trainer: Trainer) -> None:
-        """Writes the trace of what has been recorded."""
+        """Writes the trace of the recorded steps."""
         strategy, clock = self._strategy(trainer), self._strategy(trainer).clock
         self._release(strategy)
         steps = [times for marks in self._marked if (times := _times(marks, self._windows, clock)) is not None]
@@ -177,7 +175,7 @@ class TraceRecorder(StrategyCallback):
 
 @dataclass
 class _Marks:
-    """Moments of one batch, as its clock takes them."""
+    """Moments of one batch, as marks of the clock."""
 
     begin: Mark
     layers: list[tuple[str, Mark]] = field(default_factory=list)  # modules in the order in which they are entered
@@ -192,7 +190,7 @@ class StepTimes:
     Args:
         backward: Between each gradient and the one before it, by place [L].
         layers: Forward pass of each module that has parameters, with what follows it, in the order of the first calls.
-        rest: All of the step that is neither of them.
+        rest: The rest of the step.
     """
 
     backward: np.ndarray
@@ -220,7 +218,7 @@ def _times(marks: _Marks, windows: Sequence[WindowEvents], clock: Clock) -> Step
     stalls += sum(buffer.exposed + buffer.decoded - buffer.arrived for buffer in inside[0].buffers)
     ready = np.maximum.accumulate(np.maximum(ready, 0.0))
     layers: dict[str, float] = {}
-    later = [clock.seconds(mark) for _, mark in marks.layers[1:]]  # what comes before the first layer counts as its own
+    later = [clock.seconds(mark) for _, mark in marks.layers[1:]]  # the time before the first layer counts as its own
     for (name, _), start, stop in zip(marks.layers, [begin, *later], [*later, before], strict=False):
         layers[name] = layers.get(name, 0.0) + stop - start
     rest = max(0.0, end - before - stalls - float(ready[-1]))
@@ -239,7 +237,7 @@ def build_trace(name: str, layout: Layout, steps: Sequence[StepTimes], source: s
         steps: At least one.
         source: Where the times come from.
     """
-    from lightning_safusion.simulate.trace import Trace, TraceTensor  # the simulator is loaded where a job is recorded
+    from lightning_safusion.simulate.trace import Trace, TraceTensor  # the package is imported without the simulator
 
     backward = np.median([step.backward for step in steps], axis=0)
     forward = dict.fromkeys(range(len(layout)), 0.0)

@@ -1,9 +1,9 @@
-"""Buffer sizes that follow measured times: a callback that configures the planner and tells what it decides."""
+"""A callback that configures how buffer sizes follow measured times, and logs the planner's decisions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -21,28 +21,27 @@ from lightning_safusion.strategy import SAFusionStrategy
 
 
 class BufferSizeTuner(StrategyCallback):
-    """Sizes the buffers of any policy that counts tensors while the job runs, and says what came of it.
+    """Sizes the buffers of any policy that counts tensors while the job runs, and logs every decision.
 
     Works on ``fusion="adaptive"`` (systems ``safusion``, ``safusion-paper`` and ``fgbuff``; without this callback it
     sizes itself in the same way, with the defaults below) and on ``"aligned"`` and ``"behind"``, whose fixed number
-    of tensors becomes the start. In a review all ranks agree on what was measured, and predict from it how long the
-    plan in use takes and how long the best of the policy's plans would. A new plan is kept if the windows with it (a
-    window is a backward pass that exchanges: first gradient to last mean) are shorter by the clock than those before.
-    Otherwise the old one comes back, and until the costs have changed a further change must promise that much more.
-    All ranks decide alike. The state is the strategy's and is saved with it: a resumed job goes on where it was, in
-    the middle of a trial too. With ``Trainer(deterministic=True)`` nothing is measured and no size changes; with
-    plain DDP there are none.
+    of tensors becomes the start. In a review all ranks agree on the measured times, and predict from them the time of
+    the plan in use and of the best of the policy's plans. A new plan is kept if windows (first gradient to last mean)
+    are shorter with it by the clock than before. Otherwise the old one comes back, and until the costs have changed a
+    further change must promise that much more. All ranks decide alike. The state is part of the strategy's checkpoint:
+    a resumed job continues, also in the middle of a trial. With ``Trainer(deterministic=True)`` nothing is measured
+    and no size changes; with plain DDP there are no buffers.
 
     Keys that are logged to every logger, after each decision:
 
     ============================  =====================================================================================
     ``safusion/buffers``          buffers of the plan in use from here on
     ``safusion/predicted_gain``   share of the window that the newer plan saves by the agreed costs
-    ``safusion/measured_gain``    share of the window that it has saved by the clock; when its trial ends
+    ``safusion/measured_gain``    share of the window that it has saved by the clock, when its trial ends
     ``safusion/window_s``         seconds, median window with the plan in use before the decision
     ============================  =====================================================================================
 
-    Changes are also told in a line each on rank 0.
+    Rank 0 also logs a line for each change.
 
     Args:
         warmup_windows: Windows in which the plan is reviewed often.
@@ -86,7 +85,6 @@ class BufferSizeTuner(StrategyCallback):
         )
         self.bounds = Bounds(min_elements, max_elements).check()
         self.decisions: list[Decision] = []
-        self._latest: Decision | None = None  # that has been told
 
     @override
     def _begin(self, strategy: SAFusionStrategy, trainer: Trainer, module: LightningModule) -> None:
@@ -97,7 +95,7 @@ class BufferSizeTuner(StrategyCallback):
         except ValueError as error:
             raise MisconfigurationException(f"BufferSizeTuner: {error}.") from error
         strategy.settings = replace(strategy.settings, fusion=tuned)  # the engine is made later
-        self.decisions, self._latest = [], None
+        self.decisions = []
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -114,10 +112,11 @@ class BufferSizeTuner(StrategyCallback):
         self._follow(trainer)
 
     def _follow(self, trainer: Trainer) -> None:
-        """Logs and tells what was decided since."""
+        """Logs the decisions since the last call."""
         strategy = self._strategy(trainer)
-        for decision in _after(strategy.decisions, self._latest):
-            self._latest = decision
+        latest = self.decisions[-1] if self.decisions else None
+        new = list(takewhile(lambda decision: decision is not latest, reversed(strategy.decisions)))
+        for decision in reversed(new):
             self.decisions.append(decision)
             values = {
                 "buffers": decision.buffers,
@@ -129,7 +128,7 @@ class BufferSizeTuner(StrategyCallback):
             if decision.action != "stay":
                 rank_zero_info(f"BufferSizeTuner: window {decision.window}: {describe(decision)}.")
         if not self._said and self.decisions and strategy.plan is None:
-            self._say_idle(strategy)  # the engine has stepped aside
+            self._say_idle(strategy)  # plain DDP has taken over
 
     def _say_idle(self, strategy: SAFusionStrategy) -> None:
         aside = strategy.report()["plain_ddp"]
@@ -140,7 +139,7 @@ class BufferSizeTuner(StrategyCallback):
 
 
 def describe(decision: Decision) -> str:
-    """A decision in plain words."""
+    """A decision as a sentence."""
     buffers, rival = _buffers(decision.buffers), _buffers(decision.rival)
     now = "" if decision.seconds is None else f"{decision.seconds * 1e3:.1f} ms"
     if decision.action == "dense":
@@ -168,13 +167,5 @@ def _buffers(count: int) -> str:
 
 
 def _less(gain: float) -> str:
-    """A saving, or the contrary, in words."""
+    """A saving, or its opposite, in words."""
     return f"{100 * abs(gain):.1f} % {'less' if gain >= 0 else 'more'}"
-
-
-def _after(decisions: Sequence[Decision], latest: Decision | None) -> Sequence[Decision]:
-    """The decisions behind ``latest``; all of them where it is not among them."""
-    for place in reversed(range(len(decisions))):
-        if decisions[place] is latest:
-            return decisions[place + 1 :]
-    return decisions

@@ -1,8 +1,8 @@
-"""How far compression is from what convergence proofs assume of it, measured in a real window."""
+"""How far a window was from what convergence proofs assume of compression."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -17,39 +17,28 @@ if TYPE_CHECKING:
 
 
 class ConvergenceFigures(TensorSums):
-    """How far compression is from what proofs assume of it, for each of T tensors that were sent sparse.
+    """Sums from which :meth:`values` makes the figures of :class:`~lightning_safusion.callbacks.ConvergenceProbe`.
 
     ``x`` is what was selected from (gradient plus residual), ``C(x)`` what the receivers decoded, ``g`` the gradient;
-    a bar is the mean over ranks. The sums, float64 [6, T], are ``||x||^2``, ``||x - C(x)||^2``, ``||gbar||^2`` (0 where
-    it is not known), ``||C(xbar) - mean C(x)||^2`` (0 where ``gbar`` is not known), slices, slices of which something
-    was sent.
+    a bar is the mean over ranks. The rows of the sums, float64 [6, T], are ``||x||^2``, ``||x - C(x)||^2``,
+    ``||gbar||^2`` (0 where it is not known), ``||C(xbar) - mean C(x)||^2`` (0 where ``gbar`` is not known), slices, and
+    slices of which something was sent.
     """
 
     def values(self, per_tensor: bool = True) -> dict[str, float]:
-        """``contraction``, ``xi`` and ``coverage`` over all tensors, and ``<one of these>/<parameter>``.
+        """``contraction``, ``xi`` and ``coverage`` over all tensors, without those that are not known.
 
         Args:
-            per_tensor: Also those of every tensor.
-
-        Returns:
-            Plain numbers, without those that the windows say nothing about.
+            per_tensor: Also ``<one of these>/<parameter>``.
         """
-        total = _ratios(self.sums.sum(1, keepdim=True))
-        values = {key: column[0] for key, column in total.items() if column[0] == column[0]}
-        if per_tensor:
-            for key, column in _ratios(self.sums).items():
-                values |= {f"{key}/{name}": v for name, v in zip(self.names, column, strict=True) if v == v}
+        names = ["", *(f"/{name}" for name in self.names)]
+        sums = torch.cat([self.sums.sum(1, keepdim=True), self.sums], 1)
+        energy, error, gradient, gap, slices, covered = sums if per_tensor else sums[:, :1]
+        ratios = {"contraction": error / energy, "xi": (gap / gradient).sqrt(), "coverage": covered / slices}
+        values: dict[str, float] = {}
+        for key, ratio in ratios.items():
+            values |= {key + name: value for name, value in zip(names, ratio.tolist(), strict=False) if value == value}
         return values
-
-
-def _ratios(sums: Tensor) -> dict[str, list[float]]:
-    """The three figures by column; NaN where there is nothing to divide by."""
-    energy, error, gradient, gap, slices, covered = sums
-    return {
-        "contraction": (error / energy).tolist(),
-        "xi": (gap / gradient).sqrt().tolist(),
-        "coverage": (covered / slices).tolist(),
-    }
 
 
 class Accumulated(Protocol):
@@ -61,32 +50,21 @@ class Accumulated(Protocol):
         """float32 [D], in the order of ``layout``."""
 
 
-@dataclass(frozen=True, eq=False)
-class Before:
-    """What the error feedback held before a window.
-
-    Args:
-        layout: Order of the tensors then.
-        held: float32 [D], a copy.
-    """
-
-    layout: Layout
-    held: Tensor
-
-    @classmethod
-    def of(cls, space: Accumulated) -> Before:
-        """Copies it, between two windows."""
-        return cls(space.layout, space.accumulated().clone())
+def residuals(space: Accumulated) -> dict[int, Tensor]:
+    """Copies of the residuals between two windows, flat, by registration index."""
+    layout = space.layout
+    pieces = space.accumulated().clone().split(np.diff(layout.edges).tolist())
+    return {spec.index: piece for spec, piece in zip(layout.specs, pieces, strict=True)}
 
 
-def convergence_figures(record: WindowRecord, before: Before) -> ConvergenceFigures:
+def convergence_figures(record: WindowRecord, before: Mapping[int, Tensor]) -> ConvergenceFigures:
     """Figures of a window. Collective: two vectors of the size of the model are reduced over the ranks.
 
-    Dense tensors are left out, and what did not go the planned way (see ``tensor_figures``).
+    Dense tensors are left out, and those that ``tensor_figures`` leaves out.
 
     Args:
         record: The latest window's, between two windows.
-        before: What its error feedback held when the window began.
+        before: The :func:`residuals` when the window began.
 
     Returns:
         Of this rank, on the device of the gradients.
@@ -99,13 +77,12 @@ def convergence_figures(record: WindowRecord, before: Before) -> ConvergenceFigu
         if gradient is not None:
             sums[2:4] = _xi(record, sparse, own, gradient)
         sums[4:] = _coverage(record, sparse)
-    order = [layout.places[index] for index in sorted(layout.places)]
-    sums = sums[:, order]
+    sums = sums[:, [layout.places[index] for index in sorted(layout.places)]]
     sums[0], sums[1] = figures.energy, figures.error
     return ConvergenceFigures(figures.names, sums)
 
 
-def _inputs(record: WindowRecord, before: Before) -> tuple[Tensor, Tensor | None]:
+def _inputs(record: WindowRecord, before: Mapping[int, Tensor]) -> tuple[Tensor, Tensor | None]:
     """``x`` and ``g`` of this rank, float32 [D]; the gradient is not known where the memory has a momentum."""
     x = record.accumulated().clone()
     if record.forgets:
@@ -113,10 +90,7 @@ def _inputs(record: WindowRecord, before: Before) -> tuple[Tensor, Tensor | None
     x.index_add_(0, *record.sent())
     if record.decay is None:
         return x, None
-    tensors = before.held.split(np.diff(before.layout.edges).tolist())
-    pieces = {spec.index: piece for spec, piece in zip(before.layout.specs, tensors, strict=True)}
-    then = torch.cat([x[:0], *(pieces[spec.index] for spec in record.layout.specs)])
-    return x, x - record.decay * then
+    return x, x - record.decay * torch.cat([before[spec.index] for spec in record.layout.specs])
 
 
 def _xi(record: WindowRecord, sparse: np.ndarray, x: Tensor, gradient: Tensor) -> Tensor:
@@ -138,10 +112,10 @@ def _coverage(record: WindowRecord, sparse: np.ndarray) -> Tensor:
     length = torch.from_numpy(np.diff(layout.edges) // np.maximum(1, slices)).to(device)
     starts = torch.from_numpy(np.concatenate([[0], np.cumsum(slices)])).to(device)
     edges = torch.from_numpy(layout.edges).to(device)
-    hit = torch.zeros(int(slices.sum()) + 1, dtype=torch.bool, device=device)  # and one for all that do not count
+    hit = torch.zeros(int(slices.sum()) + 1, dtype=torch.bool, device=device)  # the last: all that do not count
     counted = torch.from_numpy(slices > 0).to(device)
     at, values = record.sent()
-    # right: an empty tensor has the edge of its successor, and owns nothing
+    # right: an empty tensor has the edge of its successor, and owns no element
     places = torch.searchsorted(edges, at, right=True) - 1
     rows = starts[places] + (at - edges[places]) // length[places]
     hit[torch.where(counted[places] & (values != 0), rows, len(hit) - 1)] = True  # padding has no value

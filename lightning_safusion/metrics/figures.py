@@ -1,4 +1,4 @@
-"""What the latest window did to every tensor: what the metrics are updated with."""
+"""What the latest window did to every tensor: the figures from which metrics are updated."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from typing_extensions import Self
 if TYPE_CHECKING:
     from lightning_safusion.fusion.record import WindowRecord
     from lightning_safusion.strategy import SAFusionStrategy
-
-_ROWS = 6
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +57,7 @@ class TensorFigures(TensorSums):
 
     @property
     def missing(self) -> Tensor:
-        """[T] windows of these in which nothing of it was sent."""
+        """[T] windows of these in which none of its elements was sent."""
         return self.sums[1]
 
     @property
@@ -83,7 +81,7 @@ class TensorFigures(TensorSums):
         return self.sums[5]
 
     def everywhere(self) -> TensorFigures:
-        """Of figures of one window, reduced over ranks: one window per tensor, missing if no rank sent anything."""
+        """For figures of one window, reduced over ranks: one window per tensor, missing if no rank sent anything."""
         some = self.windows > 0
         sums = torch.zeros_like(self.sums)
         sums[0], sums[1] = some, some & (self.missing == self.windows)
@@ -93,8 +91,8 @@ class TensorFigures(TensorSums):
 def tensor_figures(strategy: SAFusionStrategy, errors: bool = True) -> TensorFigures | None:
     """Figures of this rank's latest window; call it between two windows (in ``on_after_backward``, for example).
 
-    Left out, with 0 windows, is what did not go the planned way: tensors without a gradient or without elements, those
-    whose gradient was averaged outside the compressed path, and the whole window if some gradient was not finite.
+    Not counted (0 windows) are tensors without a gradient or without elements, tensors whose gradient was averaged
+    outside the compressed path, and the whole window if some gradient was not finite.
 
     Waits for the device. All ranks get the same names.
 
@@ -105,17 +103,15 @@ def tensor_figures(strategy: SAFusionStrategy, errors: bool = True) -> TensorFig
     Returns:
         On the strategy's device; None with plain DDP and before the first window.
     """
-    record = strategy.record
-    return None if record is None else window_figures(record, errors)
+    return None if strategy.record is None else window_figures(strategy.record, errors)
 
 
 def window_figures(record: WindowRecord, errors: bool = True) -> TensorFigures:
     """:func:`tensor_figures` of the record of a window."""
-    layout = record.layout
+    layout, sent = record.layout, record.sent_counts
     sizes = np.diff(layout.edges)
     chosen = record.used & (sizes > 0)
-    sent = record.sent_counts
-    sums = np.zeros((_ROWS, len(layout)), np.float64)
+    sums = np.zeros((6, len(layout)), np.float64)
     sums[:4] = chosen, chosen & (sent == 0), chosen * sizes, chosen * sent
     if errors:
         sums[4:] = np.where(chosen & ~record.dense, _energies(record), 0.0)
@@ -127,8 +123,8 @@ def _energies(record: WindowRecord) -> np.ndarray:
     """float64 [2, L]: ``||x||^2`` and ``||x - C(x)||^2`` of every tensor that was sent sparse.
 
     The memory holds ``r = x - C(x)`` once a window has been committed, hence ``||x||^2 = ||r||^2 + 2 <r, C(x)> +
-    ||C(x)||^2``. One that forgets holds ``x`` until the next window, hence ``||x - C(x)||^2 = ||x||^2 - 2 <x, C(x)> +
-    ||C(x)||^2``. ``C(x)`` has few elements: only the first term looks at all of them.
+    ||C(x)||^2``. Without error feedback it holds ``x`` until the next window, hence ``||x - C(x)||^2 = ||x||^2 -
+    2 <x, C(x)> + ||C(x)||^2``. ``C(x)`` has few elements: only the first term reads all of them.
     """
     indices, values = record.sent()
     if not len(indices):
@@ -139,7 +135,7 @@ def _energies(record: WindowRecord) -> np.ndarray:
     values = values.double()
     cross = values * (values + (-2 if record.forgets else 2) * held[indices].double())
     edges = torch.from_numpy(record.layout.edges).to(held.device)
-    # right: an empty tensor has the edge of its successor, and owns nothing
+    # right: an empty tensor has the edge of its successor, and owns no element
     places = torch.searchsorted(edges, indices, right=True) - 1
     other = squares.index_add(0, places, cross).clamp_(min=0)  # rounding may leave a negative zero
     return torch.stack([squares, other] if record.forgets else [other, squares]).cpu().numpy()

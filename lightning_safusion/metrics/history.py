@@ -1,4 +1,4 @@
-"""Statistics of missing tensors over a training: sums by tensor, and a picture over steps of bounded size."""
+"""Statistics of missing tensors over a training: sums by tensor, and missing rates over steps in a bounded table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from lightning_safusion.metrics.figures import TensorFigures
 from lightning_safusion.metrics.ratios import AchievedDensity, CompressionError, TensorMissingRate
-from lightning_safusion.profiling.picture import plot_rates
+from lightning_safusion.profiling.pictures import plot_rates
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TensorRow:
-    """What became of one tensor.
+    """The statistics of one tensor.
 
     Args:
         name: Of the parameter.
-        missing: Share of its gradients of which nothing was sent.
-        everywhere: Share of the sampled windows in which no rank sent anything of it.
+        missing: Share of its gradients of which no element was sent.
+        everywhere: Share of the sampled windows in which no rank sent any of its elements.
         density: Share of its elements that was sent.
         error: Share of its energy that was not sent; None if it was always dense.
         rates: Its missing rate by column of the heat map; None where it had no gradient.
@@ -40,7 +40,7 @@ class TensorRow:
 
 
 class MissingRateStatistics:
-    """Takes in figures that were summed over ranks; knows nothing of trainers.
+    """Sums of figures that were reduced over ranks; independent of trainers.
 
     Args:
         names: Parameter names.
@@ -60,43 +60,45 @@ class MissingRateStatistics:
         self.everywhere = TensorMissingRate(names, sync_on_compute=False)
         self.density = AchievedDensity(names, sync_on_compute=False)
         self.error = CompressionError(names, sync_on_compute=False)
+        self._metrics = {
+            "missing": self.missing,
+            "everywhere": self.everywhere,
+            "density": self.density,
+            "error": self.error,
+        }
         self._places = {name: place for place, name in enumerate(self.names)}
         self._stride = 1  # samples in a column
         self._steps: list[int] = []  # the first of each column
         self._counts = np.zeros((2, len(self.names), 0), np.int32)  # missing, windows
 
     def add(self, step: int, figures: TensorFigures) -> dict[str, float]:
-        """Takes in a sample.
+        """Adds a sample.
 
         Args:
-            step: Its place in the picture.
+            step: Its position in the heat map.
             figures: Summed over ranks.
 
         Returns:
-            Its own ``missing_rate``, ``missing_on_all_ranks``, ``achieved_density`` and ``compression_error``, without
-            those that it says nothing about.
+            The sample's own ``missing_rate``, ``missing_on_all_ranks``, ``achieved_density`` and
+            ``compression_error``, without those that have no denominator.
         """
         figures = TensorFigures(figures.names, figures.sums.cpu())
-        everywhere = figures.everywhere()
-        for metric in (self.missing, self.density, self.error):
-            metric.update(figures)
-        self.everywhere.update(everywhere)
-        self._draw(step, figures)
         ratios = {
-            "missing_rate": (figures.missing, figures.windows),
-            "missing_on_all_ranks": (everywhere.missing, everywhere.windows),
-            "achieved_density": (figures.sent, figures.elements),
-            "compression_error": (figures.error, figures.energy),
+            "missing_rate": self.missing(figures),
+            "missing_on_all_ranks": self.everywhere(figures.everywhere()),
+            "achieved_density": self.density(figures),
+            "compression_error": self.error(figures),
         }
-        return {key: float(part.sum() / whole.sum()) for key, (part, whole) in ratios.items() if whole.sum() > 0}
+        self._add_column(step, figures)
+        return {key: float(ratio) for key, ratio in ratios.items() if not ratio.isnan()}
 
-    def _draw(self, step: int, figures: TensorFigures) -> None:
+    def _add_column(self, step: int, figures: TensorFigures) -> None:
         if self.samples == self.columns * self._stride:
             self._counts = self._counts[..., ::2] + self._counts[..., 1::2]
             self._steps = self._steps[::2]
             self._stride *= 2
         if self.samples % self._stride == 0:
-            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts, shape=(2, len(self.names), 1))], 2)
+            self._counts = np.pad(self._counts, ((0, 0), (0, 0), (0, 1)))
             self._steps.append(step)
         places = [self._places[name] for name in figures.names]
         counts = np.stack([figures.missing.numpy(), figures.windows.numpy()])
@@ -114,9 +116,8 @@ class MissingRateStatistics:
         return rows
 
     def worst(self, count: int) -> list[TensorRow]:
-        """The tensors that were missing most often; none that never were."""
-        missing = [row for row in self.rows() if row.missing > 0]
-        return sorted(missing, key=lambda row: (-row.missing, -row.everywhere))[:count]
+        """The tensors that were missing most often, without those that never were."""
+        return worst_first(self.rows())[:count]
 
     def rates(self) -> np.ndarray:
         """float64 [T, columns so far], the missing rate by tensor and step; NaN where there was no gradient."""
@@ -140,9 +141,9 @@ class MissingRateStatistics:
     def summary(self) -> dict[str, Any]:
         """Plain numbers for reports; the callback writes them as ``missing_rate.json``.
 
-        Keys: ``version`` (1), ``samples`` (steps that were looked at), ``missing_rate`` (over all tensors; null before
-            the first sample), ``steps`` (the first step of each column of the heat map), and ``tensors``, in
-            registration order: the fields of :class:`TensorRow`. The callback adds ``run``, when the fit began.
+        Keys: ``version`` (1), ``samples`` (sampled steps), ``missing_rate`` (over all tensors; null before the first
+            sample), ``steps`` (the first step of each column of the heat map), and ``tensors``, in registration
+            order: the fields of :class:`TensorRow`. The callback adds ``run``, when the fit began.
         """
         return {
             "version": 1,
@@ -161,24 +162,22 @@ class MissingRateStatistics:
             "stride": self._stride,
             "steps": list(self._steps),
             "counts": torch.from_numpy(self._counts.copy()),
-            "sums": {name: metric.sums for name, metric in self._metrics().items()},
+            "sums": {name: metric.sums for name, metric in self._metrics.items()},
         }
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> MissingRateStatistics:
-        """What :meth:`state_dict` described."""
+        """The statistics of a :meth:`state_dict`."""
         statistics = cls(state["names"], state["columns"])
         statistics.samples, statistics._stride = state["samples"], state["stride"]
         statistics._steps = list(state["steps"])
         statistics._counts = state["counts"].numpy().copy()  # a checkpoint's tensors belong to the checkpoint
-        for name, metric in statistics._metrics().items():
+        for name, metric in statistics._metrics.items():
             metric.sums = state["sums"][name].clone()
         return statistics
 
-    def _metrics(self) -> dict[str, TensorMissingRate | AchievedDensity | CompressionError]:
-        return {
-            "missing": self.missing,
-            "everywhere": self.everywhere,
-            "density": self.density,
-            "error": self.error,
-        }
+
+def worst_first(rows: Sequence[TensorRow]) -> list[TensorRow]:
+    """The tensors that were missing at some time, those that were missing most often first."""
+    missing = [row for row in rows if row.missing > 0]
+    return sorted(missing, key=lambda row: (-row.missing, -row.everywhere))

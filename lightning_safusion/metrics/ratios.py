@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ class _TensorRatio(Metric):
     """A ratio of two sums over windows and ranks.
 
     Args:
-        names: Parameter names, the same on all ranks; those that never have a gradient do no harm.
+        names: Parameter names, the same on all ranks; names of parameters that never have a gradient are allowed.
         kwargs: Options of :class:`torchmetrics.Metric`.
 
     Raises:
@@ -30,6 +29,8 @@ class _TensorRatio(Metric):
     full_state_update = False
     sums: Tensor
 
+    _terms: ClassVar[tuple[str, str]]  # numerator and denominator, properties of TensorFigures
+
     def __init__(self, names: Sequence[str], **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.names = tuple(names)
@@ -38,11 +39,6 @@ class _TensorRatio(Metric):
             twice = sorted({name for name in self.names if self.names.count(name) > 1})
             raise ValueError(f"names has {', '.join(twice)} more than once: give every parameter once")
         self.add_state("sums", torch.zeros(2, len(self.names), dtype=torch.float64), dist_reduce_fx="sum")
-
-    @staticmethod
-    @abstractmethod
-    def _terms(figures: TensorFigures) -> tuple[Tensor, Tensor]:
-        """Numerator and denominator of each tensor, float64 [T]."""
 
     @override
     def update(self, figures: TensorFigures) -> None:
@@ -61,7 +57,8 @@ class _TensorRatio(Metric):
                 "names: make it with [name for name, _ in module.named_parameters()]"
             )
         rows = torch.tensor([self._rows[name] for name in figures.names], device=self.device)
-        self.sums = self.sums.index_add(1, rows, torch.stack(self._terms(figures)).to(self.device))
+        terms = torch.stack([getattr(figures, term) for term in self._terms])
+        self.sums = self.sums.index_add(1, rows, terms.to(self.device))
 
     @override
     def compute(self) -> Tensor:
@@ -70,7 +67,7 @@ class _TensorRatio(Metric):
         return part / whole
 
     def per_tensor(self) -> dict[str, float]:
-        """The ratio of each tensor that was ever exchanged, in the order of the names; on all ranks at once."""
+        """The ratio of each tensor that was ever exchanged, in the order of the names. A collective."""
         with self.sync_context(dist_sync_fn=self.dist_sync_fn, should_sync=self._to_sync):
             sums = self.sums.cpu()
         parts, wholes = sums.tolist()
@@ -78,10 +75,10 @@ class _TensorRatio(Metric):
 
 
 class TensorMissingRate(_TensorRatio):
-    """Share of the exchanged gradients of which nothing was sent (SAFusion, observation 1).
+    """Share of the exchanged gradients of which no element was sent (SAFusion, observation 1).
 
-    A gradient is one tensor in one window on one rank. Sparsification ahead of fusion has none; behind it, tensors
-    whose elements are small beside those of their neighbours in the buffer are missing.
+    A gradient is one tensor in one window on one rank. Sparsification before fusion leaves no tensor out. After fusion,
+    tensors whose elements are small beside those of their neighbours in the buffer are missing.
 
     Args:
         names: Parameter names, the same on all ranks.
@@ -97,11 +94,7 @@ class TensorMissingRate(_TensorRatio):
     """
 
     higher_is_better = False
-
-    @staticmethod
-    @override
-    def _terms(figures: TensorFigures) -> tuple[Tensor, Tensor]:
-        return figures.missing, figures.windows
+    _terms = ("missing", "windows")
 
 
 class AchievedDensity(_TensorRatio):
@@ -112,10 +105,7 @@ class AchievedDensity(_TensorRatio):
         kwargs: Options of :class:`torchmetrics.Metric`.
     """
 
-    @staticmethod
-    @override
-    def _terms(figures: TensorFigures) -> tuple[Tensor, Tensor]:
-        return figures.sent, figures.elements
+    _terms = ("sent", "elements")
 
 
 class CompressionError(_TensorRatio):
@@ -123,7 +113,7 @@ class CompressionError(_TensorRatio):
 
     ``x`` is what was selected from (gradient plus residual; the velocity of DGC), ``C(x)`` what the receivers decoded,
     rounding on the wire included. Top-k sends at least its density of the energy (Stich et al. 2018): the error is at
-    most one minus the density. Only tensors that were sent sparse count: nothing of the others was dropped.
+    most one minus the density. Only tensors that were sent sparse count.
 
     Args:
         names: Parameter names, the same on all ranks.
@@ -131,11 +121,7 @@ class CompressionError(_TensorRatio):
     """
 
     higher_is_better = False
-
-    @staticmethod
-    @override
-    def _terms(figures: TensorFigures) -> tuple[Tensor, Tensor]:
-        return figures.error, figures.energy
+    _terms = ("error", "energy")
 
 
 class BytesSent(Metric):
@@ -166,7 +152,7 @@ class BytesSent(Metric):
         return self.sums[1] / self.sums[0]
 
     def ratio(self) -> float:
-        """Bytes of the gradients themselves over the bytes sent; NaN if nothing was. On all ranks at once."""
+        """Bytes of the gradients themselves over the bytes sent; NaN if none were sent. A collective."""
         with self.sync_context(dist_sync_fn=self.dist_sync_fn, should_sync=self._to_sync):
             _, sent, dense = self.sums.tolist()
         return dense / sent if sent else float("nan")

@@ -1,9 +1,9 @@
-"""Where the time of a training step goes: records, figures, traces and pictures. Knows nothing of Lightning."""
+"""Where the time of a training step goes: records, figures, traces and pictures. Independent of Lightning."""
 
 from lightning_safusion.profiling.figures import StepFigures, buffer_means
-from lightning_safusion.profiling.picture import plot_step
+from lightning_safusion.profiling.overlap_file import load_timeline
+from lightning_safusion.profiling.pictures import plot_step
 from lightning_safusion.profiling.recorder import StepRecorder
-from lightning_safusion.profiling.summary import load_timeline
 from lightning_safusion.profiling.timeline import BufferTimeline, Phase, StepTimeline, WindowTimeline
 from lightning_safusion.profiling.trace import merge_traces, trace_events, write_trace
 

@@ -1,4 +1,4 @@
-"""Where the time of steps went, in numbers: of a step, of a rank, and of all ranks together."""
+"""Where the time of steps went, in numbers: of a step, of a rank, of all ranks; and as tables for a terminal."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from dataclasses import astuple, dataclass, fields
 from math import nan
 
 import numpy as np
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
 
-from lightning_safusion.advice import busiest
-from lightning_safusion.profiling.intervals import Interval, intersect, merge, total
-from lightning_safusion.profiling.timeline import StepTimeline, buffer_name
+from lightning_safusion.literal import literal
+from lightning_safusion.profiling.timeline import Interval, StepTimeline, buffer_name, intersect, merge, total
 
 PARTS = {
     "data": "data loading",
@@ -22,7 +24,9 @@ PARTS = {
     "optimizer": "optimizer",
     "other": "everything else",
 }
-"""Parts of a step that add up to it on the CPU, in words: ``<part>_s`` of :class:`StepFigures`."""
+"""Labels of the parts of a step, ``<part>_s`` of :class:`StepFigures`. On the CPU they add up to the step."""
+
+_VISIBLE = 5e-6  # seconds that the table does not round to 0
 
 
 @dataclass(frozen=True)
@@ -74,10 +78,9 @@ class StepFigures:
         outside = total(step.spans("data", "forward", "optimizer"))
         exchange = merge(buffer.exchange for buffer in step.buffers)
         communication = total(exchange)
-        absent = not step.exchanged
 
         def exchanged(intervals: Sequence[Interval]) -> float:
-            return nan if absent else total(intervals)
+            return total(intervals) if step.exchanged else nan
 
         return cls(
             step_s=step.end - step.begin,
@@ -92,21 +95,21 @@ class StepFigures:
             other_s=max(0.0, step.end - step.begin - backward - outside),
             work_s=total(step.computing),
             overlap_ratio=total(intersect(exchange, step.computing)) / communication if communication > 0 else nan,
-            bytes_sent=nan if absent else float(sum(b.events.bytes_sent for b in step.buffers)),
+            bytes_sent=float(sum(b.events.bytes_sent for b in step.buffers)) if step.exchanged else nan,
         )
 
     @classmethod
     def mean(cls, figures: Sequence[StepFigures]) -> StepFigures:
         """The mean of each number; NaN if it is NaN in all of them."""
-        return cls(*nanmean(np.array([astuple(each) for each in figures]).reshape(-1, len(fields(cls)))).tolist())
+        return cls(*_nanmean(np.array([astuple(each) for each in figures]).reshape(-1, len(fields(cls)))).tolist())
 
     def as_dict(self) -> dict[str, float]:
         """The numbers by name, without those that are NaN."""
         return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) == value}
 
 
-def nanmean(values: np.ndarray) -> np.ndarray:
-    """float64, means over the first dimension of what is not NaN; NaN where nothing is left."""
+def _nanmean(values: np.ndarray) -> np.ndarray:
+    """float64, means over the first dimension without NaN; NaN where nothing is left (numpy's own warns there)."""
     counts = (~np.isnan(values)).sum(axis=0)
     return np.where(counts > 0, np.nansum(values, axis=0) / np.maximum(counts, 1), nan)
 
@@ -128,8 +131,10 @@ class RankFigures:
 
     @property
     def slowest(self) -> tuple[int, float]:
-        """The rank whose own work (``work_s``) takes longest, and seconds by which it exceeds the median rank's."""
-        return busiest([each.work_s for each in self.ranks])
+        """The rank with the longest ``work_s``, and seconds by which it exceeds the (lower) median rank's."""
+        seconds = [each.work_s for each in self.ranks]
+        rank = max(range(len(seconds)), key=seconds.__getitem__)
+        return rank, seconds[rank] - sorted(seconds)[(len(seconds) - 1) // 2]
 
     def longest(self, name: str) -> float:
         """The largest of a figure over ranks."""
@@ -168,18 +173,13 @@ class BufferRow:
     exposed_s: float
     decode_s: float
 
-    @property
-    def name(self) -> str:
-        """The first tensor's name, and how many there are besides."""
-        return buffer_name(self.tensors)
-
 
 def buffer_means(steps: Sequence[StepTimeline]) -> list[BufferRow]:
     """One row per buffer of the last step's plan, in launch order: means over the steps that had the same plan."""
     if not steps or not steps[-1].buffers:
         return []
     alike = [step for step in steps if step.plan == steps[-1].plan]
-    means = nanmean(np.array([_buffer_times(step) for step in alike])).tolist()
+    means = _nanmean(np.array([_buffer_times(step) for step in alike])).tolist()
     rows = []
     for last, times in zip(steps[-1].buffers, means, strict=True):
         events = last.events
@@ -195,3 +195,48 @@ def _buffer_times(step: StepTimeline) -> np.ndarray:
     moments = np.array([[*b.select, *b.exchange, *b.exposed, *b.decode] for b in step.buffers])
     lengths = np.maximum(0.0, moments[:, 1::2] - moments[:, ::2])
     return np.column_stack([moments[:, 0] - begin, lengths])
+
+
+def build_table(title: str, figures: RankFigures, buffers: Sequence[BufferRow], worst: int = 5) -> RenderableType:
+    """Where a step's time went, and the buffers that were exposed longest.
+
+    Args:
+        title: Heading.
+        figures: Of all ranks.
+        buffers: Of :func:`buffer_means`.
+        worst: Buffers to show.
+    """
+    mean, (rank, skew) = figures.mean, figures.slowest
+    table = _table(title)
+    for column in ("", "ms, mean\nof ranks", "ms, longest\nof ranks", "share of\nthe step"):
+        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    for part, label in {**PARTS, "step": "step", "exchange": "exchange under way"}.items():
+        value = getattr(mean, f"{part}_s")
+        if value == value:
+            share = f"{value / mean.step_s:.1%}" if mean.step_s > 0 else ""
+            table.add_row(label, f"{value * 1e3:.2f}", f"{figures.longest(f'{part}_s') * 1e3:.2f}", share)
+        if part in ("other", "step"):
+            table.add_section()
+    remarks = []
+    if mean.overlap_ratio == mean.overlap_ratio:
+        remarks.append(f"{mean.overlap_ratio:.1%} of the exchange overlaps with computation.")
+    if len(figures.ranks) > 1:
+        remarks.append(f"Rank {rank} works longest, {skew * 1e3:.2f} ms longer than the median rank.")
+    late = sorted((row for row in buffers if row.exposed_s >= _VISIBLE), key=lambda row: -row.exposed_s)[:worst]
+    parts: list[RenderableType] = [table, " ".join(remarks)]
+    return Group(*parts, _buffer_table(late, len(buffers))) if late else Group(*parts)
+
+
+def _buffer_table(rows: Sequence[BufferRow], count: int) -> Table:
+    table = _table(f"Longest exposed of {count} buffers (rank 0, ms)")
+    table.add_column("tensors", overflow="ellipsis", no_wrap=True, ratio=1)
+    for column in ("kB sent", "selection", "exchange", "exposed", "decoding"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        times = [f"{each * 1e3:.2f}" for each in (row.select_s, row.exchange_s, row.exposed_s, row.decode_s)]
+        table.add_row(literal(buffer_name(row.tensors)), f"{row.bytes_sent / 1e3:,.1f}", *times)
+    return table
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)

@@ -1,4 +1,4 @@
-"""Records the moments of steps as they happen; makes timelines of them later."""
+"""Records moments of steps when they happen, and makes timelines of them later."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_safusion.profiling.timeline import Phase, PhaseName, StepTimeline
 
 @dataclass(eq=False)
 class _Marks:
-    """A step whose moments are not resolved yet."""
+    """A step whose marks are not yet seconds."""
 
     begin: Mark
     phases: list[tuple[PhaseName, Mark, Mark]] = field(default_factory=list)
@@ -20,7 +20,7 @@ class _Marks:
 
 
 class StepRecorder:
-    """Told of every moment of a training loop, and of every backward window (it is an ``Observer``).
+    """Records the moments of a training loop, and as an ``Observer`` the events of every window.
 
     Marks are of one clock; nothing waits for the device before :meth:`take`. The order of calls is that of a training
     loop: :meth:`batch_start`, then :meth:`before_backward`, :meth:`after_backward`, :meth:`before_optimizer` and
@@ -32,12 +32,12 @@ class StepRecorder:
         self._done: list[_Marks] = []
         self._windows: list[WindowEvents] = []
         self._last: Mark = None  # the latest moment of the batch
-        self._idle: Mark | None = None  # the end of the batch before, if nothing but loading lies between
+        self._idle: Mark | None = None  # the end of the batch before, if only loading lies between
         self._optimizing: Mark | None = None  # the beginning of an optimizer's step
         self._stepped = False  # its end is known
 
     def observe(self, events: WindowEvents) -> None:
-        """Takes in a window."""
+        """Adds a window."""
         self._windows.append(events)
 
     def batch_start(self, mark: Mark) -> None:
@@ -49,29 +49,27 @@ class StepRecorder:
         self._last = mark
 
     def before_backward(self, mark: Mark) -> None:
-        """A backward pass begins; everything before it was forward."""
-        if self._step is not None:
-            self._step.phases.append(("forward", self._last, mark))
+        """A backward pass begins; the time since the latest moment was forward."""
+        self._add("forward", self._last, mark)
         # optimizers that run forward and backward passes themselves (LBFGS)
         self._last, self._optimizing = mark, None
 
     def after_backward(self, mark: Mark) -> None:
-        """It has ended, exchange included."""
-        if self._step is not None:
-            self._step.phases.append(("backward", self._last, mark))
+        """A backward pass has ended, exchange included."""
+        self._add("backward", self._last, mark)
         self._last = mark
 
     def before_optimizer(self, mark: Mark) -> None:
-        """An optimizer is about to step."""
+        """An optimizer's step begins."""
         self._last = self._optimizing = mark
         self._stepped = False
 
     def after_optimizer(self, mark: Mark) -> None:
-        """It has stepped. Told again where one optimizer's step calls another class's: the last one counts."""
+        """An optimizer's step has ended. Where one optimizer's step calls another's, the last call counts."""
         if self._step is not None and self._optimizing is not None:
             if self._stepped:
                 self._step.phases.pop()
-            self._step.phases.append(("optimizer", self._optimizing, mark))
+            self._add("optimizer", self._optimizing, mark)
             self._stepped = True
         self._last = mark
 
@@ -82,7 +80,7 @@ class StepRecorder:
             mark: Now.
             step: Number of the step that it ended; None if its gradients are accumulated further.
         """
-        if self._optimizing is not None and not self._stepped:  # nobody told of the optimizer's end
+        if self._optimizing is not None and not self._stepped:  # the optimizer has no hook after its step
             self.after_optimizer(mark)
         self._optimizing = None
         self._idle = mark
@@ -96,7 +94,7 @@ class StepRecorder:
         self._step, self._idle, self._optimizing = None, mark, None
 
     def pause(self) -> None:
-        """Something else than loading comes between this batch and the next one (validation, a report)."""
+        """Validation or a report comes between this batch and the next one: the time between is not loading."""
         self._idle = None
 
     def clear(self) -> None:
@@ -105,7 +103,7 @@ class StepRecorder:
         self._done, self._windows = [], []
 
     def take(self, clock: Clock, before: int) -> list[StepTimeline]:
-        """Hands over the recorded steps with a smaller number than ``before``, and forgets them.
+        """Returns the recorded steps with a smaller number than ``before``, and forgets them.
 
         Waits for the device where their moments have not come yet.
         """
@@ -120,3 +118,7 @@ class StepRecorder:
         if timelines:
             self._windows = [events for events in self._windows if events.drained > timelines[-1].end]
         return timelines
+
+    def _add(self, name: PhaseName, begin: Mark, end: Mark) -> None:
+        if self._step is not None:
+            self._step.phases.append((name, begin, end))

@@ -1,6 +1,7 @@
-"""What one rank did in one training step, and when. Plain values, that can be written as JSON and read back.
+"""What one rank did in one training step, and when: plain values that are written as JSON and read back.
 
-All moments are seconds of that rank's ``perf_counter``.
+Moments are seconds of that rank's ``perf_counter``. An interval is ``(begin, end)``. Lists of intervals that functions
+return are *merged*: sorted, disjoint, without empty intervals.
 """
 
 from __future__ import annotations
@@ -8,18 +9,56 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from math import isnan, nan
-from typing import Any, Literal
+from math import isfinite, isnan, nan
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from lightning_safusion.fusion.events import BufferEvents, WindowEvents
-from lightning_safusion.profiling.intervals import Interval, merge, subtract
-from lightning_safusion.profiling.plain import from_row, without_nan
 
+Interval = tuple[float, float]
 PhaseName = Literal["data", "forward", "backward", "optimizer"]
 
+_T = TypeVar("_T")
 
-@dataclass(frozen=True)
-class Phase:
+
+def merge(intervals: Iterable[Interval]) -> list[Interval]:
+    """The union. Intervals that end before they begin, or have no end (NaN), are left out."""
+    merged: list[Interval] = []
+    for begin, end in sorted(each for each in intervals if each[0] < each[1]):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def subtract(intervals: Iterable[Interval], others: Iterable[Interval]) -> list[Interval]:
+    """What is in ``intervals`` and not in ``others``."""
+    rest: list[Interval] = []
+    holes, first = merge(others), 0
+    for begin, end in merge(intervals):
+        while first < len(holes) and holes[first][1] <= begin:
+            first += 1
+        hole = first  # one hole may reach into the next interval
+        while hole < len(holes) and holes[hole][0] < end:
+            rest.append((begin, holes[hole][0]))
+            begin = holes[hole][1]
+            hole += 1
+        rest.append((begin, end))
+    return merge(rest)
+
+
+def intersect(intervals: Iterable[Interval], others: Iterable[Interval]) -> list[Interval]:
+    """What is in both."""
+    mine = merge(intervals)
+    return subtract(mine, subtract(mine, others))
+
+
+def total(intervals: Iterable[Interval]) -> float:
+    """Seconds covered by the union."""
+    return float(sum(end - begin for begin, end in merge(intervals)))
+
+
+class Phase(NamedTuple):
     """A part of a step.
 
     Args:
@@ -31,11 +70,6 @@ class Phase:
     name: PhaseName
     begin: float
     end: float
-
-
-def buffer_name(tensors: Sequence[str]) -> str:
-    """The first tensor's name, and how many there are besides."""
-    return tensors[0] + (f" +{len(tensors) - 1}" if len(tensors) > 1 else "")
 
 
 @dataclass(frozen=True)
@@ -55,19 +89,14 @@ class BufferTimeline:
     beside: bool = False
 
     @property
-    def name(self) -> str:
-        """The first tensor's name, and how many there are besides."""
-        return buffer_name(self.tensors)
-
-    @property
     def select(self) -> Interval:
         """Compensation, selection and packing."""
         return self.events.closed, self.events.launched
 
     @property
     def exchange(self) -> Interval:
-        """The collective, from its start to its end (the wait's end if nobody told)."""
-        # a backend's thread may tell of the end later than the wait returns
+        """The collective; its end is that of the wait if it was not recorded."""
+        # a backend's thread may record the end later than the wait returns
         end = self.events.arrived if isnan(self.events.finished) else min(self.events.finished, self.events.arrived)
         return self.events.launched, end
 
@@ -91,7 +120,7 @@ class BufferTimeline:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> BufferTimeline:
-        """Reads what :meth:`to_dict` has made."""
+        """The buffer that :meth:`to_dict` wrote."""
         events = from_row(BufferEvents, {**values, "places": range(*values["places"])})
         ready = tuple(nan if moment is None else float(moment) for moment in values["ready"])
         return cls(events, tuple(values["tensors"]), ready, bool(values["beside"]))
@@ -99,7 +128,7 @@ class BufferTimeline:
 
 @dataclass(frozen=True)
 class WindowTimeline:
-    """One backward window.
+    """One window.
 
     Args:
         buffers: In launch order.
@@ -113,7 +142,7 @@ class WindowTimeline:
 
     @classmethod
     def of(cls, events: WindowEvents) -> WindowTimeline:
-        """From what an observer was told."""
+        """The window of which an observer got these events."""
         names, ready = [spec.name for spec in events.layout.specs], events.ready.tolist()
         buffers = []
         for buffer in events.buffers:
@@ -123,7 +152,7 @@ class WindowTimeline:
 
     @property
     def stalls(self) -> list[Interval]:
-        """When the backward pass did nothing of its own."""
+        """When the backward pass itself computed nothing."""
         if self.beside:
             return merge([(self.buffers[0].events.awaited, self.drained)] if self.buffers else [])
         return merge(each for b in self.buffers for each in (b.select, b.exposed, b.decode))
@@ -138,7 +167,7 @@ class StepTimeline:
         begin: The step before it had ended (or, where that is not known, its first batch began).
         end: Its last batch had ended.
         phases: In the order of time; they do not overlap.
-        windows: Backward windows in which this package has exchanged gradients; none with plain DDP.
+        windows: Windows in which this package has exchanged gradients; none with plain DDP.
     """
 
     step: int
@@ -168,7 +197,7 @@ class StepTimeline:
 
     @cached_property
     def backward(self) -> list[Interval]:
-        """The backward passes, without what this package did in them."""
+        """The backward passes, without the work of this package in them."""
         return subtract(self.spans("backward"), (stall for window in self.windows for stall in window.stalls))
 
     @cached_property
@@ -179,28 +208,50 @@ class StepTimeline:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; :meth:`from_dict` reads them."""
-        return {
-            "step": self.step,
-            "begin": self.begin,
-            "end": self.end,
-            "phases": [[phase.name, phase.begin, phase.end] for phase in self.phases],
-            "windows": [
-                {"drained": w.drained, "beside": w.beside, "buffers": [b.to_dict() for b in w.buffers]}
-                for w in self.windows
-            ],
-        }
+        windows = [
+            {"drained": w.drained, "beside": w.beside, "buffers": [b.to_dict() for b in w.buffers]}
+            for w in self.windows
+        ]
+        own = {"step": self.step, "begin": self.begin, "end": self.end}
+        return own | {"phases": [list(phase) for phase in self.phases], "windows": windows}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StepTimeline:
-        """Reads what :meth:`to_dict` has made."""
-        windows: Iterable[Mapping[str, Any]] = values["windows"]
-        return cls(
-            int(values["step"]),
-            float(values["begin"]),
-            float(values["end"]),
-            tuple(Phase(*phase) for phase in values["phases"]),
-            tuple(
-                WindowTimeline(tuple(map(BufferTimeline.from_dict, w["buffers"])), w["drained"], w["beside"])
-                for w in windows
-            ),
+        """The step that :meth:`to_dict` wrote."""
+        phases = tuple(Phase(*phase) for phase in values["phases"])
+        windows = tuple(
+            WindowTimeline(tuple(map(BufferTimeline.from_dict, w["buffers"])), w["drained"], w["beside"])
+            for w in values["windows"]
         )
+        return cls(int(values["step"]), float(values["begin"]), float(values["end"]), phases, windows)
+
+
+def buffer_name(tensors: Sequence[str]) -> str:
+    """The first tensor's name, and how many there are besides."""
+    return tensors[0] + (f" +{len(tensors) - 1}" if len(tensors) > 1 else "")
+
+
+def from_row(cls: type[_T], row: Mapping[str, Any], gaps: bool = False) -> _T:
+    """A dataclass from JSON's values of its fields: lists become tuples, null becomes NaN in fields that are floats.
+
+    Args:
+        cls: The dataclass, of plain values.
+        row: Values by field name.
+        gaps: Fields may be left out, and are null then.
+    """
+    values: dict[str, Any] = {}
+    for each in fields(cls):  # type: ignore[arg-type]  # there is no type of dataclasses
+        value = row.get(each.name) if gaps else row[each.name]
+        if each.type == "float":
+            value = nan if value is None else float(value)
+        values[each.name] = tuple(value) if isinstance(value, list) else value
+    return cls(**values)
+
+
+def without_nan(value: Any) -> Any:
+    """Lists and dictionaries for JSON: null for numbers that do not exist."""
+    if isinstance(value, dict):
+        return {key: without_nan(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_nan(each) for each in value]
+    return None if isinstance(value, float) and not isfinite(value) else value

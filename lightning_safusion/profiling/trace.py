@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import isnan
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
-from lightning_safusion.profiling.intervals import Interval
-from lightning_safusion.profiling.timeline import BufferTimeline, StepTimeline
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_safusion.profiling.timeline import Interval, StepTimeline, buffer_name
 
 LANES = {"training": 0, "select": 1, "exchange": 2, "exposed": 3, "decode": 4}
 _SHOWN_TENSORS = 32  # names in the arguments of one event
@@ -27,55 +32,50 @@ def trace_events(steps: Sequence[StepTimeline], rank: int, host: str = "", offse
     """The events of one rank.
 
     Args:
-        steps: What it did.
+        steps: Of this rank.
         rank: Its number.
         host: Its host.
         offset: Seconds that its clock is ahead of rank 0's.
     """
-    writer = _Writer(rank, offset)
-    writer.names(host)
+    names = [("process", 0, f"rank {rank}" + (f" on {host}" if host else ""), rank)]
+    names += [("thread", tid, lane, tid) for lane, tid in LANES.items()]
+    events: list[Event] = []
+    for kind, tid, name, place in names:  # labels and order in the viewer
+        events.append({"ph": "M", "tid": tid, "name": f"{kind}_name", "args": {"name": name}})
+        events.append({"ph": "M", "tid": tid, "name": f"{kind}_sort_index", "args": {"sort_index": place}})
     for step in steps:
-        writer.bar("training", f"step {step.step}", (step.begin, step.end))
-        for phase in step.phases:
-            writer.bar("training", phase.name, (phase.begin, phase.end))
-        for number, buffer in enumerate(step.buffers):
-            writer.buffer(buffer, f"{rank}.{step.step}.{number}")
-        writer.bytes_under_way(step.buffers)
-    return writer.events
+        timed = [*_training(step), *_buffers(step, f"{rank}.{step.step}"), *_bytes_under_way(step)]
+        events += [each | {"ts": (each["ts"] - offset) * 1e6} for each in timed]
+    return [{"pid": rank, **each} for each in events]
 
 
-class _Writer:
-    def __init__(self, rank: int, offset: float) -> None:
-        self.rank = rank
-        self.offset = offset
-        self.events: list[Event] = []
+# The events below have their moments in seconds of the rank's own clock.
 
-    def _add(self, phase: str, name: str, moment: float, lane: str = "training", **more: Any) -> None:
-        ts = (moment - self.offset) * 1e6
-        self.events.append({"ph": phase, "name": name, "pid": self.rank, "tid": LANES[lane], "ts": ts, **more})
 
-    def names(self, host: str) -> None:
-        """How the viewer calls and sorts processes and lanes."""
-        self._name("process", 0, f"rank {self.rank}" + (f" on {host}" if host else ""), self.rank)
-        for lane, tid in LANES.items():
-            self._name("thread", tid, lane, tid)
+def _event(phase: str, name: str, moment: float, lane: str = "training", **more: Any) -> Event:
+    return {"ph": phase, "name": name, "tid": LANES[lane], "ts": moment, **more}
 
-    def _name(self, kind: str, tid: int, name: str, place: int) -> None:
-        about = {"ph": "M", "pid": self.rank, "tid": tid}
-        self.events.append({**about, "name": f"{kind}_name", "args": {"name": name}})
-        self.events.append({**about, "name": f"{kind}_sort_index", "args": {"sort_index": place}})
 
-    def bar(self, lane: str, name: str, interval: Interval, **args: Any) -> None:
-        """Something that took a while, nested in what encloses it."""
-        begin, end = interval
-        if begin < end:
-            self._add("X", name, begin, lane, dur=(end - begin) * 1e6, args=args)
+def _bar(lane: str, name: str, interval: Interval, **args: Any) -> list[Event]:
+    """A bar, nested in those that enclose it; none if the interval is empty or not known."""
+    begin, end = interval
+    return [_event("X", name, begin, lane, dur=(end - begin) * 1e6, args=args)] if begin < end else []
 
-    def buffer(self, buffer: BufferTimeline, key: str) -> None:
-        """One buffer's way through a step; ``key`` is its alone."""
+
+def _training(step: StepTimeline) -> Iterator[Event]:
+    """The step and its phases."""
+    yield from _bar("training", f"step {step.step}", (step.begin, step.end))
+    for phase in step.phases:
+        yield from _bar("training", phase.name, (phase.begin, phase.end))
+
+
+def _buffers(step: StepTimeline, key: str) -> Iterator[Event]:
+    """The moments of each buffer; ``key`` is unique to the step."""
+    for number, buffer in enumerate(step.buffers):
         for tensor, moment in zip(buffer.tensors, buffer.ready, strict=True):
             if not isnan(moment):
-                self._add("i", f"{tensor} ready", moment, s="t")
+                yield _event("i", f"{tensor} ready", moment, s="t")
+        name = buffer_name(buffer.tensors)
         args = {
             "tensors": list(buffer.tensors[:_SHOWN_TENSORS]),
             "number of tensors": len(buffer.tensors),
@@ -84,22 +84,24 @@ class _Writer:
             "bytes sent": buffer.events.bytes_sent,
         }
         for lane in ("select", "exposed", "decode"):
-            self.bar(lane, buffer.name, getattr(buffer, lane), **args)
+            yield from _bar(lane, name, getattr(buffer, lane), **args)
         begin, end = buffer.exchange
-        # collectives overlap each other: begin and end are told apart by an id
-        self._add("b", buffer.name, begin, "exchange", cat="exchange", id=key, args=args)
-        self._add("e", buffer.name, max(begin, end), "exchange", cat="exchange", id=key)
+        # collectives overlap each other: their begins and ends are matched by an id
+        matched = {"cat": "exchange", "id": f"{key}.{number}"}
+        yield _event("b", name, begin, "exchange", **matched, args=args)
+        yield _event("e", name, max(begin, end), "exchange", **matched)
 
-    def bytes_under_way(self, buffers: Iterable[BufferTimeline]) -> None:
-        """A counter of the bytes that were given to collectives which have not ended."""
-        changes = []
-        for buffer in buffers:
-            begin, end = buffer.exchange
-            changes += [(begin, buffer.events.bytes_sent), (max(begin, end), -buffer.events.bytes_sent)]
-        level = 0
-        for moment, change in sorted(changes):
-            level += change
-            self._add("C", "bytes under way", moment, args={"bytes": level})
+
+def _bytes_under_way(step: StepTimeline) -> Iterator[Event]:
+    """A counter of the bytes that were given to collectives which have not ended."""
+    changes = []
+    for buffer in step.buffers:
+        begin, end = buffer.exchange
+        changes += [(begin, buffer.events.bytes_sent), (max(begin, end), -buffer.events.bytes_sent)]
+    level = 0
+    for moment, change in sorted(changes):
+        level += change
+        yield _event("C", "bytes under way", moment, args={"bytes": level})
 
 
 def write_trace(folder: Path, events: Sequence[Event], about: Mapping[str, Any]) -> Path:
@@ -162,17 +164,64 @@ def trace(run_dir: Path, output: Path | None = None) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text())
+        content: dict[str, Any] = json.loads(path.read_text())
         _ = content["safusion"]["run"], content["safusion"]["world_size"], content["traceEvents"]
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is no trace of OverlapProfiler: {error!r}") from error
-    loaded: dict[str, Any] = content
-    return loaded
+    return content
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
-    text = json.dumps(content, allow_nan=False)
-    if path.suffix == ".gz":
-        path.write_bytes(gzip.compress(text.encode()))
-    else:
-        path.write_text(text)
+    text = json.dumps(content, allow_nan=False).encode()
+    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+
+
+def gather(tensor: Tensor) -> Tensor:
+    """Gathers a tensor [N] of all ranks of the default process group into [world_size, N]. A collective."""
+    if not dist.is_initialized():
+        return tensor[None]
+    everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, tensor)
+    return torch.stack(everyone)
+
+
+def meet(device: torch.device, rounds: int = 8) -> np.ndarray:
+    """Synchronises all ranks some times, and records the time before and after. A collective.
+
+    Args:
+        device: Of the process group's tensors.
+        rounds: How often.
+
+    Returns:
+        float64 [world_size, 2, rounds]: of each rank, ``perf_counter`` seconds before and after each round.
+    """
+    # the first collective of a process may open connections
+    gather(torch.zeros(1, device=device)).cpu()
+    moments = np.empty((2, rounds))
+    for i in range(rounds):
+        moments[0, i] = perf_counter()
+        gather(torch.zeros(1, device=device)).cpu()
+        moments[1, i] = perf_counter()
+    mine = torch.from_numpy(moments.reshape(-1)).to(device)
+    return gather(mine).cpu().numpy().reshape(-1, 2, rounds)
+
+
+def clock_offsets(moments: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds by which the clocks of all ranks are ahead of rank 0's.
+
+    No rank leaves a round before all have entered it, so the offset of rank r lies between ``before[r] - after[0]`` and
+    ``after[r] - before[0]`` of every round. The middle of the intersection of all rounds is within the returned error
+    of the truth. A rank whose interval holds 0 shares its clock with rank 0: no two hosts are started within a
+    millisecond.
+
+    Args:
+        moments: float64 [world_size, 2, rounds] of :func:`meet`.
+
+    Returns:
+        float64 [world_size], seconds; and float64 [world_size], the largest possible error.
+    """
+    before, after = moments[:, 0], moments[:, 1]
+    low = (before - after[0]).max(axis=1)
+    high = (after - before[0]).min(axis=1)
+    shared = (low <= 0) & (high >= 0)
+    return np.where(shared, 0.0, (low + high) / 2), np.where(shared, 0.0, (high - low) / 2)

@@ -1,26 +1,104 @@
-"""The page: one file without scripts and without requests, for light and dark screens, wide and narrow ones."""
+"""A page of a run: one file without scripts and without requests, for light and dark screens, wide and narrow ones.
+
+It is made from what the callbacks have written to the run's directory:
+
+- ``overlap.json`` of :class:`~lightning_safusion.callbacks.OverlapProfiler`, which every report needs;
+- ``missing_rate.json`` of :class:`~lightning_safusion.callbacks.TensorMissingRateMonitor` (keys:
+  :meth:`~lightning_safusion.metrics.history.MissingRateStatistics.summary`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
 from math import isnan
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from lightning_safusion.__about__ import __version__
-from lightning_safusion.advice import Advice, JobFigures, advise
 from lightning_safusion.callbacks.tuner import describe
+from lightning_safusion.metrics.history import TensorRow, worst_first
+from lightning_safusion.profiling import pictures
 from lightning_safusion.profiling.figures import PARTS
-from lightning_safusion.profiling.picture import COLORS, longest_wait, plot_step
-from lightning_safusion.report.load import Run, load_run
+from lightning_safusion.profiling.overlap_file import FILE as OVERLAP
+from lightning_safusion.profiling.overlap_file import Overlap, read_file
+from lightning_safusion.profiling.timeline import from_row
+from lightning_safusion.report.advice import Advice, JobFigures, advise
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
 FILE = "report.html"
 
+_MISSING = "missing_rate.json"
 _HEAT_ROWS = 60
 _OPEN_ROWS = 24  # longer tables are folded
-_LATE = 0.01  # share of the step from which an exposed exchange is worth a sentence
+_LATE = 0.01  # share of the step from which an exposed exchange is mentioned
+
+
+@dataclass(frozen=True)
+class Missing:
+    """The file ``missing_rate.json``.
+
+    Args:
+        run: When the fit began.
+        samples: Steps that were sampled.
+        steps: First step of each column of the heat map.
+        missing_rate: Over all tensors.
+        tensors: In registration order.
+    """
+
+    run: float
+    samples: int
+    steps: tuple[int, ...]
+    missing_rate: float
+    tensors: tuple[TensorRow, ...]
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> Missing:
+        """What ``MissingRateStatistics.summary`` has made."""
+        return from_row(cls, {**content, "tensors": [from_row(TensorRow, row) for row in content["tensors"]]})
+
+
+@dataclass(frozen=True)
+class Run:
+    """The files of a run.
+
+    Args:
+        folder: Their directory.
+        recorded: When ``overlap.json`` was written.
+        overlap: Times, plan and settings.
+        missing: Missing tensors; None if they were not sampled in this fit.
+        stale: Names of files that another fit has written, which are not read.
+    """
+
+    folder: Path
+    recorded: datetime
+    overlap: Overlap
+    missing: Missing | None = None
+    stale: tuple[str, ...] = ()
+
+
+def load_run(folder: Path) -> Run:
+    """Reads a run directory, or the logger's directory that has it as ``safusion``.
+
+    Raises:
+        ValueError: If there is no ``overlap.json``, or a file is damaged; the message names the file and the entry.
+    """
+    if not (folder / OVERLAP).exists() and (folder / "safusion" / OVERLAP).exists():
+        folder = folder / "safusion"
+    overlap = read_file(folder / OVERLAP, Overlap.from_dict)
+    if overlap is None:
+        raise ValueError(
+            f"no {OVERLAP} in {folder}: train with Trainer(callbacks=[OverlapProfiler()]), which writes it at the "
+            "end of a fit, to safusion/ in the logger's directory or to its dirpath"
+        )
+    recorded = datetime.fromtimestamp((folder / OVERLAP).stat().st_mtime, timezone.utc)
+    missing = read_file(folder / _MISSING, Missing.from_dict)
+    if missing is not None and missing.run != overlap.run:
+        return Run(folder, recorded, overlap, stale=(_MISSING,))
+    return Run(folder, recorded, overlap, missing)
 
 
 def milliseconds(seconds: float | None, digits: int = 1) -> str:
@@ -49,7 +127,7 @@ def is_known(value: float | None) -> TypeGuard[float]:
 
 
 def remarks(run: Run) -> list[Advice]:
-    """What the figures say in plain words."""
+    """Advice on the run's figures."""
     overlap, mean = run.overlap, run.overlap.ranks.mean
     if overlap.plain_ddp is not None:
         return [Advice("good", f"Plain DDP exchanges the gradients: {overlap.plain_ddp}.")]
@@ -61,7 +139,7 @@ def remarks(run: Run) -> list[Advice]:
             exposed_s=mean.exposed_s,
             density=overlap.density,
             bytes_sent=mean.bytes_sent,
-            missing_rate=None if run.missing is None else run.missing.rate,
+            missing_rate=None if run.missing is None else run.missing.missing_rate,
             slowest_rank=overlap.ranks.slowest,
             plan=overlap.plan,
             costs=overlap.costs,
@@ -70,16 +148,16 @@ def remarks(run: Run) -> list[Advice]:
 
 
 def render_page(run: Run) -> str:
-    """The whole page as HTML.
+    """The page as HTML.
 
     Raises:
         ModuleNotFoundError: If Jinja2 or matplotlib is missing; names the extra that brings them.
     """
     environment = _environment()
     overlap = run.overlap
-    absent = [each for each in run.missing.tensors if each.missing > 0] if run.missing is not None else []
-    worst = sorted(absent, key=lambda each: (-each.missing, -each.everywhere))
-    drawn = {each.name for each in worst[:_HEAT_ROWS]}
+    tensors = () if run.missing is None else run.missing.tensors
+    worst = worst_first(tensors)
+    names = {each.name for each in worst[:_HEAT_ROWS]}
     waits = [each.exposed_s for each in overlap.buffers if each.exposed_s > 0]
     return environment.get_template("page.html").render(
         run=run,
@@ -87,13 +165,14 @@ def render_page(run: Run) -> str:
         mean=overlap.ranks.mean,
         dense_bytes=None if overlap.costs is None else sum(overlap.costs.dense_bytes),
         remarks=remarks(run),
-        late=None if overlap.timeline is None else longest_wait(overlap.timeline, _LATE),
+        late=None if overlap.timeline is None else pictures.longest_wait(overlap.timeline, _LATE),
         longest_s=max(waits, default=None),
         worst=worst,
-        drawn=[each for each in absent if each.name in drawn],
+        drawn=[each for each in tensors if each.name in names],
         pins=" ".join(f"{name.replace('_', '-')}=={version}" for name, version in overlap.versions.items()),
         parts=PARTS,
-        colors=COLORS,
+        colors=pictures.COLORS,
+        pictures=pictures,
         open_rows=_OPEN_ROWS,
         version=__version__,
     )
@@ -101,9 +180,8 @@ def render_page(run: Run) -> str:
 
 def _environment() -> Environment:
     try:
+        import matplotlib  # noqa: F401 - the pictures need it
         from jinja2 import Environment, PackageLoader, StrictUndefined
-
-        from lightning_safusion.report import pictures
     except ModuleNotFoundError as error:
         message = 'reports need Jinja2 and matplotlib: pip install "lightning-safusion[plot]"'
         raise ModuleNotFoundError(message) from error
@@ -113,7 +191,6 @@ def _environment() -> Environment:
     )
     environment.filters |= {each.__name__: each for each in (milliseconds, share, signed, counted, describe)}
     environment.tests["known"] = is_known
-    environment.globals |= {"pictures": pictures, "plot_step": plot_step}
     return environment
 
 
@@ -121,7 +198,7 @@ def write_report(run_dir: Path, output: Path | None = None) -> Path:
     """Writes the report of a run.
 
     Args:
-        run_dir: Where the callbacks have left their files, or the directory that has it as ``safusion``.
+        run_dir: The directory with the callbacks' files, or the directory that has it as ``safusion``.
         output: File to write; ``report.html`` in the run's directory by default.
 
     Returns:

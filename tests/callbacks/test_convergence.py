@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_safusion import ConvergenceProbe, SAFusionStrategy, SIDCo
-from lightning_safusion.metrics.convergence import Before, ConvergenceFigures, convergence_figures
+from lightning_safusion.metrics.convergence import ConvergenceFigures, convergence_figures, residuals
 from tests.cluster import Cluster, settings, specs
 from tests.models import TakeTurns, TinyClassifier, classification, trainer
 from tests.process_group import run_launched
@@ -99,7 +99,7 @@ def test_figures_are_those_of_whole_vectors(options: dict[str, Any]) -> None:
     for seed in range(4):
         grads = cluster.random_grads(seed)
         held = [[cluster.residual(rank, spec.index) for spec in cluster.specs] for rank in range(3)]
-        before = cluster.each(lambda rank: Before.of(cluster.controllers[rank].space))
+        before = cluster.each(lambda rank: residuals(cluster.controllers[rank].space))
         delivered = cluster.step(grads)
         figures = cluster.each(lambda rank, b=before: convergence_figures(cluster.controllers[rank].report, b[rank]))
         total = ConvergenceFigures(figures[0].names, torch.stack([each.sums for each in figures]).sum(0))
@@ -130,7 +130,7 @@ def test_figures_are_those_of_whole_vectors(options: dict[str, Any]) -> None:
 def test_everything_sent_has_no_distance_and_one_per_row_covers_all() -> None:
     def figures(**options: Any) -> dict[str, float]:
         cluster = Cluster(2, lambda: settings(collective="allgather", **options), specs([(40, 30), (64, 9, 3)]))
-        before = cluster.each(lambda rank: Before.of(cluster.controllers[rank].space))
+        before = cluster.each(lambda rank: residuals(cluster.controllers[rank].space))
         cluster.step(cluster.random_grads(0))
         each = cluster.each(lambda rank: convergence_figures(cluster.controllers[rank].report, before[rank]))
         cluster.close()
@@ -145,7 +145,7 @@ def test_everything_sent_has_no_distance_and_one_per_row_covers_all() -> None:
 
 def test_random_positions_that_all_ranks_share_have_no_distance() -> None:
     cluster = Cluster(3, lambda: settings("randomk", collective="allgather"))
-    before = cluster.each(lambda rank: Before.of(cluster.controllers[rank].space))
+    before = cluster.each(lambda rank: residuals(cluster.controllers[rank].space))
     cluster.step(cluster.random_grads(0))
     each = cluster.each(lambda rank: convergence_figures(cluster.controllers[rank].report, before[rank]))
     assert each[0].values()["xi"] < 1e-6
@@ -158,7 +158,7 @@ def test_probing_changes_nothing() -> None:
         cluster = Cluster(2, lambda: settings(compressor, collective="allgather"))
         means = []
         for seed in range(6):
-            before = cluster.each(lambda rank: Before.of(cluster.controllers[rank].space))
+            before = cluster.each(lambda rank: residuals(cluster.controllers[rank].space))
             means.append(cluster.step(cluster.random_grads(seed)))
             if probed:
                 cluster.each(lambda rank, b=before: convergence_figures(cluster.controllers[rank].report, b[rank]))
@@ -173,7 +173,7 @@ def test_probing_changes_nothing() -> None:
 
 def test_a_momentum_has_no_gradient_to_compare_with() -> None:
     cluster = Cluster(2, lambda: settings(memory="dgc", collective="allgather"))
-    before = cluster.each(lambda rank: Before.of(cluster.controllers[rank].space))
+    before = cluster.each(lambda rank: residuals(cluster.controllers[rank].space))
     cluster.step(cluster.random_grads(0))
     values = cluster.each(lambda rank: convergence_figures(cluster.controllers[rank].report, before[rank]))[0].values()
     assert {"contraction", "coverage"} <= values.keys()
@@ -185,7 +185,7 @@ def test_a_window_with_a_bad_number_is_left_out_on_all_ranks() -> None:
     cluster = Cluster(2, lambda: settings(collective="allgather"))
     grads = cluster.random_grads(0)
     grads[1][0][3] = float("nan")
-    before = cluster.each(lambda rank: Before.of(cluster.controllers[rank].space))
+    before = cluster.each(lambda rank: residuals(cluster.controllers[rank].space))
     cluster.step(grads)
     each = cluster.each(lambda rank: convergence_figures(cluster.controllers[rank].report, before[rank]))
     assert [figures.values() for figures in each] == [{}, {}]

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from lightning_safusion import Aligned
 from lightning_safusion.callbacks import OverlapProfiler, TensorMissingRateMonitor
 from lightning_safusion.literal import literal
-from lightning_safusion.profiling.figures import BufferRow, RankFigures, StepFigures
-from lightning_safusion.profiling.table import build_table
+from lightning_safusion.profiling.figures import BufferRow, RankFigures, StepFigures, build_table
 from lightning_safusion.simulate.report import run_plan
 from lightning_safusion.simulate.trace import resolve_trace
 from tests.callbacks.test_missing_rate import strategy

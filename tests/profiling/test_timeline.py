@@ -11,10 +11,10 @@ from dataclasses import fields
 from math import isnan, nan
 
 import pytest
+from rich.console import Console
 
-from lightning_safusion.profiling.figures import RankFigures, StepFigures, buffer_means
-from lightning_safusion.profiling.intervals import intersect, merge, subtract, total
-from lightning_safusion.profiling.timeline import StepTimeline
+from lightning_safusion.profiling.figures import RankFigures, StepFigures, buffer_means, build_table
+from lightning_safusion.profiling.timeline import StepTimeline, intersect, merge, subtract, total
 from tests.profiling.steps import cpu_step, cuda_step, plain_step, untold
 
 
@@ -114,3 +114,28 @@ def test_unknown_moments_survive_json() -> None:
     assert isnan(again.events.finished)
     assert isnan(again.ready[0])
     assert again.ready[1] == 6.0
+
+
+def shown(steps: list[StepTimeline], ranks: int = 2) -> str:
+    console = Console(width=100)
+    figures = RankFigures((StepFigures.mean([StepFigures.of(step) for step in steps]),) * ranks)
+    with console.capture() as capture:
+        console.print(build_table("Where the time went", figures, buffer_means(steps)))
+    return capture.get()
+
+
+def test_the_table_shows_parts_and_late_buffers() -> None:
+    text = shown([cpu_step()])
+    (exposed,) = [line.split() for line in text.splitlines() if line.strip().startswith("exposed exchange")]
+    assert exposed == ["exposed", "exchange", "2000.00", "2000.00", "8.7%"]
+    assert "75.0% of the exchange overlaps with computation." in text
+    assert "layer2.weight +2" in text
+    assert "layer0.weight" not in text  # was never waited for
+
+
+def test_the_table_of_plain_ddp_leaves_out_what_is_not_known() -> None:
+    text = shown([plain_step()], ranks=1)
+    assert "backward" in text
+    assert "exchange" not in text
+    assert "nan" not in text
+    assert "Rank" not in text

@@ -16,7 +16,7 @@ from lightning_safusion.fusion.replan import Decision
 from lightning_safusion.metrics.figures import TensorFigures
 from lightning_safusion.metrics.history import MissingRateStatistics
 from lightning_safusion.profiling.figures import RankFigures, StepFigures, buffer_means
-from lightning_safusion.profiling.summary import Overlap
+from lightning_safusion.profiling.overlap_file import Overlap
 from lightning_safusion.profiling.timeline import BufferTimeline, Phase, StepTimeline, WindowTimeline
 
 RUN = 1.7e9 + 1 / 3

@@ -39,7 +39,7 @@ def test_what_the_monitor_writes_comes_back(tmp_path: Path) -> None:
     data = load_run(write_run(tmp_path, absent=missing())).missing
     assert data is not None
     assert (data.samples, data.steps) == (4, (10, 20, 30, 40))
-    assert data.rate == pytest.approx(2 / 24)
+    assert data.missing_rate == pytest.approx(2 / 24)
     assert [each.missing for each in data.tensors] == [0.0, 0.0, 0.25]
     assert data.tensors[-1].rates == (0.0, 0.5, 0.0, 0.5)
     assert data.tensors[-1].name == NASTY

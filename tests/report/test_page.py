@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-import lightning_safusion.report
 from lightning_safusion import cli
 from lightning_safusion.report import load_run, render_page
 from tests.report.document import Document
@@ -132,7 +131,7 @@ def test_the_worst_tensors_come_first_and_whole_ones_are_praised(tmp_path: Path)
     assert "99 of 100 were missing at some time; the 60 worst are drawn" in text
     none = missing(samples=1)
     praised = Document(render_page(load_run(write_run(tmp_path / "none", None, none)))).text
-    assert "No tensor went missing in 1 sampled step: something of each of 3 was sent in every step." in praised
+    assert "No tensor went missing in 1 sampled step: elements of each of 3 were sent in every step." in praised
 
 
 def test_the_command_writes_where_it_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,8 +152,6 @@ def test_the_command_ends_with_a_message(tmp_path: Path) -> None:
 def test_without_a_library_the_extra_is_named(library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write_run(tmp_path)
     monkeypatch.setitem(sys.modules, library, None)
-    monkeypatch.delitem(sys.modules, "lightning_safusion.report.pictures", raising=False)
-    monkeypatch.delattr(lightning_safusion.report, "pictures", raising=False)
     with pytest.raises(SystemExit, match=r"safusion: reports need .* pip install \"lightning-safusion\[plot\]\""):
         cli.main(["report", str(run)])
     assert not (run / "report.html").exists()

@@ -1,15 +1,15 @@
-"""What a job's figures say in plain words: how much of the exchange shows, and what another choice would change.
+"""Remarks on a job's figures: how much of the exchange is exposed, and what another choice would change.
 
-Everything is predicted with the agreed costs that the plan was made from (see :class:`GroupCosts`), and added to the
+Everything is predicted with the agreed costs from which the plan was made (see :class:`GroupCosts`), and added to the
 measured time of a step: measured step + predicted finish of the alternative - predicted finish of the plan in use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, get_args
 
 from lightning_safusion.fusion.plans.costs import DDP_BUCKET, GroupCosts, ddp_buckets
 from lightning_safusion.fusion.plans.optimal import plan_optimal
@@ -19,7 +19,7 @@ from lightning_safusion.fusion.plans.pricing import predict_finish
 _HIDDEN = 0.02  # share of the step below which the exchange counts as hidden
 _DENSITIES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3)
 
-Level = Literal["good", "hint", "warning"]
+Level = Literal["warning", "hint", "good"]
 
 
 @dataclass(frozen=True)
@@ -32,18 +32,18 @@ class Advice:
 
 @dataclass(frozen=True)
 class JobFigures:
-    """What the remarks are made from.
+    """A job's measured figures.
 
     Args:
         step_s: Seconds of a step, median.
-        exposed_s: Seconds of it in which nothing but the exchange went on.
+        exposed_s: Seconds of it in which the backward pass stood still for an exchange.
         density: Density asked for.
         bytes_sent: Bytes that one worker sends in a step.
-        missing_rate: Share of the gradient tensors of which nothing was sent; None if that was not counted.
+        missing_rate: Share of the gradient tensors of which no element was sent; None if that was not counted.
         slowest_rank: Rank whose own work takes longest, and how much longer than the median's, in seconds; None if
             that was not measured.
         plan: The plan in use; None if there is none, as with plain DDP.
-        costs: What it was made from.
+        costs: From which it was made.
     """
 
     step_s: float
@@ -57,19 +57,16 @@ class JobFigures:
 
 
 def advise(figures: JobFigures) -> list[Advice]:
-    """Remarks on a job, the most important ones first."""
-    remarks = [_exposure(figures)]
-    if figures.plan is not None and figures.costs is not None and predictable(figures.plan, figures.costs):
-        remarks += [_against_ddp(figures, figures.plan, figures.costs)]
-        remarks += _density(figures, figures.plan, figures.costs)
-        remarks += _regrouping(figures, figures.plan, figures.costs)
-    remarks += _missing(figures) + _straggler(figures)
-    order: list[Level] = ["warning", "hint", "good"]
-    return sorted(remarks, key=lambda remark: order.index(remark.level))
+    """Remarks on a job, warnings first."""
+    remarks, plan, costs = [_exposure(figures)], figures.plan, figures.costs
+    if plan is not None and costs is not None and predictable(plan, costs):
+        remarks += [_against_ddp(figures, costs), *_density(figures, plan, costs), *_regrouping(figures, plan, costs)]
+    remarks += [*_missing(figures), *_straggler(figures)]
+    return sorted(remarks, key=lambda remark: get_args(Level).index(remark.level))
 
 
 def predictable(plan: Plan, costs: GroupCosts) -> bool:
-    """Whether the cost model knows such a plan: streams fill at each worker's own pace, one worker waits for nobody."""
+    """Whether the cost model covers the plan: not streams, which each worker fills alone, and not a single worker."""
     return costs.world_size > 1 and all(group.collective != "stream" for group in plan.groups)
 
 
@@ -89,7 +86,11 @@ def scaled(costs: GroupCosts, *, sparse: float = 1.0, dense: float = 1.0) -> Gro
 
 
 def step_with(figures: JobFigures, plan: Plan, costs: GroupCosts) -> float:
-    """Predicted seconds of a step with another plan or other costs; not less than a step that exchanges nothing."""
+    """Predicted seconds of a step with another plan or other costs; not less than a step that exchanges nothing.
+
+    Raises:
+        ValueError: If the figures have no plan or no costs.
+    """
     if figures.plan is None or figures.costs is None:
         raise ValueError("predictions need the plan in use and its costs")
     change = predict_finish(plan, costs) - predict_finish(figures.plan, figures.costs)
@@ -104,10 +105,10 @@ def _exposure(figures: JobFigures) -> Advice:
     return Advice("hint", text)
 
 
-def _against_ddp(figures: JobFigures, plan: Plan, costs: GroupCosts) -> Advice:
-    whole, half = (step_with(figures, ddp_plan(costs, DDP_BUCKET * f), scaled(costs, dense=f)) for f in (1.0, 0.5))
+def _against_ddp(figures: JobFigures, costs: GroupCosts) -> Advice:
+    full, half = (step_with(figures, ddp_plan(costs, DDP_BUCKET * f), scaled(costs, dense=f)) for f in (1.0, 0.5))
     ratio = half / figures.step_s
-    predicted = f"plain DDP {whole * 1e3:.1f} ms, DDP with bf16 compression {half * 1e3:.1f} ms"
+    predicted = f"plain DDP {full * 1e3:.1f} ms, DDP with bf16 compression {half * 1e3:.1f} ms"
     if ratio >= 1.05:
         return Advice("good", f"At this bandwidth bf16 DDP would be {ratio:.1f} times slower (predicted: {predicted}).")
     if ratio <= 0.95:
@@ -119,62 +120,52 @@ def _against_ddp(figures: JobFigures, plan: Plan, costs: GroupCosts) -> Advice:
     return Advice("hint", f"bf16 DDP would be about as fast (predicted: {predicted}).")
 
 
-def _density(figures: JobFigures, plan: Plan, costs: GroupCosts) -> list[Advice]:
-    """The lowest density that still buys time, or the highest that costs none."""
+def _density(figures: JobFigures, plan: Plan, costs: GroupCosts) -> Iterator[Advice]:
+    """The lowest density that still saves time, or the highest that costs none."""
     if not any(group.collective == "allgather" for group in plan.groups) or not 0 < figures.density < 1:
-        return []
+        return
     steps = {d: step_with(figures, plan, scaled(costs, sparse=d / figures.density)) for d in _DENSITIES}
     if figures.exposed_s > _HIDDEN * figures.step_s:
         useful = [d for d in _DENSITIES if d < figures.density and steps[d] < 0.98 * figures.step_s]
-        if not useful:
-            return []
-        best = max(useful, key=lambda d: (round(-steps[d] / figures.step_s, 2), d))
-        saved = figures.bytes_sent * (1 - best / figures.density)
-        text = (
-            f"density {best:g} would save {saved / 1e6:.2f} MB per worker and step, and make steps "
-            f"{figures.step_s / steps[best]:.2f} times faster (predicted); check the accuracy."
-        )
-        return [Advice("hint", text)]
+        if useful:
+            best = max(useful, key=lambda d: (round(-steps[d] / figures.step_s, 2), d))
+            saved = figures.bytes_sent * (1 - best / figures.density)
+            yield Advice(
+                "hint",
+                f"density {best:g} would save {saved / 1e6:.2f} MB per worker and step, and make steps "
+                f"{figures.step_s / steps[best]:.2f} times faster (predicted); check the accuracy.",
+            )
+        return
     free = [d for d in _DENSITIES if d > figures.density and steps[d] <= 1.01 * figures.step_s]
-    if not free:
-        return []
-    return [Advice("hint", f"density {max(free):g} would cost no time here (predicted), and lose less.")]
+    if free:
+        yield Advice("hint", f"density {max(free):g} would cost no time here (predicted), and lose less.")
 
 
-def _regrouping(figures: JobFigures, plan: Plan, costs: GroupCosts) -> list[Advice]:
+def _regrouping(figures: JobFigures, plan: Plan, costs: GroupCosts) -> Iterator[Advice]:
     best = plan_optimal(costs)
     faster = figures.step_s / step_with(figures, best, costs)
-    if best == plan or faster < 1.02:
-        return []
-    text = (
-        f"{len(best.groups)} buffers in place of {len(plan.groups)} would make steps {faster:.2f} times faster "
-        '(predicted): use fusion="adaptive".'
-    )
-    return [Advice("hint", text)]
+    if best != plan and faster >= 1.02:
+        yield Advice(
+            "hint",
+            f"{len(best.groups)} buffers in place of {len(plan.groups)} would make steps {faster:.2f} times faster "
+            '(predicted): use fusion="adaptive".',
+        )
 
 
-def _missing(figures: JobFigures) -> list[Advice]:
-    if not figures.missing_rate:
-        return []
-    text = (
-        f"{figures.missing_rate:.1%} of the gradient tensors send nothing in a step: they are selected after fusion. "
-        'scope="tensor" selects from every tensor.'
-    )
-    return [Advice("warning", text)]
+def _missing(figures: JobFigures) -> Iterator[Advice]:
+    if figures.missing_rate:
+        yield Advice(
+            "warning",
+            f"{figures.missing_rate:.1%} of the gradient tensors send nothing in a step: they are selected after "
+            'fusion. scope="tensor" selects from every tensor.',
+        )
 
 
-def _straggler(figures: JobFigures) -> list[Advice]:
+def _straggler(figures: JobFigures) -> Iterator[Advice]:
     rank, behind = figures.slowest_rank or (0, 0.0)
-    if behind <= 0.05 * figures.step_s:
-        return []
-    text = (
-        f"All workers wait for rank {rank}, whose own work takes {behind * 1e3:.1f} ms longer than that of the median "
-        "worker: look at its data loading and its machine."
-    )
-    return [Advice("hint", text)]
-
-
-def busiest(seconds: Sequence[float]) -> tuple[int, float]:
-    """The rank with the most seconds of its own, and by how much it exceeds the (lower) median."""
-    rank = max(range(len(seconds)), key=seconds.__getitem__)
-    return rank, seconds[rank] - sorted(seconds)[(len(seconds) - 1) // 2]
+    if behind > 0.05 * figures.step_s:
+        yield Advice(
+            "hint",
+            f"All workers wait for rank {rank}, whose own work takes {behind * 1e3:.1f} ms longer than that of the "
+            "median worker: look at its data loading and its machine.",
+        )

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_safusion.fusion.plans.costs import GroupCosts
 from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.fusion.replan import Decision
 from lightning_safusion.profiling.figures import BufferRow, RankFigures, StepFigures
-from lightning_safusion.profiling.plain import from_row, without_nan
-from lightning_safusion.profiling.timeline import StepTimeline
+from lightning_safusion.profiling.timeline import StepTimeline, from_row, without_nan
 
 FILE = "overlap.json"
 VERSION = 1
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,21 +29,21 @@ class Overlap:
     are left out or null.
 
     Args:
-        run: When the fit began, in seconds since 1970, which all files of a fit have in common.
+        run: When the fit began, in seconds since 1970; the same in all files of a fit.
         system: Name of the system.
         world_size: Workers.
-        device: Where they compute.
+        device: Type of their device.
         plain_ddp: Why plain DDP was used; None if it was not.
         density: Density asked for in the latest step; None with plain DDP.
         settings: Of the strategy, as text.
-        profiler: Of the profiler.
+        profiler: Settings of the profiler.
         versions: By package.
         command: How the process was started (``sys.argv``).
         steps: The last 1000 recorded steps of rank 0, by number.
         ranks: Means of every rank over the latest round of recorded steps.
         buffers: Of rank 0, in launch order.
         plan: In use at the end; in the file ``[number of tensors, collective]`` of each buffer.
-        costs: The agreed numbers that it was made from; None with plain DDP.
+        costs: The agreed costs from which it was made; None with plain DDP.
         timeline: The latest recorded step of rank 0.
         decisions: The latest decisions on the buffers' sizes, oldest first.
         clocks: ``offset_s`` and ``error_s`` of each rank's clock against rank 0's.
@@ -88,7 +89,7 @@ class Overlap:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Overlap:
-        """Reads what :meth:`to_dict` has made.
+        """The content of a file, as :meth:`to_dict` has made it.
 
         Raises:
             KeyError: If an entry is missing.
@@ -112,16 +113,34 @@ class Overlap:
         return cls(**values)
 
 
-def load_timeline(run_dir: Path) -> StepTimeline:
-    """The step of rank 0 that a run's file holds, for example to draw it.
+def read_file(path: Path, parse: Callable[[Mapping[str, Any]], _T]) -> _T | None:
+    """The content of one of a run's files; None if there is no such file.
 
     Raises:
-        ValueError: If there is no such file, or no step in it.
+        ValueError: If it is damaged; the message names the file and the entry.
     """
-    path = run_dir / FILE
-    if not path.exists():
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["version"] != VERSION:
+            raise ValueError(f"it has version {content['version']}, and this package reads version {VERSION}")
+        return parse(content)
+    except FileNotFoundError:
+        return None
+    except KeyError as error:
+        raise ValueError(f"{path} has no entry {error.args[0]!r}: write it again with this version") from error
+    except (TypeError, ValueError, AttributeError, IndexError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+def load_timeline(run_dir: Path) -> StepTimeline:
+    """The step of rank 0 in a run's ``overlap.json``, for example to draw it.
+
+    Raises:
+        ValueError: If there is no such file, no step in it, or it is damaged.
+    """
+    overlap = read_file(run_dir / FILE, Overlap.from_dict)
+    if overlap is None:
         raise ValueError(f"no {FILE} in {run_dir}: OverlapProfiler writes it at the end of a fit")
-    timeline = json.loads(path.read_text(encoding="utf-8"))["timeline"]
-    if timeline is None:
-        raise ValueError(f"{path} holds no step: none was recorded")
-    return StepTimeline.from_dict(timeline)
+    if overlap.timeline is None:
+        raise ValueError(f"{run_dir / FILE} holds no step: none was recorded")
+    return overlap.timeline

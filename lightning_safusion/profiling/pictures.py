@@ -1,19 +1,26 @@
-"""Pictures: of one step (which buffer was late, and why), and of the tensors that went missing."""
+"""Pictures: a step by buffer, parts of a step by rank, times and missing rates over steps; embedded as SVG for a page.
+
+Matplotlib is optional: it is imported when something is drawn.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from base64 import b64encode
+from collections.abc import Callable, Mapping, Sequence
+from io import StringIO
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import numpy as np
 
-from lightning_safusion.profiling.intervals import Interval
-from lightning_safusion.profiling.timeline import BufferTimeline, StepTimeline
+from lightning_safusion.profiling.figures import PARTS, RankFigures, StepFigures
+from lightning_safusion.profiling.timeline import BufferTimeline, Interval, StepTimeline
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
+
+_P = ParamSpec("_P")
 
 COLORS = {
     "data": "#c9ced6",
@@ -28,15 +35,29 @@ COLORS = {
 }
 """Of the parts of a step."""
 
+RANKS = 32
+"""Ranks that :func:`breakdown` draws."""
+
 _DRAWN = ("forward", "backward", "optimizer", "select", "exchange", "decode", "exposed")
 _LABELLED_ROWS = 40
-_NAMED = 0.002  # share of the step from which an exposed part is worth a name
+_NAMED = 0.002  # share of the step from which an exposed part is named
 _HEIGHT = 0.62
 _TICKS = 32
+_WIDTH = 11.0  # inches
+
+_INK = "#0a0b0c"  # replaced by the text colour of the page
+_STYLE = "<style>svg{color:#1b2330}@media (prefers-color-scheme:dark){svg{color:#e4e8ee}}</style>"
+_INKED = ("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color")
+_OPTIONS: dict[Any, Any] = {
+    **dict.fromkeys(_INKED, _INK),
+    "svg.fonttype": "none",
+    "svg.hashsalt": "safusion",
+    "text.parse_math": False,  # a name is no formula
+}
 
 
-def new_figure(width: float, height: float) -> Figure:
-    """An empty figure, in inches.
+def new_axes(height: float) -> Axes:
+    """Empty axes in a figure of their own, whose height is given in inches.
 
     Raises:
         ModuleNotFoundError: If matplotlib is missing; names the extra that brings it.
@@ -45,7 +66,21 @@ def new_figure(width: float, height: float) -> Figure:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError('pictures need matplotlib: pip install "lightning-safusion[plot]"') from error
-    return Figure(figsize=(width, height), layout="constrained")
+    return Figure(figsize=(_WIDTH, height), layout="constrained").add_subplot()
+
+
+def embedded(draw: Callable[_P, Figure | SubFigure], *args: _P.args, **kwargs: _P.kwargs) -> str:
+    """A picture as the ``data:`` address of an SVG, whose text is light on dark screens."""
+    from matplotlib import rc_context
+
+    written = StringIO()
+    with rc_context(_OPTIONS):
+        draw(*args, **kwargs).figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
+    svg = written.getvalue()
+    svg = svg[svg.index("<svg") :]  # without the address of a DTD
+    head = svg.index(">") + 1
+    content = svg[:head] + _STYLE + svg[head:].replace(_INK, "currentColor")
+    return f"data:image/svg+xml;base64,{b64encode(content.encode()).decode()}"
 
 
 def plot_step(step: StepTimeline, ax: Axes | None = None) -> Figure | SubFigure:
@@ -68,7 +103,7 @@ def plot_step(step: StepTimeline, ax: Axes | None = None) -> Figure | SubFigure:
     """
     own = ax is None
     if ax is None:
-        ax = new_figure(11, 1.8 + 0.32 * (min(len(step.buffers), _LABELLED_ROWS) + 1)).add_subplot()
+        ax = new_axes(1.8 + 0.32 * (min(len(step.buffers), _LABELLED_ROWS) + 1))
     # waiting for data says nothing about buffers: the picture begins with the first forward pass
     begin = min((phase.begin for phase in step.phases if phase.name != "data"), default=step.begin)
     ax.set_xlim(0.0, max(1e-6, (step.end - begin) * 1e3))
@@ -95,7 +130,7 @@ def plot_step(step: StepTimeline, ax: Axes | None = None) -> Figure | SubFigure:
 
 def longest_wait(step: StepTimeline, least: float) -> int | None:
     """Number of the buffer with the longest exposed exchange; None if that is below a share ``least`` of the step."""
-    exposed = [end - begin for begin, end in (buffer.exposed for buffer in step.buffers)]
+    exposed = [buffer.events.exposed for buffer in step.buffers]
     latest = max(range(len(exposed)), key=exposed.__getitem__, default=None)
     return None if latest is None or exposed[latest] <= least * (step.end - step.begin) else latest
 
@@ -104,7 +139,7 @@ def _summary(step: StepTimeline) -> str:
     seconds = step.end - step.begin
     if not step.exchanged:
         return f"{seconds * 1e3:.1f} ms, nothing exchanged by this package"
-    exposed = sum(max(0.0, end - begin) for begin, end in (buffer.exposed for buffer in step.buffers))
+    exposed = sum(buffer.events.exposed for buffer in step.buffers)
     return f"{exposed * 1e3:.1f} ms of exchange exposed, {exposed / seconds:.0%} of {seconds * 1e3:.1f} ms"
 
 
@@ -169,9 +204,8 @@ def _name(ax: Axes, buffer: BufferTimeline, row: int, begin: float) -> None:
     first = float(np.nanmin([buffer.events.closed, *buffer.ready]))
     start, end = ((moment - begin) * 1e3 for moment in (first, buffer.events.decoded))
     before = start > ax.get_xlim()[1] - end  # where there is more room
-    waited, arrived = buffer.exposed
     ax.annotate(
-        f"{(arrived - waited) * 1e3:.1f} ms exposed: {names}",
+        f"{buffer.events.exposed * 1e3:.1f} ms exposed: {names}",
         (start if before else end, row),
         xytext=(-8 if before else 8, 0),
         textcoords="offset points",
@@ -183,13 +217,45 @@ def _name(ax: Axes, buffer: BufferTimeline, row: int, begin: float) -> None:
     )
 
 
+def breakdown(figures: RankFigures) -> Figure | SubFigure:
+    """One stacked bar for each of the first ranks: the parts of a step's time."""
+    shown = figures.ranks[:RANKS]
+    axes = new_axes(1.4 + 0.36 * len(shown))
+    at = np.zeros(len(shown))
+    for part, label in PARTS.items():
+        lengths = np.nan_to_num([getattr(each, f"{part}_s") * 1e3 for each in shown])
+        if lengths.any():
+            axes.barh(range(len(shown)), lengths, left=at, color=COLORS[part], label=label)
+        at += lengths
+    axes.set_yticks(range(len(shown)), [f"rank {rank}" for rank in range(len(shown))])
+    axes.invert_yaxis()
+    axes.set_xlabel("ms")
+    if axes.containers:
+        axes.figure.legend(loc="outside lower center", ncols=len(PARTS), fontsize="small", frameon=False)
+    return axes.figure
+
+
+def plot_times(steps: Mapping[int, StepFigures]) -> Figure | SubFigure:
+    """Step time and exposed exchange of the recorded steps, over the run."""
+    axes = new_axes(2.6)
+    for part, color, label in (("step", COLORS["backward"], "step"), ("exposed", COLORS["exposed"], PARTS["exposed"])):
+        seconds = np.array([getattr(each, f"{part}_s") for each in steps.values()])
+        axes.plot(list(steps), seconds * 1e3, ".", color=color, label=label)
+    axes.set_ylim(bottom=0.0)
+    axes.locator_params(axis="x", integer=True)
+    axes.set(xlabel="step", ylabel="ms")
+    axes.grid(alpha=0.3)
+    axes.figure.legend(loc="outside lower center", ncols=2, fontsize="small", frameon=False)
+    return axes.figure
+
+
 def plot_rates(names: Sequence[str], steps: Sequence[int], rates: Any, ax: Axes | None = None) -> Figure | SubFigure:
     """Draws the missing rate by tensor (rows) and step (columns), grey where a tensor had no gradient.
 
     Args:
         names: Parameter names [T].
         steps: First step of each column [C].
-        rates: [T, C]; NaN where there was no gradient.
+        rates: [T, C]; NaN or None where there was no gradient.
         ax: Where to draw; a new figure if there is none.
 
     Returns:
@@ -199,13 +265,14 @@ def plot_rates(names: Sequence[str], steps: Sequence[int], rates: Any, ax: Axes 
         ModuleNotFoundError: If matplotlib is missing; names the extra that brings it.
     """
     if ax is None:
-        ax = new_figure(9.0, min(12.0, 2.0 + 0.2 * len(names))).add_subplot()
-    image = ax.imshow(rates, aspect="auto", interpolation="nearest", vmin=0, vmax=1, cmap="magma_r")
+        ax = new_axes(min(12.0, 1.8 + 0.18 * len(names)))
+    values = np.array(rates, np.float64)  # None becomes NaN
+    image = ax.imshow(values, aspect="auto", interpolation="nearest", vmin=0, vmax=1, cmap="magma_r")
     ax.set_facecolor("lightgrey")
     rows = range(0, len(names), -(-len(names) // _TICKS))
     ax.set_yticks(list(rows), [names[row] for row in rows], fontsize="x-small")
     columns = range(0, len(steps), -(-len(steps) // 8))
     ax.set_xticks(list(columns), [str(steps[column]) for column in columns])
-    ax.set(xlabel="step", title="share of ranks and steps in which nothing of the tensor was sent")
+    ax.set(xlabel="step", title="share of ranks and steps in which no element of the tensor was sent")
     ax.figure.colorbar(image, ax=ax, label="missing rate")
     return ax.figure

@@ -1,0 +1,145 @@
+"""Pictures: bars are as long as their times, and an embedded picture makes no request."""
+
+from __future__ import annotations
+
+import base64
+import re
+import sys
+from io import BytesIO
+from math import nan
+from xml.etree import ElementTree
+
+import pytest
+from matplotlib import rcParams
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from lightning_safusion.profiling import pictures
+from lightning_safusion.profiling.figures import PARTS, RankFigures, StepFigures
+from lightning_safusion.profiling.pictures import plot_step
+from lightning_safusion.profiling.timeline import StepTimeline, WindowTimeline
+from tests.profiling.steps import buffer, cpu_step, cuda_step, plain_step, untold
+from tests.report.runs import step as run_step
+
+
+def drawn(figure: object) -> Axes:
+    assert isinstance(figure, Figure)
+    figure.savefig(BytesIO())  # lays it out, and draws it for real
+    return figure.axes[0]
+
+
+def bars(axes: Axes, row: int) -> list[tuple[float, float]]:
+    """Begin and end in milliseconds of the bars in a row."""
+    found = []
+    for collection in axes.collections:
+        for path in collection.get_paths():
+            box = path.get_extents()
+            if box.width and abs((box.y0 + box.y1) / 2 - row) < 0.01:
+                found.append((box.x0, box.x1))
+    return sorted(found)
+
+
+def test_every_buffer_has_a_row_and_the_latest_is_named() -> None:
+    axes = drawn(plot_step(cpu_step()))
+    assert bars(axes, 2) == [(11e3, 12e3), (12e3, 17e3), (15e3, 17e3), (17e3, 18e3)]  # the forward pass began at 1 s
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        *("training", "2 tensors, 0.3 kB", "3 tensors, 0.3 kB")
+    ]
+    (note,) = axes.texts
+    assert note.get_text() == "2000.0 ms exposed: layer2.weight, layer3.weight, layer4.weight"
+    assert note.xy[1] == 2
+    assert axes.get_title(loc="left") == "step 7: 2000.0 ms of exchange exposed, 9% of 23000.0 ms"
+
+
+def test_the_training_row_stops_for_what_is_done_in_the_backward_pass() -> None:
+    on_cpu, on_cuda = (bars(drawn(plot_step(step)), 0) for step in (cpu_step(), cuda_step()))
+    assert (5e3, 6e3) in on_cpu  # selection
+    assert (5e3, 6e3) not in on_cuda
+    assert (3e3, 15e3) in on_cuda  # the backward pass, until it waits
+
+
+@pytest.mark.parametrize("step", [cuda_step(), plain_step(), untold(cpu_step())])
+def test_all_kinds_of_steps_can_be_drawn(step: StepTimeline) -> None:
+    drawn(plot_step(step))
+
+
+def test_many_buffers_have_no_labels_of_their_own() -> None:
+    buffers = tuple(buffer(i, 1, (5 + i, 5.5 + i, 6 + i, 205, 205, 206)) for i in range(200))
+    step = StepTimeline(1, 0.0, 210.0, cpu_step().phases, (WindowTimeline(buffers, 207.0, False),))
+    axes = drawn(plot_step(step))
+    assert axes.get_ylabel() == "buffers in launch order"
+    assert axes.figure.get_size_inches()[1] < 20
+
+
+def test_it_draws_into_given_axes() -> None:
+    figure = Figure()
+    axes = figure.add_subplot()
+    assert plot_step(cpu_step(), axes) is figure
+    assert axes.collections
+
+
+def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ModuleNotFoundError, match=r"lightning-safusion\[plot\]"):
+        plot_step(cpu_step())
+
+
+def svg(address: str) -> str:
+    kind, _, content = address.partition(",")
+    assert kind == "data:image/svg+xml;base64"
+    return base64.b64decode(content).decode()
+
+
+def test_the_parts_of_a_step_follow_each_other() -> None:
+    figures = StepFigures.of(run_step(0))
+    (axes,) = pictures.breakdown(RankFigures((figures,))).axes
+    at = 0.0
+    for container in axes.containers:
+        (bar,) = container
+        assert isinstance(bar, Rectangle)
+        (part,) = [part for part, label in PARTS.items() if label == container.get_label()]
+        assert (bar.get_x(), bar.get_width()) == pytest.approx((at, 1e3 * getattr(figures, f"{part}_s")))
+        at += bar.get_width()
+    assert at == pytest.approx(100.0)
+
+
+def test_unknown_parts_are_left_out() -> None:
+    unknown = StepFigures(
+        **dict.fromkeys(StepFigures.of(run_step(0)).as_dict(), nan) | {"step_s": 1.0, "forward_s": 1.0}
+    )
+    (axes,) = pictures.breakdown(RankFigures((unknown,))).axes
+    assert [container.get_label() for container in axes.containers] == ["forward"]
+    pictures.embedded(pictures.plot_times, {0: unknown, 1: unknown})
+
+
+def test_no_more_ranks_than_fit() -> None:
+    (axes,) = pictures.breakdown(RankFigures((StepFigures.of(run_step(0)),) * 500)).axes
+    assert axes.get_yticklabels()[-1].get_text() == f"rank {pictures.RANKS - 1}"
+
+
+def test_the_heat_map_is_grey_where_there_was_no_gradient() -> None:
+    axes = pictures.plot_rates(["a", "b"], [1, 2], [(0.0, 1.0), (None, 0.25)]).axes[0]
+    (image,) = axes.images
+    assert image.get_array().filled(-1.0).tolist() == [[0.0, 1.0], [-1.0, 0.25]]  # type: ignore[union-attr]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "b"]
+
+
+def test_an_embedded_picture_asks_for_nothing_and_follows_the_page_into_the_dark() -> None:
+    before = dict(rcParams)
+    written = svg(pictures.embedded(plot_step, run_step(3, names=("$x$", "a<b & 'c'"))))
+    ElementTree.fromstring(written)  # noqa: S314 - made here
+    assert dict(rcParams) == before
+    assert "$x$, a&lt;b &amp; 'c'" in written  # the name is no formula, and no markup
+    assert "prefers-color-scheme:dark" in written
+    assert "currentColor" in written
+    assert not re.search(r'href="(?!#|data:)|@import|url\((?!#)|<script', written)
+
+
+@pytest.mark.parametrize("buffers", [1, 40, 2000])
+def test_many_buffers_still_fit(buffers: int) -> None:
+    written = svg(pictures.embedded(plot_step, run_step(0, buffers)))
+    height = re.search(r'viewBox="0 0 [\d.]+ ([\d.]+)"', written)
+    assert height is not None
+    assert float(height[1]) < 1500
+    assert len(written) < 1e7
