@@ -22,7 +22,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_safusion.baselines import hook_exchange
+from lightning_safusion.comm.transport.horovod import HorovodTransport
 from lightning_safusion.comm.transport.interface import Transport, during
+from lightning_safusion.comm.transport.torch_backend import TorchTransport, default_transport
 from lightning_safusion.fusion.build import check_equal, fingerprint
 from lightning_safusion.fusion.clock import Clock, clock_for
 from lightning_safusion.fusion.engine import Engine
@@ -35,15 +37,18 @@ from lightning_safusion.fusion.quota import QuotaRule, Scope
 from lightning_safusion.fusion.record import WindowRecord
 from lightning_safusion.fusion.replan import Decision
 from lightning_safusion.fusion.state import carried, carry_on
-from lightning_safusion.integration.agreement import ddp_options, training_options
+from lightning_safusion.integration.agreement import ddp_options, replaced_parameters, training_options
 from lightning_safusion.integration.checkpoint import Checkpoints
-from lightning_safusion.integration.engine_exchange import EngineExchange, Surroundings, announce
+from lightning_safusion.integration.engine_exchange import EngineExchange, History, announce
 from lightning_safusion.integration.exchange import Choice, GradientExchange, Mode, choose
-from lightning_safusion.integration.history import History
-from lightning_safusion.integration.horovod import configure_horovod
-from lightning_safusion.integration.parameters import dense_parameters, refuse_options, trainable
-from lightning_safusion.integration.signals import DeferredSignals, requeue_signal
-from lightning_safusion.integration.wrapping import make_transport, refuse_python_reducer, replaced_parameters
+from lightning_safusion.integration.horovod import check_horovod, configure_horovod
+from lightning_safusion.integration.parameters import (
+    dense_parameters,
+    refuse_options,
+    refuse_python_reducer,
+    trainable,
+)
+from lightning_safusion.integration.signals import DeferredSignals
 from lightning_safusion.sparsify.base import Sparsifier
 from lightning_safusion.sparsify.memory.contract import Memory
 from lightning_safusion.sparsify.schedule import DensitySchedule
@@ -54,10 +59,10 @@ from lightning_safusion.systems.settings import job_parts
 class SAFusionStrategy(DDPStrategy):
     """Distributed data parallel training that sends sparsified gradients.
 
-    Every gradient tensor is sparsified *before* it is fused into a communication buffer, so that no tensor goes
-    missing from a buffer; every worker closes a buffer after the same tensors, so that nobody waits; buffer sizes
-    follow measured times, so that exchange hides behind backpropagation (SAFusion, HPDC 2025). What is not sent stays
-    in a residual and is sent later.
+    Every gradient tensor is sparsified *before* it is fused into a communication buffer, so that no tensor is missing
+    from a buffer. All workers close a buffer after the same tensors, so that none waits for another. Buffer sizes
+    follow measured times, so that the exchange runs during backpropagation (SAFusion, HPDC 2025). Elements that are not
+    sent stay in a residual and are sent later.
 
     Arguments left at None take the part of the chosen ``system``.
 
@@ -68,32 +73,32 @@ class SAFusionStrategy(DDPStrategy):
         density: Share of the elements to send, in (0, 1], or a ``DensitySchedule``.
         system: A scheme by name; ``safusion systems`` lists and explains them all. ``"saf-pooled"``, the default, is
             SAFusion with a quarter of its quota guaranteed for every tensor, the rest of a buffer's room for its
-            largest elements, and four bits per value; its quota rule and wire format give way to arguments that they
-            do not go with.
+            largest elements, and four bits per value. Its quota rule and wire format change where another argument
+            needs it.
         fusion: Which tensors share a buffer: ``"adaptive"`` (measured times), ``"aligned"`` (a fixed number),
             ``"naive"`` (a fixed capacity, filled at each worker's own pace), ``"wfbp"`` (each alone), ``"single"`` (all
-            in one), ``"selective"`` (a fixed number of buffers, whose small tensors travel whole), ``"mgwfbp"`` and
-            ``"omgs"`` (merged where that saves more than it delays), ``"cupcake"`` (cuts searched by trying them out),
+            in one), ``"selective"`` (a fixed number of buffers; small tensors are dense), ``"mgwfbp"`` and ``"omgs"``
+            (merged where that saves more than it delays), ``"cupcake"`` (cuts searched by trying them out),
             ``"horovod"`` (what is ready on all workers at a tick of the clock), ``"hipress"`` and ``"espresso"`` (each
-            alone, whole or compressed), ``"behind"`` (aligned, with ``scope="group"``), or a ``FusionPolicy``.
-        scope: ``"tensor"`` selects from every tensor, ahead of fusion; ``"group"`` from the fused buffer, behind it.
+            alone, dense or compressed), ``"behind"`` (aligned, with ``scope="group"``), or a ``FusionPolicy``.
+        scope: ``"tensor"`` selects from every tensor, before fusion; ``"group"`` from the fused buffer, after it.
         quota: ``"proportional"`` gives every tensor the density; ``"pooled"`` a quarter of it, and the rest of a
             buffer's room to its largest elements.
-        dense: Shell patterns of parameter names that always travel dense, for example ``["*.bias"]``.
-        dense_below: Tensors of fewer elements than this travel dense.
-        dense_below_ndim: Tensors of fewer dimensions than this travel dense; 2: vectors and scalars.
-        memory: Error feedback: ``"residual"``, ``"decoupled"`` (what is held back is the momentum as well, in place of
-            that of Adam, AdamW or SGD), ``"auto"`` (the latter where that loses less: below Adam and AdamW up to a
-            density of 0.25, below SGD up to 0.02), ``"dgc"`` (momentum correction; plain SGD with it), ``"ef21"`` (the
+        dense: Shell patterns of parameter names that are always dense, for example ``["*.bias"]``.
+        dense_below: Tensors of fewer elements than this are dense.
+        dense_below_ndim: Tensors of fewer dimensions than this are dense; 2: vectors and scalars.
+        memory: Error feedback: ``"residual"``, ``"decoupled"`` (the residual is the momentum as well, in place of that
+            of Adam, AdamW or SGD), ``"auto"`` (the latter where that loses less: below Adam and AdamW up to a density
+            of 0.25, below SGD up to 0.02), ``"dgc"`` (momentum correction; plain SGD with it), ``"ef21"`` (the
             optimizer gets a dense estimate of the gradient; use Adam with betas=(0.0, ...)), ``"none"``, or a
             ``Memory``.
         collective: ``"auto"`` (dense where that is predicted to be cheaper), ``"allgather"`` (always sparse),
-            ``"hybrid"`` (the same, with an all-reduce beside it for what travels whole), ``"hierarchical"`` (dense
-            inside every node, the largest sums of each to the others), ``"allreduce"``,
-            ``"oktopk"`` (sparse all-reduce) or ``"gtopk"`` (tree).
+            ``"hybrid"`` (the same, with an all-reduce beside it for dense tensors), ``"hierarchical"`` (dense inside
+            every node, the largest sums of each to the others), ``"allreduce"``, ``"oktopk"`` (sparse all-reduce) or
+            ``"gtopk"`` (tree).
         wire: ``"auto"`` (lossless), ``"bf16"``, ``"fp16"``, ``"fp32"``, a few bits per value (``"q4"``, ``"q2"``,
             ``"sign"``), or a codec such as ``"block16-bf16"``.
-        offload: Select from tensors on a thread of the host, as they become ready, where that holds nothing up.
+        offload: Select from tensors on a thread of the host, as they become ready, where that delays nothing.
         transport: Library that carries the bytes: ``"torch"`` (torch.distributed: gloo, NCCL) or ``"horovod"``, in
             processes that horovodrun or mpirun has started.
         kwargs: Every argument of :class:`~lightning.pytorch.strategies.DDPStrategy` and of ``DistributedDataParallel``.
@@ -147,21 +152,21 @@ class SAFusionStrategy(DDPStrategy):
             configure_horovod(kwargs)
         super().__init__(**kwargs)
         self.system, self.settings = job.system.name, job.settings
+        #: What is dense: patterns of names, tensors of fewer elements, tensors of fewer dimensions.
+        self.dense_rules = list(job.dense), job.dense_below, job.dense_below_ndim
         self._hook_name = job.system.ddp_hook  # DDP with this hook, in place of the engine
-        self._dense_rules = list(job.dense), job.dense_below, job.dense_below_ndim
         self._over_horovod = transport == "horovod"
         self._observers: list[Observer] = []  # of every engine of this strategy
-        self._history = History(self.system)
+        self._history = History()
         self._checkpoints = Checkpoints()
-        self._choice = Choice(Mode.PLAIN, None)  # who exchanges the gradients
-        self._decided: str | None = None  # why plain DDP goes on where the engine has begun
-        self._exchange: GradientExchange = GradientExchange()
+        self._choice = Choice(Mode.PLAIN)  # who exchanges the gradients
+        self._decided: str | None = None  # why plain DDP has taken the engine's place
+        self._exchange = GradientExchange()
         self._transport: Transport | None = None
-        self._signals: DeferredSignals | None = None
+        self._signals: DeferredSignals | None = None  # during training with an engine
         self._wrapped: list[tuple[str, nn.Parameter]] = []  # trainable parameters that DDP knows
-        self._costs_followed = 0  # windows when costs were last looked at
-        self._ended: Engine | None = None  # of a fit that has ended: it may still be saved
-        self._plain_clock: Clock | None = None  # where no engine has one
+        self._costs_followed = 0  # number of windows at the last look at the costs
+        self._plain_clock: Clock | None = None  # of a device without an engine
 
     @classmethod
     @override
@@ -185,61 +190,66 @@ class SAFusionStrategy(DDPStrategy):
     @override
     def setup(self, trainer: Trainer) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
-            self._history.begin()
+            self._history = History()
         super().setup(trainer)
         if self._transport is not None and trainer.state.fn == TrainerFn.FITTING:
-            # workers that train on their own may do so each in its own way
+            # workers that train weights of their own may have different optimizers
             optimizers = self.optimizers if self._exchange.replicates else []
             check_equal(self._transport, training_options(trainer, self.lightning_module, optimizers))
         self._bind()
-        if isinstance(self._exchange, EngineExchange):
-            self._leave_to_ddp(self._exchange)
-        if isinstance(self._exchange, EngineExchange):
-            self._exchange.caution(self.optimizers)
+        self._leave_lbfgs_to_ddp()
+        self._exchange.caution(self.optimizers)
 
     @override
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         """Chooses who exchanges the gradients, and wraps the model as that needs it. Collective."""
         refuse_python_reducer()
         options = dict(self._ddp_kwargs)
-        group = options.get("process_group")
-        self._ended = None
         self._wrapped = trainable(model)
         specs = self.gradient_specs(model)
         self._transport = transport = self._make_transport(model)
         entry = self._checkpoints.entry
         checked = {"system": self.system, "checkpoint": str(entry.get("nonce"))} | ddp_options(options)
         checked |= {"sync_batchnorm": str(self._layer_sync is not None)}
-        # in front of the tensors, of which thousands may differ as well
+        # before the tensors, of which thousands may differ as well
         check_equal(transport, checked | fingerprint(self.settings, specs))
         if self._hook_name is not None:
             self._choice = Choice(Mode.HOOK, f"system={self.system!r} is DDP with another hook")
-            self._exchange = hook_exchange(self._hook_name, transport, group)
+            self._exchange = hook_exchange(self._hook_name, transport, options.get("process_group"))
         else:
-            # DDP's own group is for control where Horovod carries the gradients: those it carries even if all are sent
+            # where Horovod carries the gradients, DDP's own group is for control messages only
             by_horovod = self._over_horovod and transport.world_size > 1
-            sends_on = self._choice.mode is Mode.DENSE_ENGINE  # a model wrapped again
-            needed = bool(by_horovod or entry.get("holds_back") or sends_on)
+            was_dense = self._choice.mode is Mode.DENSE_ENGINE  # before the model was wrapped again
+            needed = bool(by_horovod or entry.get("holds_back") or was_dense)
             self._choice = choose(self.settings, specs, transport.world_size, needed, self._decided)
-            self._exchange = self._make_exchange(specs, transport)
+            if self._choice.plain_ddp is None:
+                self._exchange = self._make_engine(specs, transport)
         # On the current stream, whatever the Lightning version: gradient hooks run on the stream of this construction
         options = self._exchange.ddp_options(options)
         with during("set-up, when DDP compares and copies the parameters"):
             return DistributedDataParallel(module=model, device_ids=self.determine_ddp_device_ids(), **options)
 
     def _make_transport(self, model: nn.Module) -> Transport:
+        if self._over_horovod:
+            transport = HorovodTransport()
+            check_horovod(model, transport.world_size, self.world_size)
+            return transport
         group = self._ddp_kwargs.get("process_group")
-        return make_transport(model, self._over_horovod, self.world_size, group, self._timeout)
+        return default_transport(self._timeout) if group is None else TorchTransport(group, self._timeout)
 
-    def _make_exchange(self, specs: Sequence[TensorSpec], transport: Transport) -> GradientExchange:
-        if self._choice.plain_ddp is not None:
-            return GradientExchange()
-        module = self.lightning_module
-        # nothing asks the host to wait for an exchange: every tensor has a gradient on all ranks in each step
-        streams = self.root_device.type == "cuda" and transport.stream_ordered
-        never_waits = streams and module is not None and module.automatic_optimization
-        where = Surroundings(transport, self.root_device, self.node_rank, never_waits, not self._over_horovod)
-        return EngineExchange(self.settings, specs, self._choice, where, self._observers)
+    def _make_engine(self, specs: Sequence[TensorSpec], transport: Transport) -> EngineExchange:
+        return EngineExchange(
+            self.settings,
+            specs,
+            self._choice,
+            transport,
+            self.root_device,
+            self.node_rank,
+            self._ddp_kwargs,
+            automatic=self.lightning_module is not None and self.lightning_module.automatic_optimization,
+            replaceable=not self._over_horovod,
+            observers=self._observers,
+        )
 
     @override
     def _register_ddp_hooks(self) -> None:
@@ -251,24 +261,19 @@ class SAFusionStrategy(DDPStrategy):
         self._exchange.register(self.model)
 
     def _bind(self) -> None:
-        """Ties the exchange to what exists only after the model was wrapped: optimizers and the loss scaler."""
-        if isinstance(self._exchange, EngineExchange):
-            scaler = getattr(self.precision_plugin, "scaler", None)
-            # the factor as it is on the device: get_scale() would wait for it
-            self._exchange.bind(self.optimizers, None if scaler is None else scaler._get_scale_async)
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        # the factor as it is on the device: get_scale() would wait for it
+        self._exchange.bind(self.optimizers, None if scaler is None else scaler._get_scale_async)
 
-    def _leave_to_ddp(self, exchange: EngineExchange) -> None:
-        """Uses plain DDP under an optimizer that compares gradients of several passes: some would be sparse."""
-        if self._ddp is None or exchange.choice.mode is not Mode.ENGINE:
+    def _leave_lbfgs_to_ddp(self) -> None:
+        if self._choice.mode is not Mode.ENGINE:
             return
         if not any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self.optimizers):
             return
+        reason = "LBFGS compares the gradients of several backward passes, which must all be dense"
         if self._over_horovod:
-            raise MisconfigurationException(
-                "LBFGS compares the gradients of several backward passes, which must all be dense: with "
-                "transport='horovod' use density=1.0."
-            )
-        self._go_plain("LBFGS compares the gradients of several backward passes, which must all be dense")
+            raise MisconfigurationException(f"{reason}: with transport='horovod' use density=1.0.")
+        self._go_plain(reason)
 
     @property
     def _ddp(self) -> DistributedDataParallel | None:
@@ -288,41 +293,38 @@ class SAFusionStrategy(DDPStrategy):
             return
         replaced = replaced_parameters(self._ddp.module, self._wrapped, self._transport, self._epoch)
         if replaced is not None:
-            self._wrap_again(self._ddp.module, replaced)
+            self._wrap_again(replaced)
 
     def _follow_costs(self) -> None:
-        """Goes on with plain DDP where every buffer has been dense for good: the hook would only cost time."""
+        """Changes to plain DDP once every buffer is dense and stays so: the hook would only cost time."""
         engine = self.controller
-        if engine is None or self._over_horovod or self._ddp is None:
-            return
         # once after each window: never among the micro-batches of an accumulation, whose gradients are in DDP's buckets
-        if engine.windows == self._costs_followed:
+        if engine is None or self._over_horovod or engine.windows == self._costs_followed:
             return
         self._costs_followed = engine.windows
         if not engine.step_aside():
             return
-        self._deliver_signals(ask=True)
+        if self._signals is not None:
+            self._signals.ask()
         del engine  # or its buffers would stay as long as the model is wrapped
         self._go_plain("its all-reduce has been predicted to be faster, review after review")
 
     def _go_plain(self, reason: str) -> None:
-        """Goes on with plain DDP; no residual remains."""
-        if self._ddp is None:
-            return
+        """Changes to plain DDP; no residual remains."""
         self._decided = reason
-        self._wrap_again(self._ddp.module, keep=False)
+        self._wrap_again(keep=False)
         self.settings.memory.bind([0], self.root_device)
 
-    def _wrap_again(self, module: nn.Module, replaced: Sequence[str] = (), keep: bool = True) -> None:
+    def _wrap_again(self, replaced: Sequence[str] = (), keep: bool = True) -> None:
         """Wraps the model anew.
 
         Args:
-            module: The model.
             replaced: Parameters that are other objects than those of their names before: the residual is not theirs.
-            keep: The next engine takes over what this one holds.
+            keep: The next engine gets the state of this one.
         """
+        if self._ddp is None:
+            return
         engine, state = self.controller, None
-        had_engine = engine is not None
         if engine is not None:
             engine.settle()
             self._history.keep(engine)
@@ -333,14 +335,14 @@ class SAFusionStrategy(DDPStrategy):
         del engine
         self._exchange = GradientExchange()
         compiles = getattr(self.model, "dynamo_ctx", None)  # what torch.compile was asked to do, if it was
-        self.model = module
+        self.model = module = self._ddp.module
         gc.collect()  # the old reducer leaves its hooks on the parameters until it is destroyed
         self.model = self._setup_model(module)
         self._register_ddp_hooks()
         if self.controller is not None and state is not None:
             carry_on(self.controller, state)
-        elif had_engine and self.controller is None and self._signals is not None:
-            self._signals.remove()  # there are no messages of ours left that could carry the news
+        elif self.controller is None and self._signals is not None:
+            self._signals.remove()  # there are no messages that could carry notices
         self._bind()
         if compiles is not None:
             self.model = compiles(self.model)
@@ -350,13 +352,19 @@ class SAFusionStrategy(DDPStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        self._hold_signals()
+        self._defer_signals()
+
+    def _defer_signals(self) -> None:
+        if self.controller is not None and self._signals is None:
+            self._signals = DeferredSignals(lambda: self.controller, self.cluster_environment)
+            self._signals.install()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        self._hold_signals()  # again where a learning-rate finder has trained, and ended, inside of this training
-        self._deliver_signals()
+        self._defer_signals()  # again after a search for the learning rate, which is a training inside of this one
+        if self._signals is not None:
+            self._signals.deliver()
         self._follow_costs()
         if batch_idx == 0:
             self._follow_trainable()
@@ -365,15 +373,14 @@ class SAFusionStrategy(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         self._exchange.begin_batch()
         output = super().training_step(*args, **kwargs)
-        self.settle()  # what this forward pass has not used: gradients are emptied next
+        self.settle()  # parameters that this forward pass has not used: gradients are emptied next
         return output
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
         self.settle()  # the backward pass writes where means of the last one are to be written
-        if self.lightning_module is not None:
-            self._exchange.begin_backward(self.lightning_module.current_epoch)
+        self._exchange.begin_backward(self._epoch)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -386,16 +393,11 @@ class SAFusionStrategy(DDPStrategy):
         self, optimizer: Optimizer, closure: Callable[[], Any], model: nn.Module | None = None, **kwargs: Any
     ) -> Any:
         step = super().optimizer_step
-        return self._exchange.step(
-            optimizer,
-            closure,
-            lambda closure: step(optimizer, closure, model, **kwargs),
-            self.lightning_module,
-            compiled=self.model is not self._ddp,
-        )
+        compiled = self.model is not self._ddp
+        return self._exchange.step(optimizer, closure, lambda each: step(optimizer, each, model, **kwargs), compiled)
 
     def settle(self) -> None:
-        """Has the last step done, where a part of it waits for the next forward pass (``system="dear"``).
+        """Finishes the last step, where a part of it is left for the next forward pass (``system="dear"``).
 
         Needed only if you hold references to parameters of your own; reading a parameter through the model settles it.
         """
@@ -412,22 +414,24 @@ class SAFusionStrategy(DDPStrategy):
     def on_validation_start(self) -> None:
         super().on_validation_start()
         self._settle()
-        self._release_signals()  # no gradients are exchanged that could carry the news
+        if self._signals is not None:
+            self._signals.release()
         self._exchange.pause()
 
     @override
     def on_validation_end(self) -> None:
         super().on_validation_end()
         self._exchange.resume()
-        if self._signals is not None and self.controller is not None:
+        if self._signals is not None:
             self._signals.install()
 
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
         self._settle()
-        self._release_signals()
-        self._signals = None
+        if self._signals is not None:
+            self._signals.release()
+            self._signals = None
         self._exchange.finish()
 
     @override
@@ -440,83 +444,41 @@ class SAFusionStrategy(DDPStrategy):
 
     @override
     def teardown(self) -> None:
+        if self._transport is not None:  # a fit has ended
+            self._history.ended = self.report()
         engine = self.controller
         if engine is not None:
-            self._history.end(engine, self._choice.plain_ddp)
+            self._history.keep(engine)
         self._exchange.close()
         if engine is not None:
-            self._ended = engine
+            self._history.last = engine
             engine.release()
         if self._transport is not None:
             self._transport.close()
-        self._exchange, self._transport = GradientExchange(), None
-        self._choice = Choice(self._choice.mode if self._choice.plain_ddp else Mode.PLAIN, self._choice.plain_ddp)
+        self._exchange, self._transport, self._choice = GradientExchange(), None, Choice(Mode.PLAIN)
         self._checkpoints.resumed = self._decided = self._plain_clock = None
         self._wrapped = []
         super().teardown()  # waits for asynchronous writing
         self._checkpoints.finished(self.global_rank)
 
-    # Signals
-
-    def _hold_signals(self) -> None:
-        if self.controller is not None and self._signals is None:
-            self._signals = DeferredSignals(self._tell, requeue_signal(self.cluster_environment))
-            self._signals.install()
-
-    def _tell(self, notice: int) -> None:
-        if self.controller is not None:
-            self.controller.notices |= notice
-
-    def _deliver_signals(self, ask: bool = False) -> None:
-        """Runs the handlers of signals that some rank was sent, on all ranks alike.
-
-        Args:
-            ask: Also those of which no gradients have told yet. Collective.
-        """
-        engine = self.controller
-        if engine is None or self._signals is None:
-            return
-        if ask and self._transport is not None:
-            engine.settle()
-            asking = f"epoch {self._epoch}, when workers ask each other for signals, after step {engine.windows}"
-            with during(asking):
-                everyone = self._transport.gather_objects(engine.notices)
-            for notices in everyone:
-                engine.heard |= notices
-            engine.notices &= ~engine.heard
-        heard, engine.heard = engine.heard, 0
-        self._signals.deliver(heard)
-
-    def _release_signals(self) -> None:
-        """Leaves signals to Lightning as long as no gradients are exchanged that could carry the news. Collective."""
-        self._deliver_signals(ask=True)
-        if self._signals is not None:
-            self._signals.remove()
-
     # Checkpoints
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        state = super().lightning_module_state_dict()
-        return state if self.lightning_module is None else state | self._exchange.weights(self.lightning_module)
+        return super().lightning_module_state_dict() | self._exchange.weights()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
         self.settle()
-        for switch in self._switches:
-            switch.settle()
+        self._exchange.settle_optimizers()
         return super().optimizer_state(optimizer)
-
-    @property
-    def _switches(self) -> list[Any]:
-        return self._exchange.switches if isinstance(self._exchange, EngineExchange) else []
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         """Writes one part per rank as well, unless the checkpoint holds weights only; all ranks call it."""
         engine = self.controller
         if engine is None and torch.distributed.is_initialized():
-            engine = self._ended
+            engine = self._history.last
         save = super().save_checkpoint
         ranks = self.global_rank, self.local_rank
         with during(f"the save of {filepath} in {self._place}"):
@@ -540,9 +502,8 @@ class SAFusionStrategy(DDPStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restores the engine as well: unlike when the checkpoint is loaded, it exists by now."""
-        for switch in self._switches:
-            switch.restore()  # of a step that an error has ended
+        """Restores the engine as well, which did not exist yet when the checkpoint was loaded."""
+        self._exchange.settle_optimizers()  # of a step that an error has ended
         super().load_optimizer_state_dict(checkpoint)
         with during("set-up, when workers restore a checkpoint"):
             self._checkpoints.restore(self.controller, self.settings.describe())
@@ -574,23 +535,18 @@ class SAFusionStrategy(DDPStrategy):
         with during(f"a broadcast of Lightning in {self._place}"):
             return super().broadcast(obj, src)
 
-    # What it tells
-
-    @property
-    def dense_rules(self) -> tuple[list[str], int, int]:
-        """What is dense: patterns of names, tensors of fewer elements, tensors of fewer dimensions."""
-        return self._dense_rules
+    # What can be read
 
     def gradient_specs(self, module: nn.Module) -> tuple[TensorSpec, ...]:
         """The dense gradients of a module as this strategy exchanges them, in registration order."""
         return specs_from_parameters(dense_parameters(module), *self.dense_rules)
 
     def add_observer(self, observer: Observer) -> None:
-        """Has an observer told of every backward window of this rank, in all fits from now on."""
+        """Calls an observer after every window of this rank, in all fits from now on."""
         self._observers.append(observer)
 
     def remove_observer(self, observer: Observer) -> None:
-        """Ends that; nothing happens if it is none."""
+        """Ends :meth:`add_observer`; does nothing for other objects."""
         if observer in self._observers:
             self._observers.remove(observer)
 
@@ -598,9 +554,9 @@ class SAFusionStrategy(DDPStrategy):
     def controller(self) -> Engine | None:
         """The engine of this fit on this rank; None with plain DDP.
 
-        It may be another one after the model has been wrapped anew: ask for it whenever it is needed.
+        Wrapping the model anew makes another one: do not keep it.
         """
-        return self._exchange.built if isinstance(self._exchange, EngineExchange) else None
+        return self._exchange.engine
 
     @property
     def record(self) -> WindowRecord | None:
@@ -609,7 +565,7 @@ class SAFusionStrategy(DDPStrategy):
 
     @property
     def clock(self) -> Clock:
-        """The clock of this rank's device, whose moments agree with those that observers are told."""
+        """The clock of this rank's device, that of observed events."""
         if self.controller is not None:
             return self.controller.clock
         if self._plain_clock is None:
@@ -630,7 +586,8 @@ class SAFusionStrategy(DDPStrategy):
     @property
     def decisions(self) -> tuple[Decision, ...]:
         """The planner's latest decisions on buffer sizes, oldest first, the same on all ranks."""
-        return self._history.decisions(self.controller)
+        engine = self.controller
+        return self._history.decisions + (() if engine is None else tuple(engine.planner.decisions))
 
     def report(self) -> dict[str, Any]:
         """Figures of the latest step on this rank, under the keys of :meth:`WindowRecord.as_dict`.
@@ -639,4 +596,7 @@ class SAFusionStrategy(DDPStrategy):
         it is not. Before the first step, and with plain DDP, the figures of a step are 0 and the lists empty. Where
         training runs in other processes (spawn, fork), ask there: in a callback.
         """
-        return self._history.report(self.controller, self._choice.plain_ddp)
+        if self._history.ended is not None:
+            return self._history.ended
+        of_job = {"system": self.system, "plain_ddp": self._choice.plain_ddp}
+        return of_job | self._history.report(self.controller)

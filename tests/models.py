@@ -72,3 +72,8 @@ def trainer(strategy: Any, **options: Any) -> Trainer:
         "enable_model_summary": False,
     }
     return Trainer(strategy=strategy, **(defaults | options))
+
+
+def switched(job: Trainer) -> int:
+    """How many optimizers step with their momentum switched off, which a hook before their steps does."""
+    return sum(bool(optimizer._optimizer_step_pre_hooks) for optimizer in job.optimizers)

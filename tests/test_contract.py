@@ -21,7 +21,7 @@ from lightning_safusion import (
     Sparsifier,
 )
 from tests.cluster import Cluster, settings
-from tests.models import TinyClassifier, classification, trainer
+from tests.models import TinyClassifier, classification, switched, trainer
 from tests.process_group import run_launched
 
 
@@ -171,7 +171,7 @@ def test_plain_ddp_takes_over_from_sparse_windows(adaptive: bool) -> None:
             model.configure_optimizers = lambda: torch.optim.AdamW(model.parameters())  # type: ignore[method-assign]  # another optimizer for this model
         strategy = SAFusionStrategy(density=0.05)
         carried: list[bool] = []
-        watch = LambdaCallback(on_train_batch_end=lambda *_: carried.append(bool(strategy._switches)))
+        watch = LambdaCallback(on_train_batch_end=lambda trainer, *_: carried.append(bool(switched(trainer))))
         run = trainer(strategy, max_epochs=4, callbacks=[watch])
         run.fit(model, classification())
         held = strategy.settings.memory.accumulated(0, 1).numel()

@@ -14,7 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from lightning_safusion import SAFusionStrategy
 from lightning_safusion.sparsify import DecoupledMomentum
-from tests.models import TinyClassifier, classification, trainer
+from tests.models import TinyClassifier, classification, switched, trainer
 from tests.process_group import run_launched, run_ranks
 from tests.resume import At, StepModel, parameters, run, saving
 from tests.test_checkpoint import ours
@@ -81,7 +81,7 @@ def _resumed(rank: int, folder: Path) -> Any:
         resumed = run(ours(**options), 9, ckpt=path, model=make(), deterministic=True)
         group = torch.load(path, weights_only=True)["optimizer_states"][0]["param_groups"][0]
         same = all(torch.equal(a, b) for a, b in zip(parameters(whole), parameters(resumed), strict=True))
-        results.append((same, group.get("betas", (group.get("momentum"),))[0], len(whole.strategy._switches)))
+        results.append((same, group.get("betas", (group.get("momentum"),))[0], switched(whole)))
     return results
 
 
@@ -101,7 +101,7 @@ def _interrupted(rank: int) -> Any:
         return forward(batch, batch_idx)
 
     model.training_step = step  # type: ignore[method-assign]
-    during = At(2, lambda job: seen.append(len(job.strategy._switches)))
+    during = At(2, lambda job: seen.append(switched(job)))
     with pytest.raises(ValueError, match="boom"):
         run(ours(memory="auto"), 9, during, model=model)
     optimizer = model.optimizers(use_pl_optimizer=False)
@@ -172,7 +172,7 @@ def test_another_optimizer_beside_it_keeps_what_it_has() -> None:
         counts = []
         for memory in ("decoupled", "auto"):
             strategy = SAFusionStrategy(**SPARSE, memory=memory)
-            watch = At(4, lambda job, strategy=strategy: counts.append(len(strategy._switches)))  # type: ignore[misc]  # bound now
+            watch = At(4, lambda job: counts.append(switched(job)))
             trainer(strategy, max_steps=8, callbacks=[watch]).fit(Both(), classification())
         return counts[0], counts[-1]
 

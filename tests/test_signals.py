@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from lightning_safusion import SAFusionStrategy
 from lightning_safusion.comm import LinearCost
 from lightning_safusion.comm.exchange import Notice
 from lightning_safusion.fusion import build
-from lightning_safusion.integration.signals import DeferredSignals, requeue_signal
+from lightning_safusion.integration.signals import DeferredSignals
 from tests.models import TinyClassifier, classification, trainer
 from tests.process_group import run_launched
 
@@ -125,17 +126,19 @@ def test_where_no_gradients_carry_the_news_ranks_ask(
 
 
 def test_handlers_are_put_back_and_nothing_is_swallowed() -> None:
-    told: list[Notice] = []
+    engine: Any = SimpleNamespace(notices=0, heard=0)
     seen: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
     try:
         mine = signal.getsignal(signal.SIGTERM)
-        deferred = DeferredSignals(told.append)
+        deferred = DeferredSignals(lambda: engine)
         deferred.install()
         os.kill(os.getpid(), signal.SIGTERM)
-        assert told == [Notice.TERMINATE]
+        assert engine.notices == Notice.TERMINATE
+        deferred.deliver()
         assert seen == []
-        deferred.deliver(Notice.TERMINATE)
+        engine.heard = Notice.TERMINATE
+        deferred.deliver()
         assert seen == [signal.SIGTERM]
         os.kill(os.getpid(), signal.SIGTERM)
         deferred.remove()  # no further step carries the news
@@ -149,10 +152,25 @@ def test_handlers_are_put_back_and_nothing_is_swallowed() -> None:
         signal.signal(signal.SIGTERM, before)
 
 
-def test_the_requeue_signal_is_the_cluster_environments() -> None:
-    assert requeue_signal(SLURMEnvironment(auto_requeue=True, requeue_signal=signal.SIGHUP)) == signal.SIGHUP
-    assert requeue_signal(SLURMEnvironment(auto_requeue=False)) is None
-    assert requeue_signal(LightningEnvironment()) is None
+@pytest.mark.parametrize(
+    ("environment", "deferred"),
+    [
+        (SLURMEnvironment(auto_requeue=True, requeue_signal=signal.SIGHUP), True),
+        (SLURMEnvironment(auto_requeue=False, requeue_signal=signal.SIGHUP), False),
+        (LightningEnvironment(), False),
+    ],
+)
+def test_the_requeue_signal_is_the_cluster_environments(environment: Any, deferred: bool) -> None:
+    engine: Any = SimpleNamespace(notices=0, heard=0)
+    before = signal.signal(signal.SIGHUP, lambda number, frame: None)
+    try:
+        signals = DeferredSignals(lambda: engine, environment)
+        signals.install()
+        os.kill(os.getpid(), signal.SIGHUP)
+        signals.remove()
+        assert engine.notices == (Notice.REQUEUE if deferred else 0)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_module_that_only_validates_installs_nothing() -> None:

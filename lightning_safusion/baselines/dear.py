@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
@@ -114,7 +114,7 @@ class Dear(GradientExchange):
     """
 
     def __init__(self, transport: Transport) -> None:
-        self._module: nn.Module | None = None
+        self._module: LightningModule | None = None
         self._count = 0  # parameters that DDP manages
         self._transport = transport
         self._ends_in_hook = False
@@ -191,14 +191,14 @@ class Dear(GradientExchange):
         optimizer: Optimizer,
         closure: Callable[[], Any],
         step: Callable[[Callable[[], Any]], Any],
-        module: LightningModule | None,
         compiled: bool,
     ) -> Any:
         """Steps now for parameters whose gradients are there, and later for the others."""
-        if self._module is None or module is None or not self._may_delay(optimizer, module, compiled):
+        module = self._module
+        if module is None or not self._may_delay(optimizer, module, compiled):
             return step(closure)
         if self._watch is None:
-            self._watch = ParameterWatch(self._module, self._settle_parameter)
+            self._watch = ParameterWatch(module, self._settle_parameter)
 
         def delaying() -> Any:
             result = closure()

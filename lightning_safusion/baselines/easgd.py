@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -49,7 +48,6 @@ class ElasticExchange(HookExchange):
         optimizer: Optimizer,
         closure: Callable[[], Any],
         step: Callable[[Callable[[], Any]], Any],
-        module: LightningModule | None,
         compiled: bool,
     ) -> Any:
         params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -89,9 +87,9 @@ class ElasticExchange(HookExchange):
         self.pause()  # the centre stays in the place of the weights
         self._centres.clear()
 
-    def weights(self, module: LightningModule) -> dict[str, Tensor]:
-        known = [(name, p, self._centres[id(p)]) for name, p in module.named_parameters() if id(p) in self._centres]
-        return {name: _like(centre, param) for name, param, centre in known}
+    def weights(self) -> dict[str, Tensor]:
+        named = self._module.named_parameters() if self._module is not None else ()
+        return {name: _like(self._centres[id(p)], p) for name, p in named if id(p) in self._centres}
 
     def close(self) -> None:
         self._centres.clear()

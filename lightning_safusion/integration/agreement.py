@@ -1,4 +1,4 @@
-"""What must be the same on all workers of a job besides the engine's settings, as text that they compare."""
+"""What must be the same on all workers of a job besides the engine's settings, and is compared."""
 
 from __future__ import annotations
 
@@ -12,28 +12,27 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_safusion.comm.transport.interface import Transport, during
+from lightning_safusion.integration.parameters import trainable
+
 # A process group is another object in every process, and each has devices of its own.
 _OWN = {"module", "device_ids", "output_device", "process_group", "device_mesh"}
 
 
 def ddp_options(given: Mapping[str, Any]) -> dict[str, str]:
-    """Every option of DistributedDataParallel, also those that were not given.
-
-    Args:
-        given: Keyword arguments for it.
-    """
+    """Every option of DistributedDataParallel as text: those given, and the defaults of the others."""
     known = inspect.signature(DistributedDataParallel).parameters
     options = {name: parameter.default for name, parameter in known.items()} | dict(given)
     return {name: _text(value) for name, value in options.items() if name not in _OWN}
 
 
 def training_options(trainer: Trainer, module: nn.Module | None, optimizers: Sequence[Optimizer]) -> dict[str, str]:
-    """What decides when gradients are exchanged and what they are used for.
+    """What decides when gradients are exchanged and what they are used for, as text.
 
     Args:
-        trainer: Has its options.
+        trainer: The trainer.
         module: The LightningModule.
-        optimizers: Those that it has configured; none where workers may differ in them.
+        optimizers: Those that must be the same.
     """
     options: dict[str, Any] = {
         "precision": trainer.precision,
@@ -46,19 +45,13 @@ def training_options(trainer: Trainer, module: nn.Module | None, optimizers: Seq
     schedules = [each.scheduling for each in callbacks if isinstance(each, GradientAccumulationScheduler)]
     if schedules:
         options["gradient accumulation schedule"] = [list(each.items()) for each in schedules]
-    return {name: _text(value) for name, value in options.items()} | optimizer_options(optimizers)
-
-
-def optimizer_options(optimizers: Sequence[Optimizer]) -> dict[str, str]:
-    """The classes of optimizers, and the hyperparameters and sizes of their groups."""
-    options = {"optimizers": ", ".join(type(optimizer).__qualname__ for optimizer in optimizers)}
+    options["optimizers"] = ", ".join(type(optimizer).__qualname__ for optimizer in optimizers)
     for number, optimizer in enumerate(optimizers):
         name = f"optimizer {number} ({type(optimizer).__qualname__})"
         for place, group in enumerate(optimizer.param_groups):
-            options[f"{name}, group {place}, parameters"] = str(len(group["params"]))
-            values = {key: value for key, value in sorted(group.items()) if key != "params"}
-            options |= {f"{name}, group {place}, {key}": _text(value) for key, value in values.items()}
-    return options
+            options[f"{name}, group {place}, parameters"] = len(group["params"])
+            options |= {f"{name}, group {place}, {key}": group[key] for key in sorted(group) if key != "params"}
+    return {name: _text(value) for name, value in options.items()}
 
 
 def _text(value: Any) -> str:
@@ -72,3 +65,35 @@ def _text(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_text, value))}]"
     return type(value).__qualname__
+
+
+def replaced_parameters(
+    module: nn.Module, wrapped: Sequence[tuple[str, nn.Parameter]], transport: Transport, epoch: int
+) -> list[str] | None:
+    """Whether parameters were frozen, unfrozen or replaced since the model was wrapped. Collective.
+
+    Args:
+        module: The model.
+        wrapped: Trainable parameters that DDP knows.
+        transport: Communicator.
+        epoch: Begins.
+
+    Returns:
+        Names of parameters that are other objects now; None if nothing has changed on any rank.
+
+    Raises:
+        RuntimeError: If the ranks have different trainable parameters, with their names.
+    """
+    now, known = dict(trainable(module)), dict(wrapped)
+    replaced = [name for name, param in now.items() if known.get(name, param) is not param]
+    same = not replaced and list(now) == list(known)
+    with during(f"the beginning of epoch {epoch}, when workers compare their trainable parameters"):
+        everyone = transport.gather_objects((list(now), same))
+    for rank, (names, _) in enumerate(everyone):
+        if names != everyone[0][0]:
+            different = sorted(set(names) ^ set(everyone[0][0]))
+            raise RuntimeError(
+                f"ranks 0 and {rank} have different trainable parameters: {', '.join(different[:20])}. Freeze and "
+                "unfreeze the same ones on all ranks."
+            )
+    return None if all(unchanged for _, unchanged in everyone) else replaced

@@ -1,8 +1,8 @@
-"""The engine as the exchange of a wrapped model."""
+"""The engine as the exchange of a wrapped model, and what is kept of the engines of one fit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,11 +18,13 @@ from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.events import Observer
 from lightning_safusion.fusion.hook import DDPHook
 from lightning_safusion.fusion.layout import TensorSpec
+from lightning_safusion.fusion.record import nothing_exchanged
+from lightning_safusion.fusion.replan import Decision
 from lightning_safusion.fusion.settings import EngineSettings
 from lightning_safusion.integration.exchange import Choice, GradientExchange, Mode
 from lightning_safusion.integration.optimizer import MomentumSwitch, carry_momentum
 from lightning_safusion.integration.parameters import (
-    cautions,
+    caution,
     dense_parameters,
     refuse_double_momentum,
     sparse_parameters,
@@ -34,107 +36,80 @@ from lightning_safusion.sparsify.schedule import ConstantDensity
 _COMPILE_BUCKET_BYTES = 25 * 1024 * 1024
 
 
-@dataclass(frozen=True)
-class Surroundings:
-    """Where an engine runs.
+class EngineExchange(GradientExchange):
+    """The engine below DDP's communication hook. Making one is collective.
 
     Args:
+        settings: Of the engine.
+        specs: The dense gradients, in registration order.
+        choice: Whether the engine sends everything.
         transport: Communicator of the buffers.
         device: Where gradients live.
-        node: Name of the node.
-        never_waits: Nothing but the exchange asks the host to wait for the device.
+        node: Number of the node.
+        options: Arguments of DistributedDataParallel.
+        automatic: Optimization is automatic.
         replaceable: Plain DDP can take the engine's place.
+        observers: Get the events of every window.
     """
 
-    transport: Transport
-    device: torch.device
-    node: Hashable
-    never_waits: bool
-    replaceable: bool
-
-
-class EngineExchange(GradientExchange):
-    """The engine below DDP's communication hook.
-
-    Args:
-        settings: What to do with the gradients.
-        specs: The dense gradients, in registration order.
-        choice: Whether it sends everything.
-        where: Where it runs.
-        observers: Are told of every window.
-    """
+    engine: Engine
 
     def __init__(
         self,
         settings: EngineSettings,
         specs: Sequence[TensorSpec],
         choice: Choice,
-        where: Surroundings,
+        transport: Transport,
+        device: torch.device,
+        node: int,
+        options: Mapping[str, Any],
+        automatic: bool,
+        replaceable: bool,
         observers: list[Observer],
     ) -> None:
-        # a checkpoint's residual leaves with the first gradients, then this is plain DDP in all but name
-        sends_all = choice.mode is Mode.DENSE_ENGINE
-        self.settings = replace(settings, density=ConstantDensity(1.0)) if sends_all else settings
-        self.choice = choice
-        self.switches: list[MomentumSwitch] = []  # of optimizers whose momentum the memory carries
-        self._specs = specs
-        self._where = where
-        self._observers = observers
-        self.built: Engine | None = None  # once registered
+        self._choice = choice
         self._hook: DDPHook | None = None
-        self._told = ""
-
-    @property
-    def engine(self) -> Engine:
-        """The engine, once registered."""
-        if self.built is None:
-            raise RuntimeError("the engine is built when the exchange is registered on a wrapped model")
-        return self.built
-
-    def ddp_options(self, options: dict[str, Any]) -> dict[str, Any]:
-        options = options | {"gradient_as_bucket_view": True}
-        if options.get("bucket_cap_mb") is None:
-            options["bucket_cap_mb"] = 0  # every parameter has a bucket, and hence a call of the hook, of its own
-        self._overlap = not options.get("find_unused_parameters")
         self._static_graph = bool(options.get("static_graph"))
-        return options
-
-    def register(self, ddp: DistributedDataParallel) -> None:
-        where, module = self._where, ddp.module
-        ddp.bucket_bytes_cap = _COMPILE_BUCKET_BYTES
-        if self.choice.mode is Mode.DENSE_ENGINE:
-            announce(f"all gradients and the residual of a checkpoint are sent dense, because {self.choice.reason}")
-        if where.device.type == "cpu" and not cpu.usable():
+        self.switches: list[MomentumSwitch] = []  # of optimizers whose momentum the memory carries
+        if choice.mode is Mode.DENSE_ENGINE:
+            # a checkpoint's residual leaves with the first gradients, then this is plain DDP in all but name
+            announce(f"all gradients and the residual of a checkpoint are sent dense, because {choice.reason}")
+            settings = replace(settings, density=ConstantDensity(1.0))
+        self.settings = settings
+        if device.type == "cpu" and not cpu.usable():
             announce("there are no compiled kernels, so NumPy selects; installed with a C compiler it is faster")
+        overlap = not options.get("find_unused_parameters")
+        # every tensor has a gradient on all ranks in each step: the host need not wait for an exchange
+        never_waits = device.type == "cuda" and transport.stream_ordered and automatic
         with during("set-up, when workers make their communicators and measure the links between them"):
-            self.built = build_engine(
-                self.settings,
-                self._specs,
-                where.transport,
-                where.device,
+            self.engine = build_engine(
+                settings,
+                specs,
+                transport,
+                device,
                 measure=not torch.are_deterministic_algorithms_enabled(),
                 announce=announce,
-                overlap=self._overlap,
-                deferred=self._overlap and not self._static_graph and where.never_waits,
-                node=where.node,
-                yields=where.replaceable,
+                overlap=overlap,
+                deferred=overlap and not self._static_graph and never_waits,
+                node=node,
+                yields=replaceable,
             )
-        self.built.observers = self._observers
-        params = [param for _, param in dense_parameters(module)]
-        self._hook = DDPHook(self.built, params, sparse_parameters(module), self._static_graph)
+        self.engine.observers = observers
+
+    def ddp_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        if options.get("bucket_cap_mb") is None:
+            # every parameter has a bucket, and hence a call of the hook, of its own
+            options = options | {"bucket_cap_mb": 0}
+        return options | {"gradient_as_bucket_view": True}
+
+    def register(self, ddp: DistributedDataParallel) -> None:
+        ddp.bucket_bytes_cap = _COMPILE_BUCKET_BYTES
+        params = [param for _, param in dense_parameters(ddp.module)]
+        self._hook = DDPHook(self.engine, params, sparse_parameters(ddp.module), self._static_graph)
         ddp.register_comm_hook(None, self._hook.run)
 
     def bind(self, optimizers: Sequence[Optimizer], loss_scale: Callable[[], Tensor | None] | None = None) -> None:
-        """Ties the engine to what exists only after the model was wrapped: optimizers and the loss scaler.
-
-        Args:
-            optimizers: Of the trainer.
-            loss_scale: Factor of the loss on the device; None without a scaler.
-
-        Raises:
-            MisconfigurationException: If memory and optimizer would both apply a momentum.
-        """
-        self._leave_momentum()
+        self._close_switches()
         for optimizer in optimizers:
             refuse_double_momentum(self.settings.memory, optimizer)
         if self._hook is None:
@@ -144,16 +119,15 @@ class EngineExchange(GradientExchange):
         for optimizer in optimizers:
             self._hook.watch(optimizer)
         memories, density = [self.settings.memory], self.settings.density
-        self.switches, said = carry_momentum(memories, density, optimizers, self._hook.selected_from)
-        if said and said != self._told:
-            announce(said)
-        self._told = said
+        self.switches, note = carry_momentum(memories, density, optimizers, self._hook.selected_from)
+        if note:
+            announce(note)
 
     def caution(self, optimizers: Sequence[Optimizer]) -> None:
-        """Says what is known to cost accuracy with these optimizers."""
-        density = self.settings.density
-        if self.choice.mode is Mode.ENGINE and isinstance(density, ConstantDensity):
-            for note in cautions(self.settings.memory, density.density, optimizers, bool(self.switches)):
+        memory, density = self.settings.memory, self.settings.density
+        if self._choice.mode is Mode.ENGINE and isinstance(density, ConstantDensity):
+            notes = [caution(memory, density.density, optimizer, bool(self.switches)) for optimizer in optimizers]
+            for note in dict.fromkeys(filter(None, notes)):
                 announce(note)
 
     def begin_batch(self) -> None:
@@ -166,23 +140,57 @@ class EngineExchange(GradientExchange):
         if self._hook is not None:
             self._hook.check_complete(synchronised=synchronised)
 
+    def settle_optimizers(self) -> None:
+        for switch in self.switches:
+            switch.settle()
+
     def abandon(self) -> None:
-        if self.built is not None:
-            self.built.reset()
-        self._leave_momentum()
+        self.engine.reset()
+        self._close_switches()
 
     def close(self) -> None:
         if self._hook is not None:
             self._hook.close()
-        self._leave_momentum()
+        self._close_switches()
 
-    def _leave_momentum(self) -> None:
-        """Leaves optimizers as they were made."""
+    def _close_switches(self) -> None:
         for switch in self.switches:
             switch.close()
         self.switches = []
 
 
+@dataclass
+class History:
+    """What is kept of the engines of one fit: each re-wrapping of the model makes another.
+
+    Attributes:
+        decisions: Of their planners, oldest first.
+        windows: Exchanged so far.
+        replans: Changes of the plan so far.
+        last: The engine of a fit that has ended: it may still be saved.
+        ended: The report of a fit that has ended.
+    """
+
+    decisions: tuple[Decision, ...] = ()
+    windows: int = 0
+    replans: int = 0
+    last: Engine | None = None
+    ended: dict[str, Any] | None = None
+
+    def keep(self, engine: Engine) -> None:
+        """Adds an engine that another one, or plain DDP, takes the place of."""
+        self.decisions += tuple(engine.planner.decisions)
+        self.windows, self.replans = engine.windows, self.replans + engine.planner.replans
+
+    def report(self, engine: Engine | None) -> dict[str, Any]:
+        """Counters, and figures of the latest step of an engine."""
+        record = engine.report if engine is not None else None
+        figures = nothing_exchanged() if record is None else record.as_dict()
+        if engine is None:
+            return {"windows": self.windows, "replans": self.replans, **figures}
+        return {"windows": engine.windows, "replans": self.replans + engine.planner.replans, **figures}
+
+
 def announce(text: str) -> None:
-    """Says one line, on rank 0."""
+    """Prints one line, on rank 0."""
     rank_zero_info(f"SAFusionStrategy: {text}.")

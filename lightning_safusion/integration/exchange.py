@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
 
-from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.layout import TensorSpec
 from lightning_safusion.fusion.settings import EngineSettings
 
@@ -27,11 +27,11 @@ class Mode(Enum):
 
 @dataclass(frozen=True)
 class Choice:
-    """Who exchanges the gradients, and why it is not the engine at the density that was asked for.
+    """Who exchanges the gradients, and why it is not the engine at the density of the arguments.
 
     Args:
         mode: Who.
-        reason: To follow a "because"; None where the engine does what was asked for.
+        reason: To follow a "because"; None for the engine at that density.
     """
 
     mode: Mode
@@ -53,20 +53,20 @@ def choose(
     """Decides whether the engine exchanges the gradients. A pure function, the same on all ranks.
 
     Args:
-        settings: What to do with the gradients.
+        settings: Of the engine.
         specs: The dense gradients.
         world_size: Workers.
         engine_needed: Plain DDP cannot do it: Horovod carries the gradients, or a checkpoint has a residual.
-        decided: Why plain DDP goes on where the engine has begun.
+        decided: Why plain DDP takes the place of the engine that has been used so far.
     """
     if not specs:
         return Choice(Mode.PLAIN, "no parameter has a dense gradient")
     if decided is not None:
         return Choice(Mode.PLAIN, decided)
     reason = settings.dense_reason(specs, world_size)
-    if engine_needed:
-        return Choice(Mode.ENGINE if reason is None else Mode.DENSE_ENGINE, reason)
-    return Choice(Mode.ENGINE if reason is None else Mode.PLAIN, reason)
+    if reason is None:
+        return Choice(Mode.ENGINE)
+    return Choice(Mode.DENSE_ENGINE if engine_needed else Mode.PLAIN, reason)
 
 
 class GradientExchange:
@@ -77,6 +77,8 @@ class GradientExchange:
 
     #: Weights are the same on all workers.
     replicates: ClassVar[bool] = True
+    #: The engine, if this is its exchange.
+    engine: Engine | None = None
 
     def ddp_options(self, options: dict[str, Any]) -> dict[str, Any]:
         """The arguments of DistributedDataParallel, with those that this exchange needs."""
@@ -85,8 +87,19 @@ class GradientExchange:
     def register(self, ddp: DistributedDataParallel) -> None:
         """Registers hooks on the wrapped model. Collective."""
 
-    def bind(self, optimizers: Sequence[Optimizer]) -> None:
-        """Takes in the optimizers, which exist only after the model was wrapped."""
+    def bind(self, optimizers: Sequence[Optimizer], loss_scale: Callable[[], Tensor | None] | None = None) -> None:
+        """Ties the exchange to what exists only after the model was wrapped.
+
+        Args:
+            optimizers: Of the trainer.
+            loss_scale: Factor of the loss on the device; None without a loss scaler.
+
+        Raises:
+            MisconfigurationException: If the exchange does not go with an optimizer.
+        """
+
+    def caution(self, optimizers: Sequence[Optimizer]) -> None:
+        """Announces what is known to cost accuracy with these optimizers."""
 
     def begin_batch(self) -> None:
         """A training step is about to begin."""
@@ -109,7 +122,6 @@ class GradientExchange:
         optimizer: Optimizer,
         closure: Callable[[], Any],
         step: Callable[[Callable[[], Any]], Any],
-        module: LightningModule | None,
         compiled: bool,
     ) -> Any:
         """Makes a step of an optimizer.
@@ -118,25 +130,27 @@ class GradientExchange:
             optimizer: Is about to step.
             closure: With automatic optimization the forward and backward pass.
             step: Makes the step with a closure in the place of the given one.
-            module: The model that is trained.
             compiled: The wrapped model has been compiled.
         """
         return step(closure)
 
     def settle(self) -> None:
-        """Has the last step done, where a part of it waits for the next forward pass."""
+        """Finishes the last step, where a part of it is left for the next forward pass."""
+
+    def settle_optimizers(self) -> None:
+        """Makes the optimizers' state one that a step without this exchange can use, as for a checkpoint."""
 
     def pause(self) -> None:
-        """Validation begins, or training ends: the model's weights are to be those that count."""
+        """Validation begins, or training ends: the model gets the weights that are validated and saved."""
 
     def resume(self) -> None:
-        """Validation has ended: training goes on."""
+        """Validation has ended, training continues."""
 
     def finish(self) -> None:
         """Training has ended."""
 
-    def weights(self, module: LightningModule) -> dict[str, Tensor]:
-        """Entries of the model's state that take the place of its own."""
+    def weights(self) -> dict[str, Tensor]:
+        """Entries of the model's state that are saved in the place of its own."""
         return {}
 
     def abandon(self) -> None:

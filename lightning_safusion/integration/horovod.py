@@ -22,8 +22,8 @@ _RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 class HorovodEnvironment(ClusterEnvironment):
     """Takes ranks from Horovod, which is initialised when Lightning first asks.
 
-    Rank 0 chooses address and port of torch's process group and tells the others through Horovod. Its variables
-    ``MASTER_ADDR`` and ``MASTER_PORT`` win, for clusters where only some ports are open.
+    Rank 0 chooses address and port of torch's process group, or takes its variables ``MASTER_ADDR`` and
+    ``MASTER_PORT``, for clusters where only some ports are open, and broadcasts them through Horovod.
 
     Example::
 
@@ -103,7 +103,7 @@ class HorovodEnvironment(ClusterEnvironment):
     def _start(self) -> ModuleType:
         if self._hvd is None:
             hvd = start_horovod()
-            # here, where all ranks come by, and not in main_address, which one rank may ask for alone
+            # all ranks start Horovod; main_address may be read on one rank alone
             self._main = hvd.broadcast_object(_choose_main(hvd), name="lightning_safusion.main")
             self._hvd = hvd
         return self._hvd
@@ -121,10 +121,10 @@ def _choose_main(hvd: ModuleType) -> tuple[str, int]:
 
 
 def configure_horovod(options: dict[str, Any]) -> None:
-    """Completes the arguments of DDPStrategy for gradients that travel over Horovod; changes ``options``.
+    """Completes the arguments of DDPStrategy where Horovod carries the gradients; changes ``options``.
 
     DDP's own process group carries parameters at the start, buffers and control messages. It uses gloo, because two
-    stacks of NCCL that wait for each other's kernels stop for ever.
+    stacks of NCCL can deadlock.
 
     Args:
         options: Keyword arguments of DDPStrategy.
@@ -157,7 +157,7 @@ def configure_horovod(options: dict[str, Any]) -> None:
 
 
 def check_horovod(model: nn.Module, started: int, wanted: int) -> None:
-    """Refuses what would hang or train apart.
+    """Refuses jobs that would hang, or whose workers would not train together.
 
     Args:
         model: The model before DDP wraps it.

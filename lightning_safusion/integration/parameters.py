@@ -58,21 +58,6 @@ def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return named
 
 
-def check_same_trainable(everyone: Sequence[Sequence[str]]) -> None:
-    """Compares the names of trainable parameters of all ranks.
-
-    Raises:
-        RuntimeError: If they differ, with those that only some ranks have.
-    """
-    for rank, theirs in enumerate(everyone):
-        if theirs != everyone[0]:
-            different = sorted(set(theirs) ^ set(everyone[0]))
-            raise RuntimeError(
-                f"ranks 0 and {rank} have different trainable parameters: {', '.join(different[:20])}. Freeze and "
-                "unfreeze the same ones on all ranks."
-            )
-
-
 def dense_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Trainable parameters whose gradients are ordinary tensors."""
     sparse = {id(param) for _, param in sparse_parameters(module)}
@@ -111,6 +96,19 @@ def refuse_options(options: dict[str, Any], own: list[str]) -> None:
             raise TypeError(f"SAFusionStrategy has no argument {name!r}, nor has DistributedDataParallel.{hint}")
 
 
+def refuse_python_reducer() -> None:
+    """Refuses a setting of Dynamo that leaves out DDP's buckets.
+
+    Raises:
+        MisconfigurationException: If it is set.
+    """
+    if torch._dynamo.config.optimize_ddp == "python_reducer":
+        raise MisconfigurationException(
+            "torch._dynamo.config.optimize_ddp='python_reducer' bypasses DDP's buckets, which this strategy "
+            "works on; set it to True (the default) or False."
+        )
+
+
 def refuse_double_momentum(memory: Memory, optimizer: torch.optim.Optimizer) -> None:
     """Refuses an optimizer whose momentum would come on top of the memory's.
 
@@ -137,7 +135,7 @@ def refuse_double_momentum(memory: Memory, optimizer: torch.optim.Optimizer) -> 
 
 
 def caution(memory: Memory, density: float, optimizer: torch.optim.Optimizer, carried: bool = False) -> str | None:
-    """What to know of error feedback below an adaptive optimizer with a momentum; None if there is nothing.
+    """What error feedback costs below an adaptive optimizer with a momentum; None if nothing is known.
 
     Measured in ``docs/convergence.md``.
 
@@ -162,14 +160,8 @@ def caution(memory: Memory, density: float, optimizer: torch.optim.Optimizer, ca
     )
 
 
-def cautions(memory: Memory, density: float, optimizers: Sequence[torch.optim.Optimizer], carried: bool) -> list[str]:
-    """What to know of all optimizers, each thing once; as :func:`caution`."""
-    notes = [caution(memory, density, optimizer, carried) for optimizer in optimizers]
-    return list(dict.fromkeys(note for note in notes if note is not None))
-
-
 def check_dense_rules(dense: Sequence[str], dense_below: int, dense_below_ndim: int) -> None:
-    """Refuses rules on dense tensors that no tensor could follow.
+    """Checks the rules on dense tensors.
 
     Args:
         dense: Shell patterns of parameter names.
@@ -196,7 +188,7 @@ def check_dense_rules(dense: Sequence[str], dense_below: int, dense_below_ndim: 
 
 
 def refuse_parts(system: str, parts: Iterable[str], transport: str) -> None:
-    """Refuses parts of the engine where a system has none of them.
+    """Refuses parts of the engine for a system that is DDP with another hook.
 
     Args:
         system: Name of the system.

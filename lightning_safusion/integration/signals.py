@@ -8,9 +8,11 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.plugins.environments import ClusterEnvironment, SLURMEnvironment
 
 from lightning_safusion.comm.exchange import Notice
+from lightning_safusion.comm.transport.interface import during
+from lightning_safusion.fusion.engine import Engine
 
 _Handler = Callable[[int, FrameType | None], Any]
 
@@ -19,26 +21,26 @@ class DeferredSignals:
     """Runs Lightning's signal handlers between two steps, on all ranks alike.
 
     Lightning's handlers save a checkpoint or broadcast: collectives, in the middle of whatever this rank was doing,
-    while other ranks are elsewhere. A deferred signal is told to all ranks in the header of the next gradients, and
-    every rank, signalled or not, runs its handler before the same batch. Where no gradients will follow for a while,
-    the ranks ask each other.
+    while other ranks are elsewhere. A deferred signal is a notice in the header of the next gradients, and every rank,
+    signalled or not, runs its handler before the same batch. Where no gradients follow for a while, as in validation,
+    the ranks compare their notices, and Lightning's handlers are put back.
 
     Args:
-        tell: Called with a bit of ``Notice`` when a signal arrives.
-        requeue_signal: The one on which the cluster environment saves and requeues; None if there is none.
+        engine: The engine at present; None with plain DDP.
+        environment: The cluster environment, which may save and requeue on a signal.
     """
 
-    def __init__(self, tell: Callable[[Notice], None], requeue_signal: int | None = None) -> None:
-        self._tell = tell
+    def __init__(self, engine: Callable[[], Engine | None], environment: ClusterEnvironment | None = None) -> None:
+        self._engine = engine
         self._notices = {int(signal.SIGTERM): Notice.TERMINATE}
-        if requeue_signal is not None:
-            self._notices[int(requeue_signal)] = Notice.REQUEUE
+        if isinstance(environment, SLURMEnvironment) and environment.auto_requeue and environment.requeue_signal:
+            self._notices[int(environment.requeue_signal)] = Notice.REQUEUE
         self._handlers: dict[int, _Handler] = {}
         self._waiting: set[int] = set()
 
     def install(self) -> None:
-        """Takes the place of the handlers that are there now; of none outside the main thread, which alone may."""
-        if threading.current_thread() is not threading.main_thread():
+        """Takes the place of the present handlers. Only the main thread may, and only an engine sends notices."""
+        if self._engine() is None or threading.current_thread() is not threading.main_thread():
             return
         for number in self._notices:
             handler = signal.getsignal(number)
@@ -48,22 +50,45 @@ class DeferredSignals:
 
     def _hold(self, number: int, frame: FrameType | None) -> None:
         self._waiting.add(number)
-        self._tell(self._notices[number])
+        engine = self._engine()
+        if engine is not None:
+            engine.notices |= self._notices[number]
 
-    def deliver(self, heard: int) -> None:
-        """Runs the handlers of the signals that some rank was sent."""
+    def deliver(self) -> None:
+        """Runs the handlers of the signals whose notices have reached all ranks."""
+        engine = self._engine()
+        if engine is None:
+            return
+        heard, engine.heard = engine.heard, 0
         for number, notice in self._notices.items():
             if heard & notice:
                 self._waiting.discard(number)
                 if number in self._handlers:
                     self._handlers[number](number, None)
 
+    def ask(self) -> None:
+        """Delivers also those whose notices no gradients have carried yet. Collective."""
+        engine = self._engine()
+        if engine is None:
+            return
+        engine.settle()
+        with during(f"epoch {engine.epoch}, when workers ask each other for signals, after step {engine.windows}"):
+            for notices in engine.transport.gather_objects(engine.notices):
+                engine.heard |= notices
+        engine.notices &= ~engine.heard
+        self.deliver()
+
+    def release(self) -> None:
+        """Leaves signals to Lightning while no gradients are exchanged. Collective."""
+        self.ask()
+        self.remove()
+
     def remove(self, deliver: bool = True) -> None:
         """Puts the handlers back.
 
         Args:
-            deliver: Run those whose signal has been told to nobody. Not where other ranks may be gone: handlers call
-                collectives.
+            deliver: Run those whose signal no other rank has a notice of. Not where other ranks may be gone: handlers
+                call collectives.
         """
         for number, handler in self._handlers.items():
             if signal.getsignal(number) == self._hold:
@@ -72,10 +97,3 @@ class DeferredSignals:
         for number in waiting if deliver else ():
             self._handlers[number](number, None)
         self._handlers = {}
-
-
-def requeue_signal(environment: object) -> int | None:
-    """The signal on which Lightning saves and requeues a Slurm job; None elsewhere."""
-    if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
-        return environment.requeue_signal
-    return None

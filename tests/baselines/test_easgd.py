@@ -34,9 +34,9 @@ def test_the_centre_follows_the_mean_of_the_workers() -> None:
         seen = []
         for step in range(5):
             param.grad = torch.full((4,), float(transport.rank + step))
-            exchange.step(optimizer, lambda: None, lambda _: optimizer.step(), module, False)
+            exchange.step(optimizer, lambda: None, lambda _: optimizer.step(), False)
             seen.append(param[0].detach().clone())
-        seen.append(exchange.weights(module)["param"][0])
+        seen.append(exchange.weights()["param"][0])
         exchange.pause()
         seen.append(param[0].detach().clone())
         exchange.resume()
@@ -45,8 +45,8 @@ def test_the_centre_follows_the_mean_of_the_workers() -> None:
         seen.append(param[0].detach().clone())
         # as after a search for the learning rate: the next training has a centre of its own
         param.grad = torch.full((4,), float(transport.rank))
-        exchange.step(optimizer, lambda: None, lambda _: optimizer.step(), module, False)
-        return [*seen, exchange.weights(module)["param"][0]]
+        exchange.step(optimizer, lambda: None, lambda _: optimizer.step(), False)
+        return [*seen, exchange.weights()["param"][0]]
 
     results = [torch.stack(each) for each in zip(*in_threads(local_transports(3), train), strict=True)]
     weights, centre = torch.zeros(3), torch.tensor(0.0)
