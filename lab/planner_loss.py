@@ -8,52 +8,54 @@ from itertools import combinations
 import numpy as np
 
 from lightning_safusion.fusion.plans.costs import GroupCosts, SelectionCost
-from lightning_safusion.fusion.plans.merging import BehindCosts, sparse_plan
 from lightning_safusion.fusion.plans.plan import CollectiveName, Plan
 from lightning_safusion.fusion.plans.pricing import predict_finish
 
 
-def predict_behind(plan: Plan, costs: BehindCosts) -> float:
+def predict_behind(plan: Plan, costs: GroupCosts) -> float:
     """Seconds from the start of backward to the end of the last exchange, with selection on the compute stream.
 
     Args:
         plan: A plan of the L tensors that ``costs`` describes.
-        costs: The numbers.
+        costs: The numbers; of ``arrivals``, ``select`` and ``sparse``, decoding left out.
 
     Raises:
         ValueError: If the plan covers another number of tensors.
     """
     if plan.num_tensors != len(costs.numels):
         raise ValueError(f"the plan covers {plan.num_tensors} tensors but the costs describe {len(costs.numels)}")
+    backward, select = np.diff(costs.arrivals, prepend=0.0), SelectionCost(*costs.select)
+    fixed, per_byte = costs.sparse
     compute = link = 0.0
     for group in plan.groups:
         members = slice(group.start, group.stop)
-        compute += sum(costs.backward[members]) + float(costs.selection(sum(costs.numels[members])))
-        link = max(link, compute) + float(costs.seconds(sum(costs.sparse_bytes[members])))
+        compute += float(sum(backward[members]) + select(sum(costs.numels[members])))
+        link = max(link, compute) + fixed + per_byte * sum(costs.sparse_bytes[members])
     return link
 
 
-def plan_pareto(costs: BehindCosts) -> Plan:
+def plan_pareto(costs: GroupCosts) -> Plan:
     """The plan whose last exchange ends first when selection over a merged buffer delays the gradients after it.
 
     Exact. After ``j`` tensors only two numbers matter: the seconds spent on selection so far, and the end of the last
     exchange. A state that another one beats in both can be dropped; the remaining fronts are a few dozen states long.
 
     Args:
-        costs: The numbers.
+        costs: The numbers, as in :func:`predict_behind`.
     """
     total = len(costs.numels)
     if total == 0:
         return Plan(())
     elements = np.concatenate([[0], np.cumsum(costs.numels, dtype=np.int64)])
     nbytes = np.cumsum([0.0, *costs.sparse_bytes])
-    ready = np.cumsum(costs.backward)
+    select, (fixed, per_byte) = SelectionCost(*costs.select), costs.sparse
     # All states kept so far, of all prefixes: how many tensors they cover, what they cost, and where they came from.
     places, parents = np.array([0]), np.array([-1])
     spent, ends = np.array([0.0]), np.array([0.0])
     for stop in range(1, total + 1):
-        selection = spent + costs.selection(elements[stop] - elements[places])
-        finish = np.maximum(ends, ready[stop - 1] + selection) + costs.seconds(nbytes[stop] - nbytes[places])
+        selection = spent + select(elements[stop] - elements[places])
+        exchange = fixed + per_byte * (nbytes[stop] - nbytes[places])
+        finish = np.maximum(ends, costs.arrivals[stop - 1] + selection) + exchange
         kept = _front(selection, finish)
         places = np.concatenate([places, np.full(len(kept), stop)])
         parents = np.concatenate([parents, kept])
@@ -64,7 +66,7 @@ def plan_pareto(costs: BehindCosts) -> Plan:
     while state > 0:
         stops.append(int(places[state]))
         state = int(parents[state])
-    return sparse_plan(stops[::-1])
+    return Plan.from_stops(stops[::-1])
 
 
 def _front(first: np.ndarray, second: np.ndarray) -> np.ndarray:
@@ -77,8 +79,7 @@ def _front(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 def all_plans(length: int, collective: CollectiveName = "allgather") -> Iterator[Plan]:
     for cuts in range(length):
         for inner in combinations(range(1, length), cuts):
-            edges = [0, *inner, length]
-            yield Plan.from_counts(np.diff(edges).tolist(), collective)
+            yield Plan.from_stops([*inner, length], collective)
 
 
 def random_dense(rng: np.random.Generator, length: int) -> GroupCosts:
@@ -95,16 +96,23 @@ def random_dense(rng: np.random.Generator, length: int) -> GroupCosts:
     )
 
 
-def random_behind(rng: np.random.Generator, length: int) -> BehindCosts:
+def random_behind(rng: np.random.Generator, length: int) -> GroupCosts:
     numels = rng.integers(1, 40, length)
     sorting = SelectionCost(0.0, 0.0, float(rng.uniform(0, 0.02)))
     scanning = SelectionCost(float(rng.uniform(0, 2)), float(rng.uniform(0, 0.05)))
-    return BehindCosts(
+    arrivals = tuple(np.cumsum(rng.uniform(0, 4, length)).tolist())
+    selection = sorting if rng.integers(2) else scanning
+    return GroupCosts(
         numels=tuple(numels.tolist()),
-        backward=tuple(rng.uniform(0, 4, length).tolist()),
+        ready=arrivals,
         sparse_bytes=tuple((numels * 0.5).tolist()),
-        selection=sorting if rng.integers(2) else scanning,
-        exchange=(float(rng.uniform(0.1, 6)), float(rng.uniform(0.02, 0.5))),
+        dense_bytes=(0.0,) * length,
+        world_size=4,
+        sparse=(float(rng.uniform(0.1, 6)), float(rng.uniform(0.02, 0.5))),
+        dense=(0.0, 0.0),
+        dense_allowed=False,
+        arrivals=arrivals,
+        select=(selection.fixed, selection.per_element, selection.per_comparison),
     )
 
 
@@ -112,13 +120,13 @@ def best_dense(costs: GroupCosts) -> float:
     return min(predict_finish(plan, costs) for plan in all_plans(len(costs.numels), "allreduce"))
 
 
-def best_behind(costs: BehindCosts) -> float:
+def best_behind(costs: GroupCosts) -> float:
     return min(predict_behind(plan, costs) for plan in all_plans(len(costs.numels)))
 
 
 def losses(
-    make: Callable[[np.random.Generator, int], GroupCosts | BehindCosts],
-    planner: Callable[..., Plan],
+    make: Callable[[np.random.Generator, int], GroupCosts],
+    planner: Callable[[GroupCosts], Plan],
     instances: int,
     longest: int = 8,
     seed: int = 0,
@@ -129,7 +137,7 @@ def losses(
     for _ in range(instances):
         costs = make(rng, int(rng.integers(1, longest + 1)))
         plan = planner(costs)
-        if isinstance(costs, GroupCosts):
+        if costs.dense_allowed:
             lost.append(predict_finish(plan, costs) / best_dense(costs) - 1)
         else:
             lost.append(predict_behind(plan, costs) / best_behind(costs) - 1)

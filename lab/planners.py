@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from lab.planner_loss import losses, plan_pareto, predict_behind, random_behind, random_dense
-from lightning_safusion.fusion.plans.merging import BehindCosts, plan_mgwfbp, plan_omgs
-from lightning_safusion.fusion.plans.optimal import plan_optimal
+from lightning_safusion.fusion.plans.adaptive import plan_optimal
+from lightning_safusion.fusion.plans.merging import MGWFBP, OMGS
 from lightning_safusion.fusion.plans.pricing import predict_finish
 from lightning_safusion.simulate.cluster import Cluster, resolve_link
 from lightning_safusion.simulate.engine import mean_iteration
@@ -30,8 +30,8 @@ def random_losses(instances: int, seed: int) -> Table:
     """Share of instances in which a rule misses the optimum, mean and largest loss."""
     table = Table("planner", "missed", "mean loss", "worst loss", title=f"{instances} random instances")
     for name, make, planner in (
-        ("MG-WFBP", random_dense, plan_mgwfbp),
-        ("OMGS", random_behind, plan_omgs),
+        ("MG-WFBP", random_dense, MGWFBP().plan),
+        ("OMGS", random_behind, OMGS().plan),
         ("Pareto programme", random_behind, plan_pareto),
     ):
         lost = losses(make, planner, instances, seed=seed)
@@ -45,11 +45,11 @@ def trace_losses(workers: int, bandwidth: str) -> Table:
     table = Table("trace", "MG-WFBP", "OMGS", title=f"loss on {workers} workers at {bandwidth}, density 1 %")
     for name in TRACE_NAMES:
         job = Job(resolve_trace(name), Cluster(workers, 1, resolve_link(bandwidth)), 0.01, 8, "exact")
-        dense, behind = job.group_costs(sparse=False, dense=True), BehindCosts.of(job.group_costs())
+        dense, behind = job.group_costs(sparse=False, dense=True), job.group_costs()
         best_dense = predict_finish(plan_optimal(dense, max_last_share=1.0), dense)
         best_behind = predict_behind(plan_pareto(behind), behind)
-        mgwfbp = predict_finish(plan_mgwfbp(dense), dense) / best_dense - 1
-        omgs = predict_behind(plan_omgs(behind), behind) / best_behind - 1
+        mgwfbp = predict_finish(MGWFBP().plan(dense), dense) / best_dense - 1
+        omgs = predict_behind(OMGS().plan(behind), behind) / best_behind - 1
         table.add_row(name, f"{mgwfbp:.2%}", f"{omgs:.2%}")
     return table
 

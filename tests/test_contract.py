@@ -153,12 +153,12 @@ def test_plain_ddp_goes_on_where_every_buffer_is_dense_for_good(
 def slow_selection(monkeypatch: pytest.MonkeyPatch) -> None:
     """A network on which a sparse exchange always pays, and selection that takes longer than what it saves."""
     from lightning_safusion.comm import LinearCost
-    from lightning_safusion.fusion import build, handover
+    from lightning_safusion.fusion import build, replan
 
     costs = {"allgather": LinearCost(1e-6, 1e-12), "allreduce": LinearCost(1.0, 1.0)}
     monkeypatch.setattr(build, "calibrate", lambda transport, device: costs)
-    monkeypatch.setattr(handover, "predict_plain_ddp", lambda costs: 0.0)
-    monkeypatch.setattr(handover, "LENIENCE", 10.0)  # windows this short are noise
+    monkeypatch.setattr(replan, "predict_plain_ddp", lambda costs: 0.0)
+    monkeypatch.setattr(replan, "LENIENCE", 10.0)  # windows this short are noise
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

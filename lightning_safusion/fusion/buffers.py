@@ -159,7 +159,7 @@ class BufferPool:
 
     def build(self, group: Group, layout: Layout, quotas: TensorQuotas) -> Buffer:
         """Builds the buffer of a group, and keeps it until :meth:`forget`: a new layout or new quotas call for that."""
-        selective = selective_quotas(layout, quotas, group.start, group.stop, group.whole_upto)
+        selective = selective_quotas(layout, quotas, group.start, group.stop, group.dense_upto)
         start, stop = int(layout.edges[group.start]), int(layout.edges[group.stop])
         edges = tuple(int(e) - start for e in layout.edges[group.start : group.stop + 1])
         reduce = group.collective == "allreduce"

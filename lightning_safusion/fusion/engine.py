@@ -365,7 +365,7 @@ class Engine:
         self.transport.all_reduce(anywhere, "max").wait()
         if anywhere.item():
             replans = self.planner.replans
-            self.planner.go_on(self.space.shape)
+            self.planner.keep_engine(self.space.shape)
             self._forget_replaced(replans)
         return not anywhere.item()
 

@@ -25,8 +25,8 @@ class TensorQuotas:
 
     Args:
         density: The density these hold for.
-        counts: int64 [L], elements that the tensor may send; all of them where it travels dense.
-        dense: bool [L], travels whole.
+        counts: int64 [L], elements that each tensor may send; all of them where it is dense.
+        dense: bool [L], dense tensors.
     """
 
     density: float
@@ -35,7 +35,7 @@ class TensorQuotas:
 
 
 def tensor_quotas(layout: Layout, sparsifier: Sparsifier, density: float) -> TensorQuotas:
-    """Quotas of all tensors: those that may send everything anyway travel dense, without indices."""
+    """Quotas of all tensors: one that may send all of its elements is dense."""
     sizes = np.diff(layout.edges)
     counts = [
         spec.numel if spec.dense or density >= 1 else min(spec.numel, sparsifier.quota(spec.numel, spec.shape, density))
@@ -45,13 +45,13 @@ def tensor_quotas(layout: Layout, sparsifier: Sparsifier, density: float) -> Ten
     return TensorQuotas(density, quotas, quotas >= sizes)
 
 
-def selective_quotas(layout: Layout, quotas: TensorQuotas, start: int, stop: int, whole_upto: int) -> TensorQuotas:
+def selective_quotas(layout: Layout, quotas: TensorQuotas, start: int, stop: int, dense_upto: int) -> TensorQuotas:
     """The quotas with those of the group at places ``[start, stop)`` replaced by :func:`selective_counts`.
 
-    They stay as they are where its tensors cannot pay for so many whole ones.
+    They do not change where the other tensors cannot send as much less.
     """
     part = slice(start, stop)
-    chosen = selective_counts(np.diff(layout.edges)[part], quotas.counts[part], whole_upto) if whole_upto else None
+    chosen = selective_counts(np.diff(layout.edges)[part], quotas.counts[part], dense_upto) if dense_upto else None
     if chosen is None:
         return quotas
     counts = quotas.counts.copy()
@@ -62,10 +62,10 @@ def selective_quotas(layout: Layout, quotas: TensorQuotas, start: int, stop: int
 def group_segments(
     layout: Layout, quotas: TensorQuotas, start: int, stop: int, scope: Scope, rule: QuotaRule
 ) -> Segments | None:
-    """Segments of the group at places ``[start, stop)``; None if every tensor of it travels dense.
+    """Segments of the group at places ``[start, stop)``; None if every tensor of it is dense.
 
-    ``scope="tensor"`` is sparsification ahead of fusion (one segment and one quota per tensor), ``scope="group"``
-    behind it (one per run of neighbouring sparse tensors, the whole group if none of it is dense).
+    ``scope="tensor"`` is sparsification before fusion (one segment and one quota per tensor), ``scope="group"`` after
+    it (one per run of neighbouring sparse tensors, all of the group if none of it is dense).
     """
     edges = layout.edges[start : stop + 1] - layout.edges[start]
     dense = quotas.dense[start:stop]
@@ -84,7 +84,7 @@ def group_segments(
 
 
 def _fused_segments(layout: Layout, quotas: TensorQuotas, start: int, edges: np.ndarray, dense: np.ndarray) -> Segments:
-    """One segment per run of equal lane, quota 0 for the dense ones."""
+    """One segment per run of neighbouring dense or sparse tensors, quota 0 for the dense ones."""
     first = np.concatenate([[True], dense[1:] != dense[:-1]])
     begins = np.flatnonzero(first)
     cuts = np.concatenate([edges[begins], edges[-1:]])

@@ -1,14 +1,14 @@
-"""Times that one rank has measured (of gradients, selections, exchanges, decoding), and their agreement over all ranks.
+"""Times that one rank has measured (gradients, selections, exchanges, decoding, windows), and their agreement.
 
 Every rank keeps running medians of its own. What is planned with is agreed: a gradient is ready when the slowest worker
-has it, while an exchange took as long as the worker that arrived last saw (the others waited for it).
+has it, while an exchange took as long as the worker that arrived last measured (the others waited for it).
 """
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,16 +17,15 @@ import torch
 from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.comm.transport.interface import Transport
 from lightning_safusion.fusion.events import WindowEvents
-from lightning_safusion.fusion.plans.fit import fit_or_scale
 from lightning_safusion.fusion.plans.plan import CollectiveName
-from lightning_safusion.fusion.plans.profile import AgreedProfile
+from lightning_safusion.fusion.plans.profile import AgreedProfile, fit_or_scale
 
 _SAMPLES = 256  # measurements kept of each operation
-#: Latest windows whose exchanges are fitted: of a link that changes, older ones would tell what it was.
+_ARRIVALS = 11  # windows that the running median of the arrivals spans
+#: Latest windows whose exchanges are fitted: older ones would not show that a link has changed.
 RECENT_WINDOWS = 8
-# Shape of the local costs as long as buffers of one size only were measured: a launch, and a pass over memory.
-_SELECT_SHAPE = LinearCost(40e-6, 1e-10)
-_DECODE_SHAPE = LinearCost(40e-6, 1e-10)
+# Shape of the local costs before buffers of several sizes were measured: a launch, and a pass over memory.
+_LOCAL_SHAPE = LinearCost(40e-6, 1e-10)
 
 
 class SelectionTime(NamedTuple):
@@ -51,16 +50,15 @@ class ProfileRecorder:
 
     Args:
         num_tensors: Tensors in the ready order (L).
-        history: Windows that the running median of the arrivals spans.
-        max_kinds: Kinds of window kept; the one not seen for longest is dropped first.
+
+    Attributes:
+        windows: Windows recorded.
     """
 
-    def __init__(self, num_tensors: int, history: int = 11, max_kinds: int = 16) -> None:
+    def __init__(self, num_tensors: int) -> None:
         self.num_tensors = num_tensors
-        self._history = history
-        self._max_kinds = max_kinds
-        self._arrivals: OrderedDict[Hashable, deque[np.ndarray]] = OrderedDict()
-        self._windows: dict[Hashable, int] = {}
+        self.windows = 0
+        self._arrivals: deque[np.ndarray] = deque(maxlen=_ARRIVALS)
         self._selections: deque[tuple[float, float]] = deque(maxlen=_SAMPLES)
         self._decodes: deque[tuple[float, float]] = deque(maxlen=_SAMPLES)
         # One row per exchange, found by its number: ranks may have read different numbers of results when they agree.
@@ -69,43 +67,40 @@ class ProfileRecorder:
         self._num_exchanges = 0
         self._window_starts: deque[int] = deque(maxlen=RECENT_WINDOWS)  # first exchange of each of the latest windows
 
+    def record(self, events: WindowEvents) -> None:
+        """Adds a window; the rounds of a stream, which belong to no buffer, are left out."""
+        buffers = [buffer for buffer in events.buffers if buffer.collective != "stream"]
+        selections = [SelectionTime(each.places.stop, each.elements, each.issued - each.closed) for each in buffers]
+        self.record_window(events.ready, selections, delays=not events.beside)
+        seconds = service_seconds([each.launched for each in buffers], [each.finished for each in buffers])
+        for each, duration in zip(buffers, seconds, strict=True):
+            self.record_exchange(each.collective, each.bytes_sent, duration)
+            if each.collective == "allgather":
+                self.record_decode(each.bytes_sent, each.decoded - each.arrived)
+
     def record_window(
-        self,
-        kind: Hashable,
-        arrivals: Sequence[float] | np.ndarray,
-        selections: Iterable[SelectionTime] = (),
-        delays: bool = True,
+        self, arrivals: Sequence[float] | np.ndarray, selections: Iterable[SelectionTime] = (), delays: bool = True
     ) -> None:
-        """Adds the gradients' arrival times in one window, at best with the selections that delayed them.
+        """Adds the arrival times of the gradients in one window, and the selections that delayed them.
 
         Exchanges recorded from here on, up to the next window, belong to it.
 
         Args:
-            kind: Names windows that have the same fresh tensors, such as the set of their places.
             arrivals: Seconds at which each gradient arrived, counted from any origin; NaN if it did not [L].
             selections: Selections of the window.
-            delays: They ran between the gradients: the time of each is taken off the arrivals behind it, so that the
-                profile does not depend on the plan it was measured with.
-
-        Raises:
-            ValueError: If the number of arrivals is not L.
+            delays: They ran between the gradients: the time of each is subtracted from the arrivals after it, so that
+                the profile does not depend on the plan it was measured with.
         """
         times = np.array(arrivals, dtype=np.float64)
-        if times.shape != (self.num_tensors,):
-            raise ValueError(f"expected one arrival time for each of {self.num_tensors} tensors, got {times.shape}")
         for selection in selections:
             if delays and _measured(selection.seconds):
                 times[selection.stop :] -= selection.seconds
             self._add(self._selections, selection.elements, selection.seconds)
-        if not np.isnan(times).all():  # such a window still counts: other ranks may have seen gradients in it
+        if not np.isnan(times).all():  # such a window counts too: other ranks may have had gradients in it
             times -= np.nanmin(times)
-        self._arrivals.setdefault(kind, deque(maxlen=self._history)).append(times)
-        self._arrivals.move_to_end(kind)
+        self._arrivals.append(times)
         self._window_starts.append(self._num_exchanges)
-        self._windows[kind] = self._windows.get(kind, 0) + 1
-        if len(self._arrivals) > self._max_kinds:
-            dropped, _ = self._arrivals.popitem(last=False)
-            del self._windows[dropped]
+        self.windows += 1
 
     def record_exchange(self, collective: CollectiveName, nbytes: int, seconds: float) -> None:
         """Adds one exchange. All ranks record the same exchanges in the same order, at their own pace.
@@ -129,27 +124,22 @@ class ProfileRecorder:
         if _measured(seconds):
             samples.append((float(size), seconds))
 
-    def windows(self, kind: Hashable) -> int:
-        """Windows of this kind recorded."""
-        return self._windows.get(kind, 0)
-
-    def to_vector(self, kind: Hashable) -> np.ndarray:
-        """What this rank knows, laid out so that the minimum over ranks, number by number, is the agreement.
+    def to_vector(self) -> np.ndarray:
+        """What this rank has measured, laid out so that the minimum over ranks, number by number, is the agreement.
 
         Numbers of which the largest counts are negated; what was not measured is infinite.
 
         Returns:
             float64, of a length that depends on the number of tensors only.
         """
-        history = self._arrivals.get(kind)
         arrivals = np.full(self.num_tensors, -np.inf)
-        if history:
-            table = np.stack(history)
+        if self._arrivals:
+            table = np.stack(self._arrivals)
             measured = ~np.isnan(table).all(axis=0)
             arrivals[measured] = np.nanmedian(table[:, measured], axis=0)
         local = np.full(4, -np.inf)
-        for place, samples, shape in ((0, self._selections, _SELECT_SHAPE), (2, self._decodes, _DECODE_SHAPE)):
-            line = fit_or_scale(samples, shape)
+        for place, samples in ((0, self._selections), (2, self._decodes)):
+            line = fit_or_scale(samples, _LOCAL_SHAPE)
             if line is not None:
                 local[place : place + 2] = line.fixed, line.per_byte
         number, code, seconds = self._exchanges
@@ -157,23 +147,31 @@ class ProfileRecorder:
         seconds = np.where(number >= oldest, seconds, np.inf)
         return np.concatenate([-arrivals, -local, number, -number, code, -code, seconds])
 
+    def agree(
+        self,
+        transport: Transport,
+        prior: Mapping[str, LinearCost],
+        device: torch.device | str = "cpu",
+        known: AgreedProfile | None = None,
+    ) -> AgreedProfile:
+        """Agrees on the profile. Collective; blocks; call it between windows.
 
-def record_events(recorder: ProfileRecorder, kind: Hashable, events: WindowEvents) -> None:
-    """Adds all that was taken down of a window, a stream's rounds excepted: those belong to no buffer.
+        Args:
+            transport: Communicator that no other operation uses meanwhile.
+            prior: Calibrated costs, the same on all ranks.
+            device: Where the transport needs its tensors.
+            known: What was agreed before, the same on all ranks.
 
-    Args:
-        recorder: This rank's statistics.
-        kind: As in :meth:`ProfileRecorder.record_window`.
-        events: The window.
-    """
-    buffers = [buffer for buffer in events.buffers if buffer.collective != "stream"]
-    selections = [SelectionTime(each.places.stop, each.elements, each.issued - each.closed) for each in buffers]
-    recorder.record_window(kind, events.ready, selections, delays=not events.beside)
-    seconds = service_seconds([each.launched for each in buffers], [each.finished for each in buffers])
-    for each, duration in zip(buffers, seconds, strict=True):
-        recorder.record_exchange(each.collective, each.bytes_sent, duration)
-        if each.collective == "allgather":
-            recorder.record_decode(each.bytes_sent, each.decoded - each.arrived)
+        Raises:
+            ValueError: On all ranks, if none has recorded a gradient.
+        """
+        minimum = torch.from_numpy(self.to_vector()).to(device)
+        transport.all_reduce(minimum, "min").wait()
+        profile = AgreedProfile.from_minimum(minimum.cpu().numpy(), self.num_tensors, prior, known)
+        # The fits are floating-point sums, whose last bit may depend on a host's processor: rank 0's are used.
+        result = torch.from_numpy(profile.to_vector()).to(device)
+        transport.broadcast(result, 0).wait()
+        return AgreedProfile.from_vector(result.cpu().numpy())
 
 
 def service_seconds(launched: Sequence[float], finished: Sequence[float]) -> list[float]:
@@ -194,31 +192,53 @@ def _measured(seconds: float) -> bool:
     return math.isfinite(seconds) and seconds >= 0
 
 
-def agree(
-    recorder: ProfileRecorder,
-    transport: Transport,
-    kind: Hashable,
-    prior: Mapping[str, LinearCost],
-    device: torch.device | str = "cpu",
-    known: AgreedProfile | None = None,
-) -> AgreedProfile:
-    """Agrees on the profile of one kind of window. Collective; blocks; call it between windows.
+class WindowSpans:
+    """Seconds from the first gradient to the last mean of the latest windows with one plan, on this rank.
 
     Args:
-        recorder: This rank's statistics.
-        transport: Communicator on which no other rank is doing anything else.
-        kind: The same on all ranks.
-        prior: The same on all ranks, such as the result of a calibration.
-        device: Where the transport wants its tensors.
-        known: What was agreed before, the same on all ranks.
-
-    Raises:
-        ValueError: On all ranks, if none has recorded a window of this kind.
+        count: Windows kept.
     """
-    minimum = torch.from_numpy(recorder.to_vector(kind)).to(device)
-    transport.all_reduce(minimum, "min").wait()
-    profile = AgreedProfile.from_minimum(minimum.cpu().numpy(), recorder.num_tensors, prior, known)
-    # The fits are floating-point sums, whose last bit may depend on a host's processor: rank 0's are used.
-    result = torch.from_numpy(profile.to_vector()).to(device)
-    transport.broadcast(result, 0).wait()
-    return AgreedProfile.from_vector(result.cpu().numpy())
+
+    def __init__(self, count: int) -> None:
+        self._spans: deque[float] = deque(maxlen=count)
+        self._settling = True
+
+    @property
+    def full(self) -> bool:
+        """Whether as many windows as are kept were recorded; the same on all ranks."""
+        return len(self._spans) == self._spans.maxlen
+
+    def restart(self) -> None:
+        """Another plan is used from the next window on."""
+        self._spans.clear()
+        self._settling = True
+
+    def add(self, events: WindowEvents) -> None:
+        """Adds a window; the first one of a plan allocates its buffers and does not count."""
+        if self._settling:
+            self._settling = False
+            return
+        computed = events.ready[~np.isnan(events.ready)]
+        self._spans.append(events.drained - float(computed.min()) if len(computed) else math.nan)
+
+    def agree_median(self, transport: Transport, device: torch.device | str) -> float:
+        """Agrees on how long a window takes. Collective; blocks; call it between windows.
+
+        Ranks begin a window when their own forward pass has ended, and end it together: of each window the shortest
+        span counts, that of the rank which began last and did not wait. The median over windows leaves disturbances
+        out.
+
+        Args:
+            transport: Communicator that no other operation uses meanwhile.
+            device: Where the transport needs its tensors.
+
+        Returns:
+            The median; NaN if no window was measured. The same on all ranks, bit for bit.
+        """
+        latest = np.full(self._spans.maxlen or 0, np.inf)
+        latest[: len(self._spans)] = np.nan_to_num(np.array(self._spans), nan=np.inf)
+        shortest = torch.from_numpy(latest).to(device)
+        transport.all_reduce(shortest, "min").wait()
+        agreed = shortest.cpu().numpy()
+        agreed = agreed[np.isfinite(agreed)]
+        return float(np.median(agreed)) if len(agreed) else math.nan

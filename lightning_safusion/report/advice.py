@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Literal, get_args
 
+from lightning_safusion.fusion.plans.adaptive import plan_optimal
 from lightning_safusion.fusion.plans.costs import DDP_BUCKET, GroupCosts, ddp_buckets
-from lightning_safusion.fusion.plans.optimal import plan_optimal
-from lightning_safusion.fusion.plans.plan import Group, Plan
+from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.fusion.plans.pricing import predict_finish
 
 _HIDDEN = 0.02  # share of the step below which the exchange counts as hidden
@@ -73,7 +72,7 @@ def predictable(plan: Plan, costs: GroupCosts) -> bool:
 def ddp_plan(costs: GroupCosts, bucket_bytes: float = DDP_BUCKET) -> Plan:
     """The buckets of plain DDP: dense, closed when they hold ``bucket_bytes``."""
     stops = ddp_buckets(costs.dense_bytes, bucket_bytes, bucket_bytes)
-    return Plan(tuple(Group(start, stop, "allreduce") for start, stop in pairwise([0, *stops])))
+    return Plan.from_stops(stops, "allreduce")
 
 
 def scaled(costs: GroupCosts, *, sparse: float = 1.0, dense: float = 1.0) -> GroupCosts:

@@ -9,8 +9,8 @@ from functools import cached_property
 import numpy as np
 
 from lightning_safusion.comm.cost import LinearCost
+from lightning_safusion.fusion.plans.adaptive import plan_optimal
 from lightning_safusion.fusion.plans.costs import GroupCosts, SelectionCost
-from lightning_safusion.fusion.plans.optimal import plan_optimal
 from lightning_safusion.fusion.plans.plan import Group, Plan
 from lightning_safusion.simulate.cluster import Cluster, CollectiveCost
 from lightning_safusion.simulate.jitter import agreed_backward

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.fusion.plans.espresso import Option, Trial, choose_options
-from lightning_safusion.fusion.plans.hipress import HiPress, PrimitiveCost, Primitives, choose_parts
+from lightning_safusion.fusion.plans.hipress import HiPress, Primitives, choose_parts
 from lightning_safusion.fusion.plans.plan import Group
 from lightning_safusion.fusion.plans.selective import SelectiveChoice, choose_offloaded, choose_selective
 from lightning_safusion.simulate.engine import simulate
@@ -30,7 +31,7 @@ def hipress(job: Job) -> Schedule:
     bulk = HiPress().bulk_bytes
     for place, numel in enumerate(job.trace.numels):
         ratio = float(job.sparse_bytes[place]) / (4.0 * numel) if numel else 1.0
-        choice = choose_parts(numel, job.cluster.workers, ratio, primitives, "server")
+        choice = choose_parts(numel, job.cluster.workers, ratio, primitives)
         if choice.compress:
             messages += _in_parts(job, place)
         else:
@@ -47,10 +48,10 @@ def _primitives(job: Job) -> Primitives:
     link, sharing = (cluster.inter, cluster.gpus_per_node) if cluster.nodes > 1 else (cluster.intra, 1)
     element = 4.0 * link.beta * sharing
     rounds, others = (cluster.workers - 1).bit_length(), cluster.workers - 1
-    server = PrimitiveCost(link.launch + rounds * link.alpha, others * element)
-    decode = PrimitiveCost(_KERNEL, 4.0 / job.entry_bytes * device.decode)
-    encode = PrimitiveCost(job.select_cost.fixed, job.select_cost.per_element)
-    return Primitives(PrimitiveCost(link.alpha, element), server, server, encode, decode)
+    server = LinearCost(link.launch + rounds * link.alpha, others * element)
+    decode = LinearCost(_KERNEL, 4.0 / job.entry_bytes * device.decode)
+    encode = LinearCost(job.select_cost.fixed, job.select_cost.per_element)
+    return Primitives(server, server, encode, decode)
 
 
 def _in_parts(job: Job, place: int) -> list[Message]:

@@ -20,9 +20,9 @@ from lightning_safusion.baselines.hooks import POWERSGD_RANKS
 from lightning_safusion.comm.catalogue import find_collective
 from lightning_safusion.comm.wire.formats import message_bytes
 from lightning_safusion.fusion.plans.costs import DDP_BUCKET, ddp_buckets
-from lightning_safusion.fusion.plans.merging import sparse_plan
+from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.fusion.plans.policy import Naive
-from lightning_safusion.fusion.plans.searching import Cupcake, search_cuts
+from lightning_safusion.fusion.plans.searching import Cupcake
 from lightning_safusion.fusion.plans.ticking import Horovod
 from lightning_safusion.lookup import look_up
 from lightning_safusion.simulate.cluster import CollectiveCost
@@ -129,11 +129,11 @@ def _timer(message: Callable[[Sequence[int]], Message], nbytes: Sequence[float])
 def _cupcake(job: Job) -> Schedule:
     """Two groups, as in all released commands; the cut is searched by running iterations."""
 
-    def measure(stops: Sequence[int]) -> float:
-        schedule = job.schedule(sparse_plan(stops), behind=True)
-        return mean_iteration(job.trace, job.cluster, schedule, iterations=3).seconds
-
-    return job.schedule(sparse_plan(search_cuts(measure, len(job.numels), Cupcake().groups)), behind=True)
+    search = Cupcake().search(len(job.numels))
+    while not search.over:
+        schedule = job.schedule(Plan.from_stops(search.stops), behind=True)
+        search.replay([mean_iteration(job.trace, job.cluster, schedule, iterations=3).seconds])
+    return job.schedule(Plan.from_stops(search.stops), behind=True)
 
 
 def _one_buffer(job: Job, cost: CollectiveCost, entries: float, extra: float = 0.0) -> Schedule:

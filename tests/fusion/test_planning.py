@@ -28,7 +28,7 @@ from lightning_safusion.fusion.plans.costs import GroupCosts
 from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.fusion.plans.policy import WFBP, Aligned, FusionPolicy, Single
 from lightning_safusion.fusion.plans.pricing import predict_finish
-from lightning_safusion.fusion.recorder import RECENT_WINDOWS, ProfileRecorder, agree
+from lightning_safusion.fusion.recorder import RECENT_WINDOWS, ProfileRecorder
 from lightning_safusion.fusion.replan import Decision
 from lightning_safusion.fusion.space import GradientSpace
 from tests.cluster import settings, specs
@@ -47,7 +47,7 @@ class Job:
         link: Name of the link; may be changed.
         backward: Seconds from one gradient to the next.
         noise: Every duration is off by up to this share.
-        hidden: Seconds that each sparse buffer costs after everything that is taken down.
+        hidden: Seconds that each sparse buffer costs after everything that is recorded.
         surprise: Factor by which an all-reduce takes longer than anybody could know.
         late: Seconds by which this rank begins before the one that all wait for.
     """
@@ -377,13 +377,13 @@ def test_what_everything_dense_took_elsewhere_is_forgotten(windows: int, measure
     assert not any(dense)
 
 
-def test_where_something_is_held_back_the_plan_before_goes_on() -> None:
+def test_where_a_residual_remains_the_plan_before_comes_back() -> None:
     rank = Rank(Adaptive(), Job("25gbit", hidden=0.01), collective="auto", yields=True)
     rank.run(15)
     before = rank.plans[-1]
     rank.run(7)
     assert rank.planner.dense_for_good
-    rank.planner.go_on(rank.space.shape)
+    rank.planner.keep_engine(rank.space.shape)
     assert not rank.planner.dense_for_good
     assert rank.planner.plan(rank.space.shape) == before
     assert actions(rank.planner.decisions)[-1] == "revert"
@@ -403,7 +403,7 @@ def test_a_checkpoint_of_an_earlier_version_says_nothing_of_plain_ddp(earlier: d
     assert rank.planner.dense_for_good
 
 
-def test_an_engine_that_cannot_be_replaced_goes_on() -> None:
+def test_an_engine_that_cannot_be_replaced_stays() -> None:
     rank = Rank(Adaptive(), Job("25gbit", hidden=0.01), collective="auto")
     rank.run(200)
     assert not rank.planner.dense_for_good
@@ -447,14 +447,14 @@ def test_the_rank_that_began_last_says_how_long_a_window_took() -> None:
 def test_exchanges_of_one_size_scale_the_line_that_was_agreed_before() -> None:
     recorder, transport = ProfileRecorder(2), local_transports(1)[0]
     prior = {"allgather": LinearCost(1e-3, 1e-9), "allreduce": LinearCost(1e-3, 1e-9)}
-    recorder.record_window("all", [0.0, 1.0])
+    recorder.record_window([0.0, 1.0])
     for nbytes in (1000, 1_000_000):
         recorder.record_exchange("allgather", nbytes, 1e-4 + 1e-8 * nbytes)
-    before = agree(recorder, transport, "all", prior)
+    before = recorder.agree(transport, prior)
     for _ in range(RECENT_WINDOWS):  # the link has become three times as slow, and the plan has one buffer
-        recorder.record_window("all", [0.0, 1.0])
+        recorder.record_window([0.0, 1.0])
         recorder.record_exchange("allgather", 1_000_000, 3 * (1e-4 + 1e-8 * 1_000_000))
-    after = agree(recorder, transport, "all", prior, known=before).allgather
+    after = recorder.agree(transport, prior, known=before).allgather
     # as slow as measured; a latency that is more than twice what it was needs more to be believed
     assert after(1_000_000) == pytest.approx(3 * before.allgather(1_000_000))
     assert after.fixed == pytest.approx(2e-4)

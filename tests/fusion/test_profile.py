@@ -11,22 +11,21 @@ import torch
 
 from lab.virtual.transport import LocalTransport, local_transports
 from lightning_safusion.comm.cost import LINKS, LinearCost
-from lightning_safusion.fusion.plans.fit import fit_exchanges, fit_or_scale
-from lightning_safusion.fusion.plans.optimal import plan_optimal
-from lightning_safusion.fusion.plans.profile import AgreedProfile, modelled_costs
-from lightning_safusion.fusion.recorder import ProfileRecorder, SelectionTime, agree, service_seconds
+from lightning_safusion.fusion.plans.adaptive import plan_optimal
+from lightning_safusion.fusion.plans.costs import JobShape
+from lightning_safusion.fusion.plans.profile import AgreedProfile, fit_exchanges, fit_or_scale, job_costs
+from lightning_safusion.fusion.recorder import ProfileRecorder, SelectionTime, service_seconds
 
 PRIOR = {"allgather": LinearCost(1e-4, 4e-9), "allreduce": LinearCost(2e-4, 1e-9)}
-KIND = frozenset(range(3))
 
 
-def alone(recorder: ProfileRecorder, kind: object = KIND) -> AgreedProfile:
-    return agree(recorder, local_transports(1)[0], kind, PRIOR)
+def alone(recorder: ProfileRecorder) -> AgreedProfile:
+    return recorder.agree(local_transports(1)[0], PRIOR)
 
 
-def agree_all(recorders: list[ProfileRecorder], kind: object = KIND) -> list[AgreedProfile]:
+def agree_all(recorders: list[ProfileRecorder]) -> list[AgreedProfile]:
     def rank(pair: tuple[ProfileRecorder, LocalTransport]) -> AgreedProfile:
-        return agree(pair[0], pair[1], kind, PRIOR)
+        return pair[0].agree(pair[1], PRIOR)
 
     transports = local_transports(len(recorders))
     with ThreadPoolExecutor(len(recorders)) as pool:
@@ -43,22 +42,22 @@ def assert_line(line: LinearCost, fixed: float, per_byte: float, rel: float = 1e
 
 def test_arrivals_count_from_the_first_gradient_on_any_clock() -> None:
     recorder = ProfileRecorder(3)
-    recorder.record_window(KIND, [100.0, 100.5, 102.0])
-    recorder.record_window(KIND, [7.0, 7.5, 9.0])
+    recorder.record_window([100.0, 100.5, 102.0])
+    recorder.record_window([7.0, 7.5, 9.0])
     assert alone(recorder).arrivals == pytest.approx((0.0, 0.5, 2.0))
 
 
 def test_a_slow_window_does_not_move_the_median() -> None:
     recorder = ProfileRecorder(3)
     for window in range(9):
-        recorder.record_window(KIND, [0.0, 1.0, 2.0] if window % 4 else [0.0, 50.0, 900.0])
+        recorder.record_window([0.0, 1.0, 2.0] if window % 4 else [0.0, 50.0, 900.0])
     assert alone(recorder).arrivals == (0.0, 1.0, 2.0)
 
 
 def test_a_lasting_change_is_followed() -> None:
-    recorder = ProfileRecorder(3, history=5)
-    for scale in [1.0] * 20 + [3.0] * 3:
-        recorder.record_window(KIND, [0.0, 1.0 * scale, 2.0 * scale])
+    recorder = ProfileRecorder(3)
+    for scale in [1.0] * 20 + [3.0] * 6:
+        recorder.record_window([0.0, 1.0 * scale, 2.0 * scale])
     assert alone(recorder).arrivals == (0.0, 3.0, 6.0)
 
 
@@ -75,49 +74,24 @@ def test_profile_does_not_depend_on_the_plan_it_was_measured_with() -> None:
                 selections.append(SelectionTime(place + 1, 10 * (place + 1 - start), seconds))
                 clock, start = clock + seconds, place + 1
         recorder = ProfileRecorder(4)
-        recorder.record_window(KIND, arrivals, selections)
+        recorder.record_window(arrivals, selections)
         profiles.append(alone(recorder).arrivals)
     assert profiles == [(0.0, 1.0, 2.0, 3.0)] * 3
 
 
-def test_kinds_of_window_are_kept_apart() -> None:
-    recorder = ProfileRecorder(3)
-    nan = float("nan")
-    for _ in range(3):
-        recorder.record_window("discriminator", [0.0, 1.0, nan])
-        recorder.record_window("generator", [nan, nan, 5.0])
-    recorder.record_window("generator", [nan, nan, 5.0])
-    assert alone(recorder, "discriminator").arrivals == (0.0, 1.0, -math.inf)
-    assert alone(recorder, "generator").arrivals == (-math.inf, -math.inf, 0.0)
-    assert recorder.windows("generator") == 4
-    assert recorder.windows("encoder") == 0
-
-
 def test_a_window_without_gradients_on_this_rank_counts_as_it_does_on_the_others() -> None:
     recorders = [ProfileRecorder(2) for _ in range(2)]
-    recorders[0].record_window(KIND, [0.0, 1.0])
-    recorders[1].record_window(KIND, [math.nan, math.nan])
-    assert [recorder.windows(KIND) for recorder in recorders] == [1, 1]
+    recorders[0].record_window([0.0, 1.0])
+    recorders[1].record_window([math.nan, math.nan])
+    assert [recorder.windows for recorder in recorders] == [1, 1]
     assert [profile.arrivals for profile in agree_all(recorders)] == [(0.0, 1.0)] * 2
 
 
-def test_kinds_not_seen_for_long_are_dropped() -> None:
-    recorder = ProfileRecorder(1, max_kinds=2)
-    for kind in ("a", "b", "a", "c"):
-        recorder.record_window(kind, [0.0])
-    assert [recorder.windows(kind) for kind in "abc"] == [2, 0, 1]
-
-
-def test_wrong_number_of_arrivals_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"each of 3 tensors, got \(2,\)"):
-        ProfileRecorder(3).record_window(KIND, [0.0, 1.0])
-
-
-def test_a_kind_without_windows_cannot_be_agreed() -> None:
+def test_times_without_a_gradient_cannot_be_agreed() -> None:
     recorder = ProfileRecorder(3)
-    recorder.record_window(KIND, [0.0, 1.0, 2.0])
+    recorder.record_window([math.nan] * 3)
     with pytest.raises(ValueError, match="no rank has recorded"):
-        alone(recorder, "other")
+        alone(recorder)
 
 
 def test_service_time_starts_when_the_link_is_free() -> None:
@@ -133,7 +107,7 @@ def test_lines_are_recovered_from_noisy_samples_with_outliers() -> None:
     rng = np.random.default_rng(0)
     true = {"allgather": LinearCost(3e-4, 5e-9), "allreduce": LinearCost(6e-4, 8e-10)}
     recorder = ProfileRecorder(3)
-    recorder.record_window(KIND, [0.0, 1.0, 2.0])
+    recorder.record_window([0.0, 1.0, 2.0])
     for _ in range(30):
         for collective, nbytes in (("allgather", 2_000), ("allgather", 40_000), ("allgather", 900_000)) + (
             ("allreduce", 10_000),
@@ -225,7 +199,7 @@ def test_all_ranks_hold_the_same_bits(world_size: int) -> None:
         for _ in range(int(rng.integers(1, 9))):
             stop = int(rng.integers(1, 4))
             selection = SelectionTime(stop, 1000 * stop, rng.uniform(0, 1e-3))
-            recorder.record_window(KIND, np.sort(rng.uniform(0, 1, 3)), [selection])
+            recorder.record_window(np.sort(rng.uniform(0, 1, 3)), [selection])
             recorder.record_decode(100 * stop, rng.uniform(0, 1e-3))
         for number in range(int(rng.integers(20, 40))):
             recorder.record_exchange("allgather", 1000 * (1 + number % 4), rng.uniform(0, 1e-3))
@@ -233,22 +207,21 @@ def test_all_ranks_hold_the_same_bits(world_size: int) -> None:
     profiles = agree_all(recorders)
     reference = profiles[0].to_vector().tobytes()
     assert all(profile.to_vector().tobytes() == reference for profile in profiles)
-    digests = {
-        plan_optimal(profile.group_costs([5, 6, 7], [8.0] * 3, [20.0] * 3, world_size)).digest for profile in profiles
-    }
+    shape = shape_of([5, 6, 7], world_size)
+    digests = {plan_optimal(job_costs(shape, "auto", profile, PRIOR)).digest for profile in profiles}
     assert len(digests) == 1
 
 
 def test_gradients_are_ready_when_the_slowest_rank_has_them() -> None:
     recorders = [ProfileRecorder(3) for _ in range(2)]
-    recorders[0].record_window(KIND, [0.0, 1.0, 5.0])
-    recorders[1].record_window(KIND, [0.0, 2.0, 4.0])
+    recorders[0].record_window([0.0, 1.0, 5.0])
+    recorders[1].record_window([0.0, 2.0, 4.0])
     assert agree_all(recorders)[0].arrivals == (0.0, 2.0, 5.0)
 
 
 def test_a_rank_without_measurements_follows_the_others() -> None:
     recorders = [ProfileRecorder(3) for _ in range(2)]
-    recorders[0].record_window(KIND, [0.0, 1.0, 5.0], [SelectionTime(3, 1000, 1e-3)])
+    recorders[0].record_window([0.0, 1.0, 5.0], [SelectionTime(3, 1000, 1e-3)])
     first, second = agree_all(recorders)
     assert first == second
     assert first.arrivals == (0.0, 1.0, 5.0)
@@ -260,7 +233,7 @@ def test_an_exchange_took_as_long_as_the_rank_that_came_last_saw() -> None:
     rng = np.random.default_rng(1)
     recorders = [ProfileRecorder(1) for _ in range(3)]
     for recorder in recorders:
-        recorder.record_window(KIND, [0.0])
+        recorder.record_window([0.0])
     for number in range(60):
         nbytes = (1_000, 50_000, 2_000_000)[number % 3]
         early = rng.uniform(1e-3, 1e-1, 3)
@@ -274,7 +247,7 @@ def test_ranks_may_have_read_different_numbers_of_results() -> None:
     """On an accelerator results come late: what only some ranks have is left for the next agreement."""
     recorders = [ProfileRecorder(1) for _ in range(2)]
     for rank, recorder in enumerate(recorders):
-        recorder.record_window(KIND, [0.0])
+        recorder.record_window([0.0])
         for number in range(600 - 7 * rank):  # more than are kept
             nbytes = (1_000, 80_000)[number % 2]
             recorder.record_exchange("allreduce", nbytes, 1e-4 + 2e-9 * nbytes + 1e-3 * (number % 5 == rank))
@@ -284,7 +257,7 @@ def test_ranks_may_have_read_different_numbers_of_results() -> None:
 def test_a_missing_measurement_does_not_shift_the_others() -> None:
     recorders = [ProfileRecorder(1) for _ in range(2)]
     for rank, recorder in enumerate(recorders):
-        recorder.record_window(KIND, [0.0])
+        recorder.record_window([0.0])
         for number in range(12):
             nbytes = (1_000, 80_000, 500_000)[number % 3]
             lost = rank == 1 and number % 4 == 0
@@ -297,7 +270,7 @@ def test_local_work_takes_as_long_as_on_the_slowest_rank() -> None:
     for rank, recorder in enumerate(recorders):
         for elements in (1_000, 100_000):
             seconds = (1 + rank) * (1e-5 + 1e-9 * elements)
-            recorder.record_window(KIND, [0.0], [SelectionTime(1, elements, seconds)])
+            recorder.record_window([0.0], [SelectionTime(1, elements, seconds)])
             recorder.record_decode(elements, 3 * seconds)
     profile = agree_all(recorders)[0]
     assert_line(profile.select, 2e-5, 2e-9)
@@ -306,10 +279,11 @@ def test_local_work_takes_as_long_as_on_the_slowest_rank() -> None:
 
 def test_the_vector_is_reduced_as_float64() -> None:
     recorder = ProfileRecorder(2)
-    recorder.record_window(KIND, [0.0, 1.0 + 1e-12])
-    assert recorder.to_vector(KIND).dtype == np.float64
-    assert len(recorder.to_vector(KIND)) == len(recorder.to_vector("unseen"))
-    assert not np.isnan(recorder.to_vector("unseen")).any()
+    recorder.record_window([0.0, 1.0 + 1e-12])
+    empty = ProfileRecorder(2).to_vector()
+    assert recorder.to_vector().dtype == np.float64
+    assert len(recorder.to_vector()) == len(empty)
+    assert not np.isnan(empty).any()
     assert alone(recorder).arrivals == (0.0, float(torch.tensor(1.0 + 1e-12, dtype=torch.float64)))
 
 
@@ -323,7 +297,12 @@ def test_agreed_profile_survives_its_vector() -> None:
 # --- costs ------------------------------------------------------------------------------------------------------------
 
 
-def test_group_costs_add_selection_and_decoding() -> None:
+def shape_of(numels: list[int], world_size: int) -> JobShape:
+    """float32 tensors that may send a twentieth of their elements, in entries of 8 bytes."""
+    return JobShape(tuple(numels), (4,) * len(numels), tuple(n // 20 for n in numels), world_size, 8.0)
+
+
+def test_costs_add_selection_and_decoding() -> None:
     profile = AgreedProfile(
         arrivals=(0.0, 1.0, 3.0),
         select=LinearCost(0.5, 0.01),
@@ -331,33 +310,35 @@ def test_group_costs_add_selection_and_decoding() -> None:
         allgather=LinearCost(1.0, 3.0),
         allreduce=LinearCost(4.0, 0.5),
     )
-    costs = profile.group_costs([100, 0, 200], [8, 0, 16], [400, 0, 800], 4)
-    assert costs.ready == pytest.approx((17.0, 18.0, 54.0))
+    shape = shape_of([20, 0, 40], 4)
+    costs = job_costs(shape, "auto", profile, None)
+    assert costs.sparse_bytes == (9.0, 1.0, 17.0)  # one more for the header
+    assert costs.dense_bytes == (80.0, 0.0, 160.0)
+    assert costs.ready == pytest.approx((18.2, 21.2, 57.6))
     assert costs.sparse == (1.0, 3.0)
     assert costs.per_buffer == 0.75
     assert costs.dense == (4.0, 0.5)
-    dense_only = profile.group_costs([100, 0, 200], [8, 0, 16], [400, 0, 800], 4, sparse_allowed=False)
-    assert dense_only.ready == (0.0, 1.0, 3.0)
+    assert job_costs(shape, "allreduce", profile, None).ready == (0.0, 1.0, 3.0)
 
 
-def test_ready_times_rise_and_absent_tensors_hold_nobody_up() -> None:
+def test_ready_times_rise_and_absent_tensors_delay_nothing() -> None:
     none = LinearCost(0.0, 0.0)
     profile = AgreedProfile((-math.inf, 0.0, 2.0, 1.0, -math.inf), none, none, none, none)
-    assert profile.group_costs([1] * 5, [1] * 5, [1] * 5, 2).ready == (0.0, 0.0, 2.0, 2.0, 2.0)
+    assert job_costs(shape_of([20] * 5, 2), "auto", profile, None).ready == (0.0, 0.0, 2.0, 2.0, 2.0)
 
 
 def test_profile_of_another_model_is_refused() -> None:
     none = LinearCost(0.0, 0.0)
     with pytest.raises(ValueError, match="of 1 tensors, got the sizes of 2"):
-        AgreedProfile((0.0,), none, none, none, none).group_costs([1, 2], [1, 2], [1, 2], 2)
+        job_costs(shape_of([1, 2], 2), "auto", AgreedProfile((0.0,), none, none, none, none), None)
 
 
 def test_modelled_costs_follow_sizes_and_link() -> None:
-    costs = modelled_costs([100, 0, 300], [8, 0, 24], [400, 0, 1200], 8, seconds_per_element=0.01)
-    assert costs.ready == pytest.approx((1.0, 1.0, 4.0))
-    link = LINKS["25gbit"]
+    costs = job_costs(shape_of([100, 0, 300], 8), "auto", None, None)
+    assert costs.ready == pytest.approx((3e-8, 3e-8, 1.2e-7))
+    link = LINKS["10gbit"]
     assert costs.sparse == pytest.approx((link.launch + 3 * link.alpha, 7 * link.beta))
     assert costs.dense == pytest.approx((link.launch + 6 * link.alpha, 2 * 7 / 8 * link.beta))
-    slow = modelled_costs([100], [8], [400], 8, link=LINKS["1gbit"])
-    assert slow.sparse[1] == pytest.approx(25 * costs.sparse[1])
-    assert modelled_costs([], [], [], 2).ready == ()
+    calibrated = job_costs(shape_of([100, 0, 300], 8), "auto", None, PRIOR)
+    assert (calibrated.sparse, calibrated.dense) == ((1e-4, 4e-9), (2e-4, 1e-9))
+    assert job_costs(shape_of([], 2), "auto", None, None).ready == ()

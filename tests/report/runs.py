@@ -91,7 +91,7 @@ def overlap(buffers: int = 2, aside: str | None = None) -> dict[str, Any]:
         steps={each.step: row for each, row in zip(steps, figures, strict=True)},
         ranks=RankFigures((StepFigures.mean(figures),) * 2),
         buffers=tuple(buffer_means(steps)),
-        plan=None if aside else Plan.from_counts([2] * buffers),
+        plan=None if aside else Plan.from_stops(range(2, 2 * buffers + 1, 2)),
         costs=None if aside else costs,
         timeline=steps[-1],
         decisions=() if aside else DECISIONS,

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from lightning_safusion.fusion.plans.adaptive import plan_optimal
 from lightning_safusion.fusion.plans.costs import GroupCosts
-from lightning_safusion.fusion.plans.optimal import plan_optimal
 from lightning_safusion.fusion.plans.plan import Group, Plan
 from lightning_safusion.fusion.plans.pricing import predict_finish
 from lightning_safusion.report.advice import JobFigures, advise, ddp_plan, scaled, step_with
@@ -75,13 +75,13 @@ def test_a_lower_density_saves_what_it_says() -> None:
 
 def test_too_many_workers_for_an_all_gather() -> None:
     job = costs(1e9, density=0.3, world_size=64)
-    plan = Plan.from_counts([5, 5, 5, 5])
+    plan = Plan.from_stops([5, 10, 15, 20])
     assert any("times faster here" in text for text in texts(figures(job, plan, density=0.3), "warning"))
 
 
 def test_one_buffer_for_everything_should_be_cut() -> None:
     job = costs(4e9)
-    assert any('fusion="adaptive"' in text for text in texts(figures(job, Plan.from_counts([20])), "hint"))
+    assert any('fusion="adaptive"' in text for text in texts(figures(job, Plan.from_stops([20])), "hint"))
     assert not any('fusion="adaptive"' in text for text in texts(figures(job, plan_optimal(job)), "hint"))
 
 

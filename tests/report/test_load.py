@@ -19,7 +19,7 @@ def test_what_the_profiler_writes_comes_back(tmp_path: Path) -> None:
     content = run.overlap
     assert (content.system, content.world_size, content.device, content.density) == ("safusion", 2, "cpu", 0.05)
     assert content.decisions == DECISIONS
-    assert content.plan == Plan.from_counts([2, 2])
+    assert content.plan == Plan.from_stops([2, 4])
     assert content.costs is not None
     assert content.costs.numels == (500,) * 4
     assert content.timeline is not None

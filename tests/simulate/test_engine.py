@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lab.planner_loss import predict_behind
-from lightning_safusion.fusion.plans.merging import BehindCosts, sparse_plan
+from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.fusion.plans.pricing import predict_finish
 from lightning_safusion.simulate.cluster import Cluster, CollectiveCost, Device
 from lightning_safusion.simulate.engine import mean_iteration, simulate
@@ -170,13 +170,13 @@ def test_the_clock_agrees_with_the_planners(segmented: bool) -> None:
         for place in range(12)
     )
     job = Job(Trace("job", tensors), Cluster(8), 0.05, 8, "exact", segmented)
-    costs, behind = job.group_costs(), BehindCosts.of(job.group_costs())
+    costs = job.group_costs()
     for _ in range(20):
         cuts = np.sort(rng.choice(np.arange(1, 12), int(rng.integers(0, 11)), replace=False))
-        plan = sparse_plan([*cuts.tolist(), 12])
+        plan = Plan.from_stops([*cuts.tolist(), 12])
         ahead = simulate(job.trace, job.cluster, job.schedule(plan)).seconds - job.trace.forward_seconds
         merged = simulate(job.trace, job.cluster, job.schedule(plan, behind=True)).seconds - job.trace.forward_seconds
-        assert merged == pytest.approx(predict_behind(plan, behind))
+        assert merged == pytest.approx(predict_behind(plan, costs))
         assert ahead == pytest.approx(merged if segmented else predict_finish(plan, costs))
 
 

@@ -28,10 +28,11 @@ import pytest
 
 from lab.planner_loss import plan_pareto
 from lightning_safusion.comm.cost import LINKS, Link
-from lightning_safusion.fusion.plans.merging import BehindCosts, plan_omgs, sparse_plan
-from lightning_safusion.fusion.plans.optimal import optimal_cuts, plan_optimal
+from lightning_safusion.fusion.plans.adaptive import optimal_cuts, plan_optimal
+from lightning_safusion.fusion.plans.merging import OMGS
+from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.fusion.plans.policy import WFBP, Aligned, Single
-from lightning_safusion.fusion.plans.searching import even_cuts
+from lightning_safusion.fusion.plans.searching import Cupcake
 from lightning_safusion.simulate.cluster import Cluster, CollectiveCost
 from lightning_safusion.simulate.engine import simulate
 from lightning_safusion.simulate.job import Job, grouped
@@ -84,7 +85,7 @@ def columns(trace: Trace, gbit: float) -> list[float]:
         dense(trace, cluster, 2),
         per_tensor(trace, cluster, "exact"),
         per_tensor(trace, cluster, "threshold"),
-        milliseconds(job, job.schedule(plan_pareto(BehindCosts.of(job.group_costs())))),
+        milliseconds(job, job.schedule(plan_pareto(job.group_costs()))),
         oktopk(job),
         milliseconds(job, SIMULATED["safusion-hierarchical"].build(job)),
     ]
@@ -139,18 +140,18 @@ def test_resnet_50_on_64_workers() -> None:
 )
 def test_grouping_policies(model: str, cluster: Cluster, published: Sequence[float]) -> None:
     job = Job(load(model), cluster, 0.01, 8, "exact", segmented=False)
-    total, costs, behind = len(job.numels), job.group_costs(), BehindCosts.of(job.group_costs())
+    total, costs = len(job.numels), job.group_costs()
 
     def merged(stops: Sequence[int]) -> float:
-        return milliseconds(job, job.schedule(sparse_plan(stops), behind=True))
+        return milliseconds(job, job.schedule(Plan.from_stops(stops), behind=True))
 
     found = [
         milliseconds(job, job.schedule(WFBP().plan(costs))),
         milliseconds(job, job.schedule(Single().plan(costs), behind=True)),
-        merged(even_cuts(total, 2)),
+        milliseconds(job, job.schedule(Cupcake(2).plan(costs), behind=True)),
         min(merged([cut, total]) for cut in range(1, total)),
-        milliseconds(job, job.schedule(plan_omgs(behind), behind=True)),
-        milliseconds(job, job.schedule(plan_pareto(behind), behind=True)),
+        milliseconds(job, job.schedule(OMGS().plan(costs), behind=True)),
+        milliseconds(job, job.schedule(plan_pareto(costs), behind=True)),
         milliseconds(job, job.schedule(plan_optimal(costs, max_last_share=1.0))),
         milliseconds(job, job.schedule(Aligned(16).plan(costs))),
     ]
@@ -181,8 +182,8 @@ def test_grouping_by_a_timer(model: str, cluster: Cluster, published: float) -> 
 def test_launches_cost_more_than_merging_saves_on_a_fast_network() -> None:
     job = Job(load("bert-large"), Cluster(8, 8, LINKS["200gbit-rdma"]), 0.01, 8, "exact", segmented=False)
     found = [
-        milliseconds(job, job.schedule(plan_omgs(BehindCosts.of(job.group_costs())), behind=True)),
-        milliseconds(job, job.schedule(plan_pareto(BehindCosts.of(job.group_costs())), behind=True)),
+        milliseconds(job, job.schedule(OMGS().plan(job.group_costs()), behind=True)),
+        milliseconds(job, job.schedule(plan_pareto(job.group_costs()), behind=True)),
         milliseconds(job, job.schedule(plan_optimal(job.group_costs(), max_last_share=1.0))),
     ]
     assert found == pytest.approx([196, 192, 207], rel=0.02)

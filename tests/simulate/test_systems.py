@@ -8,8 +8,8 @@ from functools import cache
 import pytest
 
 from lightning_safusion.comm.cost import LINKS
+from lightning_safusion.fusion.plans.adaptive import plan_optimal
 from lightning_safusion.fusion.plans.costs import SelectionCost, ddp_buckets
-from lightning_safusion.fusion.plans.optimal import plan_optimal
 from lightning_safusion.fusion.plans.pricing import predict_finish
 from lightning_safusion.simulate.cluster import Cluster, Device
 from lightning_safusion.simulate.engine import mean_iteration, simulate

@@ -10,8 +10,8 @@ from typing import Any
 class Cadence:
     """How often plans are reviewed, and how large a gain is worth a change.
 
-    Often and for small gains while the job warms up and its times are still settling, then rarely and for larger ones,
-    so that noise changes nothing. A window is one backward pass that exchanges.
+    Often and for small gains in the warm-up, while times still change, then rarely and for larger ones, so that noise
+    changes nothing.
 
     Args:
         warmup_windows: Windows of the warm-up.
@@ -22,8 +22,8 @@ class Cadence:
         trial_windows: Windows after a change that are compared with as many before it. An even number, by default,
             sees as many of both kinds where two kinds of window alternate.
         freeze_after: Windows after which the plan stays; ``None``: never.
-        on_trial: A new plan must promise more than the threshold, and keep its promise by the clock. False: whatever
-            the policy proposes at a review is used, as published planners that plan once do it.
+        on_trial: A new plan must promise more than the threshold, and keep its promise by the clock. False: what the
+            policy proposes at a review is used, as in published planners that plan once.
 
     Raises:
         ValueError: If a number is out of range.
@@ -56,7 +56,7 @@ class Cadence:
 
 
 class ReplanSchedule:
-    """Counts windows and says when to plan again. The count is part of the checkpoint.
+    """Counts windows, and decides when to plan again. The count is part of the checkpoint.
 
     Args:
         cadence: How often.
@@ -91,7 +91,7 @@ class ReplanSchedule:
         return self._due(self.windows)
 
     def due_within(self, windows: int) -> bool:
-        """Whether one of the next ``windows`` windows ends with a review."""
+        """Whether a review follows one of the next ``windows`` windows."""
         return any(self._due(self.windows + ahead) for ahead in range(1, windows + 1))
 
     def _due(self, window: int) -> bool:
@@ -103,7 +103,7 @@ class ReplanSchedule:
         return (window - cadence.warmup_windows) % cadence.every == 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The count, with which a resumed run plans at the windows at which the interrupted one would have."""
+        """The count, so that a resumed run plans after the same windows."""
         return {"windows": self.windows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

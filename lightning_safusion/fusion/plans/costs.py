@@ -8,10 +8,8 @@ from itertools import pairwise
 
 import numpy as np
 
-_MIB = 2.0**20
-
 #: Bytes of DDP's buckets, and of its first one.
-DDP_BUCKET, DDP_FIRST_BUCKET = 25 * _MIB, 1 * _MIB
+DDP_BUCKET, DDP_FIRST_BUCKET = 25 * 2.0**20, 2.0**20
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class SelectionCost:
         return np.where(d > 0, seconds, 0.0)
 
 
-#: Exact selection on a device, as long as nothing was measured.
+#: Exact selection on a device, before anything was measured.
 NOMINAL_SELECTION = SelectionCost(40e-6, 1e-10)
 
 
@@ -58,13 +56,13 @@ class GroupCosts:
         per_buffer: Seconds that handling one buffer, of whatever size, takes from the backward pass (the calls that
             select, pack, launch and decode): every gradient from its last one on is that much later.
         arrivals: Time at which each gradient has been computed, no selection counted [L], rising. Only planners that
-            place selection themselves look at it; empty where there are none.
+            place selection themselves read it; empty where there are none.
         select: Seconds of one selection over ``d`` elements: ``(fixed, per element, per comparison)``, see
             :class:`SelectionCost`; for the same planners.
         decode: ``(seconds of a buffer, seconds per byte of one rank's message)`` of decoding a sparse exchange; for the
             same planners.
-        quotas: Elements that each tensor may send, all of them where it travels whole [L]; empty where nobody knows.
-        hybrid: What travels whole in a sparse buffer has an all-reduce of its own.
+        quotas: Elements that each tensor may send, all of them where it is dense [L]; empty where they are not known.
+        hybrid: Dense tensors of a sparse buffer have an all-reduce of their own.
     """
 
     numels: tuple[int, ...]
@@ -85,13 +83,13 @@ class GroupCosts:
 
     @property
     def sends_all(self) -> list[bool]:
-        """Whether the quota of each tensor is the whole tensor [L]; not where nobody knows the quotas."""
+        """Whether the quota of each tensor is all of its elements [L]; False where quotas are not known."""
         quotas = self.quotas or (0,) * len(self.numels)
         return [quota >= numel for quota, numel in zip(quotas, self.numels, strict=True)]
 
     @property
     def selection(self) -> SelectionCost:
-        """Time of a selection; a nominal one as long as nothing was measured, which must not look free."""
+        """Time of a selection; a nominal one before anything was measured, so that selection is never free."""
         return SelectionCost(*self.select) if any(self.select) else NOMINAL_SELECTION
 
 
@@ -123,7 +121,7 @@ class JobShape:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        lengths = {"numels": len(self.numels), "widths": len(self.widths), "quotas": len(self.quotas)}
+        lengths = {name: len(getattr(self, name)) for name in ("numels", "widths", "quotas")}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"a shape must hold one number per tensor, got lengths {lengths}")
 

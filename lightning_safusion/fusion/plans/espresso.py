@@ -11,20 +11,18 @@ from lightning_safusion.fusion.plans.policy import PROFILED_WINDOWS, PlannedOnce
 
 Fabric = Literal["nvlink", "pcie"]
 
-#: Elements above which Espresso's release compresses a gradient: with NVLink inside the node, and with PCIe.
-ESPRESSO_COMPRESS_ABOVE = {"nvlink": 2**19, "pcie": 2**20}
-
-#: Elements above which it lets gradients travel in half precision.
-ESPRESSO_HALF_ABOVE = 2**17
-
-#: Elements from which a tensor is never selected on the CPU there.
-ESPRESSO_CPU_BELOW = 32 * 2**20
+# Of Espresso's release. Elements above which it compresses a gradient: with NVLink inside the node, and with PCIe.
+_COMPRESS_ABOVE = {"nvlink": 2**19, "pcie": 2**20}
+# Elements above which it sends a gradient in half precision.
+_HALF_ABOVE = 2**17
+# Elements below which it may select from a tensor on the CPU.
+_CPU_BELOW = 32 * 2**20
 
 Option = Literal["full", "half", "sparse", "sparse-cpu"]
 
 
 class Trial(NamedTuple):
-    """What a simulated iteration says of a choice of options.
+    """A simulated iteration with a choice of options.
 
     Args:
         seconds: Time of the iteration.
@@ -38,16 +36,17 @@ class Trial(NamedTuple):
 def choose_options(
     numels: Sequence[int],
     simulate: Callable[[Sequence[Option]], Trial],
-    fabric: Literal["nvlink", "pcie"] = "nvlink",
+    fabric: Fabric = "nvlink",
     cpu: bool = True,
     compress: Sequence[bool] | None = None,
 ) -> list[Option]:
     """Espresso's decisions (EuroSys 2023): precision, compression and device of each gradient.
 
     1. Tensors before the last moment at which the link idles cannot shorten the iteration: they keep full precision,
-       or half precision once that has been settled.
-    2. Sizes propose what the others may become.
-    3. In falling size, later ones first: a tensor is compressed if that shortens the iteration.
+       or half precision after step 2.
+    2. Of the others, those of more than 2**17 elements get half precision.
+    3. Larger ones are candidates for compression. In falling size, later ones first: a tensor is compressed if that
+       shortens the iteration.
     4. Compressed tensors of equal size, in turn: as many go to the CPU as is best. The release tries all combinations
        of the counts of all sizes; here the sizes are tried one after the other, from the largest, so that the number
        of simulations is their sum and not their product.
@@ -64,13 +63,12 @@ def choose_options(
     """
     options: list[Option] = ["full"] * len(numels)
     first = simulate(options).last_idle
-    options = ["half" if i >= first and n > ESPRESSO_HALF_ABOVE else "full" for i, n in enumerate(numels)]
+    options = ["half" if i >= first and n > _HALF_ABOVE else "full" for i, n in enumerate(numels)]
     best = simulate(options)
-    above = ESPRESSO_COMPRESS_ABOVE[fabric]
     candidates = [
         i
         for i in range(max(first, best.last_idle), len(numels))
-        if numels[i] > above and (compress is None or compress[i])
+        if numels[i] > _COMPRESS_ABOVE[fabric] and (compress is None or compress[i])
     ]
     for place in sorted(candidates, key=lambda i: (-numels[i], -i)):
         tried = [*options[:place], "sparse", *options[place + 1 :]]
@@ -84,7 +82,7 @@ def _offload(
     numels: Sequence[int], options: list[Option], seconds: float, simulate: Callable[[Sequence[Option]], Trial]
 ) -> list[Option]:
     """Moves compressed tensors to the CPU, size by size, the earliest ready ones first."""
-    sizes = {n for n, option in zip(numels, options, strict=True) if option == "sparse" and n < ESPRESSO_CPU_BELOW}
+    sizes = {n for n, option in zip(numels, options, strict=True) if option == "sparse" and n < _CPU_BELOW}
     for size in sorted(sizes, reverse=True):
         tried = list(options)
         for place, numel in enumerate(numels):
@@ -105,13 +103,8 @@ def predict_options(costs: GroupCosts, options: Sequence[Option]) -> Trial:
 
     Args:
         costs: Agreed numbers.
-        options: ``"full"``, ``"half"`` or ``"sparse"`` for each tensor [L].
-
-    Raises:
-        ValueError: If a tensor is to be selected from on the CPU, whose speed the costs do not know.
+        options: ``"full"``, ``"half"`` or ``"sparse"`` for each tensor [L]; the costs have no selection on the CPU.
     """
-    if "sparse-cpu" in options:
-        raise ValueError("agreed costs say nothing of selection on the CPU: use 'full', 'half' or 'sparse'")
     encode = costs.selection
     spent = free = 0.0
     first_busy = 0
@@ -134,15 +127,15 @@ class Espresso(PlannedOnce):
     """Espresso (EuroSys 2023): full precision, half precision or compression for each tensor, by simulated iterations.
 
     For selection from each tensor (``scope="tensor"``) and both collectives (``collective="auto"``); nothing is merged.
-    What differs from the paper, and why:
+    Differences from the paper, and their reasons:
 
     - The iteration is simulated with times that were measured in the job, not with tables of encoding costs.
-    - Two of the collectives: all-reduce for whole tensors, all-gather for compressed ones. The choice between one and
-      two compressions is one of collectives in several steps, which are no choice of a single buffer here.
-    - Tensors are not selected from on the CPU: on a job without accelerators that is where they are, and on one with
-      them its speed is not among the agreed times. (The simulator's ``espresso`` has both options.)
-    - Compression is charged to the stream of the backward pass, not to the link as well, as the release does it; its
-      gaps between gradients are taken modulo 1 ms.
+    - Two of the collectives: all-reduce for dense tensors, all-gather for compressed ones. One compression or two is a
+      choice of collectives in several steps, which a single buffer does not have here.
+    - Tensors are not selected from on the CPU: without accelerators they are there anyway, and with them its speed is
+      not among the agreed times. (The simulator's ``espresso`` has both options.)
+    - Compression occupies the stream of the backward pass only. In the release it occupies the link as well, and gaps
+      between gradients are taken modulo 1 ms.
 
     Args:
         fabric: Connection inside a node; decides from which size compression is tried: 2**19 elements with
@@ -163,9 +156,9 @@ class Espresso(PlannedOnce):
 
     def options(self, costs: GroupCosts) -> list[Option]:
         """The option of each tensor [L]. Pure."""
-        sparse = [costs.sparse_allowed and not whole for whole in costs.sends_all]
         if not costs.dense_allowed:
-            return ["sparse"] * len(sparse)
+            return ["sparse"] * len(costs.numels)
+        sparse = [costs.sparse_allowed and not sends_all for sends_all in costs.sends_all]
         return choose_options(
             costs.numels, lambda options: predict_options(costs, options), self.fabric, cpu=False, compress=sparse
         )

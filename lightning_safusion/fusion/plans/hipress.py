@@ -3,51 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.fusion.plans.costs import GroupCosts
 from lightning_safusion.fusion.plans.plan import CollectiveName, Group, Plan
 from lightning_safusion.fusion.plans.policy import PROFILED_WINDOWS, PlannedOnce
 
 
 @dataclass(frozen=True)
-class PrimitiveCost:
-    """Time of one of HiPress's primitives: ``max(floor, fixed + per_element * x)`` seconds for ``x`` elements.
-
-    Args:
-        fixed: Seconds of any call.
-        per_element: Seconds per element.
-        floor: Least seconds of a call.
-    """
-
-    fixed: float
-    per_element: float
-    floor: float = 0.0
-
-    def __call__(self, elements: float) -> float:
-        """Seconds for ``elements`` elements."""
-        return max(self.floor, self.fixed + self.per_element * elements)
-
-
-@dataclass(frozen=True)
 class Primitives:
-    """Costs of the primitives out of which CaSync (HiPress, SOSP 2021) composes an exchange.
+    """Costs of the primitives out of which CaSync (HiPress, SOSP 2021) composes an exchange, by elements.
 
     Args:
-        send: One hop of a ring.
         gather: All workers to a server.
         broadcast: A server to all workers.
         encode: Compression.
         decode: Decompression, of compressed elements.
     """
 
-    send: PrimitiveCost
-    gather: PrimitiveCost
-    broadcast: PrimitiveCost
-    encode: PrimitiveCost
-    decode: PrimitiveCost
+    gather: LinearCost
+    broadcast: LinearCost
+    encode: LinearCost
+    decode: LinearCost
 
 
 class PartsChoice(NamedTuple):
@@ -64,87 +44,63 @@ class PartsChoice(NamedTuple):
     seconds: float
 
 
-def choose_parts(
-    numel: int,
-    world_size: int,
-    ratio: float,
-    costs: Primitives,
-    topology: Literal["ring", "server"] = "ring",
-) -> PartsChoice:
+def choose_parts(numel: int, world_size: int, ratio: float, costs: Primitives) -> PartsChoice:
     """HiPress's selective compression and partitioning (SeCoPa): the cheapest of raw and compressed in 1 to n parts.
 
-    Merging of values is free in this model. A compressed ring encodes again at every hop.
+    With parameter servers beside the workers. Merging of values is free in this model.
 
     Args:
         numel: Elements of the gradient.
         world_size: Workers (n).
         ratio: Compressed size over raw size.
         costs: The primitives.
-        topology: ``"ring"``, or ``"server"`` (parameter servers beside the workers).
-
-    Raises:
-        ValueError: If the topology is unknown, there is no worker, or the ratio is not above 0.
     """
-    if topology not in ("ring", "server"):
-        raise ValueError(f"unknown topology {topology!r}: choose 'ring' or 'server'")
-    if world_size < 1 or not ratio > 0:
-        raise ValueError(f"need at least one worker and a positive ratio, got {world_size} and {ratio}")
-    seconds = _ring_seconds if topology == "ring" else _server_seconds
+
+    def seconds(compress: bool, parts: int) -> float:
+        part = numel / parts
+        if not compress:
+            return costs.gather(part) + costs.broadcast(part)
+        encodes, decodes = min(parts + 1, world_size), min(world_size - 1 + parts, 2 * (world_size - 1))
+        wire = costs.gather(ratio * part) + costs.broadcast(ratio * part)
+        return wire + encodes * costs.encode(part) + decodes * costs.decode(ratio * part)
+
     choices = [
-        PartsChoice(compress, parts, seconds(numel / parts, world_size, parts, ratio if compress else None, costs))
+        PartsChoice(compress, parts, seconds(compress, parts))
         for compress in (False, True)
         for parts in range(1, world_size + 1)
     ]
     return min(choices, key=lambda choice: choice.seconds)
 
 
-def _ring_seconds(part: float, n: int, parts: int, ratio: float | None, costs: Primitives) -> float:
-    if ratio is None:
-        return 2 * (n - 1) * costs.send(part)
-    return 2 * (n - 1) * costs.send(ratio * part) + n * costs.encode(part) + n * costs.decode(ratio * part)
-
-
-def _server_seconds(part: float, n: int, parts: int, ratio: float | None, costs: Primitives) -> float:
-    if ratio is None:
-        return costs.gather(part) + costs.broadcast(part)
-    encodes, decodes = min(parts + 1, n), min(n - 1 + parts, 2 * (n - 1))
-    wire = costs.gather(ratio * part) + costs.broadcast(ratio * part)
-    return wire + encodes * costs.encode(part) + decodes * costs.decode(ratio * part)
-
-
 def choose_compressed(costs: GroupCosts) -> list[bool]:
-    """HiPress's question, compress or not, for exchanges that are one collective each.
+    """Whether HiPress compresses each tensor [L], for exchanges that are one collective each.
 
     SeCoPa compares ``alpha * send + beta * encode + gamma * decode`` of the synchronisation strategy at hand, with and
     without compression. Here raw gradients take an all-reduce, compressed ones an all-gather, after one selection; all
-    messages are decoded at once.
+    messages are decoded at once. A tensor that may send all of its elements is not compressed.
 
     Args:
         costs: Agreed numbers.
-
-    Returns:
-        Whether each tensor is compressed [L]. One whose quota is the whole tensor is not.
     """
     decode_fixed, decode = costs.decode
-    whole = costs.sends_all
     compressed = costs.sparse[0] + decode_fixed + (costs.sparse[1] + decode) * np.array(costs.sparse_bytes)
     compressed = compressed + costs.selection(np.array(costs.numels))
     raw = costs.dense[0] + costs.dense[1] * np.array(costs.dense_bytes)
     pays = (compressed < raw).tolist()
     return [
-        costs.sparse_allowed and not all_of_it and (faster or not costs.dense_allowed)
-        for faster, all_of_it in zip(pays, whole, strict=True)
+        costs.sparse_allowed and not sends_all and (faster or not costs.dense_allowed)
+        for faster, sends_all in zip(pays, costs.sends_all, strict=True)
     ]
 
 
 class HiPress(PlannedOnce):
-    """HiPress (SOSP 2021): each gradient is compressed if its exchange is faster for that, small raw ones are batched.
+    """HiPress (SOSP 2021): each gradient is compressed if that makes its exchange faster; small raw ones are batched.
 
-    For selection from each tensor (``scope="tensor"``) and both collectives (``collective="auto"``). What differs from
-    the paper, and why:
+    For selection from each tensor (``scope="tensor"``) and both collectives (``collective="auto"``). Differences from
+    the paper, and their reasons:
 
-    - Gradients are exchanged by collectives and not by CaSync's task graph of rings or servers, so the cost model is
-      asked about these (``choose_compressed``), with measured times in place of a table.
+    - Gradients are exchanged by collectives and not by CaSync's task graph of rings or servers: these are what the cost
+      model compares (``choose_compressed``), with measured times in place of a table.
     - A compressed gradient is one message. CaSync splits it to encode one part while the part before is sent; here
       other gradients are selected from meanwhile. (The simulator's ``hipress`` has both, CaSync's costs and parts.)
     - Batches hold neighbours only: buffers are ranges of the ready order.
@@ -167,7 +123,7 @@ class HiPress(PlannedOnce):
 
     def plan(self, costs: GroupCosts) -> Plan:
         groups: list[Group] = []
-        held = float("inf")  # bytes of the batch that is open; none is
+        held = float("inf")  # bytes of the open batch; no batch is open
         raw: CollectiveName = "allreduce" if costs.dense_allowed else "allgather"
         for place, compressed in enumerate(choose_compressed(costs)):
             if compressed:

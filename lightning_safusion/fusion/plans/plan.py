@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Literal
 
 #: ``"allgather"`` stands for every sparse exchange (see ``comm/catalogue.py``): to planners they are alike.
@@ -21,14 +22,14 @@ class Group:
         stop: Place after its last tensor.
         collective: ``"allgather"`` (sparse), ``"allreduce"`` (dense), or ``"stream"`` (sparse, one tensor of a stream
             of buffers that each worker fills at its own pace).
-        whole_upto: Tensors of up to this many elements travel whole, and the others send as much less.
-        half: A dense all-reduce of float32 gradients travels as float16.
+        dense_upto: Tensors of up to this many elements are dense, and the others send as much less.
+        half: A dense all-reduce of float32 gradients sends float16.
     """
 
     start: int
     stop: int
     collective: CollectiveName = "allgather"
-    whole_upto: int = 0
+    dense_upto: int = 0
     half: bool = False
 
     def __post_init__(self) -> None:
@@ -62,23 +63,21 @@ class Plan:
     def digest(self) -> int:
         """63-bit hash, the same in every process for the same plan (compared across ranks before use)."""
         text = ";".join(
-            f"{g.start}-{g.stop}:{g.collective}" + (f":{g.whole_upto}" if g.whole_upto else "") + ":half" * g.half
+            f"{g.start}-{g.stop}:{g.collective}" + (f":{g.dense_upto}" if g.dense_upto else "") + ":half" * g.half
             for g in self.groups
         )
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
     def to_list(self) -> list[list[Any]]:
-        """``[tensors, collective, whole_upto, half]`` of each group, without what is 0 at its end: plain values for a
+        """``[tensors, collective, dense_upto, half]`` of each group, without zeros at its end: plain values for a
         checkpoint."""
-        return [
-            [
-                group.stop - group.start,
-                group.collective,
-                *([group.whole_upto] if group.whole_upto or group.half else []),
-                *([1] if group.half else []),
-            ]
-            for group in self.groups
-        ]
+        rows: list[list[Any]] = []
+        for group in self.groups:
+            row = [group.stop - group.start, group.collective, group.dense_upto, int(group.half)]
+            while not row[-1]:
+                row.pop()
+            rows.append(row)
+        return rows
 
     @classmethod
     def from_list(cls, groups: Iterable[Sequence[Any]]) -> Plan:
@@ -86,11 +85,11 @@ class Plan:
         result: list[Group] = []
         for count, collective, *rest in groups:
             place = result[-1].stop if result else 0
-            whole_upto, half = [*map(int, rest), 0, 0][:2]
-            result.append(Group(place, place + int(count), collective, whole_upto, bool(half)))
+            dense_upto, half = [*map(int, rest), 0, 0][:2]
+            result.append(Group(place, place + int(count), collective, dense_upto, bool(half)))
         return cls(tuple(result))
 
     @classmethod
-    def from_counts(cls, counts: Sequence[int], collective: CollectiveName = "allgather") -> Plan:
-        """Builds a plan from the number of tensors in each group."""
-        return cls.from_list((count, collective) for count in counts)
+    def from_stops(cls, stops: Iterable[int], collective: CollectiveName = "allgather") -> Plan:
+        """The plan whose groups end at ``stops`` (rising places), all with the same collective."""
+        return cls(tuple(Group(start, stop, collective) for start, stop in pairwise([0, *stops])))

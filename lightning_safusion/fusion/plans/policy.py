@@ -15,10 +15,10 @@ from lightning_safusion.fusion.plans.pricing import NO_BOUNDS, Bounds, GroupPric
 if TYPE_CHECKING:
     from lightning_safusion.fusion.plans.searching import CutSearch
 
-# Share of the finish that is not worth more buffers, each of which costs the host some work that no cost line shows.
+# Share of the finish that is not worth more buffers: each costs the host some work that no cost line shows.
 _AS_GOOD = 0.01
 
-#: Enough for the medians of a profile; the first windows of a job set up communicators and warm up kernels.
+#: Enough for the medians of a profile, the first windows of a job left out (see :class:`PlannedOnce`).
 PROFILED_WINDOWS = 12
 
 
@@ -26,12 +26,12 @@ class FusionPolicy(ABC):
     """Decides where buffers begin and end. Subclass it to add a policy of your own.
 
     A policy is a pure function of agreed numbers: called with the same costs on every rank, it must return the same
-    plan on every rank. It may depend on nothing else, least of all on a local clock or a local count.
+    plan on every rank. It must not depend on anything else, such as a local clock or a local count.
     """
 
     #: Name in configuration files and reports.
     name: ClassVar[str]
-    #: Wants measured times; without them the engine passes nominal ones, good enough to choose a collective.
+    #: Needs measured times; otherwise the engine passes nominal ones, good enough to choose a collective.
     needs_costs: ClassVar[bool] = False
     #: Buffers fill at each worker's own pace, so that the plan says nothing about where they end (SAFusion, naive).
     streams: ClassVar[bool] = False
@@ -47,7 +47,7 @@ class FusionPolicy(ABC):
         """
 
     def resized(self, costs: GroupCosts, bounds: Bounds = NO_BOUNDS) -> Plan:
-        """The plan with which this policy, its sizes chosen anew, would end first. Pure, as :meth:`plan` is.
+        """The plan of this policy that ends first, its sizes chosen anew. Pure, as :meth:`plan` is.
 
         Args:
             costs: Agreed numbers, measured.
@@ -86,8 +86,8 @@ class Aligned(FusionPolicy):
 
     Args:
         tensors_per_buffer: Tensors in each buffer but the last.
-        max_elements: Closes a buffer early, before it would hold more elements than this; a larger tensor travels
-            alone. ``None``: no bound.
+        max_elements: Closes a buffer early, before it would hold more elements than this; a larger tensor has a
+            buffer of its own. ``None``: no bound.
     """
 
     name = "aligned"
@@ -140,7 +140,7 @@ class Naive(FusionPolicy):
     """Buffers of a fixed capacity in kept elements, each closed when it is full (SAFusion, naive system).
 
     Workers keep different numbers of elements where thresholds are estimated, so a buffer ends after different
-    tensors on different workers. The engine negotiates each exchange; :meth:`plan` gives only the frame, one group.
+    tensors on different workers. The engine negotiates each exchange; :meth:`plan` has one group of all tensors.
 
     Args:
         buffer_elements: Kept elements that a buffer holds.

@@ -15,7 +15,7 @@ import numpy as np
 from lightning_safusion.fusion.plans.costs import GroupCosts
 from lightning_safusion.fusion.plans.plan import CollectiveName, Group, Plan
 
-# Seconds that a buffer outside its bounds is charged: more than any exchange, so that the fewest possible are.
+# Seconds added to a buffer outside its bounds: more than any exchange, so that as few buffers as possible are outside.
 _OUT_OF_BOUNDS = 1e6
 
 
@@ -60,7 +60,7 @@ class Bounds(NamedTuple):
         return min(max(stop, start + 1), total)
 
     def charge(self, edges: np.ndarray, starts: np.ndarray, stop: int) -> np.ndarray:
-        """Seconds by which the exact programme dislikes the buffers ``[start, stop)``, float64 [S]."""
+        """Seconds that the exact programme adds to the price of the buffers ``[start, stop)``, float64 [S]."""
         held = edges[stop] - edges[starts]
         outside = (held < self.min_elements) & (stop < len(edges) - 1)
         if self.max_elements is not None:
@@ -96,11 +96,8 @@ class GroupPricer:
             "allreduce": np.cumsum([0.0, *costs.dense_bytes]),
         }
         self._line: dict[CollectiveName, tuple[float, float]] = {"allgather": costs.sparse, "allreduce": costs.dense}
-        self._allowed: list[CollectiveName] = []
-        if costs.sparse_allowed:
-            self._allowed.append("allgather")
-        if costs.dense_allowed:
-            self._allowed.append("allreduce")
+        allowed: dict[CollectiveName, bool] = {"allgather": costs.sparse_allowed, "allreduce": costs.dense_allowed}
+        self._allowed = [collective for collective, may in allowed.items() if may]
 
     def prices(self, collective: CollectiveName, starts: np.ndarray, stop: int) -> np.ndarray:
         """Seconds of the buffers ``[start, stop)`` for each start (int64 [S]) -> float64 [S].
@@ -160,12 +157,7 @@ def predict_finish(plan: Plan, costs: GroupCosts) -> float:
 
 
 def _check(costs: GroupCosts) -> None:
-    lengths = {
-        "numels": len(costs.numels),
-        "ready": len(costs.ready),
-        "sparse_bytes": len(costs.sparse_bytes),
-        "dense_bytes": len(costs.dense_bytes),
-    }
+    lengths = {name: len(getattr(costs, name)) for name in ("numels", "ready", "sparse_bytes", "dense_bytes")}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"costs must hold one number per tensor, got lengths {lengths}")
     ready = np.asarray(costs.ready, dtype=np.float64)

@@ -1,17 +1,24 @@
-"""Measured times that all ranks have agreed on, and the costs of a job by them."""
+"""Measured times that all ranks have agreed on, the cost lines fitted to them, and the costs of a job by them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_safusion.comm.cost import LINKS, CollectiveChoice, LinearCost, Link
+from lightning_safusion.comm.cost import LINKS, CollectiveChoice, LinearCost, fit_linear
 from lightning_safusion.fusion.plans.costs import GroupCosts, JobShape
-from lightning_safusion.fusion.plans.fit import fit_exchanges
 from lightning_safusion.fusion.plans.plan import CollectiveName
+
+Samples = Sequence[tuple[float, float]]
+
+_FITTED: tuple[CollectiveName, ...] = ("allgather", "allreduce")
+_MOST_LATENCY = 2.0  # fixed cost of a fitted line over the one known before
+_LEAST_LATENCY = 0.1  # of the prior: what a known fixed cost counts for at least
+_LEAST = 0.5  # of what was calibrated, for a collective of which there are no samples
+# Backward and selection of one element, before anything was measured: BERT-large on a V100.
+_SECONDS_PER_ELEMENT = 3e-10
 
 
 @dataclass(frozen=True)
@@ -50,11 +57,11 @@ class AgreedProfile:
             known: Agreed before: exchanges of one size scale its lines rather than those of ``prior``.
 
         Raises:
-            ValueError: If no rank has recorded a window of the kind.
+            ValueError: If no rank has recorded a gradient.
         """
         arrivals, local, rows = np.split(vector, [num_tensors, num_tensors + 4])
         if not np.isfinite(arrivals).any():
-            raise ValueError("no rank has recorded a window of this kind: record some before they are agreed")
+            raise ValueError("no rank has recorded a gradient: record windows before they are agreed")
         select_fixed, select_slope, decode_fixed, decode_slope = np.where(np.isfinite(local), -local, 0.0).tolist()
         lines = None if known is None else {"allgather": known.allgather, "allreduce": known.allreduce}
         allgather, allreduce = fit_exchanges(_agreed_samples(rows.reshape(5, -1)), prior, lines)
@@ -77,88 +84,6 @@ class AgreedProfile:
         *arrivals, sf, sb, df, db, gf, gb, rf, rb = vector.tolist()
         return cls(tuple(arrivals), LinearCost(sf, sb), LinearCost(df, db), LinearCost(gf, gb), LinearCost(rf, rb))
 
-    def group_costs(
-        self,
-        numels: Sequence[int],
-        sparse_bytes: Sequence[float],
-        dense_bytes: Sequence[float],
-        world_size: int,
-        *,
-        dense_allowed: bool = True,
-        sparse_allowed: bool = True,
-    ) -> GroupCosts:
-        """The costs that planners take, for tensors in ready order.
-
-        Selection by elements and decoding by bytes delay the gradients behind them: decoding runs when all have come,
-        which ends no sooner. What both cost per buffer is ``per_buffer``. A tensor that never came holds nobody up.
-
-        Args:
-            numels: Elements of each tensor [L].
-            sparse_bytes: Bytes that each tensor adds to a sparse message [L].
-            dense_bytes: Bytes that each tensor adds to a dense all-reduce [L].
-            world_size: Workers.
-            dense_allowed, sparse_allowed: The collectives that a buffer may take.
-
-        Raises:
-            ValueError: If the number of tensors is not that of the profile.
-        """
-        if len(numels) != len(self.arrivals):
-            raise ValueError(f"the profile is of {len(self.arrivals)} tensors, got the sizes of {len(numels)}")
-        ready = arrivals = np.maximum.accumulate(np.maximum(self.arrivals, 0.0))
-        if sparse_allowed:
-            ready = ready + self.select.per_byte * np.cumsum(numels, dtype=np.float64)
-            ready = ready + self.decode.per_byte * np.cumsum(sparse_bytes, dtype=np.float64)
-        return GroupCosts(
-            numels=tuple(numels),
-            ready=tuple(ready.tolist()),
-            sparse_bytes=tuple(sparse_bytes),
-            dense_bytes=tuple(dense_bytes),
-            world_size=world_size,
-            sparse=(self.allgather.fixed, self.allgather.per_byte),
-            dense=(self.allreduce.fixed, self.allreduce.per_byte),
-            dense_allowed=dense_allowed,
-            sparse_allowed=sparse_allowed,
-            per_buffer=self.select.fixed + self.decode.fixed,
-            arrivals=tuple(arrivals.tolist()),
-            select=(self.select.fixed, self.select.per_byte, 0.0),
-            decode=(self.decode.fixed, self.decode.per_byte),
-        )
-
-
-def modelled_costs(
-    numels: Sequence[int],
-    sparse_bytes: Sequence[float],
-    dense_bytes: Sequence[float],
-    world_size: int,
-    *,
-    link: Link = LINKS["25gbit"],
-    seconds_per_element: float = 3e-10,
-    dense_allowed: bool = True,
-    sparse_allowed: bool = True,
-) -> GroupCosts:
-    """Costs without a single measurement: for ``Trainer(deterministic=True)``, and before anything was measured.
-
-    Args:
-        numels: Elements of each tensor in ready order [L].
-        sparse_bytes: Bytes that each tensor adds to a sparse message [L].
-        dense_bytes: Bytes that each tensor adds to a dense all-reduce [L].
-        world_size: Workers.
-        link: The network.
-        seconds_per_element: Backward and selection of one element; the default is that of BERT-large on a V100.
-        dense_allowed, sparse_allowed: The collectives that a buffer may take.
-    """
-    none = LinearCost(0.0, 0.0)
-    profile = AgreedProfile(
-        arrivals=tuple((seconds_per_element * np.cumsum(numels, dtype=np.float64)).tolist()),
-        select=none,
-        decode=none,
-        allgather=link.allgather(world_size, "doubling"),
-        allreduce=link.allreduce(world_size, "tree"),
-    )
-    return profile.group_costs(
-        numels, sparse_bytes, dense_bytes, world_size, dense_allowed=dense_allowed, sparse_allowed=sparse_allowed
-    )
-
 
 def job_costs(
     shape: JobShape,
@@ -166,37 +91,59 @@ def job_costs(
     profile: AgreedProfile | None,
     prior: Mapping[str, LinearCost] | None,
 ) -> GroupCosts:
-    """What a planner is asked with; the same on all ranks.
+    """What a planner gets; the same on all ranks.
+
+    Selection by elements and decoding by bytes delay the gradients after them: decoding runs when all have come, which
+    ends no sooner. What both cost per buffer is ``per_buffer``. A tensor that never came delays nothing.
 
     Args:
         shape: Sizes and quotas of the tensors.
         collective: What buffers may take.
         profile: Agreed times; None as long as there are none.
         prior: Costs of ``"allgather"`` and ``"allreduce"`` until then; None for modelled ones.
+
+    Raises:
+        ValueError: If the number of tensors is not that of the profile.
     """
+    profile = profile or _modelled(shape, prior)
+    if len(shape) != len(profile.arrivals):
+        raise ValueError(f"the profile is of {len(profile.arrivals)} tensors, got the sizes of {len(shape)}")
     sizes, widths, counts = (np.array(numbers, np.int64) for numbers in (shape.numels, shape.widths, shape.quotas))
-    sparse = np.where(counts >= sizes, sizes * widths, counts * shape.entry_bytes) + 1.0
-    arguments = {
-        "numels": shape.numels,
-        "sparse_bytes": tuple(sparse.tolist()),
-        "dense_bytes": tuple((sizes * np.minimum(widths, 4)).astype(float).tolist()),
-        "world_size": shape.world_size,
-        "dense_allowed": collective != "allgather",
-        "sparse_allowed": collective == "allgather" or (collective == "auto" and not shape.all_dense),
+    sparse_bytes = np.where(counts >= sizes, sizes * widths, counts * shape.entry_bytes) + 1.0
+    sparse_allowed = collective == "allgather" or (collective == "auto" and not shape.all_dense)
+    ready = arrivals = np.maximum.accumulate(np.maximum(profile.arrivals, 0.0))
+    if sparse_allowed:
+        ready = ready + profile.select.per_byte * np.cumsum(sizes, dtype=np.float64)
+        ready = ready + profile.decode.per_byte * np.cumsum(sparse_bytes, dtype=np.float64)
+    return GroupCosts(
+        numels=shape.numels,
+        ready=tuple(ready.tolist()),
+        sparse_bytes=tuple(sparse_bytes.tolist()),
+        dense_bytes=tuple((sizes * np.minimum(widths, 4)).astype(float).tolist()),
+        world_size=shape.world_size,
+        sparse=(profile.allgather.fixed, profile.allgather.per_byte),
+        dense=(profile.allreduce.fixed, profile.allreduce.per_byte),
+        dense_allowed=collective != "allgather",
+        sparse_allowed=sparse_allowed,
+        per_buffer=profile.select.fixed + profile.decode.fixed,
+        arrivals=tuple(arrivals.tolist()),
+        select=(profile.select.fixed, profile.select.per_byte, 0.0),
+        decode=(profile.decode.fixed, profile.decode.per_byte),
+        quotas=shape.quotas,
+        hybrid=shape.hybrid,
+    )
+
+
+def _modelled(shape: JobShape, prior: Mapping[str, LinearCost] | None) -> AgreedProfile:
+    """Times without a single measurement: for ``Trainer(deterministic=True)``, and before anything was measured."""
+    none, link = LinearCost(0.0, 0.0), LINKS["10gbit"]
+    modelled = {
+        "allgather": link.allgather(shape.world_size, "doubling"),
+        "allreduce": link.allreduce(shape.world_size, "tree"),
     }
-    return replace(_priced(arguments, profile, prior), quotas=shape.quotas, hybrid=shape.hybrid)
-
-
-def _priced(
-    arguments: dict[str, Any], profile: AgreedProfile | None, prior: Mapping[str, LinearCost] | None
-) -> GroupCosts:
-    if profile is not None:
-        return profile.group_costs(**arguments)
-    modelled = modelled_costs(**arguments, link=LINKS["10gbit"])
-    if prior is None:
-        return modelled
-    lines = {name: (prior[name].fixed, prior[name].per_byte) for name in ("allgather", "allreduce")}
-    return replace(modelled, sparse=lines["allgather"], dense=lines["allreduce"])
+    lines = prior or modelled
+    arrivals = tuple((_SECONDS_PER_ELEMENT * np.cumsum(shape.numels, dtype=np.float64)).tolist())
+    return AgreedProfile(arrivals, none, none, lines["allgather"], lines["allreduce"])
 
 
 def _agreed_samples(rows: np.ndarray) -> dict[CollectiveName, list[tuple[float, float]]]:
@@ -208,3 +155,89 @@ def _agreed_samples(rows: np.ndarray) -> dict[CollectiveName, list[tuple[float, 
     for entry, duration in zip(code[valid].tolist(), seconds[valid].tolist(), strict=True):
         samples["allreduce" if entry % 2 else "allgather"].append((entry // 2, duration))
     return samples
+
+
+def fit_or_scale(samples: Iterable[tuple[float, float]], shape: LinearCost) -> LinearCost | None:
+    """Fits a line to the medians per size.
+
+    A plan has a handful of buffers, at worst one: sizes that are too alike to tell the fixed cost from the slope (less
+    than a factor of 2 apart), or from which no rise can be seen, scale a known line instead.
+
+    Args:
+        samples: ``(bytes or elements, seconds)``, finite and not negative.
+        shape: The line to scale.
+
+    Returns:
+        The line, ``None`` without samples.
+    """
+    by_size: dict[float, list[float]] = {}
+    for size, seconds in samples:
+        by_size.setdefault(size, []).append(seconds)
+    if not by_size:
+        return None
+    # Disturbances only ever lengthen a measurement, so the mean would follow them.
+    medians = [(size, float(np.median(by_size[size]))) for size in sorted(by_size)]
+    if len(medians) > 1 and medians[-1][0] >= 2 * medians[0][0]:
+        line = fit_linear(medians)
+        if line.per_byte > 0:
+            return line
+    ratios = [seconds / shape(size) for size, seconds in medians if shape(size) > 0]
+    factor = float(np.median(ratios)) if ratios else 1.0
+    return LinearCost(factor * shape.fixed, factor * shape.per_byte)
+
+
+def fit_exchanges(
+    samples: Mapping[CollectiveName, Samples],
+    prior: Mapping[str, LinearCost],
+    known: Mapping[str, LinearCost] | None = None,
+) -> tuple[LinearCost, LinearCost]:
+    """Costs of the all-gather and of the all-reduce.
+
+    Args:
+        samples: ``(bytes, seconds)`` of each collective; empty for one that was not used.
+        prior: Both lines, from a calibration or a model.
+        known: Both lines as fitted before, whose shape samples of one size alone then scale; None takes that of
+            ``prior``.
+    """
+    shape = known or prior
+    lines = {name: fit_or_scale(samples[name], shape[name]) for name in _FITTED}
+    if known is not None:
+        lines = {name: _with_latency_of(known[name], prior[name], line, samples[name]) for name, line in lines.items()}
+    allgather, allreduce = (lines[name] for name in _FITTED)
+    return (
+        allgather or _transferred(prior["allgather"], allreduce, prior["allreduce"]),
+        allreduce or _transferred(prior["allreduce"], allgather, prior["allgather"]),
+    )
+
+
+def _with_latency_of(
+    known: LinearCost, prior: LinearCost, line: LinearCost | None, samples: Samples
+) -> LinearCost | None:
+    """The line, if its fixed cost is at most twice the known one; else the line of that fixed cost through the samples.
+
+    The rate of a link can fall to a tenth, its latency does not rise tenfold. The samples of a plan with few buffers
+    hardly tell one from the other, and a planner that takes a slow link for a slow start makes fewer buffers where it
+    should make more.
+    """
+    most = _MOST_LATENCY * max(known.fixed, _LEAST_LATENCY * prior.fixed)  # noise can fit 0
+    if line is None or line.fixed <= most:
+        return line
+    slopes = sorted(((seconds - most) / size, size) for size, seconds in samples if size > 0 and seconds > most)
+    if not slopes:
+        return line
+    # the median by bytes: what disturbs a small message says little of the rate
+    passed = np.cumsum([size for _, size in slopes])
+    return LinearCost(most, slopes[int(np.searchsorted(passed, passed[-1] / 2))][0])
+
+
+def _transferred(prior: LinearCost, measured: LinearCost | None, expected: LinearCost) -> LinearCost:
+    """``prior`` of a collective that was not used, corrected as the used one was: latency and bandwidth apart.
+
+    The samples of a plan with few buffers hardly tell one from the other, so that either can seem to cost nothing; an
+    all-reduce of a whole model would too.
+    """
+    if measured is None:
+        return prior
+    fixed = measured.fixed / expected.fixed if expected.fixed > 0 else 1.0
+    per_byte = measured.per_byte / expected.per_byte if expected.per_byte > 0 else 1.0
+    return LinearCost(max(fixed, _LEAST) * prior.fixed, max(per_byte, _LEAST) * prior.per_byte)

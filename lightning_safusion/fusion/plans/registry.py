@@ -19,7 +19,7 @@ def resolve_fusion(spec: str | FusionPolicy) -> FusionPolicy:
     """The policy that ``spec`` names, with its default options; a policy is returned as it is.
 
     Args:
-        spec: ``"adaptive"``, ``"aligned"``, ``"behind"`` (aligned; its scope is a matter of the system), ``"cupcake"``,
+        spec: ``"adaptive"``, ``"aligned"``, ``"behind"`` (aligned; its system sets the scope), ``"cupcake"``,
             ``"espresso"``, ``"hipress"``, ``"horovod"``, ``"mgwfbp"``, ``"naive"``, ``"omgs"``, ``"selective"``,
             ``"single"``, ``"wfbp"``, or a policy.
 

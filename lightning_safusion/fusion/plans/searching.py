@@ -1,8 +1,8 @@
-"""Cupcake's search for cuts: it knows no costs, and asks for the time of one plan after the other."""
+"""Cupcake: cuts found by trying them out. The search knows no costs; it asks for the time of one plan after another."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from itertools import pairwise
 
 from lightning_safusion.fusion.plans.costs import GroupCosts
@@ -11,58 +11,48 @@ from lightning_safusion.fusion.plans.policy import FusionPolicy
 from lightning_safusion.fusion.plans.pricing import GroupPricer
 
 
-def search_cuts(
-    measure: Callable[[Sequence[int]], float], tensors: int, groups: int = 2, tolerance: float = 0.0
-) -> list[int]:
-    """Cupcake: finds cuts by trying them out, see :func:`cut_search`.
-
-    Args:
-        measure: Mean seconds of an iteration with the groups that end at the stops given; the same on all ranks.
-        tensors: Tensors (L).
-        groups: Largest number of groups.
-        tolerance: Share of the time that a further cut must save.
-
-    Returns:
-        The stop of each group, rising, the last one L.
-
-    Raises:
-        ValueError: If there is no tensor, or no group allowed.
-    """
-    search = cut_search(tensors, groups, tolerance)
-    stops = next(search)
-    while True:
-        try:
-            stops = search.send(measure(stops))
-        except StopIteration as end:
-            best: list[int] = end.value
-            return best
-
-
-def cut_search(tensors: int, groups: int = 2, tolerance: float = 0.0) -> Generator[list[int], float, list[int]]:
-    """Cupcake's search, one trial at a time; no model of the job and no number of the network is needed.
+class CutSearch:
+    """Cupcake's search, one partition at a time; no model of the job and no number of the network is needed.
 
     MergeComp (Wang et al., 2021) and Cupcake (MLSys 2023). One cut at a time: a binary search that compares a cut with
     the one two tensors later and goes to the faster side, as the release does; every range of the partition found so
     far is searched, and the best cut of all stays. It ends when a further cut gains too little. The search is exact
     where the time falls up to the best cut and rises after it, which measured times need not do.
 
+    Its state is a function of ``measured``, which is all that a checkpoint keeps of it.
+
     Args:
-        tensors: Tensors (L).
-        groups: Largest number of groups.
+        tensors: Tensors (L), at least 1.
+        groups: Largest number of groups, at least 1.
         tolerance: Share of the time that a further cut must save.
+        windows: Windows by which each partition is judged, after a first one that does not count.
 
-    Yields:
-        The stop of each group of a partition to try, rising, the last one L; wants the mean seconds of an iteration
-        with it, the same on all ranks.
-
-    Returns:
-        The best partition.
-
-    Raises:
-        ValueError: If there is no tensor, or no group allowed.
+    Attributes:
+        windows: The same.
+        stops: The partition to measure, or the best one found: the stop of each group, rising, the last one L.
+        over: Whether it is the best one found.
+        measured: Mean seconds of the partitions tried so far, the same on all ranks.
     """
-    if tensors < 1 or groups < 1:
-        raise ValueError(f"the search needs a tensor and a group, got tensors={tensors} and groups={groups}")
+
+    def __init__(self, tensors: int, groups: int, tolerance: float, windows: int) -> None:
+        self._steps = _partitions(tensors, groups, tolerance)
+        self.windows = windows
+        self.stops = next(self._steps)
+        self.over = False
+        self.measured: list[float] = []
+
+    def replay(self, measured: Iterable[float]) -> None:
+        """Takes the steps that follow from these seconds."""
+        for seconds in measured:
+            self.measured.append(float(seconds))
+            try:
+                self.stops = self._steps.send(float(seconds))
+            except StopIteration as end:
+                self.stops, self.over = end.value, True
+
+
+def _partitions(tensors: int, groups: int, tolerance: float) -> Generator[list[int], float, list[int]]:
+    """Yields the stops of each partition to try, receives its seconds, and returns the best partition."""
     best = [tensors]
     seconds = yield best
     while len(best) < groups:
@@ -74,17 +64,6 @@ def cut_search(tensors: int, groups: int = 2, tolerance: float = 0.0) -> Generat
             break
         seconds, best = min(tried)
     return best
-
-
-def even_cuts(tensors: int, groups: int) -> list[int]:
-    """Cupcake without its scheduler: groups of equally many tensors; the stops, the last one ``tensors``.
-
-    Args:
-        tensors: Tensors (L), at least 1.
-        groups: Number of groups; 0 puts every tensor into a group of its own, as the release does.
-    """
-    groups = min(groups or tensors, tensors)
-    return [*(tensors // groups * group for group in range(1, groups)), tensors]
 
 
 def _search_one(stops: Sequence[int], low: int, high: int) -> Generator[list[int], float, tuple[float, list[int]]]:
@@ -109,49 +88,14 @@ def _search_one(stops: Sequence[int], low: int, high: int) -> Generator[list[int
     return seconds, sorted([*stops, cut])
 
 
-class CutSearch:
-    """Cupcake's search in a job that trains meanwhile: a function of the times that each partition has taken.
-
-    These times are all that a checkpoint keeps of it.
-
-    Args:
-        tensors: Tensors (L), at least 1.
-        groups: Largest number of groups.
-        tolerance: Share of the time that a further cut must save.
-        windows: Windows by which each partition is judged, after a first one that does not count.
-
-    Attributes:
-        windows: The same.
-        stops: The groups in use, as the stop of each.
-        over: Whether these are the best ones found.
-        measured: Agreed seconds of the partitions tried so far.
-    """
-
-    def __init__(self, tensors: int, groups: int, tolerance: float, windows: int) -> None:
-        self._steps = cut_search(tensors, groups, tolerance)
-        self.windows = windows
-        self.stops = next(self._steps)
-        self.over = False
-        self.measured: list[float] = []
-
-    def replay(self, measured: Iterable[float]) -> None:
-        """Takes the steps that follow from these seconds."""
-        for seconds in measured:
-            self.measured.append(float(seconds))
-            try:
-                self.stops = self._steps.send(float(seconds))
-            except StopIteration as end:
-                self.stops, self.over = end.value, True
-
-
 class Cupcake(FusionPolicy):
     """Cupcake (MLSys 2023): contiguous groups, found by trying cuts out on the running job.
 
-    For selection behind fusion (``scope="group"``). What is compared is the agreed time from the first gradient to the
+    For selection after fusion (``scope="group"``). What is compared is the agreed time from the first gradient to the
     last mean; the release takes rank 0's time of an iteration, of which this is the part that cuts can change. A search
-    begins anew where the density or the order of the gradients changes, and goes on from a checkpoint.
+    begins anew where the density or the order of the gradients changes, and continues from a checkpoint.
 
-    Without a clock, in a deterministic training, the groups hold equally many tensors: the release's default.
+    In a deterministic training, which measures nothing, the groups hold equally many tensors: the release's default.
 
     Args:
         groups: Largest number of groups; two in all released commands.
@@ -178,7 +122,9 @@ class Cupcake(FusionPolicy):
 
     def plan(self, costs: GroupCosts) -> Plan:
         total = len(costs.numels)
-        return GroupPricer(costs).plan(even_cuts(total, self.groups) if total else [])
+        groups = min(self.groups, total)
+        stops = [total // groups * group for group in range(1, groups)]
+        return GroupPricer(costs).plan([*stops, total] if total else [])
 
     def search(self, tensors: int) -> CutSearch:
         return CutSearch(tensors, self.groups, self.tolerance, self.windows)

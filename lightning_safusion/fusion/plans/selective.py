@@ -17,7 +17,7 @@ class SelectiveChoice(NamedTuple):
     """What SSFusion decides for one buffer.
 
     Args:
-        dense: Whether each tensor travels whole [m].
+        dense: Whether each tensor is dense [m].
         density: Density of the others.
     """
 
@@ -28,36 +28,31 @@ class SelectiveChoice(NamedTuple):
 def choose_selective(
     numels: Sequence[int], density: float, seconds: Callable[[Sequence[bool], float], float]
 ) -> SelectiveChoice:
-    """SSFusion's selective sparsification: the size up to which the tensors of a buffer travel whole.
+    """SSFusion's selective sparsification: the size up to which the tensors of a buffer are dense.
 
-    Tensors at or below a size are sent whole, as long as they fit into ``density`` times the buffer; the others get
-    what is left, so that the buffer as a whole keeps its density. (The release takes the larger of the two densities
-    where the smaller one is meant, and so exceeds the budget.) Of all admissible sizes, that with the shortest
-    ``seconds`` is taken, the smallest of equals.
+    Tensors of up to this size are dense, as long as they fit into ``density`` times the buffer; the others get what is
+    left, so that the density of the buffer does not change. (The release takes the larger of the two densities where
+    the smaller one is meant, and so exceeds the budget.) Of all admissible sizes, that with the shortest ``seconds`` is
+    taken, the smallest of equals.
 
     Args:
-        numels: Elements of the tensors of the buffer [m].
+        numels: Elements of the tensors of the buffer [m], at least one.
         density: Density of the buffer.
         seconds: Predicted time of the buffer with ``dense`` tensors and a density for the rest.
-
-    Raises:
-        ValueError: If the buffer is empty.
     """
-    if not numels:
-        raise ValueError("a buffer needs at least one tensor, got none")
     total = sum(numels)
     cap = size_cap(numels, density)
     choices = []
     for size in [0, *sorted({n for n in numels if 0 < n <= cap})]:
         dense = tuple(n <= size for n in numels)
-        whole = sum(n for n, is_dense in zip(numels, dense, strict=True) if is_dense)
-        left = max(0.0, (density * total - whole) / (total - whole)) if whole < total else 0.0
+        held = sum(n for n in numels if n <= size)
+        left = max(0.0, (density * total - held) / (total - held)) if held < total else 0.0
         choices.append(SelectiveChoice(dense, min(density, left)))
     return min(choices, key=lambda choice: seconds(*choice))
 
 
 def size_cap(numels: Sequence[int], density: float) -> int:
-    """Largest size up to which all tensors of a buffer can travel whole within ``density`` of its elements."""
+    """Largest size up to which all tensors of a buffer can be dense within ``density`` of its elements."""
     budget = max(1.0, density * sum(numels))
     for numel in sorted(numels):
         if numel >= budget:
@@ -72,11 +67,11 @@ def choose_offloaded(
     gpu_seconds: Sequence[float],
     cpu_seconds: Sequence[float],
 ) -> list[bool]:
-    """SSFusion's offloading within a buffer: the CPU takes a tensor whenever it is free, and never delays the buffer.
+    """SSFusion's offloading within a buffer: an idle CPU takes the next tensor, and never delays the buffer.
 
     Args:
         ready: Seconds at which each gradient would be ready without any selection, from the start of the buffer [m].
-        sparse: Whether it is sparsified at all [m].
+        sparse: Whether each tensor is sparsified [m].
         gpu_seconds: Selection on the compute stream [m]; it delays all later gradients.
         cpu_seconds: Selection on the CPU, copies included [m].
 
@@ -99,21 +94,21 @@ def choose_offloaded(
     return offloaded
 
 
-def selective_counts(sizes: np.ndarray, counts: np.ndarray, whole_upto: int) -> np.ndarray | None:
-    """Quotas of a buffer whose small tensors travel whole and are paid for by the others (SSFusion, ICDE 2026).
+def selective_counts(sizes: np.ndarray, counts: np.ndarray, dense_upto: int) -> np.ndarray | None:
+    """Quotas of a buffer whose small tensors are dense at the expense of the others (SSFusion, ICDE 2026).
 
-    The buffer sends exactly as many elements as it would otherwise. Tensors that travel whole anyway do not take part.
+    The buffer sends exactly as many elements as it would otherwise. Tensors that are dense anyway keep their quotas.
 
     Args:
         sizes: int64 [T], elements of its tensors.
         counts: int64 [T], elements that each may send otherwise.
-        whole_upto: Tensors of up to this many elements travel whole.
+        dense_upto: Tensors of up to this many elements are dense.
 
     Returns:
-        int64 [T]: sizes of those that travel whole; the others share what is left in proportion to their sizes, each at
-        least one element. None if there is not so much left.
+        int64 [T]: the sizes of dense tensors; the others share the remaining elements in proportion to their sizes,
+        each at least one. None if fewer remain.
     """
-    others = (counts < sizes) & (sizes > whole_upto)
+    others = (counts < sizes) & (sizes > dense_upto)
     paying = (counts < sizes) & ~others
     left = int(counts[others].sum() + (counts - sizes)[paying].sum())
     if left < others.sum():
@@ -127,26 +122,26 @@ def selective_counts(sizes: np.ndarray, counts: np.ndarray, whole_upto: int) -> 
 def _shares(total: int, weights: np.ndarray) -> np.ndarray:
     """int64: ``total`` (no more than the sum of the weights) in proportion to them, rounded to the largest remainders;
     none above its weight."""
-    whole = max(1, int(weights.sum()))
-    products = [total * int(weight) for weight in weights]  # of Python: they may have more than 64 bits
-    shares = np.array([product // whole for product in products], np.int64)
-    order = sorted(range(len(products)), key=lambda i: -(products[i] % whole))  # the first of equals
+    divisor = max(1, int(weights.sum()))
+    products = [total * int(weight) for weight in weights]  # Python integers: they may have more than 64 bits
+    shares = np.array([product // divisor for product in products], np.int64)
+    order = sorted(range(len(products)), key=lambda i: -(products[i] % divisor))  # the first of equals
     shares[order[: total - int(shares.sum())]] += 1
     return shares
 
 
 class Selective(PlannedOnce):
-    """Buffers of equally many tensors; in each, tensors up to a size travel whole (SSFusion, ICDE 2026, section III-B).
+    """Buffers of equally many tensors; in each, tensors up to a size are dense (SSFusion, ICDE 2026, section III-B).
 
     The same mechanism is the partial sparsification of ADTopk (HPDC 2024). The size is chosen for each buffer from
     agreed costs: of all sizes of its tensors up to which these fit into what the buffer may send, that with the
-    shortest exchange (``choose_selective``). The other tensors send as much less, so that the buffer as a whole sends
-    exactly what it would without any whole tensor. Planned once, from what the first windows have measured (both papers
+    shortest exchange (``choose_selective``). The other tensors send as much less, so that the buffer sends exactly as
+    many elements as without any dense tensor. Planned once, from what the first windows have measured (both papers
     profile the running job); until then with the costs measured before training.
 
     In the release the others keep their density, so that the budget is exceeded; times are tables of one cluster; the
-    density is applied twice to the bytes of an exchange. Here selection is one call for a buffer: that a whole tensor
-    saves a call of its own, which decides there, is no argument.
+    density is applied twice to the bytes of an exchange. There each dense tensor saves a call of the selection, which
+    decides; here selection is one call for a buffer.
 
     Args:
         buffers: Number of buffers; tensors that are left over make further ones.
@@ -172,33 +167,33 @@ class Selective(PlannedOnce):
         for start in range(0, total, size):
             stop = min(start + size, total)
             collective = pricer.choose(start, stop)
-            upto = _whole_upto(costs, start, stop) if collective == "allgather" else 0
+            upto = _dense_upto(costs, start, stop) if collective == "allgather" else 0
             groups.append(Group(start, stop, collective, upto))
         return Plan(tuple(groups))
 
 
-def _whole_upto(costs: GroupCosts, start: int, stop: int) -> int:
-    """Size up to which the tensors of a buffer travel whole."""
+def _dense_upto(costs: GroupCosts, start: int, stop: int) -> int:
+    """Size up to which the tensors of a buffer are dense."""
     sizes, counts = np.array(costs.numels[start:stop]), np.array(costs.quotas[start:stop])
     sparse = counts < sizes
     if not sparse.any():
         return 0
     budget = int(counts[sparse].sum())
     per_entry = sum(np.array(costs.sparse_bytes[start:stop])[sparse].tolist()) / budget
-    whole_bytes = np.array(costs.dense_bytes[start:stop])
+    dense_bytes = np.array(costs.dense_bytes[start:stop])
 
-    def seconds(dense: Sequence[bool], density: float) -> float:
-        whole = ~sparse
-        whole[sparse] = dense
-        upto = int(sizes[whole & sparse].max(initial=0))
+    def seconds(chosen: Sequence[bool], density: float) -> float:
+        dense = ~sparse
+        dense[sparse] = chosen
+        upto = int(sizes[dense & sparse].max(initial=0))
         if selective_counts(sizes, counts, upto) is None:
             return float("inf")
-        nbytes = float(whole_bytes[whole].sum())
-        entries = (budget - int(sizes[whole & sparse].sum())) * per_entry
+        nbytes = float(dense_bytes[dense].sum())
+        entries = (budget - int(sizes[dense & sparse].sum())) * per_entry
         if not costs.hybrid:
             return costs.sparse[0] + costs.sparse[1] * (entries + nbytes)
         # side by side: they share the link, but do not wait for each other's start-up
-        fixed = max(costs.sparse[0], costs.dense[0]) if whole.any() else costs.sparse[0]
+        fixed = max(costs.sparse[0], costs.dense[0]) if dense.any() else costs.sparse[0]
         return fixed + costs.sparse[1] * entries + costs.dense[1] * nbytes
 
     numels = [int(n) for n in sizes[sparse]]

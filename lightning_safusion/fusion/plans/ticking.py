@@ -1,4 +1,4 @@
-"""Horovod's buffers: whatever is ready on all workers at a tick of the clock."""
+"""Horovod's buffers: all tensors that are ready on all workers at a tick of the clock."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from lightning_safusion.fusion.plans.pricing import GroupPricer
 def fuse_ready(nbytes: Sequence[float], start: int, stop: int, threshold: float) -> list[tuple[int, int]]:
     """Horovod: the tensors that are ready at a tick share buffers, front to back, as far as they fit.
 
-    Horovod looks past a tensor that does not fit only as long as both still fit, which is never where all tensors are
-    of one kind: its buffers are then ranges.
+    Horovod's look past a tensor that does not fit never applies where all tensors are of one kind, as here: its buffers
+    are then ranges.
 
     Args:
         nbytes: Bytes that each tensor adds to a buffer, over all workers where it is gathered [L].
         start: Place of the first tensor that is ready.
         stop: Place after the last.
-        threshold: Bytes of a buffer; a larger tensor travels alone, 0 fuses nothing.
+        threshold: Bytes of a buffer; a larger tensor has a buffer of its own, 0 fuses nothing.
 
     Returns:
         ``(start, stop)`` of each buffer.
@@ -38,20 +38,20 @@ def fuse_ready(nbytes: Sequence[float], start: int, stop: int, threshold: float)
 
 
 class Horovod(FusionPolicy):
-    """Whatever is ready on all workers at a tick of the clock is fused (Horovod, Sergeev and Del Balso, 2018).
+    """Tensors that are ready on all workers at a tick of the clock are fused (Horovod, Sergeev and Del Balso, 2018).
 
     Which tensors share a buffer differs from step to step, but not between workers: they agree at every tick
     (:class:`~lightning_safusion.fusion.ticks.Ticks`, which says how this differs from Horovod's own thread). Sparse
     tensors are selected from in one call per buffer, each with a quota of its own, which gives the same elements as
     Horovod's call per tensor. There is no tuner of the two numbers; 128 MiB and 1 ms are the defaults of Horovod 0.28.
 
-    :meth:`plan` gives the buffers of a step in which all tensors are ready at one tick; it is used where nothing may
-    leave before the end of the backward pass.
+    :meth:`plan` gives the buffers of a step in which all tensors are ready at one tick; it is used where buffers are
+    launched at the end of the backward pass.
 
     Args:
         cycle_s: Seconds from one tick to the next.
-        threshold_bytes: Largest buffer, counted over all workers where it is gathered; a larger tensor travels alone, 0
-            fuses nothing.
+        threshold_bytes: Largest buffer, counted over all workers where it is gathered; a larger tensor has a buffer of
+            its own, 0 fuses nothing.
 
     Raises:
         ValueError: If a number is negative.

@@ -8,14 +8,14 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from lightning_safusion.fusion.plans.adaptive import Adaptive, Tuned, predicted_gain
+from lightning_safusion.fusion.plans.adaptive import Adaptive, Tuned, plan_greedy, plan_optimal
 from lightning_safusion.fusion.plans.cadence import Cadence, ReplanSchedule
 from lightning_safusion.fusion.plans.costs import GroupCosts
-from lightning_safusion.fusion.plans.optimal import plan_greedy, plan_optimal
 from lightning_safusion.fusion.plans.plan import Group, Plan
 from lightning_safusion.fusion.plans.policy import WFBP, Aligned, FusionPolicy, Naive, Single
 from lightning_safusion.fusion.plans.pricing import Bounds, GroupPricer, predict_finish
 from lightning_safusion.fusion.plans.registry import resolve_fusion
+from lightning_safusion.fusion.replan import predicted_gain
 
 
 def model(fixed: float = 3e-4, per_byte: float = 6e-8) -> GroupCosts:
@@ -97,8 +97,9 @@ def test_bad_schedules_are_refused(options: dict[str, float]) -> None:
 def test_bad_policy_options_are_refused() -> None:
     with pytest.raises(ValueError, match=r"'greedy'.*'optimal', 'paper'"):
         Adaptive(rule="greedy")  # type: ignore[arg-type]  # what is refused
-    with pytest.raises(ValueError, match="got 0"):
-        Adaptive(max_last_share=0)
+    for share in (0.0, -0.5, 1.5):
+        with pytest.raises(ValueError, match=f"got {share}"):
+            Adaptive(max_last_share=share)
 
 
 def test_policy_plans_by_its_rule() -> None:
@@ -119,7 +120,7 @@ def test_policy_hands_its_cadence_to_each_schedule() -> None:
 
 def test_predicted_gain_is_the_share_of_the_finish_that_is_saved() -> None:
     costs = model()
-    current, proposed = Plan.from_counts([1] * 60), plan_optimal(costs)
+    current, proposed = Plan.from_stops(range(1, 61)), plan_optimal(costs)
     gain = predicted_gain(current, proposed, costs)
     assert 0 < gain == 1 - predict_finish(proposed, costs) / predict_finish(current, costs)
     assert predicted_gain(proposed, current, costs) < 0
@@ -129,7 +130,7 @@ def test_predicted_gain_is_the_share_of_the_finish_that_is_saved() -> None:
 def test_a_plan_that_no_longer_fits_is_left_at_any_price() -> None:
     costs = model()
     proposed = plan_optimal(costs)
-    assert predicted_gain(Plan.from_counts([30]), proposed, costs) == np.inf
+    assert predicted_gain(Plan.from_stops([30]), proposed, costs) == np.inf
     sparse_only = replace(costs, dense_allowed=False)
     dense = Plan((Group(0, 60, "allreduce"),))
     assert predicted_gain(dense, plan_optimal(sparse_only), sparse_only) == np.inf

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -15,12 +16,12 @@ from lab.planner_loss import (
     random_behind,
     random_dense,
 )
+from lightning_safusion.fusion.plans.adaptive import plan_optimal
 from lightning_safusion.fusion.plans.costs import GroupCosts, SelectionCost
-from lightning_safusion.fusion.plans.merging import BehindCosts, plan_mgwfbp, plan_omgs, sparse_plan
-from lightning_safusion.fusion.plans.optimal import plan_optimal
+from lightning_safusion.fusion.plans.merging import MGWFBP, OMGS
 from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.fusion.plans.pricing import predict_finish
-from lightning_safusion.fusion.plans.searching import even_cuts, search_cuts
+from lightning_safusion.fusion.plans.searching import Cupcake, CutSearch
 
 # The counter-example to greedy merging: each merge delays the start by less than a message costs, but delays add up.
 ACCUMULATING = GroupCosts(
@@ -40,7 +41,7 @@ def counts(plan: Plan) -> list[int]:
 
 
 def test_mgwfbp_chains_merges_whose_delays_accumulate() -> None:
-    greedy, optimum = plan_mgwfbp(ACCUMULATING), plan_optimal(ACCUMULATING, max_last_share=1.0)
+    greedy, optimum = MGWFBP().plan(ACCUMULATING), plan_optimal(ACCUMULATING, max_last_share=1.0)
     assert counts(greedy) == [3]
     assert predict_finish(greedy, ACCUMULATING) == pytest.approx(17.8)
     assert counts(optimum) == [1, 2]
@@ -49,41 +50,42 @@ def test_mgwfbp_chains_merges_whose_delays_accumulate() -> None:
 
 def test_mgwfbp_released_merges_small_groups_whatever_they_cost() -> None:
     lonely = replace(ACCUMULATING, ready=(0.0, 100.0, 200.0))
-    assert counts(plan_mgwfbp(lonely)) == [1, 1, 1]
-    assert counts(plan_mgwfbp(lonely, min_elements=6)) == [2, 1]
+    assert counts(MGWFBP().plan(lonely)) == [1, 1, 1]
+    assert counts(MGWFBP(min_elements=6).plan(lonely)) == [2, 1]
 
 
 def test_mgwfbp_is_dense_where_only_dense_is_allowed() -> None:
-    assert {group.collective for group in plan_mgwfbp(ACCUMULATING).groups} == {"allreduce"}
+    assert {group.collective for group in MGWFBP().plan(ACCUMULATING).groups} == {"allreduce"}
 
 
 def test_mgwfbp_misses_the_optimum_sometimes() -> None:
-    lost = losses(random_dense, plan_mgwfbp, 50)
+    lost = losses(random_dense, MGWFBP().plan, 50)
     assert 0.01 < lost.max() < 0.5
     assert lost.mean() < 0.06
 
 
 def test_omgs_misses_the_optimum_often() -> None:
-    lost = losses(random_behind, plan_omgs, 50)
+    lost = losses(random_behind, OMGS().plan, 50)
     assert (lost > 1e-9).mean() > 0.3
     assert lost.mean() < 0.1
 
 
-def omgs_by_hand(costs: BehindCosts) -> list[int]:
+def omgs_by_hand(costs: GroupCosts) -> list[int]:
     """The rule with the tables of all tensors, recomputed from the start after every merge, as it was published."""
     sizes = [float(n) for n in costs.numels]
-    times, nbytes, members = list(costs.backward), list(costs.sparse_bytes), [1] * len(sizes)
+    times = np.diff(costs.arrivals, prepend=0.0).tolist()
+    nbytes, members, select = list(costs.sparse_bytes), [1] * len(sizes), SelectionCost(*costs.select)
     place = 0
     while place < len(sizes) - 1:
         selected = link = begin = 0.0
         for group in range(place + 1):
-            selected += times[group] + float(costs.selection(sizes[group]))
+            selected += times[group] + float(select(sizes[group]))
             begin = max(link, selected)
-            link = begin + float(costs.seconds(nbytes[group]))
-        both = float(costs.selection(sizes[place] + sizes[place + 1]))
-        wait = times[place + 1] + both - float(costs.selection(sizes[place]) + costs.selection(sizes[place + 1]))
+            link = begin + costs.sparse[0] + costs.sparse[1] * nbytes[group]
+        both = float(select(sizes[place] + sizes[place + 1]))
+        wait = times[place + 1] + both - float(select(sizes[place]) + select(sizes[place + 1]))
         wait -= begin - selected
-        if wait < costs.exchange[0] - 1e-12:
+        if wait < costs.sparse[0] - 1e-12:
             for table in (sizes, times, nbytes, members):
                 table[place] += table.pop(place + 1)
         else:
@@ -95,30 +97,27 @@ def test_omgs_follows_its_rule() -> None:
     rng = np.random.default_rng(2)
     for _ in range(100):
         costs = random_behind(rng, int(rng.integers(1, 12)))
-        assert counts(plan_omgs(costs)) == omgs_by_hand(costs)
+        assert counts(OMGS().plan(costs)) == omgs_by_hand(costs)
 
 
 def test_planners_take_no_tensors_and_one() -> None:
-    none = BehindCosts((), (), (), SelectionCost(1.0, 1.0), (1.0, 1.0))
-    one = BehindCosts((3,), (1.0,), (1.0,), SelectionCost(1.0, 1.0), (1.0, 1.0))
-    for planner in (plan_omgs, plan_pareto):
-        assert planner(none) == Plan(())
-        assert counts(planner(one)) == [1]
-
-
-@pytest.mark.parametrize(
-    ("field", "value"), [("backward", (-1.0, 0.0)), ("exchange", (float("nan"), 0.0)), ("sparse_bytes", (1.0,))]
-)
-def test_behind_costs_refuse_numbers_that_make_no_sense(field: str, value: tuple[float, ...]) -> None:
-    good = BehindCosts((1, 1), (1.0, 1.0), (1.0, 1.0), SelectionCost(1.0, 1.0), (1.0, 1.0))
-    with pytest.raises(ValueError, match=field):
-        replace(good, **{field: value})
+    rng = np.random.default_rng(0)
+    for planner in (OMGS().plan, plan_pareto):
+        assert planner(random_behind(rng, 0)) == Plan(())
+        assert counts(planner(random_behind(rng, 1))) == [1]
 
 
 def test_predictions_refuse_plans_of_other_tensors() -> None:
-    costs = BehindCosts((1, 1), (1.0, 1.0), (1.0, 1.0), SelectionCost(1.0, 1.0), (1.0, 1.0))
     with pytest.raises(ValueError, match="3 tensors"):
-        predict_behind(sparse_plan([3]), costs)
+        predict_behind(Plan.from_stops([3]), random_behind(np.random.default_rng(0), 2))
+
+
+def searched(measure: Callable[[list[int]], float], tensors: int, groups: int = 2, tolerance: float = 0.0) -> list[int]:
+    """The stops that the search ends with."""
+    search = CutSearch(tensors, groups, tolerance, windows=1)
+    while not search.over:
+        search.replay([measure(search.stops)])
+    return search.stops
 
 
 def test_cut_search_finds_the_best_cut_of_a_time_with_one_minimum() -> None:
@@ -129,7 +128,7 @@ def test_cut_search_finds_the_best_cut_of_a_time_with_one_minimum() -> None:
             probes.append(tuple(stops))
             return 200.0 if len(stops) == 1 else 100.0 + abs(stops[0] - best)
 
-        assert search_cuts(measure, 100) == [best, 100]
+        assert searched(measure, 100) == [best, 100]
         assert len(probes) < 25
 
 
@@ -137,15 +136,15 @@ def test_cut_search_adds_cuts_as_long_as_they_pay() -> None:
     costs = random_behind(np.random.default_rng(3), 9)
 
     def measure(stops: list[int]) -> float:
-        return predict_behind(sparse_plan(stops), costs)
+        return predict_behind(Plan.from_stops(stops), costs)
 
-    seconds = [measure(search_cuts(measure, 9, groups)) for groups in (1, 2, 3, 9)]
+    seconds = [measure(searched(measure, 9, groups)) for groups in (1, 2, 3, 9)]
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[-1] >= min(predict_behind(plan, costs) for plan in all_plans(9)) - 1e-12
-    assert search_cuts(measure, 9, 9, tolerance=1.0) == [9]
+    assert searched(measure, 9, 9, tolerance=1.0) == [9]
 
 
-def test_even_cuts() -> None:
-    assert even_cuts(10, 3) == [3, 6, 10]
-    assert even_cuts(3, 0) == [1, 2, 3]
-    assert even_cuts(2, 5) == [1, 2]
+def test_cupcake_without_times_has_groups_of_equally_many_tensors() -> None:
+    rng = np.random.default_rng(0)
+    assert counts(Cupcake(3).plan(random_behind(rng, 10))) == [3, 3, 4]
+    assert counts(Cupcake(5).plan(random_behind(rng, 2))) == [1, 1]

@@ -18,7 +18,6 @@ from lab.planner_loss import predict_behind
 from lightning_safusion.fusion.plans.costs import NOMINAL_SELECTION, GroupCosts
 from lightning_safusion.fusion.plans.espresso import Espresso, Option, choose_options, predict_options
 from lightning_safusion.fusion.plans.hipress import HiPress, choose_compressed
-from lightning_safusion.fusion.plans.merging import BehindCosts
 from lightning_safusion.fusion.plans.plan import Group, Plan
 from lightning_safusion.fusion.plans.policy import FusionPolicy
 from lightning_safusion.fusion.plans.pricing import predict_finish
@@ -70,16 +69,14 @@ def test_espresso_simulates_an_iteration() -> None:
     assert predict_options(replace(COSTS, select=(0.0, 0.0, 0.0)), ["sparse"] * 4).seconds == pytest.approx(
         1.0 + float(NOMINAL_SELECTION(10)) + 4 * 1.25 + 0.015 * 4104, rel=1e-9
     )
-    with pytest.raises(ValueError, match="selection on the CPU"):
-        predict_options(COSTS, ["sparse-cpu"] * 4)
 
 
 def test_espresso_agrees_with_the_other_predictions() -> None:
     costs = Rank(Espresso(), Job(backward=1e-3)).true
     costs = replace(costs, per_buffer=0.0, decode=(0.0, 0.0), arrivals=costs.ready, select=(1e-4, 1e-9, 0.0))
-    alone = Plan.from_counts([1] * 60, "allreduce")
+    alone = Plan.from_stops(range(1, 61), "allreduce")
     assert predict_options(costs, ["full"] * 60).seconds == pytest.approx(predict_finish(alone, costs))
-    behind = predict_behind(Plan.from_counts([1] * 60), BehindCosts.of(costs))
+    behind = predict_behind(Plan.from_stops(range(1, 61)), costs)
     assert predict_options(costs, ["sparse"] * 60).seconds == pytest.approx(behind)
 
 
@@ -117,7 +114,7 @@ def test_espresso_has_all_three_options() -> None:
     ]
     assert [group.half for group in Espresso("pcie").plan(large()).groups][2] is True  # 2**20 is not above 2**20
     only_sparse = Espresso().plan(replace(large(), dense_allowed=False))
-    assert only_sparse == Plan.from_counts([1] * 5)
+    assert only_sparse == Plan.from_stops(range(1, 6))
     only_dense = Espresso().plan(replace(large(), sparse_allowed=False))
     assert {group.collective for group in only_dense.groups} == {"allreduce"}
 

@@ -16,14 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lab.planner_loss import best_behind, best_dense, plan_pareto, predict_behind, random_behind, random_dense
+from lightning_safusion.fusion.plans.adaptive import plan_greedy, plan_optimal
 from lightning_safusion.fusion.plans.costs import GroupCosts
-from lightning_safusion.fusion.plans.merging import plan_mgwfbp, plan_omgs
-from lightning_safusion.fusion.plans.optimal import plan_greedy, plan_optimal
+from lightning_safusion.fusion.plans.merging import MGWFBP, OMGS
 from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.fusion.plans.policy import FusionPolicy
 from lightning_safusion.fusion.plans.pricing import predict_finish
-from lightning_safusion.fusion.plans.profile import modelled_costs
-from tests.fusion.plans.test_policies import POLICIES
+from tests.fusion.plans.test_policies import POLICIES, costs_of
 
 
 def whole(below: int) -> st.SearchStrategy[float]:
@@ -59,8 +58,7 @@ def costs_of_a_link(draw: st.DrawFn, longest: int = 9) -> GroupCosts:
 def models(draw: st.DrawFn) -> GroupCosts:
     """A model's tensors, from none to some dozens and from empty ones to very long ones, on a nominal link."""
     numels = draw(st.lists(st.one_of(st.integers(0, 10), st.integers(0, 10**9)), max_size=60))
-    sparse_bytes = [8 * min(n, max(1, n // 100)) for n in numels]
-    return modelled_costs(numels, sparse_bytes, [4 * n for n in numels], draw(st.sampled_from([2, 4, 32])))
+    return costs_of(numels, world_size=draw(st.sampled_from([2, 4, 32])))
 
 
 def all_stops(length: int) -> Iterator[list[int]]:
@@ -163,6 +161,6 @@ def test_no_published_rule_beats_the_best_plan(seed: int, length: int) -> None:
     behind = random_behind(np.random.default_rng(seed), length)
     best = best_behind(behind)
     assert predict_behind(plan_pareto(behind), behind) == pytest.approx(best, rel=1e-12)
-    assert predict_behind(plan_omgs(behind), behind) >= best * (1 - 1e-12)
+    assert predict_behind(OMGS().plan(behind), behind) >= best * (1 - 1e-12)
     dense = random_dense(np.random.default_rng(seed), length)
-    assert predict_finish(plan_mgwfbp(dense), dense) >= best_dense(dense) * (1 - 1e-12)
+    assert predict_finish(MGWFBP().plan(dense), dense) >= best_dense(dense) * (1 - 1e-12)

@@ -12,13 +12,13 @@ import pytest
 
 import lightning_safusion
 from lightning_safusion.fusion.plans.adaptive import Adaptive
-from lightning_safusion.fusion.plans.costs import GroupCosts
+from lightning_safusion.fusion.plans.costs import GroupCosts, JobShape
 from lightning_safusion.fusion.plans.espresso import Espresso
 from lightning_safusion.fusion.plans.hipress import HiPress
 from lightning_safusion.fusion.plans.merging import MGWFBP, OMGS
 from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.fusion.plans.policy import WFBP, Aligned, FusionPolicy, Naive, Single
-from lightning_safusion.fusion.plans.profile import modelled_costs
+from lightning_safusion.fusion.plans.profile import job_costs
 from lightning_safusion.fusion.plans.registry import resolve_fusion
 from lightning_safusion.fusion.plans.searching import Cupcake
 from lightning_safusion.fusion.plans.ticking import Horovod
@@ -43,8 +43,10 @@ POLICIES: list[FusionPolicy] = [
 
 
 def costs_of(numels: list[int], density: float = 0.01, world_size: int = 4) -> GroupCosts:
-    sparse_bytes = [8 * min(n, max(1, int(density * n))) for n in numels]
-    return modelled_costs(numels, sparse_bytes, [4 * n for n in numels], world_size)
+    """Modelled costs of float32 tensors, with entries of 8 bytes."""
+    quotas = tuple(min(n, max(1, int(density * n))) for n in numels)
+    shape = JobShape(tuple(numels), (4,) * len(numels), quotas, world_size, 8.0)
+    return job_costs(shape, "auto", profile=None, prior=None)
 
 
 def counts(plan: Plan) -> list[int]:
@@ -52,8 +54,9 @@ def counts(plan: Plan) -> list[int]:
 
 
 def digests_by_name() -> dict[str, int]:
-    numels = [10 ** (i % 6) + i for i in range(80)]
-    costs = modelled_costs(numels, [max(8, n // 12) for n in numels], [4 * n for n in numels], 8)
+    numels = tuple(10 ** (i % 6) + i for i in range(80))
+    shape = JobShape(numels, (4,) * 80, tuple(max(1, n // 100) for n in numels), 8, 8.0)
+    costs = job_costs(shape, "auto", profile=None, prior=None)
     return {name: resolve_fusion(name).plan(costs).digest for name in ("adaptive", "aligned", "wfbp")}
 
 
@@ -65,7 +68,8 @@ import sys, types
 package = sys.modules["lightning_safusion"] = types.ModuleType("lightning_safusion")
 package.__path__ = {list(lightning_safusion.__path__)}
 from lightning_safusion.fusion.plans.registry import resolve_fusion
-from lightning_safusion.fusion.plans.profile import modelled_costs
+from lightning_safusion.fusion.plans.costs import JobShape
+from lightning_safusion.fusion.plans.profile import job_costs
 """
     path = os.pathsep.join(filter(None, sys.path))
     result = subprocess.run(
@@ -132,7 +136,7 @@ def test_a_policy_resolves_to_itself() -> None:
         name = "halves"
 
         def plan(self, costs: GroupCosts) -> Plan:
-            return Plan.from_counts([len(costs.numels) // 2, len(costs.numels) - len(costs.numels) // 2])
+            return Plan.from_stops([len(costs.numels) // 2, len(costs.numels)])
 
     policy = Halves()
     assert resolve_fusion(policy) is policy

@@ -8,8 +8,7 @@ Covers: one plan, equal to the pure planner's on the agreed costs, whatever the 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,59 +17,48 @@ import pytest
 import torch
 
 from lab.planner_loss import predict_behind
-from lightning_safusion.fusion.plans.costs import GroupCosts
-from lightning_safusion.fusion.plans.merging import MGWFBP, OMGS, BehindCosts, plan_mgwfbp, plan_omgs
+from lightning_safusion.fusion.plans.merging import MGWFBP, OMGS
 from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.fusion.plans.policy import FusionPolicy
 from lightning_safusion.fusion.plans.pricing import GroupPricer, predict_finish
 from lightning_safusion.fusion.plans.registry import resolve_fusion
-from lightning_safusion.fusion.plans.searching import Cupcake, even_cuts, search_cuts
-from lightning_safusion.fusion.search import TimedSearch
+from lightning_safusion.fusion.plans.searching import Cupcake
 from tests.cluster import Cluster, settings
+from tests.fusion.plans.test_merging import searched
 from tests.fusion.test_engine import run
 from tests.fusion.test_planning import Job, Rank, actions, resumed
 from tests.quick import quick_of
 
-PLANNERS: list[tuple[FusionPolicy, str, Callable[[GroupCosts], Plan]]] = [
-    (MGWFBP(), "allreduce", plan_mgwfbp),
-    (MGWFBP(100), "allreduce", lambda costs: plan_mgwfbp(costs, 100)),
-    (OMGS(), "allgather", lambda costs: plan_omgs(BehindCosts.of(costs))),
-]
+PLANNERS: list[tuple[FusionPolicy, str]] = [(MGWFBP(), "allreduce"), (MGWFBP(100), "allreduce"), (OMGS(), "allgather")]
 
 
-@pytest.mark.parametrize(("policy", "collective", "pure"), PLANNERS, ids=["mgwfbp", "least", "omgs"])
-def test_one_plan_from_agreed_times_and_no_trial(
-    policy: FusionPolicy, collective: str, pure: Callable[[GroupCosts], Plan]
-) -> None:
+@pytest.mark.parametrize(("policy", "collective"), PLANNERS, ids=["mgwfbp", "least", "omgs"])
+def test_one_plan_from_agreed_times_and_no_trial(policy: FusionPolicy, collective: str) -> None:
     # gradients come slowly and buffers cost more than any planner knows: a trial would end in the plan before
     rank = Rank(policy, Job(backward=3e-3, hidden=0.05), collective=collective)
     first = rank.planner.plan(rank.space.shape)
-    assert first == pure(rank.planner.costs(rank.space.shape))
+    assert first == policy.plan(rank.planner.costs(rank.space.shape))
     assert actions(rank.run(12)) == ["switch", "freeze"]
     costs = rank.planner.costs(rank.space.shape)
-    assert rank.planner.plan(rank.space.shape) == pure(costs) != first
+    assert rank.planner.plan(rank.space.shape) == policy.plan(costs) != first
     assert rank.run(80) == []
     assert not any(rank.timed[12:])
 
 
-@pytest.mark.parametrize(("policy", "collective", "pure"), PLANNERS, ids=["mgwfbp", "least", "omgs"])
-def test_another_order_is_measured_and_planned_anew(
-    policy: FusionPolicy, collective: str, pure: Callable[[GroupCosts], Plan]
-) -> None:
+@pytest.mark.parametrize(("policy", "collective"), PLANNERS, ids=["mgwfbp", "least", "omgs"])
+def test_another_order_is_measured_and_planned_anew(policy: FusionPolicy, collective: str) -> None:
     rank = Rank(policy, Job(backward=3e-3), collective=collective)
     rank.run(20)
     rank.planner.invalidate()  # another density: the measured times hold
-    assert rank.planner.plan(rank.space.shape) == pure(rank.planner.costs(rank.space.shape))
+    assert rank.planner.plan(rank.space.shape) == policy.plan(rank.planner.costs(rank.space.shape))
     assert rank.run(20) == []
     rank.planner.invalidate(order_changed=True)
     assert "freeze" in actions(rank.run(12))
-    assert rank.planner.plan(rank.space.shape) == pure(rank.planner.costs(rank.space.shape))
+    assert rank.planner.plan(rank.space.shape) == policy.plan(rank.planner.costs(rank.space.shape))
 
 
-@pytest.mark.parametrize(("policy", "collective", "pure"), PLANNERS, ids=["mgwfbp", "least", "omgs"])
-def test_a_resumed_job_keeps_its_plan_or_measures_anew(
-    policy: FusionPolicy, collective: str, pure: Callable[[GroupCosts], Plan]
-) -> None:
+@pytest.mark.parametrize(("policy", "collective"), PLANNERS, ids=["mgwfbp", "least", "omgs"])
+def test_a_resumed_job_keeps_its_plan_or_measures_anew(policy: FusionPolicy, collective: str) -> None:
     for windows, made in ((5, ["switch", "freeze"]), (11, ["switch", "freeze"]), (12, []), (30, [])):
         first = Rank(policy, Job(backward=3e-3), collective=collective)
         first.run(windows)
@@ -78,25 +66,19 @@ def test_a_resumed_job_keeps_its_plan_or_measures_anew(
         again.planner.load_state_dict(json.loads(json.dumps(first.planner.state_dict())), again.space.shape)
         assert again.planner.plan(again.space.shape) == first.planner.plan(first.space.shape)
         assert actions(again.run(12)) == made
-        assert again.planner.plan(again.space.shape) == pure(again.planner.costs(again.space.shape))
+        assert again.planner.plan(again.space.shape) == policy.plan(again.planner.costs(again.space.shape))
 
 
 def test_measured_costs_are_those_of_the_job() -> None:
     rank = Rank(OMGS(), Job(backward=3e-3))
     rank.run(12)
-    measured, true = BehindCosts.of(rank.planner.costs(rank.space.shape)), rank.true
-    assert measured.backward[1:] == pytest.approx([3e-3] * 59, rel=1e-6)
-    assert measured.exchange == pytest.approx(true.sparse, rel=0.05)
+    measured, true = rank.planner.costs(rank.space.shape), rank.true
+    assert np.diff(measured.arrivals) == pytest.approx([3e-3] * 59, rel=1e-6)
+    assert measured.sparse == pytest.approx(true.sparse, rel=0.05)
     assert float(measured.selection(10**6)) == pytest.approx(40e-6 + 1e-4, rel=0.1)
     plan = rank.planner.plan(rank.space.shape)
-    for other in (Plan.from_counts([1] * 60), Plan.from_counts([60])):
+    for other in (Plan.from_stops(range(1, 61)), Plan.from_stops([60])):
         assert predict_behind(plan, measured) < predict_behind(other, measured)
-
-
-def test_behind_costs_need_arrivals() -> None:
-    costs = replace(Rank(OMGS(), Job()).true, arrivals=())
-    with pytest.raises(ValueError, match="arrival of each of 60 gradients, got 0"):
-        BehindCosts.of(costs)
 
 
 # --- Cupcake --------------------------------------------------------------------------------------------------------
@@ -112,7 +94,7 @@ def test_cupcake_takes_the_steps_of_the_pure_search(groups: int) -> None:
         tried.append(list(stops))
         return next(measured)
 
-    best = search_cuts(measure, 60, groups)
+    best = searched(measure, 60, groups)
     assert next(measured, None) is None
     assert actions(made) == ["try"] * (len(tried) - 1) + ["freeze"]
     assert [stops_of(plan) for plan in rank.plans[: 4 * len(tried) : 4]] == tried
@@ -166,26 +148,24 @@ def test_windows_without_times_are_not_judged() -> None:
     assert rank.planner.state_dict()["search"] == []
 
 
-def test_a_plan_that_nobody_has_measured_is_tried_again() -> None:
+def test_a_plan_without_measured_windows_is_tried_again() -> None:
     rank = Rank(Cupcake(windows=2), Job())
-    search = Cupcake(windows=2).search(60)
-    timed = TimedSearch(search)
-    plan = GroupPricer(rank.true).plan(search.stops)
+    plan = rank.planner.plan(rank.space.shape)
     seen = rank.job.window(0, plan, rank.true, rank.space)
     unseen = replace(seen, ready=np.full(60, np.nan))  # no gradient in these windows
-    assert [timed.add(unseen) for _ in range(3)] == [False, False, True]
-    assert math.isnan(timed.advance(rank.transport, rank.space.device))
-    assert (search.stops, search.measured) == ([60], [])
-    assert [timed.add(seen) for _ in range(3)] == [False, False, True]
-    assert timed.advance(rank.transport, rank.space.device) == search.measured[0] > 0
-    assert len(search.stops) == 2
+    for windows, measured in ((unseen, 0), (seen, 1)):
+        for _ in range(3):
+            assert rank.planner.plan(rank.space.shape) == plan
+            rank.planner.observe(windows, rank.space.shape)
+        assert len(rank.planner.state_dict()["search"]) == measured
+    assert len(stops_of(rank.planner.plan(rank.space.shape))) == 2
 
 
 def test_without_a_clock_cupcake_has_groups_of_equally_many_tensors() -> None:
     rank = Rank(Cupcake(3), Job())
     rank.planner.prior = None
     assert rank.run(100) == []
-    assert stops_of(rank.plans[-1]) == even_cuts(60, 3)
+    assert stops_of(rank.plans[-1]) == [20, 40, 60]
 
 
 # --- on virtual workers ---------------------------------------------------------------------------------------------

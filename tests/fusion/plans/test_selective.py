@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from lightning_safusion import Segments, Selection, TopK
-from lightning_safusion.fusion.plans.costs import GroupCosts
+from lightning_safusion.fusion.plans.costs import GroupCosts, JobShape
 from lightning_safusion.fusion.plans.plan import Group, Plan
-from lightning_safusion.fusion.plans.profile import modelled_costs
+from lightning_safusion.fusion.plans.profile import job_costs
 from lightning_safusion.fusion.plans.selective import Selective, selective_counts
 from lightning_safusion.sparsify.base import element_quota
 from tests.cluster import Cluster, settings, specs
@@ -52,9 +52,8 @@ def make() -> Iterator[Callable[..., Cluster]]:
 
 def costs_of(numels: list[int], density: float, hybrid: bool = False) -> GroupCosts:
     quotas = tuple(element_quota(n, density) for n in numels)
-    sparse = [6.0 * q + 1 for q in quotas]
-    costs = modelled_costs(numels, sparse, [4.0 * n for n in numels], 4, dense_allowed=False)
-    return replace(costs, quotas=quotas, hybrid=hybrid)
+    shape = JobShape(tuple(numels), (4,) * len(numels), quotas, 4, 6.0, hybrid)
+    return job_costs(shape, "allgather", profile=None, prior=None)
 
 
 @pytest.mark.parametrize("hybrid", [False, True])
@@ -67,7 +66,7 @@ def test_the_size_is_the_best_of_those_that_the_budget_permits(hybrid: bool) -> 
         costs = replace(costs_of(numels, 0.1, hybrid), dense=(float(rng.choice([1e-7, 1e-3])), 1e-9))
         (group,) = Selective(1).plan(costs).groups
         sizes, counts = np.array(numels), np.array(costs.quotas)
-        chosen += group.whole_upto > 0
+        chosen += group.dense_upto > 0
 
         def seconds(upto: int, sizes: Any = sizes, counts: Any = counts, costs: Any = costs) -> float | None:
             result = selective_counts(sizes, counts, upto)
@@ -82,7 +81,7 @@ def test_the_size_is_the_best_of_those_that_the_budget_permits(hybrid: bool) -> 
             return fixed + costs.sparse[1] * entries * kept + costs.dense[1] * nbytes
 
         possible = [s for s in map(seconds, [0, *numels]) if s is not None]
-        assert seconds(group.whole_upto) == pytest.approx(min(possible))
+        assert seconds(group.dense_upto) == pytest.approx(min(possible))
     assert chosen > 5
 
 
@@ -106,7 +105,7 @@ def test_buffers_have_equally_many_tensors_and_the_budget_of_the_others() -> Non
     plan = Selective(5).plan(costs_of(numels, 0.1))
     assert [group.stop - group.start for group in plan.groups] == [4] * 5 + [1]
     # a tenth of 1408 pays for the 64s, not for the 256: section 7.2 of the specification
-    assert [group.whole_upto for group in plan.groups] == [64] * 5 + [0]
+    assert [group.dense_upto for group in plan.groups] == [64] * 5 + [0]
     assert Selective(40).plan(costs_of(numels, 0.1)).groups[0] == Group(0, 1)
     with pytest.raises(ValueError, match="buffers must be 1 or more, got 0"):
         Selective(0)
@@ -168,9 +167,9 @@ def test_a_buffer_sends_as_much_as_it_would_otherwise(make: Callable[..., Cluste
     sizes = np.diff(layout.edges)
     for group in plan.groups:
         part = slice(group.start, group.stop)
-        assert group.whole_upto > 0
+        assert group.dense_upto > 0
         assert selected[part].sum() == otherwise[part].sum()
-        small = sizes[part] <= group.whole_upto
+        small = sizes[part] <= group.dense_upto
         assert (selected[part][small] == sizes[part][small]).all()
         assert selected[part][small].sum() > otherwise[part][small].sum()
         large = ~small & (otherwise[part] < sizes[part])

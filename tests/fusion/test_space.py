@@ -44,5 +44,5 @@ def test_buffers_of_a_replaced_plan_are_forgotten() -> None:
     run(cluster, 4)
     pools = [controller.space.pool for controller in cluster.controllers]
     assert all(len(pool.buffers) >= 3 for pool in pools)
-    cluster.each(lambda rank: cluster.controllers[rank].use(Plan.from_counts([1, 2])))
+    cluster.each(lambda rank: cluster.controllers[rank].use(Plan.from_stops([1, 3])))
     assert [len(pool.buffers) for pool in pools] == [1, 1]  # that of the first tensor is in both plans
