@@ -24,7 +24,7 @@ from torch import Tensor
 from lightning_safusion.lookup import look_up
 from lightning_safusion.simulate.trace import resolve_trace
 from lightning_safusion.sparsify import History, Segments, Sparsifier, resolve_sparsifier
-from lightning_safusion.sparsify.selection.survey import select_with
+from lightning_safusion.sparsify.selection.survey import Selector
 
 
 def bert_base_shapes() -> list[tuple[int, ...]]:
@@ -65,10 +65,11 @@ def selection_times(
 ) -> tuple[float, ...]:
     """Seconds to select from all spans, ahead and behind, and to copy them: the sums of the medians of every span."""
     wholes, targets = [behind(cut) for cut in cuts], [torch.empty_like(span) for span in spans]
+    selector = Selector(sparsifier)
     histories, whole_histories = [History(cut) for cut in cuts], [History(cut) for cut in wholes]
 
     def select(history: History, span: Tensor, step: int) -> None:
-        select_with(sparsifier, span, history.segments, step, history.survey(span))
+        selector.select(span, history, step)
 
     variants: tuple[Callable[[int, int], object], ...] = (
         lambda place, step: select(histories[place], spans[place], step),

@@ -80,7 +80,7 @@ class ClippedResidual(ResidualMemory):
         self.factor, self.conserves = factor, False
 
     def compensate(self, ids: Sequence[int], grads: Sequence[Tensor], dense: Sequence[bool], norms: Tensor) -> None:
-        residuals = self._residual.of(ids)
+        residuals = self._pending.of(ids)
         largest = self.factor * norms / torch.stack(torch._foreach_norm(residuals)).clamp_(min=1e-30)
         torch._foreach_mul_(residuals, list(largest.clamp_(max=1).unbind()))
         super().compensate(ids, grads, dense, norms)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier
 from lightning_safusion.sparsify.selection.select import empty_selection, pooled, segmented_view
-from lightning_safusion.sparsify.selection.survey import SpanSurvey, select_with
+from lightning_safusion.sparsify.selection.survey import SpanSurvey
 
 
 class TopK(Sparsifier):
@@ -25,7 +25,8 @@ class TopK(Sparsifier):
             chosen = segmented_view(x, segments, survey).top_pooled()
             if chosen is not None:
                 return chosen
-            return pooled(x, segments, lambda span, whole: select_with(self, span, whole, step, survey), survey)
+            known = {} if survey is None else {"survey": survey}  # `select` of a subclass may take none
+            return pooled(x, segments, lambda span, whole: self.select(span, whole, step, **known), survey)
         if segments.capacity == 0 or segments.numel == 0:
             return empty_selection(x.device)
         return segmented_view(x, segments, survey).top()

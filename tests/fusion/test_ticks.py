@@ -19,6 +19,7 @@ from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.events import WindowEvents
 from lightning_safusion.fusion.plans.ticking import Horovod, fuse_ready
 from lightning_safusion.fusion.ticks import Ticks
+from lightning_safusion.sparsify.selection.survey import Selector
 from tests.cluster import Cluster, settings, specs
 from tests.fusion.test_controller import Failing
 from tests.fusion.test_engine import run
@@ -189,8 +190,9 @@ def test_an_error_on_one_rank_is_raised_on_all(make: Callable[..., Cluster]) -> 
     for step in range(3):
         cluster.step(cluster.random_grads(step))
     hurry(cluster, seed=2)
-    cluster.controllers[1].space.selector.sparsifier = Failing()
-    cluster.controllers[1].space.selector.sparsifier.fail = True
+    failing = Failing()
+    failing.fail = True
+    cluster.controllers[1].space.selector = Selector(failing)
 
     def attempt(rank: int, grads: Any) -> str:
         try:
@@ -206,7 +208,7 @@ def test_an_error_on_one_rank_is_raised_on_all(make: Callable[..., Cluster]) -> 
     assert errors[1] == "no selection in step 3"
     assert all("another rank could not select" in errors[rank] for rank in (0, 2))
     # the window has ended on all ranks: the next one is in step again
-    cluster.controllers[1].space.selector.sparsifier.fail = False
+    failing.fail = False
     for rank in (1, 2):
         again = cluster.step(cluster.random_grads(5))
         assert all(torch.equal(a, b) for a, b in zip(again[0], again[rank], strict=True))

@@ -15,8 +15,8 @@ import torch
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify.base import Segments
 from lightning_safusion.sparsify.registry import resolve_sparsifier
-from lightning_safusion.sparsify.selection import survey as predictions
-from lightning_safusion.sparsify.selection.survey import Foresight, History, Live, select_with
+from lightning_safusion.sparsify.selection import survey as known
+from lightning_safusion.sparsify.selection.survey import Foresight, History, Live, Selector
 from tests.looks import note_kernels
 
 pytestmark = pytest.mark.skipif(not native.usable(), reason="the package was installed without a C compiler")
@@ -46,7 +46,7 @@ def looked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def train(name: str, scope: str, pool: int, foresight: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """What is selected in each step, of a memory from which it is taken out."""
     torch.manual_seed(0)
-    segments, sparsifier = cut(scope, pool), resolve_sparsifier(name)
+    segments, selector = cut(scope, pool), Selector(resolve_sparsifier(name))
     history, parts = History(segments), native.Parts.between(EDGES.tolist())
     memory, selected = torch.zeros(int(EDGES[-1])), []
     for step, scale in enumerate(SCALES):
@@ -57,7 +57,7 @@ def train(name: str, scope: str, pool: int, foresight: bool) -> list[tuple[torch
         assert foresight or wanted is None
         added = native.add_finite(memory, parts, grads, 0.9, wanted)
         with ahead.known(memory, added.found) as survey:
-            chosen = select_with(sparsifier, memory, segments, step, survey)
+            chosen = selector.select(memory, history, step, survey)
         assert survey.take(memory, segments) == (None, None)
         selected.append((chosen.indices.clone(), chosen.values.clone()))
         native.take_out(memory, chosen.indices, chosen.values)
@@ -69,9 +69,9 @@ def train(name: str, scope: str, pool: int, foresight: bool) -> list[tuple[torch
 @pytest.mark.parametrize("scope", ["ahead", "behind"])
 @pytest.mark.parametrize("name", ["topk", "gaussiank", "redsync", "sidco", "dgc"])
 def test_no_result_depends_on_it(name: str, scope: str, pool: int, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(predictions, "_ROOM", room)
-    monkeypatch.setattr(predictions, "_ROOM_NEEDED", 0)
-    monkeypatch.setattr(predictions, "_ROOM_AT_LEAST", 1)
+    monkeypatch.setattr(known, "_ROOM", room)
+    monkeypatch.setattr(known, "_ROOM_NEEDED", 0)
+    monkeypatch.setattr(known, "_ROOM_AT_LEAST", 1)
     with_it, without = train(name, scope, pool, True), train(name, scope, pool, False)
     for step, ((indices, values), (expected, numbers)) in enumerate(zip(with_it, without, strict=True)):
         if scope == "behind" and name == "gaussiank":  # sums of tensors are added to one
@@ -99,8 +99,8 @@ def test_the_span_is_hardly_ever_read_again(name: str, monkeypatch: pytest.Monke
 def test_gradients_that_grow_need_no_more_room(
     scope: str, pool: int, foresight: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(predictions, "_ROOM", 4)
-    monkeypatch.setattr(predictions, "_ROOM_AT_LEAST", 1)
+    monkeypatch.setattr(known, "_ROOM", 4)
+    monkeypatch.setattr(known, "_ROOM_AT_LEAST", 1)
     rooms: list[int] = []
 
     def note(name: str, arguments: tuple[Any, ...]) -> None:
@@ -109,14 +109,15 @@ def test_gradients_that_grow_need_no_more_room(
 
     note_kernels(monkeypatch, note)
     segments, sparsifier = cut(scope, pool), resolve_sparsifier("topk")
-    ahead, parts = Foresight(History(segments), EDGES.tolist()), native.Parts.between(EDGES.tolist())
+    history, parts = History(segments), native.Parts.between(EDGES.tolist())
+    ahead, selector = Foresight(history, EDGES.tolist()), Selector(sparsifier)
     for step, scale in enumerate((1, 1, 1, 100, 1e4, 1e4)):
         torch.manual_seed(step)
         memory = torch.zeros(int(EDGES[-1]))
         grads = [scale * torch.randn(size) for size in SIZES]
         added = native.add_finite(memory, parts, grads, 1.0, ahead.wanted() if foresight else None)
         with ahead.known(memory, added.found) as survey:
-            chosen = select_with(sparsifier, memory, segments, step, survey)
+            chosen = selector.select(memory, history, step, survey)
         expected = sparsifier.select(memory, cut(scope, pool), step)
         assert torch.equal(chosen.indices, expected.indices)
     assert max(rooms) == Live.of(segments).room < EDGES[-1] / 4
@@ -129,7 +130,7 @@ def test_sums_are_those_of_the_memory_afterwards(kind: native.Sums) -> None:
     parts = native.Parts.between(EDGES.tolist())
     found = native.add_finite(memory, parts, grads, 0.5, native.Wanted(sums=kind)).found
     assert found is not None
-    assert found.places is None
+    assert found.lists is None
     x = memory.double().abs() if kind == "magnitudes" else memory.double()
     pieces = x.split(list(SIZES))
     np.testing.assert_allclose(found.sums, [piece.sum().item() for piece in pieces], rtol=1e-5, atol=1e-3)
@@ -146,7 +147,7 @@ def test_nothing_is_known_where_a_gradient_was_left_out() -> None:
     assert ahead.wanted() is None
     memory, grads = torch.zeros(int(EDGES[-1])), [torch.randn(size) for size in SIZES]
     native.add_finite(memory, parts, grads, 1.0)
-    select_with(resolve_sparsifier("topk"), memory, segments, 0, history.survey(memory))
+    Selector(resolve_sparsifier("topk")).select(memory, history, 0)
     grads[3][17] = float("nan")
     added = native.add_finite(memory, parts, grads, 1.0, ahead.wanted())
     assert added.left_out == [3]

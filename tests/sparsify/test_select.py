@@ -15,9 +15,8 @@ from lightning_safusion.sparsify import TopK
 from lightning_safusion.sparsify.base import Segments, Selection, span_segments
 from lightning_safusion.sparsify.selection.native import NativeView
 from lightning_safusion.sparsify.selection.reference import NumpyView
-from lightning_safusion.sparsify.selection.sampling import common_floor
 from lightning_safusion.sparsify.selection.select import SegmentedView, ThresholdSparsifier, pooled, segmented_view
-from lightning_safusion.sparsify.selection.survey import History
+from lightning_safusion.sparsify.selection.survey import History, SpanSurvey, common_floor
 from lightning_safusion.sparsify.selection.torch_view import TorchView
 
 needs_kernels = pytest.mark.skipif(not native.usable(), reason="the package was installed without a C compiler")
@@ -378,11 +377,9 @@ def test_an_element_that_was_not_found_is_never_smaller_than_one_that_was_pooled
     x = torch.cat([torch.linspace(0.1, 2, 1000), torch.linspace(0, 0.9, 40_000)])
     segments = cut([1000, 40_000], [5, 10], pool=1195)
     history = History(segments)
-    prediction = history.prediction(segments)
-    assert prediction is not None
     # 1000 and some 200 elements, 1210 are wanted
-    prediction.bits = np.array([0.0, 0.895, 0.895], np.float32).view(np.int32)
-    once = segmented_view(x, segments, history.survey(x)).top_pooled()
+    history.floors = np.array([0.0, 0.895, 0.895], np.float32).view(np.int32)
+    once = segmented_view(x, segments, SpanSurvey(x, history)).top_pooled()
     assert once is not None
     check(once, x, pooled(x, segments, exact_choice).indices.tolist())
 

@@ -18,7 +18,7 @@ from lightning_safusion import Segments
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify import History, resolve_sparsifier, segmented_view
 from lightning_safusion.sparsify.selection.native import with_first_others
-from lightning_safusion.sparsify.selection.survey import Foresight, select_with
+from lightning_safusion.sparsify.selection.survey import Foresight, Selector
 from tests.looks import note_kernels
 
 SIZES = (60_000, 300, 20_000, 1)
@@ -54,7 +54,7 @@ def windows(name: str, segments: Segments, shares: list[float], compiled: bool) 
     """Whether each selection from a residual is the exact one, where the compressor promises that."""
     history, parts = History(segments), native.Parts.between(EDGES.tolist())
     ahead, memory, sparsifier = Foresight(history, EDGES.tolist()), torch.zeros(NUMEL), resolve_sparsifier(name)
-    right = []
+    right, selector = [], Selector(sparsifier)
     for step, share in enumerate(shares):
         found = None
         if compiled:
@@ -62,7 +62,7 @@ def windows(name: str, segments: Segments, shares: list[float], compiled: bool) 
         else:
             torch._foreach_add_(list(memory.split(list(SIZES))), gradients(step, share))
         with ahead.known(memory, found) as survey:
-            chosen = select_with(sparsifier, memory, segments, step, survey)
+            chosen = selector.select(memory, history, step, survey)
         right.append(sparsifier.estimates or chosen.indices.tolist() == largest(memory, segments))
         memory[chosen.indices] = 0
     return right

@@ -22,7 +22,7 @@ import lightning_safusion
 from lightning_safusion import SAFusionStrategy, Segments, Selection, SpanSurvey, Sparsifier, TopK
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify import History, resolve_sparsifier, segmented_view
-from lightning_safusion.sparsify.selection.survey import Foresight, Live, select_with
+from lightning_safusion.sparsify.selection.survey import Foresight, Live, Selector
 from tests.looks import note_kernels
 from tests.models import TinyClassifier, classification, trainer
 from tests.process_group import run_launched
@@ -195,18 +195,18 @@ def test_nothing_is_known_any_more(change: str) -> None:
             elif change == "moved":
                 x.data = x * weights(len(x), 3)
             else:
-                survey.end()
+                survey.__exit__()
                 x.numpy()[:] *= weights(len(x), 3).numpy()
             assert segmented_view(x, segments, survey).top().indices.tolist() == exact(x, segments)
             assert survey.take(x, segments) == (None, None)
-        segmented_view(memory, segments, history.survey(memory)).top()  # learns
+        segmented_view(memory, segments, SpanSurvey(memory, history)).top()  # learns
 
 
 @pytest.mark.skipif(not native.usable(), reason="no compiled kernels")
 def test_another_view_of_the_same_elements_is_the_same_span() -> None:
     segments, memory = cut(), torch.randn(int(EDGES[-1]) + 5)
     history = History(segments)
-    survey = history.survey(memory[5:])
+    survey = SpanSurvey(memory[5:], history)
     for other in (memory[:-5], memory[5:].clone(), memory[5:].detach().clone()):
         assert survey.take(other, segments) == (None, None)
     assert survey.take(memory[5:], segments)[0] is not None
@@ -220,9 +220,10 @@ def test_what_was_found_is_handed_out_once(pool: int) -> None:
     segments = cut(pool)
     history, parts, memory = History(segments), native.Parts.between(EDGES.tolist()), torch.zeros(int(EDGES[-1]))
     grads = [torch.randn(size) for size in SIZES]
-    select_with(resolve_sparsifier("topk"), torch.cat(grads), segments, 0, history.survey(memory))
-    assert history.learned is None  # of another tensor than the one that was surveyed nothing is learned
-    select_with(resolve_sparsifier("topk"), memory, segments, 0, history.survey(memory))
+    selector = Selector(resolve_sparsifier("topk"))
+    selector.select(torch.cat(grads), history, 0, SpanSurvey(memory, history))
+    assert not history.used  # of another tensor than the one that was surveyed nothing is learned
+    selector.select(memory, history, 0)
     ahead = Foresight(history, EDGES.tolist())
     added = native.add_finite(memory, parts, grads, 1.0, ahead.wanted())
     with ahead.known(memory, added.found) as survey:

@@ -15,7 +15,7 @@ from lightning_safusion.comm.exchange import Part, SpanSpec, saturated
 from lightning_safusion.comm.transport.interface import Transport, Work
 from lightning_safusion.comm.wire.formats import resolve_codec, value_format
 from lightning_safusion.sparsify.base import Segments, span_segments
-from lightning_safusion.sparsify.selection.survey import History
+from lightning_safusion.sparsify.selection.survey import History, SpanSurvey
 from lightning_safusion.sparsify.topk import TopK
 
 _TOP = TopK()
@@ -211,7 +211,7 @@ class HierarchicalExchange(MultiPhaseExchange):
         received = torch.zeros(between.world_size * self._message_bytes, dtype=torch.uint8, device=self.device)
         if self._message_bytes:
             shard = self.transports.inside.rank
-            survey = self._histories[shard].survey(total)
+            survey = SpanSurvey(total, self._histories[shard])
             chosen = Entries.of(_TOP.select(total, self._segments[shard], 0, survey), self.device)
             message, _ = encoded([chosen], [self._codecs[shard]], self.device)
             between.all_gather(received, message).wait()

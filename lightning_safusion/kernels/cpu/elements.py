@@ -39,15 +39,13 @@ class Survey(NamedTuple):
     """What one look at some runs of a span has found.
 
     Args:
-        places: int32 [K], ascending positions of what is above the floors; None if there was no room for them.
-        bits: int32 [K], their bits.
-        counts: int64 [S], how many of each run.
+        lists: What is above the floors, ascending, a list for each run; None if there was no room for that.
+        counts: int64 [S], how many are above the floor of each run.
         sums: float64 [S], or None if they were not asked for.
         squares: float64 [S], sums of squares, or None.
     """
 
-    places: np.ndarray | None
-    bits: np.ndarray | None
+    lists: Lists | None
     counts: np.ndarray
     sums: np.ndarray | None
     squares: np.ndarray | None
@@ -102,11 +100,11 @@ def _look(
     whole = parts.whole(counts) if cut else counts
     totals = (None, None) if sums is None else tuple(map(parts.whole, sums)) if cut else sums
     if floors is None or max(map(itemgetter(2), found)) > room:
-        return Survey(None, None, whole, *totals)
+        return Survey(None, whole, *totals)
     places, bits, _ = found[0]
     if len(found) > 1:
         places, bits = _joined([part[0] for part in found]), _joined([part[1] for part in found])
-    return Survey(places, bits, whole, *totals)
+    return Survey(Lists(places, bits, whole), whole, *totals)
 
 
 def _joined(lists: Sequence[np.ndarray]) -> np.ndarray:

@@ -226,6 +226,46 @@ class Flat:
         self.data.copy_(value)
 
 
+class FlatMemory(Memory):
+    """A memory of flat vectors: elements are selected from one of them, and what was sent is subtracted from it."""
+
+    #: Names of the vectors, as in checkpoints.
+    vectors: ClassVar[tuple[str, ...]]
+    #: The vector from which elements are selected.
+    pending: ClassVar[str]
+
+    def __init__(self) -> None:
+        FlatMemory.bind(self, [0], torch.device("cpu"))
+
+    def bind(self, edges: Sequence[int], device: torch.device) -> None:
+        self._flats = {name: Flat(edges, device) for name in self.vectors}
+        self._pending = self._flats[self.pending]
+
+    def accumulated(self, start: int, stop: int) -> Tensor:
+        return self._pending.data[start:stop]
+
+    def commit(self, start: int, indices: Tensor, sent: Tensor) -> None:
+        # An addition, not an assignment: padding may repeat the index of an element that was sent.
+        self._pending.data[start:].index_add_(0, indices, sent, alpha=-1)
+
+    def commit_dense(self, start: int, stop: int, sent: Tensor) -> None:
+        self._pending.data[start:stop] -= sent
+
+    def add(self, start: int, stop: int, error: Tensor) -> None:
+        self._pending.data[start:stop] += error
+
+    def permute(self, order: Sequence[int], edges: Sequence[int]) -> None:
+        for flat in self._flats.values():
+            flat.permute(order, edges)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {name: flat.data for name, flat in self._flats.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, flat in self._flats.items():
+            flat.load(state, name)
+
+
 def as_float32(grads: Sequence[Tensor]) -> list[Tensor]:
     """Gradients of 16 bits as float32: mixed types would drop out of the fused foreach kernels."""
     if all(grad.dtype == torch.float32 for grad in grads):

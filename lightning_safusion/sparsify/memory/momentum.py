@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_safusion.sparsify.memory.contract import Flat, Memory, as_float32
+from lightning_safusion.sparsify.memory.contract import Flat, FlatMemory, as_float32
 
 
-class DGCMemory(Memory):
+class DGCMemory(FlatMemory):
     """Momentum correction with masking and local clipping (Lin et al., Deep Gradient Compression, ICLR 2018, 3.1-3.2).
 
     Every gradient passes through a local momentum ``u`` into the velocity ``v``, from which is selected; the optimizer
@@ -32,10 +32,13 @@ class DGCMemory(Memory):
     name: ClassVar[str] = "dgc"
     conserves = False
     shapes_updates = True
+    vectors = ("momentum", "velocity")
+    pending = "velocity"
 
     def __init__(
         self, momentum: float = 0.9, nesterov: bool = False, masking: bool = True, clip: float | None = None
     ) -> None:
+        super().__init__()
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), got {momentum}")
         if clip is not None and not clip > 0:
@@ -44,16 +47,12 @@ class DGCMemory(Memory):
         self.nesterov = nesterov
         self.masking = masking
         self.clip = clip
-        self._u = self._v = Flat([0], torch.device("cpu"))
-
-    def bind(self, edges: Sequence[int], device: torch.device) -> None:
-        self._u, self._v = Flat(edges, device), Flat(edges, device)
 
     def compensate(self, ids: Sequence[int], grads: Sequence[Tensor], dense: Sequence[bool], norms: Tensor) -> None:
         g = as_float32(grads)
         if self.clip is not None:
             g = list(torch._foreach_mul(g, list(self._clipping(norms).unbind())))
-        u, v = self._u.of(ids), self._v.of(ids)
+        u, v = (flat.of(ids) for flat in self._flats.values())
         if self.nesterov:
             torch._foreach_add_(u, g)
             torch._foreach_mul_(u, self.momentum)
@@ -68,21 +67,15 @@ class DGCMemory(Memory):
         limit = math.inf if self.clip is None else self.clip * math.sqrt(self.world_size)
         return (limit / norms).clamp(max=1)
 
-    def accumulated(self, start: int, stop: int) -> Tensor:
-        return self._v.data[start:stop]
-
     def commit(self, start: int, indices: Tensor, sent: Tensor) -> None:
-        self._v.data[start:].index_add_(0, indices, sent, alpha=-1)
+        super().commit(start, indices, sent)
         if self.masking:
-            u = self._u.data[start:]
+            u = self._flats["momentum"].data[start:]
             # Subtracting what is there zeroes it exactly, and padding, which may repeat an index, subtracts nothing.
             u.index_add_(0, indices, torch.where(sent != 0, u[indices], 0), alpha=-1)
 
-    def commit_dense(self, start: int, stop: int, sent: Tensor) -> None:
-        self._v.data[start:stop] -= sent
-
     def withdraw(self, tensor: int, grad: Tensor) -> None:
-        u, v = self._u.views[tensor], self._v.views[tensor]
+        u, v = (flat.views[tensor] for flat in self._flats.values())
         g = grad.float()
         if self.clip is not None:
             g = g * self._clipping(torch.linalg.vector_norm(g))
@@ -96,22 +89,8 @@ class DGCMemory(Memory):
         else:
             u.sub_(g).div_(self.momentum)
 
-    def add(self, start: int, stop: int, error: Tensor) -> None:
-        self._v.data[start:stop] += error
 
-    def permute(self, order: Sequence[int], edges: Sequence[int]) -> None:
-        self._u.permute(order, edges)
-        self._v.permute(order, edges)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {"momentum": self._u.data, "velocity": self._v.data}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._u.load(state, "momentum")
-        self._v.load(state, "velocity")
-
-
-class EF21Memory(Memory):
+class EF21Memory(FlatMemory):
     """Sends how a gradient has changed; the optimizer gets a running estimate of the mean gradient (EF21).
 
     Every worker averages its gradients over time, ``v <- m v + (1 - m) g``, and holds an estimate of ``v`` that all
@@ -136,6 +115,8 @@ class EF21Memory(Memory):
     name: ClassVar[str] = "ef21"
     conserves = False
     shapes_updates = True
+    vectors = ("average", "difference", "estimate")  # v, v less its estimate, and the mean estimate of all workers
+    pending = "difference"
 
     def __init__(self, momentum: float = 0.8) -> None:
         if not 0 <= momentum < 1:
@@ -144,8 +125,9 @@ class EF21Memory(Memory):
         self.bind([0], torch.device("cpu"))
 
     def bind(self, edges: Sequence[int], device: torch.device) -> None:
-        self._average, self._difference = Flat(edges, device), Flat(edges, device)  # v, and v less its estimate
-        self._estimate, self._next = Flat(edges, device), Flat(edges, device)  # of the mean over workers
+        super().bind(edges, device)
+        self._average, self._estimate = self._flats["average"], self._flats["estimate"]
+        self._next = Flat(edges, device)  # the mean estimate after this window
         self._begun: set[int] = set()  # tensors that have had a gradient other than zero
         self._replaced: set[int] = set()  # tensors whose average is their latest gradient alone
 
@@ -154,7 +136,7 @@ class EF21Memory(Memory):
         change = list(torch._foreach_sub(as_float32(grads), average))
         torch._foreach_mul_(change, self._weights(ids, norms))
         torch._foreach_add_(average, change)
-        torch._foreach_add_(self._difference.of(ids), change)
+        torch._foreach_add_(self._pending.of(ids), change)
 
     def _weights(self, ids: Sequence[int], norms: Tensor) -> list[float]:
         """Of each gradient in its average: 1 for the first one."""
@@ -169,17 +151,8 @@ class EF21Memory(Memory):
         self._begun.update(i for i, norm in zip(ids, nonzero, strict=True) if norm > 0)
         return weights
 
-    def accumulated(self, start: int, stop: int) -> Tensor:
-        return self._difference.data[start:stop]
-
-    def commit(self, start: int, indices: Tensor, sent: Tensor) -> None:
-        self._difference.data[start:].index_add_(0, indices, sent, alpha=-1)
-
-    def commit_dense(self, start: int, stop: int, sent: Tensor) -> None:
-        self._difference.data[start:stop] -= sent
-
     def withdraw(self, tensor: int, grad: Tensor) -> None:
-        average, difference = self._average.views[tensor], self._difference.views[tensor]
+        average, difference = self._average.views[tensor], self._pending.views[tensor]
         estimate = average - difference
         if self.momentum == 0 or tensor in self._replaced:
             # what the average was before is not known, and not needed: the next gradient takes its place
@@ -202,22 +175,13 @@ class EF21Memory(Memory):
         estimate.copy_(following if good is None else torch.where(good, following, estimate))
 
     def permute(self, order: Sequence[int], edges: Sequence[int]) -> None:
-        for flat in (self._average, self._difference, self._estimate, self._next):
-            flat.permute(order, edges)
+        super().permute(order, edges)
+        self._next.permute(order, edges)
         places = {old: place for place, old in enumerate(order)}
         self._begun = {places[old] for old in self._begun}
         self._replaced = {places[old] for old in self._replaced}
 
-    def state_dict(self) -> dict[str, Tensor]:
-        return {
-            "average": self._average.data,
-            "difference": self._difference.data,
-            "estimate": self._estimate.data,
-        }
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._average.load(state, "average")
-        self._difference.load(state, "difference")
-        self._estimate.load(state, "estimate")
+        super().load_state_dict(state)
         self._begun = {i for i, view in enumerate(self._average.views) if bool(view.any())}
         self._replaced = set()

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.lookup import look_up
-from lightning_safusion.sparsify.memory.contract import Flat, Memory, as_float32
+from lightning_safusion.sparsify.memory.contract import FlatMemory, Memory, as_float32
 from lightning_safusion.sparsify.memory.momentum import DGCMemory, EF21Memory
 
 
-class ResidualMemory(Memory):
+class ResidualMemory(FlatMemory):
     """Error feedback: the residual is added to the next gradient (Seide et al. 2014; Karimireddy et al. 2019).
 
     The residual is in units of the gradient: the learning rate acts when it is sent.
@@ -28,22 +28,21 @@ class ResidualMemory(Memory):
     """
 
     name: ClassVar[str] = "residual"
+    vectors = ("residual",)
+    pending = "residual"
 
     def __init__(self, decay: float = 1.0) -> None:
+        super().__init__()
         if not 0 < decay <= 1:
             raise ValueError(f'decay must be in (0, 1], got {decay}; memory="none" forgets everything')
         self.decay = decay
         self.conserves = decay == 1
-        self._residual = Flat([0], torch.device("cpu"))
-
-    def bind(self, edges: Sequence[int], device: torch.device) -> None:
-        self._residual = Flat(edges, device)
 
     def compensate(self, ids: Sequence[int], grads: Sequence[Tensor], dense: Sequence[bool], norms: Tensor) -> None:
-        views, added = self._residual.of(ids), as_float32(grads)
+        views, added = self._pending.of(ids), as_float32(grads)
         if self.decay == 1:
             torch._foreach_add_(views, added)
-        elif self._residual.data.is_cpu:
+        elif self._pending.data.is_cpu:
             for view, grad in zip(views, added, strict=True):
                 torch.add(grad, view, alpha=self.decay, out=view)  # one pass over memory in place of two
         else:
@@ -53,51 +52,32 @@ class ResidualMemory(Memory):
     def compensate_finite(
         self, ids: Sequence[int], grads: Sequence[Tensor], wanted: native.Wanted | None = None
     ) -> native.Added | None:
-        if type(self).compensate is not ResidualMemory.compensate or not native.serves(self._residual.data, *grads):
+        if type(self).compensate is not ResidualMemory.compensate or not native.serves(self._pending.data, *grads):
             return None
         for grad in grads:
             if grad.dtype != torch.float32 or not grad.numel():
                 return None
-        parts = self._residual.known.get(ids) if isinstance(ids, range) else None
-        parts = parts or self._residual.parts(ids)
-        return native.add_finite(self._residual.data, parts, grads, self.decay, wanted)
-
-    def accumulated(self, start: int, stop: int) -> Tensor:
-        return self._residual.data[start:stop]
+        parts = self._pending.known.get(ids) if isinstance(ids, range) else None
+        parts = parts or self._pending.parts(ids)
+        return native.add_finite(self._pending.data, parts, grads, self.decay, wanted)
 
     def commit(self, start: int, indices: Tensor, sent: Tensor) -> None:
-        if native.serves(self._residual.data, indices, sent):
-            native.take_out(self._residual.data[start:], indices, sent)
-            return
-        # An addition, not an assignment: padding may repeat the index of an element that was sent.
-        self._residual.data[start:].index_add_(0, indices, sent, alpha=-1)
+        if native.serves(self._pending.data, indices, sent):
+            native.take_out(self._pending.data[start:], indices, sent)
+        else:
+            super().commit(start, indices, sent)
 
     def commit_message(self, start: int, stop: int, message: native.Message) -> bool:
-        if type(self).commit is not ResidualMemory.commit or not native.serves(self._residual.data):
+        if type(self).commit is not ResidualMemory.commit or not native.serves(self._pending.data):
             return False
-        native.take_out_message(self._residual.data[start:stop], message)
+        native.take_out_message(self._pending.data[start:stop], message)
         return True
 
-    def commit_dense(self, start: int, stop: int, sent: Tensor) -> None:
-        self._residual.data[start:stop] -= sent
-
     def withdraw(self, tensor: int, grad: Tensor) -> None:
-        residual = self._residual.views[tensor]
+        residual = self._pending.views[tensor]
         residual -= grad
         if self.decay != 1:
             residual /= self.decay
-
-    def add(self, start: int, stop: int, error: Tensor) -> None:
-        self._residual.data[start:stop] += error
-
-    def permute(self, order: Sequence[int], edges: Sequence[int]) -> None:
-        self._residual.permute(order, edges)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {"residual": self._residual.data}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._residual.load(state, "residual")
 
 
 class DecoupledMomentum(ResidualMemory):
@@ -154,7 +134,7 @@ class AutoMemory(ResidualMemory):
         self.conserves = momentum is None
 
 
-class NoMemory(Memory):
+class NoMemory(FlatMemory):
     """Forgets what was not sent: only the gradients of the current window are selected from.
 
     The first gradient after a commit begins a new window. A tensor without a gradient in it reads as zeros.
@@ -162,26 +142,21 @@ class NoMemory(Memory):
 
     name: ClassVar[str] = "none"
     conserves = False
+    vectors = ("gradients",)
+    pending = "gradients"
 
-    def __init__(self) -> None:
-        self._grads = Flat([0], torch.device("cpu"))
+    def bind(self, edges: Sequence[int], device: torch.device) -> None:
+        super().bind(edges, device)
         self._filled: set[int] = set()
         self._ended = False
 
-    def bind(self, edges: Sequence[int], device: torch.device) -> None:
-        self._grads = Flat(edges, device)
-        self._filled, self._ended = set(), False
-
     def compensate(self, ids: Sequence[int], grads: Sequence[Tensor], dense: Sequence[bool], norms: Tensor) -> None:
         if self._ended:
-            torch._foreach_zero_(self._grads.of(sorted(self._filled)))
+            torch._foreach_zero_(self._pending.of(sorted(self._filled)))
             self._filled, self._ended = set(), False
         # Copied, not added: after a window that ended badly and was never committed its gradients are still there.
-        torch._foreach_copy_(self._grads.of(ids), list(grads))
+        torch._foreach_copy_(self._pending.of(ids), list(grads))
         self._filled.update(ids)
-
-    def accumulated(self, start: int, stop: int) -> Tensor:
-        return self._grads.data[start:stop]
 
     def commit(self, start: int, indices: Tensor, sent: Tensor) -> None:
         self._ended = True
@@ -190,13 +165,13 @@ class NoMemory(Memory):
         self._ended = True
 
     def withdraw(self, tensor: int, grad: Tensor) -> None:
-        self._grads.views[tensor].zero_()
+        self._pending.views[tensor].zero_()
 
     def add(self, start: int, stop: int, error: Tensor) -> None:
         """Forgets the error, as everything else."""
 
     def permute(self, order: Sequence[int], edges: Sequence[int]) -> None:
-        self._grads.permute(order, edges)
+        super().permute(order, edges)
         self._filled = {place for place, old in enumerate(order) if old in self._filled}
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -15,8 +15,7 @@ from torch import Tensor
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify.base import Segments, Selection
 from lightning_safusion.sparsify.selection.reference import log_sums, merged, order_floors
-from lightning_safusion.sparsify.selection.sampling import common_floor, guessed_floor
-from lightning_safusion.sparsify.selection.survey import UNKNOWN, Prediction, SpanSurvey
+from lightning_safusion.sparsify.selection.survey import UNKNOWN, History, SpanSurvey, common_floor, guessed_floor
 from lightning_safusion.sparsify.selection.view import SegmentedView
 
 _SMALL = 1 << 14  # elements of a segment that is never sampled: a floor that is sure costs less
@@ -51,31 +50,27 @@ class NativeView(SegmentedView):
 
     def __init__(self, x: Tensor, segments: Segments, survey: SpanSurvey | None = None) -> None:
         self.x, self.segments = x, segments
-        known, seen = (None, None) if survey is None else survey.take(x, segments)
-        self._predicted = known or Prediction(segments)
-        self._live = self._predicted.live
+        history, seen = (None, None) if survey is None else survey.take(x, segments)
+        self._history = history or History(segments)
+        self._live = self._history.live
         self._floats: np.ndarray = x.detach().numpy()
-        self._found: native.Lists | None = None if seen is None else seen.lists
-        self._lowest: np.ndarray = self._predicted.bits if seen is None else seen.floors  # what these are above
-        self._seen = None if seen is None else seen._replace(lists=None)
+        self._found: native.Lists | None = None  # candidates, which exceed the floors in `_lowest`
+        self._lowest: np.ndarray = self._history.floors
         self._counted: tuple[np.ndarray, np.ndarray] | None = None  # the latest floors, and elements above them
+        self._summed: dict[native.Sums, tuple[np.ndarray, np.ndarray]] = {}
+        if seen is not None:
+            self._keep(*seen)
 
     # -- statistics ------------------------------------------------------------------------------------------------
 
     def moments(self, *, magnitudes: bool = False) -> tuple[Tensor, Tensor]:
         kind: native.Sums = "magnitudes" if magnitudes else "values"
-        self._predicted.sums = kind
-        seen = self._seen
-        if seen is not None and seen.kind == kind and seen.sums is not None and seen.squares is not None:
-            return self._per_segment(seen.sums), self._per_segment(seen.squares)
-        floors = self._predicted.bits[:-1]
-        unasked = self._found is not None or bool((floors == UNKNOWN).all())
-        wanted = native.Wanted(None if unasked else floors, self._live.room, kind)
-        places, bits, counts, sums, squares = native.survey(self._floats, self._live.parts, wanted)
-        if not unasked and places is not None and bits is not None:
-            self._found, self._lowest = native.Lists(places, bits, counts), floors
-        if sums is None or squares is None:
-            raise RuntimeError("sums were asked for and not made")
+        self._history.sums = kind
+        if kind not in self._summed:
+            floors = self._history.floors[:-1]
+            unasked = self._found is not None or bool((floors == UNKNOWN).all())
+            self._look(native.Wanted(None if unasked else floors, self._live.room, kind))
+        sums, squares = self._summed[kind]
         return self._per_segment(sums), self._per_segment(squares)
 
     def log_abs_sums(self) -> tuple[Tensor, Tensor]:
@@ -112,14 +107,14 @@ class NativeView(SegmentedView):
         return self._per_segment(kth.view(np.float32))
 
     def top(self) -> Selection:
-        quotas, floors = self._live.quotas, self._predicted.bits[:-1]
+        quotas, floors = self._live.quotas, self._history.floors[:-1]
         unknown = floors == UNKNOWN
         if not unknown.any() and self._found is None and not self._has_room(floors):
             unknown = np.ones_like(unknown)
         if unknown.any():
             floors = self._guessed(floors, quotas, unknown)
         found = self._above(floors)
-        self._learn(floors, found.counts)
+        self._history.learn(floors, found.counts)
         if (short := (found.counts < quotas) & ~unknown & (floors > 0)).any():
             floors, found = self._found_again(floors, short)
         found = self._complete(found, floors, quotas)
@@ -129,23 +124,20 @@ class NativeView(SegmentedView):
         quotas = self._live.quotas
         floors = self._no_lower(self._floors(thresholds, inclusive), quotas)
         found = self._down_to(floors)
-        self._learn(self._lowest, found.counts)
+        self._history.learn(self._lowest, found.counts)
         empty = self._counts(found, floors) == 0
         if not empty.any():
             return self._cut(found, floors, quotas)
         # of these the (first) largest, which is a zero if there is no other
-        parts = native.Parts.of(self._live.starts[empty], self._live.sizes[empty])
-        floors = floors.copy()
-        floors[empty] = np.maximum(native.largest(self._floats, parts) - 1, 0)
-        found = self._above(floors)
-        found = self._filled(found, empty & (found.counts == 0))
+        floors = self._guessed(floors, np.ones_like(quotas), empty)
+        found = self._complete(self._above(floors), floors, empty.astype(np.int64))
         return self._cut(found, np.full(len(quotas), -1, np.int32), np.where(empty, 1, quotas))
 
     def top_pooled(self) -> Selection | None:
-        live, common = self._live, int(self._predicted.bits[-1])
+        live, common = self._live, int(self._history.floors[-1])
         if not len(live.places):
             return None
-        likely = np.minimum(self._predicted.bits[:-1], np.int32(common))
+        likely = np.minimum(self._history.floors[:-1], np.int32(common))
         if common != UNKNOWN and (self._found is not None or self._has_room(likely)):
             selection = self._pooled_above(common)
             if selection is not None:
@@ -161,12 +153,10 @@ class NativeView(SegmentedView):
     def _pooled_above(self, common: int) -> Selection | None:
         """The pooled selection, if what is above ``common`` (bits) and above the floors of the quotas will do."""
         quotas = self._live.quotas
-        floors = np.minimum(self._predicted.bits[:-1], np.int32(common))
+        floors = np.minimum(self._history.floors[:-1], np.int32(common))
         found = self._above(floors)
-        limits = np.full_like(floors, common)
-        above = found.number_above(limits, floors, found.counts).sum()
-        told = np.where(floors < common, floors, UNKNOWN)
-        self._predicted.learn(np.append(told, limits[:1]), np.append(found.counts, above))
+        above = int(found.number_above(np.full_like(floors, common), floors, found.counts).sum())
+        self._history.learn(np.where(floors < common, floors, UNKNOWN), found.counts, common, above)
         if (short := (found.counts < quotas) & (floors > 0)).any():
             floors, found = self._found_again(floors, short)
         return self._shared(found, floors)
@@ -219,16 +209,21 @@ class NativeView(SegmentedView):
 
     def _has_room(self, floors: np.ndarray) -> bool:
         """Collects what is above predicted floors; forgets these where there is no room for all of that."""
-        wanted = native.Wanted(floors, self._live.room)
-        places, bits, counts, _, _ = native.survey(self._floats, self._live.parts, wanted)
-        if places is None or bits is None:
-            self._predicted.forget()
-            return False
-        self._found, self._lowest = native.Lists(places, bits, counts), floors
-        return True
+        self._look(native.Wanted(floors, self._live.room))
+        if self._found is None:
+            self._history.forget()
+        return self._found is not None
 
-    def _learn(self, floors: np.ndarray, counts: np.ndarray) -> None:
-        self._predicted.learn(np.append(floors, np.int32(UNKNOWN)), np.append(counts, 0))
+    def _look(self, wanted: native.Wanted) -> None:
+        """Reads the span."""
+        self._keep(wanted, native.survey(self._floats, self._live.parts, wanted))
+
+    def _keep(self, wanted: native.Wanted, found: native.Survey) -> None:
+        """Keeps the candidates and sums that were found in the span."""
+        if wanted.floors is not None and found.lists is not None:
+            self._found, self._lowest = found.lists, wanted.floors
+        if wanted.sums is not None and found.sums is not None and found.squares is not None:
+            self._summed[wanted.sums] = found.sums, found.squares
 
     # -- candidates ------------------------------------------------------------------------------------------------
 
@@ -263,7 +258,7 @@ class NativeView(SegmentedView):
     def _found_again(self, floors: np.ndarray, short: np.ndarray) -> tuple[np.ndarray, native.Lists]:
         """Reads the ``short`` segments (bool [A]) once more, with floors from samples."""
         lower = self._guessed(floors, self._live.quotas, short)
-        self._predicted.no_higher(lower, short)
+        self._history.lower(lower, short)
         return lower, self._above(lower)
 
     def _down_to(self, floors: np.ndarray) -> native.Lists:
@@ -286,11 +281,11 @@ class NativeView(SegmentedView):
     def _read(self, floors: np.ndarray, parts: native.Parts) -> native.Lists:
         """What is above the floors of some runs."""
         found = native.survey(self._floats, parts, native.Wanted(floors, self._live.room))
-        if found.places is None:  # now it is known how many
+        if found.lists is None:  # now it is known how many
             found = native.survey(self._floats, parts, native.Wanted(floors, int(found.counts.sum())))
-        if found.places is None or found.bits is None:
+        if found.lists is None:
             raise RuntimeError("a span has changed while it was read")
-        return native.Lists(found.places, found.bits, found.counts)
+        return found.lists
 
     def _complete(self, found: native.Lists, floors: np.ndarray, ranks: np.ndarray) -> native.Lists:
         """At least ``ranks`` (int64 [A]) candidates of every segment, from those above the floors."""

@@ -15,7 +15,7 @@ from lightning_safusion.kernels.cuda import MOST_ELEMENTS, serves
 from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier
 from lightning_safusion.sparsify.selection.native import NativeView
 from lightning_safusion.sparsify.selection.reference import NumpyView
-from lightning_safusion.sparsify.selection.survey import SpanSurvey, select_with
+from lightning_safusion.sparsify.selection.survey import SpanSurvey
 from lightning_safusion.sparsify.selection.torch_view import TorchView
 from lightning_safusion.sparsify.selection.view import SegmentedView, device_constant
 
@@ -109,8 +109,8 @@ class ThresholdSparsifier(Sparsifier):
 
     def select(self, x: Tensor, segments: Segments, step: int, survey: SpanSurvey | None = None) -> Selection:
         if segments.pool:
-            # `select` may be a subclass's, which takes no survey
-            return pooled(x, segments, lambda span, whole: select_with(self, span, whole, step, survey), survey)
+            known = {} if survey is None else {"survey": survey}  # `select` of a subclass may take none
+            return pooled(x, segments, lambda span, whole: self.select(span, whole, step, **known), survey)
         if segments.capacity == 0 or segments.numel == 0:
             return empty_selection(x.device)
         view = segmented_view(x, segments, survey)

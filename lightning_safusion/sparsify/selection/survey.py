@@ -1,7 +1,7 @@
-"""What is known of a span before a selection reads it: an explicit argument, and who keeps it.
+"""What is known of a span before a selection reads it, and the one place from which the engine selects.
 
-A :class:`History` is kept by whoever selects from the same place again and again (a buffer). For each selection it
-makes a :class:`SpanSurvey`, which holds for one span, as long as nobody writes to it, and for nothing else.
+A *floor* is a magnitude that about as many elements exceed as are looked for: predicted from earlier selections, or
+guessed from samples. A wrong floor costs time, never correctness.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import TypeAlias
 
 import numpy as np
 from torch import Tensor
@@ -20,19 +19,20 @@ from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier, check_selection, constant_of_segments
 from lightning_safusion.sparsify.selection.view import MAGNITUDE_BITS
 
-UNKNOWN = MAGNITUDE_BITS  # a floor that lets nothing through
+UNKNOWN = MAGNITUDE_BITS  # a floor that no element exceeds
 
-# Candidates that a floor should let through, in elements that are looked for: enough that the next step hardly ever
-# finds too few, which costs another look at the segment.
+# Candidates that should exceed a floor, in elements that are looked for: enough that the next step rarely finds too
+# few, which costs another pass over the segment.
 _SPARE, _SIGMAS, _MORE = 1.5, 4, 32
-# How thresholds follow the number that they let through. Whoever was above the last one has been sent, so that there
-# are many residuals a little below it and few above, and the next one may be a little lower or higher: they stay where
-# they let enough through in all steps, as long as these are not too many.
+# How floors follow the number of elements above them. Elements above the last floor have been sent, so that many
+# residuals are a little below it and few above, and the next floor may be a little lower or higher: a floor stays where
+# it is while enough elements exceed it, and not too many.
 _FALLS, _RISES, _TOO_MANY, _SHARE = 0.93, 1.02, 4, 0.1
 _FAR_FROM, _STEEPNESS, _HIGHER = 8, 0.2, 2
-_FAR_OFF = 64  # times the candidates that it should let through: it is guessed anew
+_FAR_OFF = 64  # times the candidates that should exceed it: the floor is guessed anew
 # Room for candidates: times the quotas, and a share of the elements that is not exceeded without need.
 _ROOM, _ROOM_AT_LEAST, _ROOM_SHARE, _ROOM_NEEDED = 16, 1 << 12, 1 / 8, 4
+_LEAST = 1024  # elements of a sample
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +46,8 @@ class Live:
         quotas: int64 [A], no more than these.
         parts: The same runs as compiled kernels take them.
         room: For how many candidates there shall be room.
+        enough: float64 [A + 1], candidates of each that should exceed its floor, and at last of all of them together.
+        many: float64 [A + 1], times ``enough``: too many.
     """
 
     places: np.ndarray
@@ -54,118 +56,95 @@ class Live:
     quotas: np.ndarray
     parts: native.Parts
     room: int
+    enough: np.ndarray
+    many: np.ndarray
 
     @staticmethod
     @constant_of_segments
     def of(segments: Segments) -> Live:
-        """Those of ``segments``, worked out once."""
         places = np.flatnonzero((segments.sizes > 0) & (segments.quotas > 0))
         starts, sizes = segments.edges[places], segments.sizes[places]
         room = min(_ROOM * segments.capacity, int(_ROOM_SHARE * segments.numel))
         room = max(_ROOM_AT_LEAST, _ROOM_NEEDED * segments.capacity, room)
         quotas = np.minimum(segments.quotas[places], sizes)
-        return Live(places, starts, sizes, quotas, native.Parts.of(starts, sizes), room)
-
-
-class Prediction:
-    """Predicted thresholds of one cut. A wrong one costs time, never correctness.
-
-    Args:
-        segments: The cut.
-
-    Attributes:
-        bits: int32 [A + 1], of the magnitudes that the quota of each live segment, and at last the room of all of them
-            together, is most likely above; :data:`UNKNOWN` where nothing is known.
-        sums: Which sums will most likely be asked for.
-    """
-
-    def __init__(self, segments: Segments) -> None:
-        self.live = live = Live.of(segments)
-        ranks, sizes = np.append(live.quotas, segments.capacity), np.append(live.sizes, segments.numel)
-        self._enough = _SPARE * ranks + _SIGMAS * np.sqrt(ranks) + _MORE
-        self._many = np.clip(_SHARE * sizes / np.maximum(ranks, 1), 1, _TOO_MANY)
-        self.sums: native.Sums | None = None
-        self.forget()
-
-    def forget(self) -> None:
-        """Knows nothing any more: where far too many elements were above the floors, samples tell better."""
-        self.bits = np.full(len(self._enough), UNKNOWN, np.int32)
-
-    def learn(self, floors: np.ndarray, counts: np.ndarray) -> None:
-        """Takes in how many elements (int64 [A + 1]) were above floors (int32 [A + 1]; UNKNOWN tells nothing)."""
-        shares = counts / self._enough
-        factors = np.where(shares < 1, _FALLS, np.where(shares < self._many, 1, _RISES))
-        factors = np.where(shares < _FAR_FROM, factors, np.minimum(shares**_STEEPNESS, _HIGHER))
-        with np.errstate(invalid="ignore", over="ignore"):
-            moved = np.maximum(floors, 0).view(np.float32) * factors.astype(np.float32)
-        # a floor of 0 finds all non-zeros: there it stays as long as there are not too many of them
-        usable = ((floors > 0) & (shares < _FAR_OFF) | (floors == 0) & (shares < self._many)) & np.isfinite(moved)
-        learned = np.where(usable, moved.view(np.int32), np.int32(UNKNOWN))
-        self.bits = np.where(floors < UNKNOWN, learned, self.bits)
-
-    def no_higher(self, floors: np.ndarray, short: np.ndarray) -> None:
-        """Takes in floors (int32 [A]) for the live segments (bool [A]) that too few were found in."""
-        bits = self.bits.copy()
-        bits[:-1] = np.where(short & (floors >= 0), np.minimum(bits[:-1], floors), bits[:-1])
-        self.bits = bits
-
-
-class Seen(NamedTuple):
-    """What was found in a span while gradients were added to it.
-
-    Args:
-        lists: Those of its elements that are above some floors; None if there was no room for them.
-        floors: int32 [A], these floors.
-        kind: What was summed, if anything.
-        sums: float64 [A]; None if nothing was summed, like the squares.
-        squares: float64 [A], sums of squares.
-    """
-
-    lists: native.Lists | None
-    floors: np.ndarray
-    kind: native.Sums | None
-    sums: np.ndarray | None
-    squares: np.ndarray | None
+        ranks, elements = np.append(quotas, segments.capacity), np.append(sizes, segments.numel)
+        enough = _SPARE * ranks + _SIGMAS * np.sqrt(ranks) + _MORE
+        many = np.clip(_SHARE * elements / np.maximum(ranks, 1), 1, _TOO_MANY)
+        return Live(places, starts, sizes, quotas, native.Parts.of(starts, sizes), room, enough, many)
 
 
 class History:
-    """Predicted thresholds of one cut of a span, learned from every selection. No result depends on them.
+    """Predicted floors of one cut of a span, learned from every selection.
 
     Args:
         segments: The cut.
 
     Attributes:
-        learned: What earlier selections with the cut itself predict; None before the first.
+        live: Its segments with elements and a quota ([A]).
+        floors: int32 [A + 1], bits of magnitudes that the quota of each live segment, and at last the room of all of
+            them together, most likely exceed; :data:`UNKNOWN` where nothing is known.
+        sums: Which sums will most likely be asked for.
+        used: A selection with the cut itself has been made.
     """
 
     def __init__(self, segments: Segments) -> None:
-        self.segments = segments
-        self.learned: Prediction | None = None
-        self._others: dict[Segments, Prediction] = {}
+        self.segments, self.live = segments, Live.of(segments)
+        self.sums: native.Sums | None = None
+        self.used = False
+        self._derived: dict[Segments, History] = {}
+        self.forget()
 
-    def survey(self, x: Tensor) -> SpanSurvey:
-        """What is known of ``x`` (float32 [N]), the span as it is now."""
-        return SpanSurvey(x, self)
+    def forget(self) -> None:
+        """Knows no floor any more: where far too many elements exceeded them, samples tell better."""
+        self.floors = np.full(len(self.live.enough), UNKNOWN, np.int32)
 
-    def prediction(self, segments: Segments) -> Prediction | None:
-        """Of the cut itself, or of the two that a pooled selection derives from it; of another one, None."""
+    def derived(self, segments: Segments) -> History | None:
+        """The history of one of the two cuts that a pooled selection derives from this one; None for another cut."""
         own = self.segments
-        if segments is own:
-            self.learned = self.learned or Prediction(own)
-            return self.learned
         if not (own.pool and (segments is own.unpooled or segments is own.as_one)):
             return None
-        if segments not in self._others:
-            self._others[segments] = Prediction(segments)
-        return self._others[segments]
+        if segments not in self._derived:
+            self._derived[segments] = History(segments)
+        return self._derived[segments]
+
+    def learn(self, floors: np.ndarray, counts: np.ndarray, common: int = UNKNOWN, above: int = 0) -> None:
+        """Records how many elements exceeded floors.
+
+        Args:
+            floors: int32 [A]; UNKNOWN tells nothing.
+            counts: int64 [A], elements above each.
+            common: A floor for all of them together.
+            above: Elements above it.
+        """
+        tried, shares = np.append(floors, np.int32(common)), np.append(counts, above) / self.live.enough
+        factors = np.where(shares < 1, _FALLS, np.where(shares < self.live.many, 1, _RISES))
+        factors = np.where(shares < _FAR_FROM, factors, np.minimum(shares**_STEEPNESS, _HIGHER))
+        with np.errstate(invalid="ignore", over="ignore"):
+            moved = np.maximum(tried, 0).view(np.float32) * factors.astype(np.float32)
+        # all non-zeros exceed a floor of 0: there it stays as long as there are not too many of them
+        usable = ((tried > 0) & (shares < _FAR_OFF) | (tried == 0) & (shares < self.live.many)) & np.isfinite(moved)
+        learned = np.where(usable, moved.view(np.int32), np.int32(UNKNOWN))
+        self.floors = np.where(tried < UNKNOWN, learned, self.floors)
+
+    def lower(self, floors: np.ndarray, short: np.ndarray) -> None:
+        """Takes lower floors (int32 [A]) for the live segments (bool [A]) in which too few elements were found."""
+        lowered, own = self.floors.copy(), self.floors[:-1]
+        lowered[:-1] = np.where(short & (floors >= 0), np.minimum(own, floors), own)
+        self.floors = lowered
+
+
+#: What was looked for in each live segment of a span, and what was found.
+Seen: TypeAlias = tuple[native.Wanted, native.Survey]
 
 
 class SpanSurvey:
-    """What is known of one span: predicted thresholds, and elements and sums that were found in it already.
+    """What is known of one span: predicted floors, and elements and sums that were found in it already.
 
     A sparsifier whose ``select`` takes it (``survey``) passes it on to :func:`segmented_view`. It holds for the tensor
     that was surveyed, and for other views of the same elements. Of a product, a copy, a slice or another order of them
     nothing is known, and neither is anything once they have been written to.
+
+    As a context it ends with the block: the span will be written to by kernels that no version counter notices.
 
     Args:
         x: float32 [N].
@@ -179,24 +158,18 @@ class SpanSurvey:
         counted = x.is_cpu and not x.is_inference()
         self._state = (x.data_ptr(), x.numel(), x._version) if counted else None
 
-    def take(self, x: Tensor, segments: Segments) -> tuple[Prediction | None, Seen | None]:
-        """What is known of ``x`` with this cut. Found elements are handed out once: their lists are worked on in place.
-
-        Args:
-            x: float32 [N].
-            segments: Its cut.
+    def take(self, x: Tensor, segments: Segments) -> tuple[History | None, Seen | None]:
+        """What is known of ``x`` (float32 [N]) with this cut. Found elements are handed out once: their lists are
+        overwritten.
         """
         same = x is self._x or (x._base is not None and x._base is self._x._base)
         if self._state is None or not same or (x.data_ptr(), x.numel(), x._version) != self._state:
             return None, None
         if segments is not self._history.segments:
-            return self._history.prediction(segments), None
+            return self._history.derived(segments), None
+        self._history.used = True
         seen, self._seen = self._seen, None
-        return self._history.learned or self._history.prediction(segments), seen
-
-    def end(self) -> None:
-        """Nothing is known any more: the span will be written to by kernels that no version counter notices."""
-        self._state = self._seen = None
+        return self._history, seen
 
     def __enter__(self) -> SpanSurvey:
         return self
@@ -206,7 +179,7 @@ class SpanSurvey:
 
 
 class Foresight:
-    """Lets elements be found, and sums be made, while gradients are added, before anyone has asked for them.
+    """Finds elements and makes sums while gradients are added, before a selection asks for them.
 
     Args:
         history: Of the span that will be selected from.
@@ -214,8 +187,7 @@ class Foresight:
     """
 
     def __init__(self, history: History, edges: Sequence[int]) -> None:
-        self.history, segments = history, history.segments
-        self._live = live = Live.of(segments)
+        self.history, segments, live = history, history.segments, history.live
         bounds, number = np.asarray(edges, np.int64), len(live.places)
         starts = bounds[:-1][np.diff(bounds) > 0]
         live_places = np.full(len(segments), number)
@@ -224,84 +196,53 @@ class Foresight:
         self._owners = live_places[np.searchsorted(segments.edges, starts, side="right") - 1]
         #: each tensor is a segment of its own, as before fusion
         self._one_each = np.array_equal(self._owners, np.arange(number))
-        self._addressed = segments.numel < native.MOST_ELEMENTS
-        self._floors = np.empty(0, np.int32)
-        self._kind: native.Sums | None = None
+        self._wanted = native.Wanted()
 
     def wanted(self) -> native.Wanted | None:
         """What is to be found, with a floor for each tensor that is not empty; None if nothing is known."""
-        prediction = self.history.learned
-        if prediction is None or not self._addressed:
+        history = self.history
+        if not history.used or history.segments.numel >= native.MOST_ELEMENTS:
             return None
-        floors = self._floors = np.minimum(prediction.bits[:-1], prediction.bits[-1])
-        self._kind = prediction.sums
-        if not self._one_each:
-            floors = np.append(floors, np.int32(UNKNOWN))[self._owners]
-        return native.Wanted(floors, self._live.room, self._kind)
+        floors = np.minimum(history.floors[:-1], history.floors[-1])
+        self._wanted = wanted = native.Wanted(floors, history.live.room, history.sums)
+        return wanted if self._one_each else wanted._replace(floors=np.append(floors, np.int32(UNKNOWN))[self._owners])
 
     def known(self, x: Tensor, found: native.Survey | None) -> SpanSurvey:
-        """What is known of a span, until the context ends that this is entered as.
+        """What is known of a span.
 
         Args:
             x: float32 [N], the memory to which the gradients were added.
             found: What was wanted, as it was found in it.
         """
-        history = self.history
         if found is None:
-            return SpanSurvey(x, history)
-        places, bits, counts, sums, squares = found
+            return SpanSurvey(x, self.history)
+        if found.lists is None:
+            self.history.forget()
         if not self._one_each:
-            counts = self._per_segment(counts).astype(np.int64)
-            sums = None if sums is None else self._per_segment(sums)
-            squares = None if squares is None else self._per_segment(squares)
-        lists = None
-        if places is not None and bits is not None:
-            lists = native.Lists(places, bits, counts)
-        elif history.learned is not None:
-            history.learned.forget()
-        return SpanSurvey(x, history, Seen(lists, self._floors, self._kind, sums, squares))
+            counts = self._per_segment(found.counts).astype(np.int64)
+            sums, squares = (None if each is None else self._per_segment(each) for each in (found.sums, found.squares))
+            lists = None if found.lists is None else found.lists._replace(counts=counts)
+            found = native.Survey(lists, counts, sums, squares)
+        return SpanSurvey(x, self.history, (self._wanted, found))
 
     def _per_segment(self, per_tensor: np.ndarray) -> np.ndarray:
         """float64 [A], sums over the tensors of each live segment."""
-        number = len(self._live.places)
+        number = len(self.history.live.places)
         return np.bincount(self._owners, per_tensor, number + 1)[:number]
 
 
-def select_with(
-    sparsifier: Sparsifier, x: Tensor, segments: Segments, step: int, survey: SpanSurvey | None
-) -> Selection:
-    """:meth:`Sparsifier.select`, with the survey where it takes one.
-
-    Args:
-        sparsifier: Of this package or somebody else's.
-        x: float32 [N], contiguous.
-        segments: Its cut.
-        step: Number of the optimizer step.
-        survey: What is known of ``x``.
-    """
-    select: Any = sparsifier.select
-    if survey is not None and _takes_survey(getattr(select, "__func__", select)):
-        selection: Selection = select(x, segments, step, survey=survey)
-        return selection
-    return sparsifier.select(x, segments, step)
-
-
-@lru_cache(maxsize=128)
-def _takes_survey(select: Callable[..., Any]) -> bool:
-    """Whether it names the parameter: one that hands on whatever it gets does not say that it knows it."""
-    return "survey" in inspect.signature(select).parameters
-
-
 class Selector:
-    """Selects from spans with the compressor of the job, for one thread at a time.
+    """Selects with the compressor of the job, for one thread at a time: what a sparsifier learns is not made for two.
 
     Args:
-        sparsifier: The compressor; what it learns is this job's.
+        sparsifier: The compressor.
     """
 
     def __init__(self, sparsifier: Sparsifier) -> None:
         self.sparsifier = sparsifier
-        self._selecting = Lock()  # what a sparsifier learns is not made for two threads
+        self._selecting = Lock()
+        self._takes_survey = "survey" in inspect.signature(sparsifier.select).parameters
+        self._trusted = type(sparsifier).__module__.startswith("lightning_safusion.")
 
     def select(self, x: Tensor, history: History, step: int, survey: SpanSurvey | None = None) -> Selection:
         """Selects from a span of any device; safe to call on any thread.
@@ -312,10 +253,52 @@ class Selector:
             step: Number of the window.
             survey: What is known of ``x``; None for what the history tells.
         """
-        segments = history.segments
+        select: Callable[..., Selection] = self.sparsifier.select
+        known = {"survey": survey or SpanSurvey(x, history)} if self._takes_survey else {}
         with self._selecting:
-            selection = select_with(self.sparsifier, x, segments, step, survey or history.survey(x))
-        # a broken contract would not raise anywhere: it would train on wrong gradients, the same on all ranks
-        if not type(self.sparsifier).__module__.startswith("lightning_safusion."):
-            check_selection(selection, segments, self.sparsifier.name)
+            selection = select(x, history.segments, step, **known)
+        if not self._trusted:  # a broken contract would train on wrong gradients, the same on all ranks
+            check_selection(selection, history.segments, self.sparsifier.name)
         return selection
+
+
+def guessed_floor(bits: np.ndarray, rank: int) -> int:
+    """A floor that the ``rank`` largest elements of a segment (int32 [N], their bits) nearly always exceed; -1: all."""
+    size = len(bits)
+    if rank == 0:
+        return UNKNOWN
+    if 2 * rank > size:
+        return -1
+    # A sample with h hits costs h / density, and what it cannot tell apart rank / sqrt(h) candidates more: for the
+    # least of both h goes with this power. 128 put the floor within 9 % (one sigma) of the rank.
+    hits = min(128, max(24, int((3 * rank * rank / size) ** (2 / 3))))
+    stride = size // min(size // 16, max(_LEAST, hits * size // rank)) | 1
+    sample = bits[::stride] & MAGNITUDE_BITS
+    deep = _deep(rank / stride)
+    if deep >= len(sample):
+        return -1
+    value = _largest(sample, deep)
+    # One value in a large part of the segment is not worth collecting (the zeros of an embedding's gradient): leave it
+    # out, and fill up with its first elements if they are needed after all.
+    tied = np.count_nonzero(sample >= value) > 4 * deep
+    return value if tied else max(value - 1, 0)
+
+
+def common_floor(segments: Sequence[np.ndarray], rank: int) -> int:
+    """A floor that the ``rank`` (1 or more) largest elements of all segments together (int32, their bits) nearly always
+    exceed; -1: all.
+    """
+    size = sum(map(len, segments))
+    stride = max(1, size // min(size, max(_LEAST, 128 * size // rank))) | 1
+    sample = np.concatenate([bits[::stride] for bits in segments]) & MAGNITUDE_BITS
+    deep = _deep(rank * len(sample) / size)
+    return -1 if deep >= len(sample) else max(_largest(sample, deep) - 1, 0)
+
+
+def _deep(expected: float) -> int:
+    """A rank in a sample, three sigma deeper than the expected one."""
+    return int(expected + 3 * expected**0.5 + 4)
+
+
+def _largest(sample: np.ndarray, rank: int) -> int:
+    return int(np.partition(sample, len(sample) - rank)[len(sample) - rank])

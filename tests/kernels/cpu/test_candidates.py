@@ -15,7 +15,7 @@ from lightning_safusion.sparsify.base import Segments, span_segments
 from lightning_safusion.sparsify.selection.native import NativeView
 from lightning_safusion.sparsify.selection.reference import NumpyView
 from lightning_safusion.sparsify.selection.select import segmented_view
-from lightning_safusion.sparsify.selection.survey import Foresight, History
+from lightning_safusion.sparsify.selection.survey import Foresight, History, SpanSurvey
 from lightning_safusion.sparsify.topk import TopK
 
 pytestmark = pytest.mark.skipif(not native.usable(), reason="the package was installed without a C compiler")
@@ -124,7 +124,7 @@ def test_some_lists_are_replaced_by_longer_ones(room: int) -> None:
 def test_spans_that_positions_of_32_bits_cannot_address_are_left_to_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     x, segments = torch.randn(100), span_segments(100, 3)
     history = History(segments)
-    assert type(segmented_view(x, segments, history.survey(x))) is NativeView
+    assert type(segmented_view(x, segments, SpanSurvey(x, history))) is NativeView
     assert Foresight(history, [0, 100]).wanted() is not None
     monkeypatch.setattr(native, "MOST_ELEMENTS", 100)
     assert Foresight(history, [0, 100]).wanted() is None

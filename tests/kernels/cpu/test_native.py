@@ -68,10 +68,9 @@ def test_what_is_above_floors_is_found_in_order(threads: int, sizes: list[int], 
         floors[::3] = -1  # everything
         found = native.survey(x, parts, Wanted(floors, len(x), "magnitudes"))
         mask = (x.view(np.int32) & MAGNITUDE) > np.repeat(floors, np.diff(edges)[live])
-        assert found.places is not None
-        assert found.bits is not None
-        assert found.places.tolist() == np.flatnonzero(mask).tolist()
-        assert np.array_equal(found.bits, x.view(np.int32)[mask])
+        assert found.lists is not None
+        assert found.lists.places.tolist() == np.flatnonzero(mask).tolist()
+        assert np.array_equal(found.lists.bits, x.view(np.int32)[mask])
         cuts = edges[live]
         assert found.counts.tolist() == np.add.reduceat(mask, cuts, dtype=np.int64).tolist()
         with np.errstate(over="ignore"):
@@ -79,7 +78,7 @@ def test_what_is_above_floors_is_found_in_order(threads: int, sizes: list[int], 
             np.testing.assert_allclose(found.sums, np.add.reduceat(np.abs(x.astype(np.float64)), cuts), rtol=1e-5)
         counted = native.survey(x, parts, Wanted(floors, 0))
         assert counted.counts.tolist() == found.counts.tolist()
-        assert (counted.places is None) == bool(mask.any())
+        assert (counted.lists is None) == bool(mask.any())
 
 
 @pytest.mark.parametrize("room", [0, 1, 31, 32, 33, 99, 100])
@@ -94,7 +93,7 @@ def test_without_room_everything_is_counted_and_nothing_overwritten(room: int, m
     x = np.arange(1, 101, dtype=np.float32)
     found = native.survey(x, Parts.between([0, 50, 100]), Wanted(np.zeros(2, np.int32), room))
     assert found.counts.tolist() == [50, 50]
-    assert (found.places is None) == (room < 100)
+    assert (found.lists is None) == (room < 100)
     assert all((array[-64:] == 7).all() for array in made)
 
 
