@@ -126,7 +126,7 @@ def spelled(args: Sequence[str], function: Callable[..., Any]) -> list[str]:
 
 
 def _split(text: str) -> list[str]:
-    from lightning_safusion.bench.grammar import split  # by now the subcommand has imported the package
+    from lightning_safusion.bench.rows import split  # by now the subcommand has imported the package
 
     return split(text)
 

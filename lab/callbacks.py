@@ -22,16 +22,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lab.processes import run_workers
 from lightning_safusion import SAFusionStrategy
-from lightning_safusion.bench.team import Place, started
+from lightning_safusion.bench.team import Place, make_trainer
 from lightning_safusion.callbacks import (
     BufferSizeTuner,
     ConvergenceProbe,
@@ -194,14 +194,9 @@ def callbacks(
     """
     for name in only:
         look_up("callback", name, WATCHED)
-    torch.set_num_threads(1)  # no threads before the workers are forked
     measured = Measured(only, tensors, width, batch_size, every_n_steps, pairs, null)
-    place = Place(2)
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder, "callbacks.log")
-        with started("callbacks", place, log, place.port(0), partial(_work, measured)) as team:
-            for line in team.events():
-                print(line, flush=True)
+    for line in run_workers(Place(2), partial(_work, measured)):
+        print(line, flush=True)
 
 
 def _work(measured: Measured, rank: int, pipe: Connection) -> None:
@@ -212,20 +207,10 @@ def _work(measured: Measured, rank: int, pipe: Connection) -> None:
         options: dict[str, Any] = {"table": False} if name == "overlap" else {"worst": 0} if name == "missing" else {}
         made.append(WATCHED[name](every_n_steps=measured.every, **options))
     model = Alternating(measured.tensors, measured.width, measured.every, measured.null)
-    data = TensorDataset(torch.randn(measured.batch_size, measured.width).repeat(2 * steps, 1))
-    trainer = Trainer(
-        accelerator="cpu",
-        num_nodes=2,
-        devices=1,
-        strategy=SAFusionStrategy(collective="allgather", density=0.05, fusion="aligned", process_group_backend="gloo"),
-        callbacks=[*made, BufferSizeTuner()],
-        max_steps=steps,
-        default_root_dir=tempfile.mkdtemp(),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    data = TensorDataset(torch.randn(measured.batch_size, measured.width).repeat(steps, 1))
+    strategy = SAFusionStrategy(collective="allgather", density=0.05, fusion="aligned", process_group_backend="gloo")
+    callbacks = [*made, BufferSizeTuner()]
+    trainer = make_trainer(2, strategy, callbacks, max_steps=steps, default_root_dir=tempfile.mkdtemp())
     reviews, hooks = time_reviews(), time_hooks(made)
     begin = time.perf_counter()
     trainer.fit(model, DataLoader(data, batch_size=measured.batch_size))
@@ -236,7 +221,6 @@ def _work(measured: Measured, rank: int, pipe: Connection) -> None:
         for name, total in hooks.items():
             pipe.send(f"  in {name}: {100 * total / watched:.2f} % of the time")
         pipe.send(f"  the tuner's reviews: {100 * sum(reviews) / (time.perf_counter() - begin):.2f} % of the time")
-    pipe.send(None)
 
 
 def lines(seconds: Sequence[tuple[float, float]], measured: Measured) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Missing tensors and accuracy by fusion degree: sparsification behind fusion, ahead of it, with and without feedback.
+"""Missing tensors and accuracy by fusion degree: sparsification after fusion, before it, with and without feedback.
 
     $ python -m lab missing-rate --output docs/images/missing_rate.png
 
@@ -11,26 +11,23 @@ Prints a markdown table and saves a picture. Accuracy is that of the last epoch 
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import fmean
-from typing import Literal, cast
+from typing import Literal
 
-import torch
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import seed_everything
 from matplotlib.figure import Figure
-from typing_extensions import override
 
 from lab.markdown import markdown
-from lightning_safusion import Aligned, SAFusionStrategy
-from lightning_safusion.bench.team import Place, started
+from lab.processes import run_workers
+from lightning_safusion.bench.rows import parse_row
+from lightning_safusion.bench.team import Place, make_trainer
 from lightning_safusion.callbacks import TensorMissingRateMonitor
-from lightning_safusion.demo.data import DigitsData
-from lightning_safusion.demo.model import WIDTHS, DigitsNet
+from lightning_safusion.demo.digits import WIDTHS, DigitsNet, digits_loaders
 
 AHEAD_DEGREE = 8
 _BATCH = 32  # images of a worker
@@ -49,6 +46,14 @@ class Row:
     scope: Literal["dense", "group", "tensor"]
     degree: int
     memory: str
+
+    @property
+    def system(self) -> str:
+        """The row as the benchmark's."""
+        if self.scope == "dense":
+            return "ddp"
+        parts = f"compressor=topk,fusion=aligned[tensors_per_buffer={self.degree}],memory={self.memory}"
+        return f"behind[scope={self.scope},{parts}]"
 
 
 @dataclass(frozen=True)
@@ -83,59 +88,25 @@ class Conditions:
     lr: float
 
 
-def train(row: Row, seed: int, conditions: Conditions, log: Path) -> Result:
-    """Trains one row from one start, on workers of their own."""
-    place = Place(conditions.workers)
-    with started(label(row), place, log, place.port(0), partial(_work, row, seed, conditions)) as team:
-        (result,) = team.events()
-    return cast(Result, result)
-
-
 def _work(row: Row, seed: int, conditions: Conditions, rank: int, pipe: Connection) -> None:
-    """One worker; the first one says what came of it."""
+    """Trains one row, as one of the workers; the first one sends the result."""
     seed_everything(seed, workers=True, verbose=False)
-    data = DigitsData(_BATCH, seed)
-    strategy = SAFusionStrategy(
-        system="behind",
-        compressor="topk",
-        density=1.0 if row.scope == "dense" else conditions.density,
-        scope="tensor" if row.scope == "dense" else row.scope,
-        fusion=Aligned(row.degree),
-        memory=row.memory,
-        process_group_backend="gloo",
-    )
+    loaders = digits_loaders(seed, _BATCH, conditions.workers, rank)
     monitor = TensorMissingRateMonitor(every_n_steps=5, worst=0)
-    trainer = Trainer(
-        accelerator="cpu",
-        num_nodes=conditions.workers,
-        devices=1,
-        strategy=strategy,
+    trainer = make_trainer(
+        conditions.workers,
+        parse_row(row.system).strategy(conditions.density),
+        [monitor],
         max_epochs=conditions.epochs,
-        callbacks=[monitor, OneThread()],
-        use_distributed_sampler=False,
         num_sanity_val_steps=0,
         check_val_every_n_epoch=conditions.epochs,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
-    steps = conditions.epochs * data.steps_per_epoch(conditions.workers)
-    trainer.fit(DigitsNet(WIDTHS, conditions.lr, steps), data)
+    trainer.fit(DigitsNet(WIDTHS, conditions.lr, conditions.epochs * len(loaders[0])), *loaders)
     if rank == 0:
         missing, density, statistics = 0.0, 1.0, monitor.statistics
         if statistics is not None and statistics.samples:  # otherwise plain DDP
             missing, density = float(statistics.missing.compute()), float(statistics.density.compute())
         pipe.send(Result(missing, density, float(trainer.callback_metrics["val_accuracy"])))
-    pipe.send(None)
-
-
-class OneThread(Callback):
-    """Lightning gives a node with one device all cores."""
-
-    @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        torch.set_num_threads(1)
 
 
 def label(row: Row) -> str:
@@ -220,14 +191,12 @@ def missing_rate(
         lr: Learning rate.
         output: Picture.
     """
-    torch.set_num_threads(1)  # no threads before the workers are forked
     conditions = Conditions(density, epochs, workers, lr)
     tensors = len(list(DigitsNet(WIDTHS, lr, 1).parameters()))
     results: dict[Row, list[Result]] = {row: [] for row in rows_of(degrees)}
-    with tempfile.TemporaryDirectory() as folder:
-        for seed in seeds:
-            for number, (row, runs) in enumerate(results.items()):
-                runs.append(train(row, seed, conditions, Path(folder, f"{number}-{seed}.log")))
+    for seed in seeds:
+        for row, runs in results.items():
+            runs += run_workers(Place(workers), partial(_work, row, seed, conditions))
     title = f"{tensors} gradient tensors, top-k at density {density:g}, {workers} workers, {epochs} epochs"
     print(f"{title}, seeds {', '.join(map(str, seeds))}\n\n{table(results, tensors)}")
     output.parent.mkdir(parents=True, exist_ok=True)

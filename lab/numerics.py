@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import tempfile
 import warnings
 from collections.abc import Sequence
 from functools import partial
@@ -22,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lab.processes import run_workers
 from lightning_safusion.bench.rows import Row, parse_row
-from lightning_safusion.bench.team import Place, started
+from lightning_safusion.bench.team import Place, make_trainer
 from lightning_safusion.systems import SYSTEMS
 
 _BATCH = 8
@@ -60,27 +60,15 @@ class Network(LightningModule):
         return torch.optim.AdamW(self.parameters(), 2e-3)
 
 
-def _trained(row: Row, optimizer: str, precision: Any, workers: int, steps: int) -> str:
+def _trained(row: Row, optimizer: str, precision: Any, workers: int, steps: int, rank: int) -> str:
     """24 hexadecimal digits of the parameters, or the error that training ended with."""
     generator = torch.Generator().manual_seed(11)
     x = torch.randint(0, 64, (steps * _BATCH * workers, 8), generator=generator)
     y = (x.float().mean(1) / 6.4).long().clamp(0, 9)
     module = Network(optimizer)
     try:
-        trainer = Trainer(
-            accelerator="cpu",
-            num_nodes=workers,
-            devices=1,
-            strategy=row.strategy(0.1),
-            max_steps=steps,
-            deterministic=True,
-            precision=precision,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        trainer.fit(module, DataLoader(TensorDataset(x, y), batch_size=_BATCH))
+        trainer = make_trainer(workers, row.strategy(0.1), [], max_steps=steps, deterministic=True, precision=precision)
+        trainer.fit(module, DataLoader(TensorDataset(x[rank::workers], y[rank::workers]), batch_size=_BATCH))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     digest = hashlib.sha256()
@@ -94,8 +82,7 @@ def _work(cases: Sequence[tuple[Row, str, str]], workers: int, steps: int, rank:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     for row, optimizer, precision in cases:
         name = f"{row.name}/{optimizer}/{precision}/{workers}"
-        pipe.send((name, _trained(row, optimizer, precision, workers, steps)))
-    pipe.send(None)
+        pipe.send((name, _trained(row, optimizer, precision, workers, steps, rank)))
 
 
 def numerics(
@@ -117,16 +104,12 @@ def numerics(
     Raises:
         SystemExit: If ranks end with different parameters, or something differs from the other file.
     """
-    torch.set_num_threads(1)  # no threads before the workers are forked
     rows = [parse_row(name) for name in systems or SYSTEMS]
     cases = list(product(rows, ("sgd", "adamw"), ("32-true", "bf16-mixed")))
     found: dict[str, set[str]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for count in workers:
-            place, log = Place(count), Path(folder, "numerics.log")
-            with started("numerics", place, log, place.port(count), partial(_work, cases, count, steps)) as team:
-                for name, digest in team.events():
-                    found.setdefault(name, set()).add(digest)
+    for count in workers:
+        for name, digest in run_workers(Place(count), partial(_work, cases, count, steps)):
+            found.setdefault(name, set()).add(digest)
     apart = [name for name, digests in found.items() if len(digests) > 1]
     hashes = {name: min(digests) for name, digests in found.items()}
     output.write_text(json.dumps(hashes, indent=1) + "\n")

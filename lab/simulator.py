@@ -22,12 +22,13 @@ from itertools import combinations
 from pathlib import Path
 
 import torch
+from rich.console import Console
 
 from lab.markdown import markdown
 from lightning_safusion.bench.calibrate import fit_run
-from lightning_safusion.bench.medians import summarize
-from lightning_safusion.bench.session import REFERENCES, Rhythm, machines, measure
-from lightning_safusion.bench.workers import FLOOR, Task
+from lightning_safusion.bench.measure import FLOOR, REFERENCES, Rhythm, Task, measure
+from lightning_safusion.bench.results import summarize
+from lightning_safusion.bench.team import machines
 from lightning_safusion.bench.workload import scaled
 from lightning_safusion.lookup import look_up
 from lightning_safusion.simulate.calibration import Calibration
@@ -88,7 +89,7 @@ def record(name: str, rate: str, systems: Sequence[str], rhythm: Rhythm, folder:
     """Measures one job on one link, and keeps what came of it."""
     workers, task = look_up("job", name, known_jobs())
     with machines(workers, rate) as place:
-        run = measure(task, list(dict.fromkeys([*REFERENCES, *systems])), place, rhythm, folder, record=True)
+        run = measure(task, list(dict.fromkeys([*REFERENCES, *systems])), place, rhythm, folder, Console(), record=True)
     (folder / _RUN).write_bytes(pickle.dumps((run, rhythm)))
 
 

@@ -15,30 +15,27 @@ from __future__ import annotations
 
 import statistics
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from matplotlib.figure import Figure
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lab.markdown import markdown
+from lab.processes import run_workers
 from lightning_safusion import Adaptive, Aligned, SAFusionStrategy
-from lightning_safusion.bench.links import shape
-from lightning_safusion.bench.session import machines
-from lightning_safusion.bench.team import Place, started
+from lightning_safusion.bench.team import Place, machines, make_trainer
+from lightning_safusion.bench.workload import Paced
 from lightning_safusion.callbacks import BufferSizeTuner
 from lightning_safusion.fusion.events import WindowEvents
 from lightning_safusion.fusion.plans.pricing import predict_finish
+from lightning_safusion.simulate.trace import Trace, TraceTensor
 
 SLOW, FAST = "100mbit", "1gbit"
 LAYERS, WIDTH = 24, 256
@@ -75,75 +72,40 @@ class Run:
         return statistics.median(self.seconds[-LAST:])
 
 
-class _Pause(torch.autograd.Function):
-    @staticmethod
-    @override
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        return x.view_as(x)
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        time.sleep(ctx.seconds)  # other threads and processes can use the core
-        return grads[0], None
-
-
-class Paced(LightningModule):
-    """Layers with four tensors each, whose gradients take a known time.
-
-    Args:
-        pause: Seconds of the backward pass before the gradients of each layer.
-    """
-
-    def __init__(self, pause: float) -> None:
-        super().__init__()
-        self.pause = pause
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)) for _ in range(LAYERS))
-
-    @override
-    def training_step(self, batch: list[Tensor]) -> Tensor:
-        x = batch[0]
-        for layer in self.layers:
-            x = _Pause.apply(layer(x).relu(), self.pause)
-        return x.square().mean()
-
-    @override
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.01)
+def job(pause: float) -> Trace:
+    """Layers with four tensors each, and a pause of the backward pass before the gradients of each layer."""
+    shapes = ((WIDTH,), (WIDTH,), (WIDTH,), (WIDTH, WIDTH))
+    return Trace(
+        "layers",
+        tuple(
+            TraceTensor(f"{layer}.{place}", shape, 0.0 if place else pause, 0.0)
+            for layer in range(LAYERS)
+            for place, shape in enumerate(shapes)
+        ),
+    )
 
 
-class Watch:
-    """Observes the windows of a run, and says each step of the first worker for the driver to hear.
+class Watch(Callback):
+    """Observes the windows of a run, and compares its last plan with the best by the agreed costs.
 
     Args:
         run: Takes in the figures.
-        say: Takes the name of the run, and the number of steps.
+        pipe: Takes the name of the run and the number of its steps, after each; None: says nothing.
     """
 
-    def __init__(self, run: Run, say: Callable[[tuple[str, int]], None]) -> None:
-        self._run, self._say = run, say
+    def __init__(self, run: Run, pipe: Connection | None) -> None:
+        self._run, self._pipe = run, pipe
 
     def observe(self, events: WindowEvents) -> None:
+        """Records a window."""
         self._run.seconds.append(events.drained - float(events.ready.min()))
         self._run.buffers.append(len(events.buffers))
-        self._say((self._run.name, len(self._run.seconds)))
-
-
-class Predict(Callback):
-    """Compares the plan in use at the end with the best by the agreed costs.
-
-    Args:
-        run: Takes in the ratio.
-        say: As that of :class:`Watch`.
-    """
-
-    def __init__(self, run: Run, say: Callable[[tuple[str, int]], None]) -> None:
-        self._run, self._say = run, say
+        if self._pipe is not None:
+            self._pipe.send((self._run.name, len(self._run.seconds)))
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        _strategy(trainer).add_observer(Watch(self._run, self._say))
+        _strategy(trainer).add_observer(self)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -160,55 +122,38 @@ def _strategy(trainer: Trainer) -> SAFusionStrategy:
 
 
 def _work(runs: Sequence[Run], pause: float, rank: int, pipe: Connection) -> None:
-    """One worker: does the runs one after the other; the first one hands in what came of them."""
-    data = DataLoader(TensorDataset(torch.randn(4 * CHANGE_STEPS, WIDTH)), batch_size=4)
+    """Does the runs one after the other, as one of the workers; the first one sends the figures."""
     for run in runs:
         strategy = SAFusionStrategy(
             fusion=Aligned(run.size) if run.size else Adaptive(),
             collective="allgather",
             process_group_backend="gloo",
         )
-        say = pipe.send if rank == 0 else _nobody
-        callbacks: list[Callback] = [Predict(run, say), *([BufferSizeTuner()] if run.tuned else [])]
-        Trainer(
-            accelerator="cpu",
-            num_nodes=2,
-            devices=1,
-            strategy=strategy,
-            callbacks=callbacks,
-            max_steps=run.steps,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        ).fit(Paced(pause), data)
+        callbacks: list[Callback] = [Watch(run, None if rank else pipe), *([BufferSizeTuner()] if run.tuned else [])]
+        module = Paced(job(pause))
+        batches: Any = [module.batch()] * run.steps
+        trainer = make_trainer(2, strategy, callbacks, max_steps=run.steps)
+        trainer.fit(module, DataLoader(batches, batch_size=None))
     if rank == 0:
         pipe.send(list(runs))
-    pipe.send(None)
 
 
-def _nobody(_: object) -> None:
-    """Who listens to the other workers."""
-
-
-def train(place: Place, runs: Sequence[Run], pause: float, folder: Path, slow_at: int | None = None) -> list[Run]:
-    """Starts a worker on each machine and returns what they came to.
+def train(place: Place, runs: Sequence[Run], pause: float, slow_at: int | None = None) -> list[Run]:
+    """Trains on a worker on each machine, and returns the runs with their figures.
 
     Args:
         place: Two machines.
         runs: To be done one after the other.
         pause: Seconds before the gradients of each layer.
-        folder: For logs.
         slow_at: Step of the last run at which the link becomes slow.
     """
     done: list[Run] = []
-    with started("tuner", place, folder / "tuner.log", place.port(0), partial(_work, runs, pause)) as team:
-        for event in team.events():
-            if isinstance(event, list):
-                done = event
-            elif event == (runs[-1].name, slow_at):
-                for machine in place.machines:
-                    shape(machine, SLOW)
+    for event in run_workers(place, partial(_work, runs, pause)):
+        if isinstance(event, list):
+            done = event
+        elif event == (runs[-1].name, slow_at):
+            for machine in place.machines:
+                machine.shape(SLOW)
     return done
 
 
@@ -294,17 +239,16 @@ def tuner(image: Path | None = None, pause: float = 0.002, repeats: int = 3) -> 
         pause: Seconds of backward pass for each of 24 layers.
         repeats: Times that everything is measured.
     """
-    torch.set_num_threads(1)  # no threads before the workers are forked
     sweep = [Run(f"{size} tensors", size, STATIC_STEPS) for size in SWEEP]
     tuned = [Run("from one buffer", 4 * LAYERS, TUNED_STEPS, True), Run("from 96 buffers", 1, TUNED_STEPS, True)]
     change = Run("tuner", 0, CHANGE_STEPS, True)
     fast_rounds, slow_rounds = [], []
     for repeat in range(repeats):
         print(f"repeat {repeat + 1} of {repeats}", file=sys.stderr, flush=True)
-        with tempfile.TemporaryDirectory() as folder, machines(2, FAST) as place:
-            fast_rounds.append(train(place, [*sweep, change], pause, Path(folder), CHANGE_AT))
+        with machines(2, FAST) as place:
+            fast_rounds.append(train(place, [*sweep, change], pause, CHANGE_AT))
             # the link has become slow
-            slow_rounds.append(train(place, [*sweep, *tuned], pause, Path(folder)))
+            slow_rounds.append(train(place, [*sweep, *tuned], pause))
     *fast, changed = rows_of(fast_rounds)
     slow = rows_of(slow_rounds)
     best = {FAST: min(row.step for row in fast), SLOW: min(row.step for row in slow[: len(sweep)])}

@@ -11,12 +11,10 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import tempfile
 import warnings
 from collections import Counter
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,8 +23,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lab.markdown import markdown
+from lab.processes import run_workers
 from lightning_safusion import Aligned, SAFusionStrategy
-from lightning_safusion.bench.team import Place, started
+from lightning_safusion.bench.team import Place, make_trainer
 
 _PACKAGE = "lightning_safusion" + os.sep
 Calls = Counter[tuple[str, str]]
@@ -81,25 +80,13 @@ def _work(layers: int, buffers: int, step: int, rank: int, pipe: Connection) -> 
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     counter = CallCounter(step)
-    trainer = Trainer(
-        accelerator="cpu",
-        num_nodes=2,
-        devices=1,
-        strategy=SAFusionStrategy(
-            fusion=Aligned(2 * layers // buffers), collective="allgather", process_group_backend="gloo"
-        ),
-        max_steps=step + 2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[counter],
-    )
+    fusion = Aligned(2 * layers // buffers)
+    strategy = SAFusionStrategy(fusion=fusion, collective="allgather", process_group_backend="gloo")
+    trainer = make_trainer(2, strategy, [counter], max_steps=step + 2)
     data = torch.randn(32 * (step + 2), 256, generator=torch.Generator().manual_seed(1))
-    trainer.fit(Chain(layers, 256), DataLoader(TensorDataset(data), batch_size=16))
+    trainer.fit(Chain(layers, 256), DataLoader(TensorDataset(data[rank::2]), batch_size=16))
     if rank == 0:
         pipe.send(counter.calls)
-    pipe.send(None)
 
 
 def window(layers: int = 3, buffers: int = 3, step: int = 40, verbose: bool = False) -> None:
@@ -111,12 +98,8 @@ def window(layers: int = 3, buffers: int = 3, step: int = 40, verbose: bool = Fa
         step: Step that is counted.
         verbose: Also show every function.
     """
-    torch.set_num_threads(1)  # no threads before the workers are forked
-    place = Place(2)
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder, "window.log")
-        with started("window", place, log, place.port(0), partial(_work, layers, buffers, step)) as team:
-            calls: Calls = next(iter(team.events()))
+    calls: Calls
+    (calls,) = run_workers(Place(2), partial(_work, layers, buffers, step))
     modules: Counter[str] = Counter()
     for (module, _), count in calls.items():
         modules[module] += count

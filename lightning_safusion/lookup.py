@@ -1,8 +1,9 @@
-"""Things that are found by name, and errors that say which name was probably meant."""
+"""Things that are found by name, and errors that say which name was probably meant, or what to install."""
 
 from __future__ import annotations
 
 import difflib
+import importlib.util
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
@@ -33,3 +34,13 @@ def look_up(kind: str, name: str, table: Mapping[str, _T], instead: str = "") ->
             f"unknown {kind} {name!r}; choose one of {', '.join(map(repr, table))}{other}.{suggestion(name, table)}"
         )
     return table[name]
+
+
+def need(module: str, extra: str) -> None:
+    """Checks that a module of an extra is installed, before the work begins whose results need it.
+
+    Raises:
+        ModuleNotFoundError: If it is missing; names the extra that brings it.
+    """
+    if importlib.util.find_spec(module) is None:
+        raise ModuleNotFoundError(f'this needs {module}: pip install "lightning-safusion[{extra}]"')

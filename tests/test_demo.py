@@ -10,11 +10,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from lightning_safusion.demo import curves
-from lightning_safusion.demo.data import DigitsData, load_digits
-from lightning_safusion.demo.events import History, Settings, StepDone
-from lightning_safusion.demo.model import DigitsNet
-from lightning_safusion.demo.run import SYSTEMS, compare
+from lightning_safusion.demo.curves import History
+from lightning_safusion.demo.digits import DigitsNet, load_digits
+from lightning_safusion.demo.run import SYSTEMS, Settings, compare
 from tests.process_group import run_alone
 
 TINY = {"epochs": 1, "batch_size": 64, "widths": (8, 32)}
@@ -24,14 +22,6 @@ def rows(dataset: torch.utils.data.TensorDataset) -> set[bytes]:
     """The images with their labels, comparable."""
     images, labels = dataset.tensors
     return {image.numpy().tobytes() + bytes([int(label)]) for image, label in zip(images, labels, strict=True)}
-
-
-def step(**changes: float) -> StepDone:
-    figures = {
-        "loss": 1.0, "seconds": 0.1, "exposed_s": 0.01, "bytes_sent": 80.0, "density": 0.1,
-        "tensors": 4, "tensors_missing": 0,
-    }  # fmt: skip
-    return StepDone(**{**figures, **changes})
 
 
 def test_split_is_disjoint_complete_and_decided_by_the_seed() -> None:
@@ -44,12 +34,6 @@ def test_split_is_disjoint_complete_and_decided_by_the_seed() -> None:
     assert not torch.equal(training.tensors[1], other.tensors[1])
 
 
-def test_steps_per_epoch_counts_what_the_loader_yields() -> None:
-    data = DigitsData(batch_size=32, seed=0)
-    assert len(data.train_dataloader()) == data.steps_per_epoch(workers=1) == 42
-    assert data.steps_per_epoch(workers=2) == 21
-
-
 def test_the_network_is_uneven() -> None:
     settings = Settings(systems=("ddp",))
     sizes = [parameter.numel() for parameter in DigitsNet(settings.widths, settings.lr, steps=1).parameters()]
@@ -59,27 +43,23 @@ def test_the_network_is_uneven() -> None:
 
 
 def test_figures_of_a_history() -> None:
-    history = History("safusion")
-    for figures in (
+    steps: list[dict[str, float]] = [
         {"seconds": 9.0, "bytes_sent": 900.0, "density": 1.0, "loss": 4.0},  # the first step is no typical step
-        {"seconds": 0.1, "bytes_sent": 80.0, "loss": 2.0, "tensors_missing": 1},
-        {"seconds": 0.3, "bytes_sent": 90.0, "loss": 1.0},
-        {"seconds": 0.2, "bytes_sent": 80.0, "loss": 0.5, "tensors_missing": 3},
-    ):
-        history.add(step(**figures))
-    history.add(0.5)
-    history.add(0.75)
-    assert history.accuracies == [0.5, 0.75]
+        {"seconds": 0.1, "bytes_sent": 80.0, "density": 0.1, "loss": 2.0, "tensors_missing": 1},
+        {"seconds": 0.3, "bytes_sent": 90.0, "density": 0.1, "loss": 1.0},
+        {"seconds": 0.2, "bytes_sent": 80.0, "density": 0.1, "loss": 0.5, "tensors_missing": 3},
+    ]
+    history = History("safusion", [{"tensors": 4, "tensors_missing": 0, **step} for step in steps], [0.5, 0.75])
     assert history.missing_share == 4 / 16
     assert history.median("density") == pytest.approx(0.1)
     assert history.median("bytes_sent") == 80
     assert history.median("seconds") == pytest.approx(0.2)
-    assert curves.epoch_losses(history) == [3.0, 0.75]
+    assert history.epoch_losses() == [3.0, 0.75]
 
 
 @pytest.mark.slow
 def test_a_failed_training_is_reported_with_its_log(tmp_path: Path) -> None:
-    broken = Settings(systems=("ddp",), **{**TINY, "batch_size": 0})
+    broken = Settings(systems=("ddp",), **{**TINY, "widths": ()})
     with pytest.raises(RuntimeError, match=r"worker of 'ddp' failed: .*ddp\.log"):
         run_alone(lambda: compare(broken, tmp_path, Console(file=io.StringIO())))
     assert "Traceback" in (tmp_path / "ddp.log").read_text()
@@ -98,11 +78,11 @@ def test_a_short_run_of_every_system(tmp_path: Path) -> None:
     histories = {row.system: row for row in found}
     assert list(histories) == list(names)
     for history in histories.values():
-        assert len(history.steps) == DigitsData(64, settings.seed).steps_per_epoch(settings.workers)
+        assert len(history.steps) == len(settings.loaders(rank=0)[0]) == 10
         assert 0 <= history.accuracies[-1] <= 1
-        assert all(math.isfinite(each.loss) and each.exposed_s >= 0 for each in history.steps)
+        assert all(math.isfinite(each["loss"]) and each["exposed_s"] >= 0 for each in history.steps)
     # The common start: the first loss is computed before anything was exchanged.
-    assert len({history.steps[0].loss for history in histories.values()}) == 1
+    assert len({history.steps[0]["loss"] for history in histories.values()}) == 1
 
     dense = histories.pop("ddp")
     for history in histories.values():

@@ -2,29 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lab.tasks import Task, loss
-from lightning_safusion.bench import workers
-from lightning_safusion.bench.rows import Row, parse_row
-from lightning_safusion.bench.workload import Sample, Workload
+from lightning_safusion.bench import measure
+from lightning_safusion.bench.rows import Row, parse_row, read, typed
+from lightning_safusion.bench.workload import Batch, Workload
 
 #: Options of the optimizer, in place of those of the task that is trained.
-TRAINING_OPTIONS = ("lr", "momentum", "beta2")
+_OPTIONS = {"lr": float, "momentum": float, "beta2": float}
 
 
-def trained_row(name: str) -> Row:
+@dataclass(frozen=True)
+class TrainedRow(Row):
+    """A row that is trained.
+
+    Args:
+        training: Options of the optimizer.
+    """
+
+    training: Mapping[str, float]
+
+
+def trained_row(name: str) -> TrainedRow:
     """Reads a row that is trained: ``oktopk[memory=ef21,momentum=0]``.
 
     Raises:
-        ValueError: If there is no such system or option, or an option has a value that it cannot have.
+        ValueError: If there is no such system or option, or an option cannot have its value.
     """
-    return parse_row(name, TRAINING_OPTIONS)
+    bare, options = _parted(name)
+    row = parse_row(bare)
+    return TrainedRow(name, row.system, row.options, options)
+
+
+def _parted(name: str) -> tuple[str, dict[str, float]]:
+    """The row without options of the optimizer, and those."""
+    system, options = read(name)
+    others = [f"{option}={text}" for option, text in options.items() if option not in _OPTIONS]
+    training = {option: text for option, text in options.items() if option in _OPTIONS}
+    return f"{system}[{','.join(others)}]" if others else system, typed(name, training, _OPTIONS)
 
 
 class Learner(Workload):
@@ -45,12 +68,12 @@ class Learner(Workload):
         self._options = options | {"lr": 0.0}
 
     @override
-    def batch(self) -> Sample:
+    def batch(self) -> Batch:
         """A batch of the task, by torch's seed."""
-        return Sample(*self.task.data(torch.initial_seed(), self.batch_size).samples(0))
+        return self.task.data(torch.initial_seed(), self.batch_size).samples(0)
 
     @override
-    def training_step(self, batch: Sample, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         return loss(self.net, *batch)
 
     @override
@@ -64,7 +87,7 @@ class Learner(Workload):
 
 
 @dataclass(frozen=True)
-class TrainedJob(workers.Task):
+class TrainedJob(measure.Task):
     """A job of a benchmark that trains a task.
 
     Args:
@@ -74,11 +97,10 @@ class TrainedJob(workers.Task):
     training: Task = field(kw_only=True)
 
     @override
-    def row(self, system: str) -> Row:
-        return trained_row(system)
+    def strategy(self, system: str) -> DDPStrategy:
+        return super().strategy(_parted(system)[0])
 
     @override
     def module(self, system: str = "ddp") -> Workload:
         torch.manual_seed(self.seed)
-        options = {} if system in workers.REFERENCE_STRATEGIES else dict(trained_row(system).training)
-        return Learner(self.training, self.batch_size, **options)
+        return Learner(self.training, self.batch_size, **_parted(system)[1])

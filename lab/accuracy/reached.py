@@ -10,7 +10,7 @@ from typing import Any
 from lab.accuracy.training import Curve
 from lab.tasks import Task
 from lightning_safusion.baselines.hooks import POWERSGD_RANKS, POWERSGD_START
-from lightning_safusion.bench.grammar import read
+from lightning_safusion.bench.rows import read
 from lightning_safusion.systems import resolve_system
 
 #: How much worse than DDP's at its end the metric may be: points of accuracy as a share, or a share of the loss.
@@ -93,7 +93,7 @@ def summarize(task: Task, curves: Mapping[str, Mapping[int, Curve]], times: Mapp
     """
     targets = {}
     for seed, curve in curves["ddp"].items():
-        end = curve.metrics[-1]
+        end = curve.metric
         if end is None:
             raise RuntimeError(f"DDP's training of {task.name} with seed {seed} has diverged: nothing to compare with")
         targets[seed] = end - ACCURACY_BELOW if task.higher_is_better else end * (1 + LOSS_ABOVE)
@@ -120,7 +120,7 @@ def _row(
         times[name],
         steps,
         {seed: None if step is None else seconds(name, step, times) for seed, step in steps.items()},
-        {seed: curve.metrics[-1] for seed, curve in curves.items()},
+        {seed: curve.metric for seed, curve in curves.items()},
         curve,
     )
 

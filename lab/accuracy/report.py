@@ -14,7 +14,7 @@ from rich.table import Table
 
 from lab.accuracy.reached import ACCURACY_BELOW, LOSS_ABOVE, Reached
 from lab.tasks import Task
-from lightning_safusion.bench.table import machine
+from lightning_safusion.bench.results import machine
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ little in what they select and in how long they take.)
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,17 +22,13 @@ from lab.accuracy.job import TrainedJob, trained_row
 from lab.accuracy.reached import RowTimes, summarize
 from lab.accuracy.report import Setting, as_record, build_table, plot_rows
 from lab.accuracy.training import Curve, Training, check_trainable, train_curve
-from lab.progress import job_bar
+from lab.processes import Ledger, run_missing
 from lab.tasks import TASKS, Task
-from lab.virtual.jobs import run_jobs
-from lab.virtual.ledger import Ledger, key_of
 from lightning_safusion.__about__ import __version__
-from lightning_safusion.bench.medians import summarize as summarize_steps
-from lightning_safusion.bench.progress import step_bars
+from lightning_safusion.bench.measure import FLOOR, REFERENCES, Rhythm, measure
+from lightning_safusion.bench.results import summarize as summarize_steps
 from lightning_safusion.bench.run import begin, usable_rates
-from lightning_safusion.bench.session import REFERENCES, Rhythm, machines, measure
-from lightning_safusion.bench.table import write_json
-from lightning_safusion.bench.workers import FLOOR
+from lightning_safusion.bench.team import machines
 from lightning_safusion.literal import literal
 from lightning_safusion.lookup import look_up
 
@@ -147,8 +144,7 @@ def time_to_accuracy(
         What is written to ``accuracy.json``: a record of each rate.
 
     Raises:
-        RuntimeError: If a worker or a training fails.
-        KeyboardInterrupt: If the user has ended the trainings.
+        RuntimeError: If a worker or a training fails, or the user has ended the trainings.
     """
     task, seeds = comparison.task, comparison.seeds
     times = {rate: _steps(comparison, rate, rhythm, output, console).rows for rate in rates}
@@ -160,19 +156,19 @@ def time_to_accuracy(
         for seed in seeds
         for name in comparison.trained
     }
-    curves = _curves(list(trainings.values()), output / "curves.jsonl", console)
+    ledger = Ledger(output / "curves.jsonl", Curve, "a finished training")
+    if not run_missing("trainings", list(trainings.values()), train_curve, ledger, os.cpu_count() or 1, console):
+        raise RuntimeError("not all trainings have been done: start the same command again")
+    curves = {key: curve for key, each in trainings.items() if (curve := ledger.get(each.settings())) is not None}
     records, figures = [], []
     for rate, measured in times.items():
-        own = {
-            name: {seed: curves[key_of(trainings[rate, name, seed].settings())] for seed in seeds}
-            for name in comparison.trained
-        }
+        own = {name: {seed: curves[rate, name, seed] for seed in seeds} for name in comparison.trained}
         rows = summarize(task, own, measured)
         setting = Setting(task, comparison.workers, rate, comparison.density, seeds)
         console.print(build_table(rows, setting, measured[FLOOR].step_s))
         records.append(as_record(rows, setting, measured[FLOOR].step_s))
         figures.append((setting, rows))
-    write_json(records, output / "accuracy.json")
+    (output / "accuracy.json").write_text(json.dumps(records, indent=1), encoding="utf-8")
     plot_rows(figures).savefig(output / "accuracy.png", dpi=120)
     console.print(literal(f"written to {output}"))
     return records
@@ -198,10 +194,9 @@ def _steps(comparison: Comparison, rate: str | None, rhythm: Rhythm, output: Pat
     if known is not None:
         return known
     console.print(f"[bold]steps of {task.name}, {workers} workers, {rate or 'loopback'}[/bold]")
-    totals = {name: rhythm.warmup_of(name) + rhythm.rounds * rhythm.block for name in names}
     job = TrainedJob(task.name, "", task.batch // workers, comparison.density, training=task)
-    with machines(workers, rate) as place, step_bars(totals, console) as tell:
-        blocks = measure(job, names, place, rhythm, output / "logs", tell).blocks
+    with machines(workers, rate) as place:
+        blocks = measure(job, names, place, rhythm, output / "logs", console).blocks
     steps = Steps(
         {
             row.system: RowTimes(row.step_s, row.low_s, row.high_s, row.wire_bytes, blocks[row.system][-1][0].plan)
@@ -210,34 +205,3 @@ def _steps(comparison: Comparison, rate: str | None, rhythm: Rhythm, output: Pat
     )
     ledger.add(settings, steps)
     return steps
-
-
-def _curves(trainings: Sequence[Training], path: Path, console: Console) -> dict[str, Curve]:
-    """The curve of each training; trains what has not been trained."""
-    ledger = Ledger(path, Curve, "a finished training")
-    wanted = {key_of(each.settings()): each for each in trainings}
-    missing = [each for each in wanted.values() if ledger.get(each.settings()) is None]
-    errors: list[str] = []
-    with job_bar("trainings", len(wanted), len(wanted) - len(missing), console) as advance:
-
-        def done(training: Training, curve: Curve) -> None:
-            ledger.add(training.settings(), curve)
-            metric = "diverged" if curve.metrics[-1] is None else f"{curve.metrics[-1]:.4f}"
-            text = f"{training.row.name}, seed {training.seed}: {metric} in {curve.seconds:.0f} s"
-            console.print(text, highlight=False, markup=False)
-            advance()
-
-        def failed(training: Training, error: Exception) -> None:
-            errors.append(f"{training.row.name}, seed {training.seed}: {type(error).__name__}: {error}")
-            advance()
-
-        def stopping() -> None:
-            console.print("stopping: trainings under way are finished first; Ctrl-C again ends them")
-
-        complete = run_jobs(missing, train_curve, os.cpu_count() or 1, done, failed, stopping)
-    if errors:
-        raise RuntimeError(f"{len(errors)} of {len(missing)} trainings failed; the first: {errors[0]}")
-    if not complete:
-        raise KeyboardInterrupt
-    found = {key: ledger.get(each.settings()) for key, each in wanted.items()}
-    return {key: curve for key, curve in found.items() if curve is not None}

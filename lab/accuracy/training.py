@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from lab.accuracy.job import TrainedRow
 from lab.tasks import Task
 from lab.virtual.powersgd import PowerSGD
 from lab.virtual.training import VirtualTraining
 from lab.virtual.workers import Averager, Dense, Engines, Rounded
 from lightning_safusion.baselines.hooks import POWERSGD_RANKS, POWERSGD_START
-from lightning_safusion.bench.rows import Row
 from lightning_safusion.fusion.layout import TensorSpec
 from lightning_safusion.fusion.plans.costs import GroupCosts
 from lightning_safusion.fusion.plans.plan import Plan
@@ -62,6 +62,11 @@ class Curve:
     metrics: list[float | None]
     seconds: float
 
+    @property
+    def metric(self) -> float | None:
+        """The last one."""
+        return self.metrics[-1]
+
 
 @dataclass(frozen=True)
 class Training:
@@ -78,11 +83,16 @@ class Training:
     """
 
     task: Task
-    row: Row
+    row: TrainedRow
     density: float
     workers: int
     seed: int
     plan: list[list[Any]] | None
+
+    @property
+    def label(self) -> str:
+        """Its name in messages."""
+        return f"{self.row.name}, seed {self.seed}"
 
     def settings(self) -> dict[str, Any]:
         """All that decides the curve; plain values. What a row is called does not: systems may change."""
@@ -101,7 +111,7 @@ class Training:
         }
 
 
-def check_trainable(row: Row, task: Task) -> None:
+def check_trainable(row: TrainedRow, task: Task) -> None:
     """Refuses rows of which virtual workers would train something else than real ones.
 
     Raises:

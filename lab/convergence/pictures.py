@@ -25,8 +25,8 @@ from lab.convergence.plan import (
     WEIGHTS,
 )
 from lab.convergence.scheme import Scheme
-from lab.convergence.store import Run
 from lab.convergence.summary import Summary
+from lab.convergence.training import Run
 from lab.tasks import Task
 
 _COLORS = dict(zip(CONTENDERS, ("tab:red", "tab:cyan", "tab:blue", "tab:olive", "tab:green"), strict=True))

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from lab.convergence.scheme import Scheme
-from lab.convergence.store import Run
+from lab.convergence.training import Run
 from lab.tasks import TASKS, Task
 from lab.tasks.models import TwoHeads
 

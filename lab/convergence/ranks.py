@@ -12,8 +12,7 @@ from scipy.stats import rankdata
 
 from lab.convergence.plan import DEFAULT, DENSITIES, FEW_BITS, MAIN, MORE_DENSITIES
 from lab.convergence.scheme import Scheme
-from lab.convergence.store import Run
-from lab.convergence.training import Result
+from lab.convergence.training import Result, Run
 from lab.markdown import markdown
 from lab.tasks import Task
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from lab.convergence.adaptive import ClippedResidual, PreconditionedTopK
-from lightning_safusion.bench.grammar import hints_of, make_part, read, typed, write
+from lightning_safusion.bench.rows import hints_of, make_part, read, typed
 from lightning_safusion.fusion.plans.policy import Aligned, Single
 from lightning_safusion.fusion.settings import EngineSettings
 from lightning_safusion.sparsify import Memory, Sparsifier, resolve_density, resolve_memory, resolve_sparsifier
@@ -85,8 +85,8 @@ class Scheme:
     @property
     def name(self) -> str:
         """The scheme in one word, unique among schemes: ``ahead[dense_below=512]``; :func:`parse_scheme` reads it."""
-        options = self.options()
-        return write(options.pop("method"), options)
+        _, *options = (f"{key}={value}" for key, value in self.options().items())
+        return f"{self.method}[{','.join(options)}]" if options else self.method
 
     def schedule(self, steps: int) -> DensitySchedule:
         """Density by step.

@@ -24,10 +24,10 @@ from rich.console import Console
 from lab.convergence import ranks
 from lab.convergence.pictures import save_pictures
 from lab.convergence.plan import CONTENDERS, FOUR_BITS, PRESETS, SCOPES, SMALL_DENSE, STUDIES
-from lab.convergence.runner import run_all
 from lab.convergence.scheme import parse_scheme
-from lab.convergence.store import Run, Store
 from lab.convergence.summary import Summary, summarize, table
+from lab.convergence.training import Run, read_results, results_of
+from lab.processes import run_missing
 from lab.tasks import TASKS
 from lightning_safusion.lookup import look_up
 
@@ -73,9 +73,9 @@ def convergence(
     if list:
         print(*dict.fromkeys(run.config for run in chosen), sep="\n")
         return
-    store = Store(output / "results.jsonl")
-    complete = report or run_all(chosen, store, processes, Console())
-    results = store.results(runs)
+    ledger = read_results(output / "results.jsonl")
+    complete = report or run_missing("runs", chosen, Run.train, ledger, processes, Console())
+    results = results_of(ledger, runs)
     if results:
         write_report(summarize(runs, results), results, output)
     if not complete:

@@ -12,8 +12,7 @@ from scipy.stats import t
 
 from lab.convergence.plan import DENSE
 from lab.convergence.scheme import Scheme
-from lab.convergence.store import Run
-from lab.convergence.training import Result
+from lab.convergence.training import Result, Run
 from lab.markdown import markdown
 from lab.tasks import Task
 

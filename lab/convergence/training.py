@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lab.convergence.adaptive import FrozenSecondMoment, PreconditionedTopK
 from lab.convergence.scheme import Scheme
+from lab.processes import Ledger
 from lab.tasks import Task
 from lab.virtual.powersgd import PowerSGD
 from lab.virtual.training import VirtualTraining
@@ -52,6 +55,58 @@ class Result:
     dense_bytes: int
     tensors: int
     seconds: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training.
+
+    Args:
+        task: What is trained.
+        scheme: How gradients are averaged.
+        seed: Of the weights and the batches.
+    """
+
+    task: Task
+    scheme: Scheme
+    seed: int
+
+    @property
+    def config(self) -> str:
+        """Task and scheme: runs that differ in the seed only share it."""
+        return f"{self.task.name}/{self.scheme.name}"
+
+    @property
+    def label(self) -> str:
+        """Its name in messages."""
+        return f"{self.config}, seed {self.seed}"
+
+    def settings(self) -> dict[str, Any]:
+        """All that decides the result; plain values."""
+        return {
+            "task": self.task.name,
+            "recipe": self.task.recipe(),
+            "scheme": self.scheme.options(),
+            "seed": self.seed,
+        }
+
+    def train(self) -> Result:
+        """Trains once."""
+        return train(self.task, self.scheme, self.seed)
+
+
+def read_results(path: Path) -> Ledger[Result]:
+    """The finished runs of a file; errors as of :class:`Ledger`."""
+    return Ledger(path, Result, "a finished run")
+
+
+def results_of(ledger: Ledger[Result], runs: Iterable[Run]) -> dict[str, dict[int, Result]]:
+    """Results of those of the runs that have been done, by configuration and seed."""
+    done: dict[str, dict[int, Result]] = {}
+    for run in runs:
+        if (result := ledger.get(run.settings())) is not None:
+            done.setdefault(run.config, {})[run.seed] = result
+    return done
 
 
 @dataclass

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.demo.data import load_digits
+from lightning_safusion.demo.digits import load_digits
 
 Batch = tuple[Tensor, Tensor]
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from lab.tasks.data import Data, Digits, DigitsTwice, Text
 from lab.tasks.models import ByteLSTM, ByteTransformer, PlainConvNet, TwoHeads
-from lightning_safusion.demo.model import WIDTHS, DigitsNet
+from lightning_safusion.demo.digits import WIDTHS, DigitsNet
 
 # Held-out samples that are evaluated together.
 _EVALUATED = 64

@@ -1,4 +1,4 @@
-"""Fits what the simulator needs to know to what was recorded on the workers and links of a benchmark."""
+"""Fits the simulator's costs and trace to what was recorded on the workers and links of a benchmark."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from scipy.optimize import isotonic_regression, nnls
 
-from lightning_safusion.bench.recorders import EngineStep, FloorRecord, FloorStep
-from lightning_safusion.bench.session import Rhythm, Run
+from lightning_safusion.bench.measure import Rhythm, Run
+from lightning_safusion.bench.recorders import EngineStep, FloorRecord
 from lightning_safusion.callbacks.trace_recorder import StepTimes, build_trace
 from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.fusion.layout import Layout, TensorSpec
@@ -33,14 +33,14 @@ def fit_run(run: Run, rhythm: Rhythm) -> tuple[Trace, Calibration]:
     Left out are the first block, in which connections are opened and orders learnt, and the first step of every other
     one, which meets the caches and the network as another team left them.
     """
-    block = rhythm.block
+
+    def counts(number: int) -> bool:
+        return number >= rhythm.block and number % rhythm.block > 0
+
     idle = [
-        replace(each, steps=tuple(step for number, step in enumerate(each.steps) if _counts(number, block)))
-        for each in run.floor
+        replace(each, steps=tuple(s for number, s in enumerate(each.steps) if counts(number))) for each in run.floor
     ]
-    ahead, behind = (
-        [s for each in records for s in each.steps if _counts(s.number, block)] for records in (run.ahead, run.behind)
-    )
+    ahead, behind = ([s for each in ranks for s in each.steps if counts(s.number)] for ranks in (run.ahead, run.behind))
     source = (
         f"recorded on {len(idle)} workers (gloo, cpu): medians of {len(idle[0].steps)} steps without any exchange, "
         f"costs of the engine in {len(ahead) // len(idle)} steps, collectives timed alone and in queues"
@@ -54,33 +54,29 @@ def _asleep(trace: Trace, costs: Calibration) -> float:
     """Share of the time without a core that the job sleeps: with it the simulated step without exchange is the
     recorded one, in which workers have waited for each other's cores."""
     schedule = Schedule(Planned(()), (0.0,) * len(trace.tensors), engine=False)
+    cluster = costs.cluster(costs.workers)
     low, high = 0.0, 1.0
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        cluster = costs.cluster(costs.workers)
-        cluster = replace(cluster, host=replace(costs.host, asleep=middle))
-        if mean_iteration(trace, cluster, schedule).seconds < trace.seconds:
+        at = replace(cluster, host=replace(costs.host, asleep=middle))
+        if mean_iteration(trace, at, schedule).seconds < trace.seconds:
             low = middle
         else:
             high = middle
     return high
 
 
-def _counts(number: int, block: int) -> bool:
-    return number >= block and number % block > 0
-
-
 def recorded_trace(records: Sequence[FloorRecord], source: str) -> Trace:
-    """The job without any exchange: medians over the steps of all ranks, without those that do not count."""
+    """The job without any exchange: medians over the steps of all ranks."""
     specs = tuple(
         TensorSpec(name, index, shape, int(np.prod(shape)), torch.float32)
         for index, (name, shape) in enumerate(records[0].tensors)
     )
     times = [
         StepTimes(
-            np.diff([moment.seconds for moment in step.ready], prepend=0.0).clip(0.0),
-            {layer: moment.seconds for layer, moment in step.layers.items()},
-            step.rest.seconds,
+            np.diff(step.ready[:, 0], prepend=0.0).clip(0.0),
+            {layer: float(seconds) for layer, (seconds, _) in step.layers.items()},
+            float(step.rest[0]),
         )
         for record in records
         for step in record.steps
@@ -109,33 +105,41 @@ def fit_calibration(
     Raises:
         RuntimeError: If no buffer was sparse.
     """
-    workers, idle = len(floor), [step for record in floor for step in record.steps]
     ahead, behind = ([step for step in steps if step.buffers] for steps in (ahead, behind))
     if not ahead or not behind:
         raise RuntimeError("nothing to calibrate: no buffer was sparse. Give a density below 1.")
-    both = [*ahead, *behind]
-    tensors = sum(buffer.tensors for buffer in both[0].buffers)
-    hooks = _fit_hooks(both, median(step.ready[-1].processor for step in idle))
-    forward, backward, rest = (_share(idle, part) for part in ("forward", "backward", "rest"))
+    workers, both = len(floor), [*ahead, *behind]
+    buffers = [buffer for step in both for buffer in step.buffers]
+    parts = [np.array([step.parts for step in record.steps]) for record in floor]
+    medians = np.median(np.concatenate(parts), axis=0)  # of forward, backward and rest: seconds, and those with a core
+    _, idle_backward, idle_rest = medians[:, 1].tolist()
+    forward, backward, rest = np.minimum(1.0, medians[:, 1] / medians[:, 0]).tolist()
+    hooks, drains = [], []
+    for step in both:
+        # the last buffer is selected from after the last gradient
+        *early, last = [buffer.select for buffer in step.buffers]
+        decode = sum(buffer.decode for buffer in step.buffers)
+        hooks.append((len(step.buffers), step.backward - sum(early) - idle_backward))
+        drains.append((len(step.buffers), step.drain + step.rest - decode - last - idle_rest))
+    hook_fixed, hook_buffer = _fit(hooks)
     host = Host(
         cores / workers,
         forward,
         backward,
         rest,
-        hook=hooks.fixed / tensors,
-        ahead=_fit_stage([[(b.tensors, b.elements, b.select) for b in s.buffers] for s in ahead], hooks.per_byte),
-        behind=_fit_stage([[(b.tensors, b.elements, b.select) for b in s.buffers] for s in behind], hooks.per_byte),
-        decode=_fit_stage([[(b.tensors, workers * b.entries, b.decode) for b in step.buffers] for step in both]),
-        drain=_fit_drain(both, median(step.rest.processor for step in idle)),
+        hook=hook_fixed / sum(buffer.tensors for buffer in both[0].buffers),
+        ahead=_fit_stage([[(b.tensors, b.elements, b.select) for b in s.buffers] for s in ahead], hook_buffer),
+        behind=_fit_stage([[(b.tensors, b.elements, b.select) for b in s.buffers] for s in behind], hook_buffer),
+        decode=_fit_stage([[(b.tensors, workers * b.entries, b.decode) for b in s.buffers] for s in both]),
+        drain=LinearCost(*_fit(drains)),
     )
-    buffers = [buffer for step in both for buffer in step.buffers]
     return Calibration(
         workers,
         _in_job(_rising(collectives["allgather"]), both),
         _rising(collectives["allreduce"]),
         sum(buffer.nbytes for buffer in buffers) / sum(buffer.entries for buffer in buffers),
         host,
-        _jitter(floor),
+        _jitter([each.sum(axis=1)[:, 0] for each in parts]),
         source,
     )
 
@@ -143,9 +147,8 @@ def fit_calibration(
 def _in_job(times: CollectiveTimes, steps: Sequence[EngineStep]) -> CollectiveTimes:
     """The times with the processor time that the collectives of the steps have taken, rather than those timed alone:
     waking up costs less where threads and caches are warm."""
-    said = [sum(times.at(buffer.nbytes).processor_queued for buffer in step.buffers) for step in steps]
-    taken = [max(0.0, step.process - step.thread) for step in steps]
-    scale = median(took / expected for took, expected in zip(taken, said, strict=True) if expected > 0)
+    timed = [sum(times.at(buffer.nbytes).processor_queued for buffer in step.buffers) for step in steps]
+    scale = median(max(0.0, step.others) / alone for step, alone in zip(steps, timed, strict=True) if alone > 0)
     seconds = [scale * sample.processor_queued for sample in times.samples]
     rows = zip(times.samples, seconds, strict=True)
     return CollectiveTimes(tuple(replace(s, processor=each, processor_queued=each) for s, each in rows))
@@ -161,71 +164,41 @@ def _rising(times: CollectiveTimes) -> CollectiveTimes:
     return CollectiveTimes(tuple(CollectiveSample(sample.nbytes, *values) for sample, *values in rows))
 
 
-def _share(steps: Sequence[FloorStep], part: str) -> float:
-    """Share of the time of a part of the step for which the thread had a core."""
+def _jitter(steps: Sequence[np.ndarray]) -> float:
+    """Relative standard deviation of a worker's step, by its quartiles: a few disturbed steps count little.
 
-    def of(step: FloorStep, field: int) -> float:
-        if part == "rest":
-            return step.rest[field]
-        return step.ready[-1][field] if part == "backward" else sum(layer[field] for layer in step.layers.values())
-
-    return min(1.0, median(of(step, 1) for step in steps) / median(of(step, 0) for step in steps))
-
-
-def _jitter(records: Sequence[FloorRecord]) -> float:
-    """Relative standard deviation of a worker's step, by its quartiles: a few disturbed steps count little."""
-    relative: list[float] = []
-    for record in records:
-        seconds = np.array([step.whole.seconds for step in record.steps])
-        relative += (seconds / np.median(seconds)).tolist()
-    low, high = np.quantile(relative, (0.25, 0.75))
+    Args:
+        steps: Seconds of the steps of each rank.
+    """
+    low, high = np.quantile(np.concatenate([seconds / np.median(seconds) for seconds in steps]), (0.25, 0.75))
     return float(high - low) / _NORMAL_IQR
 
 
-def _fit_hooks(steps: Sequence[EngineStep], idle: float) -> LinearCost:
-    """What backward passes cost more than without the engine besides selection, by the number of buffers."""
-    # the last buffer is selected from after the last gradient
-    return _fit_buffers([(s, s.backward - sum(buffer.select for buffer in s.buffers[:-1]) - idle) for s in steps])
-
-
-def _fit_drain(steps: Sequence[EngineStep], idle: float) -> LinearCost:
-    """What the end of a window and of the step cost more than without the engine, by the number of buffers."""
-    decodes = [sum(buffer.decode for buffer in step.buffers) for step in steps]
-    rows = zip(steps, decodes, strict=True)
-    return _fit_buffers([(s, s.drain + s.rest - decode - s.buffers[-1].select - idle) for s, decode in rows])
-
-
-def _fit_buffers(costs: Sequence[tuple[EngineStep, float]]) -> LinearCost:
-    """Seconds of steps by the number of their buffers: medians, and the line through them."""
-    seconds = defaultdict(list)
-    for step, taken in costs:
-        seconds[len(step.buffers)].append(taken)
-    fixed, each = _fit_positive(np.array([(1.0, float(buffers), median(each)) for buffers, each in seconds.items()]))
-    return LinearCost(fixed, each)
-
-
 def _fit_stage(windows: Sequence[Sequence[tuple[int, int, float]]], besides: float = 0.0) -> StageCost:
-    """What a stage costs, scaled so that it says the median of what windows take in all: the sum over buffers is larger
-    than the fit where times have long tails.
+    """What a stage costs, scaled so that it gives the median of the sums over windows: where times have long tails, the
+    sum over the buffers of a window is larger than the fit.
 
     Args:
         windows: Tensors, elements and seconds of each buffer.
         besides: Seconds that each buffer costs besides.
     """
-    seconds = defaultdict(list)
-    for window in windows:
-        for tensors, elements, taken in window:
-            seconds[(tensors, elements)].append(taken)
-    rows = [(1.0, float(tensors), float(elements), median(each)) for (tensors, elements), each in seconds.items()]
-    cost = StageCost(*_fit_positive(np.array(rows)))
-    said = [sum(cost(tensors, elements) for tensors, elements, _ in window) for window in windows]
-    ratios = [sum(row[2] for row in window) / total for window, total in zip(windows, said, strict=True) if total > 0]
+    cost = StageCost(*_fit([buffer for window in windows for buffer in window]))
+    fitted = [sum(cost(tensors, elements) for tensors, elements, _ in window) for window in windows]
+    ratios = [sum(row[2] for row in window) / total for window, total in zip(windows, fitted, strict=True) if total > 0]
     scale = median(ratios) if ratios else 1.0
     return StageCost(cost.fixed * scale + besides, cost.per_tensor * scale, cost.per_element * scale)
 
 
-def _fit_positive(rows: np.ndarray) -> list[float]:
-    """Least squares of the relative error with coefficients of at least 0; the last column is the sum [m, k + 1]."""
+def _fit(samples: Sequence[tuple[float, ...]]) -> list[float]:
+    """A constant and a cost of each size, at least 0, by least squares of the relative error.
+
+    Args:
+        samples: Sizes and, last, seconds; of equal sizes the median counts.
+    """
+    seconds = defaultdict(list)
+    for *sizes, taken in samples:
+        seconds[tuple(sizes)].append(taken)
+    rows = np.array([(1.0, *sizes, median(taken)) for sizes, taken in seconds.items()], np.float64)
     rows = rows[rows[:, -1] > 0]
     if not len(rows):
         return [0.0] * (rows.shape[1] - 1)

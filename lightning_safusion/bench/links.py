@@ -10,8 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,21 +26,20 @@ _uses = itertools.count()
 
 @dataclass(frozen=True)
 class Namespace:
-    """A machine of its own as far as the network is concerned: a network namespace.
+    """A network namespace, whose ``eth0`` only the other namespaces reach.
 
-    Its ``eth0`` has an IPv4 address that only the other namespaces reach; ``device`` is the host's end of its link.
+    Args:
+        name: Of the namespace.
+        address: IPv4 address of ``eth0``.
+        device: The host's end of its link.
     """
 
     name: str
     address: str
     device: str
 
-    def command(self, command: Sequence[str | Path]) -> list[str | Path]:
-        """The command line that runs ``command`` inside."""
-        return [find_program("ip") or "ip", "netns", "exec", self.name, *command]
-
     def enter(self) -> None:
-        """Moves this thread, and the threads and processes that it starts from now on, inside.
+        """Moves this thread, and the threads and processes that it starts from now on, into the namespace.
 
         Raises:
             OSError: If that is not possible.
@@ -51,10 +49,25 @@ class Namespace:
             if libc.setns(file.fileno(), _CLONE_NEWNET) != 0:
                 raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {self.name}")
 
+    def shape(self, rate: str) -> None:
+        """Limits both ends of the link to a rate."""
+        burst = max(_MIN_BURST, round(bits_per_second(rate) / 8 * _BURST_SECONDS))
+        shaped = ("root", "tbf", "rate", rate, "burst", str(burst), "latency", "100ms")
+        _run("tc", "qdisc", "replace", "dev", self.device, *shaped)
+        _run("tc", "-netns", self.name, "qdisc", "replace", "dev", "eth0", *shaped)
 
-def find_program(program: str) -> str | None:
-    """The program's path, also where ``/usr/sbin`` is not on the path."""
-    return shutil.which(program, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
+    def connect(self, bridge: str, rate: str) -> None:
+        """Makes the namespace, and its link to a bridge."""
+        inside = ("ip", "-netns", self.name)
+        _run("ip", "netns", "add", self.name)
+        # Linux 6.18 refuses the name of a device of the host for a peer in another namespace: renamed there
+        _run("ip", "link", "add", self.device, "type", "veth", "peer", "name", f"{self.device}p", "netns", self.name)
+        _run(*inside, "link", "set", f"{self.device}p", "name", "eth0")
+        _run("ip", "link", "set", self.device, "master", bridge, "up")
+        _run(*inside, "address", "add", f"{self.address}/24", "dev", "eth0")
+        _run(*inside, "link", "set", "eth0", "up")
+        _run(*inside, "link", "set", "lo", "up")
+        self.shape(rate)
 
 
 def why_no_links() -> str | None:
@@ -63,7 +76,7 @@ def why_no_links() -> str | None:
         return "network namespaces are a feature of Linux"
     if os.geteuid() != 0:
         return "network namespaces need root"
-    missing = [program for program in ("ip", "tc") if find_program(program) is None]
+    missing = [program for program in ("ip", "tc") if _find_program(program) is None]
     return f"{' and '.join(missing)} not found (Debian: iproute2)" if missing else None
 
 
@@ -84,54 +97,37 @@ def linked_namespaces(count: int, rate: str = "1gbit") -> Iterator[list[Namespac
     """Makes ``count`` namespaces that reach each other over a bridge, and removes them again.
 
     Both ends of every link carry at most ``rate`` (token bucket). The bridge has no address: nothing of the host's own
-    network is touched.
+    network is touched. Call it in the main thread: it handles SIGTERM.
 
     Raises:
         ValueError: If ``rate`` is none.
-        RuntimeError: If ``ip`` or ``tc`` fails; with what they said.
+        RuntimeError: If links cannot be made here, or ``ip`` or ``tc`` fails; says why.
     """
     bits_per_second(rate)
+    reason = why_no_links()
+    if reason is not None:
+        raise RuntimeError(f"links of {rate} cannot be made: {reason}")
     # Names of network devices have at most 15 characters. The kernel removes devices some time after their namespace:
     # names are not used twice.
     prefix = f"sf{os.getpid()}{chr(ord('a') + next(_uses) % 26)}"
     bridge = f"{prefix}b"
     machines = [Namespace(f"{prefix}n{i}", f"10.71.0.{i + 1}", f"{prefix}v{i}") for i in range(count)]
-    with _terminated_in_order():
-        try:
-            _run("ip", "link", "add", bridge, "type", "bridge")
-            _run("ip", "link", "set", bridge, "up")
-            for machine in machines:
-                _connect(machine, bridge, rate)
-            yield machines
-        finally:
-            for machine in machines:
-                _run("ip", "netns", "delete", machine.name, check=False)  # and with it both ends of the link
-            _run("ip", "link", "delete", bridge, check=False)
-
-
-@contextmanager
-def _terminated_in_order() -> Iterator[None]:
-    """Lets SIGTERM end the program by an exception, so that what it has made outside itself is removed."""
 
     def leave(number: int, _: FrameType | None) -> None:
-        raise SystemExit(128 + number)
+        raise SystemExit(128 + number)  # so that namespaces are removed
 
-    if threading.current_thread() is not threading.main_thread():  # handlers belong to the main thread
-        yield
-        return
     before = signal.signal(signal.SIGTERM, leave)
     try:
-        yield
+        _run("ip", "link", "add", bridge, "type", "bridge")
+        _run("ip", "link", "set", bridge, "up")
+        for machine in machines:
+            machine.connect(bridge, rate)
+        yield machines
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
-
-
-def shape(machine: Namespace, rate: str) -> None:
-    """Lets both ends of a machine's link carry ``rate`` from now on."""
-    burst = max(_MIN_BURST, round(bits_per_second(rate) / 8 * _BURST_SECONDS))
-    shaped = ("root", "tbf", "rate", rate, "burst", str(burst), "latency", "100ms")
-    _run("tc", "qdisc", "replace", "dev", machine.device, *shaped)
-    _run("tc", "-netns", machine.name, "qdisc", "replace", "dev", "eth0", *shaped)
+        for machine in machines:
+            _run("ip", "netns", "delete", machine.name, check=False)  # and with it both ends of the link
+        _run("ip", "link", "delete", bridge, check=False)
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def sent_bytes(device: str = "eth0") -> int | None:
@@ -143,21 +139,13 @@ def sent_bytes(device: str = "eth0") -> int | None:
     return None
 
 
-def _connect(machine: Namespace, bridge: str, rate: str) -> None:
-    inside, device = ("ip", "-netns", machine.name), machine.device
-    _run("ip", "netns", "add", machine.name)
-    # Linux 6.18 refuses the name of a device of the host for a peer in another namespace: renamed there
-    _run("ip", "link", "add", device, "type", "veth", "peer", "name", f"{device}p", "netns", machine.name)
-    _run(*inside, "link", "set", f"{device}p", "name", "eth0")
-    _run("ip", "link", "set", device, "master", bridge, "up")
-    _run(*inside, "address", "add", f"{machine.address}/24", "dev", "eth0")
-    _run(*inside, "link", "set", "eth0", "up")
-    _run(*inside, "link", "set", "lo", "up")
-    shape(machine, rate)
+def _find_program(program: str) -> str | None:
+    """The program's path, also where ``/usr/sbin`` is not on the path."""
+    return shutil.which(program, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
 
 
 def _run(program: str, *arguments: str, check: bool = True) -> None:
-    command = [find_program(program) or program, *arguments]
+    command = [_find_program(program) or program, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=20)  # noqa: S603 (no shell; names of ours)
     if check and done.returncode != 0:
         raise RuntimeError(f"{program} {' '.join(arguments)} ended with {done.returncode}: {done.stderr.strip()}")

@@ -1,62 +1,60 @@
-"""Callbacks that record what a step costs a worker: of a job without any exchange, and of the engine in that job."""
+"""What a step costs a worker, recorded: of a job without any exchange, of the engine in that job, of collectives."""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
+from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_safusion.bench.collectives import time_collectives
+from lightning_safusion.comm.transport.interface import Transport, Work
 from lightning_safusion.comm.transport.torch_backend import default_transport
 from lightning_safusion.fusion.clock import HostClock
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.events import BufferEvents, WindowEvents
 from lightning_safusion.fusion.plans.pricing import GroupPricer
-from lightning_safusion.simulate.measured import CollectiveTimes
+from lightning_safusion.simulate.measured import CollectiveSample, CollectiveTimes
 from lightning_safusion.strategy import SAFusionStrategy
 
-#: Tensors in a buffer, in turns: costs of a buffer are told from costs of its elements, and from those of a step. From
-#: one to all (the largest number), since some systems have as many buffers as tensors and others have one.
-TOUR = (8, 1, sys.maxsize, 4, 64, 16)
-
-
-class Moment(NamedTuple):
-    """When a thread got somewhere: seconds of the clock on the wall, and seconds of a core that the thread has had."""
-
-    seconds: float
-    processor: float
-
-    @classmethod
-    def now(cls) -> Moment:
-        return cls(time.perf_counter(), time.thread_time())
-
-    def __sub__(self, other: Moment) -> Moment:
-        return Moment(self.seconds - other.seconds, self.processor - other.processor)
+# Tensors in a buffer, in turns: costs of a buffer are told from costs of its elements, and from those of a step. From
+# one to all (the largest number), since some systems have as many buffers as tensors and others have one.
+_TOUR = (8, 1, sys.maxsize, 4, 64, 16)
+# Bytes of a collective, from a message of a few entries to a few megabytes, so that the slope is that of the link.
+_SIZES = tuple(64 << bits for bits in range(0, 17, 2))
+_REPEATS = 9
+_LONG = 1.0  # seconds for all repeats, above which three are enough
+_QUEUE = 16  # collectives that are launched at once
+_QUEUE_BYTES = 1 << 16  # of all of them, or two: the link is what a queue of larger ones waits for
 
 
 @dataclass(frozen=True)
 class FloorStep:
-    """A step without any exchange.
+    """A step without any exchange. Every time is a pair: seconds, and those for which the thread had a core.
 
     Args:
-        ready: From the start of the backward pass to each gradient, in the order of ``names``.
-        layers: Forward pass of each module that has parameters, with what follows it.
-        rest: From the last gradient to the end of the step.
-        whole: All of the step.
+        ready: From the start of the backward pass to each gradient, in the order of the gradients [L, 2].
+        layers: Forward pass of each module that has parameters, with what follows it [2].
+        rest: From the last gradient to the end of the step [2].
     """
 
-    ready: tuple[Moment, ...]
-    layers: dict[str, Moment]
-    rest: Moment
-    whole: Moment
+    ready: np.ndarray
+    layers: dict[str, np.ndarray]
+    rest: np.ndarray
+
+    @property
+    def parts(self) -> np.ndarray:
+        """Forward pass, backward pass and rest [3, 2]."""
+        return np.array([sum(self.layers.values()), self.ready[-1], self.rest])
 
 
 @dataclass(frozen=True)
@@ -68,15 +66,23 @@ class FloorRecord:
     steps: tuple[FloorStep, ...]
 
 
+def _now() -> tuple[float, float]:
+    """Seconds of the clock, and seconds for which this thread has had a core."""
+    return time.perf_counter(), time.thread_time()
+
+
 class FloorRecorder(Callback):
-    """Records the steps of a job without any exchange; its pipe takes a :class:`FloorRecord` after the last one."""
+    """Records the steps of a job without any exchange.
+
+    Args:
+        pipe: Takes a :class:`FloorRecord` after the last step.
+    """
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
-        self._names: list[str] = []
-        self._ready: list[Moment] = []
-        self._layers: list[tuple[str, Moment]] = []
-        self._begin = self._before_backward = Moment(0.0, 0.0)
+        self._ready: list[tuple[str, tuple[float, float]]] = []
+        self._layers: list[tuple[str, tuple[float, float]]] = []
+        self._begin = self._before_backward = (0.0, 0.0)
         self._steps: list[FloorStep] = []
 
     @override
@@ -89,38 +95,36 @@ class FloorRecorder(Callback):
                 module.register_forward_pre_hook(partial(self._enters, name))
 
     def _arrives(self, name: str, param: Tensor) -> None:
-        self._names.append(name)
-        self._ready.append(Moment.now())
+        self._ready.append((name, _now()))
 
     def _enters(self, name: str, module: nn.Module, inputs: Any) -> None:
-        self._layers.append((name, Moment.now()))
+        self._layers.append((name, _now()))
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._names, self._ready, self._layers = [], [], []
-        self._begin = Moment.now()
+        self._ready, self._layers = [], []
+        self._begin = _now()
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        self._before_backward = Moment.now()
+        self._before_backward = _now()
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        end, before = Moment.now(), self._before_backward
-        layers: dict[str, Moment] = {}
-        starts = [self._begin, *(moment for _, moment in self._layers[1:]), before]
-        for (name, _), start, stop in zip(self._layers or [("", before)], starts, starts[1:], strict=False):
-            known = layers.get(name, Moment(0.0, 0.0))
-            layers[name] = Moment(known[0] + stop[0] - start[0], known[1] + stop[1] - start[1])
-        ready = tuple(moment - before for moment in self._ready)
-        self._steps.append(FloorStep(ready, layers, end - self._ready[-1], end - self._begin))
+        end, ready = np.array(_now()), np.array([moment for _, moment in self._ready])
+        # what comes before the first layer counts as its own
+        starts = np.array([self._begin, *(moment for _, moment in self._layers[1:]), self._before_backward])
+        layers: dict[str, np.ndarray] = {}
+        for (name, _), spent in zip(self._layers or [("", self._begin)], np.diff(starts, axis=0), strict=True):
+            layers[name] = layers.get(name, 0.0) + spent
+        self._steps.append(FloorStep(ready - self._before_backward, layers, end - ready[-1]))
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         shapes = {name: tuple(param.shape) for name, param in pl_module.named_parameters()}
-        tensors = tuple((name, shapes[name]) for name in self._names)
+        tensors = tuple((name, shapes[name]) for name, _ in self._ready)
         self._pipe.send(FloorRecord(type(pl_module).__name__, tensors, tuple(self._steps)))
 
 
@@ -137,35 +141,28 @@ class BufferCost(NamedTuple):
 
 @dataclass(frozen=True)
 class EngineStep:
-    """A step with the engine; processor seconds of the thread of the backward pass.
+    """A step with the engine, in seconds of a core.
 
     Args:
         number: Of the step.
-        buffers: Of each that was sparse.
-        forward: Up to the backward pass.
-        backward: From there to the last gradient, selections included.
+        buffers: Those that were sparse.
+        backward: From the start of the backward pass to the last gradient, selections included.
         drain: From there until gradients and memory were final, decoding included.
         rest: From there to the end of the step.
-        process: All threads of the process, in the whole step.
+        others: All threads but that of the backward pass, in the whole step.
     """
 
     number: int
     buffers: tuple[BufferCost, ...]
-    forward: float
     backward: float
     drain: float
     rest: float
-    process: float
-
-    @property
-    def thread(self) -> float:
-        """Seconds of the thread of the backward pass, in the whole step."""
-        return self.forward + self.backward + self.drain + self.rest
+    others: float
 
 
 @dataclass(frozen=True)
 class EngineRecord:
-    """Steps with the engine, and the collectives of the group, timed after the last step if that was asked for."""
+    """Steps with the engine, and the collectives of the group, if they were timed."""
 
     steps: tuple[EngineStep, ...]
     collectives: dict[str, CollectiveTimes]
@@ -182,32 +179,31 @@ class ProcessorClock(HostClock):
 class EngineRecorder(Callback):
     """Records what a step costs the host with buffers of several sizes in turns, and at last times the collectives.
 
-    Costs are seconds for which the thread had a core: what it waits for, and whom, is the simulator's to find out.
+    Costs are seconds for which the thread had a core: how long it waits is for the simulator to find.
 
     Args:
-        pipe: Brings a sign when the machine is free, after training; takes an :class:`EngineRecord`.
+        pipe: Brings after training, when no team trains, whether to time the collectives; takes an
+            :class:`EngineRecord`.
         every: Steps with buffers of one size.
-        collectives: Time them.
     """
 
-    def __init__(self, pipe: Connection, every: int, collectives: bool) -> None:
+    def __init__(self, pipe: Connection, every: int) -> None:
         self._pipe = pipe
         self._every = every
-        self._collectives = collectives
         self._controller: Engine | None = None
         self._events: WindowEvents | None = None
         self._begin = self._before_backward = self._process = 0.0
         self._steps: list[EngineStep] = []
 
     def observe(self, events: WindowEvents) -> None:
-        """Takes in a window."""
+        """Records the events of a window."""
         self._events = events
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         strategy = trainer.strategy
         if not isinstance(strategy, SAFusionStrategy) or strategy.controller is None:
-            raise TypeError(f"costs of the engine are recorded with SAFusionStrategy, got {strategy!r}")
+            raise RuntimeError("nothing to calibrate: plain DDP exchanges the gradients. Give a density below 1.")
         strategy.add_observer(self)
         self._controller = strategy.controller
         self._controller.clock = ProcessorClock()
@@ -216,7 +212,7 @@ class EngineRecorder(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         controller = self._controller
         if controller is not None and batch_idx % self._every == 0 and controller.order_known:
-            total, each = len(controller.space.layout), TOUR[batch_idx // self._every % len(TOUR)]
+            total, each = len(controller.space.layout), _TOUR[batch_idx // self._every % len(_TOUR)]
             pricer = GroupPricer(controller.planner.costs(controller.space.shape))
             controller.use(pricer.plan([*range(each, total, each), total]))
         self._events, self._process, self._begin = None, time.process_time(), time.thread_time()
@@ -237,19 +233,17 @@ class EngineRecorder(Callback):
             EngineStep(
                 batch_idx,
                 tuple(_costs(buffer) for buffer in events.buffers if buffer.collective == "allgather"),
-                self._before_backward - self._begin,
                 last - self._before_backward,
                 events.drained - last,
                 end - events.drained,
-                process - self._process,
+                process - self._process - (end - self._begin),
             )
         )
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._pipe.recv()  # until the other teams have done all their turns
         collectives: dict[str, CollectiveTimes] = {}
-        if self._collectives:
+        if self._pipe.recv():
             transport = default_transport()
             collectives = time_collectives(transport)
             transport.close()
@@ -259,3 +253,79 @@ class EngineRecorder(Callback):
 def _costs(buffer: BufferEvents) -> BufferCost:
     selected, decoded = buffer.issued - buffer.closed, buffer.decoded - buffer.arrived
     return BufferCost(len(buffer.places), buffer.elements, buffer.capacity, buffer.bytes_sent, selected, decoded)
+
+
+def time_collectives(transport: Transport, budget_s: float = 20.0) -> dict[str, CollectiveTimes]:
+    """Times all-gathers and all-reduces of CPU tensors on this group and link: alone, and several launched at once.
+
+    Workers share one machine, and so a clock: a collective begins when the last worker has launched it, and ends when
+    the mean worker no longer waits. Blocks all ranks, which return the same.
+
+    Args:
+        transport: The communicator.
+        budget_s: Seconds after which no larger size is begun.
+
+    Returns:
+        ``"allgather"``, by the bytes of one worker's message; ``"allreduce"``, by those of the buffer.
+    """
+
+    message = torch.zeros(_SIZES[-1], dtype=torch.uint8)
+
+    def gather(nbytes: int) -> Work:
+        gathered = torch.empty(nbytes * transport.world_size, dtype=torch.uint8)
+        return transport.all_gather(gathered, message[:nbytes])
+
+    def reduce(nbytes: int) -> Work:
+        return transport.all_reduce(torch.zeros(nbytes // 4))
+
+    return {
+        "allgather": _times(transport, gather, budget_s / 2),
+        "allreduce": _times(transport, reduce, budget_s / 2),
+    }
+
+
+def _times(transport: Transport, launch: Callable[[int], Work], budget_s: float) -> CollectiveTimes:
+    deadline = time.perf_counter() + budget_s
+    samples: list[CollectiveSample] = []
+    for nbytes in _SIZES:
+        late = torch.tensor([float(time.perf_counter() > deadline)])
+        transport.all_reduce(late, "max").wait()
+        if late.item() and len(samples) > 1:
+            break
+        queue = max(2, min(_QUEUE, _QUEUE_BYTES // nbytes))
+        expected = samples[-1].alone * nbytes / samples[-1].nbytes if samples else 0.0
+        repeats = _REPEATS if expected * _REPEATS < _LONG else 3
+        _run(transport, partial(launch, nbytes), 1)  # memory and connections
+        alone, alone_processor = _medians(transport, partial(launch, nbytes), 1, repeats)
+        queued, queued_processor = _medians(transport, partial(launch, nbytes), queue, max(1, repeats // 3))
+        gap = max(0.0, (queued - alone) / (queue - 1))
+        processor = max(0.0, (queued_processor - alone_processor) / (queue - 1))
+        samples.append(CollectiveSample(nbytes, alone, min(gap, alone), alone_processor, processor))
+    return CollectiveTimes(tuple(samples))
+
+
+def _medians(transport: Transport, launch: Callable[[], Work], count: int, repeats: int) -> tuple[float, float]:
+    """Median seconds and processor seconds of ``count`` collectives at once, agreed by all ranks."""
+    mine = torch.tensor([_run(transport, launch, count) for _ in range(repeats)], dtype=torch.float64)
+    table = torch.empty(transport.world_size * mine.numel(), dtype=torch.float64)
+    transport.all_gather(table, mine.flatten()).wait()
+    begin, end, processor = table.view(transport.world_size, repeats, 3).unbind(-1)
+    seconds = (end.mean(0) - begin.max(0).values).tolist()
+    return median(seconds), median(processor.mean(0).tolist())
+
+
+def _run(transport: Transport, launch: Callable[[], Work], count: int) -> tuple[float, float, float]:
+    """Launch of the first, return of the wait for the last, seconds of a core that all other threads took."""
+    # a rank may leave a collective while its last bytes are under way: they must not delay the next one
+    transport.all_reduce(torch.zeros(1)).wait()
+    before, begin = _others(), time.perf_counter()
+    works = [launch() for _ in range(count)]
+    for work in works:
+        work.wait()
+    end = time.perf_counter()
+    return begin, end, _others() - before
+
+
+def _others() -> float:
+    """Seconds of a core that the other threads of this process have had, the kernel's work for them included."""
+    return time.process_time() - time.thread_time()

@@ -1,50 +1,61 @@
-"""Rows of a benchmark: a system with options, such as ``saf-pooled[wire=q4,density=0.25]``."""
+"""Rows of a benchmark, systems with options: ``NAME`` or ``NAME[OPTION=VALUE,...]``, several of them between commas.
+
+A value may have options itself: ``saf-pooled[density=0.1,memory=residual[decay=0.9]]``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_safusion.bench.grammar import hints_of, make_part, read, typed
+from lightning_safusion.fusion.plans.registry import resolve_fusion
+from lightning_safusion.lookup import suggestion
 from lightning_safusion.sparsify import resolve_memory, resolve_sparsifier
 from lightning_safusion.strategy import SAFusionStrategy
 from lightning_safusion.systems import EngineSystem, HookSystem, resolve_system
 
+Part = TypeVar("Part")
+
 # processes of a benchmark find each other through torch
 _NO_OPTIONS = ("system", "transport")
-# options of which a part with options can be made
-_PARTS = {"compressor": resolve_sparsifier, "memory": resolve_memory}
-_DENSITY = 0.01  # where only the names of the options are to be checked
+_PARTS: dict[str, Callable[[str], object]] = {
+    "compressor": resolve_sparsifier,
+    "fusion": resolve_fusion,
+    "memory": resolve_memory,
+}
+_DENSITY = 0.01  # of a strategy that is only made to check its options
 
 
 @dataclass(frozen=True)
 class Row:
-    """A system with options: arguments of :class:`SAFusionStrategy`, and of the optimizer where a row is trained."""
+    """A system with options.
+
+    Args:
+        name: As it is written.
+        system: Name of the system.
+        options: Arguments of :class:`SAFusionStrategy`.
+    """
 
     name: str
     system: str
-    options: tuple[tuple[str, Any], ...] = ()
-    training: tuple[tuple[str, float], ...] = ()
+    options: Mapping[str, Any]
 
     @property
     def published(self) -> EngineSystem | HookSystem:
-        """The row's line in the table of systems."""
+        """The row in the table of systems."""
         return resolve_system(self.system)
-
-    def density(self, otherwise: float) -> float:
-        """The row's own density, or that of the benchmark."""
-        return float(dict(self.options).get("density", otherwise))
 
     def strategy(self, density: float, **defaults: Any) -> SAFusionStrategy:
         """A new strategy, with the density and the defaults where the row has none of its own.
 
         Raises:
-            ValueError: If an option has a value that it cannot have; names the row.
+            ValueError: If an option cannot have its value; names the row.
         """
-        options: dict[str, Any] = {"process_group_backend": "gloo", "density": density} | defaults | dict(self.options)
+        options: dict[str, Any] = {"process_group_backend": "gloo", "density": density, **defaults, **self.options}
         try:
             for option, resolve in _PARTS.items():
                 if "[" in str(options.get(option, "")):
@@ -54,24 +65,103 @@ class Row:
             raise ValueError(f"row {self.name!r}: {error}") from error
 
 
-def parse_row(name: str, training: Sequence[str] = ()) -> Row:
-    """Reads one row.
-
-    Args:
-        name: ``SYSTEM`` or ``SYSTEM[OPTION=VALUE,...]``. Options are the arguments of :class:`SAFusionStrategy`; the
-            patterns of ``dense`` are separated by ``|``.
-        training: Names of further options, numbers, which are those of an optimizer.
+def parse_row(name: str) -> Row:
+    """Reads one row; patterns of ``dense`` are separated by ``|``.
 
     Raises:
-        ValueError: If there is no such system or option, or an option has a value that it cannot have.
+        ValueError: If there is no such system or option, or an option cannot have its value.
     """
     system, texts = read(name)
-    resolve_system(system)
-    hints = hints_of(SAFusionStrategy.__init__, without=_NO_OPTIONS) | dict.fromkeys(training, float)
-    values = typed(name, texts, hints)
-    own = {option: value for option, value in values.items() if option in training}
-    row = Row(name, system, tuple((o, v) for o, v in values.items() if o not in own), tuple(own.items()))
-    if row.published.ddp_hook is not None and "density" in values:
+    row = Row(name, system, typed(name, texts, hints_of(SAFusionStrategy.__init__, without=_NO_OPTIONS)))
+    if row.published.ddp_hook is not None and "density" in texts:
         raise ValueError(f"row {name!r}: {system} is DDP with a hook of torch and has no density")
     row.strategy(_DENSITY)
     return row
+
+
+def split(text: str) -> list[str]:
+    """Cuts a text at its commas, but for those in brackets, and removes spaces.
+
+    Raises:
+        ValueError: If brackets do not match, something follows one, or nothing stands between two commas.
+    """
+    depth, pieces = 0, [""]
+    for character in "".join(text.split()):
+        depth += {"[": 1, "]": -1}.get(character, 0)
+        if character == "," and depth == 0:
+            pieces.append("")
+        else:
+            pieces[-1] += character
+    if depth or not all(re.fullmatch(r"[^\[\]]+(\[.*\])?", piece) for piece in pieces):
+        raise ValueError(f"several are written as in 'ddp,saf-pooled[wire=q4,density=0.1]', got {text!r}")
+    return pieces
+
+
+def read(text: str) -> tuple[str, dict[str, str]]:
+    """The name, and the text of each option.
+
+    Raises:
+        ValueError: If an option has no value, or is given twice.
+    """
+    name, bracket, inside = text.partition("[")
+    if bracket and not inside.endswith("]"):
+        raise ValueError(f"{text!r} has no closing bracket")
+    pairs = split(inside[:-1]) if inside[:-1] else [""]
+    options: dict[str, str] = {}
+    for pair in pairs if bracket else []:
+        option, equals, value = pair.partition("=")
+        if not equals or not value:
+            raise ValueError(f"{text!r}: options are written as in 'density=0.1', got {pair!r}")
+        if option in options:
+            raise ValueError(f"{text!r}: {option} is given twice")
+        options[option] = value
+    return name, options
+
+
+def typed(text: str, options: Mapping[str, str], hints: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with values of the annotated types.
+
+    Args:
+        text: The row, for messages.
+        options: Text of each option.
+        hints: Annotation of every option that there is.
+
+    Raises:
+        ValueError: If there is no such option, or it cannot have its value.
+    """
+    for option in options:
+        if option not in hints:
+            known = f"choose from {', '.join(hints)}.{suggestion(option, hints)}"
+            raise ValueError(f"{text!r}: unknown option {option!r}; {known}")
+    return {option: _value(f"{text!r}: {option}", value, hints[option]) for option, value in options.items()}
+
+
+def _value(option: str, text: str, hint: Any) -> Any:
+    kinds = get_args(hint) or (hint,)
+    if float in kinds:
+        try:
+            return float(text)
+        except ValueError:
+            raise ValueError(f"{option} is a number, got {text!r}") from None
+    if bool in kinds:
+        if text.lower() not in ("true", "false"):
+            raise ValueError(f"{option} is true or false, got {text!r}")
+        return text.lower() == "true"
+    if int in kinds:
+        if not text.isdecimal():
+            raise ValueError(f"{option} is a whole number, got {text!r}")
+        return int(text)
+    return text.split("|") if list[str] in kinds else text
+
+
+def make_part(text: str, resolve: Callable[[str], Part]) -> Part:
+    """A part by its name, with arguments of its constructor: ``residual[decay=0.9]``."""
+    name, options = read(text)
+    part = resolve(name)
+    return type(part)(**typed(text, options, hints_of(type(part).__init__))) if options else part
+
+
+def hints_of(function: Callable[..., Any], without: Sequence[str] = ()) -> dict[str, Any]:
+    """Annotations of a function's arguments."""
+    hints = get_type_hints(function)
+    return {name: hint for name, hint in hints.items() if name not in ("self", "return", "kwargs", *without)}

@@ -1,7 +1,8 @@
-"""``safusion bench``: measures systems side by side, and prints, writes and draws what came of it."""
+"""``safusion bench``: measures systems side by side, and prints, writes and draws the figures."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,16 +11,13 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from lightning_safusion.bench.extras import need
 from lightning_safusion.bench.links import bits_per_second, why_no_links
-from lightning_safusion.bench.medians import SystemFigures, summarize
-from lightning_safusion.bench.progress import step_bars
-from lightning_safusion.bench.session import RECORDS, REFERENCES, Rhythm, machines, measure
-from lightning_safusion.bench.table import Conditions, as_record, build_table, plot_tables, write_json
-from lightning_safusion.bench.team import Place
-from lightning_safusion.bench.workers import REFERENCE_STRATEGIES, Task
+from lightning_safusion.bench.measure import REFERENCE_STRATEGIES, REFERENCES, Rhythm, Task, measure
+from lightning_safusion.bench.results import Conditions, as_record, build_table, plot_tables, summarize
+from lightning_safusion.bench.team import machines
 from lightning_safusion.bench.workload import scaled
 from lightning_safusion.literal import literal
+from lightning_safusion.lookup import need
 from lightning_safusion.simulate.trace import resolve_trace
 
 _WIDTH = 120  # of tables in files and pipes
@@ -75,29 +73,44 @@ def run_bench(
         RuntimeError: If a worker fails; names its log.
     """
     rhythm, names = Rhythm(rounds, block, warmup), list(dict.fromkeys([*REFERENCE_STRATEGIES, *REFERENCES, *systems]))
-    task = _task(model, size, batch_size, paced, scale, seed)
-    console, output = begin(workers, output)
-    if calibrate:
-        need("scipy", "examples")
+    if paced is None and scale != 1:
+        raise ValueError(f"scale={scale:g} scales a trace: give one with paced, or choose a size")
     for share in density:
         if not 0 < share <= 1:
             raise ValueError(f"density is a share in (0, 1], got {share:g}")
+    if calibrate:
+        need("scipy", "examples")
+    console, output = begin(workers, output)
+    trace = scaled(resolve_trace(paced), scale) if paced is not None else None
+    task = Task(model, size, batch_size, trace=trace, seed=seed)
+    parameters = sum(param.numel() for param in task.module().parameters())
+    job = f"{model} ({size}), batch {batch_size}" if trace is None else trace.name
     tables = []
     for rate in usable_rates(bandwidth, console):
-        with machines(workers, _scaled_rate(rate, scale)) as place:
+        with machines(workers, rate and f"{bits_per_second(rate) * scale / 1e3:.0f}kbit") as place:
             for share in density:
-                task = replace(task, density=share)
-                conditions = _conditions(task, workers, rate, scale)
-                rows = _measure(task, names, place, rhythm, output, console, conditions, calibrate)
-                console.print(build_table(rows, conditions))
-                tables.append((conditions, rows))
-    write_json([as_record(rows, conditions) for conditions, rows in tables], output / "bench.json")
+                conditions = Conditions(job, workers, rate, share, parameters, trace is not None, scale)
+                console.print(literal(conditions.title, "bold"))
+                shared = replace(task, density=share)
+                run = measure(shared, names, place, rhythm, output / "logs", console, calibrate)
+                if calibrate:
+                    from lightning_safusion.bench.calibrate import fit_run  # scipy is an extra
+
+                    suffix = f"{rate or 'loopback'}-{share:g}.json"
+                    recorded, costs = fit_run(run, rhythm)
+                    recorded.save(output / f"trace-{suffix}")
+                    costs.save(output / f"calibration-{suffix}")
+                    console.print(f"costs and trace of this job on these workers: calibration-{suffix}, trace-{suffix}")
+                tables.append((conditions, summarize(run.blocks)))
+                console.print(build_table(tables[-1][1], conditions))
+    records = [as_record(rows, conditions) for conditions, rows in tables]
+    (output / "bench.json").write_text(json.dumps(records, indent=1), encoding="utf-8")
     plot_tables(tables).savefig(output / "bench.png", dpi=120)
     console.print(literal(f"written to {output}"))
 
 
 def begin(workers: int, output: Path) -> tuple[Console, Path]:
-    """Prepares a measurement with pictures: asks for what it will need, and makes the folder of the results.
+    """Prepares a measurement with pictures: checks what it needs, and makes the folder of the results.
 
     Raises:
         ValueError: If a single worker is to exchange something.
@@ -111,18 +124,8 @@ def begin(workers: int, output: Path) -> tuple[Console, Path]:
     return Console(width=None if sys.stdout.isatty() else _WIDTH), output
 
 
-def _task(model: str, size: str, batch_size: int, paced: str | None, scale: float, seed: int) -> Task:
-    if paced is None and scale != 1:
-        raise ValueError(f"scale={scale:g} scales a trace: give one with paced, or choose a size")
-    trace = scaled(resolve_trace(paced), scale) if paced is not None else None
-    task = Task(model, size, batch_size, trace=trace, seed=seed)
-    if trace is None:
-        task.module()  # raises here, if there is no such model
-    return task
-
-
 def usable_rates(bandwidth: Sequence[str], console: Console) -> list[str | None]:
-    """The rates of the links; None, for the loopback, where there are none or links cannot be made, which is said.
+    """The rates of the links; None, for the loopback, where none are given, or (with a message) links cannot be made.
 
     Raises:
         ValueError: If one is no rate.
@@ -137,42 +140,3 @@ def usable_rates(bandwidth: Sequence[str], console: Console) -> list[str | None]
     links = ", ".join(bandwidth)
     console.print(f"Links of {links} cannot be made: {reason}. The loopback is measured instead.", style="bold")
     return [None]
-
-
-def _scaled_rate(rate: str | None, scale: float) -> str | None:
-    return rate if rate is None or scale == 1 else f"{bits_per_second(rate) * scale / 1e3:.0f}kbit"
-
-
-def _conditions(task: Task, workers: int, rate: str | None, scale: float) -> Conditions:
-    parameters = sum(param.numel() for param in task.module().parameters())
-    job = f"{task.model} ({task.size}), batch {task.batch_size}" if task.trace is None else task.trace.name
-    return Conditions(job, workers, rate, task.density, parameters, task.trace is not None, scale)
-
-
-def _measure(
-    task: Task,
-    names: Sequence[str],
-    place: Place,
-    rhythm: Rhythm,
-    output: Path,
-    console: Console,
-    conditions: Conditions,
-    calibrate: bool,
-) -> list[SystemFigures]:
-    """Measures one table, with its progress on the console."""
-    totals = {
-        name: rhythm.warmup_of(name) + rhythm.rounds * rhythm.block
-        for name in [*names, *(RECORDS if calibrate else ())]
-    }
-    suffix = f"{conditions.bandwidth or 'loopback'}-{conditions.density:g}"
-    console.print(f"[bold]{conditions.title}[/bold]")
-    with step_bars(totals, console) as tell:
-        run = measure(task, names, place, rhythm, output / "logs", tell, record=calibrate)
-    if calibrate:
-        from lightning_safusion.bench.calibrate import fit_run  # scipy is an extra
-
-        trace, costs = fit_run(run, rhythm)
-        trace.save(output / f"trace-{suffix}.json")
-        costs.save(output / f"calibration-{suffix}.json")
-        console.print(f"costs and trace of this job on these workers: calibration-{suffix}.json, trace-{suffix}.json")
-    return summarize(run.blocks)

@@ -1,117 +1,134 @@
-"""The processes of a benchmark: where they run, how they are started, asked and ended."""
+"""Worker processes: where they run, how they are started, asked and ended, and the trainer of each."""
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import multiprocessing
 import os
 import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.strategies import Strategy
 
-from lightning_safusion.bench.links import Namespace
-from lightning_safusion.bench.workers import Block
+from lightning_safusion.bench.links import Namespace, linked_namespaces
 
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
+_ports = itertools.count(29500)  # in namespaces, which have all ports to themselves
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the workers are.
+    """Where workers run.
 
     Args:
         workers: How many.
-        machines: A machine for each, with links of a given rate; none: the loopback of this one.
+        machines: A network namespace for each; none: the loopback.
     """
 
     workers: int
     machines: tuple[Namespace, ...] = ()
 
-    def environment(self, rank: int, port: int) -> dict[str, str]:
-        """Variables by which the workers find each other."""
-        return {
-            "MASTER_ADDR": self.machines[0].address if self.machines else "127.0.0.1",
+    def environment(self) -> list[dict[str, str]]:
+        """Variables of each worker, for one process group of all of them."""
+        if self.machines:
+            address, device, port = self.machines[0].address, "eth0", next(_ports)
+        else:
+            address, device = "127.0.0.1", "lo"
+            with socket.socket() as probe:
+                probe.bind((address, 0))
+                port = int(probe.getsockname()[1])
+        common = {
+            "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
             "WORLD_SIZE": str(self.workers),
-            "NODE_RANK": str(rank),
             "LOCAL_RANK": "0",
-            "GLOO_SOCKET_IFNAME": "eth0" if self.machines else "lo",
+            "GLOO_SOCKET_IFNAME": device,
+            "OMP_NUM_THREADS": "1",  # otherwise Lightning gives a node with one device all cores
         }
+        return [{**common, "NODE_RANK": str(rank)} for rank in range(self.workers)]
 
-    def port(self, number: int) -> int:
-        """A free port of the first worker for the team with this number; any will do on a machine of its own."""
-        if self.machines:
-            return 29500 + number
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return int(probe.getsockname()[1])
+
+@contextmanager
+def machines(workers: int, rate: str | None) -> Iterator[Place]:
+    """Workers with a link of that rate each; None: on the loopback. Errors as in :func:`linked_namespaces`."""
+    if rate is None:
+        yield Place(workers)
+    else:
+        with linked_namespaces(workers, rate) as made:
+            yield Place(workers, tuple(made))
+
+
+class _Failed(NamedTuple):
+    """What a worker that has raised sends: the traceback."""
+
+    trace: str
 
 
 @dataclass(eq=False)
 class Team:
-    """The processes of one system and the pipes to them, in rank order; all that they print is in the log."""
+    """Worker processes and the pipes to them, in rank order; what they print is in the log. Ends with its context."""
 
-    system: str
-    processes: list[ForkProcess]
-    pipes: list[Connection]
+    name: str
     log: Path
+    processes: list[ForkProcess] = field(default_factory=list)
+    pipes: list[Connection] = field(default_factory=list)
 
-    def train(self, steps: int) -> list[Block]:
-        """Has all workers train some steps, and waits for the block of each; errors as in :meth:`collect`."""
-        for pipe in self.pipes:
-            pipe.send(steps)
-        return self.collect()
+    def __enter__(self) -> Team:
+        return self
 
-    def finish(self) -> list[Any]:
-        """Tells the workers that all turns are over, and waits for what they hand in; errors as in :meth:`collect`."""
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def ask(self, message: object) -> list[Any]:
+        """Sends a message to all workers, and waits for the answer of each; errors as in :meth:`collect`."""
         for pipe in self.pipes:
-            pipe.send(None)
+            pipe.send(message)
         return self.collect()
 
     def collect(self) -> list[Any]:
-        """The next answer of each worker, in rank order.
+        """The next message of each worker, in rank order.
 
         Raises:
             RuntimeError: As soon as one has failed; names the log.
         """
-        answers: dict[int, Any] = {}
-        while len(answers) < len(self.pipes):
-            waiting = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in answers}
-            for pipe in wait(list(waiting)):
-                if isinstance(pipe, Connection):
-                    answers[waiting[pipe]] = self._receive(pipe)
-        return [answers[rank] for rank in range(len(self.pipes))]
+        answers: dict[Connection, Any] = {}
+        while left := [pipe for pipe in self.pipes if pipe not in answers]:
+            for pipe in _readable(left):
+                answers[pipe] = self._receive(pipe)
+        return [answers[pipe] for pipe in self.pipes]
 
     def events(self) -> Iterator[Any]:
-        """What the workers say, as it comes, until each of them has sent None; errors as in :meth:`collect`."""
-        talking: list[Any] = list(self.pipes)
-        while talking:
-            for pipe in wait(talking):
-                answer = self._receive(cast(Connection, pipe))
-                if answer is None:
-                    talking.remove(pipe)
+        """All messages of the workers, as they come; errors as in :meth:`collect`."""
+        left = list(self.pipes)
+        while left:
+            for pipe in _readable(left):
+                message = self._receive(pipe)
+                if message is None:
+                    left.remove(pipe)
                 else:
-                    yield answer
+                    yield message
 
     def _receive(self, pipe: Connection) -> Any:
         try:
-            answer = pipe.recv()
+            message = pipe.recv()
         except (EOFError, ConnectionResetError):
-            raise RuntimeError(f"a worker of {self.system!r} has died: see {self.log}") from None
-        if isinstance(answer, Failed):
-            last = answer.trace.strip().splitlines()[-1]
-            raise RuntimeError(f"a worker of {self.system!r} failed: {last} (all of it is in {self.log})")
-        return answer
+            raise RuntimeError(f"a worker of {self.name!r} has died: see {self.log}") from None
+        if isinstance(message, _Failed):
+            last = message.trace.strip().splitlines()[-1]
+            raise RuntimeError(f"a worker of {self.name!r} failed: {last} (all of it is in {self.log})")
+        return message
 
     def end(self) -> None:
         """Ends the processes."""
@@ -122,66 +139,86 @@ class Team:
             pipe.close()
 
 
-@dataclass(frozen=True)
-class Failed:
-    """A worker has raised; ``trace`` is the traceback."""
-
-    trace: str
+def _readable(pipes: Sequence[Connection]) -> list[Connection]:
+    return cast(list[Connection], wait(pipes))
 
 
-@contextmanager
-def started(system: str, place: Place, log: Path, port: int, work: Callable[[int, Connection], None]) -> Iterator[Team]:
-    """Forks the workers of a system, and ends them with the block. The process should have no other thread.
+def started(name: str, place: Place, log: Path, work: Callable[[int, Connection], None]) -> Team:
+    """Forks workers. This process should have no other thread.
 
     Args:
-        system: Its name.
+        name: Of the workers, in messages.
         place: Where they run.
         log: Takes all that they print.
-        port: Of the first of them, where they find each other.
-        work: Called in each process with its rank and the pipe to this one.
+        work: Called in each process with its rank and the pipe to this one, which takes None when it returns.
     """
     context = multiprocessing.get_context("fork")
-    team = Team(system, [], [], log)
+    team = Team(name, log)
     try:
-        for rank in range(place.workers):
+        for rank, environment in enumerate(place.environment()):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_child, args=(rank, place, log, port, theirs, work), name=f"{system}-{rank}"
-            )
             team.pipes.append(ours)
+            process = context.Process(target=_child, args=(rank, place, environment, log, theirs, work))
             process.start()
             team.processes.append(process)
             theirs.close()
-        yield team
-    finally:
+    except BaseException:
         team.end()
+        raise
+    return team
 
 
 def _child(
-    rank: int, place: Place, log: Path, port: int, pipe: Connection, work: Callable[[int, Connection], None]
+    rank: int,
+    place: Place,
+    environment: dict[str, str],
+    log: Path,
+    pipe: Connection,
+    work: Callable[[int, Connection], None],
 ) -> None:
-    _end_with_parent()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent's handler is for what the parent has made
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a driver that is killed leaves no worker behind
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent's handler removes what the parent has made
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     sys.stdout = sys.stderr = os.fdopen(descriptor, "w", buffering=1)  # the parent's may be redirected
     try:
-        os.environ.update(place.environment(rank, port))
+        os.environ.update(environment)
         if place.machines:
             place.machines[rank].enter()
         # one thread each, or the workers fight for the cores; denormals slow small networks down up to three times
         torch.set_num_threads(1)
         torch.set_flush_denormal(True)
         work(rank, pipe)
+        pipe.send(None)
     except BaseException:
         trace = traceback.format_exc()
         print(trace, flush=True)
-        pipe.send(Failed(trace))
-    os._exit(0)  # nothing of the parent's is to be cleaned up here
+        pipe.send(_Failed(trace))
+    os._exit(0)  # cleans up nothing of the parent's
 
 
-def _end_with_parent() -> None:
-    """A driver that is killed leaves no worker behind (Linux)."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def make_trainer(workers: int, strategy: Strategy, callbacks: list[Callback], **options: Any) -> Trainer:
+    """The trainer of one worker: a node with one CPU device, which writes no files and shows no progress.
+
+    Args:
+        workers: Of the whole training.
+        strategy: Exchanges the gradients.
+        callbacks: In this order.
+        options: Further arguments of the trainer.
+    """
+    return Trainer(
+        accelerator="cpu",
+        num_nodes=workers,
+        devices=1,
+        strategy=strategy,
+        callbacks=callbacks,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )

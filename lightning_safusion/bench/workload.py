@@ -14,43 +14,37 @@ from typing_extensions import override
 
 from lightning_safusion.simulate.trace import Trace
 
+#: Inputs and their classes.
+Batch = tuple[Tensor, Tensor]
+
 _CLASSES = 10
-_WORDS = 2000
+_WORDS, _LENGTH = 2000, 32  # of the vocabulary, and in a sentence
 
 
-class ConvNet(nn.Module):
+def conv_net(width: int) -> nn.Module:
     """Three stages of 3 x 3 convolutions with batch norms, on 32 x 32 images; the first has ``width`` channels."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        channels = [3, width, width, 2 * width, 2 * width, 4 * width, 4 * width, 4 * width]
-        strides = [2, 1, 2, 1, 2, 1, 1]
-        layers: list[nn.Module] = []
-        for inputs, outputs, stride in zip(channels, channels[1:], strides, strict=False):
-            layers += [nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
-        self.features = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
-        self.classifier = nn.Linear(4 * width, _CLASSES)
-
-    @override
-    def forward(self, x: Tensor) -> Tensor:
-        classes: Tensor = self.classifier(self.features(x))
-        return classes
+    channels = [3, width, width, 2 * width, 2 * width, 4 * width, 4 * width, 4 * width]
+    strides = [2, 1, 2, 1, 2, 1, 1]
+    layers: list[nn.Module] = []
+    for inputs, outputs, stride in zip(channels, channels[1:], strides, strict=False):
+        layers += [nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, _CLASSES))
 
 
 class Transformer(nn.Module):
-    """A causal language model with tied embeddings; ``width`` is a multiple of 32."""
+    """A causal language model of six blocks with tied embeddings; ``width`` is a multiple of 32."""
 
-    def __init__(self, width: int, depth: int = 6, length: int = 32) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.words = nn.Embedding(_WORDS, width)
-        self.places = nn.Parameter(torch.zeros(length, width))
+        self.places = nn.Parameter(torch.zeros(_LENGTH, width))
         block = nn.TransformerEncoderLayer(width, width // 32, 4 * width, 0.0, batch_first=True, norm_first=True)
-        self.blocks = nn.TransformerEncoder(block, depth, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.blocks = nn.TransformerEncoder(block, 6, nn.LayerNorm(width), enable_nested_tensor=False)
 
     @override
     def forward(self, x: Tensor) -> Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
-        hidden = self.blocks(self.words(x) + self.places[: x.shape[1]], mask, is_causal=True)
+        mask = nn.Transformer.generate_square_subsequent_mask(_LENGTH)
+        hidden = self.blocks(self.words(x) + self.places, mask, is_causal=True)
         return nn.functional.linear(hidden, self.words.weight).flatten(0, 1)
 
 
@@ -69,30 +63,23 @@ class LSTM(nn.Module):
         return scores.flatten(0, 1)
 
 
-class Sample(NamedTuple):
-    """A batch of one worker: inputs and the classes that they belong to."""
-
-    inputs: Tensor
-    classes: Tensor
+def _images(batch_size: int) -> Batch:
+    return torch.randn(batch_size, 3, 32, 32), torch.randint(_CLASSES, (batch_size,))
 
 
-def _images(batch_size: int) -> Sample:
-    return Sample(torch.randn(batch_size, 3, 32, 32), torch.randint(_CLASSES, (batch_size,)))
-
-
-def _sentences(batch_size: int) -> Sample:
-    words = torch.randint(_WORDS, (batch_size, 33))
-    return Sample(words[:, :-1], words[:, 1:].flatten())
+def _sentences(batch_size: int) -> Batch:
+    words = torch.randint(_WORDS, (batch_size, _LENGTH + 1))
+    return words[:, :-1], words[:, 1:].flatten()
 
 
 class _Kind(NamedTuple):
     build: Callable[[int], nn.Module]
-    sample: Callable[[int], Sample]
+    sample: Callable[[int], Batch]
     widths: dict[str, int]  # by size
 
 
 _KINDS = {
-    "conv": _Kind(ConvNet, _images, {"tiny": 8, "small": 40, "base": 104}),
+    "conv": _Kind(conv_net, _images, {"tiny": 8, "small": 40, "base": 104}),
     "transformer": _Kind(Transformer, _sentences, {"tiny": 32, "small": 256, "base": 544}),
     "lstm": _Kind(LSTM, _sentences, {"tiny": 32, "small": 256, "base": 512}),
 }
@@ -131,13 +118,14 @@ class Classifier(Workload):
         self.net = _KINDS[kind].build(_KINDS[kind].widths[size])
 
     @override
-    def batch(self) -> Sample:
+    def batch(self) -> Batch:
         """Random inputs and classes."""
         return _KINDS[self.kind].sample(self.batch_size)
 
     @override
-    def training_step(self, batch: Sample, batch_idx: int) -> Tensor:
-        return nn.functional.cross_entropy(self.net(batch.inputs), batch.classes)
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        inputs, classes = batch
+        return nn.functional.cross_entropy(self.net(inputs), classes)
 
     @override
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -164,7 +152,7 @@ class Paced(Workload):
 
     @override
     def batch(self) -> Tensor:
-        """Nothing that matters."""
+        """A batch that makes no difference."""
         return torch.ones(1)
 
     @override
@@ -186,7 +174,7 @@ class Paced(Workload):
 
 
 class Sleeper:
-    """Sleeps whose sum is exact: what one takes too long, the next ones are shorter."""
+    """Sleeps whose sum is exact: a sleep is shorter by what the ones before it took too long."""
 
     def __init__(self) -> None:
         self._debt = 0.0
@@ -219,10 +207,14 @@ class _Pace(torch.autograd.Function):
 
 
 def scaled(trace: Trace, factor: float) -> Trace:
-    """The trace with tensors of a ``factor`` of the elements, in (0, 1], and the same times.
+    """The trace with a share of its elements, and the same times.
 
     Matrices become smaller in both of their first two dimensions, by the root of the factor each. On a link whose rate
     is scaled by the same factor an exchange takes as long as before, while selection takes that much less.
+
+    Args:
+        trace: The trace.
+        factor: Share of the elements, in (0, 1].
 
     Raises:
         ValueError: If the factor is out of range.

@@ -1,35 +1,62 @@
-"""The demo's table and picture."""
+"""What the demo's trainings have reported, as a table and a picture."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import fmean
+from dataclasses import dataclass, field
+from statistics import fmean, median
+from typing import TYPE_CHECKING
 
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
-from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from lightning_safusion.demo.events import History, Settings
+from lightning_safusion.bench.results import plain_table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
-def build_table(histories: Sequence[History], settings: Settings) -> Table:
+@dataclass
+class History:
+    """All that one row has reported.
+
+    Args:
+        system: The row.
+        steps: Figures of each step of the first worker: ``loss``, ``seconds``, ``exposed_s`` (of them, spent on nothing
+            but the exchange), ``bytes_sent``, ``density``, ``tensors`` and ``tensors_missing``.
+        accuracies: On the validation images after each epoch.
+    """
+
+    system: str
+    steps: list[dict[str, float]] = field(default_factory=list)
+    accuracies: list[float] = field(default_factory=list)
+
+    @property
+    def missing_share(self) -> float:
+        """Share of all (tensor, step) pairs in which no element of the tensor was sent."""
+        return sum(step["tensors_missing"] for step in self.steps) / sum(step["tensors"] for step in self.steps)
+
+    def median(self, figure: str) -> float:
+        """Median of a figure of the steps; the first one opens connections, and a system may send it dense."""
+        return median(step[figure] for step in self.steps[1:] or self.steps)
+
+    def epoch_losses(self) -> list[float]:
+        """Mean training loss of each epoch (all epochs have the same number of steps)."""
+        per_epoch = len(self.steps) // len(self.accuracies)
+        losses = [step["loss"] for step in self.steps]
+        return [fmean(losses[start : start + per_epoch]) for start in range(0, len(losses), per_epoch)]
+
+
+def build_table(histories: Sequence[History], title: str) -> Table:
     """One row per system; times and bytes are medians over the steps of the first worker."""
-    table = Table(
-        title=f"{settings.workers} workers, density {settings.density:g}, "
-        f"{settings.epochs} epochs, seed {settings.seed}",
-        caption="Missing: gradient tensors of which a worker sent nothing in a step. Sent: what one worker hands to "
-        "the network. Exposed: time spent on nothing but the exchange. "
-        "Medians over steps.",
-        box=box.SIMPLE_HEAD,
-        collapse_padding=True,  # fits 80 columns
-        pad_edge=False,
+    table = plain_table(
+        title,
+        "Missing: gradient tensors of which a worker sent nothing in a step. Sent: what one worker hands to the "
+        "network. Exposed: time spent on nothing but the exchange. Medians over steps.",
+        "system",
+        ("validation\naccuracy", "tensors\nmissing", "achieved\ndensity", "sent\nkB/step", "step\nms")
+        + ("exposed\nexchange\nms",),
     )
-    table.add_column("system", no_wrap=True)
-    for quantity in ("validation\naccuracy", "tensors\nmissing", "achieved\ndensity", "sent\nkB/step", "step\nms"):
-        table.add_column(quantity, justify="right", no_wrap=True)
-    table.add_column("exposed\nexchange\nms", justify="right", no_wrap=True)
     for history in histories:
         table.add_row(
             escape(history.system),
@@ -45,12 +72,15 @@ def build_table(histories: Sequence[History], settings: Settings) -> Table:
 
 def plot_curves(histories: Sequence[History]) -> Figure:
     """Draws training loss and validation accuracy by epoch, one line per system."""
+    from matplotlib.figure import Figure  # an extra: only where something is drawn
+    from matplotlib.ticker import MaxNLocator
+
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     loss_axes, accuracy_axes = figure.subplots(1, 2)
     for history in histories:
         epochs = range(1, len(history.accuracies) + 1)
         style = "--" if "memory=none" in history.system else "-"
-        loss_axes.plot(epochs, epoch_losses(history), style, label=history.system)
+        loss_axes.plot(epochs, history.epoch_losses(), style, label=history.system)
         accuracy_axes.plot(epochs, history.accuracies, style, label=history.system)
     loss_axes.set(xlabel="epoch", ylabel="training loss (mean of the epoch)", yscale="log")
     accuracy_axes.set(xlabel="epoch", ylabel="validation accuracy")
@@ -62,10 +92,3 @@ def plot_curves(histories: Sequence[History]) -> Figure:
         axes.grid(alpha=0.3)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return figure
-
-
-def epoch_losses(history: History) -> list[float]:
-    """Mean training loss of each epoch (all epochs have the same number of steps)."""
-    per_epoch = len(history.steps) // len(history.accuracies)
-    losses = [step.loss for step in history.steps]
-    return [fmean(losses[start : start + per_epoch]) for start in range(0, len(losses), per_epoch)]

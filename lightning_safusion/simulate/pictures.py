@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightning_safusion.bench.extras import need
+from lightning_safusion.lookup import need
 from lightning_safusion.simulate.comparison import PlanRow
 from lightning_safusion.simulate.systems import SIMULATED
 

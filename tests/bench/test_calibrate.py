@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from lightning_safusion.bench.calibrate import fit_calibration, recorded_trace
-from lightning_safusion.bench.collectives import time_collectives
-from lightning_safusion.bench.recorders import BufferCost, EngineStep, FloorRecord, FloorStep, Moment
+from lightning_safusion.bench.recorders import BufferCost, EngineStep, FloorRecord, FloorStep, time_collectives
 from lightning_safusion.comm.transport.torch_backend import default_transport
 from lightning_safusion.simulate.measured import CollectiveSample, CollectiveTimes
 from tests.process_group import run_ranks
@@ -22,11 +22,9 @@ COLLECTIVES = {"allgather": TIMES, "allreduce": TIMES}
 
 def floor_step(pace: float = 1.0) -> FloorStep:
     """24 gradients, 2 ms each of which half on a core; 6 ms forward, 4 ms on a core; 3 ms afterwards, all on one."""
-    ready = tuple(Moment(2e-3 * pace * (place + 1), 1e-3 * pace * (place + 1)) for place in range(TENSORS))
-    layers = {"a": Moment(4e-3 * pace, 3e-3 * pace), "b": Moment(2e-3 * pace, 1e-3 * pace)}
-    rest = Moment(3e-3 * pace, 3e-3 * pace)
-    whole = Moment(57e-3 * pace, 31e-3 * pace)
-    return FloorStep(ready, layers, rest, whole)
+    ready = pace * np.outer(np.arange(1, TENSORS + 1), (2e-3, 1e-3))
+    layers = {"a": pace * np.array((4e-3, 3e-3)), "b": pace * np.array((2e-3, 1e-3))}
+    return FloorStep(ready, layers, pace * np.array((3e-3, 3e-3)))
 
 
 def floor(paces: Sequence[float] = (0.98, 1.0, 1.02)) -> list[FloorRecord]:
@@ -52,8 +50,7 @@ def engine_step(sizes: Sequence[int], fixed: float = 1e-3) -> EngineStep:
     backward = TENSORS * (1e-3 + 2e-4) + select - buffers[-1].select
     drain = 2e-3 + 3e-4 * len(sizes) + decode + buffers[-1].select
     others = 1.5 * sum(TIMES.at(buffer.nbytes).processor_queued for buffer in buffers)
-    thread = 4e-3 + backward + drain + 3e-3
-    return EngineStep(7, buffers, 4e-3, backward, drain, 3e-3, thread + others)
+    return EngineStep(7, buffers, backward, drain, 3e-3, others)
 
 
 PLANS = [[8] * 3, [2] * 12, [24], [4] * 6, [1] * 24, [10, 14]]

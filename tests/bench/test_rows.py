@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_safusion.bench.grammar import split
-from lightning_safusion.bench.rows import parse_row
-from lightning_safusion.bench.run import run_bench
-from lightning_safusion.bench.session import Rhythm
-from lightning_safusion.bench.workers import Task
+from lightning_safusion.bench.measure import Rhythm, Task
+from lightning_safusion.bench.rows import parse_row, split
+from lightning_safusion.fusion.plans.policy import Aligned
 from lightning_safusion.sparsify import ResidualMemory
 
 
@@ -24,10 +22,8 @@ def test_what_is_no_list_of_rows_is_refused(text: str) -> None:
 
 
 def test_a_strategy_gets_the_options_of_its_row() -> None:
-    text = "saf-pooled[wire=q4,density=0.25,dense=*.bias|head.*,dense_below=7,lr=0.5,momentum=0]"
-    row = parse_row(text, training=("lr", "momentum"))
+    row = parse_row("saf-pooled[wire=q4,density=0.25,dense=*.bias|head.*,dense_below=7]")
     assert row.system == "saf-pooled"
-    assert dict(row.training) == {"lr": 0.5, "momentum": 0.0}
     strategy = row.strategy(0.01)
     assert strategy.settings.wire == "q4"
     assert strategy.settings.quota == "pooled"
@@ -44,6 +40,7 @@ def test_a_strategy_gets_the_options_of_its_row() -> None:
         ("saf-poled", "Did you mean 'saf-pooled'"),
         ("omgs[dencity=0.1]", "'omgs\\[dencity=0.1\\]': unknown option 'dencity'.*Did you mean 'density'"),
         ("omgs[transport=horovod]", "unknown option 'transport'"),
+        ("omgs[momentum=0]", "unknown option 'momentum'"),
         ("omgs[density=much]", "density is a number, got 'much'"),
         ("omgs[density=2]", "'omgs\\[density=2\\]': density must be in"),
         ("omgs[dense_below=-1]", "dense_below is a whole number, got '-1'"),
@@ -62,17 +59,13 @@ def test_unknown_options_and_values_are_named(row: str, message: str) -> None:
         parse_row(row)
 
 
-def test_options_of_an_optimizer_need_a_training() -> None:
-    with pytest.raises(ValueError, match="unknown option 'lr'"):
-        parse_row("omgs[lr=0.1]")
-    with pytest.raises(ValueError, match="unknown option 'momentum'"):
-        run_bench(["ddp", "omgs[momentum=0]"])
-
-
 def test_parts_of_a_row_have_options() -> None:
     memory = parse_row("saf-pooled[memory=residual[decay=0.9],density=0.1]").strategy(0.01).settings.memory
     assert isinstance(memory, ResidualMemory)
     assert memory.decay == 0.9
+    fusion = parse_row("behind[fusion=aligned[tensors_per_buffer=3]]").strategy(0.01).settings.fusion
+    assert isinstance(fusion, Aligned)
+    assert fusion.tensors_per_buffer == 3
     with pytest.raises(ValueError, match="unknown option 'deca'.*Did you mean 'decay'"):
         parse_row("saf-pooled[memory=residual[deca=0.9]]")
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from lightning_safusion.bench import links
+from lightning_safusion.bench.measure import FLOOR, IN_STEP, Rhythm, Task, measure
 from lightning_safusion.bench.run import run_bench
-from lightning_safusion.bench.session import Rhythm, measure
 from lightning_safusion.bench.team import Place
-from lightning_safusion.bench.workers import FLOOR, IN_STEP, Task
 from lightning_safusion.simulate.calibration import Calibration
 from lightning_safusion.simulate.trace import Trace
 from tests.e2e.processes import need
@@ -103,7 +103,7 @@ def test_a_worker_that_fails_is_reported_with_its_log(tmp_path: Path) -> None:
         task = Task("conv", "tiny", 2, density=0.5)
         object.__setattr__(task, "size", "huge")  # in the workers, not here
         with pytest.raises(RuntimeError) as failure:
-            measure(task, ["ddp"], Place(2), Rhythm(1, 2, 1), tmp_path)
+            measure(task, ["ddp"], Place(2), Rhythm(1, 2, 1), tmp_path, Console())
         return str(failure.value)
 
     message = run_alone(fail)

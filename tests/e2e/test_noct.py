@@ -20,7 +20,7 @@ def _command(machine: Namespace, node_rank: int, main: Namespace, folder: Path) 
     rendezvous = ["--master-addr", main.address, "--master-port", "29500"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *rendezvous]
     script = ROOT / "tests" / "e2e" / "noct.py"
-    return machine.command([*torchrun, "--node-rank", str(node_rank), script, "--folder", folder])
+    return ["ip", "netns", "exec", machine.name, *torchrun, "--node-rank", str(node_rank), script, "--folder", folder]
 
 
 def test_exposed_exchange_is_what_a_step_takes_longer_with_it(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def _machine(machine: Namespace, node_rank: int, main: Namespace, folder: Path) 
     """What a user types on one of two machines."""
     rendezvous = ["--master-addr", main.address, "--master-port", "29500"]
     torchrun = [*_TORCHRUN, "--nnodes", "2", "--node-rank", str(node_rank), "--nproc-per-node", "1", *rendezvous]
-    return machine.command([*torchrun, *command(folder, "--nodes", "2", "--devices", "1")[1:]])
+    return ["ip", "netns", "exec", machine.name, *torchrun, *command(folder, "--nodes", "2", "--devices", "1")[1:]]
 
 
 def test_two_machines_train_as_two_workers_on_one(tmp_path: Path, reference: Path) -> None:

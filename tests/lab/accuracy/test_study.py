@@ -20,7 +20,7 @@ from lab.accuracy.training import Curve, Training, make_averager, train_curve
 from lab.tasks import TASKS
 from lab.virtual.training import VirtualTraining
 from lab.virtual.workers import Engines
-from lightning_safusion.bench.session import Rhythm
+from lightning_safusion.bench.measure import Rhythm
 from tests.process_group import run_alone
 
 TASK = replace(TASKS["digits-resnet"], steps=5, batch=8)

@@ -21,9 +21,9 @@ from lab.convergence.pictures import save_pictures
 from lab.convergence.plan import DENSITIES, LANGUAGE, MAIN, SCOPES, SMALL_DENSE, full, short
 from lab.convergence.ranks import Results, standings
 from lab.convergence.scheme import Scheme
-from lab.convergence.store import Run, Store
 from lab.convergence.summary import summarize, table
-from lab.convergence.training import Result
+from lab.convergence.training import Result, Run, read_results, results_of
+from lab.processes import key_of
 from lab.tasks import TASKS, Task
 
 TASK = TASKS["digits-resnet"]
@@ -40,12 +40,12 @@ def result(metric: float | None = 0.9, **changes: Any) -> Result:
 def test_a_run_that_is_written_down_is_not_missing(tmp_path: Path) -> None:
     path = tmp_path / "new" / "results.jsonl"
     runs = [Run(TASK, Scheme("ahead"), seed) for seed in (0, 1)]
-    store = Store(path)
-    assert store.missing([*runs, runs[0]]) == runs  # each once
-    store.add(runs[0], result(0.5))
-    for each in (store, Store(path)):
+    ledger = read_results(path)
+    assert ledger.missing([*runs, runs[0]]) == runs  # each once
+    ledger.add(runs[0].settings(), result(0.5))
+    for each in (ledger, read_results(path)):
         assert each.missing(runs) == runs[1:]
-        assert each.results(runs) == {"digits-resnet/ahead": {0: result(0.5)}}
+        assert results_of(each, runs) == {"digits-resnet/ahead": {0: result(0.5)}}
     # whatever decides the result makes another run
     for other in (
         Run(TASK, Scheme("ahead", density=0.05), 0),
@@ -53,31 +53,29 @@ def test_a_run_that_is_written_down_is_not_missing(tmp_path: Path) -> None:
         Run(replace(TASK, revision=99), Scheme("ahead"), 0),
         Run(TASKS["digits-vgg"], Scheme("ahead"), 0),
     ):
-        assert store.missing([other]) == [other]
+        assert ledger.missing([other]) == [other]
 
 
 def test_a_line_that_a_crash_cut_short_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     runs = [Run(TASK, Scheme("ahead"), seed) for seed in (0, 1)]
-    store = Store(path)
+    ledger = read_results(path)
     for run in runs:
-        store.add(run, result())
+        ledger.add(run.settings(), result())
     path.write_text(path.read_text()[:-20])
-    store = Store(path)
-    assert store.missing(runs) == runs[1:]
-    store.add(runs[1], result())
-    assert Store(path).missing(runs) == []
+    ledger = read_results(path)
+    assert ledger.missing(runs) == runs[1:]
+    ledger.add(runs[1].settings(), result())
+    assert read_results(path).missing(runs) == []
     path.write_text("{}\n" + path.read_text())
     with pytest.raises(ValueError, match="line 1 of .* is not a finished run"):
-        Store(path)
+        read_results(path)
 
 
-def test_intervals_and_differences_are_over_seeds(tmp_path: Path) -> None:
-    store = Store(tmp_path / "results.jsonl")
+def test_intervals_and_differences_are_over_seeds() -> None:
     runs = [Run(TASK, scheme, seed) for seed in range(3) for scheme in (Scheme("dense"), Scheme("ahead"))]
-    for run, metric in zip(runs, (0.90, 0.91, 0.94, 0.96, 0.80, 0.83), strict=True):
-        store.add(run, result(metric))
-    dense, ahead = summarize(runs, store.results(runs))
+    metrics = {"digits-resnet/dense": (0.90, 0.94, 0.80), "digits-resnet/ahead": (0.91, 0.96, 0.83)}
+    dense, ahead = summarize(runs, {config: dict(enumerate(map(result, each))) for config, each in metrics.items()})
     assert ahead.metric.mean == pytest.approx(0.90)
     assert ahead.difference.mean == pytest.approx(0.02)
     quantile = 4.302652729749464  # of Student's t, two degrees of freedom
@@ -87,15 +85,12 @@ def test_intervals_and_differences_are_over_seeds(tmp_path: Path) -> None:
     assert ahead.ratio == 40
 
 
-def test_runs_that_diverged_are_counted_and_not_averaged(tmp_path: Path) -> None:
-    store = Store(tmp_path / "results.jsonl")
+def test_runs_that_diverged_are_counted_and_not_averaged() -> None:
     runs = [Run(TASK, Scheme("ahead"), seed) for seed in range(2)]
-    store.add(runs[0], result(None))
-    (summary,) = summarize(runs, store.results(runs))
+    (summary,) = summarize(runs, {runs[0].config: {0: result(None)}})
     assert math.isnan(summary.metric.mean)
     assert "| 1 (1 diverged) |" in table([summary])
-    store.add(runs[1], result(0.7))
-    (summary,) = summarize(runs, store.results(runs))
+    (summary,) = summarize(runs, {runs[0].config: {0: result(None), 1: result(0.7)}})
     assert (summary.metric.mean, summary.diverged, summary.runs) == (0.7, 1, 2)
     json.dumps(summary.figures(), allow_nan=False)
 
@@ -164,10 +159,10 @@ def test_ranks_know_that_a_small_loss_is_good_and_divergence_bad() -> None:
 @pytest.mark.slow
 def test_every_picture_is_drawn_from_a_full_plan(tmp_path: Path) -> None:
     runs = full([0, 1])
-    store = Store(tmp_path / "results.jsonl")
+    results: dict[str, dict[int, Result]] = {}
     for place, run in enumerate(runs):
-        store._ledger._results[run.key] = result(0.5 + place / 1000)
-    files = save_pictures(summarize(runs, store.results(runs)), tmp_path)
+        results.setdefault(run.config, {})[run.seed] = result(0.5 + place / 1000)
+    files = save_pictures(summarize(runs, results), tmp_path)
     names = ("density", "bytes", "observation_1", "observation_2", "scales")
     assert [file.name for file in files] == [f"{name}.png" for name in names]
     assert all(file.stat().st_size > 10_000 for file in files)
@@ -209,10 +204,10 @@ def test_the_short_preset_survives_ctrl_c_and_runs_nothing_twice(tmp_path: Path)
     subprocess.run(again, check=True)
     after = path.read_text().splitlines()
     assert after[: len(before)] == before
-    settings = [json.dumps(json.loads(line)["settings"], sort_keys=True) for line in after]
-    assert sorted(settings) == sorted(run.key for run in short([0]))
-    results = {run.config: Store(path).results([run])[run.config][0] for run in short([0])}
-    for config, each in results.items():
+    settings = [key_of(json.loads(line)["settings"]) for line in after]
+    assert sorted(settings) == sorted(key_of(run.settings()) for run in short([0]))
+    for config, by_seed in results_of(read_results(path), short([0])).items():
+        each = by_seed[0]
         if "ahead" in config or "pooled" in config:
             assert each.missing == 0
         if "behind" in config:

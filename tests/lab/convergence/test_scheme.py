@@ -10,6 +10,7 @@ import torch
 from lab.convergence.plan import PRESETS
 from lab.convergence.scheme import Scheme, parse_scheme
 from lab.convergence.training import make_optimizer
+from lab.processes import key_of
 from lab.tasks import TASKS
 from lightning_safusion.fusion.plans.policy import Aligned, Single
 from lightning_safusion.sparsify import ResidualMemory
@@ -77,7 +78,7 @@ def test_a_scheme_may_change_the_optimizer() -> None:
 @pytest.mark.parametrize("preset", list(PRESETS))
 def test_plans_name_every_run_once(preset: str) -> None:
     runs = PRESETS[preset]([0, 1])
-    assert len({run.key for run in runs}) == len(runs) == len({(run.config, run.seed) for run in runs})
+    assert len({key_of(run.settings()) for run in runs}) == len(runs) == len({(run.config, run.seed) for run in runs})
     for run in runs:
         assert run.task.batch % run.scheme.workers == 0
         # momentum is in the memory or in the optimizer, never in both

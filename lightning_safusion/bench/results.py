@@ -1,0 +1,226 @@
+"""The figures of a run: one row for each system, as a table, as JSON, and as a picture."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from lightning_safusion.__about__ import __version__
+from lightning_safusion.bench.measure import FLOOR, IN_STEP, Block
+from lightning_safusion.kernels import cpu as native
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_COLORS = {FLOOR: "#4878b0", IN_STEP: "#86a8cf", "ddp": "#8a8a8a"}
+
+
+@dataclass(frozen=True)
+class SystemFigures:
+    """One system under the conditions of one table; times in seconds.
+
+    Args:
+        system: Its name.
+        step_s: Median step.
+        low_s: Lower quartile.
+        high_s: Upper quartile.
+        over_floor: Median step over that of the floor.
+        over_ddp: Median step over DDP's.
+        exposed_s: What the step takes longer than the floor, less selection and decoding: waiting for the exchange, and
+            what the exchange takes away from the computation.
+        awaited_s: Seconds for which the backward pass waited for exchanges, by the engine's own clock; None for DDP.
+        select_s: Compensation, selection and packing; None for DDP.
+        decode_s: Decoding; None for DDP.
+        bytes_sent: Bytes that a worker hands to its collectives in a step; None for DDP.
+        wire_bytes: Bytes that its device has sent per step, headers and acknowledgements included; None on the
+            loopback.
+        density: Share of the elements that was sent; None for DDP.
+        buffers: Collectives of a step; None for DDP.
+        peak_bytes: Largest resident set of a worker, torch itself and this package included.
+        plain_ddp: Why DDP did the exchange; None if the engine did.
+    """
+
+    system: str
+    step_s: float
+    low_s: float
+    high_s: float
+    over_floor: float
+    over_ddp: float
+    exposed_s: float
+    awaited_s: float | None
+    select_s: float | None
+    decode_s: float | None
+    bytes_sent: float | None
+    wire_bytes: float | None
+    density: float | None
+    buffers: float | None
+    peak_bytes: float
+    plain_ddp: str | None
+
+
+def summarize(blocks: Mapping[str, Sequence[Sequence[Block]]]) -> list[SystemFigures]:
+    """Figures of all systems of one run, from the blocks of each round by rank; the floor and DDP are among them.
+
+    A step of a block takes the mean over its workers; the first one of a block is left out, for it meets the caches and
+    the network as another system left them.
+    """
+    steps = {
+        system: [fmean(step) for ranks in rounds for step in list(zip(*(b.steps for b in ranks), strict=True))[1:]]
+        for system, rounds in blocks.items()
+    }
+    floor, ddp = median(steps[FLOOR]), median(steps["ddp"])
+    return [_row(system, steps[system], rounds, floor, ddp) for system, rounds in blocks.items()]
+
+
+def _row(
+    system: str, steps: Sequence[float], rounds: Sequence[Sequence[Block]], floor: float, ddp: float
+) -> SystemFigures:
+    flat = [block for ranks in rounds for block in ranks]
+    step, (low, high) = median(steps), np.quantile(steps, (0.25, 0.75)).tolist()
+    reports = [block.figures for block in flat if block.figures.get("plan")]
+    engine = {
+        key: median(report[key] for report in reports) if reports else None
+        for key in ("exposed_s", "select_s", "decode_s", "bytes_sent", "achieved_density")
+    }
+    own = (engine["select_s"] or 0.0) + (engine["decode_s"] or 0.0)
+    wire = [block.wire_bytes for block in flat if block.wire_bytes is not None]
+    return SystemFigures(
+        system=system,
+        step_s=step,
+        low_s=low,
+        high_s=high,
+        over_floor=step / floor,
+        over_ddp=step / ddp,
+        exposed_s=max(0.0, step - floor - own),
+        awaited_s=engine["exposed_s"],
+        select_s=engine["select_s"],
+        decode_s=engine["decode_s"],
+        bytes_sent=engine["bytes_sent"],
+        wire_bytes=median(wire) if wire else None,
+        density=engine["achieved_density"],
+        buffers=median(len(report["plan"]) for report in reports) if reports else None,
+        peak_bytes=max(block.peak_bytes for block in flat),
+        plain_ddp=flat[-1].figures.get("plain_ddp"),
+    )
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What a table was measured under.
+
+    Args:
+        job: What was trained, in words.
+        workers: Workers, one thread each.
+        bandwidth: Of the link of each; None for the loopback.
+        density: Of sparse systems.
+        parameters: Elements of the model.
+        paced: Workers slept through the job's computation.
+        scale: Sizes, and the link's rate in proportion, are this share of the job's.
+    """
+
+    job: str
+    workers: int
+    bandwidth: str | None
+    density: float
+    parameters: int
+    paced: bool = False
+    scale: float = 1.0
+
+    @property
+    def title(self) -> str:
+        """All of it in a line."""
+        paced = "paced: " if self.paced else ""
+        scaled = f" (sizes and rate x {self.scale:g})" if self.scale != 1 else ""
+        link = f"links of {self.bandwidth}{scaled}" if self.bandwidth else f"loopback{scaled}"
+        size = f"{self.parameters / 1e6:.1f} M parameters"
+        return f"{paced}{self.job}, {size}; {self.workers} workers, {link}, density {self.density:g}"
+
+
+def build_table(rows: Sequence[SystemFigures], conditions: Conditions) -> Table:
+    """One row per system, in the order given."""
+    paced = "Paced: workers sleep through the computation. " if conditions.paced else ""
+    table = plain_table(
+        conditions.title,
+        f"{paced}Medians over the steps of all rounds; systems take turns in one run. quartiles: of the step. "
+        "exposed: step less floor, selection and decoding. wire: sent by a worker's device, headers included.",
+        "system",
+        ("step\nms", "quartiles\nms", "over\nfloor", "exposed\nms", "select\nms", "decode\nms")
+        + ("sent\nkB", "wire\nkB", "density", "peak\nMB"),
+    )
+    for row in rows:
+        by_ddp = row.plain_ddp and row.bytes_sent is None and "another hook" not in row.plain_ddp
+        table.add_row(
+            escape(row.system) + (" (ddp)" if by_ddp else ""),
+            _ms(row.step_s),
+            f"{_ms(row.low_s)} - {_ms(row.high_s)}",
+            f"{row.over_floor:.2f}",
+            _ms(row.exposed_s),
+            _ms(row.select_s),
+            _ms(row.decode_s),
+            _number(row.bytes_sent, 1e3),
+            _number(row.wire_bytes, 1e3),
+            "" if row.density is None else f"{row.density:.2%}",
+            _number(row.peak_bytes, 2**20),
+        )
+    return table
+
+
+def plain_table(title: str, caption: str, names: str, figures: Sequence[str]) -> Table:
+    """An empty table without frames: a column of names, and one for each of the figures."""
+    table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    table.add_column(names, no_wrap=True)
+    for heading in figures:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def _ms(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1e3:.1f}"
+
+
+def _number(value: float | None, unit: float) -> str:
+    return "" if value is None else f"{value / unit:,.0f}"
+
+
+def as_record(rows: Sequence[SystemFigures], conditions: Conditions) -> dict[str, Any]:
+    """Conditions, machine and rows as plain values."""
+    systems = [asdict(row) for row in rows]
+    return {"title": conditions.title, **asdict(conditions), "machine": machine(), "systems": systems}
+
+
+def machine() -> dict[str, str]:
+    """What the figures of a run depend on besides its settings."""
+    kernels = "compiled" if native.usable() else "NumPy"
+    versions = {"torch": torch.__version__, "lightning_safusion": __version__}
+    return {"processor": platform.machine(), "cpu_kernels": kernels, **versions}
+
+
+def plot_tables(tables: Sequence[tuple[Conditions, Sequence[SystemFigures]]]) -> Figure:
+    """Bars of the median steps, quartiles on them, a panel for each table."""
+    from matplotlib.figure import Figure  # an extra: only where something is drawn
+
+    count = max(len(rows) for _, rows in tables)
+    figure = Figure(figsize=(8, len(tables) * (1.1 + 0.32 * count)), layout="constrained")
+    for axes, (conditions, rows) in zip(figure.subplots(len(tables), squeeze=False)[:, 0], tables, strict=True):
+        ordered = list(reversed(rows))
+        medians, lows, highs = (np.array([[row.step_s, row.low_s, row.high_s] for row in ordered]) * 1e3).T
+        spread = [medians - lows, highs - medians]
+        colors = [_COLORS.get(row.system, "#5b9e77") for row in ordered]
+        axes.barh([row.system for row in ordered], medians, xerr=spread, color=colors, ecolor="#303030", capsize=2)
+        for place, row in enumerate(ordered):
+            axes.annotate(f"  {row.over_floor:.2f}x", (row.high_s * 1e3, place), va="center", fontsize="small")
+        floor = next(row.step_s for row in rows if row.system == FLOOR)
+        axes.axvline(floor * 1e3, color=_COLORS[FLOOR], linestyle=":")
+        axes.set_title(conditions.title, fontsize="small")
+        axes.margins(x=0.12)
+        axes.set_xlabel("ms per step (and times the floor)")
+    return figure
