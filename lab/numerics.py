@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lab.processes import run_workers
 from lightning_safusion.bench.rows import Row, parse_row
@@ -68,7 +68,8 @@ def _trained(row: Row, optimizer: str, precision: Any, workers: int, steps: int,
     module = Network(optimizer)
     try:
         trainer = make_trainer(workers, row.strategy(0.1), [], max_steps=steps, deterministic=True, precision=precision)
-        trainer.fit(module, DataLoader(TensorDataset(x[rank::workers], y[rank::workers]), batch_size=_BATCH))
+        data = TensorDataset(x, y)
+        trainer.fit(module, DataLoader(data, _BATCH, sampler=DistributedSampler(data, workers, rank)))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     digest = hashlib.sha256()

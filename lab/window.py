@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lab.markdown import markdown
 from lab.processes import run_workers
@@ -83,8 +83,8 @@ def _work(layers: int, buffers: int, step: int, rank: int, pipe: Connection) -> 
     fusion = Aligned(2 * layers // buffers)
     strategy = SAFusionStrategy(fusion=fusion, collective="allgather", process_group_backend="gloo")
     trainer = make_trainer(2, strategy, [counter], max_steps=step + 2)
-    data = torch.randn(32 * (step + 2), 256, generator=torch.Generator().manual_seed(1))
-    trainer.fit(Chain(layers, 256), DataLoader(TensorDataset(data[rank::2]), batch_size=16))
+    data = TensorDataset(torch.randn(32 * (step + 2), 256, generator=torch.Generator().manual_seed(1)))
+    trainer.fit(Chain(layers, 256), DataLoader(data, 16, sampler=DistributedSampler(data, 2, rank)))
     if rank == 0:
         pipe.send(counter.calls)
 
