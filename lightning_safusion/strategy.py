@@ -36,7 +36,7 @@ from lightning_safusion.fusion.plans.policy import FusionPolicy
 from lightning_safusion.fusion.quota import QuotaRule, Scope
 from lightning_safusion.fusion.record import WindowRecord
 from lightning_safusion.fusion.replan import Decision
-from lightning_safusion.fusion.state import carried, carry_on
+from lightning_safusion.fusion.state import carried, restore_carried
 from lightning_safusion.integration.agreement import ddp_options, replaced_parameters, training_options
 from lightning_safusion.integration.checkpoint import Checkpoints
 from lightning_safusion.integration.engine_exchange import EngineExchange, History, announce
@@ -340,7 +340,7 @@ class SAFusionStrategy(DDPStrategy):
         self.model = self._setup_model(module)
         self._register_ddp_hooks()
         if self.controller is not None and state is not None:
-            carry_on(self.controller, state)
+            restore_carried(self.controller, state)
         elif self.controller is None and self._signals is not None:
             self._signals.remove()  # there are no messages that could carry notices
         self._bind()

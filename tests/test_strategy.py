@@ -278,7 +278,7 @@ def test_a_momentum_of_what_is_held_back_is_none_where_nothing_is() -> None:
     said = caution(DecoupledMomentum(), 1.0, optimizer)
     assert said is not None
     assert "at density 1 training has none" in said
-    with pytest.raises(ValueError, match="collective='allreduce' sends every gradient whole"):
+    with pytest.raises(ValueError, match="collective='allreduce' sends every gradient dense"):
         SAFusionStrategy(memory="decoupled", collective="allreduce")
 
 

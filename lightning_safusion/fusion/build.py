@@ -1,4 +1,4 @@
-"""Puts a job's parts together: checks across ranks, and the engine."""
+"""Builds the engine of a job from its settings, and compares these across ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SHOWN = 8
 
 
 def fingerprint(settings: EngineSettings, specs: Sequence[TensorSpec]) -> dict[str, str]:
-    """All that must be the same on every rank, as text: settings, versions, and the model's tensors in their order."""
+    """What must be the same on every rank, as text: settings, versions, and the model's tensors in their order."""
     tensors = {f"parameter {s.name}": f"{s.shape} {s.dtype}{' dense' if s.dense else ''}" for s in specs}
     versions = {"lightning_safusion": __version__, "torch": torch.__version__}
     deterministic = {"deterministic": str(torch.are_deterministic_algorithms_enabled())}
@@ -83,12 +83,12 @@ def build_engine(
         transport: Communicator of the buffers.
         device: Where the gradients live.
         measure: Plan with measured times. False: with modelled ones, so that a seeded run repeats bit for bit.
-        announce: Told in one line what travels how, whenever that changes.
+        announce: Called with a line on the buffers of a plan when other collectives are used than before.
         overlap: Launch buffers while gradients still arrive; see :class:`Engine`.
-        deferred: Never wait for the device within a step; see :class:`Engine`. Without effect where buffers fill at
-            each worker's own pace.
+        deferred: Never wait for the device within a step; see :class:`Engine`. Ignored where buffers fill at each
+            worker's own pace.
         node: Name of the node that this rank runs on, for ``collective="hierarchical"``.
-        yields: Plain DDP can take the engine's place.
+        yields: Plain DDP may replace the engine if that is faster.
     """
     layout = Layout(tuple(specs))
     settings.memory.world_size = transport.world_size
@@ -108,7 +108,7 @@ def build_engine(
     space = GradientSpace(layout, _buffer_pool(settings, transport, device, communicators), selector)
     wanted = settings.fusion.needs_costs or choice == "auto"
     prior = calibrate(transport, device) if measure and wanted else None
-    # what narrow gradients cannot hold of a mean would stay in the memory; wide ones, DDP sends at twice the width
+    # narrow gradients cannot represent a mean exactly: the rest stays in the residual; DDP sends wide ones as float64
     yields = yields and settings.replaceable and all(spec.dtype == torch.float32 for spec in specs)
     planner = Planner(settings.fusion, transport, choice, prior, announce, yields)
     dense_first = choice != "allgather" and not settings.memory.shapes_updates

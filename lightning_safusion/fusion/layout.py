@@ -23,7 +23,7 @@ class TensorSpec:
         shape: Logical shape.
         numel: Elements on arrival (a complex parameter arrives as twice as many real ones).
         dtype: Floating-point dtype on arrival.
-        dense: Always travels whole.
+        dense: Always dense.
         strides: Order of the elements on arrival, that of the parameter in memory (``channels_last``), with the pair
             of a complex number as a last dimension; None if they arrive in logical order.
     """
@@ -94,9 +94,9 @@ def specs_from_parameters(
 
     Args:
         named_parameters: Names and parameters, in registration order; frozen ones are left out.
-        dense: Shell patterns of names that always travel dense (``"*.bias"``).
-        dense_below: Tensors of fewer elements than this travel dense.
-        dense_below_ndim: Tensors of fewer dimensions than this travel dense.
+        dense: Shell patterns of the names of dense tensors (``"*.bias"``).
+        dense_below: Tensors of fewer elements than this are dense.
+        dense_below_ndim: Tensors of fewer dimensions than this are dense.
 
     Raises:
         ValueError: If a pattern matches no parameter.
@@ -109,13 +109,13 @@ def specs_from_parameters(
     specs = []
     for index, (name, p) in enumerate(trainable):
         real = torch.view_as_real(p.detach()) if p.is_complex() else p.detach()
-        whole = real.numel() < dense_below or p.ndim < dense_below_ndim
-        whole = whole or any(fnmatchcase(name, pattern) for pattern in dense)
-        specs.append(TensorSpec(name, index, tuple(p.shape), real.numel(), real.dtype, whole, _strides(real)))
+        small = real.numel() < dense_below or p.ndim < dense_below_ndim
+        is_dense = small or any(fnmatchcase(name, pattern) for pattern in dense)
+        specs.append(TensorSpec(name, index, tuple(p.shape), real.numel(), real.dtype, is_dense, _strides(real)))
     return tuple(specs)
 
 
 def _strides(real: Tensor) -> tuple[int, ...] | None:
-    """DDP lays a gradient out as its parameter if that has no gaps and no overlaps, and contiguously otherwise."""
+    """Strides of a gradient in DDP: those of its parameter if that has no gaps and no overlaps, else None."""
     gapless = torch.empty_like(real, device="meta").stride() == real.stride()
     return real.stride() if gapless and not real.is_contiguous() else None

@@ -187,7 +187,7 @@ class Planner:
             self._decide("freeze", self.current, self.current)
 
     def _search_on(self, search: CutSearch, events: WindowEvents | None, shape: JobShape) -> None:
-        """Adds a window to the search; takes the next plan, or the best one in the end, when it has enough of them."""
+        """Adds a window to the search; changes to its next plan, or to the best one, when there are enough windows."""
         if search.over or events is None or self.current is None:
             return
         self._spans.add(events)

@@ -37,12 +37,12 @@ class EngineSettings:
         density: Share of the elements, by step and epoch.
         fusion: Cuts the ready order into buffers.
         memory: Error feedback.
-        scope: ``"tensor"`` (ahead of fusion) or ``"group"`` (behind it).
+        scope: ``"tensor"`` (before fusion) or ``"group"`` (after it).
         quota: ``"proportional"`` or ``"pooled"``.
         collective: By name (see ``comm/catalogue.py``).
         wire: Wire format by name.
-        own_buffers: Dense buffers are the point: plain DDP, whose own are other ones, never takes their place.
-        offload: Select from tensors on a thread of the host where that holds nothing up.
+        own_buffers: Keep the engine even if every buffer is dense: its buffers are what is compared.
+        offload: Select from tensors on a thread of the host where that delays nothing.
 
     Raises:
         ValueError: If a choice is unknown, or two do not go together.
@@ -93,9 +93,9 @@ class EngineSettings:
         collective = find_collective(self.collective)
         if value_format(self.wire).few_bits and (self.fusion.streams or not collective.few_bits):
             raise ValueError(
-                f"wire={self.wire!r} rounds so much that what is lost must stay with the sender, which only messages "
-                "of one worker to all others allow: use collective='allgather', 'hybrid' or 'auto', and a fusion other "
-                "than 'naive'"
+                f"wire={self.wire!r} rounds so much that the rounding error must stay in the sender's residual, which "
+                "only messages of one worker to all others allow: use collective='allgather', 'hybrid' or 'auto', and "
+                "a fusion other than 'naive'"
             )
         if self.fusion.streams and (collective.dense_lane or collective.levels):
             raise ValueError(
@@ -110,19 +110,19 @@ class EngineSettings:
         several_phases = not collective.stream_ordered
         if isinstance(self.fusion, Horovod) and (self.scope == "group" or several_phases or self.offload):
             raise ValueError(
-                "fusion='horovod' has other buffers in every step, none of which is known before: it needs "
+                "fusion='horovod' has other buffers in every step, which are not known before: it needs "
                 f"scope='tensor', collective='allgather' or 'allreduce' and offload=False, got {self.scope!r}, "
                 f"{self.collective!r} and {self.offload}"
             )
         if self.memory.lives_on_sparsity and collective.choice == "allreduce":
             raise ValueError(
-                f"memory={self.memory.name!r} is the momentum of what is held back, and collective='allreduce' sends "
-                "every gradient whole: there would be none. Use collective='auto' or 'allgather'."
+                f"memory={self.memory.name!r} is the momentum of the residual, and collective='allreduce' sends every "
+                "gradient dense, without a residual. Use collective='auto' or 'allgather'."
             )
         if self.memory.name == "ef21" and not collective.conserves:
             raise ValueError(
-                f"memory='ef21' adds up all that is sent, and collective={self.collective!r} loses some of it on its "
-                "way: the estimates would drift apart. Use collective='allgather' or 'oktopk'."
+                f"memory='ef21' sums all that is sent, and collective={self.collective!r} drops some of it: the "
+                "estimates would differ between workers. Use collective='allgather' or 'oktopk'."
             )
 
     def describe(self) -> dict[str, str]:
@@ -131,40 +131,36 @@ class EngineSettings:
 
     @property
     def replaceable(self) -> bool:
-        """Whether plain DDP may take the engine's place while the job runs."""
-        lives_on = self.memory.shapes_updates or self.memory.lives_on_sparsity
-        settled = isinstance(self.density, ConstantDensity) and not lives_on
-        return settled and self.collective == "auto" and not self.own_buffers
+        """Whether plain DDP may replace the engine while the job runs."""
+        needed = self.memory.shapes_updates or self.memory.lives_on_sparsity or self.own_buffers
+        return not needed and self.collective == "auto" and isinstance(self.density, ConstantDensity)
 
     def dense_reason(self, specs: Sequence[TensorSpec], world_size: int) -> str | None:
         """Why plain DDP does this job at least as well; None if it does not.
 
-        Sparse all-gather grows with the number of workers, dense all-reduce does not.
+        The bytes of a sparse all-gather grow with the number of workers, those of a dense all-reduce hardly.
         """
-        if self.own_buffers and world_size > 1:
+        if (self.own_buffers and world_size > 1) or self.memory.shapes_updates:  # the memory is part of the algorithm
             return None
-        if self.memory.shapes_updates:
-            return None  # it is part of the algorithm, on any number of workers and at any density
         if world_size == 1:
             return "there is one worker, and nothing to exchange"
-        if self.collective == "allreduce" and not self.own_buffers:
+        if self.collective == "allreduce":
             return "collective='allreduce' sends every gradient dense"
         if not isinstance(self.density, ConstantDensity) or self.collective != "auto":
             return None
         density = self.density(0, 0)
         if density >= 1 or self.compressor.name == "none":
             return "everything is sent (density 1)"
-        layout = Layout(tuple(specs))
-        quotas = tensor_quotas(layout, self.compressor, density)
-        dense = sum(spec.numel * spec.dtype.itemsize for spec in specs)
+        quotas = tensor_quotas(Layout(tuple(specs)), self.compressor, density)
+        reduced = sum(spec.numel * spec.dtype.itemsize for spec in specs)
         # tensors of one size have messages of one size
-        counts, whole = quotas.counts.tolist(), quotas.dense.tolist()
-        alike = Counter(zip((s.numel for s in specs), (s.dtype for s in specs), counts, whole, strict=True))
-        sparse = sum(
-            number * (numel * dtype.itemsize if all_of_it else message_bytes(self.wire, numel, count, dtype))
-            for (numel, dtype, count, all_of_it), number in alike.items()
+        rows = zip(specs, quotas.counts.tolist(), quotas.dense.tolist(), strict=True)
+        alike = Counter((spec.numel, spec.dtype, count, dense) for spec, count, dense in rows)
+        gathered = sum(
+            number * (numel * dtype.itemsize if dense else message_bytes(self.wire, numel, count, dtype))
+            for (numel, dtype, count, dense), number in alike.items()
         )
-        by_gather, by_reduce = allgather_bytes(world_size, sparse), ring_allreduce_bytes(world_size, dense)
+        by_gather, by_reduce = allgather_bytes(world_size, gathered), ring_allreduce_bytes(world_size, reduced)
         if by_gather < by_reduce:
             return None
         return (

@@ -1,8 +1,8 @@
 """The engine's state by parameter name: what outlives a job, an order of tensors and a number of workers.
 
-Two parts. The *common* state is the same on all ranks and made of plain values: counters, order, plan, agreed costs,
-and what exchanges have learnt. The *local* state is a rank's own: the residual of every tensor, in the tensor's
-logical shape, and what its sparsifier has learnt.
+Two parts. The *common* state is the same on all ranks and made of plain values: counters, order, plan, agreed costs and
+the state of exchanges. The *local* state is a rank's own: the residual of every tensor, in the tensor's logical shape,
+and the state of its sparsifier.
 """
 
 from __future__ import annotations
@@ -16,98 +16,97 @@ from torch import Tensor
 from lightning_safusion.fusion.engine import Engine
 
 
-def common_state(controller: Engine) -> dict[str, Any]:
-    """Counters, order of the tensors, plan, agreed costs, what exchanges have learnt: plain values, the same on all
-    ranks."""
-    controller.settle()
+def common_state(engine: Engine) -> dict[str, Any]:
+    """Counters, order of the tensors, plan, agreed costs, state of exchanges: plain values, the same on all ranks."""
+    engine.settle()
     return {
-        "windows": controller.windows,
-        "density": controller.space.quotas.density,
-        "tensors": [spec.name for spec in controller.space.layout.specs],
-        "order_known": controller.order_known,
-        "planner": controller.planner.state_dict(),
-        "exchanges": controller.space.pool.state_dict(),
+        "windows": engine.windows,
+        "density": engine.space.quotas.density,
+        "tensors": [spec.name for spec in engine.space.layout.specs],
+        "order_known": engine.order_known,
+        "planner": engine.planner.state_dict(),
+        "exchanges": engine.space.pool.state_dict(),
     }
 
 
-def restore_common(controller: Engine, state: Mapping[str, Any], same_job: bool = True) -> None:
+def restore_common(engine: Engine, state: Mapping[str, Any], same_job: bool = True) -> None:
     """Restores what :func:`common_state` returned, and moves the memory to the restored order.
 
     Args:
-        controller: A new one, or one that trained on after the state was taken.
+        engine: A new one, or one that has trained since the state was saved.
         state: The same on all ranks.
-        same_job: Settings and number of workers are the same, so that the plan and its costs still hold.
+        same_job: Settings and number of workers are the same, so that the plan and its costs hold.
     """
-    space = controller.space
-    controller.reset()
-    controller.windows = int(state["windows"])
-    controller.order_known = False
-    controller.planner.invalidate(order_changed=True)
+    space = engine.space
+    engine.reset()
+    engine.windows = int(state["windows"])
+    engine.order_known = False
+    engine.planner.invalidate(order_changed=True)
     places = {spec.name: place for place, spec in enumerate(space.layout.specs)}
     if sorted(places) != sorted(state["tensors"]):
         return
-    controller.adopt_order([places[name] for name in state["tensors"]])
-    controller.order_known = bool(state["order_known"])
+    engine.adopt_order([places[name] for name in state["tensors"]])
+    engine.order_known = bool(state["order_known"])
     if same_job:
         space.set_density(float(state["density"]))
-        controller.planner.load_state_dict(state["planner"], space.shape)
+        engine.planner.load_state_dict(state["planner"], space.shape)
         space.pool.load_state_dict(state.get("exchanges", ()))  # older checkpoints have none
 
 
-def local_state(controller: Engine) -> dict[str, Any]:
+def local_state(engine: Engine) -> dict[str, Any]:
     """This rank's part.
 
     Returns:
         ``memory``: by field (``"residual"``) and parameter name, float32 of the parameter's shape (views, not copies;
         complex parameters as [..., 2]); ``compressor``; ``unstepped``: names of the tensors whose last exchanged
-        gradient no optimizer has used yet. Plain values and CPU tensors.
+        gradient no optimizer has used. Plain values and CPU tensors.
     """
-    controller.settle()
-    space = controller.space
+    engine.settle()
+    space = engine.space
     layout = space.layout
     names = {spec.index: spec.name for spec in layout.specs}
     fields = {field: flat.detach().cpu() for field, flat in space.memory.state_dict().items()}
     return {
-        "memory": {field: _by_name(controller, flat) for field, flat in fields.items()},
+        "memory": {field: _by_name(engine, flat) for field, flat in fields.items()},
         "compressor": _rekeyed(space.selector.sparsifier.state_dict(), names),
-        "unstepped": [spec.name for spec in layout.specs if controller.unstepped[spec.index]],
+        "unstepped": [spec.name for spec in layout.specs if engine.unstepped[spec.index]],
     }
 
 
-def restore_unstepped(controller: Engine, names: Collection[str]) -> None:
-    """Restores the ``unstepped`` part of :func:`local_state`; names that are unknown here are left out."""
-    for spec in controller.space.layout.specs:
-        controller.unstepped[spec.index] = spec.name in names
+def restore_unstepped(engine: Engine, names: Collection[str]) -> None:
+    """Restores the ``unstepped`` part of :func:`local_state`; unknown names are left out."""
+    for spec in engine.space.layout.specs:
+        engine.unstepped[spec.index] = spec.name in names
 
 
-def restore_sparsifier(controller: Engine, state: Mapping[str, Any]) -> None:
+def restore_sparsifier(engine: Engine, state: Mapping[str, Any]) -> None:
     """Restores the ``compressor`` part of :func:`local_state`.
 
     Raises:
         ValueError: If it is not the state of such a sparsifier.
     """
-    indices = {spec.name: spec.index for spec in controller.space.layout.specs}
+    indices = {spec.name: spec.index for spec in engine.space.layout.specs}
     try:
-        controller.space.selector.sparsifier.load_state_dict(_rekeyed(state, indices))
+        engine.space.selector.sparsifier.load_state_dict(_rekeyed(state, indices))
     except (KeyError, TypeError) as error:
-        raise ValueError(f"not the state of {controller.space.selector.sparsifier.name!r}: {error!r}") from error
+        raise ValueError(f"not the state of {engine.space.selector.sparsifier.name!r}: {error!r}") from error
 
 
 class MemoryBuilder:
-    """Memory state under construction for a controller's layout, from one rank's part or as a mean of several.
+    """Memory state under construction for an engine's layout, from one rank's part or as a mean of several.
 
     Args:
-        controller: Its memory and layout say what there is to restore; tensors that no part has stay zero.
+        engine: Its memory and layout define the fields and their views; tensors that no part has are zero.
 
     Attributes:
         fields: Flat float32 [D] by field, on the device of the gradients.
     """
 
-    def __init__(self, controller: Engine) -> None:
-        self._controller = controller
-        memory = controller.space.memory
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        memory = engine.space.memory
         self.fields = {field: torch.zeros_like(flat) for field, flat in memory.state_dict().items()}
-        self._views = {field: _by_name(controller, flat) for field, flat in self.fields.items()}
+        self._views = {field: _by_name(engine, flat) for field, flat in self.fields.items()}
 
     def add(self, memory: Mapping[str, Mapping[str, Tensor]], weight: float = 1.0) -> None:
         """Adds ``weight`` times the ``memory`` part of :func:`local_state`, as far as names and shapes match."""
@@ -118,7 +117,7 @@ class MemoryBuilder:
                     view.add_(saved[name].to(view.device), alpha=weight)
 
     def mismatches(self, memory: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
-        """Names of tensors that :meth:`add` cannot match, here or in ``memory``; fields must match as a whole."""
+        """Names of tensors that :meth:`add` cannot match, in the engine or in ``memory``, by the fields of both."""
         names = []
         for field in self._views.keys() & memory.keys():
             ours, theirs = self._views[field], memory[field]
@@ -127,56 +126,53 @@ class MemoryBuilder:
         return list(dict.fromkeys(names))
 
     def drop(self, names: Iterable[str]) -> None:
-        """Empties these tensors in every field."""
+        """Sets these tensors to zero in every field."""
         for name in names:
             for views in self._views.values():
                 if name in views:
                     views[name].zero_()
 
     def restore(self) -> None:
-        """Puts it in the place of what the memory holds now."""
-        self._controller.space.memory.load_state_dict(self.fields)
+        """Replaces the state of the memory."""
+        self._engine.space.memory.load_state_dict(self.fields)
 
 
-def carried(controller: Engine, replaced: Collection[str] = ()) -> dict[str, Any]:
-    """What a controller over other tensors of the same model needs to go on: copies, since parts are used again.
+def carried(engine: Engine, replaced: Collection[str] = ()) -> dict[str, Any]:
+    """State for an engine of other tensors of the same model: copies, since the memory is used again.
 
     Args:
-        controller: The one that ends.
-        replaced: Tensors of which nothing is kept.
+        engine: The one that ends.
+        replaced: Tensors whose residual is left out.
     """
-    state = local_state(controller)
+    state = local_state(engine)
     memory = {
         field: {name: piece.clone() for name, piece in views.items() if name not in replaced}
         for field, views in state["memory"].items()
     }
-    counters = {name: getattr(controller, name) for name in ("windows", "epoch", "notices", "heard")}
+    counters = {name: getattr(engine, name) for name in ("windows", "epoch", "notices", "heard")}
     return {**state, "memory": memory, "counters": counters}
 
 
-def carry_on(controller: Engine, state: Mapping[str, Any]) -> None:
-    """Goes on where the controller that made ``state`` (:func:`carried`) has stopped.
-
-    Residuals move by name; those of tensors that are no longer there are forgotten. The order is settled anew.
-    """
-    builder = MemoryBuilder(controller)
+def restore_carried(engine: Engine, state: Mapping[str, Any]) -> None:
+    """Restores what :func:`carried` returned, by name; the order of the gradients is found anew."""
+    builder = MemoryBuilder(engine)
     builder.add(state["memory"])
     builder.restore()
-    restore_sparsifier(controller, state["compressor"])
-    restore_unstepped(controller, state["unstepped"])
+    restore_sparsifier(engine, state["compressor"])
+    restore_unstepped(engine, state["unstepped"])
     for name, value in state["counters"].items():
-        setattr(controller, name, value)
+        setattr(engine, name, value)
 
 
-def _by_name(controller: Engine, flat: Tensor) -> dict[str, Tensor]:
+def _by_name(engine: Engine, flat: Tensor) -> dict[str, Tensor]:
     """Views of a flat vector in logical order and shape."""
-    layout = controller.space.layout
+    layout = engine.space.layout
     edges = layout.edges.tolist()
     return {spec.name: spec.logical(flat[edges[i] : edges[i + 1]]) for i, spec in enumerate(layout.specs)}
 
 
 def _rekeyed(state: Mapping[str, Any], table: Mapping[Any, Hashable]) -> dict[str, Any]:
-    """State of a sparsifier with the keys of its segments replaced: registration indices mean nothing elsewhere."""
+    """State of a sparsifier with the keys of its segments replaced: registration indices differ between runs."""
     if "keys" not in state:
         return dict(state)
     return {**state, "keys": [_rekey(key, table) for key in state["keys"]]}

@@ -355,7 +355,7 @@ def test_decoupled_momentum_is_never_sent_whole(make: Callable[..., Cluster]) ->
 
 
 def test_ef21_and_a_tree_that_loses_mass_are_refused() -> None:
-    with pytest.raises(ValueError, match="memory='ef21' adds up all that is sent"):
+    with pytest.raises(ValueError, match="memory='ef21' sums all that is sent"):
         settings(memory="ef21", collective="gtopk")
 
 

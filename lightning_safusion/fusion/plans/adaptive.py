@@ -197,8 +197,8 @@ def plan_greedy(costs: GroupCosts, bounds: Bounds = NO_BOUNDS) -> Plan:
     SAFusion (HPDC 2025, intra-worker buffer sizing) asks of every consecutive pair that the exchange of a buffer
     takes at least as long as backward and selection of the next one, and as close to equality as possible. Read
     forward: each buffer takes as many tensors as get ready while the one before it is exchanged, and the first
-    buffer is the smallest with which no buffer comes out empty. The rule does not see how much is left for the
-    last buffer, which nothing hides; the exact programme without a bound is never worse.
+    buffer is the smallest with which no buffer is empty. The rule ignores the size of the last buffer, which
+    nothing hides; the exact programme without a bound is never worse.
 
     Args:
         costs: The agreed numbers.
@@ -223,7 +223,7 @@ def _covering_stops(
     while stop < len(ready):
         busy = pricer.price(pricer.choose(start, stop), start, stop)
         covered = bisect_right(ready, ready[stop - 1] + busy, lo=stop)
-        if covered == stop and first < len(ready):  # the last try counts, whatever it looks like
+        if covered == stop and first < len(ready):  # all in one buffer is the last try
             break
         start, stop = stop, bounds.clamp(edges, stop, covered)
         stops.append(stop)

@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal
 
-#: ``"allgather"`` stands for every sparse exchange (see ``comm/catalogue.py``): to planners they are alike.
+#: ``"allgather"`` means every sparse exchange (see ``comm/catalogue.py``): planners do not distinguish them.
 CollectiveName = Literal["allgather", "allreduce", "stream"]
 
 

@@ -33,7 +33,7 @@ class FusionPolicy(ABC):
     name: ClassVar[str]
     #: Needs measured times; otherwise the engine passes nominal ones, good enough to choose a collective.
     needs_costs: ClassVar[bool] = False
-    #: Buffers fill at each worker's own pace, so that the plan says nothing about where they end (SAFusion, naive).
+    #: Buffers fill at each worker's own pace, so that the plan does not define where they end (SAFusion, naive).
     streams: ClassVar[bool] = False
     #: Has sizes that can follow measured times: it implements :meth:`resized`.
     sizable: ClassVar[bool] = False

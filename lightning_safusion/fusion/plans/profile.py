@@ -225,7 +225,7 @@ def _with_latency_of(
     slopes = sorted(((seconds - most) / size, size) for size, seconds in samples if size > 0 and seconds > most)
     if not slopes:
         return line
-    # the median by bytes: what disturbs a small message says little of the rate
+    # the median by bytes: a delayed small message has a rate of its own
     passed = np.cumsum([size for _, size in slopes])
     return LinearCost(most, slopes[int(np.searchsorted(passed, passed[-1] / 2))][0])
 
