@@ -12,7 +12,7 @@ import torch
 
 from lightning_safusion.fusion.state import local_state
 from lightning_safusion.integration import checkpoint
-from lightning_safusion.integration.checkpoint.part import dump
+from lightning_safusion.integration.checkpoint.parts import dump
 from tests.cluster import Cluster, settings
 from tests.resume import part_file
 

@@ -10,10 +10,8 @@ checkpoint never overwrites a part of the one that it replaces. The entry has a 
 plain values and tensors, so that any program can open it with ``weights_only=True``.
 """
 
-from lightning_safusion.integration.checkpoint.checkpoints import Checkpoints
-from lightning_safusion.integration.checkpoint.files import remove, side_folder, sweep
-from lightning_safusion.integration.checkpoint.part import ENTRY
+from lightning_safusion.integration.checkpoint.checkpoints import Checkpoints, save
+from lightning_safusion.integration.checkpoint.parts import remove, sweep
 from lightning_safusion.integration.checkpoint.restoring import restore
-from lightning_safusion.integration.checkpoint.saving import save
 
-__all__ = ["ENTRY", "Checkpoints", "remove", "restore", "save", "side_folder", "sweep"]
+__all__ = ["Checkpoints", "remove", "restore", "save", "sweep"]

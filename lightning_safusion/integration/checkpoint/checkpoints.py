@@ -1,12 +1,14 @@
-"""The checkpoints of a strategy: the engine's entry and parts beside what Lightning saves."""
+"""Saves the engine with the checkpoints of Lightning: first every rank's part, then the main checkpoint."""
 
 from __future__ import annotations
 
+import io
+import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.plugins import CheckpointIO
@@ -14,21 +16,20 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
 
+from lightning_safusion.__about__ import __version__
 from lightning_safusion.comm.transport.interface import Transport
 from lightning_safusion.fusion.engine import Engine
-from lightning_safusion.integration.checkpoint import files
-from lightning_safusion.integration.checkpoint.part import ENTRY
+from lightning_safusion.fusion.state import common_state, local_state
+from lightning_safusion.integration.checkpoint import parts
 from lightning_safusion.integration.checkpoint.restoring import restore
-from lightning_safusion.integration.checkpoint.saving import reason, save
 
+# Bytes of each rank that all ranks hold at once while parts are sent to rank 0.
+_PIECE = 2 << 20
+_SHOWN = 8
 
-@dataclass(frozen=True)
-class _UnderWay:
-    """A main file that a thread of rank 0 may still be writing."""
-
-    nonce: str | None  # of its parts, if it has any
-    before: str | None  # fingerprint of the file in its place when it was handed over; known on rank 0
+_T = TypeVar("_T")
 
 
 class Checkpoints:
@@ -38,12 +39,14 @@ class Checkpoints:
     asynchronous plugin at the next save to that path, or at the end.
 
     Attributes:
-        resumed: The checkpoint that is being restored, and our entry in it.
+        resumed: Path of the checkpoint that is being restored, and the engine's entry in it.
     """
 
     def __init__(self) -> None:
         self.resumed: tuple[_PATH, dict[str, Any]] | None = None
-        self._under_way: dict[str, _UnderWay] = {}
+        # Main files that a thread of rank 0 may still be writing: the nonce of their parts, and (on rank 0) the
+        # fingerprint of the file that they replace.
+        self._under_way: dict[str, tuple[str | None, str | None]] = {}
 
     def save(
         self,
@@ -60,7 +63,7 @@ class Checkpoints:
         Args:
             engine: Of this rank; None with plain DDP.
             settings: Its settings as text.
-            checkpoint: What Lightning saves; our entry is added.
+            checkpoint: What Lightning saves; the engine's entry is added.
             path: Where.
             plugin: Writes it.
             ranks: This process's global and local rank.
@@ -70,50 +73,52 @@ class Checkpoints:
             OSError: On all ranks, if a part or the main checkpoint could not be written. A checkpoint that was to be
                 replaced keeps its parts.
         """
-        (rank, local_rank), apart = ranks, has_files(plugin)
-        nonce, sweeps = None, rank == 0
-        parts = engine if "optimizer_states" in checkpoint else None
-        if parts is not None:
-            self._end_earlier(plugin, path, parts.transport)
+        rank, local_rank = ranks
+        beside = has_files(plugin)
+        asynchronous = type(plugin) is AsyncCheckpointIO and beside
+        whole = engine is not None and "optimizer_states" in checkpoint
+        if engine is not None and whole:
+            self._end_earlier(plugin, path, engine.transport)
         before = None
-        if rank == 0 and apart and type(plugin) is AsyncCheckpointIO:
+        if rank == 0 and asynchronous:
             self._wait(plugin, path)
-            before = files.fingerprint(path)
-        if parts is None:
-            write()
-        else:
+            before = parts.fingerprint(path)
+        nonce, sweeps = None, rank == 0
+        if engine is not None and whole:
             # first the parts, so that no main checkpoint is ever there before them
-            entry = checkpoint[ENTRY] = save(parts, settings, path, inside=not apart)
+            entry = checkpoint[parts.ENTRY] = save(engine, settings, path, inside=not beside)
             nonce, sweeps = entry["nonce"], local_rank == 0  # on every node: their folders need not be one
-            _together(write, parts.transport, path, partial(_discard, plugin, path, rank, entry["nonce"]))
-        if apart and type(plugin) is AsyncCheckpointIO:
-            self._under_way[str(path)] = _UnderWay(nonce, before)
-        elif apart and sweeps:
-            files.sweep(path, nonce)
+            failed = f"{path} could not be saved"
+            _on_all_ranks(write, engine.transport, failed, partial(_discard, plugin, path, rank, entry["nonce"]))
+        else:
+            write()
+        if asynchronous:
+            self._under_way[str(path)] = nonce, before
+        elif beside and sweeps:
+            parts.sweep(path, nonce)
 
     def _end_earlier(self, plugin: CheckpointIO, path: _PATH, transport: Transport) -> None:
         """Removes what an earlier asynchronous save to ``path`` has replaced; raises on all ranks if that failed."""
-        earlier = self._under_way.get(str(path))
-        if earlier is None:
-            return
-        _together(lambda: self._wait(plugin, path) if transport.rank == 0 else None, transport, path)
-        del self._under_way[str(path)]
-        files.sweep(path, earlier.nonce)
+        if str(path) in self._under_way:
+            wait = partial(self._wait, plugin, path) if transport.rank == 0 else lambda: None
+            _on_all_ranks(wait, transport, f"{path} could not be saved")
+            nonce, _ = self._under_way.pop(str(path))
+            parts.sweep(path, nonce)
 
     def _wait(self, plugin: CheckpointIO, path: _PATH) -> None:
         """Waits until an earlier save to ``path`` is in place."""
         earlier = self._under_way.get(str(path))
-        if earlier is not None and files.fingerprint(path) == earlier.before:
-            plugin.teardown()  # waits for everything that was handed over; the plugin goes on with the next save
+        if earlier is not None and parts.fingerprint(path) == earlier[1]:
+            plugin.teardown()  # waits for all that was handed over; the plugin can be used again
 
     def loaded(self, checkpoint: Mapping[str, Any], path: _PATH) -> None:
         """A checkpoint has been loaded; the engine is restored when it exists."""
-        entry = checkpoint.get(ENTRY)
+        entry = checkpoint.get(parts.ENTRY)
         self.resumed = (path, entry) if isinstance(entry, dict) else None
 
     @property
     def entry(self) -> dict[str, Any]:
-        """Our entry in the checkpoint that is being restored; empty if there is none."""
+        """The engine's entry in the checkpoint that is being restored; empty if there is none."""
         return self.resumed[1] if self.resumed is not None else {}
 
     def restore(self, engine: Engine | None, settings: Mapping[str, str]) -> None:
@@ -137,19 +142,76 @@ class Checkpoints:
         """A checkpoint has been removed."""
         self._under_way.pop(str(path), None)
         if local_rank == 0 and has_files(plugin):
-            files.remove(path)
+            parts.remove(path)
 
     def finished(self, rank: int) -> None:
         """All asynchronous writing has ended."""
-        for path, earlier in self._under_way.items():
+        for path, (nonce, _) in self._under_way.items():
             if rank == 0:
-                files.sweep(path, earlier.nonce)
+                parts.sweep(path, nonce)
         self._under_way.clear()
 
 
 def has_files(plugin: CheckpointIO) -> bool:
     """Whether main checkpoints are files that Lightning itself writes, so that parts can lie beside them."""
     return type(plugin.checkpoint_io if type(plugin) is AsyncCheckpointIO else plugin) is TorchCheckpointIO
+
+
+def save(engine: Engine, settings: Mapping[str, str], path: _PATH, inside: bool = False) -> dict[str, Any]:
+    """Writes this rank's part. Collective; all parts have been written when it returns on any rank.
+
+    Parts of an earlier checkpoint at ``path`` stay: :func:`parts.sweep` removes them once the new main checkpoint is in
+    place.
+
+    Args:
+        engine: Between two windows.
+        settings: The job's settings as text, equal on all ranks.
+        path: Of the main checkpoint; that of rank 0 counts.
+        inside: Put the parts into the entry of rank 0, in place of files beside ``path``.
+
+    Returns:
+        The entry for the main checkpoint: plain values, the same on all ranks but for parts that lie inside it.
+
+    Raises:
+        OSError: On all ranks, if any could not write its part; no rank's part stays.
+    """
+    space, transport = engine.space, engine.transport
+    holds = any(bool(state.any()) for state in space.memory.state_dict().values())
+    proposals = transport.gather_objects((uuid.uuid4().hex, "" if inside else parts.side_folder(path), holds))
+    nonce, folder, _ = proposals[0]
+    header = {"format": parts.FORMAT, "package": __version__, "nonce": nonce, "world_size": transport.world_size}
+    entry = header | {
+        "holds_back": any(holding for _, _, holding in proposals),
+        "settings": dict(settings),
+        "engine": common_state(engine),
+    }
+    payload = io.BytesIO()
+
+    def write() -> tuple[str, int]:
+        part = header | {"rank": transport.rank} | local_state(engine)
+        digest = parts.dump(part, payload) if inside else parts.write(part, folder, transport.rank, nonce)
+        return digest, len(payload.getbuffer())
+
+    failed = f"no residuals could be written {f'to {folder}' if folder else f'of {path}'}"
+    undo = None if inside else partial(parts.discard, folder, transport.rank, nonce)
+    written = _on_all_ranks(write, transport, failed, undo)
+    entry["digests"] = [digest for digest, _ in written]
+    if inside:
+        pieces = _gathered(payload.getbuffer(), [size for _, size in written], transport)
+        if pieces:
+            entry["parts"] = pieces
+    return entry
+
+
+def _gathered(payload: memoryview, sizes: list[int], transport: Transport) -> list[Tensor]:
+    """The bytes (uint8) of all ranks, on rank 0; in pieces, since a transport gathers to all ranks."""
+    received = [bytearray() for _ in sizes]
+    for start in range(0, max(sizes), _PIECE):
+        pieces = transport.gather_objects(bytes(payload[start : start + _PIECE]))
+        if transport.rank == 0:
+            for buffer, piece in zip(received, pieces, strict=True):
+                buffer += piece
+    return [torch.frombuffer(buffer, dtype=torch.uint8) for buffer in received] if transport.rank == 0 else []
 
 
 def _discard(plugin: CheckpointIO, path: _PATH, rank: int, nonce: str) -> None:
@@ -159,30 +221,39 @@ def _discard(plugin: CheckpointIO, path: _PATH, rank: int, nonce: str) -> None:
     arrived: those parts stay until the next save to ``path``.
     """
     if type(plugin) is TorchCheckpointIO and isinstance(url_to_fs(str(path))[0], LocalFileSystem):
-        files.discard(files.side_folder(path), rank, nonce)
+        parts.discard(parts.side_folder(path), rank, nonce)
 
 
-def _together(
-    action: Callable[[], None], transport: Transport, path: _PATH, undo: Callable[[], None] | None = None
-) -> None:
-    """Does something on every rank; raises on all ranks if it failed on any. Collective.
+def _on_all_ranks(
+    action: Callable[[], _T], transport: Transport, failed: str, undo: Callable[[], None] | None = None
+) -> list[_T]:
+    """Calls a function on every rank, and returns the results of all ranks. Collective.
 
     Args:
         action: May fail.
         transport: Of all ranks.
-        path: Of the main checkpoint.
+        failed: Begins the message.
         undo: Called on all ranks if it failed on any. Not where a rank has died: its file may be in place.
+
+    Raises:
+        OSError: On all ranks, if it failed on any.
     """
-    failure = None
+    result, failure = None, None
     try:
-        action()
+        result = action()
     except Exception as error:
         failure = error
-    told = transport.gather_objects(None if failure is None else reason(failure))
-    failed = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]
-    if failed and undo is not None:
-        undo()
-    if failure is not None:
-        raise failure
-    if failed:
-        raise OSError(f"{path} could not be saved: {'; '.join(failed)}")
+    everyone = transport.gather_objects((result, None if failure is None else _reason(failure)))
+    problems = [f"rank {rank}: {reason}" for rank, (_, reason) in enumerate(everyone) if reason is not None]
+    if problems:
+        if undo is not None:
+            undo()
+        raise OSError(f"{failed}: {'; '.join(problems[:_SHOWN])}") from failure
+    return [theirs for theirs, _ in everyone]
+
+
+def _reason(error: BaseException) -> str:
+    """What an error says, with the file it names."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror + (f": {error.filename}" if error.filename else "")
+    return repr(error)

@@ -1,4 +1,4 @@
-"""Restoring: every rank reads and checks what it needs, all decide together, and only then is anything changed."""
+"""Restores the engine: every rank reads and checks its parts, all compare verdicts, and only then anything changes."""
 
 from __future__ import annotations
 
@@ -9,18 +9,13 @@ from typing import Any
 from lightning.fabric.utilities.types import _PATH
 
 from lightning_safusion.fusion.engine import Engine
-from lightning_safusion.fusion.state import (
-    MemoryBuilder,
-    restore_common,
-    restore_sparsifier,
-    restore_unstepped,
-)
-from lightning_safusion.integration.checkpoint import files
-from lightning_safusion.integration.checkpoint.part import ENTRY, KNOWN_FORMATS, UnusablePart, not_finite
+from lightning_safusion.fusion.state import MemoryBuilder, restore_common, restore_sparsifier, restore_unstepped
+from lightning_safusion.integration.checkpoint import parts
+from lightning_safusion.integration.checkpoint.parts import ENTRY, KNOWN_FORMATS, UnusablePart, not_finite
 from lightning_safusion.sparsify.memory.contract import Memory
 from lightning_safusion.sparsify.memory.residual import AutoMemory
 
-# Settings that neither plan nor measured costs depend on, or whose change the engine finds by itself.
+# Neither plan nor measured costs depend on the first; the engine notices a change of the second.
 _NOT_PLANNED_WITH = ("memory", "density")
 _ENGINE_KEYS = ("windows", "density", "tensors", "order_known", "planner")
 _SHOWN = 8
@@ -28,7 +23,7 @@ _SHOWN = 8
 
 @dataclass
 class _Verdict:
-    """What one rank has found; small, since all ranks get it."""
+    """What one rank has found in its parts; small, since all ranks get it."""
 
     format: Any
     checkpoint: tuple[str, str]  # nonce, number of workers
@@ -39,28 +34,28 @@ class _Verdict:
     not_finite: dict[str, int] = field(default_factory=dict)  # tensor: rank that saved it
 
 
-def restore(controller: Engine, settings: Mapping[str, str], entry: Mapping[str, Any], path: _PATH) -> list[str]:
+def restore(engine: Engine, settings: Mapping[str, str], entry: Mapping[str, Any], path: _PATH) -> list[str]:
     """Restores what :func:`save` saved. Collective; every rank decides the same.
 
     On as many workers as saved it, each takes its own part. On another number each takes the mean of all parts, so
     that the residuals of all workers together, 1/P of the sum over P workers, stay what they were.
 
     Args:
-        controller: Between two windows.
+        engine: Between two windows.
         settings: The job's settings as text, equal on all ranks.
         entry: Of the main checkpoint.
         path: Of the main checkpoint.
 
     Returns:
-        What could not be restored and why, in sentences, the same on all ranks; empty if all went well.
+        What could not be restored and why, the same on all ranks; empty if everything was.
 
     Raises:
         ValueError: On all ranks, if the entry of any is damaged.
     """
-    transport = controller.transport
-    controller.reset()
-    builder = MemoryBuilder(controller)
-    own, verdict = _examine(controller, builder, entry, path)
+    transport = engine.transport
+    engine.reset()
+    builder = MemoryBuilder(engine)
+    own, verdict = _examine(engine, builder, entry, path)
     verdicts: list[_Verdict] = transport.gather_objects(verdict)
     _refuse(path, [(rank, each.entry_problem) for rank, each in enumerate(verdicts)])
     unknown = [each.format for each in verdicts if each.format not in KNOWN_FORMATS]
@@ -69,16 +64,16 @@ def restore(controller: Engine, settings: Mapping[str, str], entry: Mapping[str,
     notes = _changes(entry["settings"], settings)
     lost = _problems(verdicts)
     if lost:
-        builder = MemoryBuilder(controller)
+        builder = MemoryBuilder(engine)
         notes.append(
             f"its residuals cannot be used ({'; '.join(lost[:4])}), so that every worker begins with empty ones: "
-            f"{_loss(controller.space.memory)}"
+            f"{_loss(engine.space.memory)}"
         )
     elif own is None:
         for flat in builder.fields.values():
             transport.all_reduce(flat).wait()
     notes += _dropped(builder, verdicts) if not lost else []
-    problem, note = _apply(controller, settings, entry, builder, None if lost else own)
+    problem, note = _apply(engine, settings, entry, builder, None if lost else own)
     told = transport.gather_objects((problem, note))
     _refuse(path, [(rank, theirs) for rank, (theirs, _) in enumerate(told)])
     new = [f"the compressor of rank {rank} begins anew: {text}" for rank, (_, text) in enumerate(told) if text]
@@ -86,12 +81,12 @@ def restore(controller: Engine, settings: Mapping[str, str], entry: Mapping[str,
 
 
 def _examine(
-    controller: Engine, builder: MemoryBuilder, entry: Mapping[str, Any], path: _PATH
+    engine: Engine, builder: MemoryBuilder, entry: Mapping[str, Any], path: _PATH
 ) -> tuple[dict[str, Any] | None, _Verdict]:
-    """Reads and checks; changes nothing, and raises nothing, so that all ranks come to the exchange of verdicts.
+    """Reads and checks; changes nothing, and raises nothing, so that all ranks exchange verdicts.
 
     Returns:
-        This rank's own part, None on another number of workers, and what is to be said of it.
+        This rank's own part, None on another number of workers; and the verdict.
     """
     verdict = _Verdict(entry.get("format"), (str(entry.get("nonce")), str(entry.get("world_size"))))
     own: dict[str, Any] | None = None
@@ -99,11 +94,11 @@ def _examine(
         verdict.entry_problem = _entry_problem(entry)
         if verdict.entry_problem or entry["format"] not in KNOWN_FORMATS:
             return None, verdict
-        rank, world_size = controller.transport.rank, controller.transport.world_size
+        rank, world_size = engine.transport.rank, engine.transport.world_size
         saved_by = int(entry["world_size"])
         # on another number of workers the ranks share the reading
         for place in [rank] if saved_by == world_size else range(rank, saved_by, world_size):
-            part = files.read(path, place, entry)
+            part = parts.read(path, place, entry)
             memory = part["memory"]
             own = part if saved_by == world_size else None
             verdict.fields |= memory.keys()
@@ -113,7 +108,7 @@ def _examine(
     except UnusablePart as error:
         verdict.part_problem = str(error)
     except Exception as error:
-        verdict.part_problem = f"rank {controller.transport.rank} could not take in its part: {error!r:.200}"
+        verdict.part_problem = f"rank {engine.transport.rank} could not take in its part: {error!r:.200}"
     return own, verdict
 
 
@@ -147,7 +142,7 @@ def _refuse(path: _PATH, problems: Iterable[tuple[int, str | None]]) -> None:
 
 
 def _problems(verdicts: list[_Verdict]) -> list[str]:
-    """Why nobody can take residuals; each problem once."""
+    """Why no rank can use its residuals; each problem once."""
     problems = list(dict.fromkeys(verdict.part_problem for verdict in verdicts if verdict.part_problem))
     if len({verdict.checkpoint for verdict in verdicts}) > 1:
         problems.append("the workers have loaded different checkpoints")
@@ -175,7 +170,7 @@ def _changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 
 
 def _dropped(builder: MemoryBuilder, verdicts: list[_Verdict]) -> list[str]:
-    """Empties what some rank cannot take in on all of them: part of a memory may have to be equal on all ranks."""
+    """Empties tensors that a rank cannot restore on all ranks: a part of a memory may have to be equal on all."""
     notes = []
     mismatched = list(dict.fromkeys(name for verdict in verdicts for name in verdict.mismatches))
     if mismatched:
@@ -194,29 +189,29 @@ def _few(names: list[str]) -> str:
 
 
 def _apply(
-    controller: Engine,
+    engine: Engine,
     settings: Mapping[str, str],
     entry: Mapping[str, Any],
     builder: MemoryBuilder,
     part: Mapping[str, Any] | None,
 ) -> tuple[str | None, str | None]:
-    """Puts everything in its place.
+    """Changes the engine.
 
     Returns:
-        What is wrong with the entry, and why the compressor begins anew.
+        What is wrong with the entry, and why the compressor begins anew; None if nothing is.
     """
     planned = {key: text for key, text in settings.items() if key not in _NOT_PLANNED_WITH}
-    same_job = entry["world_size"] == controller.transport.world_size and planned.items() <= entry["settings"].items()
+    same_job = entry["world_size"] == engine.transport.world_size and planned.items() <= entry["settings"].items()
     try:
         builder.restore()  # in the present order of tensors, which the next line changes
-        restore_common(controller, entry["engine"], same_job)
+        restore_common(engine, entry["engine"], same_job)
     except Exception as error:  # values of any kind, in a file that was damaged or edited
         return f"cannot be restored: {error!r:.200}", None
     if part is not None:
-        restore_unstepped(controller, part["unstepped"])
+        restore_unstepped(engine, part["unstepped"])
         if settings["compressor"] == entry["settings"]["compressor"]:
             try:
-                restore_sparsifier(controller, part["compressor"])
+                restore_sparsifier(engine, part["compressor"])
             except Exception as error:  # a compressor of the user's own can raise anything
                 return None, f"{error}"
     return None, None
