@@ -17,8 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
 from lightning_safusion.baselines.watch import ParameterWatch, runs_compiled
-from lightning_safusion.comm.collectives.coo import coo_means
-from lightning_safusion.comm.collectives.two_phase import TwoPhaseSum
+from lightning_safusion.comm.collectives.allreduce import TwoPhaseSum, coo_means
 from lightning_safusion.comm.transport.interface import Transport
 from lightning_safusion.integration.exchange import GradientExchange
 from lightning_safusion.integration.parameters import trainable

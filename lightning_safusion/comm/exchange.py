@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntFlag
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
@@ -31,7 +32,7 @@ class TensorFlag(IntFlag):
 
 
 class Notice(IntFlag):
-    """What a rank tells all others in the header of its messages, whatever tensors are in them."""
+    """What a rank says to all others in the header of its messages, whatever tensors are in them."""
 
     FAILED = 1  #: it could not fill a message
     TERMINATE = 2  #: it was asked to end (SIGTERM)
@@ -44,7 +45,7 @@ class SpanSpec:
 
     Args:
         numel: Elements of the span (N).
-        capacity: Room for selected elements.
+        capacity: Most selected elements.
         edges: Element edges of the tensors in the span, ``T + 1`` numbers from 0 to N.
         dense_runs: Pieces ``(start, stop, dtype)`` of the span that are dense, in that dtype.
     """
@@ -59,6 +60,12 @@ class SpanSpec:
         """Tensors in the span (T)."""
         return len(self.edges) - 1
 
+    @property
+    def dense_tensors(self) -> list[int]:
+        """Tensors in a dense run, without empty ones."""
+        tensors = enumerate(pairwise(self.edges))
+        return [t for t, (a, b) in tensors if a < b and any(c <= a and b <= d for c, d, _ in self.dense_runs)]
+
 
 @dataclass(frozen=True)
 class Part:
@@ -68,7 +75,7 @@ class Part:
         selection: The sparse part; None sends nothing of it.
         flags: uint8 [T] of :class:`TensorFlag`, on the span's device.
         absent: Tensors of which this rank sends nothing, 0 to T - 1.
-        notices: Bits of :class:`Notice`; all ranks will be told.
+        notices: Bits of :class:`Notice` for all ranks.
     """
 
     selection: Selection | None
@@ -122,7 +129,7 @@ class Verdict:
 
 
 def saturated(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor, cut to the range of ``dtype``: what does not fit stays in the residual and is sent later.
+    """The tensor, cut to the range of ``dtype``: the excess stays in the residual and is sent later.
 
     Of the 16-bit formats only float16 has a range that sums of gradients leave.
     """
@@ -145,11 +152,17 @@ class Exchange(ABC):
         spec: Shape of the exchange.
         transport: Communicator; :meth:`start` must be called in one agreed order on it.
         device: Where the span lives.
+
+    Attributes:
+        bytes_sent: Bytes that this rank gave to the collectives of its last exchange; a piece for all ranks counts
+            once.
+        bytes_received: Bytes that it received from others, dense pieces by the closed form of the collective.
+        work: The collective, between :meth:`start` and :meth:`wait`.
     """
 
     #: What :meth:`sent` returns on all ranks adds up to what was delivered, so that nothing of a gradient is lost.
     conserves: ClassVar[bool] = True
-    #: Messages arrive as their sender wrote them, who can keep what rounding to a few bits takes away.
+    #: Messages arrive as their sender wrote them, so that it can keep the error of rounding to a few bits.
     few_bits: ClassVar[bool] = False
     #: It selects from sums that only it sees: a selection from one rank's part would be thrown away.
     selects_itself: ClassVar[bool] = False
@@ -162,22 +175,13 @@ class Exchange(ABC):
         self.spec = spec
         self.transport = transport
         self.device = device
+        self.bytes_sent = self.bytes_received = 0
         self.work: Work | None = None
         nonempty = [t for t in range(spec.num_tensors) if spec.edges[t] < spec.edges[t + 1]]
         self._nonempty = device_constant(np.array(nonempty, np.int64), device)
         self._firsts = device_constant(np.array([spec.edges[t] for t in nonempty], np.int64), device)
         # where, besides the dense runs, decode has written to the scratch; None: anywhere
         self._written: list[Tensor] | None = None
-
-    @property
-    @abstractmethod
-    def bytes_sent(self) -> int:
-        """Bytes that this rank contributes to one exchange."""
-
-    @property
-    @abstractmethod
-    def bytes_received(self) -> int:
-        """Bytes that one rank receives in one exchange, by the closed form of the collective."""
 
     def begin(self, x: Tensor, part: Part) -> None:
         """Starts what needs no selection, before there is one; :meth:`encode` and :meth:`start` always follow.
@@ -238,14 +242,20 @@ class Exchange(ABC):
         """The dense pieces of a span [N]."""
         return [span[start:stop] for start, stop, _ in self.spec.dense_runs]
 
+    def _note_written(self, indices: Tensor) -> None:
+        """Records where :meth:`decode` has written, as long as clearing only that pays."""
+        if self._written is not None:
+            self._written.append(indices)
+            if sum(map(len, self._written)) * SPARSE_CLEAR_SHARE > self.spec.numel:
+                self._written = None
+
     def is_finite(self, mean: Tensor) -> bool:
         """Whether the decoded mean is finite (waits for the device): sums of finite numbers can overflow."""
         if self._written is None:
             return all_finite(mean)
-        # only what was written: the rest is zero
-        return all(all_finite(mean[indices]) for indices in self._written) and all(
-            map(all_finite, self.dense_runs(mean))
-        )
+        # the rest is zero
+        finite = all(all_finite(mean[indices]) for indices in self._written)
+        return finite and all(map(all_finite, self.dense_runs(mean)))
 
     def poison(self, mean: Tensor, bad: Tensor) -> None:
         """Makes the tensors in ``bad`` (bool [T], on the device of the span) not finite in the mean."""
@@ -255,7 +265,7 @@ class Exchange(ABC):
 
     def release(self, scratch: Tensor) -> None:
         """Makes the scratch zero again."""
-        if self._written is None or sum(map(len, self._written)) * SPARSE_CLEAR_SHARE > self.spec.numel:
+        if self._written is None:
             scratch.zero_()
         else:
             for indices in self._written:
@@ -286,12 +296,13 @@ class Exchange(ABC):
 
 
 class StreamOrderedExchange(Exchange):
-    """An exchange that can be decoded and judged on the device, while the host goes on."""
+    """An exchange that can be decoded and judged on the device, while the host proceeds.
 
-    @property
-    @abstractmethod
-    def headers(self) -> Tensor:
-        """What all ranks said, as received, on the device of the span."""
+    Attributes:
+        headers: What all ranks said, as received, on the device of the span.
+    """
+
+    headers: Tensor
 
     @abstractmethod
     def verdict(self, headers: Tensor | None = None) -> Verdict:

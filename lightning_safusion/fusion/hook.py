@@ -10,7 +10,7 @@ from torch.futures import Future
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_safusion.comm.collectives.coo import coo_means
+from lightning_safusion.comm.collectives.allreduce import coo_means
 from lightning_safusion.fusion.engine import Engine
 
 

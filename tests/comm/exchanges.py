@@ -16,7 +16,7 @@ from lightning_safusion.comm.collectives.gtopk import GTopKExchange
 from lightning_safusion.comm.collectives.hierarchical import HierarchicalExchange, NodeTransports
 from lightning_safusion.comm.collectives.ok_allreduce import OkTopkExchange
 from lightning_safusion.comm.exchange import Exchange, Notice, Part, SpanSpec, TensorFlag, Verdict
-from lightning_safusion.sparsify.base import Selection, span_segments
+from lightning_safusion.sparsify.base import Segments, Selection, span_segments
 from lightning_safusion.sparsify.topk import TopK
 
 CPU = torch.device("cpu")
@@ -30,8 +30,14 @@ def span(numel: int, capacity: int, dense: tuple[int, int] | None = None) -> Spa
     return SpanSpec(numel, capacity, (0, *dense, numel), ((*dense, torch.float32),))
 
 
-def oktopk(**options: Any) -> Build:
-    return lambda spec, transport: OkTopkExchange(spec, transport, CPU, **options)
+def oktopk(wire: str = "auto", **options: Any) -> Build:
+    def build(spec: SpanSpec, transport: Transport) -> Exchange:
+        exchange = OkTopkExchange(spec, transport, CPU, wire, torch.float32)
+        for name, value in options.items():
+            setattr(exchange, name, value)
+        return exchange
+
+    return build
 
 
 def gtopk(wire: str = "auto") -> Build:
@@ -47,11 +53,11 @@ def nodes_of(world_size: int) -> list[int]:
     return [rank % max(1, world_size // 2) for rank in range(world_size)]
 
 
-def hierarchical(nodes: Sequence[int] | None = None, **options: Any) -> Build:
+def hierarchical(nodes: Sequence[int] | None = None, wire: str = "auto", segments: Segments | None = None) -> Build:
     def build(spec: SpanSpec, transport: Transport) -> Exchange:
         names = nodes_of(transport.world_size) if nodes is None else nodes
         made = NodeTransports.make(transport, names[transport.rank])
-        return HierarchicalExchange(spec, made, CPU, **options)
+        return HierarchicalExchange(spec, made, CPU, wire, torch.float32, segments)
 
     return build
 

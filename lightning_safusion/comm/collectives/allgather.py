@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from functools import cached_property, partial
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import ClassVar
 
 import numpy as np
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm.exchange import (
-    SPARSE_CLEAR_SHARE,
     Notice,
     Part,
     SpanSpec,
@@ -44,11 +43,11 @@ class SparseAllGather(StreamOrderedExchange):
         spec: Shape of the exchange.
         transport: Communicator.
         device: Where the span lives.
-        codec: Wire format of the selection; None when the whole span is dense.
+        codec: Wire format of the selection; None if the whole span is dense.
     """
 
     few_bits = True
-    #: Formats that compiled kernels cannot read are decoded for them: so many entries of all ranks at a time, since
+    #: Formats that compiled kernels cannot read are decoded for them: this many entries of all ranks at a time, since
     #: decoded entries take several times the bytes of messages,
     decoded_together: ClassVar[int] = 1 << 19
     #: but not of fewer elements than these.
@@ -57,43 +56,35 @@ class SparseAllGather(StreamOrderedExchange):
     def __init__(self, spec: SpanSpec, transport: Transport, device: torch.device, codec: Codec | None) -> None:
         super().__init__(spec, transport, device)
         self.codec = codec
-        sizes = [_aligned(spec.num_tensors + 1)]
+        workers, tensors = transport.world_size, spec.num_tensors
+        sizes = [_aligned(tensors + 1)]
         sizes += [_aligned((stop - start) * dtype.itemsize) for start, stop, dtype in spec.dense_runs]
-        sizes.append(_aligned(codec.nbytes) if codec is not None else 0)
-        self._offsets = [0, *accumulate(sizes)]
-        self._selection = slice(self._offsets[-2], self._offsets[-2] + (codec.nbytes if codec is not None else 0))
-        self.nbytes = self._offsets[-1]
+        self._offsets = list(accumulate(sizes, initial=0))
+        coded = 0 if codec is None else codec.nbytes
+        self._selection = slice(self._offsets[-1], self._offsets[-1] + coded)
+        self.bytes_sent = self._offsets[-1] + _aligned(coded)
+        self.bytes_received = self.bytes_sent * (workers - 1)
         # zeros, not empty: alignment gaps are sent too, and every byte that is sent is written
-        self._send = torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
-        self._received = torch.zeros(self.nbytes * transport.world_size, dtype=torch.uint8, device=device)
-        self._flags, self._notices = self._send[: spec.num_tensors], self._send[spec.num_tensors]
+        self._send = torch.zeros(self.bytes_sent, dtype=torch.uint8, device=device)
+        self._received = torch.zeros(self.bytes_sent * workers, dtype=torch.uint8, device=device)
+        self._flags, self._notices = self._send[:tensors], self._send[tensors]
         self._lanes = self._lane_views(self._send)
-        messages = self._received.view(transport.world_size, self.nbytes)
+        messages = self._received.view(workers, self.bytes_sent)
         self._messages = list(messages.unbind())
-        self._headers = messages[:, : spec.num_tensors + 1]
+        self._received_lanes = [self._lane_views(message) for message in self._messages]
+        self.headers = messages[:, : tensors + 1]
         on_host = device.type == "cpu"
-        self._host_headers = self._headers.numpy() if on_host else None
+        self._regular = Verdict.regular(tensors, workers)
+        self._regular_headers = (bytes([TensorFlag.FRESH]) * tensors + b"\0") * workers
         self._write = None if codec is None else codec.outbox(self._send[self._selection])
         self._inbox = codec.inbox(messages[:, self._selection]) if codec is not None and on_host else None
         self._read: list[native.Message] = []  # of this window, where compiled kernels have read them
-        self._all_live = all(start < stop for start, stop in pairwise(spec.edges))
-        self._received_lanes = [self._lane_views(message) for message in self._messages]
         empty = torch.zeros(0, dtype=torch.int64, device=device)
         self._nothing = Selection(empty, empty.to(torch.float32), 0)
         # On the host the message can be read again: entries take several times its bytes. On an accelerator that would
         # be more launches, and a message without positions would give them for the whole span.
         self._reads_again = codec is not None and codec.layout != "dense" and on_host
         self._sent = (self._nothing.indices, self._nothing.values)
-        self._regular = Verdict.regular(spec.num_tensors, transport.world_size)
-        self._regular_headers = (bytes([TensorFlag.FRESH]) * spec.num_tensors + b"\0") * transport.world_size
-
-    @cached_property
-    def bytes_sent(self) -> int:
-        return self.nbytes
-
-    @cached_property
-    def bytes_received(self) -> int:
-        return self.nbytes * (self.transport.world_size - 1)
 
     def _lane_views(self, message: Tensor) -> list[Tensor]:
         return [
@@ -106,11 +97,13 @@ class SparseAllGather(StreamOrderedExchange):
         self._notices.fill_(part.notices)
         if self._lanes:
             spec = self.spec
-            torch._foreach_copy_(
-                self._lanes, [saturated(x[start:stop], dtype) for start, stop, dtype in spec.dense_runs]
-            )
+            pieces = [saturated(x[start:stop], dtype) for start, stop, dtype in spec.dense_runs]
+            torch._foreach_copy_(self._lanes, pieces)
             for tensor in part.absent:
-                self._erase(spec.edges[tensor], spec.edges[tensor + 1])
+                start, stop = spec.edges[tensor : tensor + 2]
+                for lane, (first, last, _) in zip(self._lanes, spec.dense_runs, strict=True):
+                    if first <= start and stop <= last:
+                        lane[start - first : stop - first] = 0
         if self._write is not None:
             selection = self._nothing if part.selection is None else part.selection
             values = self._write(selection, not self._reads_again)
@@ -121,41 +114,32 @@ class SparseAllGather(StreamOrderedExchange):
         self._read = []
         self.work = self.transport.all_gather(self._received, self._send)
 
-    def _erase(self, start: int, stop: int) -> None:
-        for lane, (first, last, _) in zip(self._lanes, self.spec.dense_runs, strict=True):
-            if first <= start and stop <= last:
-                lane[start - first : stop - first] = 0
-
     def decode(self, scratch: Tensor) -> Tensor:
         scale = 1.0 / self.transport.world_size
         runs = self.dense_runs(scratch)
-        places: list[Tensor] = []
-        written = 0
+        self._written = []
         for message, lanes in zip(self._messages, self._received_lanes, strict=True):
-            if runs:
+            if lanes:
                 torch._foreach_add_(runs, lanes, alpha=scale)
             if self.codec is not None:
                 # indices are unique within a rank, so the order of additions to an element is the order of ranks
                 indices, values = self.codec.decode(message[self._selection])
                 scratch.scatter_add_(0, indices, values * scale)
-                written += len(indices)
-                if written * SPARSE_CLEAR_SHARE > self.spec.numel:
-                    places = []  # all of the scratch will be cleared
-                else:
-                    places.append(indices)
-        self._written = places if written * SPARSE_CLEAR_SHARE <= self.spec.numel else None
+                self._note_written(indices)
         return scratch
 
     def decode_into(self, gradients: Sequence[Tensor]) -> bool | None:
         if not native.serves(*gradients):
             return None
-        live = gradients if self._all_live else [gradient for gradient in gradients if gradient.numel()]
+        live = gradients
+        if len(self._nonempty) < len(gradients):
+            live = [gradient for gradient in gradients if gradient.numel()]
         scale, finite = 1.0 / self.transport.world_size, True
         if self._inbox is not None:
-            self._read = self._inbox()
-            finite = native.mean_into(live, self._parts, self._read, scale)
+            messages = self._read = self._inbox()
+            finite = native.mean_into(live, self._parts, lambda start, stop: messages, scale)
         elif self.codec is not None:
-            finite = native.mean_in_pieces(live, self._parts, partial(self._decoded, self.codec), scale, self._piece)
+            finite = native.mean_into(live, self._parts, partial(self._decoded, self.codec), scale, self._piece)
         for tensors, lanes in self._dense_parts:
             finite &= self._average_dense(gradients, tensors, lanes)
         return finite
@@ -204,20 +188,14 @@ class SparseAllGather(StreamOrderedExchange):
                 start = stop
         return parts
 
-    @property
-    def headers(self) -> Tensor:
-        return self._headers
-
     def verdict(self, headers: Tensor | None = None) -> Verdict:
-        flags = self._host_headers
-        if headers is not None or flags is None:
-            flags = (self._headers.cpu() if headers is None else headers).numpy()
+        flags = (self.headers if headers is None else headers).cpu().numpy()
         if flags.tobytes() == self._regular_headers:
             return self._regular
         return Verdict.of(flags[:, :-1], int(np.bitwise_or.reduce(flags[:, -1])))
 
     def standing(self) -> tuple[Tensor, Tensor]:
-        flags, notices = self._headers[:, :-1], self._headers[:, -1]
+        flags, notices = self.headers[:, :-1], self.headers[:, -1]
         regular = (flags == int(TensorFlag.FRESH)).all() & ((notices & int(Notice.FAILED)) == 0).all()
         return ((flags & int(TensorFlag.BAD)) != 0).any(dim=0), regular
 

@@ -1,8 +1,10 @@
-"""Dense all-reduce of a span: residual plus gradient, with the tensors' flags as sums behind the data."""
+"""Averages without selection: an all-reduce of a span, the same in two phases, and means of sparse tensors."""
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,7 @@ from lightning_safusion.comm.exchange import (
     Verdict,
     saturated,
 )
-from lightning_safusion.comm.transport.interface import Transport
+from lightning_safusion.comm.transport.interface import Transport, Work
 
 _COUNTED = (TensorFlag.FRESH, TensorFlag.BAD, TensorFlag.BYPASS)
 
@@ -23,14 +25,14 @@ _COUNTED = (TensorFlag.FRESH, TensorFlag.BAD, TensorFlag.BYPASS)
 class DenseAllReduce(StreamOrderedExchange):
     """Ring all-reduce of the whole span in one dtype; ``2 (n - 1) / n`` buffers received per worker.
 
-    Every tensor's flags, and this rank's notices, are ones behind the data, so that their sums say how
-    many ranks set them: one message, as everywhere.
+    The flags of every tensor, and this rank's notices, are ones behind the data. Their sums say how many ranks set
+    them.
 
     Args:
         spec: Shape of the exchange; the dense runs give the dtype (the wider one where they differ).
         transport: Communicator.
         device: Where the span lives.
-        half: Send float32 as float16. What a rank's own part loses by that stays in its residual; what the sum loses is
+        half: Send float32 as float16. The rounding error of a rank's own part stays in its residual; that of the sum is
             lost, as with DDP's fp16 hook.
     """
 
@@ -46,18 +48,11 @@ class DenseAllReduce(StreamOrderedExchange):
             self.dtype = torch.float32
         if self.dtype == torch.float32 and half and counts:
             self.dtype = torch.float16
-        self._buffer = torch.zeros(
-            spec.numel + len(_COUNTED) * spec.num_tensors + len(Notice), dtype=self.dtype, device=device
-        )
-
-    @property
-    def bytes_sent(self) -> int:
-        return self._buffer.numel() * self._buffer.itemsize
-
-    @property
-    def bytes_received(self) -> int:
-        n = self.transport.world_size
-        return round(2 * (n - 1) / n * self.bytes_sent)
+        length = spec.numel + len(_COUNTED) * spec.num_tensors + len(Notice)
+        self._buffer = torch.zeros(length, dtype=self.dtype, device=device)
+        self.headers = self._buffer[spec.numel :]
+        self.bytes_sent = self._buffer.nbytes
+        self.bytes_received = round(2 * (transport.world_size - 1) / transport.world_size * self.bytes_sent)
 
     def encode(self, x: Tensor, part: Part) -> None:
         spec, buffer = self.spec, self._buffer
@@ -65,34 +60,41 @@ class DenseAllReduce(StreamOrderedExchange):
         torch.mul(saturated(x, self.dtype), 1.0 / self.transport.world_size, out=buffer[: spec.numel])
         for tensor in part.absent:
             buffer[spec.edges[tensor] : spec.edges[tensor + 1]] = 0
-        counts, tail = buffer[spec.numel : -len(Notice)].view(len(_COUNTED), spec.num_tensors), buffer[-len(Notice) :]
+        counts, notices = self._counts(self.headers)
         for row, flag in zip(counts, _COUNTED, strict=True):
             row.copy_((part.flags & flag) != 0)
-        for bit, notice in enumerate(Notice):
-            tail[bit] = float(bool(part.notices & notice))
+        for place, notice in enumerate(Notice):
+            notices[place] = float(bool(part.notices & notice))
+
+    def _counts(self, headers: Tensor) -> tuple[Tensor, Tensor]:
+        """Of all tensors the number of ranks for each flag, and of all notices the number of ranks."""
+        return headers[: -len(Notice)].view(len(_COUNTED), self.spec.num_tensors), headers[-len(Notice) :]
 
     def start(self) -> None:
         self.work = self.transport.all_reduce(self._buffer)
 
-    @property
-    def headers(self) -> Tensor:
-        return self._buffer[self.spec.numel :]
-
     def verdict(self, headers: Tensor | None = None) -> Verdict:
-        tail = (self.headers.cpu() if headers is None else headers).float().round().numpy().astype(np.int64)
-        fresh, bad, bypass = tail[: -len(Notice)].reshape(len(_COUNTED), self.spec.num_tensors)
-        notices = sum(int(notice) for notice, count in zip(Notice, tail[-len(Notice) :], strict=True) if count > 0)
-        return Verdict(fresh, bad > 0, bypass > 0, notices)
+        received = self.headers if headers is None else headers
+        counts, notices = self._counts(received.cpu().float().round().long())
+        fresh, bad, bypass = counts.numpy()
+        said = sum(int(notice) for notice, count in zip(Notice, notices.tolist(), strict=True) if count > 0)
+        return Verdict(fresh, bad > 0, bypass > 0, said)
 
     def standing(self) -> tuple[Tensor, Tensor]:
-        counts = self.headers[: -len(Notice)].view(len(_COUNTED), self.spec.num_tensors).float().round()
-        failed = self.headers[-len(Notice) :][list(Notice).index(Notice.FAILED)]
-        fresh, bad, bypass = counts
+        counts, notices = self._counts(self.headers)
+        fresh, bad, bypass = counts.float().round()
+        failed = notices[list(Notice).index(Notice.FAILED)]
         regular = (fresh == self.transport.world_size).all() & ~(bad + bypass > 0).any() & (failed < 0.5)
         return bad > 0, regular
 
     def decode(self, scratch: Tensor) -> Tensor:
         return self._buffer[: self.spec.numel]
+
+    def copy_to(self, runs: Sequence[Tensor]) -> None:
+        """Writes the means into pieces of another span, one after the other."""
+        if runs:
+            pieces = self._buffer[: self.spec.numel].split([len(run) for run in runs])
+            torch._foreach_copy_(list(runs), list(pieces))
 
     def release(self, scratch: Tensor) -> None:
         return  # nothing was written to the scratch
@@ -107,3 +109,96 @@ class DenseAllReduce(StreamOrderedExchange):
             return piece
         world_size = self.transport.world_size
         return piece.mul(1.0 / world_size).to(self.dtype).to(torch.float32).mul_(world_size)
+
+
+def lane_spec(spec: SpanSpec, tensors: Sequence[int]) -> SpanSpec:
+    """The dense pieces of a span, moved together, with edges of ``tensors``: those that are not dense are empty."""
+    dense = set(spec.dense_tensors)
+    sizes = [spec.edges[t + 1] - spec.edges[t] if t in dense else 0 for t in tensors]
+    edges = tuple(accumulate(sizes, initial=0))
+    cuts = accumulate((stop - start for start, stop, _ in spec.dense_runs), initial=0)
+    runs = tuple((*cut, dtype) for cut, (_, _, dtype) in zip(pairwise(cuts), spec.dense_runs, strict=True))
+    return SpanSpec(edges[-1], 0, edges, runs)
+
+
+class TwoPhaseSum:
+    """The sum of a buffer over all ranks: a reduce-scatter, and an all-gather that may begin and end much later.
+
+    DeAR: Zhang et al., ICDCS 2023, section III. Each phase moves ``(n - 1) / n`` buffers per worker, together what a
+    ring all-reduce does.
+
+    Args:
+        numel: Elements of the buffer; padded to a multiple of the number of workers.
+        dtype: Their dtype.
+        transport: Communicator.
+        device: Where the buffer lives.
+
+    Attributes:
+        buffer: [numel]; this rank's part before the first phase, the sum of all ranks after the second.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, transport: Transport, device: torch.device) -> None:
+        share = -(-numel // transport.world_size)
+        self._transport = transport
+        self._padded = torch.zeros(share * transport.world_size, dtype=dtype, device=device)
+        self._share = torch.zeros(share, dtype=dtype, device=device)
+        self._work: Work | None = None
+        self.buffer = self._padded[:numel]
+
+    def start(self) -> None:
+        """Starts the first phase: every rank gets the sum of its share."""
+        self._work = self._transport.reduce_scatter(self._share, self._padded)
+
+    def start_second(self) -> None:
+        """Waits for the first phase and starts the second: every rank gets the shares of all others.
+
+        All ranks must call it in one agreed order with all other launches on this communicator.
+        """
+        self.wait()
+        self._work = self._transport.all_gather(self._padded, self._share)
+
+    def wait(self) -> None:
+        """Waits for the phase that runs; a second call returns at once."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
+
+
+def coo_means(transport: Transport, grads: Sequence[Tensor]) -> list[Tensor]:
+    """Averages gradients that are sparse tensors (``nn.Embedding(sparse=True)``) as DDP does, without selection.
+
+    Ranks hold different numbers of rows, so these are exchanged first and the messages padded to the longest. Waits
+    for the device. Rows are added in rank order.
+
+    Args:
+        transport: Communicator; all ranks pass the same number of gradients, in the same order.
+        grads: Sparse COO gradients.
+
+    Returns:
+        The means, coalesced, of the dtype of each gradient.
+    """
+    if not grads:
+        return []
+    mine = [grad.coalesce() for grad in grads]
+    rows = torch.tensor([grad.values().shape[0] for grad in mine], device=mine[0].device)
+    everyone = torch.empty(transport.world_size * len(mine), dtype=rows.dtype, device=rows.device)
+    transport.all_gather(everyone, rows).wait()
+    counts = everyone.view(transport.world_size, len(mine)).t().tolist()
+    return [_coo_mean(transport, grad, ranks) for grad, ranks in zip(mine, counts, strict=True)]
+
+
+def _coo_mean(transport: Transport, grad: Tensor, counts: list[int]) -> Tensor:
+    if max(counts) == 0:
+        return grad
+    indices = _gathered_rows(transport, grad.indices().t(), counts)
+    values = _gathered_rows(transport, grad.values(), counts) / transport.world_size
+    return torch.sparse_coo_tensor(indices.t(), values, grad.shape, check_invariants=False).coalesce()
+
+
+def _gathered_rows(transport: Transport, rows: Tensor, counts: list[int]) -> Tensor:
+    """Every rank's rows, of which it has so many, one behind the other."""
+    padded = rows.new_zeros((max(counts), *rows.shape[1:]))
+    padded[: rows.shape[0]] = rows
+    received = rows.new_empty((transport.world_size, *padded.shape))
+    transport.all_gather(received.view(-1), padded.view(-1)).wait()
+    return torch.cat([part[:count] for part, count in zip(received, counts, strict=True)])

@@ -7,22 +7,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.collectives.entries import Entries, added, decoded, encoded
-from lightning_safusion.comm.collectives.multiphase import MultiPhaseExchange
+from lightning_safusion.comm.collectives.multiphase import Entries, MultiPhaseExchange, decoded, encoded
 from lightning_safusion.comm.exchange import Part, SpanSpec
-from lightning_safusion.comm.transport.interface import Transport, Work
+from lightning_safusion.comm.transport.interface import FinishedWork, Transport, Work
 from lightning_safusion.comm.wire.codec import Codec
 
-#: Messages of one round: ``(source, destination)``.
-Round = tuple[tuple[int, int], ...]
 
-
-def tree_rounds(world_size: int) -> list[Round]:
-    """A binomial tree to rank 0: ``ceil(log2 n)`` rounds, ``n - 1`` messages."""
+def tree_rounds(world_size: int) -> list[list[tuple[int, int]]]:
+    """A binomial tree to rank 0: ``(source, destination)`` of each message of ``ceil(log2 n)`` rounds."""
     rounds, step = [], 1
     while step < world_size:
-        receivers = range(0, world_size - step, 2 * step)
-        rounds.append(tuple((rank + step, rank) for rank in receivers))
+        rounds.append([(rank + step, rank) for rank in range(0, world_size - step, 2 * step)])
         step *= 2
     return rounds
 
@@ -42,7 +37,7 @@ class GTopKExchange(MultiPhaseExchange):
         spec: Shape of the exchange.
         transport: Communicator with point-to-point messages.
         device: Where the span lives.
-        codec: Wire format of a list; None when the whole span is dense.
+        codec: Wire format of a list; None if the whole span is dense.
     """
 
     conserves: ClassVar[bool] = False
@@ -50,23 +45,11 @@ class GTopKExchange(MultiPhaseExchange):
     def __init__(self, spec: SpanSpec, transport: Transport, device: torch.device, codec: Codec | None) -> None:
         super().__init__(spec, transport, device)
         self.codec = codec
-        self._rounds = tree_rounds(transport.world_size) if codec is not None else []
-        self._nbytes = codec.nbytes if codec is not None else 0
-        self._message = torch.zeros(self._nbytes, dtype=torch.uint8, device=device)
+        self._rounds = tree_rounds(transport.world_size)
+        self._message = torch.zeros(0 if codec is None else codec.nbytes, dtype=torch.uint8, device=device)
         self._received = torch.zeros_like(self._message)
         self._kept = Entries.none(device)
-        self._work: Work | None = None
-
-    @property
-    def bytes_sent(self) -> int:
-        return self.lane.bytes_sent + self._nbytes
-
-    @property
-    def bytes_received(self) -> int:
-        rank = self.transport.rank
-        messages = sum(destination == rank for pairs in self._rounds for _, destination in pairs)
-        messages += rank != 0  # the result
-        return self.lane.bytes_received + messages * self._nbytes
+        self._work: Work = FinishedWork()
 
     def _pack(self, x: Tensor, part: Part) -> None:
         self._offered = self._keep(Entries.of(part.selection, self.device))
@@ -77,6 +60,10 @@ class GTopKExchange(MultiPhaseExchange):
         return self._kept
 
     def _launch_first(self) -> None:
+        rank, nbytes = self.transport.rank, self._message.nbytes
+        self.bytes_sent += nbytes
+        received = sum(destination == rank for pairs in self._rounds for _, destination in pairs)
+        self.bytes_received += (received + (rank != 0)) * nbytes  # and the result
         self._launch(0)
 
     def _launch(self, number: int) -> None:
@@ -91,15 +78,19 @@ class GTopKExchange(MultiPhaseExchange):
         if self.codec is None:
             return self._result
         for number, pairs in enumerate(self._rounds):
-            self._wait()
+            self._work.wait()
             if any(destination == self.transport.rank for _, destination in pairs):
                 (theirs,) = decoded(self._received, [self.codec])
-                self._keep(added(self._kept, theirs).largest(self.spec.capacity))
+                self._keep(_added(self._kept, theirs).largest(self.spec.capacity))
             self._launch(number + 1)
-        self._wait()
+        self._work.wait()
         return decoded(self._message, [self.codec])[0]
 
-    def _wait(self) -> None:
-        work, self._work = self._work, None
-        if work is not None:
-            work.wait()
+
+def _added(first: Entries, second: Entries) -> Entries:
+    """The sum of two lists, which does not depend on their order, bit for bit."""
+    both = torch.cat([first.indices, second.indices])
+    indices, places = torch.unique(both, return_inverse=True)
+    sums = torch.zeros(len(indices), device=both.device)
+    sums.index_add_(0, places, torch.cat([first.values, second.values]))
+    return Entries(indices, sums)

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.collectives.entries import Entries, decoded, encoded, joined, message_sizes, summed
-from lightning_safusion.comm.collectives.multiphase import MultiPhaseExchange
+from lightning_safusion.comm.collectives.multiphase import (
+    Entries,
+    MultiPhaseExchange,
+    decoded,
+    encoded,
+    joined,
+    message_sizes,
+    summed,
+)
 from lightning_safusion.comm.exchange import Part, SpanSpec, saturated
 from lightning_safusion.comm.transport.interface import Transport, Work
 from lightning_safusion.comm.wire.formats import resolve_codec, value_format
@@ -25,20 +33,22 @@ _TOP = TopK()
 class NodeTransports:
     """Communicators of two levels; made once, shared by all exchanges.
 
-    The first members of all nodes talk to each other, so do the second, and so on, as far as the smallest node goes: so
-    many workers of every node use its network card at once.
+    A *rail* is the first members of all nodes, or the second, and so on, as far as the smallest node goes. So many
+    workers of every node use its network card at once.
 
     Args:
         world: All ranks.
         inside: The ranks of this rank's node.
-        between: The ranks at this rank's place in all nodes; only itself if its place is beyond the smallest node.
+        between: The rail of this rank; only itself if its place is beyond the smallest node.
         nodes: Ranks of all nodes.
+        rails: Ranks of all rails.
     """
 
     world: Transport
     inside: Transport
     between: Transport
     nodes: tuple[tuple[int, ...], ...]
+    rails: tuple[tuple[int, ...], ...]
 
     @classmethod
     def make(cls, world: Transport, node: Hashable) -> NodeTransports:
@@ -48,20 +58,13 @@ class NodeTransports:
             world: All ranks.
             node: Name of the node that this rank runs on (its host's name, or number).
         """
-        names = world.gather_objects(node)
         members: dict[Hashable, list[int]] = {}
-        for rank, name in enumerate(names):
+        for rank, name in enumerate(world.gather_objects(node)):
             members.setdefault(name, []).append(rank)
         nodes = tuple(map(tuple, members.values()))
-        width = min(map(len, nodes))
-        rails = [sorted(ranks[place] for ranks in nodes) for place in range(width)]
-        rails += [[rank] for ranks in nodes for rank in ranks[width:]]
-        return cls(world, world.split(nodes), world.split(rails), nodes)
-
-    @property
-    def width(self) -> int:
-        """Workers of a node that talk to other nodes."""
-        return min(map(len, self.nodes))
+        rails = tuple(tuple(sorted(rail)) for rail in zip(*nodes, strict=False))
+        alone = [(rank,) for ranks in nodes for rank in ranks[len(rails) :]]
+        return cls(world, world.split(nodes), world.split([*rails, *alone]), nodes, rails)
 
 
 def _shard(segments: Segments, low: int, high: int) -> Segments:
@@ -90,10 +93,9 @@ class HierarchicalExchange(MultiPhaseExchange):
     ``(nodes - 1) * S`` bytes cross a node's network card, where a flat all-gather takes
     ``(workers - workers of the node) * S``.
 
-    This selects from sums which only this collective sees: what was selected from this rank's own part is not used.
-    Every rank keeps its own residual, and takes its own part of every sum that was sent out of it; the residuals of a
-    node add up to what one residual of the node would be. What the wire's rounding took from a sum stays with the owner
-    of its shard.
+    The selection is from sums that only this collective sees: one from this rank's own part is not used. Every rank
+    keeps its own residual, and takes its own part of every sum that was sent out of it; the residuals of a node add up
+    to what one residual of the node would be. The rounding error of a sum stays with the owner of its shard.
 
     Args:
         spec: Shape of the exchange.
@@ -114,56 +116,31 @@ class HierarchicalExchange(MultiPhaseExchange):
         spec: SpanSpec,
         transports: NodeTransports,
         device: torch.device,
-        wire: str = "auto",
-        dtype: torch.dtype = torch.float32,
-        segments: Segments | None = None,
+        wire: str,
+        dtype: torch.dtype,
+        segments: Segments | None,
     ) -> None:
         super().__init__(spec, transports.world, device)
         self.transports = transports
-        width = transports.width
+        width = len(transports.rails)
         self._edges = [spec.numel * shard // width for shard in range(width + 1)]
-        sizes = [high - low for low, high in zip(self._edges, self._edges[1:], strict=False)]
         segments = segments or span_segments(spec.numel, spec.capacity)
-        self._segments = [_shard(segments, *self._edges[shard : shard + 2]) for shard in range(width)]
+        self._segments = [_shard(segments, low, high) for low, high in pairwise(self._edges)]
         self._histories = [History(shard) for shard in self._segments]
         self._codecs = [
-            resolve_codec(wire, size, shard.capacity, dtype) if shard.capacity else None
-            for size, shard in zip(sizes, self._segments, strict=True)
+            resolve_codec(wire, shard.numel, shard.capacity, dtype) if shard.capacity else None
+            for shard in self._segments
         ]
-        self._sizes = sizes + [0] * (transports.inside.world_size - width)  # of the shard of each worker of the node
+        # of each worker of the node: elements of its shard, and bytes of its message
+        beyond = [0] * (transports.inside.world_size - width)
+        self._sizes = [shard.numel for shard in self._segments] + beyond
+        self._message_sizes = message_sizes(self._codecs) + beyond
         self._x = torch.zeros(spec.numel if spec.capacity else 0, dtype=value_format(wire).dtype, device=device)
         self._absent: Sequence[int] = ()
         self._sent = Entries.none(device)
         self._scattering: tuple[Tensor, Work] | None = None
-        rails = [sorted(ranks[shard] for ranks in transports.nodes) for shard in range(width)]
         (mine,) = (ranks for ranks in transports.nodes if transports.world.rank in ranks)
-        self._own_messages = [rail.index(mine[shard]) for shard, rail in enumerate(rails)]
-
-    @property
-    def owns_shard(self) -> bool:
-        """Whether this worker talks to other nodes."""
-        return self.transports.inside.rank < self.transports.width
-
-    @property
-    def bytes_sent(self) -> int:
-        return self.lane.bytes_sent + self._x.nbytes + self._message_bytes * (1 + self.transports.between.world_size)
-
-    @property
-    def bytes_received(self) -> int:
-        inside = self.transports.inside
-        own = self._sizes[inside.rank] * self._x.itemsize * (inside.world_size - 1) if len(self._x) else 0
-        nodes = len(self.transports.nodes)
-        others = sum(message_sizes(self._codecs)) - self._message_bytes
-        return self.lane.bytes_received + own + self.bytes_between + nodes * others
-
-    @property
-    def bytes_between(self) -> int:
-        """Bytes that this worker receives from other nodes, without the dense pieces and flags."""
-        return (self.transports.between.world_size - 1) * self._message_bytes
-
-    @property
-    def _message_bytes(self) -> int:
-        return message_sizes(self._codecs)[self.transports.inside.rank] if self.owns_shard else 0
+        self._own_messages = [rail.index(mine[shard]) for shard, rail in enumerate(transports.rails)]
 
     def sent(self) -> tuple[Tensor, Tensor]:
         return self._sent.indices, self._sent.values
@@ -188,53 +165,43 @@ class HierarchicalExchange(MultiPhaseExchange):
     def _finish(self) -> Entries:
         if self._scattering is None:
             return self._result
-        pieces, work = self._scattering
-        self._scattering = None
+        (pieces, work), self._scattering = self._scattering, None
         work.wait()
-        total = torch.zeros(self._sizes[self.transports.inside.rank], device=self.device)
-        for piece in pieces.view(self.transports.inside.world_size, -1):
+        inside = self.transports.inside
+        total = torch.zeros(self._sizes[inside.rank], device=self.device)
+        for piece in pieces.view(inside.world_size, -1):
             total += piece
-        received, work = self._all_gather(self.transports.inside, self._between(total), self._gathered_sizes)
-        work.wait()
-        return self._added(received, total)
-
-    @property
-    def _gathered_sizes(self) -> list[int]:
-        """Bytes that each worker of the node passes on inside: its shard's messages of all nodes."""
-        nodes = len(self.transports.nodes)
-        passed = [nodes * size for size in message_sizes(self._codecs)]
-        return passed + [0] * (self.transports.inside.world_size - len(passed))
+        sizes = [len(self.transports.nodes) * size for size in self._message_sizes]
+        received = self._all_gather(inside, self._between(total), sizes)
+        return self._added(received.split(sizes), total)
 
     def _between(self, total: Tensor) -> Tensor:
         """Sends the largest sums of this worker's shard to other nodes; returns the messages of all nodes."""
-        between = self.transports.between
-        received = torch.zeros(between.world_size * self._message_bytes, dtype=torch.uint8, device=self.device)
-        if self._message_bytes:
-            shard = self.transports.inside.rank
+        between, shard = self.transports.between, self.transports.inside.rank
+        nbytes = self._message_sizes[shard]
+        received = torch.zeros(between.world_size * nbytes, dtype=torch.uint8, device=self.device)
+        if nbytes:
             survey = SpanSurvey(total, self._histories[shard])
             chosen = Entries.of(_TOP.select(total, self._segments[shard], 0, survey), self.device)
             message, _ = encoded([chosen], [self._codecs[shard]], self.device)
+            self.bytes_sent += nbytes
+            self.bytes_received += (between.world_size - 1) * nbytes
             between.all_gather(received, message).wait()
         return received
 
-    def _added(self, received: Tensor, total: Tensor) -> Entries:
+    def _added(self, received: Sequence[Tensor], total: Tensor) -> Entries:
         """Adds up the messages of all nodes, shard by shard, and notes what of them came from this rank."""
         sums, sent = [], []
-        for shard, messages in enumerate(received.split(self._gathered_sizes)[: self.transports.width]):
-            codec, low, high = self._codecs[shard], *self._edges[shard : shard + 2]
-            lists = decoded(messages, [codec] * len(self.transports.nodes))
+        for shard, (low, high) in enumerate(pairwise(self._edges)):
+            lists = decoded(received[shard], [self._codecs[shard]] * len(self.transports.nodes))
             sums.append(summed(lists, high - low, self.device).shifted(low))
             own = lists[self._own_messages[shard]]
             values = self._x[low:high][own.indices].float()
             if shard == self.transports.inside.rank:
                 values += own.values - total[own.indices]
             sent.append(Entries(own.indices, values).shifted(low))
-        self._sent = self._without_absent(joined(sent))
-        return joined(sums)
-
-    def _without_absent(self, sent: Entries) -> Entries:
-        """Without tensors of which this rank sent nothing: not even a rounding error of theirs is its own."""
-        for tensor in self._absent:
+        self._sent = joined(sent)
+        for tensor in self._absent:  # not even a rounding error of theirs is this rank's
             low, high = self.spec.edges[tensor : tensor + 2]
-            sent = sent.where((sent.indices < low) | (sent.indices >= high))
-        return sent
+            self._sent = self._sent[(self._sent.indices < low) | (self._sent.indices >= high)]
+        return joined(sums)

@@ -1,26 +1,124 @@
-"""Exchanges of several phases, of which the later ones need what the earlier ones have brought."""
+"""Exchanges of several phases, of which the later ones need the results of the earlier, and the lists they exchange."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.collectives.allreduce import DenseAllReduce
-from lightning_safusion.comm.collectives.entries import Entries
+from lightning_safusion.comm.collectives.allreduce import DenseAllReduce, lane_spec
 from lightning_safusion.comm.exchange import Exchange, Part, SpanSpec, Verdict
 from lightning_safusion.comm.transport.interface import Transport, Work
+from lightning_safusion.comm.wire.codec import Codec
+from lightning_safusion.sparsify.base import Selection, span_segments
+from lightning_safusion.sparsify.topk import TopK
+
+_TOP = TopK()
+
+
+@dataclass(frozen=True, eq=False)
+class Entries:
+    """Elements of a span. Their number is known to the host, so that on an accelerator most operations wait for it.
+
+    Args:
+        indices: int64 [K], unique and ascending.
+        values: float32 [K].
+    """
+
+    indices: Tensor
+    values: Tensor
+
+    @classmethod
+    def none(cls, device: torch.device) -> Entries:
+        """No entries."""
+        return cls(torch.zeros(0, dtype=torch.int64, device=device), torch.zeros(0, device=device))
+
+    @classmethod
+    def of(cls, selection: Selection | None, device: torch.device) -> Entries:
+        """What was selected, without padding."""
+        if selection is None:
+            return cls.none(device)
+        count = int(selection.count)
+        return cls(selection.indices[:count], selection.values[:count])
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, which: slice | Tensor) -> Entries:
+        """Some of them: a slice, a mask (bool [K]) or ascending places (int64)."""
+        return Entries(self.indices[which], self.values[which])
+
+    def shifted(self, distance: int) -> Entries:
+        """The same at positions that are ``distance`` higher."""
+        return Entries(self.indices + distance, self.values)
+
+    def cut(self, edges: Sequence[int]) -> list[Entries]:
+        """The entries of each region ``[edges[j], edges[j + 1])``, positions counted from its start."""
+        bounds = torch.tensor(edges, dtype=torch.int64, device=self.indices.device)
+        places = torch.searchsorted(self.indices, bounds).tolist()
+        return [self[low:high].shifted(-edge) for edge, low, high in zip(edges, places, places[1:], strict=False)]
+
+    def largest(self, count: int) -> Entries:
+        """The ``count`` entries of the largest magnitude, the first ones among equals; NaN counts as the largest."""
+        if len(self) <= count:
+            return self
+        selection = _TOP.select(self.values, span_segments(len(self), count), 0)
+        return self[selection.indices[: int(selection.count)]]
+
+
+def joined(parts: Sequence[Entries]) -> Entries:
+    """Lists one behind the other; every position of a list must be above those of the lists before it."""
+    return Entries(torch.cat([part.indices for part in parts]), torch.cat([part.values for part in parts]))
+
+
+def summed(parts: Sequence[Entries], numel: int, device: torch.device) -> Entries:
+    """The sum of lists of a region of ``numel`` elements, added one after the other; zeros are left out."""
+    region = torch.zeros(numel, device=device)
+    for part in parts:
+        region.index_add_(0, part.indices, part.values)
+    support = region.nonzero().view(-1)
+    return Entries(support, region[support])
+
+
+def encoded(parts: Sequence[Entries], codecs: Sequence[Codec | None], device: torch.device) -> tuple[Tensor, Entries]:
+    """Messages one behind the other; where the codec is None there is nothing to send and no message.
+
+    Returns:
+        uint8 [sum of the codecs' sizes]; and all entries with the values that will be decoded, at the positions given.
+    """
+    message = torch.zeros(sum(message_sizes(codecs)), dtype=torch.uint8, device=device)
+    sent = []
+    for part, codec, out in zip(parts, codecs, message.split(message_sizes(codecs)), strict=True):
+        values = part.values
+        if codec is not None:
+            values = codec.encode(Selection(part.indices, part.values, len(part)), out)
+        sent.append(Entries(part.indices, values))
+    return message, joined(sent)
+
+
+def decoded(message: Tensor, codecs: Sequence[Codec | None]) -> list[Entries]:
+    """Reads what :func:`encoded` has written; zeros are left out, since padding cannot be told from them."""
+    lists = []
+    for codec, part in zip(codecs, message.split(message_sizes(codecs)), strict=True):
+        entries = Entries.none(message.device) if codec is None else Entries(*codec.decode(part))
+        lists.append(entries[entries.values != 0])
+    return lists
+
+
+def message_sizes(codecs: Sequence[Codec | None]) -> list[int]:
+    """Bytes of the messages."""
+    return [0 if codec is None else codec.nbytes for codec in codecs]
 
 
 class MultiPhaseExchange(Exchange):
     """A sparse reduction in several phases, beside one dense all-reduce of flags, notices and dense pieces.
 
-    :meth:`start` launches what waits for nothing. All other phases run in :meth:`wait`, which must be called in plan
-    order on all ranks, as the end of a window does. Subclasses say what happens in :meth:`_pack`, :meth:`_launch_first`
-    and :meth:`_finish`; the sum over ranks that the last one returns must be the same on all ranks, bit for bit.
+    :meth:`start` launches the phases that need no other. All others run in :meth:`wait`, which must be called in plan
+    order on all ranks, as the end of a window does. Subclasses implement :meth:`_pack`, :meth:`_launch_first` and
+    :meth:`_finish`; the sum over ranks that the last one returns must be the same on all ranks, bit for bit.
 
     Args:
         spec: Shape of the exchange.
@@ -30,22 +128,10 @@ class MultiPhaseExchange(Exchange):
 
     def __init__(self, spec: SpanSpec, transport: Transport, device: torch.device) -> None:
         super().__init__(spec, transport, device)
-        self.lane = DenseAllReduce(_lane_spec(spec), transport, device)
+        self.lane = DenseAllReduce(lane_spec(spec, range(spec.num_tensors)), transport, device)
         self._result = Entries.none(device)
         self._offered = Entries.none(device)  # this rank's part, as others have read it
         self._under_way = False
-        self._handed_in = 0
-        self._came_in = 0
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that this rank gave to the collectives of its last exchange; a piece for all ranks counts once."""
-        return self.lane.bytes_sent + self._handed_in
-
-    @property
-    def bytes_received(self) -> int:
-        """Bytes that this rank received from others in its last exchange, dense pieces by the closed form."""
-        return self.lane.bytes_received + self._came_in
 
     @abstractmethod
     def _pack(self, x: Tensor, part: Part) -> None:
@@ -65,13 +151,13 @@ class MultiPhaseExchange(Exchange):
         self._pack(x, part)
 
     def start(self) -> None:
-        self._handed_in = self._came_in = 0
+        self.bytes_sent, self.bytes_received = self.lane.bytes_sent, self.lane.bytes_received
         self._under_way = True
         self.lane.start()
         self._launch_first()
 
     def wait(self) -> None:
-        """Waits for the phases under way and runs the others; raises the backend's error if a peer has died."""
+        """Waits for what was launched and runs the other phases; raises the backend's error if a peer has died."""
         if self._under_way:
             self._under_way = False
             self.lane.wait()
@@ -82,15 +168,14 @@ class MultiPhaseExchange(Exchange):
 
     def decode(self, scratch: Tensor) -> Tensor:
         scratch[self._result.indices] = self._result.values * (1.0 / self.transport.world_size)
-        self._written = [self._result.indices]
-        if runs := self.dense_runs(scratch):
-            means = self.lane.decode(scratch[:0]).split([len(run) for run in runs])
-            torch._foreach_copy_(runs, list(means))
+        self._written = []
+        self._note_written(self._result.indices)
+        self.lane.copy_to(self.dense_runs(scratch))
         return scratch
 
     def sent(self) -> tuple[Tensor, Tensor]:
         # what was not delivered stays in the residual
-        delivered = self._offered.among(self._result)
+        delivered = self._offered[torch.isin(self._offered.indices, self._result.indices, assume_unique=True)]
         return delivered.indices, delivered.values
 
     def sent_dense(self, start: int, stop: int, x: Tensor) -> Tensor:
@@ -101,23 +186,14 @@ class MultiPhaseExchange(Exchange):
     ) -> tuple[Tensor, Work]:
         """Launches an all-to-all and counts its bytes; returns where the pieces of all ranks will be."""
         received = torch.zeros(sum(incoming), dtype=tensor.dtype, device=self.device)
-        self._handed_in += tensor.nbytes
-        self._came_in += (received.numel() - incoming[transport.rank]) * received.itemsize
+        self.bytes_sent += tensor.nbytes
+        self.bytes_received += (received.numel() - incoming[transport.rank]) * received.itemsize
         return received, transport.all_to_all(received, tensor, incoming, sizes)
 
-    def _all_gather(self, transport: Transport, message: Tensor, incoming: Sequence[int]) -> tuple[Tensor, Work]:
-        """The same for an all-gather of messages of any sizes: libraries have none, or pad to the longest."""
+    def _all_gather(self, transport: Transport, message: Tensor, incoming: Sequence[int]) -> Tensor:
+        """All-gathers messages of any sizes as an all-to-all: libraries have none, or pad to the longest."""
         n = transport.world_size
         received, work = self._all_to_all(transport, message.repeat(n), [message.numel()] * n, incoming)
-        self._handed_in -= (n - 1) * message.nbytes
-        return received, work
-
-
-def _lane_spec(spec: SpanSpec) -> SpanSpec:
-    """The dense pieces of a span, moved together; tensors that are not among them have no elements there."""
-    cuts = list(accumulate((last - first for first, last, _ in spec.dense_runs), initial=0))
-    runs = tuple((*cut, run[2]) for cut, run in zip(pairwise(cuts), spec.dense_runs, strict=True))
-    sizes = [
-        (b - a) * any(first <= a and b <= last for first, last, _ in spec.dense_runs) for a, b in pairwise(spec.edges)
-    ]
-    return SpanSpec(cuts[-1], 0, tuple(accumulate(sizes, initial=0)), runs)
+        self.bytes_sent -= (n - 1) * message.nbytes
+        work.wait()
+        return received

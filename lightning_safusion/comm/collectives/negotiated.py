@@ -2,13 +2,11 @@
 
 Workers keep different numbers of elements, so a buffer closes after different tensors on different workers. Messages
 are matched by their number alone: round ``j`` of one worker meets round ``j`` of every other, whatever they hold,
-because each entry carries its place in the whole gradient space. A worker that has sent everything goes on with empty
-messages until all have.
+because each entry carries its place in the whole gradient space. A worker that has sent everything sends empty messages
+until all have.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,12 +18,6 @@ from lightning_safusion.comm.wire.codec import Codec
 from lightning_safusion.comm.wire.formats import resolve_codec
 from lightning_safusion.comm.wire.values import Values
 from lightning_safusion.sparsify.base import Selection
-
-
-@dataclass(eq=False)
-class _Round:
-    send: Tensor
-    received: Tensor
 
 
 class Stream:
@@ -49,15 +41,16 @@ class Stream:
         self.capacity = capacity
         self.value_dtype = values.dtype
         self.device = device
-        self._codec: Codec = resolve_codec(f"coo-{values.name}", int(edges[-1]), self.capacity, values.dtype)
+        self._codec: Codec = resolve_codec(f"coo-{values.name}", int(edges[-1]), capacity, values.dtype)
         self._tensors = len(edges) - 1
         self._entries_at = -(-(self._tensors + 2) // 4) * 4
+        self._nbytes = self._entries_at + self._codec.nbytes
         self._mean = torch.zeros(int(edges[-1]), device=device)
-        self._pool: list[_Round] = []
+        self._pool: list[Tensor] = []  # uint8 [1 + world_size, bytes] of each round: what is sent, and received
         self._begin()
 
     def _begin(self) -> None:
-        self._rounds: list[tuple[_Round, Work]] = []
+        self._rounds: list[tuple[Tensor, Work]] = []  # uint8 [world_size, bytes], the messages received
         self._indices: list[Tensor] = []
         self._values: list[Tensor] = []
         self._waiting = 0
@@ -68,7 +61,7 @@ class Stream:
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent in the window."""
-        return len(self._rounds) * (self._entries_at + self._codec.nbytes)
+        return len(self._rounds) * self._nbytes
 
     def append(self, tensor: int, selection: Selection, flag: int, notices: int) -> Tensor:
         """Queues what this rank sends of a tensor, and launches every buffer that is full.
@@ -100,22 +93,15 @@ class Stream:
         taken = min(self.capacity, self._waiting)
         self._indices, self._values = [indices[taken:]], [values[taken:]]
         self._waiting -= taken
-        message = self._round()
-        header = np.concatenate([self._flags, np.array([done and self._waiting == 0, self._notices], np.uint8)])
-        message.send[: self._tensors + 2].copy_(torch.from_numpy(header))
-        self._codec.encode(
-            Selection(indices[:taken], values[:taken], taken), message.send[self._entries_at :], echo=False
-        )
-        self._rounds.append((message, self.transport.all_gather(message.received, message.send)))
-
-    def _round(self) -> _Round:
         number = len(self._rounds)
         if number == len(self._pool):
-            nbytes = self._entries_at + self._codec.nbytes
-            send = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
-            received = torch.zeros(nbytes * self.transport.world_size, dtype=torch.uint8, device=self.device)
-            self._pool.append(_Round(send, received))
-        return self._pool[number]
+            shape = 1 + self.transport.world_size, self._nbytes
+            self._pool.append(torch.zeros(shape, dtype=torch.uint8, device=self.device))
+        send, received = self._pool[number][0], self._pool[number][1:]
+        header = np.concatenate([self._flags, np.array([done and self._waiting == 0, self._notices], np.uint8)])
+        send[: self._tensors + 2].copy_(torch.from_numpy(header))
+        self._codec.encode(Selection(indices[:taken], values[:taken], taken), send[self._entries_at :], echo=False)
+        self._rounds.append((received, self.transport.all_gather(received.view(-1), send)))
 
     def finish(self) -> np.ndarray:
         """Sends what is left and takes part until every rank is done, adding everything up, rank by rank.
@@ -123,27 +109,20 @@ class Stream:
         Returns:
             uint8 [world_size, L + 2]: what every rank says of every tensor, that it is done, and its notices.
         """
-        if self._verdict is not None:
-            return self._verdict
-        number = 0
-        while True:
+        number, scale = 0, 1.0 / self.transport.world_size
+        while self._verdict is None:
             if number == len(self._rounds):
                 self._launch(done=True)
-            message, work = self._rounds[number]
+            received, work = self._rounds[number]
             work.wait()
-            headers = message.received.view(self.transport.world_size, -1)[:, : self._tensors + 2].cpu().numpy()
-            self._add(message)
-            number += 1
+            for message in received:
+                indices, values = self._codec.decode(message[self._entries_at :])
+                self._mean.scatter_add_(0, indices, values * scale)
+            headers = received[:, : self._tensors + 2].cpu().numpy()
             if headers[:, -2].all():
-                break
-        self._verdict = headers.copy()
+                self._verdict = headers.copy()
+            number += 1
         return self._verdict
-
-    def _add(self, message: _Round) -> None:
-        scale = 1.0 / self.transport.world_size
-        for part in message.received.view(self.transport.world_size, -1).unbind():
-            indices, values = self._codec.decode(part[self._entries_at :])
-            self._mean.scatter_add_(0, indices, values * scale)
 
     def mean(self, tensor: int) -> Tensor:
         """float32 view of one tensor's mean."""
@@ -163,26 +142,16 @@ class StreamedTensor(Exchange):
         super().__init__(spec, stream.transport, stream.device)
         self.stream = stream
         self.place = place
-        nothing = Selection(torch.zeros(0, dtype=torch.int64), torch.zeros(0), 0)
-        self._packed = (nothing, 0, 0)
-        self._sent = (nothing.indices, nothing.values)
-
-    @property
-    def bytes_sent(self) -> int:
-        # buffers are shared by all tensors: the first one accounts for them
-        return self.stream.bytes_sent if self.place == 0 else 0
-
-    @property
-    def bytes_received(self) -> int:
-        return self.bytes_sent * (self.transport.world_size - 1)
+        empty = torch.zeros(0, dtype=torch.int64, device=stream.device)
+        self._nothing = Selection(empty, empty.to(torch.float32), 0)
+        self._packed = (self._nothing, 0, 0)
+        self._sent = (self._nothing.indices, self._nothing.values)
 
     def encode(self, x: Tensor, part: Part) -> None:
-        selection = part.selection
+        selection = None if part.absent else part.selection
         if self.spec.dense_runs and not part.absent:
             selection = Selection(torch.arange(self.spec.numel, device=self.device), x, self.spec.numel)
-        if selection is None or part.absent:
-            selection = Selection(torch.zeros(0, dtype=torch.int64, device=self.device), x[:0], 0)
-        self._packed = (selection, int(part.flags[0]), part.notices)
+        self._packed = (self._nothing if selection is None else selection, int(part.flags[0]), part.notices)
 
     def start(self) -> None:
         selection, flag, notices = self._packed
@@ -191,6 +160,9 @@ class StreamedTensor(Exchange):
 
     def wait(self) -> None:
         self.stream.finish()
+        if self.place == 0:  # buffers are shared by all tensors: the first one accounts for them
+            self.bytes_sent = self.stream.bytes_sent
+            self.bytes_received = self.bytes_sent * (self.transport.world_size - 1)
 
     def verdict(self) -> Verdict:
         headers = self.stream.finish()
@@ -204,7 +176,7 @@ class StreamedTensor(Exchange):
         self.stream.mean(self.place).zero_()
 
     def sent(self) -> tuple[Tensor, Tensor]:
-        return self._sent if not self.spec.dense_runs else (self._sent[0][:0], self._sent[1][:0])
+        return self._sent if not self.spec.dense_runs else (self._nothing.indices, self._nothing.values)
 
     def sent_dense(self, start: int, stop: int, x: Tensor) -> Tensor:
         return self._sent[1][start:stop]

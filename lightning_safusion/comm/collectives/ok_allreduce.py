@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import math
-from itertools import accumulate
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.collectives.entries import Entries, decoded, encoded, joined, message_sizes, summed
-from lightning_safusion.comm.collectives.multiphase import MultiPhaseExchange
+from lightning_safusion.comm.collectives.multiphase import (
+    Entries,
+    MultiPhaseExchange,
+    decoded,
+    encoded,
+    joined,
+    message_sizes,
+    summed,
+)
 from lightning_safusion.comm.cost import ring_allreduce_bytes
 from lightning_safusion.comm.exchange import Part, SpanSpec
 from lightning_safusion.comm.transport.interface import Transport, Work
@@ -41,8 +49,8 @@ class OkTopkExchange(MultiPhaseExchange):
     at a delivered position holds what every rank sent, nothing is lost.
 
     The volume per worker is one to three times ``(n - 1) / n`` messages, and all sums in a step that refreshes. It
-    depends on the data: all ranks tell each other their numbers of entries first, so the host waits for the device at
-    the launch and in :meth:`wait`. Regions and thresholds need a hundred entries for each rank or so to be useful.
+    depends on the data: the ranks exchange their numbers of entries first, so the host waits for the device at the
+    launch and in :meth:`wait`. Regions and thresholds need a hundred entries for each rank or so to be useful.
 
     Sums are sent in float32, whatever the wire: no rank would keep the error of their rounding. The authors post their
     messages in groups of four partners and add while the next group is under way; here a phase is one all-to-all.
@@ -53,34 +61,20 @@ class OkTopkExchange(MultiPhaseExchange):
         device: Where the span lives.
         wire: Wire format by name.
         dtype: Dtype of the gradients; see :func:`resolve_codec`.
-        refresh: Steps between exact thresholds (tau'); the authors use 32 (VGG, LSTM) and 128 (BERT).
-        repartition: Steps between agreements on the regions (tau); the authors use 64.
-        balance: Ratio of the longest list to the mean above which lists are balanced (the paper's is 4).
-
-    Raises:
-        ValueError: If a period is below 1 step, or the ratio below 1.
     """
 
+    #: Steps between exact thresholds (tau'); the authors use 32 (VGG, LSTM) and 128 (BERT).
+    refresh = 32
+    #: Steps between agreements on the regions (tau); the authors use 64.
+    repartition = 64
+    #: Ratio of the longest list to the mean above which lists are balanced; the paper's is 4.
+    balance = 4.0
+
     def __init__(
-        self,
-        spec: SpanSpec,
-        transport: Transport,
-        device: torch.device,
-        wire: str = "auto",
-        dtype: torch.dtype = torch.float32,
-        refresh: int = 32,
-        repartition: int = 64,
-        balance: float = 4.0,
+        self, spec: SpanSpec, transport: Transport, device: torch.device, wire: str, dtype: torch.dtype
     ) -> None:
-        if refresh < 1 or repartition < 1:
-            raise ValueError(f"refresh and repartition must be at least 1 step, got {refresh} and {repartition}")
-        if not balance >= 1:
-            raise ValueError(f"balance must be at least 1, got {balance}")
         super().__init__(spec, transport, device)
         self.dtype = dtype
-        self.refresh = refresh
-        self.repartition = repartition
-        self.balance = balance
         self._wire = wire
         layout, _, _ = wire.rpartition("-")
         self._sum_wire = f"{layout}-fp32" if layout else "fp32"
@@ -92,14 +86,14 @@ class OkTopkExchange(MultiPhaseExchange):
         self._first: tuple[Tensor, Work] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next step depends on; the same on all ranks.
+        """See :meth:`Exchange.state_dict`.
 
         Keys: ``step``, ``threshold`` (float, or None), ``edges`` (int, world_size + 1 edges of the regions).
         """
         return {"step": self._step, "threshold": self._threshold, "edges": list(self._edges)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what :meth:`state_dict` returned, on all ranks.
+        """See :meth:`Exchange.load_state_dict`.
 
         Regions of another number of ranks, or of another span, are agreed anew in the next step, as the threshold is.
         """
@@ -125,7 +119,7 @@ class OkTopkExchange(MultiPhaseExchange):
             self._edges = [edge // self.transport.world_size for edge in counts.tolist()]
             counts, work = self._send_counts()
             work.wait()
-        mine = summed(self._split(counts.tolist()), self._size(self.transport.rank), self.device)
+        mine = summed(self._split(counts.tolist()), self._sizes[self.transport.rank], self.device)
         threshold = None if self._step % self.refresh == 0 else self._threshold
         self._step += 1
         return self._refreshed(mine) if threshold is None else self._above(mine, threshold)
@@ -134,12 +128,12 @@ class OkTopkExchange(MultiPhaseExchange):
         """Starts adding up the regions that the ranks would like."""
         wanted = _wanted_edges(self._local, self.spec.numel, self.transport.world_size)
         edges = torch.tensor(wanted, dtype=torch.int64, device=self.device)
-        self._handed_in += edges.nbytes
-        self._came_in += round(ring_allreduce_bytes(self.transport.world_size, edges.nbytes))
+        self.bytes_sent += edges.nbytes
+        self.bytes_received += round(ring_allreduce_bytes(self.transport.world_size, edges.nbytes))
         return edges, self.transport.all_reduce(edges)
 
     def _send_counts(self) -> tuple[Tensor, Work]:
-        """Starts telling every owner how many entries it will get."""
+        """Starts sending every owner the number of entries that it will get."""
         self._parts = self._local.cut(self._edges)
         counts = torch.tensor([len(part) for part in self._parts], dtype=torch.int64, device=self.device)
         ones = [1] * self.transport.world_size
@@ -147,20 +141,35 @@ class OkTopkExchange(MultiPhaseExchange):
 
     def _split(self, counts: list[int]) -> list[Entries]:
         """Sends every owner the entries of its region; returns those that this rank gets, ``counts`` from each."""
-        out = [self._codec(self._size(j), len(part), self._wire) for j, part in enumerate(self._parts)]
-        own = self._size(self.transport.rank)
-        into = [self._codec(own, count, self._wire) for count in counts]
-        message, coded = encoded(self._parts, out, self.device)
+        sizes = self._sizes
+        out = self._codecs(sizes, [len(part) for part in self._parts], self._wire)
+        into = self._codecs([sizes[self.transport.rank]] * len(counts), counts, self._wire)
+        parts, coded = self._swapped(self._parts, out, into)
         self._offered = Entries(self._local.indices, coded.values)
+        return parts
+
+    def _swapped(
+        self, parts: list[Entries], out: list[Codec | None], into: list[Codec | None]
+    ) -> tuple[list[Entries], Entries]:
+        """Sends every rank a list; returns those that come in, and all that were sent as they are decoded."""
+        message, coded = encoded(parts, out, self.device)
         received, work = self._all_to_all(self.transport, message, message_sizes(out), message_sizes(into))
         work.wait()
-        return decoded(received, into)
+        return decoded(received, into), coded
 
-    def _size(self, rank: int) -> int:
-        return self._edges[rank + 1] - self._edges[rank]
+    @property
+    def _sizes(self) -> list[int]:
+        """Elements of each region."""
+        return [high - low for low, high in pairwise(self._edges)]
 
-    def _codec(self, numel: int, count: int, wire: str) -> Codec | None:
-        return resolve_codec(wire, numel, count, self.dtype) if count else None
+    def _codecs(self, sizes: Sequence[int], counts: Sequence[int], wire: str) -> list[Codec | None]:
+        """Formats of lists, each with so many entries of so many elements."""
+        shapes = zip(sizes, counts, strict=True)
+        return [resolve_codec(wire, numel, count, self.dtype) if count else None for numel, count in shapes]
+
+    def _in_span(self, parts: Sequence[Entries]) -> Entries:
+        """The lists of all regions as one, at positions in the span."""
+        return joined([part.shifted(edge) for part, edge in zip(parts, self._edges, strict=False)])
 
     def _refreshed(self, mine: Entries) -> Entries:
         """The largest sums of all, and the threshold that they set."""
@@ -172,7 +181,7 @@ class OkTopkExchange(MultiPhaseExchange):
 
     def _above(self, mine: Entries, threshold: float) -> Entries:
         """The sums that reach the threshold, which then follows their number."""
-        mine = mine.where(~(mine.values.abs() < threshold))  # NaN must be seen by all
+        mine = mine[~(mine.values.abs() < threshold)]  # NaN must be seen by all
         counts = self._counts(mine)
         found = sum(counts)
         if not self.spec.capacity / _FAR_OFF <= found <= self.spec.capacity * _FAR_OFF:
@@ -188,9 +197,7 @@ class OkTopkExchange(MultiPhaseExchange):
     def _counts(self, mine: Entries) -> list[int]:
         """Entries that each rank has."""
         count = torch.tensor([len(mine)], dtype=torch.int64, device=self.device)
-        counts, work = self._all_gather(self.transport, count, [1] * self.transport.world_size)
-        work.wait()
-        return [int(each) for each in counts.tolist()]
+        return self._all_gather(self.transport, count, [1] * self.transport.world_size).tolist()
 
     def _balanced(self, mine: Entries, counts: list[int]) -> Entries:
         """Gathers lists of equal length: of all entries, in order, every rank passes on one of ``n`` equal pieces."""
@@ -198,29 +205,23 @@ class OkTopkExchange(MultiPhaseExchange):
         held = list(accumulate(counts, initial=0))
         cuts = _equal_edges(held[-1], n)
         places = [min(max(cut - held[rank], 0), len(mine)) for cut in cuts]
-        pieces = [Entries(mine.indices[a:b], mine.values[a:b]) for a, b in zip(places, places[1:], strict=False)]
-        out = [self._codec(self._size(rank), len(piece), self._sum_wire) for piece in pieces]
+        pieces = [mine[a:b] for a, b in pairwise(places)]
         overlaps = [max(0, min(held[j + 1], cuts[rank + 1]) - max(held[j], cuts[rank])) for j in range(n)]
-        into = [self._codec(self._size(j), overlap, self._sum_wire) for j, overlap in enumerate(overlaps)]
-        message, _ = encoded(pieces, out, self.device)
-        received, work = self._all_to_all(self.transport, message, message_sizes(out), message_sizes(into))
-        work.wait()
-        share = joined([part.shifted(self._edges[j]) for j, part in enumerate(decoded(received, into))])
-        lengths = [b - a for a, b in zip(cuts, cuts[1:], strict=False)]
-        return joined(self._exchanged(share, [(self.spec.numel, length) for length in lengths]))
+        sizes = self._sizes
+        out = self._codecs([sizes[rank]] * n, [len(piece) for piece in pieces], self._sum_wire)
+        parts, _ = self._swapped(pieces, out, self._codecs(sizes, overlaps, self._sum_wire))
+        lengths = [b - a for a, b in pairwise(cuts)]
+        return joined(self._exchanged(self._in_span(parts), [self.spec.numel] * n, lengths))
 
     def _gathered(self, mine: Entries, counts: list[int]) -> Entries:
         """The entries of all ranks, each at positions in its own region."""
-        parts = self._exchanged(mine, [(self._size(j), count) for j, count in enumerate(counts)])
-        return joined([part.shifted(self._edges[j]) for j, part in enumerate(parts)])
+        return self._in_span(self._exchanged(mine, self._sizes, counts))
 
-    def _exchanged(self, mine: Entries, shapes: list[tuple[int, int]]) -> list[Entries]:
-        """All-gathers lists of sums, of ``(elements of the region, entries)`` each."""
-        codecs = [self._codec(numel, count, self._sum_wire) for numel, count in shapes]
+    def _exchanged(self, mine: Entries, sizes: Sequence[int], counts: Sequence[int]) -> list[Entries]:
+        """All-gathers lists of sums, each with so many entries of so many elements."""
+        codecs = self._codecs(sizes, counts, self._sum_wire)
         message, _ = encoded([mine], [codecs[self.transport.rank]], self.device)
-        received, work = self._all_gather(self.transport, message, message_sizes(codecs))
-        work.wait()
-        return decoded(received, codecs)
+        return decoded(self._all_gather(self.transport, message, message_sizes(codecs)), codecs)
 
 
 def _equal_edges(numel: int, parts: int) -> list[int]:

@@ -19,16 +19,16 @@ from torch import Tensor
 
 from lightning_safusion.comm.transport.interface import FinishedWork, ReduceOp, Transport, Work, add_up, check_sizes
 
-# Seconds between two looks at an operation. Horovod's own wait spins, and takes the core from the thread that carries
-# the bytes; its background thread itself looks for work once in a millisecond only.
+# Seconds between two polls. Horovod's own wait spins, and takes the core from the thread that carries the bytes; that
+# thread itself looks for work once in a millisecond only.
 _POLL_S = 5e-5
 
 # Operations of one kind and size that may be under way at once, each under a name of its own. Horovod negotiates a
-# name that it remembers, with the same size, in a fraction of the messages; here it remembers those of 128 sizes.
+# name that it has cached, with the same size, in a fraction of the messages; its cache holds the names of 128 sizes.
 _SLOTS = 32
 _REMEMBERED = 128 * _SLOTS
 
-# Horovod adds up no other types; what is narrower is added in the type given here and rounded once, at the end.
+# Horovod reduces no other types; narrower ones are reduced in the type given here and rounded once, at the end.
 _REDUCED_AS = {
     torch.float32: torch.float32,
     torch.float64: torch.float64,
@@ -71,7 +71,7 @@ def start_horovod() -> ModuleType:
     """
     hvd = load_horovod()
     if not hvd.is_initialized():
-        # What is sent together has been decided by the plan, and sums must not depend on what happens to be ready.
+        # The plan has decided what is sent together, and sums must not depend on what happens to be ready.
         os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
         os.environ.setdefault("HOROVOD_CACHE_CAPACITY", str(_REMEMBERED))
         hvd.init()
@@ -84,14 +84,14 @@ class HorovodWork:
     Args:
         hvd: The module ``horovod.torch``.
         handle: What the asynchronous operation returned.
-        finish: Given its result when it has ended well and is waited for.
-        watcher: Tells when it has ended.
+        finish: Called by the first :meth:`wait` with the result; None if the result is in place.
+        watcher: Calls back when the operation has ended.
     """
 
-    def __init__(self, hvd: ModuleType, handle: int, finish: Callable[[Any], Any], watcher: Watcher) -> None:
+    def __init__(self, hvd: ModuleType, handle: int, finish: Callable[[Any], Any] | None, watcher: Watcher) -> None:
         self._hvd = hvd
         self._handle: int | None = handle
-        self._finish: Callable[[Any], Any] | None = finish
+        self._finish = finish
         self._result: Any = None
         self._watcher = watcher
         self._callbacks: list[Callable[[float], None]] = []
@@ -99,17 +99,26 @@ class HorovodWork:
 
     def wait(self) -> None:
         """Blocks the host until the result is there; raises Horovod's error, the first time."""
-        self._end(use=True)
+        self.set_aside()
+        with self._lock:
+            finish, self._finish = self._finish, None
+            result, self._result = self._result, None
+            if finish is not None:
+                finish(result)
 
     def set_aside(self) -> None:
-        """Blocks until the operation has ended, and keeps its result for :meth:`wait`.
-
-        If nobody waits any more, the buffers may have another use now.
-        """
-        self._end(use=False)
+        """Blocks until the operation has ended, and keeps its result for :meth:`wait`, which may never be called."""
+        while not self.ended():
+            time.sleep(_POLL_S)
+        with self._lock:
+            handle, self._handle = self._handle, None
+            if handle is not None:
+                finish, self._finish = self._finish, None  # an operation that failed has no result
+                self._result = self._hvd.synchronize(handle)
+                self._finish = finish
 
     def on_done(self, callback: Callable[[float], None]) -> None:
-        """See :meth:`Work.on_done`; the time is late by a fraction of a millisecond, since Horovod must be asked."""
+        """See :meth:`Work.on_done`; the time is late by a fraction of a millisecond, since Horovod must be polled."""
         with self._lock:
             under_way = self._handle is not None
             if under_way:
@@ -120,7 +129,7 @@ class HorovodWork:
             callback(time.perf_counter())
 
     def ended(self) -> bool:
-        """Whether the operation has ended; if so, calls back those who asked for it."""
+        """Whether the operation has ended; if so, calls back."""
         with self._lock:
             if self._handle is not None and not self._hvd.poll(self._handle):
                 return False
@@ -130,23 +139,9 @@ class HorovodWork:
             callback(now)
         return True
 
-    def _end(self, use: bool) -> None:
-        while not self.ended():
-            time.sleep(_POLL_S)
-        with self._lock:
-            handle, self._handle = self._handle, None
-            if handle is not None:
-                finish, self._finish = self._finish, None  # an operation that failed has no result
-                self._result = self._hvd.synchronize(handle)
-                self._finish = finish
-            if use and self._finish is not None:
-                finish, self._finish = self._finish, None
-                result, self._result = self._result, None
-                finish(result)
-
 
 class Watcher:
-    """Tells the ends of operations to callbacks; a thread of its own while there are any."""
+    """Polls operations whose end calls back, in a thread of its own while there are any."""
 
     def __init__(self) -> None:
         self._works: list[HorovodWork] = []
@@ -154,7 +149,7 @@ class Watcher:
         self._lock = threading.Lock()
 
     def watch(self, work: HorovodWork) -> None:
-        """Asks the work whether it has ended until it has."""
+        """Polls an operation until it has ended."""
         with self._lock:
             self._works.append(work)
             if self._thread is None:
@@ -185,12 +180,12 @@ class Watcher:
 class HorovodTransport(Transport):
     """The collectives of Horovod over all its processes, always asynchronous.
 
-    Horovod matches operations by name, not by order. Each launch takes the next name of its kind and size, so that
-    launching in one order on all ranks means the same names on all ranks. A name is used again after its operation has
-    ended on this rank: all ranks had joined it then, so that the next one of that name cannot be taken for it.
+    Horovod matches operations by name, not by order. Each launch takes the next name of its kind and size, so that one
+    order of launches on all ranks gives the same names. A name is used again once its operation has ended on this rank:
+    all ranks had joined it then, so that the next one of that name cannot be matched with it.
 
     Args:
-        name: First part of all names; None agrees on one that no other transport has.
+        name: First part of all names; None agrees on a unique one.
 
     Raises:
         ModuleNotFoundError: If Horovod is not installed, with the way to install it.
@@ -200,7 +195,7 @@ class HorovodTransport(Transport):
         self._hvd = start_horovod()
         self.rank = self._hvd.rank()
         self.world_size = self._hvd.size()
-        # An operation that another fit in this process left behind must not meet one of this fit.
+        # Operations that an earlier fit of this process has not finished must not be matched with those of this one.
         self._name = name or self._hvd.broadcast_object(f"safusion-{uuid.uuid4().hex}", name="lightning_safusion")
         self._watcher = Watcher()
         self._launched: dict[str, int] = {}
@@ -227,14 +222,13 @@ class HorovodTransport(Transport):
             raise TypeError(f"Horovod reduces {', '.join(map(str, _REDUCED_AS))}, got a tensor of {tensor.dtype}")
         operation = {"sum": self._hvd.Sum, "min": self._hvd.Min, "max": self._hvd.Max}[op]
         buffer = tensor if dtype == tensor.dtype else tensor.to(dtype)
-        return self._launch(
-            op, buffer, _nothing if buffer is tensor else tensor.copy_, self._hvd.allreduce_async_, op=operation
-        )
+        finish = None if buffer is tensor else tensor.copy_
+        return self._launch(op, buffer, finish, self._hvd.allreduce_async_, op=operation)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Work:
         if not tensor.numel():
             return FinishedWork()
-        return self._launch(f"from{source}", _as_bytes(tensor), _nothing, self._hvd.broadcast_async_, root_rank=source)
+        return self._launch(f"from{source}", _as_bytes(tensor), None, self._hvd.broadcast_async_, root_rank=source)
 
     def all_to_all(
         self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], tensor_sizes: Sequence[int]
@@ -259,12 +253,11 @@ class HorovodTransport(Transport):
 
     def gather_objects(self, value: Any) -> list[Any]:
         self._objects += 1
-        # By default Horovod names the message after the object's type, and waits for ever if types differ.
-        values: list[Any] = self._hvd.allgather_object(value, name=f"{self._name}.objects.{self._objects}")
-        return values
+        # Horovod's default name is the object's type; it would wait for ever where types differ.
+        return self._hvd.allgather_object(value, name=f"{self._name}.objects.{self._objects}")
 
     def subgroup(self) -> Transport:
-        """See :meth:`Transport.subgroup`: names of its own are all that a communicator is here."""
+        """See :meth:`Transport.subgroup`; here a communicator is a set of names."""
         transport = HorovodTransport(f"{self._name}.{len(self._subgroups)}")
         self._subgroups.append(transport)
         return transport
@@ -276,7 +269,7 @@ class HorovodTransport(Transport):
         self._watcher.forget()
         for works in self._under_way.values():
             for work in works:
-                if work.ended():  # what has not may never end: another rank has not launched it
+                if work.ended():  # others may never end: another rank has not launched them
                     work.set_aside()
         self._under_way.clear()
 
@@ -284,7 +277,7 @@ class HorovodTransport(Transport):
         self,
         kind: str,
         tensor: Tensor,
-        finish: Callable[[Any], Any],
+        finish: Callable[[Any], Any] | None,
         collective: Callable[..., int],
         numel: int | None = None,
         **options: Any,
@@ -304,7 +297,3 @@ class HorovodTransport(Transport):
 def _as_bytes(tensor: Tensor) -> Tensor:
     """The same memory as uint8 [bytes]: gathering and copying work for every dtype."""
     return tensor.detach().view(-1).view(torch.uint8)
-
-
-def _nothing(result: Tensor) -> None:
-    """The result is in place."""

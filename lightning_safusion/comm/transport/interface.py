@@ -27,7 +27,7 @@ class WorkerLostError(RuntimeError):
 
 @contextmanager
 def during(what: str) -> Iterator[None]:
-    """Says what a job was doing when collectives failed, in place of the text of their library alone.
+    """Adds to the error of a failed collective what the job was doing.
 
     Args:
         what: A stage of the job, as in "set-up".
@@ -47,7 +47,7 @@ def during(what: str) -> Iterator[None]:
 
 
 class Work(Protocol):
-    """An operation under way."""
+    """An asynchronous operation."""
 
     def wait(self) -> None:
         """Blocks the host (CPU) or the current stream (CUDA) until the operation has ended; raises if it failed."""
@@ -71,10 +71,10 @@ class FinishedWork:
 
 
 class JoinedWork:
-    """Operations as one.
+    """Operations as one: it has ended when all of them have.
 
     Args:
-        works: Those under way, at least one.
+        works: At least one.
     """
 
     def __init__(self, works: Sequence[Work]) -> None:
@@ -86,7 +86,7 @@ class JoinedWork:
             work.wait()
 
     def on_done(self, callback: Callable[[float], None]) -> None:
-        """See :meth:`Work.on_done`: when the last of them has ended."""
+        """See :meth:`Work.on_done`."""
         left, lock = len(self._works), Lock()
 
         def done(now: float) -> None:
@@ -103,6 +103,8 @@ class JoinedWork:
 
 class Transport(ABC):
     """A communicator. All ranks call the same operations in the same order.
+
+    An operation that a library lacks raises NotImplementedError.
 
     Attributes:
         rank: This worker, from 0.
@@ -128,11 +130,11 @@ class Transport(ABC):
 
     @abstractmethod
     def gather_objects(self, value: Any) -> list[Any]:
-        """Exchanges small picklable values; blocks. For set-up, never in a step."""
+        """Exchanges small picklable values, in rank order; blocks. For set-up, never in a step."""
 
-    @abstractmethod
     def subgroup(self) -> Transport:
-        """A communicator of its own over the same ranks, for systems whose ranks launch at their own pace."""
+        """Another communicator of the same ranks, with an order of launches of its own. Collective."""
+        return self.split([range(self.world_size)])
 
     def host_subgroup(self) -> Transport:
         """As :meth:`subgroup`, for small tensors in host memory, whatever the device of the gradients."""
@@ -143,26 +145,18 @@ class Transport(ABC):
     ) -> Work:
         """Starts sending a piece of ``tensor`` to every rank, and receives one from each; sizes may differ.
 
-        Whoever implements it takes the destinations in rotation (rank + 1, rank + 2, ...), so that no rank is sent to
-        by all others at once.
+        Implementations send to rank + 1, rank + 2, ..., so that no rank receives from all others at once.
 
         Args:
             output: One-dimensional; gets the pieces of all ranks, in rank order.
             tensor: One-dimensional; the pieces for all ranks, in rank order.
             output_sizes: Elements that come from each rank: what that rank has as its size for this one.
             tensor_sizes: Elements that go to each rank.
-
-        Raises:
-            NotImplementedError: If the library has no such operation.
         """
         raise self._lacks("all_to_all")
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
-        """Starts adding up ``tensor`` [world_size * B] over all ranks; rank ``r`` gets piece ``r`` as ``output`` [B].
-
-        Raises:
-            NotImplementedError: If the library has no such operation.
-        """
+        """Starts adding up ``tensor`` [n * B] over all ``n`` ranks; rank ``r`` gets piece ``r`` as ``output`` [B]."""
         raise self._lacks("reduce_scatter")
 
     def permute(self, output: Tensor, tensor: Tensor, pairs: Sequence[tuple[int, int]]) -> Work:
@@ -173,11 +167,7 @@ class Transport(ABC):
         Args:
             output: Written on destinations only; of the size and dtype of ``tensor``.
             tensor: Read on sources only.
-            pairs: ``(source, destination)``; no rank is a source twice or a destination twice, none is its own.
-
-        Raises:
-            NotImplementedError: If the library has no point-to-point messages.
-            ValueError: If the pairs are not as described.
+            pairs: ``(source, destination)``, checked by :func:`check_pairs`.
         """
         raise self._lacks("permute")
 
@@ -185,11 +175,7 @@ class Transport(ABC):
         """A communicator among the ranks of this rank's group. Collective: all ranks pass the same groups.
 
         Args:
-            groups: Every rank in exactly one group, ranks of a group ascending; its order is that of the new ranks.
-
-        Raises:
-            NotImplementedError: If the library has no communicators of some ranks only.
-            ValueError: If the groups are not as described.
+            groups: Ranks, checked by :func:`group_of`; their order in a group is that of the new ranks.
         """
         raise self._lacks("split")
 
@@ -224,9 +210,9 @@ def check_pairs(pairs: Sequence[tuple[int, int]], world_size: int) -> None:
     Raises:
         ValueError: If a rank is a source or a destination twice, is its own destination, or does not exist.
     """
-    sources, destinations = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-    once = len(set(sources)) == len(pairs) == len(set(destinations))
-    known = all(0 <= rank < world_size for rank in (*sources, *destinations))
+    sources, destinations = {source for source, _ in pairs}, {destination for _, destination in pairs}
+    once = len(sources) == len(pairs) == len(destinations)
+    known = (sources | destinations).issubset(range(world_size))
     if not once or not known or any(source == destination for source, destination in pairs):
         raise ValueError(
             f"permute needs (source, destination) pairs of different ranks below {world_size}, each a source and a "

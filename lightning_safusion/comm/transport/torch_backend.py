@@ -30,67 +30,43 @@ _SWAPPED = 1 << 18  # bytes, from which on it takes no longer to broadcast two m
 
 
 class TorchWork:
-    """An operation of a process group.
+    """Operations of a process group.
 
-    On the CPU "done" is the end of the transfer. On CUDA it is the moment when the operation was enqueued, because that
-    is when NCCL completes its futures; measure there with events on the stream instead.
-
-    Args:
-        work: What the asynchronous collective returned; None if it has ended.
-    """
-
-    def __init__(self, work: dist.Work | None) -> None:
-        self._work = work
-
-    def wait(self) -> None:
-        """Blocks the host (gloo) or the current stream (NCCL); raises the backend's error, the first time."""
-        # A work keeps its tensors alive and must not outlive its process group: forget it as soon as it has ended.
-        work, self._work = self._work, None
-        if work is not None:
-            work.wait()
-
-    def on_done(self, callback: Callable[[float], None]) -> None:
-        """See :meth:`Work.on_done`; after :meth:`wait` it calls back at once."""
-        if self._work is None:
-            callback(time.perf_counter())
-        else:
-            self._work.get_future().add_done_callback(lambda _: callback(time.perf_counter()))
-
-
-class LastingWork:
-    """Operations that end when they are waited for: the backend does not tell their end, or a step is left to do.
+    On the CPU one operation is done when its transfer ends. On CUDA it is done when it was enqueued, because that is
+    when NCCL completes its futures; measure there with events on the stream instead.
 
     Args:
-        works: The operations.
-        finish: Called once, when all of them have ended well.
+        works: What the asynchronous collectives returned.
+        finish: Called once, when all of them have ended well. :meth:`wait` is then the end of the operation.
     """
 
     def __init__(self, works: Sequence[dist.Work], finish: Callable[[], None] | None = None) -> None:
-        self._works: Sequence[dist.Work] = works
+        self._works = works
         self._finish = finish
-        self._ended = False
-        self._callbacks: list[Callable[[float], None]] = []
+        self._callbacks: list[Callable[[float], None]] | None = []
 
     def wait(self) -> None:
-        """See :meth:`TorchWork.wait`."""
-        if self._ended:
+        """Blocks the host (gloo) or the current stream (NCCL); raises the backend's error, the first time."""
+        if self._callbacks is None:
             return
-        self._ended = True
-        works, self._works = self._works, ()
-        finish, self._finish = self._finish, None
+        # A work keeps its tensors alive and must not outlive its process group: forget it as soon as it has ended.
+        works, finish, callbacks = self._works, self._finish, self._callbacks
+        self._works, self._finish, self._callbacks = (), None, None
         for work in works:
             work.wait()
         if finish is not None:
             finish()
-        for callback in self._callbacks:
+        for callback in callbacks:
             callback(time.perf_counter())
 
     def on_done(self, callback: Callable[[float], None]) -> None:
-        """Calls ``callback`` at the end of :meth:`wait`."""
-        if self._ended:
+        """See :meth:`Work.on_done`; after :meth:`wait` it calls back at once."""
+        if self._callbacks is None:
             callback(time.perf_counter())
-        else:
+        elif self._finish is not None:
             self._callbacks.append(callback)
+        else:
+            self._works[0].get_future().add_done_callback(lambda _: callback(time.perf_counter()))
 
 
 class SoloTransport(Transport):
@@ -117,9 +93,7 @@ class SoloTransport(Transport):
         output.copy_(tensor)
         return FinishedWork()
 
-    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
-        output.copy_(tensor)
-        return FinishedWork()
+    reduce_scatter = all_gather
 
     def permute(self, output: Tensor, tensor: Tensor, pairs: Sequence[tuple[int, int]]) -> Work:
         check_pairs(pairs, 1)
@@ -127,9 +101,6 @@ class SoloTransport(Transport):
 
     def gather_objects(self, value: Any) -> list[Any]:
         return [value]
-
-    def subgroup(self) -> Transport:
-        return SoloTransport()
 
     def split(self, groups: Sequence[Sequence[int]]) -> Transport:
         group_of(0, groups, 1)
@@ -170,7 +141,7 @@ class TorchTransport(Transport):
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         if self.world_size == 2 and not self.stream_ordered and tensor.nbytes >= _SWAPPED and tensor.is_cpu:
             return self._swap(output, tensor)
-        return TorchWork(_ALL_GATHER(output, tensor, group=self._group, async_op=True))
+        return TorchWork([_ALL_GATHER(output, tensor, group=self._group, async_op=True)])
 
     def _swap(self, output: Tensor, tensor: Tensor) -> Work:
         """:meth:`all_gather` of two ranks: gloo's own holds all messages twice more while it runs."""
@@ -180,17 +151,17 @@ class TorchTransport(Transport):
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         operation = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}[op]
-        return TorchWork(dist.all_reduce(tensor, operation, group=self._group, async_op=True))
+        return TorchWork([dist.all_reduce(tensor, operation, group=self._group, async_op=True)])
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Work:
-        return TorchWork(dist.broadcast(tensor, self._global_rank(source), group=self._group, async_op=True))
+        return TorchWork([dist.broadcast(tensor, self._global_rank(source), group=self._group, async_op=True)])
 
     def all_to_all(
         self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], tensor_sizes: Sequence[int]
     ) -> Work:
         check_sizes(output, tensor, output_sizes, tensor_sizes, self.world_size)
         sizes = list(output_sizes), list(tensor_sizes)
-        return TorchWork(dist.all_to_all_single(output, tensor, *sizes, group=self._group, async_op=True))
+        return TorchWork([dist.all_to_all_single(output, tensor, *sizes, group=self._group, async_op=True)])
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
         """See :meth:`Transport.reduce_scatter`.
@@ -199,39 +170,31 @@ class TorchTransport(Transport):
         instead, and added in float32, in rank order.
         """
         if tensor.device.type != "cpu":
-            return TorchWork(_REDUCE_SCATTER(output, tensor, group=self._group, async_op=True))
+            return TorchWork([_REDUCE_SCATTER(output, tensor, group=self._group, async_op=True)])
         pieces = torch.empty_like(tensor)
         work = dist.all_to_all_single(pieces, tensor, group=self._group, async_op=True)
-        return LastingWork([work], lambda: add_up(output, pieces.view(self.world_size, -1)))
+        return TorchWork([work], lambda: add_up(output, pieces.view(self.world_size, -1)))
 
     def permute(self, output: Tensor, tensor: Tensor, pairs: Sequence[tuple[int, int]]) -> Work:
         check_pairs(pairs, self.world_size)
-        operations = [
-            dist.P2POp(dist.isend, tensor, self._global_rank(destination), self._group)
-            for source, destination in pairs
-            if source == self.rank
-        ] + [
-            dist.P2POp(dist.irecv, output, self._global_rank(source), self._group)
-            for source, destination in pairs
-            if destination == self.rank
-        ]
-        return LastingWork(dist.batch_isend_irecv(operations)) if operations else FinishedWork()
+        operations = []
+        for source, destination in pairs:
+            if source == self.rank:
+                operations.append(dist.P2POp(dist.isend, tensor, self._global_rank(destination), self._group))
+            if destination == self.rank:
+                operations.append(dist.P2POp(dist.irecv, output, self._global_rank(source), self._group))
+        # gloo does not report the end of a message from rank to rank
+        return TorchWork(dist.batch_isend_irecv(operations), lambda: None) if operations else FinishedWork()
 
     def gather_objects(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.world_size
+        values = [None] * self.world_size
         dist.all_gather_object(values, value, group=self._group)
         return values
 
-    def subgroup(self) -> Transport:
-        return self._split([range(self.world_size)])
-
-    def split(self, groups: Sequence[Sequence[int]]) -> Transport:
-        return self._split(groups)
-
     def host_subgroup(self) -> Transport:
-        return self._split([range(self.world_size)], backend="gloo")
+        return self.split([range(self.world_size)], backend="gloo")
 
-    def _split(self, groups: Sequence[Sequence[int]], backend: str | None = None) -> Transport:
+    def split(self, groups: Sequence[Sequence[int]], backend: str | None = None) -> Transport:
         """See :meth:`Transport.split`; ValueError also if the process group leaves some processes out."""
         # All processes must take part in new_group. Its use_local_synchronization would lift that, but then torch names
         # the group by its ranks and the number of groups of each process: names differ or repeat, and gloo hangs.

@@ -24,6 +24,7 @@ class BlockCodec(Codec):
     """
 
     offset_bits: ClassVar[int]
+    offset_dtype: ClassVar[torch.dtype]
     count_dtype: ClassVar[torch.dtype]
 
     @cached_property
@@ -33,7 +34,7 @@ class BlockCodec(Codec):
 
     @property
     def field_bytes(self) -> tuple[int, ...]:
-        header = blocks_of(self.count_dtype.itemsize * self.blocks, 4) * 4  # what follows is aligned
+        header = blocks_of(self.count_dtype.itemsize * self.blocks, 4) * 4  # so that the values are aligned
         return header, self.field.nbytes, self.offset_bits // 8 * self.capacity
 
     def write(self, selection: Selection, fields: Sequence[Tensor], echo: bool) -> Tensor:
@@ -41,27 +42,27 @@ class BlockCodec(Codec):
         # Padding lies behind the last block: it is counted in no block, and its low bits are 0.
         positions = positions_to_write(selection, padding=self.blocks << self.offset_bits)
         if native.serves(positions):
-            counts, every = header.view(self.count_dtype).numpy(), self._host_offsets(offsets)
+            counts, every = header.view(self.count_dtype).numpy(), self._offsets(offsets)
             native.write_offsets(positions.numpy(), counts[: self.blocks], every)
             counts[self.blocks :], every[len(positions) :] = 0, 0
         else:
-            fill(header.view(self.count_dtype), self._block_counts(positions))
-            fill(self._offsets(offsets), positions)  # the conversion keeps the low bits
+            edges = torch.arange(self.blocks + 1, device=positions.device) << self.offset_bits
+            fill(header.view(self.count_dtype), torch.searchsorted(positions.long(), edges).diff())
+            # the conversion keeps the low bits
+            fill(offsets.view(self.offset_dtype), positions)
         return self._write_values(selection, values, echo)
 
-    def _offsets(self, field: Tensor) -> Tensor:
-        return field.view(torch.int16) if self.offset_bits == 16 else field
-
-    def _host_offsets(self, field: Tensor) -> np.ndarray:
-        return field.numpy().view(np.uint16 if self.offset_bits == 16 else np.uint8)
+    def _offsets(self, field: Tensor) -> np.ndarray:
+        return field.numpy().view(f"u{self.offset_bits // 8}")
 
     def _counts(self, header: Tensor) -> Tensor:
         return header.view(self.count_dtype).narrow(-1, 0, self.blocks)
 
     def reader(self, message: Tensor) -> Reader:
         header, values, offsets, _ = self._fields(message)
-        counts, every = self._counts(header).numpy(), self._host_offsets(offsets)
-        ends = native.ends_of(counts, len(every))
+        counts, every = self._counts(header).numpy(), self._offsets(offsets)
+        ends = np.zeros(self.blocks + 1, np.int64)
+        self._add_up(counts, ends)
 
         def entry(position: int) -> int:
             """The first that is not before a position."""
@@ -73,88 +74,83 @@ class BlockCodec(Codec):
         def between(start: int, stop: int) -> tuple[Tensor, Tensor]:
             low, high = start >> self.offset_bits, blocks_of(stop, 1 << self.offset_bits)
             first, last = entry(start), entry(stop)
-            numbers = np.diff(np.clip(ends[low : high + 1], first, last))
-            found = self._host_positions(every[first:last], numbers, low)
+            numbers: np.ndarray = np.diff(np.clip(ends[low : high + 1], first, last))
+            if native.usable():
+                found = native.positions(every[first:last], numbers, low)
+            else:
+                blocks = np.arange(low, high)
+                found = every[first:last].astype(np.int64) + np.repeat(blocks << self.offset_bits, numbers)
             check_order(found, start, stop)
             positions = torch.from_numpy(found)
             return positions, self.field.read(positions, values, first)
 
         return between
 
+    def _add_up(self, counts: np.ndarray, ends: np.ndarray) -> None:
+        """Writes the entries before each block, and in all (int64 [..., blocks + 1]), from those in each block.
+
+        Raises:
+            ValueError: If a number is negative, or there are more entries than there is room for.
+        """
+        counts.cumsum(-1, out=ends[..., 1:])
+        if counts.size and (counts.min() < 0 or ends[..., -1].max() > self.capacity):
+            native.check_entries(int(ends[..., -1].max()), self.capacity)
+            native.check_entries(int(counts.min()), self.capacity)
+
     def outbox(self, memory: Tensor) -> Outbox:
-        return BlockOutbox(self, memory).write if memory.is_cpu else super().outbox(memory)
+        if not memory.is_cpu:
+            return super().outbox(memory)
+        # the views of the fields are made once
+        header, field, offsets, rest = self._fields(memory)
+        counts, every, codes = header.view(self.count_dtype).numpy(), self._offsets(offsets), self.field.codes(field)
+        numbers, unused = counts[: self.blocks], counts[self.blocks :]
+
+        def write(selection: Selection, echo: bool) -> Tensor:
+            positions, values, count = selection.positions, selection.values, selection.count
+            entries = len(positions)
+            exact = isinstance(count, int) and count == entries <= self.capacity
+            if echo or not exact or not native.serves(positions, values):
+                return self.encode(selection, memory, echo=echo)
+            host = positions.numpy()
+            native.write_offsets(host, numbers, every)
+            unused[:], every[entries:] = 0, 0
+            rest.zero_()
+            if codes is not None:
+                field.zero_()
+                if native.quantize(host, values.numpy(), codes):
+                    return values
+            return self.field.write(positions, values, field, False)
+
+        return write
 
     def inbox(self, messages: Tensor) -> Inbox | None:
         headers, values, offsets, _ = messages.split(self._split_sizes, dim=1)
-        counts, every = self._counts(headers).numpy(), self._host_offsets(offsets)
+        counts, every = self._counts(headers).numpy(), self._offsets(offsets)
         ends = np.zeros((len(messages), self.blocks + 1), np.int64)
         found = [self.field.compiled(*message) for message in zip(values, every, ends, strict=True)]
         known = [message for message in found if message is not None]
 
         def read() -> list[native.Message]:
-            counts.cumsum(1, out=ends[:, 1:])
-            if counts.size and (counts.min() < 0 or ends[:, -1].max() > self.capacity):
-                for each in counts:
-                    native.ends_of(each, self.capacity)  # raises for the message that is damaged
+            self._add_up(counts, ends)
             return known
 
         return read if len(known) == len(messages) else None
 
-    def _host_positions(self, offsets: np.ndarray, counts: np.ndarray, first_block: int) -> np.ndarray:
-        """int64 [K], of entries from offsets in some blocks (int64 [blocks], how many each has)."""
-        if native.usable():
-            return native.positions(offsets, counts, first_block)
-        blocks = np.arange(first_block, first_block + len(counts))
-        return offsets.astype(np.int64) + np.repeat(blocks << self.offset_bits, counts)
-
-    def _block_counts(self, positions: Tensor) -> Tensor:
-        """Entries of each block, from ascending positions."""
-        edges = torch.arange(self.blocks + 1, device=positions.device) << self.offset_bits
-        return torch.searchsorted(positions.long(), edges).diff()
-
     def decode_padded(self, message: Tensor) -> tuple[Tensor, Tensor]:
         header, field, offsets, _ = self._fields(message)
         counts = self._counts(header)
-        indices = self._padded_indices(counts, self._offsets(offsets))
-        return indices, self._read_padded(indices, field, lambda: counts.sum(dtype=torch.int64))
-
-    def _padded_indices(self, counts: Tensor, offsets: Tensor) -> Tensor:
-        if self.has_kernel and serves(counts.device):
+        every = offsets.view(self.offset_dtype)
+        if self.has_kernel and serves(message.device):
             from lightning_safusion.kernels.cuda import wire  # imports Triton
 
-            return wire.decode_block16(counts, offsets, self.capacity)
-        block = torch.searchsorted(counts.cumsum(0), torch.arange(self.capacity, device=counts.device), right=True)
-        # Padding is past the last end; as its offset is 0 it becomes the first element of the last block.
-        block.clamp_(max=max(self.blocks - 1, 0))
-        return (block << self.offset_bits) + (offsets.long() & ((1 << self.offset_bits) - 1))
-
-
-class BlockOutbox:
-    """Where a message is written in host memory; the views of its fields are made once."""
-
-    def __init__(self, codec: BlockCodec, memory: Tensor) -> None:
-        self._codec, self._memory = codec, memory
-        header, self._values, offsets, self._rest = codec._fields(memory)
-        every = header.view(codec.count_dtype).numpy()
-        self._counts, self._unused_counts = every[: codec.blocks], every[codec.blocks :]
-        self._offsets = codec._host_offsets(offsets)
-        self._codes = codec.field.codes(self._values)
-
-    def write(self, selection: Selection, echo: bool) -> Tensor:
-        positions, values, count = selection.positions, selection.values, selection.count
-        entries = len(positions)
-        exact = isinstance(count, int) and count == entries <= self._codec.capacity
-        if echo or not exact or not native.serves(positions, values):
-            return self._codec.encode(selection, self._memory, echo=echo)
-        host = positions.numpy()
-        native.write_offsets(host, self._counts, self._offsets)
-        self._unused_counts[:], self._offsets[entries:] = 0, 0
-        self._rest.zero_()
-        if self._codes is not None:
-            self._values.zero_()
-            if native.quantize(host, values.numpy(), self._codes):
-                return values
-        return self._codec.field.write(positions, values, self._values, False)
+            indices = wire.decode_block16(counts, every, self.capacity)
+        else:
+            entries = torch.arange(self.capacity, device=message.device)
+            block = torch.searchsorted(counts.cumsum(0), entries, right=True)
+            # Padding is past the last end; as its offset is 0 it becomes the first element of the last block.
+            block.clamp_(max=max(self.blocks - 1, 0))
+            indices = (block << self.offset_bits) + (every.long() & ((1 << self.offset_bits) - 1))
+        return indices, self._read_padded(indices, field, lambda: counts.sum(dtype=torch.int64))
 
 
 class Block16Codec(BlockCodec):
@@ -162,6 +158,7 @@ class Block16Codec(BlockCodec):
 
     layout = "block16"
     offset_bits = 16
+    offset_dtype = torch.int16
     count_dtype = torch.int32
 
 
@@ -171,4 +168,5 @@ class Block8Codec(BlockCodec):
     layout = "block8"
     has_kernel = False
     offset_bits = 8
+    offset_dtype = torch.uint8
     count_dtype = torch.int16

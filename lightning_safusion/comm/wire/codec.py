@@ -173,12 +173,6 @@ def _without_padding(values: Tensor, count: Tensor) -> Tensor:
     return torch.where(torch.arange(len(values), device=values.device) < count, values, 0.0)
 
 
-def check_entries(number: int, room: int) -> None:
-    """Raises ValueError if a message says that it has more entries than there is room for, or fewer than none."""
-    if not 0 <= number <= room:
-        raise ValueError(f"a message with {number} entries has room for {room}: it is damaged")
-
-
 def check_order(positions: np.ndarray, start: int, stop: int) -> None:
     """Raises ValueError if positions that a message has of the elements from one up to another do not ascend there."""
     if len(positions) and (positions[0] < start or positions[-1] >= stop or not (positions[1:] > positions[:-1]).all()):

@@ -17,6 +17,7 @@ the size of a message is known without looking at the gradient, and they need no
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm.wire.blocks import Block8Codec, Block16Codec
-from lightning_safusion.comm.wire.codec import Codec, Reader, blocks_of, check_entries, check_order, positions_to_write
+from lightning_safusion.comm.wire.codec import Codec, Reader, blocks_of, check_order, positions_to_write
 from lightning_safusion.comm.wire.values import VALUES, FloatField, Values, fill
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.kernels.cuda import serves
@@ -68,9 +69,8 @@ class DenseCodec(Codec):
         return between
 
     def decode_padded(self, message: Tensor) -> tuple[Tensor, Tensor]:
-        field, _ = self._fields(message)
         indices = torch.arange(self.numel, device=message.device)
-        return indices, self._floats.read(indices, field)
+        return indices, self._floats.read(indices, self._fields(message)[0])
 
 
 class CooCodec(Codec):
@@ -94,17 +94,14 @@ class CooCodec(Codec):
     def write(self, selection: Selection, fields: Sequence[Tensor], echo: bool) -> Tensor:
         header, indices, values = fields
         positions = positions_to_write(selection, padding=0)
-        if isinstance(selection.count, int):
-            header.view(torch.int32).fill_(selection.count)
-        else:
-            header.view(torch.int32).copy_(selection.count)
+        header.view(torch.int32)[:] = selection.count
         fill(indices.view(torch.int32), positions)
         return self._write_values(selection, values, echo)
 
     def reader(self, message: Tensor) -> Reader:
         header, indices, values, _ = self._fields(message)
         count = int(header.view(torch.int32))
-        check_entries(count, self.capacity)
+        native.check_entries(count, self.capacity)
         every = indices.view(torch.int32)[:count]
         check_order(every.numpy(), 0, self.numel)
 
@@ -133,13 +130,13 @@ class BitmapCodec(Codec):
     def write(self, selection: Selection, fields: Sequence[Tensor], echo: bool) -> Tensor:
         bits, values = fields
         places = 8 * bits.numel()
-        if native.serves(selection.positions):
-            native.mark(positions_to_write(selection, padding=places).numpy(), bits.numpy())
+        positions = positions_to_write(selection, padding=places)
+        if native.serves(positions):
+            native.mark(positions.numpy(), bits.numpy())
             return self._write_values(selection, values, echo)
-        mask = torch.zeros(places + 1, dtype=torch.bool, device=selection.values.device)
-        positions = positions_to_write(selection, padding=places).long()
-        mask.index_fill_(0, positions, True)
-        bits.copy_(_pack_bits(mask[:places]))
+        mask = torch.zeros(places + 1, dtype=torch.bool, device=positions.device)
+        mask.index_fill_(0, positions.long(), True)
+        bits.copy_(_packed_bits(mask[:places]))
         return self._write_values(selection, values, echo)
 
     def reader(self, message: Tensor) -> Reader:
@@ -154,7 +151,7 @@ class BitmapCodec(Codec):
                 known = (0, 0)
             known = low, known[1] + _number_marked(every[known[0] : low])
             indices = _marked(every[low:high])
-            check_entries(known[1] + len(indices), self.capacity)
+            native.check_entries(known[1] + len(indices), self.capacity)
             indices += low << 3
             first, last = indices.searchsorted([start, stop]).tolist()
             positions = torch.from_numpy(indices[first:last])
@@ -164,25 +161,17 @@ class BitmapCodec(Codec):
 
     def decode_padded(self, message: Tensor) -> tuple[Tensor, Tensor]:
         bits, field, _ = self._fields(message)
-        indices = self._padded_indices(bits)
-        return indices, self._read_padded(indices, field, lambda: self._mask(bits).sum())
-
-    @staticmethod
-    def _mask(bits: Tensor) -> Tensor:
-        """bool, one for every element of the span and of what rounds it up."""
-        return ((bits[:, None] >> torch.arange(8, dtype=torch.uint8, device=bits.device)) & 1).bool().view(-1)
-
-    def _padded_indices(self, bits: Tensor) -> Tensor:
         if serves(bits.device):
             from lightning_safusion.kernels.cuda import wire  # imports Triton
 
-            return wire.decode_bitmap(bits.view(torch.int32), self.capacity)
-        mask = self._mask(bits)
-        # The k-th set bit writes its position to place k; all others write to the place behind the last.
-        places = torch.where(mask, mask.cumsum(0) - 1, self.capacity).clamp_(max=self.capacity)
-        indices = torch.zeros(self.capacity + 1, dtype=torch.int64, device=bits.device)
-        indices.scatter_(0, places, torch.arange(mask.numel(), device=bits.device))
-        return indices[:-1]
+            indices = wire.decode_bitmap(bits.view(torch.int32), self.capacity)
+        else:
+            mask = _unpacked_bits(bits)
+            # The k-th set bit writes its position to place k; all others write to the place behind the last.
+            places = torch.where(mask, mask.cumsum(0) - 1, self.capacity).clamp_(max=self.capacity)
+            indices = torch.zeros(self.capacity + 1, dtype=torch.int64, device=bits.device)
+            indices = indices.scatter_(0, places, torch.arange(mask.numel(), device=bits.device))[:-1]
+        return indices, self._read_padded(indices, field, lambda: _unpacked_bits(bits).sum())
 
 
 _LOSSLESS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -193,17 +182,13 @@ _CODECS: dict[str, type[Codec]] = {
 
 def available_wires() -> tuple[str, ...]:
     """Names that :func:`resolve_codec` takes."""
-    exact = [name for name, values in VALUES.items() if not values.few_bits]
-    named = [f"{layout}-{name}" for layout in _CODECS for name in (exact if layout == "dense" else VALUES)]
+    pairs = itertools.product(_CODECS, VALUES.values())
+    named = [f"{layout}-{values.name}" for layout, values in pairs if layout != "dense" or not values.few_bits]
     return ("auto", *VALUES, *named)
 
 
 def value_format(wire: str, grad_dtype: torch.dtype = torch.float32) -> Values:
-    """The format of values that a wire format has: its width, and whether its values have a few bits only.
-
-    Args:
-        wire: As in :func:`resolve_codec`.
-        grad_dtype: Dtype of the gradients; see there.
+    """The value format of a wire format; see :func:`resolve_codec`.
 
     Raises:
         ValueError: If the name is unknown.
@@ -255,7 +240,12 @@ def _number_marked(bitmap: np.ndarray) -> int:
     return native.number_marked(bitmap) if native.usable() else int(np.unpackbits(bitmap).sum())
 
 
-def _pack_bits(mask: Tensor) -> Tensor:
+def _packed_bits(mask: Tensor) -> Tensor:
     """Packs a bool mask, whose length is a multiple of 8, into bytes; the first element is the lowest bit."""
     shifts = torch.arange(8, dtype=torch.uint8, device=mask.device)
     return (mask.view(-1, 8).to(torch.uint8) << shifts).sum(1, dtype=torch.uint8)
+
+
+def _unpacked_bits(bits: Tensor) -> Tensor:
+    """The inverse of :func:`_packed_bits`."""
+    return ((bits[:, None] >> torch.arange(8, dtype=torch.uint8, device=bits.device)) & 1).bool().view(-1)

@@ -142,8 +142,13 @@ class QuantizedField(ValueField):
         return self._values(codes, scale)
 
     def read(self, indices: Tensor, field: Tensor, first: int = 0) -> Tensor:
-        if native.serves(indices):
-            values = self._read_native(indices.numpy(), self.codes(field), first)
+        if native.serves(indices) and len(indices):
+            # the parts that the positions lie in
+            places, coded = indices.numpy(), self.codes(field)
+            low, high = self._starts.searchsorted(places[[0, -1]], side="right")
+            parts = slice(max(low - 1, 0), high)
+            some = coded._replace(starts=self._starts[parts], scales=coded.scales[parts])
+            values = native.values(places, some, first)
             if values is not None:
                 return torch.from_numpy(values)
         begin, skipped = divmod(first * self.bits, 8)
@@ -164,15 +169,6 @@ class QuantizedField(ValueField):
         """A field as compiled kernels see it."""
         scales = self._coarse(field).view(torch.uint16).numpy()
         return native.Codes(field[: self._code_bytes].numpy(), scales, self._starts, self.bits)
-
-    def _read_native(self, indices: np.ndarray, codes: native.Codes, first: int) -> np.ndarray | None:
-        """:meth:`read` with compiled kernels, which look at the parts that the positions lie in."""
-        if not len(indices):
-            return np.empty(0, np.float32)
-        low, high = self._starts.searchsorted(indices[[0, -1]], side="right")
-        parts = slice(max(low - 1, 0), high)
-        some = codes._replace(starts=self._starts[parts], scales=codes.scales[parts])
-        return native.values(indices, some, first)
 
     def _parts(self, indices: Tensor) -> Tensor:
         """int64 [K], the part that each position lies in."""
@@ -238,26 +234,13 @@ class Values:
     field: Callable[[int, Sequence[int]], ValueField]
     few_bits: bool = True
 
-    @classmethod
-    def floats(cls, name: str, dtype: torch.dtype) -> Values:
-        """A dtype of PyTorch."""
-        return cls(name, dtype, 8 * dtype.itemsize, partial(FloatField, dtype), few_bits=False)
-
-    @classmethod
-    def levels(cls, name: str, bits: int) -> Values:
-        """A few bits."""
-        return cls(name, torch.float32, bits, partial(QuantizedField, bits))
-
 
 #: Value formats by the name that a wire format has for them.
 VALUES: dict[str, Values] = {
-    values.name: values
-    for values in (
-        Values.floats("fp32", torch.float32),
-        Values.floats("bf16", torch.bfloat16),
-        Values.floats("fp16", torch.float16),
-        Values.levels("q4", 4),
-        Values.levels("q2", 2),
-        Values.levels("sign", 1),
-    )
+    "fp32": Values("fp32", torch.float32, 32, partial(FloatField, torch.float32), few_bits=False),
+    "bf16": Values("bf16", torch.bfloat16, 16, partial(FloatField, torch.bfloat16), few_bits=False),
+    "fp16": Values("fp16", torch.float16, 16, partial(FloatField, torch.float16), few_bits=False),
+    "q4": Values("q4", torch.float32, 4, partial(QuantizedField, 4)),
+    "q2": Values("q2", torch.float32, 2, partial(QuantizedField, 2)),
+    "sign": Values("sign", torch.float32, 1, partial(QuantizedField, 1)),
 }

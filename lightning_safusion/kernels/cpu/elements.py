@@ -1,4 +1,4 @@
-"""What is done to every element of a span or of gradients, and to lists of those that were found there."""
+"""Passes over the elements of a span or of gradients, and lists of the elements found there."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 from torch import Tensor
 
-from lightning_safusion.kernels.cpu.library import Parts, address, empty, grown, kernels, shared
+from lightning_safusion.kernels.cpu.library import Parts, address, empty, kernels, shared
 
 Sums: TypeAlias = Literal["values", "magnitudes"]
 
-_SPARE = 33  # places behind the last that are written to before it is noticed that there is no more room
+_SPARE = 33  # elements that are written behind the last one before the lack of room is noticed
 MOST_ELEMENTS = 1 << 31  # of a span in which elements are found: positions have 32 bits until some are selected
 
 
 class Wanted(NamedTuple):
-    """What shall be found in some runs of a span, while they are read anyway.
+    """What to find in some runs of a span in one pass.
 
     Args:
         floors: int32 [S]: elements with bits of magnitude above the floor of their run. None for no element.
-        room: For how many elements there shall be room; that many are allowed for each thread.
-        sums: Of the elements or of their magnitudes, and of squares: in float32 over a thousand, in float64 from there
-            on.
+        room: Most elements that each thread may find.
+        sums: Of the elements or of their magnitudes, and of squares: of a thousand in float32, of these in float64.
     """
 
     floors: np.ndarray | None = None
@@ -36,13 +35,13 @@ _NOTHING = Wanted()
 
 
 class Survey(NamedTuple):
-    """What one look at some runs of a span has found.
+    """What one pass over some runs of a span has found.
 
     Args:
-        lists: What is above the floors, ascending, a list for each run; None if there was no room for that.
-        counts: int64 [S], how many are above the floor of each run.
-        sums: float64 [S], or None if they were not asked for.
-        squares: float64 [S], sums of squares, or None.
+        lists: Elements above the floors, a list for each run; None if there was no room for them.
+        counts: int64 [S], how many there are in each run.
+        sums: float64 [S]; None if not wanted.
+        squares: float64 [S], sums of squares; None if not wanted.
     """
 
     lists: Lists | None
@@ -53,24 +52,21 @@ class Survey(NamedTuple):
 
 def survey(x: np.ndarray, parts: Parts, wanted: Wanted) -> Survey:
     """Reads runs of a span (float32 [N]) once."""
-    return _look(kernels().safusion_survey, (), (x,), parts, parts.starts, wanted)
+    return _look(kernels().safusion_survey, (), (x,), parts, wanted)
 
 
-def _look(
-    kernel: Any, runs: tuple[np.ndarray, ...], given: tuple[Any, ...], parts: Parts, starts: np.ndarray, wanted: Wanted
-) -> Survey:
-    """Calls a function of the library for all parts, on as many threads as there is work for.
+def _look(kernel: Any, runs: tuple[np.ndarray, ...], given: tuple[Any, ...], parts: Parts, wanted: Wanted) -> Survey:
+    """One pass over all parts, on as many threads as it pays.
 
     Args:
-        kernel: The function.
+        kernel: The compiled function.
         runs: Its first arguments: arrays with one number for each part.
         given: Further arguments.
-        parts: Of the span.
-        starts: int64 [P], where the parts begin in what is read.
-        wanted: What is to be found.
+        parts: Of what is read.
+        wanted: What to find.
     """
     floors, room, kind = wanted
-    number, cut = len(starts), len(starts) != len(parts.firsts)
+    number, cut = len(parts.starts), len(parts.starts) != len(parts.firsts)
     counts, sums = np.zeros(number, np.int64), None if kind is None else np.zeros((2, number))
     if floors is not None:
         floors = floors.astype(np.int32, copy=False)
@@ -78,11 +74,11 @@ def _look(
     room = 0 if floors is None else room
 
     def read(low: int, high: int) -> tuple[np.ndarray, np.ndarray, int]:
-        places, bits = empty(room + _SPARE, np.int32), empty(room + _SPARE, np.int32)
+        places, bits = empty(2 * (room + _SPARE), np.int32).reshape(2, -1)
         found: int = kernel(
             *map(itemgetter(slice(low, high)), runs),
             *given,
-            starts[low:high],
+            parts.starts[low:high],
             parts.sizes[low:high],
             high - low,
             None if floors is None else address(floors[low:high]),
@@ -109,9 +105,7 @@ def _look(
 
 def _joined(lists: Sequence[np.ndarray]) -> np.ndarray:
     """int32 lists, one behind the other."""
-    joined = empty(sum(map(len, lists)), np.int32)
-    np.concatenate(lists, out=joined)
-    return joined
+    return np.concatenate(lists, out=empty(sum(map(len, lists)), np.int32))
 
 
 def largest(x: np.ndarray, parts: Parts) -> np.ndarray:
@@ -165,11 +159,11 @@ def tail(x: np.ndarray, parts: Parts, limits: np.ndarray) -> tuple[np.ndarray, n
 
 
 class Added(NamedTuple):
-    """What became of gradients.
+    """The outcome of :func:`add_finite`.
 
     Args:
-        left_out: Places of those that are not finite.
-        found: What was wanted of the memory afterwards; None if nothing was, or something was left out.
+        left_out: Places of the gradients that are not finite.
+        found: What was wanted of the new memory; None if nothing was, or a gradient was left out.
     """
 
     left_out: list[int]
@@ -179,20 +173,21 @@ class Added(NamedTuple):
 def add_finite(
     memory: Tensor, parts: Parts, grads: Sequence[Tensor], decay: float, wanted: Wanted | None = None
 ) -> Added:
-    """``memory = decay * memory + gradient`` for the gradients without infinities and NaNs, and nothing for the others.
+    """``memory = decay * memory + gradient`` for the finite gradients; the others are left out.
 
-    (What the others had changed before that was noticed is taken back: after 32768 elements, to rounding.)
+    (An infinity or NaN behind the first 32768 elements is noticed late: what was added is taken back, to rounding.)
 
     Args:
         memory: float32 [D], contiguous.
         parts: Where the gradients belong in it.
         grads: float32, contiguous, not empty.
         decay: Factor on the memory, positive.
-        wanted: What is to be found in the new memory, as by :func:`survey`; positions count from the first gradient.
+        wanted: What to find in the new memory, as :func:`survey` does; positions count from the first gradient.
     """
     added, first = np.empty(len(parts.starts), np.int64), int(parts.starts[0])
     runs, given = (parts.addresses(grads), added), (decay, memory.numpy()[first:])
-    found = _look(kernels().safusion_add, runs, given, parts, parts.starts - first, wanted or _NOTHING)
+    read = Parts(parts.starts - first, parts.sizes, parts.firsts)
+    found = _look(kernels().safusion_add, runs, given, read, wanted or _NOTHING)
     if np.array_equal(added, parts.sizes):
         return Added([], None if wanted is None else found)
     bad = np.flatnonzero(np.add.reduceat(added != parts.sizes, parts.firsts)).tolist()
@@ -206,7 +201,7 @@ def add_finite(
 
 
 class Lists(NamedTuple):
-    """Elements that have been found, in lists one behind the other. What is returned lies in the same memory.
+    """Elements that have been found, in lists one behind the other. Results lie in the same memory.
 
     Args:
         places: int32 [C], positions in the span.
@@ -223,8 +218,8 @@ class Lists(NamedTuple):
 
         Args:
             floors: int32 [S].
-            known: int32 [S], floors for which that is known already.
-            numbers: int64 [S], how many those are.
+            known: int32 [S], floors above which the numbers are known.
+            numbers: int64 [S], of these.
         """
         found, count = numbers.astype(np.int64), len(self.counts)
         floors, known = np.ascontiguousarray(floors, np.int32), np.ascontiguousarray(known, np.int32)
@@ -232,37 +227,34 @@ class Lists(NamedTuple):
         return found
 
     def above(self, floors: np.ndarray) -> Lists:
-        """Leaves what has bits of magnitude above the floor (int32 [S]) of its list."""
+        """Leaves the elements with bits of magnitude above the floor (int32 [S]) of their list."""
         numbers, floors = np.empty(len(self.counts), np.int64), np.ascontiguousarray(floors, np.int32)
         kept = kernels().safusion_keep_above(*self, floors, len(self.counts), numbers)
         return Lists(self.places[:kept], self.bits[:kept], numbers)
 
     def largest(self, floors: np.ndarray, quotas: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Leaves the largest magnitudes above the floor of each list; of equal ones the first.
+        """Leaves the largest magnitudes above the floor of each list, of equal ones the first; places and bits.
 
         Args:
-            floors: int32 [S]; -1 lets all through.
+            floors: int32 [S]; no bits of magnitude are below -1.
             quotas: int64 [S], most that are kept of each.
-
-        Returns:
-            Places and bits.
         """
         quotas, floors = np.ascontiguousarray(quotas, np.int64), np.ascontiguousarray(floors, np.int32)
         kept = kernels().safusion_keep_largest(*self, floors, quotas, len(self.counts))
         return self.places[:kept], self.bits[:kept]
 
     def replaced(self, marked: np.ndarray, others: Lists) -> Lists:
-        """Puts other lists in the place of those that are ``marked`` (bool [S]).
+        """Replaces the lists that are ``marked`` (bool [S]).
 
         Raises:
-            ValueError: If one is shorter than the list in whose place it comes.
+            ValueError: If one is shorter than the list that it replaces.
         """
         if (others.counts < self.counts[marked]).any():
             raise ValueError("a list can only be replaced by one that is no shorter: the others would be overwritten")
         counts = self.counts.copy()
         counts[marked] = others.counts
-        size = int(counts.sum())
-        places, bits = grown(self.places, size), grown(self.bits, size)
+        places, bits = empty(2 * int(counts.sum()), np.int32).reshape(2, -1)
+        places[: len(self.places)], bits[: len(self.bits)] = self.places, self.bits
         kernels().safusion_replace(places, bits, self.counts, marked.astype(np.uint8), len(counts), *others)
         return Lists(places, bits, counts)
 
@@ -274,9 +266,9 @@ class Lists(NamedTuple):
             room: Not less than all quotas, and not more than all entries.
 
         Returns:
-            Floors (int32 [S]) and how many are taken (int64 [S]) of each list, the largest above its floor, and the
-            bits of the least magnitude that is among the largest of all. The numbers exceed the room where the last of
-            the largest have equals, and quotas take the places of larger ones.
+            Of each list the floor (int32 [S]) and how many are taken (int64 [S]), the largest above it; and the bits of
+            the least magnitude among the largest of all. The numbers exceed the room where the last of the largest have
+            equals, and where quotas take the places of larger ones.
         """
         count, quotas = len(self.counts), np.ascontiguousarray(quotas, np.int64)
         floors, numbers, few = np.empty(count, np.int32), np.empty((2, count), np.int64), np.zeros(count, np.uint8)

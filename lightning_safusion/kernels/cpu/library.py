@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
-from itertools import count
+from operator import attrgetter
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
+from weakref import ref
 
 import numpy as np
 import torch
@@ -65,7 +66,8 @@ _switched_off = False
 
 
 @cache
-def library() -> ctypes.CDLL | None:
+def kernels() -> Any:
+    """The functions, which take arrays, ``None`` for none, and numbers; None if there are none."""
     try:
         loaded = ctypes.CDLL(str(Path(__file__).with_name(f"libkernels.so.{VERSION}")))
         loaded.safusion_version.restype = ctypes.c_int64
@@ -80,27 +82,14 @@ def library() -> ctypes.CDLL | None:
     return loaded
 
 
-@cache
-def kernels() -> ctypes.CDLL:
-    """The functions, which take arrays, ``None`` for none, and numbers.
-
-    Raises:
-        RuntimeError: If there are none.
-    """
-    loaded = library()
-    if loaded is None:
-        raise RuntimeError("there are no compiled kernels: ask usable() first")
-    return loaded
-
-
 def usable() -> bool:
     """Whether there are compiled kernels, for tensors on the CPU."""
-    return not _switched_off and library() is not None
+    return not _switched_off and kernels() is not None
 
 
 def serves(*tensors: Tensor) -> bool:
     """Whether there are compiled kernels for all of these: contiguous, on the CPU, of float32 or integers."""
-    if _switched_off or library() is None:
+    if _switched_off or kernels() is None:
         return False
     for tensor in tensors:  # noqa: SIM110 - a generator is entered again for every tensor of every step
         if not (tensor.is_cpu and tensor.is_contiguous() and tensor.dtype in _DTYPES):
@@ -110,7 +99,7 @@ def serves(*tensors: Tensor) -> bool:
 
 @contextmanager
 def unused() -> Iterator[None]:
-    """Lets NumPy and PyTorch do the work meanwhile, to compare."""
+    """Switches the kernels off, to compare them with NumPy and PyTorch."""
     global _switched_off
     before, _switched_off = _switched_off, True
     try:
@@ -152,8 +141,7 @@ class Parts(NamedTuple):
         """Sums of the parts of every run."""
         if len(self.firsts) == len(per_part):
             return per_part
-        total: np.ndarray = np.add.reduceat(per_part, self.firsts)
-        return total
+        return np.add.reduceat(per_part, self.firsts)
 
     def spread(self, per_run: np.ndarray) -> np.ndarray:
         """The number of every run for each of its parts."""
@@ -166,12 +154,11 @@ class Parts(NamedTuple):
         own = np.fromiter(map(Tensor.data_ptr, tensors), np.int64, len(tensors))
         if len(own) == len(self.starts):
             return own
-        addresses: np.ndarray = self.spread(own) + 4 * (self.starts - self.spread(self.starts[self.firsts]))
-        return addresses
+        return self.spread(own) + 4 * (self.starts - self.spread(self.starts[self.firsts]))
 
 
 def shared(work: Callable[[int, int], Any], sizes: np.ndarray) -> list[Any]:
-    """Lets as many threads as PyTorch uses do their share of parts, if there is enough for them."""
+    """Calls ``work(first, last)`` for shares of parts of these sizes, on as many threads as PyTorch uses if it pays."""
     threads = 1 if len(sizes) < 2 else min(torch.get_num_threads(), len(sizes), 1 + int(sizes.sum()) // _SHARED)
     if threads <= 1:
         return [work(0, len(sizes))]
@@ -184,7 +171,7 @@ def shared(work: Callable[[int, int], Any], sizes: np.ndarray) -> list[Any]:
 
 @cache
 def _helpers(process: int, threads: int) -> ThreadPoolExecutor:
-    """Threads of one process: those of the process that forked it do not run in it."""
+    """Threads of one process: a forked process does not have those of its parent."""
     return ThreadPoolExecutor(threads - 1, thread_name_prefix="safusion-kernels")
 
 
@@ -194,15 +181,20 @@ def _helpers(process: int, threads: int) -> ThreadPoolExecutor:
 
 
 def zeros(length: int, dtype: type) -> np.ndarray:
-    """Zeros in pages that are the system's again as soon as nobody holds them, whatever lies beside them.
+    """Zeros in pages of their own, which the system gets back with the last view of them.
 
     The C library's allocator would put what lives long on top of what a backward pass has just given back, and ask the
     system for other memory in the next pass.
     """
     size = length * np.dtype(dtype).itemsize
-    if size < _LARGE or not hasattr(mmap, "MAP_PRIVATE"):
-        return np.zeros(length, dtype)
-    return np.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype)
+    return np.zeros(length, dtype) if size < _LARGE else np.frombuffer(_pages(size), dtype)
+
+
+def _pages(size: int) -> mmap.mmap | bytearray:
+    """Memory that takes no room before it is touched."""
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return bytearray(size)
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def rearranged(array: np.ndarray, runs: Sequence[tuple[int, int]]) -> np.ndarray:
@@ -223,74 +215,44 @@ def rearranged(array: np.ndarray, runs: Sequence[tuple[int, int]]) -> np.ndarray
 
 
 class _Block:
-    """Memory that is not there before it is touched, so that room for many costs nothing.
+    """Memory that one array after the other lies in.
 
     Args:
         size: Bytes.
     """
 
     def __init__(self, size: int) -> None:
-        self.size, self.number = size, next(_numbers)
-        self._memory = zeros(size, np.uint8)
-        self.interface = self._memory.__array_interface__
+        self.size, self.memory = size, _pages(size)
+        self.array: Callable[[], np.ndarray | None] = lambda: None  # a weak reference
 
 
-class _Loan:
-    """What an array and its views hold on to as long as there are any."""
-
-    def __init__(self, block: _Block, length: int, dtype: np.dtype[Any], free: list[_Block]) -> None:
-        self.__array_interface__ = {**block.interface, "shape": (length,), "typestr": dtype.str, "descr": dtype.descr}
-        self._block, self._free = block, free
-
-    def __del__(self) -> None:
-        self._free.append(self._block)
-
-
-_numbers = count(1)
-_free: list[_Block] = []
+_blocks: list[_Block] = []
 _lock = Lock()
 
 
 def empty(length: int, dtype: type) -> np.ndarray:
-    """An array of ``length`` elements with any content; its memory is used again once nobody holds it or a view."""
-    kind = np.dtype(dtype)
-    if length * kind.itemsize < _LARGE:
-        return np.empty(length, kind)
-    return np.asarray(_Loan(_block(length * kind.itemsize), length, kind, _free))
+    """An array of ``length`` elements with any content; its memory is used again once no view of it is left.
 
-
-def grown(array: np.ndarray, length: int) -> np.ndarray:
-    """The beginning of an array with room for ``length`` elements: where it lies, if there is more behind it."""
-    room = array.base if isinstance(array.base, np.ndarray) else array
-    same_place = room.dtype == array.dtype and room.ctypes.data == array.ctypes.data
-    if same_place and len(room) >= length:
-        return room[:length]
-    more = empty(length, array.dtype.type)
-    more[: len(array)] = array
-    return more
-
-
-def _block(size: int) -> _Block:
-    """The smallest of the free ones that is large enough, or else another in place of the largest.
-
-    Of equal ones the oldest, so that what is asked for in the same order in every step lies where it lay: of each there
-    is as much as has been written to.
+    It takes the smallest free block that is large enough, of equal ones the oldest: arrays that are made in the same
+    order in every step lie where they lay. Where none is large enough, a new one takes the place of the largest.
     """
+    size = length * np.dtype(dtype).itemsize
+    if size < _LARGE:
+        return np.empty(length, dtype)
     with _lock:
-        large_enough = [block for block in _free if block.size >= size]
-        if large_enough or _free:
-            taken = min(large_enough, key=_order) if large_enough else max(_free, key=_order)
-            _free.remove(taken)
-            if taken.size >= size:
-                return taken
-    return _Block(1 << (size - 1).bit_length())
-
-
-def _order(block: _Block) -> tuple[int, int]:
-    return block.size, block.number
+        free = sorted((block for block in _blocks if block.array() is None), key=attrgetter("size"))
+        block = next((block for block in free if block.size >= size), None)
+        if block is None:
+            if free:
+                _blocks.remove(free[-1])
+            block = _Block(1 << (size - 1).bit_length())
+            _blocks.append(block)
+        array: np.ndarray = np.frombuffer(block.memory, dtype, length)
+        block.array = ref(array)
+    return array
 
 
 def release() -> None:
-    """Gives the memory back that nobody holds."""
+    """Gives the free memory back."""
     with _lock:
-        _free.clear()
+        _blocks[:] = [block for block in _blocks if block.array() is not None]

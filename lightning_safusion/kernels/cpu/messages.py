@@ -50,69 +50,25 @@ class Message:
         return cls(indices.numpy(), np.array([0, len(indices)]), values.contiguous().numpy(), 32)
 
 
-def ends_of(counts: np.ndarray, room: int, into: np.ndarray | None = None) -> np.ndarray:
-    """Entries before each block, and in all (int64 [blocks + 1]), from those in each.
-
-    Args:
-        counts: Entries of each block.
-        room: Most entries in all.
-        into: Is written behind its first element, 0, and returned; None makes a new array.
-
-    Raises:
-        ValueError: If some are negative, or there are more than there is room for.
-    """
-    ends = np.zeros(len(counts) + 1, np.int64) if into is None else into
-    counts.cumsum(out=ends[1:])
-    if len(counts) and (counts.min() < 0 or ends[-1] > room):
-        raise ValueError(f"a message with {ends[-1]} entries has room for {room}: it is damaged")
-    return ends
-
-
-def take_out_message(memory: Tensor, message: Message) -> None:
-    """``memory[position] -= value`` for what was sent: float32 [D], contiguous."""
-    described = np.array(message.described, np.int64)
-    kernels().safusion_add_message(described, len(memory), -1, memory.numpy())
-
-
-def mean_into(grads: Sequence[Tensor], parts: Parts, messages: Sequence[Message], scale: float) -> bool:
+def mean_into(
+    grads: Sequence[Tensor],
+    parts: Parts,
+    read: Callable[[int, int], Sequence[Message]],
+    scale: float,
+    piece: int | None = None,
+) -> bool:
     """Writes sums of scaled entries, added in the order of ranks, and zeros everywhere else.
 
     Args:
         grads: float32, contiguous, not empty: tensors that follow each other in a span.
         parts: Where they belong in it.
-        messages: Those of all ranks.
+        read: Gives what the messages of all ranks have of the elements from one up to another, or more; called by
+            several threads at once.
         scale: Factor on the values.
+        piece: Elements of the span whose entries are read together, where reading takes memory; None reads all.
 
     Returns:
         Whether all sums are finite.
-    """
-    if not grads:
-        return True
-    addresses, past_caches = parts.addresses(grads), int(parts.sizes.sum() > _PAST_CACHES)
-    described = np.array(list(map(attrgetter("described"), messages)), np.int64)
-
-    def write(low: int, high: int) -> bool:
-        runs = addresses[low:high], parts.starts[low:high], parts.sizes[low:high], high - low
-        return bool(kernels().safusion_mean(*runs, described, len(messages), scale, past_caches))
-
-    return all(shared(write, parts.sizes))
-
-
-def mean_in_pieces(
-    grads: Sequence[Tensor],
-    parts: Parts,
-    read: Callable[[int, int], Sequence[Message]],
-    scale: float,
-    piece: int,
-) -> bool:
-    """:func:`mean_into` where messages are decoded before: entries take several times their bytes.
-
-    Args:
-        grads: As there.
-        parts: As there.
-        read: Gives what messages have of the elements from one up to another, or more; threads call it at once.
-        scale: As there.
-        piece: Elements of the span whose entries are read together.
     """
     if not grads:
         return True
@@ -122,7 +78,9 @@ def mean_in_pieces(
     def write(low: int, high: int) -> bool:
         finite = True
         while low < high:
-            stop = max(low + 1, min(high, int(ends.searchsorted(parts.starts[low] + piece, side="right"))))
+            stop = high
+            if piece is not None:
+                stop = max(low + 1, min(high, int(ends.searchsorted(parts.starts[low] + piece, side="right"))))
             messages = read(int(parts.starts[low]), int(ends[stop - 1]))
             described = np.array(list(map(attrgetter("described"), messages)), np.int64)
             runs = addresses[low:stop], parts.starts[low:stop], parts.sizes[low:stop], stop - low
@@ -138,20 +96,30 @@ def take_out(memory: Tensor, indices: Tensor, sent: Tensor) -> None:
     kernels().safusion_take_out(memory.numpy(), indices.numpy(), sent.numpy(), len(indices))
 
 
+def take_out_message(memory: Tensor, message: Message) -> None:
+    """``memory[position] -= value`` for what was sent: float32 [D], contiguous."""
+    kernels().safusion_add_message(np.array(message.described, np.int64), len(memory), -1, memory.numpy())
+
+
+def check_entries(number: int, room: int) -> None:
+    """Raises ValueError if a message says that it has more entries than there is room for, or fewer than none."""
+    if not 0 <= number <= room:
+        raise ValueError(f"a message with {number} entries has room for {room}: it is damaged")
+
+
 def positions(offsets: np.ndarray, counts: np.ndarray, first_block: int = 0) -> np.ndarray:
     """Positions (int64 [K]) from offsets (uint8 or uint16 [K or more]) in blocks of 256 or 65536 elements.
 
     Args:
         offsets: Those of the first block, of the second, and so on.
         counts: Entries of each block.
-        first_block: Which block that is.
+        first_block: Number of the first block in the span.
 
     Raises:
         ValueError: If there are fewer offsets than entries.
     """
     number = int(counts.sum())
-    if not 0 <= number <= len(offsets):
-        raise ValueError(f"a message with {number} entries has room for {len(offsets)}: it is damaged")
+    check_entries(number, len(offsets))
     found = empty(number, np.int64)
     bits, numbers = 8 * offsets.itemsize, counts.astype(np.int64)
     kernels().safusion_positions(offsets, bits, numbers, len(counts), first_block, found)
@@ -162,7 +130,7 @@ def write_offsets(positions: np.ndarray, counts: np.ndarray, offsets: np.ndarray
     """The inverse of :func:`positions`.
 
     Args:
-        positions: int32 or int64 [K], not negative; what lies behind the last block is counted in none.
+        positions: int32 or int64 [K], not negative; those behind the last block are counted in none.
         counts: int16 or int32 [blocks], is written: entries of each block of 256 or 65536 elements.
         offsets: uint8 or uint16 [K or more], the first K are written.
     """
@@ -173,8 +141,7 @@ def write_offsets(positions: np.ndarray, counts: np.ndarray, offsets: np.ndarray
 
 def number_marked(bitmap: np.ndarray) -> int:
     """How many bits are set in a bitmap (uint8 [B])."""
-    number: int = kernels().safusion_marked(bitmap, len(bitmap), None)
-    return number
+    return kernels().safusion_marked(bitmap, len(bitmap), None)
 
 
 def marked(bitmap: np.ndarray) -> np.ndarray:
@@ -206,13 +173,6 @@ class Codes(NamedTuple):
     starts: np.ndarray
     bits: int
 
-    def check(self, entries: int, first: int = 0) -> None:
-        """Raises ValueError if there are fewer codes than entries behind the first ones, or scales are not one for
-        each part."""
-        if len(self.codes) * 8 // self.bits < first + entries or len(self.scales) != len(self.starts):
-            sizes = f"{len(self.codes)} bytes of codes and {len(self.scales)} scales"
-            raise ValueError(f"a message of {sizes} is damaged: {entries} entries in {len(self.starts)} parts")
-
 
 def quantize(positions: np.ndarray, values: np.ndarray, into: Codes, sent: np.ndarray | None = None) -> bool:
     """Codes of values relative to the largest magnitude of their part; with one bit, to twice the mean magnitude.
@@ -220,16 +180,12 @@ def quantize(positions: np.ndarray, values: np.ndarray, into: Codes, sent: np.nd
     Args:
         positions: int32 or int64 [K].
         values: float32 [K].
-        into: Codes, zeros at first, and scales are written.
-        sent: float32 [K], what the codes stand for, if somebody wants to know.
+        into: Codes, zeros at first and of K values or more, and scales are written.
+        sent: float32 [K], is written: the decoded values. None leaves that out.
 
     Returns:
-        False if positions do not ascend, or something is not finite, or would not be in bfloat16.
-
-    Raises:
-        ValueError: If there is no room for so many codes, or scales are not one for each part.
+        False if positions do not ascend, or a value or scale is not finite in bfloat16.
     """
-    into.check(len(positions))
     described = positions, 8 * positions.itemsize, len(positions)
     parts = into.starts, len(into.starts), into.bits, into.codes, into.scales
     echo = None if sent is None else address(sent)
@@ -247,7 +203,9 @@ def values(positions: np.ndarray, of: Codes, first: int = 0) -> np.ndarray | Non
     Raises:
         ValueError: If there are fewer codes than positions, or another number of scales than of parts.
     """
-    of.check(len(positions), first)
+    if len(of.codes) * 8 // of.bits < first + len(positions) or len(of.scales) != len(of.starts):
+        sizes = f"{len(of.codes)} bytes of codes and {len(of.scales)} scales"
+        raise ValueError(f"a message of {sizes} is damaged: {len(positions)} entries in {len(of.starts)} parts")
     found = empty(len(positions), np.float32)
     parts = of.starts, len(of.starts), of.bits, of.codes, first, of.scales
     return found if kernels().safusion_values(positions, len(positions), *parts, found) else None

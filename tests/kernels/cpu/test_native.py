@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -52,8 +53,12 @@ def test_they_are_there_where_there_is_a_compiler() -> None:
     assert native.usable(), f"{COMPILER} should have built them: install the package again (pip install -e . -v)"
 
 
-def decoded(entries: list[tuple[Tensor, Tensor]]) -> list[native.Message]:
-    return [native.Message.decoded(*both) for both in entries]
+def reading(messages: list[native.Message]) -> Callable[[int, int], list[native.Message]]:
+    return lambda start, stop: messages
+
+
+def decoded(entries: list[tuple[Tensor, Tensor]]) -> Callable[[int, int], list[native.Message]]:
+    return reading([native.Message.decoded(*both) for both in entries])
 
 
 @pytest.mark.parametrize("sizes", [[1], [31], [32], [33], [4096], [4097], [0, 5, 0, 70_000, 1, 0], [12_345, 9999]])
@@ -163,9 +168,8 @@ def test_means_are_bitwise_those_of_pytorch(threads: int, ranks: int, offset: in
         expected.scatter_add_(0, indices, values * scale)
         entries.append((indices, values))
     edges = [0, *np.cumsum(sizes).tolist()]
-    messages = decoded(entries)
-    for piece in (1, 20_000, total):
-        assert native.mean_in_pieces(grads, Parts.between(edges), lambda start, stop: messages, scale, piece)
+    for piece in (1, 20_000, total, None):
+        assert native.mean_into(grads, Parts.between(edges), decoded(entries), scale, piece)
         assert torch.equal(torch.cat(grads), expected)
 
 
@@ -195,7 +199,7 @@ def test_messages_are_read_as_they_are_decoded(layout: str, values: str, threads
     read = codec.inbox(torch.stack(messages))
     compiled = read() if read is not None else []
     assert len(compiled) == 4
-    assert native.mean_into(grads, Parts.between(edges), compiled, 0.3)
+    assert native.mean_into(grads, Parts.between(edges), reading(compiled), 0.3)
     assert torch.equal(torch.cat(grads), expected)
     memory = torch.randn(edges[-1])
     at, sent = codec.decode(messages[0])
@@ -216,7 +220,7 @@ def test_damaged_messages_write_nowhere_else(values: str) -> None:
     read = codec.inbox(message[None])
     assert read is not None
     (compiled,) = read()
-    native.mean_into([room[32:-32]], Parts.between([0, 100_000]), [compiled], 1.0)
+    native.mean_into([room[32:-32]], Parts.between([0, 100_000]), reading([compiled]), 1.0)
     native.take_out_message(room[32:-32], compiled)
     assert (room[:32] == 7).all()
     assert (room[-32:] == 7).all()
@@ -246,12 +250,12 @@ def test_a_forked_process_has_threads_of_its_own(monkeypatch: pytest.MonkeyPatch
 
 def test_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "VERSION", library.VERSION + 1)
-    library.library.cache_clear()
+    library.kernels.cache_clear()
     try:
         assert not native.usable()
     finally:
         monkeypatch.undo()
-        library.library.cache_clear()
+        library.kernels.cache_clear()
     assert native.usable()
 
 
@@ -260,12 +264,12 @@ def test_a_file_that_is_no_library_is_not_used(tmp_path: Path, monkeypatch: pyte
     shutil.copy(library.__file__, tmp_path / "library.py")
     (tmp_path / built.name).write_text("no library")
     monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
-    library.library.cache_clear()
+    library.kernels.cache_clear()
     try:
         assert not native.usable()
     finally:
         monkeypatch.undo()
-        library.library.cache_clear()
+        library.kernels.cache_clear()
 
 
 def test_they_can_be_left_out_to_compare() -> None:
@@ -286,10 +290,6 @@ def test_positions_are_offsets_in_blocks(dtype: type) -> None:
     assert native.positions(offsets, counts).tolist() == expected
     assert native.positions(offsets[:0], counts[:0]).tolist() == []
     assert native.positions(offsets[3:], counts[2:], 2).tolist() == expected[3:]
-    assert native.ends_of(counts, 6).tolist() == [0, 3, 3, 4, 6]
-    for count in (-1, 99):
-        with pytest.raises(ValueError, match="room for 6: it is damaged"):
-            native.ends_of(np.array([3, count], np.int16), 6)
     with pytest.raises(ValueError, match="6 entries has room for 5"):
         native.positions(offsets[:5], counts)
 
@@ -324,10 +324,6 @@ def test_damaged_codes_are_refused() -> None:
         native.values(places, native.Codes(np.zeros(4, np.uint8), np.ones(1, np.uint16), starts, 4))
     with pytest.raises(ValueError, match="2 scales is damaged"):
         native.values(places, native.Codes(np.zeros(8, np.uint8), np.ones(2, np.uint16), starts, 4))
-    with pytest.raises(ValueError, match="9 entries in 1 parts"):
-        native.quantize(
-            places, np.ones(9, np.float32), native.Codes(np.zeros(4, np.uint8), np.ones(1, np.uint16), starts, 4)
-        )
 
 
 def test_positions_that_do_not_ascend_have_no_codes() -> None:

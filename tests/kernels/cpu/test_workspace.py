@@ -63,10 +63,10 @@ def test_the_smallest_block_that_is_large_enough_is_taken() -> None:
 def test_what_is_too_small_is_replaced() -> None:
     for _ in range(3):
         workspace.empty(LARGE, np.int32)
-    assert len(workspace._free) == 1
+    assert len(workspace._blocks) == 1
     workspace.empty(100 * LARGE, np.int32).fill(1)
-    assert len(workspace._free) == 1
-    assert workspace._free[0].size >= 400 * LARGE
+    assert len(workspace._blocks) == 1
+    assert workspace._blocks[0].size >= 400 * LARGE
 
 
 def test_small_arrays_are_numpys_own() -> None:
@@ -79,11 +79,13 @@ def test_memory_that_was_given_back_is_not_there() -> None:
     held = workspace.empty(LARGE, np.int32)
     held[:] = 5
     workspace.empty(LARGE, np.int32)
+    assert len(workspace._blocks) == 2
     workspace.release()
-    assert not workspace._free
+    assert len(workspace._blocks) == 1
     assert held.sum() == 5 * LARGE
     del held
-    assert len(workspace._free) == 1
+    workspace.release()
+    assert not workspace._blocks
 
 
 def test_no_two_threads_have_the_same_memory() -> None:
