@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from lightning_safusion.fusion.plans.costs import SelectionCost
 from lightning_safusion.lookup import look_up
 from lightning_safusion.simulate.cluster import Cluster, Device, resolve_link
-from lightning_safusion.simulate.comparison import run_system
 from lightning_safusion.simulate.job import Job
 from lightning_safusion.simulate.schedule import Iteration
+from lightning_safusion.simulate.systems import run_system
 from lightning_safusion.simulate.trace import resolve_trace
 
 _RIVALS = ("wfbp", "oktopk", "omgs", "cupcake")

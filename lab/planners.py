@@ -1,6 +1,6 @@
 """How far published planners are from the best plan, on random instances and on the traces; and what alignment gains.
 
-    $ python -m lab.planners
+    $ python -m lab planners
 
 Random instances have up to 8 tensors, so that all plans can be tried. On the traces the best plan is that of the exact
 programme. The last table is the papers' ablation on the simulator: buffers that every worker fills at its own pace,
@@ -18,9 +18,8 @@ from lightning_safusion.fusion.plans.adaptive import plan_optimal
 from lightning_safusion.fusion.plans.merging import MGWFBP, OMGS
 from lightning_safusion.fusion.plans.pricing import predict_finish
 from lightning_safusion.simulate.cluster import Cluster, resolve_link
-from lightning_safusion.simulate.engine import mean_iteration
 from lightning_safusion.simulate.job import Job
-from lightning_safusion.simulate.systems import SIMULATED
+from lightning_safusion.simulate.systems import run_system
 from lightning_safusion.simulate.trace import TRACE_NAMES, resolve_trace
 
 _ABLATION = ("saf-naive", "saf-inter", "safusion-paper", "safusion")
@@ -62,7 +61,7 @@ def ablation(bandwidth: str, jitter: float) -> Table:
         for workers in (2, 4, 8, 16, 32, 64):
             cluster = Cluster(workers, 1, resolve_link(bandwidth), jitter=jitter)
             job = Job(resolve_trace(name), cluster, 0.01, 8, segmented=False)
-            runs = [mean_iteration(job.trace, cluster, SIMULATED[system].build(job), 10) for system in _ABLATION]
+            runs = [run_system(system, job, 10) for system in _ABLATION]
             naive, inter, _, adaptive = (run.seconds for run in runs)
             times = [f"{run.seconds * 1e3:.1f}" for run in runs]
             table.add_row(name, str(workers), *times, f"{naive / inter - 1:+.1%}", f"{inter / adaptive - 1:+.1%}")

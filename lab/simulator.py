@@ -32,8 +32,9 @@ from lightning_safusion.bench.team import machines
 from lightning_safusion.bench.workload import scaled
 from lightning_safusion.lookup import look_up
 from lightning_safusion.simulate.calibration import Calibration
-from lightning_safusion.simulate.comparison import run_system
+from lightning_safusion.simulate.cluster import Cluster
 from lightning_safusion.simulate.job import Job
+from lightning_safusion.simulate.systems import run_system
 from lightning_safusion.simulate.trace import Trace, resolve_trace
 
 SYSTEMS = ("ddp", "wfbp", "saf-inter", "syncea", "safusion")
@@ -81,7 +82,7 @@ def predict(system: str, trace: Trace, costs: Calibration, density: float) -> fl
     """Seconds of a step."""
     if system == FLOOR:
         return trace.seconds
-    job = Job(trace, costs.cluster(costs.workers), density, costs.entry_bytes)
+    job = Job(trace, Cluster.calibrated(costs, costs.workers), density, costs.entry_bytes)
     return run_system(system, job).seconds
 
 

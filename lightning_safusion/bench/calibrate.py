@@ -17,9 +17,9 @@ from lightning_safusion.bench.recorders import EngineStep, FloorRecord
 from lightning_safusion.callbacks.trace_recorder import StepTimes, build_trace
 from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.fusion.layout import Layout, TensorSpec
-from lightning_safusion.simulate.calibration import Calibration
+from lightning_safusion.simulate.calibration import Calibration, CollectiveSample, CollectiveTimes, Host, StageCost
+from lightning_safusion.simulate.cluster import Cluster
 from lightning_safusion.simulate.engine import mean_iteration
-from lightning_safusion.simulate.measured import CollectiveSample, CollectiveTimes, Host, StageCost
 from lightning_safusion.simulate.schedule import Planned, Schedule
 from lightning_safusion.simulate.trace import Trace
 
@@ -53,8 +53,8 @@ def fit_run(run: Run, rhythm: Rhythm) -> tuple[Trace, Calibration]:
 def _asleep(trace: Trace, costs: Calibration) -> float:
     """Share of the time without a core that the job sleeps: with it the simulated step without exchange is the
     recorded one, in which workers have waited for each other's cores."""
-    schedule = Schedule(Planned(()), (0.0,) * len(trace.tensors), engine=False)
-    cluster = costs.cluster(costs.workers)
+    schedule = Schedule(Planned(()), engine=False)
+    cluster = Cluster.calibrated(costs, costs.workers)
     low, high = 0.0, 1.0
     for _ in range(_HALVINGS):
         middle = (low + high) / 2

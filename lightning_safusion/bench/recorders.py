@@ -23,7 +23,7 @@ from lightning_safusion.fusion.clock import HostClock
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.events import BufferEvents, WindowEvents
 from lightning_safusion.fusion.plans.pricing import GroupPricer
-from lightning_safusion.simulate.measured import CollectiveSample, CollectiveTimes
+from lightning_safusion.simulate.calibration import CollectiveSample, CollectiveTimes
 from lightning_safusion.strategy import SAFusionStrategy
 
 # Tensors in a buffer, in turns: costs of a buffer are told from costs of its elements, and from those of a step. From

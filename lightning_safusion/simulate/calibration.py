@@ -1,16 +1,16 @@
-"""Costs fitted to measurements on a group of workers, as a file that the planner takes."""
+"""Costs measured on a group of workers: of its collectives, of the engine's work on its processors; and their file."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
+from functools import cached_property
 from math import isfinite
 from pathlib import Path
 
-from lightning_safusion.comm.cost import LinearCost, Link, log2_ceil
-from lightning_safusion.fusion.plans.costs import SelectionCost
-from lightning_safusion.simulate.cluster import Cluster, Device
-from lightning_safusion.simulate.measured import CollectiveSample, CollectiveTimes, Host, StageCost
+import numpy as np
+
+from lightning_safusion.comm.cost import LinearCost, Link, fit_linear, log2_ceil
 
 _FORMAT = "lightning-safusion-calibration"
 _VERSION = 2
@@ -18,17 +18,109 @@ _REMEDY = "write a new one with safusion bench --calibrate true"
 
 
 @dataclass(frozen=True)
+class CollectiveSample:
+    """Collectives of one size.
+
+    Args:
+        nbytes: Of one worker's message, or of the buffer that is reduced.
+        alone: Seconds of one collective while no other runs.
+        queued: Seconds between the ends of two that were launched at once: the latency of one hides behind the other.
+        processor: Seconds of a core that one alone takes on each worker.
+        processor_queued: The same of one in a queue.
+    """
+
+    nbytes: int
+    alone: float
+    queued: float
+    processor: float
+    processor_queued: float
+
+
+@dataclass(frozen=True)
+class CollectiveTimes:
+    """One kind of collective, by the bytes of its buffers (two or more, rising), on straight lines between them."""
+
+    samples: tuple[CollectiveSample, ...]
+
+    def at(self, nbytes: float) -> CollectiveSample:
+        """The times of a collective of ``nbytes``."""
+        rows = self._table
+        place = int(np.clip(np.searchsorted(rows[:, 0], nbytes), 1, len(rows) - 1))
+        low, high = rows[place - 1], rows[place]
+        share = max(0.0, (nbytes - low[0]) / (high[0] - low[0]))
+        _, *values = np.maximum(low + share * (high - low), 0.0).tolist()
+        return CollectiveSample(int(nbytes), *values)
+
+    @cached_property
+    def _table(self) -> np.ndarray:
+        return np.array([astuple(sample) for sample in self.samples], np.float64)
+
+    @property
+    def line(self) -> LinearCost:
+        """The line through the times of collectives that run alone."""
+        return fit_linear([(sample.nbytes, sample.alone) for sample in self.samples])
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """Seconds of a core that one stage takes for a buffer.
+
+    Args:
+        fixed: For each buffer.
+        per_tensor: For each tensor in it.
+        per_element: For each element in it, or for each entry that is decoded.
+    """
+
+    fixed: float = 0.0
+    per_tensor: float = 0.0
+    per_element: float = 0.0
+
+    def __call__(self, tensors: int, elements: float) -> float:
+        """Seconds for a buffer."""
+        return self.fixed + self.per_tensor * tensors + self.per_element * elements
+
+
+@dataclass(frozen=True)
+class Host:
+    """Processors that do all the work of a worker, and that all workers of a machine may share.
+
+    Args:
+        cores: For each worker.
+        forward: Share of the trace's forward pass in which the worker has a core.
+        backward: The same of the backward pass.
+        optimizer: The same of the optimizer's step.
+        asleep: Share of the rest in which the worker sleeps (a paced job); in the other part it waited for a core.
+        hook: Seconds that the engine takes for each gradient, besides the stages below.
+        ahead: Selection before fusion, packing and the launch of the collective.
+        behind: The same after fusion.
+        decode: Decoding, by the entries of all workers.
+        drain: Seconds that the end of a window takes besides, by the number of buffers.
+    """
+
+    cores: float
+    forward: float = 1.0
+    backward: float = 1.0
+    optimizer: float = 1.0
+    asleep: float = 1.0
+    hook: float = 0.0
+    ahead: StageCost = StageCost()
+    behind: StageCost = StageCost()
+    decode: StageCost = StageCost()
+    drain: LinearCost = LinearCost(0.0, 0.0)
+
+
+@dataclass(frozen=True)
 class Calibration:
-    """What was measured.
+    """All costs of a group.
 
     Args:
         workers: In the group.
         allgather: By the bytes of one worker's message.
         allreduce: By the bytes of the buffer.
         entry_bytes: Bytes of an entry on the wire.
-        host: What the work of a step costs the processors of a worker.
+        host: Costs of a step on the processors of a worker.
         jitter: Relative standard deviation of a worker's step without any exchange.
-        source: How, in words.
+        source: How they were measured, in words.
 
     Raises:
         ValueError: If there are fewer than two workers, or a number is negative or not finite.
@@ -53,13 +145,6 @@ class Calibration:
             raise ValueError(f"calibration: an entry has bytes on the wire, got entry_bytes={self.entry_bytes}")
 
     @property
-    def device(self) -> Device:
-        """The local costs; every kind of selection costs what was measured."""
-        select = SelectionCost(self.host.ahead.fixed, self.host.ahead.per_element)
-        kinds = {"threshold": select, "exact": select}
-        return Device(kinds, self.host.decode.per_element, decodes_last=True, memory=_HOST_MEMORY)
-
-    @property
     def link(self) -> Link:
         """α and β of the group, for other numbers of workers: both lines have rounds of messages in common."""
         n, rounds = self.workers, log2_ceil(self.workers)
@@ -67,30 +152,13 @@ class Calibration:
         alpha = max(0.0, (reduce.fixed - gather.fixed) / rounds)
         return Link(alpha=alpha, beta=gather.per_byte / (n - 1), launch=max(0.0, gather.fixed - rounds * alpha))
 
-    def cluster(self, nodes: int, gpus_per_node: int = 1, jitter: float | None = None, seed: int = 0) -> Cluster:
-        """A cluster with these costs: those measured where it has as many nodes, otherwise those of :attr:`link`; with
-        as many cores for each worker as there were, and the measured jitter if no other is given."""
-        same = nodes == self.workers and gpus_per_node == 1
-        measured = {"allgather": self.allgather, "allreduce": self.allreduce} if same else {}
-        jitter = self.jitter if jitter is None else jitter
-        return Cluster(
-            nodes,
-            gpus_per_node,
-            self.link,
-            device=self.device,
-            jitter=jitter,
-            seed=seed,
-            measured=measured,
-            host=self.host,
-        )
-
     def save(self, path: str | Path) -> None:
         """Writes it as JSON."""
         Path(path).write_text(json.dumps({"format": _FORMAT, "version": _VERSION, **asdict(self)}, indent=1))
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
-        """Reads what :meth:`save` wrote; a ValueError names a file that is no calibration of this version."""
+        """Reads a file of :meth:`save`; a ValueError names a file that is no calibration of this version."""
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
             head = f"{content.pop('format')} version {content.pop('version')}"
@@ -105,7 +173,3 @@ class Calibration:
             return cls(**content)
         except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} is no calibration: {error!r}; {_REMEDY}") from error
-
-
-# Bytes per second of a processor's memory for one thread; what PowerSGD's and casts' passes take.
-_HOST_MEMORY = 8e9

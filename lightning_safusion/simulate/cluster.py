@@ -1,8 +1,8 @@
-"""A cluster in numbers: nodes that share one network card each, and what a collective costs on them.
+"""A cluster in numbers: nodes that share one network card each, the cost of a collective on them, and their jitter.
 
-Sizes are bytes, times are seconds. A collective between nodes is charged with what passes the network card of *one
-node*: rings of neighbouring ranks enter a node once, point-to-point exchanges once per worker. Inside a node the fast
-links are charged. Formulas: Thakur, Rabenseifner and Gropp (IJHPCA 2005, section 4) for dense collectives, Li and
+Sizes are bytes, times are seconds. A collective between nodes is charged with the bytes that pass the network card of
+*one node*: rings of neighbouring ranks enter a node once, point-to-point exchanges once per worker. Inside a node the
+fast links are charged. Formulas: Thakur, Rabenseifner and Gropp (IJHPCA 2005, section 4) for dense collectives, Li and
 Hoefler (PPoPP 2022, table 1) for sparse ones.
 """
 
@@ -11,10 +11,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field, replace
+from math import log1p, sqrt
+
+import numpy as np
 
 from lightning_safusion.comm.cost import LINKS, Link, allgather_bytes, log2_ceil, ring_allreduce_bytes
 from lightning_safusion.fusion.plans.costs import SelectionCost
-from lightning_safusion.simulate.measured import CollectiveTimes, Host
+from lightning_safusion.simulate.calibration import Calibration, CollectiveTimes, Host
 
 #: NVLink inside a node: 200 GB/s effective.
 NVLINK = Link(alpha=3e-6, beta=1 / 200e9, launch=15e-6)
@@ -24,11 +27,13 @@ _ALIASES = {
     "100gbit": "100gbit-roce",
     "200gbit": "200gbit-rdma",
 }
+# Bytes per second of a processor's memory for one thread, for the passes of PowerSGD and of casts.
+_HOST_MEMORY = 8e9
 
 
 @dataclass(frozen=True)
 class CollectiveCost:
-    """What one collective costs.
+    """The cost of one collective.
 
     Args:
         seconds: Time on the link.
@@ -36,7 +41,7 @@ class CollectiveCost:
         node_bytes: Bytes that enter one node through its network card.
         hidden: Seconds of it that hide behind the one before it in a queue: latency.
         processor: Seconds of a core that it takes on each worker, beside the thread that launches it.
-        processor_hidden: What a queue saves of that.
+        processor_hidden: Seconds of these that a queue saves.
     """
 
     seconds: float = 0.0
@@ -59,13 +64,9 @@ class Device:
         selections: Time of one selection, by kind: ``"exact"`` (top-k by radix select) and ``"threshold"`` (two to
             three sweeps over the memory). Published orders of magnitude for a GPU; measure yours.
         decode: Seconds per entry that is added up after an exchange.
-        decode_fixed: Seconds per exchange with such entries.
-        decodes_last: Decoding waits for the end of backward and occupies the worker (CPU); otherwise it runs beside
-            backward, behind the exchange.
         memory: Bytes per second of the device's memory, read and written.
         pcie: Bytes per second between device and host.
         cpu: One selection on the host.
-        contention: Share by which backward slows down while an exchange runs (kernels of collectives take SMs).
     """
 
     selections: Mapping[str, SelectionCost] = field(
@@ -75,19 +76,6 @@ class Device:
     memory: float = 1.5e12
     pcie: float = 12e9
     cpu: SelectionCost = SelectionCost(100e-6, 1.0e-9)
-    contention: float = 0.0
-    decode_fixed: float = 0.0
-    decodes_last: bool = False
-
-    def selection(self, kind: str) -> SelectionCost:
-        """The cost of a kind of selection.
-
-        Raises:
-            ValueError: If there is no such kind; the message lists them.
-        """
-        if kind not in self.selections:
-            raise ValueError(f"unknown selection {kind!r}: choose one of {sorted(self.selections)}")
-        return self.selections[kind]
 
 
 @dataclass(frozen=True)
@@ -105,8 +93,9 @@ class Cluster:
         seed: Of the jitter.
         measured: ``"allgather"`` by the bytes of a message and ``"allreduce"`` by those of the buffer, in place of the
             formulas.
-        host: Processors that compute, select and carry the network's work, where accelerators do not; None: nothing
-            shares anything but the link.
+        host: Processors that compute, select and do the network's work, where accelerators do not; decoding then waits
+            for the end of backward and occupies the worker. None: workers share nothing but the link, and decoding runs
+            beside backward, after the exchange.
 
     Raises:
         ValueError: If there is no worker, or the jitter is negative.
@@ -128,6 +117,26 @@ class Cluster:
         if self.jitter < 0:
             raise ValueError(f"jitter must not be negative, got {self.jitter}")
 
+    @classmethod
+    def calibrated(
+        cls, costs: Calibration, nodes: int, gpus_per_node: int = 1, jitter: float | None = None, seed: int = 0
+    ) -> Cluster:
+        """A cluster with measured costs, as many cores for each worker as there were, and the measured jitter if no
+        other is given. Collectives take the measured times where it has as many nodes as the measured group, otherwise
+        those of its link. Every kind of selection costs the same."""
+        same = nodes == costs.workers and gpus_per_node == 1
+        select = SelectionCost(costs.host.ahead.fixed, costs.host.ahead.per_element)
+        return cls(
+            nodes,
+            gpus_per_node,
+            costs.link,
+            device=Device({"threshold": select, "exact": select}, costs.host.decode.per_element, _HOST_MEMORY),
+            jitter=costs.jitter if jitter is None else jitter,
+            seed=seed,
+            measured={"allgather": costs.allgather, "allreduce": costs.allreduce} if same else {},
+            host=costs.host,
+        )
+
     @property
     def workers(self) -> int:
         """Workers (n)."""
@@ -135,52 +144,24 @@ class Cluster:
 
     def allreduce(self, nbytes: float) -> CollectiveCost:
         """Dense all-reduce of a buffer of ``nbytes`` by recursive halving and doubling."""
-        half = self.reduce_scatter(nbytes)
-        launch = self._link.launch if self.workers > 1 else 0.0
-        return self._timed("allreduce", nbytes, replace(half + half, seconds=2 * half.seconds - launch))
+        volume = ring_allreduce_bytes(self.workers, nbytes)
+        return self._timed("allreduce", nbytes, self._flat(2 * log2_ceil(self.workers), volume, volume))
 
     def reduce_scatter(self, nbytes: float) -> CollectiveCost:
         """Half of an all-reduce: the reduce-scatter of a buffer, or the all-gather of its shards."""
-        n, link = self.workers, self._link
-        if n == 1:
-            return CollectiveCost()
-        volume = ring_allreduce_bytes(n, nbytes) / 2
-        seconds = link.launch + log2_ceil(n) * link.alpha + volume * link.beta
-        return CollectiveCost(seconds, volume, volume if self.nodes > 1 else 0.0)
+        volume = ring_allreduce_bytes(self.workers, nbytes) / 2
+        return self._flat(log2_ceil(self.workers), volume, volume)
 
     def allgather(self, message: float) -> CollectiveCost:
         """Sparse all-gather of messages of ``message`` bytes; each message of another node enters a node once."""
-        n, link = self.workers, self._link
-        if n == 1:
-            return CollectiveCost()
-        passing = self._foreign * message if self.nodes > 1 else allgather_bytes(n, message)
-        seconds = link.launch + log2_ceil(n) * link.alpha + passing * link.beta
-        formula = CollectiveCost(seconds, allgather_bytes(n, message), self._foreign * message)
-        return self._timed("allgather", message, formula)
-
-    def _timed(self, collective: str, nbytes: float, formula: CollectiveCost) -> CollectiveCost:
-        """What the formula says, with the times that were measured where they were."""
-        if collective not in self.measured:
-            return formula
-        sample = self.measured[collective].at(nbytes)
-        return replace(
-            formula,
-            seconds=sample.alone,
-            hidden=max(0.0, sample.alone - sample.queued),
-            processor=sample.processor,
-            processor_hidden=max(0.0, sample.processor - sample.processor_queued),
-        )
+        foreign = self.workers - self.gpus_per_node
+        received = allgather_bytes(self.workers, message)
+        return self._timed("allgather", message, self._flat(log2_ceil(self.workers), received, foreign * message))
 
     def gtopk(self, message: float) -> CollectiveCost:
         """gTop-k's reduction tree and the broadcast after it (Shi et al., ICDCS 2019)."""
-        n, link = self.workers, self._link
-        if n == 1:
-            return CollectiveCost()
-        rounds = 2 * log2_ceil(n)
-        outside = 2 * log2_ceil(self.nodes) * message
-        passing = outside if self.nodes > 1 else rounds * message
-        seconds = link.launch + rounds * link.alpha + passing * link.beta
-        return CollectiveCost(seconds, rounds * message, outside)
+        rounds = 2 * log2_ceil(self.workers)
+        return self._flat(rounds, rounds * message, 2 * log2_ceil(self.nodes) * message)
 
     def oktopk(self, message: float, refresh_every: int = 128) -> CollectiveCost:
         """Ok-Topk's split-and-reduce, balancing and final gather (Li and Hoefler, PPoPP 2022).
@@ -189,16 +170,11 @@ class Cluster:
         ``refresh_every`` iterations the unpruned sums are gathered as well, on average ``2 sqrt(n)`` messages (measured
         on heavy-tailed data with a correlation of 0.5 between workers); that is spread over the iterations.
         """
-        n, g, link = self.workers, self.gpus_per_node, self._link
-        if n == 1:
-            return CollectiveCost()
+        n, g = self.workers, self.gpus_per_node
         refresh = min(n, 2 * n**0.5) / refresh_every * message
-        apart = self._foreign / n if self.nodes > 1 else (n - 1) / n
-        workers_per_link = g if self.nodes > 1 else 1
-        passing = apart * (workers_per_link * 2 * message + message + refresh)
-        seconds = link.launch + (2 * n + 2 * log2_ceil(n)) * link.alpha + passing * link.beta
-        volume = (n - 1) / n * (3 * message + refresh)
-        return CollectiveCost(seconds, volume, passing if self.nodes > 1 else 0.0)
+        received = (n - 1) / n * (3 * message + refresh)
+        entering = (n - g) / n * (g * 2 * message + message + refresh)
+        return self._flat(2 * n + 2 * log2_ceil(n), received, entering)
 
     def hierarchical(self, message: float, nbytes: float) -> CollectiveCost:
         """Dense inside the node (``nbytes``), sparse between nodes (a ``message`` of each): reduce-scatter, all-gather
@@ -215,20 +191,46 @@ class Cluster:
         seconds = self.inter.launch + log2_ceil(self.nodes) * self.inter.alpha + outside * self.inter.beta
         return inside + CollectiveCost(seconds, outside / g, outside)
 
-    @property
-    def _link(self) -> Link:
-        return self.inter if self.nodes > 1 else self.intra
+    def _flat(self, rounds: int, received: float, entering: float) -> CollectiveCost:
+        """A collective of all workers: messages in sequence, bytes that a worker receives, bytes that enter a node."""
+        if self.workers == 1:
+            return CollectiveCost()
+        if self.nodes == 1:
+            link, passing, entering = self.intra, received, 0.0
+        else:
+            link, passing = self.inter, entering
+        return CollectiveCost(link.launch + rounds * link.alpha + passing * link.beta, received, entering)
 
-    @property
-    def _foreign(self) -> int:
-        """Workers outside a node."""
-        return self.workers - self.gpus_per_node
+    def _timed(self, collective: str, nbytes: float, formula: CollectiveCost) -> CollectiveCost:
+        """The formula's cost, with the measured times if there are any."""
+        if collective not in self.measured:
+            return formula
+        sample = self.measured[collective].at(nbytes)
+        return replace(
+            formula,
+            seconds=sample.alone,
+            hidden=max(0.0, sample.alone - sample.queued),
+            processor=sample.processor,
+            processor_hidden=max(0.0, sample.processor - sample.processor_queued),
+        )
+
+    def draw_factors(self, iteration: int, workers: int, tensors: int) -> tuple[np.ndarray, np.ndarray]:
+        """Factors on the times of an iteration: of each worker [workers], and of each of its gradients [workers, L]."""
+        # windows before the first iteration have negative numbers, which a seed cannot have
+        rng = np.random.default_rng([self.seed, int(iteration < 0), abs(iteration)])
+        return lognormal(rng, self.jitter, (workers,)), lognormal(rng, self.jitter, (workers, tensors))
+
+
+def lognormal(rng: np.random.Generator, deviation: float, shape: tuple[int, ...]) -> np.ndarray:
+    """Factors with mean 1 and a relative standard deviation; lognormal, since times and sizes are not negative."""
+    sigma = sqrt(log1p(deviation**2))
+    return rng.lognormal(-(sigma**2) / 2, sigma, shape)
 
 
 def resolve_link(bandwidth: str) -> Link:
     """A link by the name of a preset, or by a rate such as ``"40gbit"``.
 
-    A rate without a preset takes the messages of the nearest preset, and 85 % of the nominal rate.
+    A rate without a preset takes α and the launch of the nearest preset, and 85 % of the nominal rate.
 
     Raises:
         ValueError: If it is neither.

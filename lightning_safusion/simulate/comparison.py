@@ -1,24 +1,18 @@
-"""All systems on one cluster, as rows of figures, and sweeps over clusters and densities."""
+"""All systems on one cluster, as rows of figures; the recommendation; sweeps over clusters and densities."""
 
 from __future__ import annotations
 
-import csv
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
-from lightning_safusion.simulate.cluster import Cluster, resolve_link
-from lightning_safusion.simulate.engine import mean_iteration
+from lightning_safusion.simulate.cluster import resolve_link
 from lightning_safusion.simulate.job import Job
-from lightning_safusion.simulate.schedule import Iteration
-from lightning_safusion.simulate.systems import SIMULATED, resolve_simulated
-from lightning_safusion.simulate.trace import Trace, resolve_trace
+from lightning_safusion.simulate.systems import SIMULATED, run_system
 from lightning_safusion.systems import SYSTEMS
 
-#: What all systems are compared with: the dense exchange that is there for the taking.
+#: All systems are compared with this dense exchange, which needs no other package.
 BASELINE = "ddp-bf16"
 # A gain below this share is not worth another gradient than DDP's.
 _WORTH = 0.02
@@ -40,8 +34,7 @@ class PlanRow:
         collectives: Collectives.
         waited_s: Seconds that the mean worker waits for others before collectives, summed over them.
         speedup: Over DDP in bf16.
-        comparable: Whether it was predicted as the others were; see
-            :class:`~lightning_safusion.simulate.schedule.Iteration`.
+        comparable: See :class:`~lightning_safusion.simulate.schedule.Iteration`.
     """
 
     system: str
@@ -56,25 +49,12 @@ class PlanRow:
     comparable: bool = True
 
 
-def run_system(name: str, job: Job, iterations: int = 20) -> Iteration:
-    """The mean iteration of one system."""
-    return mean_iteration(job.trace, job.cluster, resolve_simulated(name).build(job), iterations)
-
-
-def plan_table(
-    trace: Trace | str,
-    cluster: Cluster,
-    density: float = 0.01,
-    systems: Sequence[str] | None = None,
-    **options: Any,
-) -> list[PlanRow]:
-    """What each system would do, in the order of ``systems``; all of them by default. ``options`` are those of
-    :class:`Job`.
+def plan_table(job: Job, systems: Sequence[str] | None = None) -> list[PlanRow]:
+    """The prediction for each system, in the order of ``systems``; all of them by default.
 
     Raises:
-        ValueError: If a name is unknown or a number makes no sense.
+        ValueError: If a name is unknown.
     """
-    job = Job(resolve_trace(trace), cluster, density, **options)
     names = list(SIMULATED) if systems is None else list(systems)
     results = {name: run_system(name, job) for name in dict.fromkeys([BASELINE, *names])}
     baseline = results[BASELINE].seconds
@@ -87,7 +67,7 @@ def plan_table(
 
 
 def best_sparse(rows: Sequence[PlanRow]) -> PlanRow | None:
-    """The fastest sparse system that can be run and loses nothing, if it is worth the change from DDP in bf16."""
+    """The fastest sparse system of the strategy that loses no gradients, if it is worth the change from DDP in bf16."""
     able = [row for row in rows if row.system in SYSTEMS and row.comparable]
     sparse = [row for row in able if SYSTEMS[row.system].sparse and SYSTEMS[row.system].conserves]
     best = min(sparse, key=lambda row: row.iteration_s, default=None)
@@ -95,7 +75,7 @@ def best_sparse(rows: Sequence[PlanRow]) -> PlanRow | None:
 
 
 def verdict(rows: Sequence[PlanRow]) -> str:
-    """What to take, in a sentence."""
+    """The recommendation, in a sentence."""
     best = best_sparse(rows)
     if best is None:
         return "Dense DDP is the better choice here: no sparse system is faster than DDP in bf16 by more than 2 %."
@@ -106,7 +86,7 @@ def verdict(rows: Sequence[PlanRow]) -> str:
 
 
 def accuracy_note(rows: Sequence[PlanRow], density: float) -> str | None:
-    """What the recommendation says nothing of: whether the job learns as much. None where dense DDP is recommended."""
+    """Accuracy, which the prediction does not cover. None where dense DDP is recommended."""
     if best_sparse(rows) is None:
         return None
     note = (
@@ -121,7 +101,7 @@ def accuracy_note(rows: Sequence[PlanRow], density: float) -> str | None:
 
 
 def settings_yaml(rows: Sequence[PlanRow], density: float) -> str:
-    """The best settings for LightningCLI: the fastest sparse system that loses nothing, or DDP in bf16."""
+    """The recommended settings for LightningCLI."""
     best = best_sparse(rows)
     settings: dict[str, Any] = {"system": BASELINE}
     if best is not None:
@@ -131,64 +111,34 @@ def settings_yaml(rows: Sequence[PlanRow], density: float) -> str:
 
 
 def sweep_table(
-    trace: Trace | str,
-    cluster: Cluster,
-    density: float = 0.01,
-    systems: Sequence[str] | None = None,
-    *,
-    over: Mapping[str, Sequence[Any]],
-    **options: Any,
+    job: Job, systems: Sequence[str] | None = None, *, over: Mapping[str, Sequence[Any]]
 ) -> list[dict[str, Any]]:
-    """The table for every combination of the values given.
+    """The table for every combination of values.
 
     Args:
-        trace: As of :func:`plan_table`.
-        cluster: Likewise, as far as ``over`` does not say otherwise.
-        density: Likewise.
-        systems: Likewise.
-        over: ``"bandwidth"`` (such as ``"25gbit"``), ``"density"``, ``"nodes"``: values to try.
-        **options: Of :class:`Job`.
+        job: The job, with the values that do not vary.
+        systems: As of :func:`plan_table`.
+        over: Values of ``"bandwidth"`` (such as ``"25gbit"``), ``"density"`` and ``"nodes"``.
 
     Returns:
         One flat record per combination and system: nodes, workers, bandwidth, density, and the fields of
         :class:`PlanRow`.
-
-    Raises:
-        ValueError: If something else is to be varied.
     """
-    unknown = set(over) - {"bandwidth", "density", "nodes"}
-    if unknown:
-        raise ValueError(f"cannot sweep over {sorted(unknown)}: choose among 'bandwidth', 'density' and 'nodes'")
-    trace, records = resolve_trace(trace), []
+    records = []
     for values in product(*over.values()):
         point = dict(zip(over, values, strict=True))
-        # what was measured holds for one number of workers and one link
-        there = replace(cluster, measured={}) if {"nodes", "bandwidth"} & set(point) else cluster
-        if "nodes" in point:
-            there = replace(there, nodes=int(point["nodes"]))
+        cluster, density = job.cluster, float(point.get("density", job.density))
+        if {"nodes", "bandwidth"} & set(point):  # measured times hold for one number of workers and one link
+            cluster = replace(cluster, nodes=int(point.get("nodes", cluster.nodes)), measured={})
         if "bandwidth" in point:
-            there = replace(there, inter=resolve_link(str(point["bandwidth"])))
-        sent = float(point.get("density", density))
+            cluster = replace(cluster, inter=resolve_link(str(point["bandwidth"])))
         head = {
-            "nodes": there.nodes,
-            "workers": there.workers,
-            "gbit": 8e-9 / there.inter.beta,
-            "density": sent,
+            "nodes": cluster.nodes,
+            "workers": cluster.workers,
+            "gbit": 8e-9 / cluster.inter.beta,
+            "density": density,
             **({"bandwidth": point["bandwidth"]} if "bandwidth" in point else {}),
         }
-        records += [{**head, **asdict(row)} for row in plan_table(trace, there, sent, systems, **options)]
+        rows = plan_table(replace(job, cluster=cluster, density=density), systems)
+        records += [{**head, **asdict(row)} for row in rows]
     return records
-
-
-def write_records(records: Sequence[Mapping[str, Any]], path: str | Path) -> None:
-    """Writes flat records as CSV or JSON, by the suffix of the path."""
-    path = Path(path)
-    if path.suffix == ".json":
-        path.write_text(json.dumps([dict(record) for record in records], indent=1), encoding="utf-8")
-    elif path.suffix == ".csv":
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(records[0]) if records else [])
-            writer.writeheader()
-            writer.writerows(records)
-    else:
-        raise ValueError(f"cannot write {path.name!r}: give a name that ends in .csv or .json")

@@ -1,29 +1,30 @@
-"""A trace on a cluster, in the numbers that planners ask for and the messages that the clock runs."""
+"""A trace on a cluster: the numbers that planners need, and the messages of an iteration."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from lightning_safusion.comm.cost import LinearCost
-from lightning_safusion.fusion.plans.adaptive import plan_optimal
 from lightning_safusion.fusion.plans.costs import GroupCosts, SelectionCost
-from lightning_safusion.fusion.plans.plan import Group, Plan
-from lightning_safusion.simulate.cluster import Cluster, CollectiveCost
-from lightning_safusion.simulate.jitter import agreed_backward
+from lightning_safusion.fusion.plans.plan import Plan
+from lightning_safusion.lookup import look_up
+from lightning_safusion.simulate.cluster import Cluster
 from lightning_safusion.simulate.schedule import Message, Planned, Schedule
 from lightning_safusion.simulate.trace import Trace
 
-# Sizes between which the cost of a collective is taken for a line.
+# Sizes between which the cost of a collective is approximated by a line.
 _SMALL, _LARGE = 2.0**16, 2.0**26
+# Windows over which a running job takes its median times.
+_WINDOWS = 11
 
 
 @dataclass(frozen=True)
 class Job:
-    """What all systems have in common when they are compared.
+    """The common ground of all systems that are compared.
 
     Args:
         trace: The job.
@@ -37,7 +38,7 @@ class Job:
         dense_below: Tensors of fewer elements are dense.
 
     Raises:
-        ValueError: If the density is outside (0, 1] or an entry has no bytes.
+        ValueError: If the density is outside (0, 1], an entry has no bytes, or the selection is unknown.
     """
 
     trace: Trace
@@ -53,7 +54,7 @@ class Job:
             raise ValueError(f"density is a share in (0, 1], got {self.density}")
         if not self.entry_bytes > 0:
             raise ValueError(f"an entry needs bytes on the wire, got entry_bytes={self.entry_bytes}")
-        self.cluster.device.selection(self.selection)
+        look_up("selection", self.selection, self.cluster.device.selections)
 
     @cached_property
     def numels(self) -> np.ndarray:
@@ -61,36 +62,49 @@ class Job:
         return np.array(self.trace.numels, np.int64)
 
     @cached_property
-    def whole(self) -> np.ndarray:
+    def dense(self) -> np.ndarray:
         """Dense tensors, bool [L]."""
         return (self.numels < self.dense_below) | (self.numels * self.density >= self.numels)
 
     @cached_property
     def entries(self) -> np.ndarray:
         """Entries that each tensor sends, at least one, int64 [L]."""
-        return np.where(self.whole, self.numels, np.maximum(1, (self.numels * self.density).astype(np.int64)))
+        return np.where(self.dense, self.numels, np.maximum(1, (self.numels * self.density).astype(np.int64)))
+
+    @cached_property
+    def dense_bytes(self) -> np.ndarray:
+        """Bytes of each tensor in fp32, float64 [L]."""
+        return self.numels * 4.0
 
     @cached_property
     def sparse_bytes(self) -> np.ndarray:
-        """Bytes that each tensor brings to a sparse message, float64 [L]; dense ones need no positions."""
-        return np.where(self.whole, self.numels * 4.0, self.entries * self.entry_bytes)
+        """Bytes that each tensor adds to a sparse message, float64 [L]; dense ones need no positions."""
+        return np.where(self.dense, self.dense_bytes, self.entries * self.entry_bytes)
 
     @cached_property
     def backward(self) -> np.ndarray:
-        """Backward times that planners see, float64 [L]: with jitter, those that a running job would agree on."""
-        return agreed_backward(self.trace, self.cluster)
+        """Backward times that planners see, float64 [L]. With jitter, those that the workers of a running job agree on:
+        each takes the median over its latest windows, and the slowest one counts, gradient by gradient."""
+        nominal = np.array([tensor.backward for tensor in self.trace.tensors])
+        if self.cluster.jitter == 0:
+            return nominal
+        draws = [
+            self.cluster.draw_factors(-1 - window, self.cluster.workers, len(nominal)) for window in range(_WINDOWS)
+        ]
+        ready = np.array([np.cumsum(nominal * pace[:, None] * noise, axis=1) for pace, noise in draws])
+        return np.diff(np.median(ready, axis=0).max(axis=0), prepend=0.0)
 
     @property
     def select_cost(self) -> SelectionCost:
         """Time of one selection."""
-        return self.cluster.device.selection(self.selection)
+        return self.cluster.device.selections[self.selection]
 
     @cached_property
     def selects(self) -> np.ndarray:
         """Seconds of selecting from each tensor alone, float64 [L]."""
-        return np.where(self.whole, 0.0, self.select_cost(self.numels))
+        return np.where(self.dense, 0.0, self.select_cost(self.numels))
 
-    @cached_property
+    @property
     def decode_per_byte(self) -> float:
         """Seconds of decoding all workers' messages, per byte of one of them."""
         return self.cluster.workers * self.cluster.device.decode / self.entry_bytes
@@ -104,26 +118,21 @@ class Job:
             dense: Whether buffers may take the all-reduce, in fp32.
         """
         selects = np.zeros(len(self.numels))
+        host, decode, per_buffer = self.cluster.host, self.decode_per_byte, 0.0
         if sparse:
             share = self.select_cost.per_element * self.numels
-            selects = np.where(self.whole, 0.0, share) if self.segmented else self.selects
-        device, decode, per_buffer = self.cluster.device, self.decode_per_byte, 0.0
-        if sparse and device.decodes_last:
+            selects = np.where(self.dense, 0.0, share) if self.segmented else self.selects
+        if sparse and host is not None:
             selects, decode = selects + self.decode_per_byte * self.sparse_bytes, 0.0
-            per_buffer = device.decode_fixed + (self.select_cost.fixed if self.segmented else 0.0)
-        if sparse and self.cluster.host is not None:
-            host = self.cluster.host
-            selects, per_buffer = (
-                selects + host.ahead.per_tensor + host.decode.per_tensor,
-                per_buffer + host.decode.fixed,
-            )
-        gather = line(self.cluster.allgather(_SMALL), self.cluster.allgather(_LARGE))
-        reduce = line(self.cluster.allreduce(_SMALL), self.cluster.allreduce(_LARGE))
+            selects = selects + host.ahead.per_tensor + host.decode.per_tensor
+            per_buffer = (self.select_cost.fixed if self.segmented else 0.0) + host.decode.fixed
+        gather = line(lambda nbytes: self.cluster.allgather(nbytes).seconds)
+        reduce = line(lambda nbytes: self.cluster.allreduce(nbytes).seconds)
         return GroupCosts(
             numels=tuple(self.numels.tolist()),
             ready=tuple(np.cumsum(self.backward + selects).tolist()),
             sparse_bytes=tuple(self.sparse_bytes.tolist()),
-            dense_bytes=tuple((self.numels * 4.0).tolist()),
+            dense_bytes=tuple(self.dense_bytes.tolist()),
             world_size=self.cluster.workers,
             sparse=(gather.fixed, gather.per_byte + decode),
             per_buffer=per_buffer,
@@ -135,89 +144,45 @@ class Job:
         )
 
     def schedule(self, plan: Plan, *, behind: bool = False) -> Schedule:
-        """The iteration of a plan: all-gathers of what was selected, from each merged buffer with ``behind``, and
+        """The iteration of a plan: all-gathers of selected entries (of each merged buffer with ``behind``), and
         all-reduces in fp32."""
         at_once = behind or self.segmented
-        messages = [self.message(group, select=at_once, behind=behind) for group in plan.groups]
-        sparse = np.zeros(len(self.numels), bool)
+        messages, selects = [], np.zeros(len(self.numels))
         for group in plan.groups:
-            sparse[group.start : group.stop] = group.collective == "allgather"
-        selects = np.where(sparse & (not at_once), self.selects, 0.0)
-        return Schedule(Planned(tuple(messages)), tuple(selects.tolist()))
+            places = range(group.start, group.stop)
+            if group.collective == "allreduce":
+                messages.append(self.dense_message(places))
+                continue
+            messages.append(self.sparse_message(places, select=at_once, behind=behind))
+            if not at_once:
+                selects[group.start : group.stop] = self.selects[group.start : group.stop]
+        return Schedule(Planned(messages), selects.tolist())
 
-    def message(self, group: Group, *, select: bool, behind: bool = False) -> Message:
-        """The collective of one group; ``select``: selection runs when its last gradient is ready."""
-        if group.collective == "allreduce":
-            return self.dense(range(group.start, group.stop))
-        return self.sparse(range(group.start, group.stop), select=select, behind=behind)
-
-    def dense(self, places: Sequence[int], width: int = 4) -> Message:
+    def dense_message(self, places: Sequence[int], width: int = 4) -> Message:
         """An all-reduce of dense tensors with ``width`` bytes per element."""
-        return Message(tuple(places), self.cluster.allreduce(float(self.numels[list(places)].sum()) * width))
+        return Message(places, self.cluster.allreduce(float(self.numels[list(places)].sum()) * width))
 
-    def sparse(self, places: Sequence[int], *, select: bool, behind: bool = False) -> Message:
-        """An all-gather of what was selected from tensors."""
-        index = list(places)
-        nbytes = float(self.sparse_bytes[index].sum())
-        seconds = self.select_seconds(index, behind) if select else 0.0
-        return Message(
-            tuple(index), self.cluster.allgather(nbytes), select=seconds, decode=self.decode_seconds(index, nbytes)
-        )
+    def sparse_message(self, places: Sequence[int], *, select: bool, behind: bool = False) -> Message:
+        """An all-gather of entries of tensors; ``select``: selection runs when its last gradient is ready."""
+        nbytes, host = float(self.sparse_bytes[list(places)].sum()), self.cluster.host
+        if host is None:
+            decode = self.decode_per_byte * nbytes
+        else:
+            decode = host.decode(len(places), self.cluster.workers * nbytes / self.entry_bytes)
+        seconds = self.select_seconds(places, behind) if select else 0.0
+        return Message(places, self.cluster.allgather(nbytes), seconds, decode)
 
     def select_seconds(self, places: Sequence[int], behind: bool = False) -> float:
         """One selection over several tensors, before fusion or after it; dense ones need none."""
-        chosen = [place for place in places if not self.whole[place]]
+        chosen = [place for place in places if not self.dense[place]]
         elements = float(self.numels[chosen].sum())
         host = self.cluster.host
         if host is None:
             return float(self.select_cost(elements))
         return (host.behind if behind else host.ahead)(len(places), elements)
 
-    def decode_seconds(self, places: Sequence[int], nbytes: float) -> float:
-        """Decoding the messages of all workers, of ``nbytes`` bytes each."""
-        if self.cluster.host is None:
-            return self.decode_per_byte * nbytes
-        return self.cluster.host.decode(len(places), self.cluster.workers * nbytes / self.entry_bytes)
 
-
-def grouped(
-    job: Job,
-    exchange: Callable[[float, float], tuple[CollectiveCost, float]],
-    *,
-    select: bool = False,
-    collectives: int = 1,
-) -> Schedule:
-    """The exact programme's groups over a collective of one's own.
-
-    Args:
-        job: The job.
-        exchange: ``(bytes of a message, elements of its tensors) -> (cost, seconds of local work on the link's
-            stream)``.
-        select: Selection runs on the compute stream, in one call per group.
-        collectives: Collectives that each exchange counts for.
-    """
-    per_element = float(job.sparse_bytes.sum()) / max(1, int(job.numels.sum()))
-
-    def timed(nbytes: float) -> CollectiveCost:
-        cost, local = exchange(nbytes, nbytes / per_element)
-        return replace(cost, seconds=cost.seconds + local)
-
-    cost_line = line(timed(_SMALL), timed(_LARGE))
-    costs = job.group_costs()
-    if not select:
-        costs = replace(costs, ready=job.group_costs(sparse=False, dense=True).ready)
-    plan = plan_optimal(replace(costs, sparse=(cost_line.fixed, cost_line.per_byte)))
-    messages = []
-    for group in plan.groups:
-        places = range(group.start, group.stop)
-        members = slice(group.start, group.stop)
-        cost, local = exchange(float(job.sparse_bytes[members].sum()), float(job.numels[members].sum()))
-        seconds = job.select_seconds(places) if select else 0.0
-        messages.append(Message(tuple(places), cost, select=seconds, decode=local, collectives=collectives))
-    return Schedule(Planned(tuple(messages)), (0.0,) * len(job.numels))
-
-
-def line(small: CollectiveCost, large: CollectiveCost) -> LinearCost:
+def line(seconds: Callable[[float], float]) -> LinearCost:
     """The line through the times of a collective at ``_SMALL`` and ``_LARGE`` bytes."""
-    slope = (large.seconds - small.seconds) / (_LARGE - _SMALL)
-    return LinearCost(max(0.0, small.seconds - slope * _SMALL), slope)
+    slope = (seconds(_LARGE) - seconds(_SMALL)) / (_LARGE - _SMALL)
+    return LinearCost(max(0.0, seconds(_SMALL) - slope * _SMALL), slope)

@@ -1,16 +1,19 @@
-"""``safusion plan``: what each system would do on a cluster, which settings to take, and whether it is worth it."""
+"""``safusion plan``: predictions for each system on a cluster, and the recommended settings, printed and as files."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import csv
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from lightning_safusion.literal import literal
+from lightning_safusion.lookup import need
 from lightning_safusion.simulate.calibration import Calibration
 from lightning_safusion.simulate.cluster import Cluster, resolve_link
 from lightning_safusion.simulate.comparison import (
@@ -20,12 +23,15 @@ from lightning_safusion.simulate.comparison import (
     settings_yaml,
     sweep_table,
     verdict,
-    write_records,
 )
 from lightning_safusion.simulate.job import Job
-from lightning_safusion.simulate.pictures import plot_sweep, plot_table
+from lightning_safusion.simulate.systems import SIMULATED
 from lightning_safusion.simulate.trace import resolve_trace
 from lightning_safusion.systems import SYSTEMS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 #: Values of a sweep that names none.
 SWEEPS: dict[str, tuple[str, ...]] = {
@@ -33,7 +39,13 @@ SWEEPS: dict[str, tuple[str, ...]] = {
     "density": ("0.001", "0.002", "0.005", "0.01", "0.02", "0.05", "0.1"),
     "nodes": ("2", "4", "8", "16", "32"),
 }
-_AXES = {"bandwidth": "gbit", "density": "density", "nodes": "workers"}
+# Of each sweep: the field of the records, and its heading.
+_AXES = {
+    "bandwidth": ("gbit", "effective Gbit/s"),
+    "density": ("density", "density"),
+    "nodes": ("workers", "workers"),
+}
+_ALONE, _EXPOSED = "#4878b0", "#d03a2b"
 
 
 def run_plan(
@@ -51,7 +63,7 @@ def run_plan(
     sweep: str | None = None,
     output: str | None = None,
 ) -> None:
-    """Predicts what each system would do on a cluster, and which settings to take.
+    """Predicts the iteration of each system on a cluster, and recommends settings.
 
     Args:
         trace: Name of a trace that comes with the package, or the path of a JSON file.
@@ -77,18 +89,17 @@ def run_plan(
     job_trace = resolve_trace(trace)
     costs = Calibration.load(calibration) if calibration is not None else None
     if costs is not None:
-        cluster = costs.cluster(nodes, gpus_per_node, jitter, seed)
+        cluster = Cluster.calibrated(costs, nodes, gpus_per_node, jitter, seed)
         entry_bytes, bandwidth = costs.entry_bytes, f"the rate of {calibration}"
     else:
         cluster = Cluster(nodes, gpus_per_node, resolve_link(bandwidth), jitter=jitter or 0.0, seed=seed)
-    options: dict[str, Any] = {"entry_bytes": entry_bytes, "selection": selection}
+    job = Job(job_trace, cluster, density, entry_bytes, selection)
     over = parse_sweep(sweep) if sweep else {}
     if isinstance(systems, str):
         systems = [name.strip() for name in systems.split(",")]
-    rows = plan_table(job_trace, cluster, density, systems, **options)
-    job = Job(job_trace, cluster, density, **options)
+    rows = plan_table(job, systems)
     console = Console()
-    console.print(build_table(rows, job, bandwidth))
+    console.print(_plan_table(rows, job, bandwidth))
     console.print(literal(f"Times of the trace: {job_trace.source or 'not stated'}. Predictions, not measurements."))
     if costs is not None:
         console.print(literal(f"Costs: {costs.source}."))
@@ -97,16 +108,28 @@ def run_plan(
         console.print(note)
     settings = settings_yaml(rows, density)
     console.print(settings, markup=False, highlight=False)
-    records = sweep_table(job_trace, cluster, density, systems, over=over, **options) if over else []
+    records = sweep_table(job, systems, over=over) if over else []
     if records:
-        _print_sweep(console, records, list(over))
+        console.print(_sweep_table(records, list(over)))
     if output is not None:
-        _write(Path(output), rows, settings, records, list(over))
+        folder = Path(output)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "settings.yaml").write_text(settings, encoding="utf-8")
+        _write_records([asdict(row) for row in rows], folder / "plan")
+        plot_table(rows).savefig(folder / "plan.png", dpi=120)
+        if records:
+            _write_records(records, folder / "sweep")
+        if len(over) == 1:
+            plot_sweep(records, *over).savefig(folder / "sweep.png", dpi=120)
         console.print(literal(f"written to {output}"))
 
 
 def parse_sweep(text: str) -> dict[str, list[str]]:
-    """Reads ``"bandwidth=10gbit,25gbit density"``: names with values, or with the default ones."""
+    """Reads ``"bandwidth=10gbit,25gbit density"``: names with values, or with the default ones.
+
+    Raises:
+        ValueError: If a name is unknown, or has no values after ``=``.
+    """
     over = {}
     for word in text.split():
         name, _, values = word.partition("=")
@@ -119,8 +142,8 @@ def parse_sweep(text: str) -> dict[str, list[str]]:
     return over
 
 
-def build_table(rows: Sequence[PlanRow], job: Job, bandwidth: str) -> Table:
-    """The table that is printed, fastest first."""
+def _plan_table(rows: Sequence[PlanRow], job: Job, bandwidth: str) -> Table:
+    """All systems, fastest first."""
     trace, cluster = job.trace, job.cluster
     title = (
         f"{trace.name}: {sum(trace.numels) / 1e6:.1f} M parameters in {len(trace.tensors)} tensors, "
@@ -154,35 +177,75 @@ def build_table(rows: Sequence[PlanRow], job: Job, bandwidth: str) -> Table:
     return table
 
 
-def _print_sweep(console: Console, records: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
-    """The fastest system of every combination, and DDP in bf16 beside it where it was asked for."""
-    points: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+def _sweep_table(records: Sequence[dict[str, Any]], names: Sequence[str]) -> Table:
+    """The fastest system of every combination."""
+    points: dict[tuple[float, ...], list[dict[str, Any]]] = {}
     for record in records:
-        points.setdefault(tuple(record[_AXES[name]] for name in names), []).append(record)
+        points.setdefault(tuple(record[_AXES[name][0]] for name in names), []).append(record)
     table = Table(title="fastest system")
     for name in names:
-        table.add_column("effective Gbit/s" if name == "bandwidth" else _AXES[name], justify="right")
+        table.add_column(_AXES[name][1], justify="right")
     for heading in ("system", "ms", "over bf16 DDP"):
         table.add_column(heading)
     for point, group in points.items():
         best = min(group, key=lambda record: (not record["comparable"], record["iteration_s"]))
         figures = [best["system"], f"{best['iteration_s'] * 1e3:.1f}", f"{best['speedup']:.2f}"]
         table.add_row(*(f"{value:g}" for value in point), *figures)
-    console.print(table)
+    return table
 
 
-def _write(
-    folder: Path, rows: Sequence[PlanRow], settings: str, records: Sequence[dict[str, Any]], names: Sequence[str]
-) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    flat = [asdict(row) for row in rows]
-    (folder / "settings.yaml").write_text(settings, encoding="utf-8")
-    for suffix in ("csv", "json"):
-        write_records(flat, folder / f"plan.{suffix}")
-        if records:
-            write_records(records, folder / f"sweep.{suffix}")
-    pictures: dict[str, Any] = {"plan": plot_table(rows)}
-    if len(names) == 1:
-        pictures["sweep"] = plot_sweep(records, _AXES[names[0]])
-    for name, figure in pictures.items():
-        figure.savefig(folder / f"{name}.png", dpi=120)
+def _write_records(records: Sequence[Mapping[str, Any]], stem: Path) -> None:
+    """Writes flat records as JSON and CSV."""
+    stem.with_suffix(".json").write_text(json.dumps(records, indent=1), encoding="utf-8")
+    with stem.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(records[0]))
+        writer.writeheader()
+        writer.writerows(records)
+
+
+def plot_table(rows: Sequence[PlanRow]) -> Figure:
+    """Bars of all systems of one cluster, fastest on top: the trace alone, and the exposed time.
+
+    Raises:
+        ModuleNotFoundError: If matplotlib is missing; names the extra that brings it.
+    """
+    figure, ax = _new_figure(1.2 + 0.26 * len(rows))
+    ordered = sorted(rows, key=lambda row: -row.iteration_s)
+    names = [row.system for row in ordered]
+    alone = [(row.iteration_s - row.exposed_s) * 1e3 for row in ordered]
+    ax.barh(names, alone, color=_ALONE, label="forward, backward, optimizer")
+    ax.barh(names, [row.exposed_s * 1e3 for row in ordered], left=alone, color=_EXPOSED, label="exposed")
+    for place, row in enumerate(ordered):
+        ax.annotate(f" {row.speedup:.2f}x", (row.iteration_s * 1e3, place), va="center", fontsize="small")
+    ax.margins(x=0.1)
+    ax.set_xlabel("ms per iteration (and speed-up over DDP in bf16)")
+    ax.legend(loc="upper right")
+    return figure
+
+
+def plot_sweep(records: Sequence[Mapping[str, Any]], over: str) -> Figure:
+    """A line per system: milliseconds per iteration over ``"bandwidth"``, ``"density"`` or ``"nodes"``; dense systems
+    dashed.
+
+    Raises:
+        ModuleNotFoundError: If matplotlib is missing; names the extra that brings it.
+    """
+    figure, ax = _new_figure(5.5)
+    field, heading = _AXES[over]
+    for name in dict.fromkeys(record["system"] for record in records):
+        points = sorted((record[field], record["iteration_s"] * 1e3) for record in records if record["system"] == name)
+        ax.plot(*zip(*points, strict=True), "-" if SIMULATED[name].sparse else "--", marker=".", label=name)
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    ax.set_xlabel(heading)
+    ax.set_ylabel("ms per iteration")
+    ax.legend(fontsize="x-small", ncols=2)
+    return figure
+
+
+def _new_figure(height: float) -> tuple[Figure, Axes]:
+    need("matplotlib", "plot")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, height), layout="constrained")
+    return figure, figure.add_subplot()

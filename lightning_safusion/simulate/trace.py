@@ -94,19 +94,15 @@ class Trace:
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:
-        """Reads what :meth:`save` wrote; a ValueError names a file that is no trace of this format and version."""
+        """Reads a file of :meth:`save`; a ValueError names a file that is no trace of this format and version."""
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
-            head = (content["format"], content["version"])
+            head = (content.pop("format"), content.pop("version"))
             if head != (_FORMAT, _VERSION):
                 raise ValueError(f"{path} has format and version {head}, expected {(_FORMAT, _VERSION)}")
-            rows = [(str(row["name"]), row["shape"], row["backward"], row["forward"]) for row in content["tensors"]]
-            tensors = tuple(
-                TraceTensor(name, tuple(map(int, shape)), float(backward), float(forward))
-                for name, shape, backward, forward in rows
-            )
-            return cls(str(content["name"]), tensors, float(content["optimizer"]), str(content["source"]))
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            rows = content.pop("tensors")
+            return cls(tensors=tuple(TraceTensor(**row | {"shape": tuple(row["shape"])}) for row in rows), **content)
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} is not a trace: {error!r}; write one with Trace.save") from error
 
 

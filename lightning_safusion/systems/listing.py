@@ -10,10 +10,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lightning_safusion.systems.kinds import EngineSystem, HookSystem
-from lightning_safusion.systems.rows import DEFAULT, SYSTEMS
+from lightning_safusion.systems.rows import DEFAULT, SYSTEMS, EngineSystem, HookSystem
 
 _BLOCK = re.compile(r"(<!-- systems: (engine|hooks) -->\n).*?(?=<!-- end -->)", re.DOTALL)
+_ENGINE = (*("system", "what it decides", "compressor", "selects in", "grouping", "collective", "dense", "source"),)
 
 
 def print_systems(document: str | None = None) -> None:
@@ -38,29 +38,23 @@ def print_systems(document: str | None = None) -> None:
 
 
 def documented(text: str) -> str:
-    """A document with the tables of today between ``<!-- systems: engine -->`` (or ``hooks``) and ``<!-- end -->``.
+    """The document with current tables between ``<!-- systems: engine -->`` (or ``hooks``) and ``<!-- end -->``.
 
     Raises:
         ValueError: If there is no such mark.
     """
-    tables = {"engine": engine_table(), "hooks": hook_table()}
+    rows = SYSTEMS.values()
+    tables = {
+        "engine": _markdown(_ENGINE, (_engine_cells(row) for row in rows if isinstance(row, EngineSystem))),
+        "hooks": _markdown(
+            ("system", "what it does", "source"),
+            ((f"`{row.name}`", row.summary, row.source) for row in rows if isinstance(row, HookSystem)),
+        ),
+    }
     text, found = _BLOCK.subn(lambda match: f"{match[1]}\n{tables[match[2]]}\n\n", text)
     if not found:
         raise ValueError("the document has no '<!-- systems: engine -->' and '<!-- systems: hooks -->' before tables")
     return text
-
-
-def engine_table() -> str:
-    """Markdown: the systems that run in the engine, with their parts."""
-    rows = (_engine_cells(row) for row in SYSTEMS.values() if isinstance(row, EngineSystem))
-    headings = ("system", "what it decides", "compressor", "selects in", "grouping", "collective", "dense", "source")
-    return _markdown(headings, rows)
-
-
-def hook_table() -> str:
-    """Markdown: DDP with other hooks."""
-    rows = ((f"`{row.name}`", row.summary, row.source) for row in SYSTEMS.values() if isinstance(row, HookSystem))
-    return _markdown(("system", "what it does", "source"), rows)
 
 
 def _engine_cells(row: EngineSystem) -> tuple[str, ...]:
@@ -81,7 +75,5 @@ def _engine_cells(row: EngineSystem) -> tuple[str, ...]:
     )
 
 
-def _markdown(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    headings = tuple(headings)
-    lines = [headings, ("---",) * len(headings), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+def _markdown(headings: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (headings, ("---",) * len(headings), *rows))

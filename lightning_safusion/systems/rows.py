@@ -1,9 +1,96 @@
-"""The table of systems: every published scheme is one row."""
+"""The table of systems: every published scheme is one row, with parts for the engine, or DDP with another hook."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lightning_safusion.baselines.hooks import DDPHookName
+from lightning_safusion.comm.catalogue import find_collective
+from lightning_safusion.fusion.plans.adaptive import Adaptive
+from lightning_safusion.fusion.plans.policy import FusionPolicy
+from lightning_safusion.fusion.plans.registry import resolve_fusion
+from lightning_safusion.fusion.quota import QuotaRule, Scope
 from lightning_safusion.lookup import look_up
-from lightning_safusion.systems.kinds import EngineSystem, HookSystem
+
+
+@dataclass(frozen=True)
+class System:
+    """The description of a system.
+
+    Args:
+        name: As in ``SAFusionStrategy(system=name)``.
+        summary: What it decides, in one line.
+        source: Where it was published.
+    """
+
+    name: str
+    summary: str
+    source: str
+
+
+@dataclass(frozen=True)
+class EngineSystem(System):
+    """Parts of the engine; an argument of the strategy replaces the part of its name.
+
+    Args:
+        fusion: Grouping policy by name.
+        compressor: Sparsifier by name.
+        scope: ``"tensor"`` (before fusion) or ``"group"`` (after it).
+        quota: ``"proportional"`` or ``"pooled"``.
+        memory: Error feedback.
+        collective: One of ``comm.catalogue.COLLECTIVES``.
+        wire: Wire format.
+        dense_below: Tensors of fewer elements are dense.
+        dense_below_ndim: Tensors of fewer dimensions are dense.
+        offload: Select from tensors on a thread of the host.
+        own_buffers: Its dense buffers are what is compared: plain DDP never takes the engine's place.
+    """
+
+    fusion: str
+    compressor: str = "topk"
+    scope: Scope = "tensor"
+    quota: QuotaRule = "proportional"
+    memory: str = "residual"
+    collective: str = "auto"
+    wire: str = "auto"
+    dense_below: int = 0
+    dense_below_ndim: int = 0
+    offload: bool = False
+    own_buffers: bool = False
+
+    #: No hook: the engine exchanges the gradients.
+    ddp_hook: ClassVar[None] = None
+
+    def policy(self) -> FusionPolicy:
+        """The grouping policy with this row's options."""
+        return Adaptive(rule="paper") if self.fusion == "adaptive-paper" else resolve_fusion(self.fusion)
+
+    @property
+    def sparse(self) -> bool:
+        """Whether it sends less than all of every gradient."""
+        return self.compressor != "none"
+
+    @property
+    def conserves(self) -> bool:
+        """Whether the residual keeps everything that is not sent: the tree of gTop-k drops entries."""
+        return find_collective(self.collective).conserves
+
+
+@dataclass(frozen=True)
+class HookSystem(System):
+    """DDP with another communication hook; it has none of the engine's parts.
+
+    Args:
+        ddp_hook: The hook.
+    """
+
+    ddp_hook: DDPHookName
+
+    #: All of every gradient is exchanged, or an approximation of it whose error stays with the hook.
+    sparse: ClassVar[bool] = False
+    conserves: ClassVar[bool] = True
+
 
 #: The system of ``SAFusionStrategy()``: the best one at equal bytes.
 DEFAULT = "saf-pooled"
@@ -22,7 +109,7 @@ _ROWS: tuple[EngineSystem | HookSystem, ...] = (
     ),
     EngineSystem(
         "saf-pooled",
-        "as safusion; each tensor is sure of a quarter of its quota, the rest is for a buffer's largest; 4-bit values",
+        "as safusion; a tensor is guaranteed a quarter of its quota, the rest is for a buffer's largest; 4-bit values",
         "this package, after SAFusion; the default, for what it does to accuracy (docs/convergence.md)",
         "adaptive",
         quota="pooled",
@@ -168,7 +255,7 @@ _ROWS: tuple[EngineSystem | HookSystem, ...] = (
     ),
     # Options, as the paper has them: interleaved (compressor=ADTopk(interleave=True)), with thresholds that are carried
     # from step to step (refresh=5), partial (fusion="selective": the same mechanism, which with one tensor per buffer,
-    # as released, never leaves one whole) and hybrid (collective="hybrid": the release never launches that all-reduce).
+    # as released, never leaves one dense) and hybrid (collective="hybrid": the release never launches that all-reduce).
     # Sparse messages are 6 bytes per element and not 12, and error feedback has no exceptions by name.
     EngineSystem(
         "adtopk",
@@ -230,12 +317,7 @@ _ROWS: tuple[EngineSystem | HookSystem, ...] = (
         "torch's bf16_compress_hook",
         "bf16",
     ),
-    HookSystem(
-        "ddp-fp16",
-        "plain DDP with buckets in float16",
-        "torch's fp16_compress_hook",
-        "fp16",
-    ),
+    HookSystem("ddp-fp16", "plain DDP with buckets in float16", "torch's fp16_compress_hook", "fp16"),
     HookSystem(
         "powersgd",
         "plain DDP with rank-1 approximations of the gradients, after ten dense steps",

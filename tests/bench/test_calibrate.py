@@ -12,7 +12,7 @@ import torch
 from lightning_safusion.bench.calibrate import fit_calibration, recorded_trace
 from lightning_safusion.bench.recorders import BufferCost, EngineStep, FloorRecord, FloorStep, time_collectives
 from lightning_safusion.comm.transport.torch_backend import default_transport
-from lightning_safusion.simulate.measured import CollectiveSample, CollectiveTimes
+from lightning_safusion.simulate.calibration import CollectiveSample, CollectiveTimes
 from tests.process_group import run_ranks
 
 WORKERS, TENSORS, NUMEL, ENTRIES = 4, 24, 1000, 10

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from subprocess import run
 
 import pytest
 import torch
@@ -53,11 +51,6 @@ def test_it_is_listed_and_documented(capsys: pytest.CaptureFixture[str]) -> None
     assert f"| `saf-signs` | {ROW.summary}" in documented(text)
 
 
-@pytest.mark.slow
-def test_it_is_simulated() -> None:
-    # in a process of its own: the simulator reads the rows once
-    program = f"from lightning_safusion.systems import SYSTEMS, EngineSystem\nSYSTEMS['saf-signs'] = {ROW!r}\n"
-    program += "from lightning_safusion.simulate.report import run_plan\nrun_plan(systems='ddp,saf-inter,saf-signs')\n"
-    ended = run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
-    assert ended.returncode == 0, ended.stderr
-    assert "saf-signs" in ended.stdout
+def test_it_is_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", "--systems", "ddp,saf-inter,saf-signs"])
+    assert "saf-signs" in capsys.readouterr().out

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from lightning_safusion.comm.cost import LinearCost
-from lightning_safusion.simulate.calibration import Calibration
-from lightning_safusion.simulate.cluster import Cluster, Device
-from lightning_safusion.simulate.comparison import best_sparse, plan_table, run_system
+from lightning_safusion.simulate.calibration import Calibration, CollectiveSample, CollectiveTimes, Host, StageCost
+from lightning_safusion.simulate.cluster import Cluster
+from lightning_safusion.simulate.comparison import best_sparse, plan_table
 from lightning_safusion.simulate.engine import simulate
 from lightning_safusion.simulate.job import Job
-from lightning_safusion.simulate.measured import CollectiveSample, CollectiveTimes, Host, StageCost
 from lightning_safusion.simulate.report import run_plan
 from lightning_safusion.simulate.schedule import Message, Planned, Schedule
-from lightning_safusion.simulate.trace import Trace, TraceTensor
+from lightning_safusion.simulate.systems import run_system
+from lightning_safusion.simulate.trace import Trace, TraceTensor, resolve_trace
 
 
 def straight(line: LinearCost, queued: float = 1.0, processor: float = 0.0) -> CollectiveTimes:
@@ -88,26 +88,25 @@ def test_numbers_that_make_no_sense_are_refused() -> None:
 
 
 def test_the_same_group_takes_what_was_measured_and_another_one_what_follows_from_it() -> None:
-    same = COSTS.cluster(4)
+    same = Cluster.calibrated(COSTS, 4)
     assert same.allgather(1000).seconds == pytest.approx(6e-3)
     assert same.allreduce(1000).seconds == pytest.approx(6e-3)
     assert same.allgather(1000).nbytes == 3000
-    other = COSTS.cluster(8)
+    other = Cluster.calibrated(COSTS, 8)
     # one millisecond for the two rounds more of an all-reduce: alpha; what is left of three is the launch
     assert other.allgather(1000).seconds == pytest.approx(2e-3 + 3 * 0.5e-3 + 7 * 1000 * 1e-6)
 
 
 def test_decoding_on_the_host_waits_for_the_end_of_backward() -> None:
-    messages = tuple(Message((place,), COSTS.cluster(4).allgather(100), decode=0.01) for place in range(3))
-    schedule = Schedule(Planned(messages), (0.0,) * 3)
-    last = Cluster(4, device=Device(decodes_last=True, decode_fixed=0.001))
-    behind = Cluster(4, device=Device(decode_fixed=0.001))
+    messages = [Message([place], Cluster.calibrated(COSTS, 4).allgather(100), decode=0.01) for place in range(3)]
+    schedule = Schedule(Planned(messages), engine=False)
     exchange = messages[0].cost.seconds
     # backward ends at 30 ms, and with it the exchange of the last gradient begins; the others are decoded meanwhile
-    assert simulate(TRACE, last, schedule).seconds == pytest.approx(0.03 + max(2 * 0.011, exchange) + 0.011 + 0.005)
+    last = simulate(TRACE, Cluster(4, host=Host(cores=1)), schedule)
+    assert last.seconds == pytest.approx(0.03 + max(2 * 0.01, exchange) + 0.01 + 0.005)
     # beside backward only the last one's decoding is left
-    chain = 0.01 + 3 * (exchange + 0.011)
-    assert simulate(TRACE, behind, schedule).seconds == pytest.approx(max(chain, 0.03 + exchange + 0.011) + 0.005)
+    beside = simulate(TRACE, Cluster(4), schedule)
+    assert beside.seconds == pytest.approx(max(0.01 + 3 * (exchange + 0.01), 0.03 + exchange + 0.01) + 0.005)
 
 
 def test_the_planner_takes_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,7 +118,7 @@ def test_the_planner_takes_the_file(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "Costs: made up." in shown
     # one buffer of 30 000 elements, of which 300 are sent by each of four workers
     expected = 0.03 + (1e-3 + 3e-4) + (3e-3 + 1800 * 3e-6) + (2e-3 + 1200 * 1e-7) + 0.005
-    job = Job(TRACE, COSTS.cluster(4), 0.01, COSTS.entry_bytes)
+    job = Job(TRACE, Cluster.calibrated(COSTS, 4), 0.01, COSTS.entry_bytes)
     assert run_system("syncea", job).seconds == pytest.approx(expected)
     assert f"{expected * 1e3:.1f}" in shown
 
@@ -128,9 +127,10 @@ def test_systems_whose_processors_are_not_counted_are_marked_and_never_recommend
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = ["horovod", "saf-naive", "horovod-dense", "syncea", "easgd", "ddp-bf16"]
-    rows = plan_table("lstm", COSTS.cluster(4), 0.01, names)
+    trace = resolve_trace("lstm")
+    rows = plan_table(Job(trace, Cluster.calibrated(COSTS, 4)), names)
     assert [row.comparable for row in rows] == [False, False, False, True, True, True]
-    assert all(row.comparable for row in plan_table("lstm", Cluster(4), 0.01, names))
+    assert all(row.comparable for row in plan_table(Job(trace, Cluster(4)), names))
     quickest = [replace(row, iteration_s=1e-9, speedup=1e9) if row.system == "horovod" else row for row in rows]
     assert (best_sparse(quickest) or rows[-1]).system != "horovod"
     COSTS.save(tmp_path / "costs.json")

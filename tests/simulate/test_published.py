@@ -33,11 +33,11 @@ from lightning_safusion.fusion.plans.merging import OMGS
 from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.fusion.plans.policy import WFBP, Aligned, Single
 from lightning_safusion.fusion.plans.searching import Cupcake
-from lightning_safusion.simulate.cluster import Cluster, CollectiveCost
+from lightning_safusion.simulate.cluster import Cluster
 from lightning_safusion.simulate.engine import simulate
-from lightning_safusion.simulate.job import Job, grouped
-from lightning_safusion.simulate.schedule import Planned, Schedule, Timer
-from lightning_safusion.simulate.systems import SIMULATED
+from lightning_safusion.simulate.job import Job, line
+from lightning_safusion.simulate.schedule import Message, Planned, Schedule, Timer
+from lightning_safusion.simulate.systems import build_schedule
 from lightning_safusion.simulate.trace import Trace, resolve_trace
 
 load = cache(resolve_trace)
@@ -61,8 +61,8 @@ def dense(trace: Trace, cluster: Cluster, width: int) -> float:
         return np.array([cluster.allreduce(float(size)).seconds for size in sizes])
 
     stops = optimal_cuts(np.cumsum(job.backward), seconds)
-    messages = [job.dense(range(start, stop), width) for start, stop in pairwise([0, *stops])]
-    return milliseconds(job, Schedule(Planned(tuple(messages)), (0.0,) * len(job.numels)))
+    messages = [job.dense_message(range(start, stop), width) for start, stop in pairwise([0, *stops])]
+    return milliseconds(job, Schedule(Planned(messages)))
 
 
 def per_tensor(trace: Trace, cluster: Cluster, selection: str) -> float:
@@ -71,10 +71,16 @@ def per_tensor(trace: Trace, cluster: Cluster, selection: str) -> float:
 
 
 def oktopk(job: Job) -> float:
-    def exchange(nbytes: float, elements: float) -> tuple[CollectiveCost, float]:
-        return job.cluster.oktopk(nbytes), 3 * nbytes / job.entry_bytes * job.cluster.device.decode
+    def decode(nbytes: float) -> float:
+        return 3 * nbytes / job.entry_bytes * job.cluster.device.decode
 
-    return milliseconds(job, grouped(job, exchange, select=True))
+    cost = line(lambda nbytes: job.cluster.oktopk(nbytes).seconds + decode(nbytes))
+    messages = []
+    for group in plan_optimal(replace(job.group_costs(), sparse=(cost.fixed, cost.per_byte))).groups:
+        places = range(group.start, group.stop)
+        nbytes = float(job.sparse_bytes[places].sum())
+        messages.append(Message(places, job.cluster.oktopk(nbytes), job.select_seconds(places), decode(nbytes)))
+    return milliseconds(job, Schedule(Planned(messages)))
 
 
 def columns(trace: Trace, gbit: float) -> list[float]:
@@ -87,7 +93,7 @@ def columns(trace: Trace, gbit: float) -> list[float]:
         per_tensor(trace, cluster, "threshold"),
         milliseconds(job, job.schedule(plan_pareto(job.group_costs()))),
         oktopk(job),
-        milliseconds(job, SIMULATED["safusion-hierarchical"].build(job)),
+        milliseconds(job, build_schedule("safusion-hierarchical", job)),
     ]
 
 
@@ -171,7 +177,7 @@ def test_grouping_policies(model: str, cluster: Cluster, published: Sequence[flo
 )
 def test_grouping_by_a_timer(model: str, cluster: Cluster, published: float) -> None:
     job = Job(load(model), cluster, 0.01, 8, "exact", segmented=False)
-    schedule = SIMULATED["horovod"].build(job)
+    schedule = build_schedule("horovod", job)
     assert isinstance(schedule.launch, Timer)
     free = replace(schedule, launch=replace(schedule.launch, negotiate=0.0, launch=0.0))
     assert milliseconds(job, free) == pytest.approx(published, rel=0.01)

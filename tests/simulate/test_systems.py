@@ -12,10 +12,10 @@ from lightning_safusion.fusion.plans.adaptive import plan_optimal
 from lightning_safusion.fusion.plans.costs import SelectionCost, ddp_buckets
 from lightning_safusion.fusion.plans.pricing import predict_finish
 from lightning_safusion.simulate.cluster import Cluster, Device
-from lightning_safusion.simulate.engine import mean_iteration, simulate
-from lightning_safusion.simulate.job import Job, grouped
+from lightning_safusion.simulate.engine import simulate
+from lightning_safusion.simulate.job import Job, line
 from lightning_safusion.simulate.schedule import Iteration, Planned
-from lightning_safusion.simulate.systems import SIMULATED, resolve_simulated
+from lightning_safusion.simulate.systems import SIMULATED, build_schedule, run_system
 from lightning_safusion.simulate.trace import resolve_trace
 from lightning_safusion.systems import SYSTEMS
 
@@ -23,7 +23,7 @@ load = cache(resolve_trace)
 
 
 def run(name: str, job: Job, iterations: int = 1) -> Iteration:
-    return mean_iteration(job.trace, job.cluster, SIMULATED[name].build(job), iterations)
+    return run_system(name, job, iterations)
 
 
 @cache
@@ -38,7 +38,7 @@ def test_every_system_runs_on_every_shape_of_cluster(name: str, cluster: tuple[i
     result = run(name, job)
     assert result.seconds >= job.trace.seconds - 1e-12
     assert (result.nbytes > 0) == (cluster != (1, 1))
-    schedule = SIMULATED[name].build(job)
+    schedule = build_schedule(name, job)
     if isinstance(schedule.launch, Planned):
         covered = {place for message in schedule.launch.messages for place in message.tensors}
         assert covered == set(range(len(job.numels)))
@@ -79,7 +79,7 @@ def test_powersgd_sends_factors(name: str, rank: int) -> None:
 def test_adtopk_sends_at_least_one_element_of_every_row() -> None:
     trace = load("resnet-50")
     job = Job(trace, Cluster(2), 0.001, 4.0)
-    schedule = SIMULATED["adtopk"].build(job)
+    schedule = build_schedule("adtopk", job)
     assert isinstance(schedule.launch, Planned)
     first = next(place for place, tensor in enumerate(trace.tensors) if tensor.name == "conv1.weight")
     assert trace.tensors[first].shape == (64, 3, 7, 7)
@@ -132,14 +132,14 @@ def test_elastic_averaging_hides_behind_forward_and_backward(link: str, hidden: 
 
 def test_hipress_compresses_what_is_large() -> None:
     job = Job(load("vgg-19"), Cluster(8, 1, LINKS["10gbit"]), 0.01)
-    schedule = SIMULATED["hipress"].build(job)
+    schedule = build_schedule("hipress", job)
     assert isinstance(schedule.launch, Planned)
     compressed = {message.tensors[0] for message in schedule.launch.messages if message.select > 0}
     assert min(job.numels[list(compressed)]) > max(
         job.numels[place] for place in range(len(job.numels)) if place not in compressed
     )
     largest = int(job.numels.argmax())
-    assert sum(message.tensors == (largest,) for message in schedule.launch.messages) > 1
+    assert sum(largest in message.tensors for message in schedule.launch.messages) > 1
     assert run("hipress", job).seconds < run("ddp", job).seconds
 
 
@@ -155,25 +155,27 @@ def test_espresso_is_not_slower_than_what_it_started_from() -> None:
 def test_espresso_selects_on_the_host_where_the_device_is_slow() -> None:
     slow = SelectionCost(5e-3, 0.0)
     quick = Device(selections={"threshold": slow}, cpu=SelectionCost(1e-5, 0.0), pcie=1e12)
-    schedule = SIMULATED["espresso"].build(Job(load("vgg-19"), Cluster(8, 1, LINKS["10gbit"], device=quick), 0.01))
-    assert schedule.host_select is not None
+    schedule = build_schedule("espresso", Job(load("vgg-19"), Cluster(8, 1, LINKS["10gbit"], device=quick), 0.01))
     assert any(schedule.host_select)
 
 
-def test_groups_over_a_collective_of_ones_own_are_the_best_ones() -> None:
+def test_groups_over_an_exchange_in_phases_are_the_best_ones() -> None:
     # selection after the exchange inside a node does not delay backward: the plan must not think so either
     device = Device(selections={"threshold": SelectionCost(0.0, 1e-8)})
-    job = Job(load("bert-base"), Cluster(32, 1, LINKS["25gbit"], device=device), 0.01)
-    schedule = grouped(job, lambda nbytes, elements: (job.cluster.allgather(nbytes), job.decode_per_byte * nbytes))
-    costs = replace(job.group_costs(), ready=job.group_costs(sparse=False, dense=True).ready)
+    job = Job(load("bert-base"), Cluster(32, 1, LINKS["25gbit"], device=device), 0.01, dense_below=512)
+    per_byte = 1e-8 * job.numels.sum() / job.sparse_bytes.sum() + job.decode_per_byte
+    cost = line(lambda nbytes: job.cluster.allgather(nbytes).seconds + per_byte * nbytes)
+    ready = job.group_costs(sparse=False, dense=True).ready
+    costs = replace(job.group_costs(), ready=ready, sparse=(cost.fixed, cost.per_byte))
     best = predict_finish(plan_optimal(costs), costs) + job.trace.forward_seconds
-    assert simulate(job.trace, job.cluster, schedule).seconds == pytest.approx(best)
+    # the share of elements that are sent differs a little between groups
+    assert run("safusion-hierarchical", job).seconds == pytest.approx(best, rel=2e-3)
 
 
 def test_ssfusion_keeps_its_budget_and_its_lanes() -> None:
     # one call per tensor, and cheap messages: to leave small tensors whole pays
     job = Job(load("bert-base"), Cluster(8, 1, LINKS["200gbit-rdma"]), 0.05, segmented=False)
-    one, two = SIMULATED["ssfusion-naive"].build(job), SIMULATED["ssfusion-i"].build(job)
+    one, two = build_schedule("ssfusion-naive", job), build_schedule("ssfusion-i", job)
     assert isinstance(one.launch, Planned)
     assert isinstance(two.launch, Planned)
     assert len(two.launch.messages) > len(one.launch.messages)
@@ -185,8 +187,7 @@ def test_ssfusion_offloads_only_where_the_host_is_quick_enough() -> None:
     def host(seconds: float) -> float:
         device = Device(cpu=replace(Device().cpu, fixed=seconds, per_element=seconds * 1e-6))
         job = Job(load("bert-base"), Cluster(8, 1, LINKS["10gbit"], device=device), 0.05)
-        schedule = SIMULATED["ssfusion-o"].build(job)
-        assert schedule.host_select is not None
+        schedule = build_schedule("ssfusion-o", job)
         return sum(seconds > 0 for seconds in schedule.host_select)
 
     assert host(1e-5) > 20
@@ -221,7 +222,7 @@ def test_alignment_pays_more_with_more_workers(trace: str, sizes: tuple[int, ...
 
 def test_without_jitter_and_with_equal_quotas_there_is_nothing_to_align() -> None:
     job = Job(load("bert-large"), Cluster(8, 1, LINKS["10gbit"]), 0.01, 8, segmented=False)
-    schedule = SIMULATED["saf-naive"].build(job)
+    schedule = build_schedule("saf-naive", job)
     alike = replace(schedule, launch=replace(schedule.launch, spread=0.0))
     assert simulate(job.trace, job.cluster, alike).waited == pytest.approx(0.0)
     assert simulate(job.trace, job.cluster, schedule).waited > 0.0
@@ -229,7 +230,7 @@ def test_without_jitter_and_with_equal_quotas_there_is_nothing_to_align() -> Non
 
 def test_unknown_systems_are_named() -> None:
     with pytest.raises(ValueError, match="Did you mean 'safusion'"):
-        resolve_simulated("safusio")
+        build_schedule("safusio", lstm())
 
 
 @pytest.mark.parametrize(("field", "value"), [("density", 0.0), ("density", 1.5), ("entry_bytes", 0.0)])

@@ -8,12 +8,12 @@ from math import inf
 
 #: Seconds for which a thread keeps a core that others wait for: a tick of Linux at 250 Hz.
 TIMESLICE = 4e-3
-# What rounding leaves of a task takes no time.
+# Rounding errors of a task's remaining seconds.
 _INSTANT = 1e-12
 
 
 def fair_shares(demands: Sequence[float], counts: Sequence[int], cores: float) -> list[float]:
-    """Max-min fair shares of the cores: who asks for little has all of it, the others have the same each.
+    """Max-min fair shares of the cores: small demands are met in full, the others have equal shares.
 
     Args:
         demands: Share of a core that each thread of a task asks for, 0 to 1.
@@ -36,20 +36,19 @@ class _Task:
     threads: int
     then: Callable[[], None]
     slice: float = inf  # seconds that it keeps its core, if it computes
-    first: Callable[[], None] | None = None  # called when it has a core, once
+    first: Callable[[], None] | None = None  # called once, when it gets a core
     speed: float = 0.0
 
 
 class SharedCores:
-    """A machine on which tasks start whenever others end.
+    """A machine on which tasks start when others end.
 
-    Threads that compute have a core each, first come, first served, for a slice of time if others wait. Tasks that only
-    wake now and then to carry data have as much as they ask for, or their fair share; what they take, nobody computes
-    with.
+    Threads that compute have a core each, first come, first served, for a slice of time if others wait. Tasks that
+    carry data or sleep have as much of the cores as they ask for, or their fair share; the rest is left for computing.
 
     Args:
-        cores: Cores of the machine; infinitely many: tasks do not meet.
-        timeslice: Seconds; 0: so short that all threads that compute share all cores at any time.
+        cores: Cores of the machine; infinitely many: tasks do not affect each other.
+        timeslice: Seconds.
 
     Attributes:
         clock: Seconds since the beginning.
@@ -65,8 +64,8 @@ class SharedCores:
     def compute(
         self, seconds: float, then: Callable[[], None], threads: int = 1, first: Callable[[], None] | None = None
     ) -> None:
-        """Begins ``seconds`` of computing on ``threads`` that go on together, with a core for each; ``first`` is called
-        when they have their cores for the first time, ``then`` when they have ended."""
+        """Begins to compute for ``seconds`` on ``threads`` that run together, with a core for each; calls ``first``
+        when they get their cores, ``then`` when they have ended."""
         self._computing.append(_Task(seconds, 1.0, threads, then, self.timeslice, first))
 
     def carry(self, seconds: float, then: Callable[[], None], demand: float = 0.0, threads: int = 1) -> None:
@@ -75,39 +74,31 @@ class SharedCores:
         self._carrying.append(_Task(seconds, demand, threads, then))
 
     def run(self) -> None:
-        """Lets time pass until no task is left."""
-        while self._carrying or self._computing:
-            waiting = self._set_speeds()
-            step = min(task.left / task.speed for task in (*self._carrying, *self._computing) if task.speed > 0)
-            if waiting and self.timeslice:
+        """Advances the clock until no task is left."""
+        while tasks := [*self._carrying, *self._computing]:
+            waiting = self._set_speeds(tasks)
+            step = min(task.left / task.speed for task in tasks if task.speed > 0)
+            if waiting:
                 step = min(step, *(task.slice / task.speed for task in self._computing if task.speed > 0))
             self.clock += step
-            self._pass(step, waiting)
+            for task in tasks:
+                task.left -= step * task.speed
+                task.slice -= step * task.speed
+            self._carrying = [task for task in self._carrying if task.left > _INSTANT]
+            computing = [task for task in self._computing if task.left > _INSTANT]
+            used_up = [task for task in computing if task.slice <= _INSTANT]
+            for task in used_up:
+                task.slice = self.timeslice
+            self._computing = [task for task in computing if task not in used_up] + used_up if waiting else computing
+            for task in tasks:
+                if task.left <= _INSTANT:
+                    task.then()
 
-    def _pass(self, step: float, waiting: bool) -> None:
-        """Lets tasks go on for a while; ends those that are done, and takes cores from those that had them long."""
-        tasks = [*self._carrying, *self._computing]
-        for task in tasks:
-            task.left -= step * task.speed
-            task.slice -= step * task.speed
-        ended = [task for task in tasks if task.left <= _INSTANT]
-        self._carrying = [task for task in self._carrying if task.left > _INSTANT]
-        left = [task for task in self._computing if task.left > _INSTANT]
-        used_up = [task for task in left if task.slice <= _INSTANT]
-        for task in used_up:
-            task.slice = self.timeslice
-        self._computing = [task for task in left if task not in used_up] + used_up if waiting else left
-        for task in ended:
-            task.then()
-
-    def _set_speeds(self) -> bool:
-        """How fast each task is from now on; returns whether a thread waits for a core."""
-        tasks = [*self._carrying, *self._computing]
+    def _set_speeds(self, tasks: Sequence[_Task]) -> bool:
+        """Sets the speed of each task; returns whether a thread waits for a core."""
         shares = fair_shares([task.demand for task in tasks], [task.threads for task in tasks], self.cores)
         for task, share in zip(tasks, shares, strict=True):
             task.speed = share / task.demand if task.demand > 0 else 1.0
-        if not self.timeslice:
-            return False
         free = self.cores - sum(task.threads * task.demand * task.speed for task in self._carrying)
         running: list[_Task] = []
         left = self.cores

@@ -8,10 +8,13 @@ from functools import partial
 
 import pytest
 
-from lightning_safusion.simulate.sharing import SharedCores, fair_shares
+from lightning_safusion.simulate.cores import SharedCores, fair_shares
+
+# So short that threads that compute share all cores nearly evenly.
+SLICE = 1e-3
 
 
-def ends(cores: float, tasks: Sequence[tuple[float, float, float]], timeslice: float = 0.0) -> list[float]:
+def ends(cores: float, tasks: Sequence[tuple[float, float, float]], timeslice: float = SLICE) -> list[float]:
     """When tasks end that begin at a time, take some seconds alone, and ask for a share of a core; 1: they compute."""
     machine = SharedCores(cores, timeslice)
     done = [math.nan] * len(tasks)
@@ -48,20 +51,20 @@ def test_shares_are_fair(demands: list[float], counts: list[int], cores: float, 
 
 
 def test_two_tasks_on_one_core_take_twice_as_long() -> None:
-    assert ends(1, [(0, 1, 1), (0, 1, 1)]) == pytest.approx([2, 2])
+    assert ends(1, [(0, 1, 1), (0, 1, 1)]) == pytest.approx([2, 2], abs=2 * SLICE)
     assert ends(2, [(0, 1, 1), (0, 1, 1)]) == pytest.approx([1, 1])
 
 
 def test_three_tasks_on_two_cores() -> None:
-    assert ends(2, [(0, 1, 1)] * 3) == pytest.approx([1.5] * 3)
+    assert ends(2, [(0, 1, 1)] * 3) == pytest.approx([1.5] * 3, abs=2 * SLICE)
     # two thirds of a core each until the short one ends at 1.5 s, then a whole one
-    assert ends(2, [(0, 1, 1), (0, 2, 1), (0, 2, 1)]) == pytest.approx([1.5, 2.5, 2.5])
+    assert ends(2, [(0, 1, 1), (0, 2, 1), (0, 2, 1)]) == pytest.approx([1.5, 2.5, 2.5], abs=2 * SLICE)
 
 
-def test_a_task_that_comes_later_slows_down_what_is_left() -> None:
+def test_a_task_that_comes_later_slows_down_the_others() -> None:
     # alone for a second; then one second is left of the first and two of the other
-    assert ends(1, [(0, 2, 1), (1, 2, 1)]) == pytest.approx([3, 4])
-    assert ends(2, [(0, 2, 1), (0, 2, 1), (1, 1, 1)]) == pytest.approx([2.5, 2.5, 2.5])
+    assert ends(1, [(0, 2, 1), (1, 2, 1)]) == pytest.approx([3, 4], abs=2 * SLICE)
+    assert ends(2, [(0, 2, 1), (0, 2, 1), (1, 1, 1)]) == pytest.approx([2.5, 2.5, 2.5], abs=2 * SLICE)
 
 
 def test_who_asks_for_little_is_not_slowed_down() -> None:
@@ -87,8 +90,8 @@ def test_who_carries_data_takes_cores_from_those_who_compute() -> None:
     assert ends(2, [(0, 4, 0.5), (0, 1.5, 1), (0, 1.5, 1), (0, 7, 0)], timeslice=10) == pytest.approx([4, 2, 2, 7])
 
 
-def test_threads_of_a_task_go_on_together() -> None:
-    machine, done = SharedCores(2, timeslice=0.0), []
+def test_threads_of_a_task_run_together() -> None:
+    machine, done = SharedCores(2), []
     machine.compute(1.0, lambda: done.append(machine.clock), threads=4)
     machine.run()
     assert done == pytest.approx([2.0])
