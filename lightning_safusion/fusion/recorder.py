@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,21 +25,6 @@ _ARRIVALS = 11  # windows that the running median of the arrivals spans
 RECENT_WINDOWS = 8
 # Shape of the local costs before buffers of several sizes were measured: a launch, and a pass over memory.
 _LOCAL_SHAPE = LinearCost(40e-6, 1e-10)
-
-
-class SelectionTime(NamedTuple):
-    """The selection of one buffer, its packing and launch: between two gradients on the thread of the backward pass,
-    or on a stream beside it.
-
-    Args:
-        stop: Place after the last tensor of the buffer.
-        elements: Elements selected from.
-        seconds: Duration.
-    """
-
-    stop: int
-    elements: int
-    seconds: float
 
 
 class ProfileRecorder:
@@ -70,7 +54,7 @@ class ProfileRecorder:
     def record(self, events: WindowEvents) -> None:
         """Adds a window; the rounds of a stream, which belong to no buffer, are left out."""
         buffers = [buffer for buffer in events.buffers if buffer.collective != "stream"]
-        selections = [SelectionTime(each.places.stop, each.elements, each.issued - each.closed) for each in buffers]
+        selections = [(each.places.stop, each.elements, each.issued - each.closed) for each in buffers]
         self.record_window(events.ready, selections, delays=not events.beside)
         seconds = service_seconds([each.launched for each in buffers], [each.finished for each in buffers])
         for each, duration in zip(buffers, seconds, strict=True):
@@ -79,7 +63,10 @@ class ProfileRecorder:
                 self.record_decode(each.bytes_sent, each.decoded - each.arrived)
 
     def record_window(
-        self, arrivals: Sequence[float] | np.ndarray, selections: Iterable[SelectionTime] = (), delays: bool = True
+        self,
+        arrivals: Sequence[float] | np.ndarray,
+        selections: Iterable[tuple[int, int, float]] = (),
+        delays: bool = True,
     ) -> None:
         """Adds the arrival times of the gradients in one window, and the selections that delayed them.
 
@@ -87,15 +74,16 @@ class ProfileRecorder:
 
         Args:
             arrivals: Seconds at which each gradient arrived, counted from any origin; NaN if it did not [L].
-            selections: Selections of the window.
-            delays: They ran between the gradients: the time of each is subtracted from the arrivals after it, so that
-                the profile does not depend on the plan it was measured with.
+            selections: ``(place after its last tensor, elements, seconds of selection, packing and launch)`` of each
+                buffer.
+            delays: Selections ran between the gradients, not beside them: the time of each is subtracted from the
+                arrivals after it, so that the profile does not depend on the plan it was measured with.
         """
         times = np.array(arrivals, dtype=np.float64)
-        for selection in selections:
-            if delays and _measured(selection.seconds):
-                times[selection.stop :] -= selection.seconds
-            self._add(self._selections, selection.elements, selection.seconds)
+        for stop, elements, seconds in selections:
+            if delays and _measured(seconds):
+                times[stop:] -= seconds
+            self._add(self._selections, elements, seconds)
         if not np.isnan(times).all():  # such a window counts too: other ranks may have had gradients in it
             times -= np.nanmin(times)
         self._arrivals.append(times)

@@ -205,7 +205,7 @@ class Failing(TopK):
 
 
 @pytest.mark.parametrize("fusion", ["aligned", "naive", "horovod"])
-def test_an_error_on_one_rank_is_raised_on_all_and_nobody_hangs(make: Callable[..., Cluster], fusion: str) -> None:
+def test_an_error_on_one_rank_is_raised_on_all_and_no_rank_hangs(make: Callable[..., Cluster], fusion: str) -> None:
     cluster = make(3, fusion=fusion)
     for controller in cluster.controllers:
         controller.space.selector.sparsifier = Failing()
@@ -297,7 +297,7 @@ def test_only_gradients_of_the_first_window_are_let_go(make: Callable[..., Clust
             assert all(grad is None for grad in grads) == (step == 0)
 
 
-def test_it_says_once_what_travels_how() -> None:
+def test_buffers_are_announced_once() -> None:
     said: list[str] = []
     transports = local_transports(1)
     options = settings(fusion="aligned", collective="allreduce")

@@ -14,7 +14,7 @@ from lightning_safusion.comm.cost import LINKS, LinearCost
 from lightning_safusion.fusion.plans.adaptive import plan_optimal
 from lightning_safusion.fusion.plans.costs import JobShape
 from lightning_safusion.fusion.plans.profile import AgreedProfile, fit_exchanges, fit_or_scale, job_costs
-from lightning_safusion.fusion.recorder import ProfileRecorder, SelectionTime, service_seconds
+from lightning_safusion.fusion.recorder import ProfileRecorder, service_seconds
 
 PRIOR = {"allgather": LinearCost(1e-4, 4e-9), "allreduce": LinearCost(2e-4, 1e-9)}
 
@@ -71,7 +71,7 @@ def test_profile_does_not_depend_on_the_plan_it_was_measured_with() -> None:
             arrivals.append(clock)
             if place + 1 in stops:
                 seconds = 0.125 + 0.25 * (place + 1 - start)
-                selections.append(SelectionTime(place + 1, 10 * (place + 1 - start), seconds))
+                selections.append((place + 1, 10 * (place + 1 - start), seconds))
                 clock, start = clock + seconds, place + 1
         recorder = ProfileRecorder(4)
         recorder.record_window(arrivals, selections)
@@ -198,7 +198,7 @@ def test_all_ranks_hold_the_same_bits(world_size: int) -> None:
         recorder = ProfileRecorder(3)
         for _ in range(int(rng.integers(1, 9))):
             stop = int(rng.integers(1, 4))
-            selection = SelectionTime(stop, 1000 * stop, rng.uniform(0, 1e-3))
+            selection = (stop, 1000 * stop, rng.uniform(0, 1e-3))
             recorder.record_window(np.sort(rng.uniform(0, 1, 3)), [selection])
             recorder.record_decode(100 * stop, rng.uniform(0, 1e-3))
         for number in range(int(rng.integers(20, 40))):
@@ -221,7 +221,7 @@ def test_gradients_are_ready_when_the_slowest_rank_has_them() -> None:
 
 def test_a_rank_without_measurements_follows_the_others() -> None:
     recorders = [ProfileRecorder(3) for _ in range(2)]
-    recorders[0].record_window([0.0, 1.0, 5.0], [SelectionTime(3, 1000, 1e-3)])
+    recorders[0].record_window([0.0, 1.0, 5.0], [(3, 1000, 1e-3)])
     first, second = agree_all(recorders)
     assert first == second
     assert first.arrivals == (0.0, 1.0, 5.0)
@@ -270,7 +270,7 @@ def test_local_work_takes_as_long_as_on_the_slowest_rank() -> None:
     for rank, recorder in enumerate(recorders):
         for elements in (1_000, 100_000):
             seconds = (1 + rank) * (1e-5 + 1e-9 * elements)
-            recorder.record_window([0.0], [SelectionTime(1, elements, seconds)])
+            recorder.record_window([0.0], [(1, elements, seconds)])
             recorder.record_decode(elements, 3 * seconds)
     profile = agree_all(recorders)[0]
     assert_line(profile.select, 2e-5, 2e-9)

@@ -1,4 +1,4 @@
-"""Quotas of models that Hypothesis makes: what a tensor may send, what a buffer holds, what nobody can take away."""
+"""Quotas of models that Hypothesis makes: what a tensor may send, what a buffer holds, what is guaranteed."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_whole_tensors_are_paid_for_by_the_others_of_their_buffer(model: Model, 
         assert (mine[sizes <= upto] == sizes[sizes <= upto]).all()
         assert (mine <= sizes).all()
         assert (mine >= np.minimum(sizes, 1)).all()
-        assert mine.sum() <= counts.sum()  # equal, but where nobody is left to send more
+        assert mine.sum() <= counts.sum()  # equal, unless no tensor can send more
 
 
 @given(numels=NUMELS, density=st.floats(0.001, 0.5), data=st.data())

@@ -62,7 +62,7 @@ def restore(cluster: Cluster, entry: dict[str, Any], path: Path | str) -> list[l
 
 
 def total(cluster: Cluster, index: int) -> torch.Tensor:
-    """What all workers together have held back of a tensor, over their number."""
+    """Mean residual of a tensor over all workers."""
     ranks = range(len(cluster.transports))
     return torch.stack([cluster.residual(rank, index) for rank in ranks]).mean(0)
 

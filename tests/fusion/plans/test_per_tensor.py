@@ -1,4 +1,4 @@
-"""HiPress and Espresso in a job: what they choose for each tensor, and that every choice travels as it should.
+"""HiPress and Espresso in a job: what they choose for each tensor, and that every choice is exchanged as it should.
 
 Covers: the comparison and the simulated iteration by hand; plans equal to the pure planners' on the agreed costs;
     restricted collectives; batches; half precision on the wire; conservation, replicas and plans on virtual workers.
@@ -49,9 +49,9 @@ def test_hipress_compares_collectives() -> None:
     assert choose_compressed(replace(COSTS, dense_allowed=False, sparse=(9.0, 1.0))) == [True, True, False, False]
 
 
-def test_hipress_batches_whole_neighbours() -> None:
-    whole = replace(COSTS, sparse_allowed=False)
-    lists = {bulk: HiPress(bulk).plan(whole).to_list() for bulk in (0, 4000, 5000)}
+def test_hipress_batches_dense_neighbours() -> None:
+    dense = replace(COSTS, sparse_allowed=False)
+    lists = {bulk: HiPress(bulk).plan(dense).to_list() for bulk in (0, 4000, 5000)}
     assert lists[0] == [[1, "allreduce"]] * 4
     assert lists[4000] == [[2, "allreduce"], [1, "allreduce"], [1, "allreduce"]]
     assert lists[5000] == [[3, "allreduce"], [1, "allreduce"]]
@@ -122,8 +122,8 @@ def test_espresso_has_all_three_options() -> None:
 def test_plans_keep_half_precision() -> None:
     plan = Espresso().plan(large())
     assert Plan.from_list(json.loads(json.dumps(plan.to_list()))) == plan
-    whole = Plan(tuple(replace(group, half=False) for group in plan.groups))
-    assert whole.digest != plan.digest
+    full = Plan(tuple(replace(group, half=False) for group in plan.groups))
+    assert full.digest != plan.digest
     both = Plan((Group(0, 2, "allgather", 7), Group(2, 3, "allreduce", 0, True)))
     assert both.to_list() == [[2, "allgather", 7], [1, "allreduce", 0, 1]]
     assert Plan.from_list(both.to_list()) == both
@@ -165,7 +165,7 @@ def test_unknown_fabrics_are_refused() -> None:
 
 
 class Alternating(FusionPolicy):
-    """Every tensor alone: compressed, whole, in half precision, and again."""
+    """Every tensor alone: compressed, dense, in half precision, and again."""
 
     name = "alternating"
 
@@ -200,7 +200,7 @@ def test_half_precision_keeps_what_each_rank_rounds_off(world_size: int) -> None
     assert report is not None
     for spec, result, total in zip(cluster.specs, done, given, strict=True):
         half = layout.places[spec.index] % 3 == 2
-        # sums of several ranks are rounded to float16, which nobody keeps; what one rank rounds off is in its residual
+        # the sum of several ranks is rounded to float16 and that error lost; the error of one rank is in its residual
         limit = 2e-5 if world_size == 1 or not half else 8 * 2.0**-10
         assert not spec.numel or float((result - total).abs().max()) <= limit * float(total.abs().max())
         sent = report.events.buffers[layout.places[spec.index]].bytes_sent

@@ -38,7 +38,7 @@ def test_hipress_compresses_where_the_network_is_slow_and_the_gradient_large() -
 
 
 def exchange_bound(numels: Sequence[int], last_idle: int = 0, host: float = 0.1) -> Callable[[Sequence[Option]], Trial]:
-    """A job whose time is what travels, plus 1.5 s for each selection, and ``host`` for each on the host."""
+    """A job whose time is that of its bytes, plus 1.5 s for each selection, and ``host`` for each on the host."""
     seconds = {"full": 4.0 / MIB, "half": 2.0 / MIB, "sparse": 0.0, "sparse-cpu": 0.0}
     fixed = {"full": 0.0, "half": 0.0, "sparse": 1.5, "sparse-cpu": host}
 

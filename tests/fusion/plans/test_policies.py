@@ -96,7 +96,7 @@ def test_aligned_counts_tensors() -> None:
     assert counts(Aligned(1).plan(costs_of([1] * 3))) == [1, 1, 1]
 
 
-def test_aligned_bound_closes_early_and_lets_a_large_tensor_travel_alone() -> None:
+def test_aligned_bound_closes_early_and_gives_a_large_tensor_a_buffer_of_its_own() -> None:
     costs = costs_of([4, 4, 4, 100, 1, 1, 0, 10, 0])
     assert counts(Aligned(4, max_elements=10).plan(costs)) == [2, 1, 1, 3, 2]
 

@@ -1,4 +1,4 @@
-"""Selective sparsification (SSFusion; ADTopk's partial one): who travels whole, at whose expense, over which lane.
+"""Selective sparsification (SSFusion; ADTopk's partial one): which tensors are dense, at whose expense, on which lane.
 
 Covers: the chosen size against all sizes; plans, their text and hash;
     conservation, replicas and budgets on 1, 3 and 5 workers, with both lanes and one; bad numbers, missing gradients,
@@ -72,12 +72,12 @@ def test_the_size_is_the_best_of_those_that_the_budget_permits(hybrid: bool) -> 
             result = selective_counts(sizes, counts, upto)
             if result is None:
                 return None
-            whole = result == sizes
+            dense = result == sizes
             entries = sum(np.array(costs.sparse_bytes)[counts < sizes]) / counts[counts < sizes].sum()
-            nbytes, kept = 4 * sizes[whole].sum(), result[~whole].sum()
+            nbytes, kept = 4 * sizes[dense].sum(), result[~dense].sum()
             if not hybrid:
                 return costs.sparse[0] + costs.sparse[1] * (entries * kept + nbytes)
-            fixed = max(costs.sparse[0], costs.dense[0]) if whole.any() else costs.sparse[0]
+            fixed = max(costs.sparse[0], costs.dense[0]) if dense.any() else costs.sparse[0]
             return fixed + costs.sparse[1] * entries * kept + costs.dense[1] * nbytes
 
         possible = [s for s in map(seconds, [0, *numels]) if s is not None]
@@ -153,7 +153,7 @@ def test_nothing_is_lost(make: Callable[..., Cluster], options: dict[str, Any], 
 
 @pytest.mark.parametrize("collective", ["allgather", "hybrid"])
 def test_a_buffer_sends_as_much_as_it_would_otherwise(make: Callable[..., Cluster], collective: str) -> None:
-    tensors = specs(SHAPES, dense=(3, 6))  # which travel whole in any case
+    tensors = specs(SHAPES, dense=(3, 6))  # which are dense in any case
     cluster = make(3, tensors, fusion=Selective(2), collective=collective, density=0.05)
     plain = make(3, tensors, fusion="aligned", collective="allgather", density=0.05)
     for step in range(3):
@@ -192,7 +192,7 @@ def test_a_lane_of_its_own_gives_the_same_gradients_and_fewer_bytes(make: Callab
 
 
 @pytest.mark.parametrize("options", ROWS[:3], ids=str)
-@pytest.mark.parametrize("index", [0, 3])  # one that travels sparse, and one that may travel whole
+@pytest.mark.parametrize("index", [0, 3])  # a sparse one, and one that may be dense
 def test_a_bad_gradient_is_seen_by_all_ranks(make: Callable[..., Cluster], options: dict[str, Any], index: int) -> None:
     cluster = make(3, **options)
     for step in range(3):
@@ -210,7 +210,7 @@ def test_a_bad_gradient_is_seen_by_all_ranks(make: Callable[..., Cluster], optio
 
 
 class Failing(TopK):
-    """Raises in one step on the rank that is told to."""
+    """Raises in step ``at``."""
 
     name = "failing"
     at = -1
@@ -222,7 +222,7 @@ class Failing(TopK):
 
 
 @pytest.mark.parametrize("collective", ["allgather", "hybrid"])
-def test_an_error_on_one_rank_is_raised_on_all_and_nobody_hangs(make: Callable[..., Cluster], collective: str) -> None:
+def test_an_error_on_one_rank_is_raised_on_all_and_no_rank_hangs(make: Callable[..., Cluster], collective: str) -> None:
     cluster = make(3, compressor=Failing(), fusion=Selective(2), collective=collective)
     for step in range(3):
         cluster.step(cluster.random_grads(step))
