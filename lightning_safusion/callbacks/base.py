@@ -46,11 +46,7 @@ class StrategyCallback(Callback):
         """Resets the state of an earlier fit."""
 
     def _strategy(self, trainer: Trainer) -> SAFusionStrategy:
-        """The trainer's strategy.
-
-        Raises:
-            MisconfigurationException: If it is another one.
-        """
+        """The trainer's strategy; raises if it is another one."""
         if isinstance(trainer.strategy, SAFusionStrategy):
             return trainer.strategy
         raise MisconfigurationException(
@@ -79,10 +75,7 @@ class StepSampler(StrategyCallback, Generic[_F]):
     Other steps cost nothing. With plain DDP there are no windows, which is logged once.
 
     Args:
-        every_n_steps: Optimizer steps from one sample to the next.
-
-    Raises:
-        ValueError: If ``every_n_steps`` is below 1.
+        every_n_steps: Optimizer steps from one sample to the next, at least 1.
     """
 
     _purpose = "samples"
@@ -156,33 +149,20 @@ def _latest_window(strategy: SAFusionStrategy) -> int | None:
 
 
 def check_every(every_n_steps: int) -> int:
-    """The number.
-
-    Raises:
-        ValueError: If it is below 1.
-    """
+    """The number; raises if it is below 1."""
     if every_n_steps < 1:
         raise ValueError(f"every_n_steps must be 1 or more, got {every_n_steps}")
     return every_n_steps
 
 
 def run_directory(trainer: Trainer, dirpath: str | Path | None) -> Path:
-    """The directory for a run's files, the same on all ranks. A collective.
-
-    Args:
-        trainer: ``safusion`` in its first logger's directory is taken, or in its ``default_root_dir``.
-        dirpath: A directory to take instead.
-    """
+    """``dirpath``, or ``safusion`` in the first logger's directory or the ``default_root_dir``. A collective."""
     folder = trainer.log_dir or trainer.default_root_dir  # a collective
     return Path(folder) / "safusion" if dirpath is None else Path(dirpath)
 
 
 def run_id(trainer: Trainer) -> float:
-    """Seconds since 1970 when this fit began, by rank 0's clock: the same for all callbacks and ranks. A collective.
-
-    Args:
-        trainer: Between the beginning of its fit and the first step.
-    """
+    """Seconds since 1970 when this fit began, by rank 0's clock: the same for all callbacks and ranks. A collective."""
     model = trainer.strategy.model
     if model is None:
         raise RuntimeError("a run is named when training begins: there is no model yet")

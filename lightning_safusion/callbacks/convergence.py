@@ -7,7 +7,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_safusion.callbacks.base import StepSampler
-from lightning_safusion.metrics.convergence import ConvergenceFigures, convergence_figures, residuals
+from lightning_safusion.metrics.convergence import ConvergenceFigures, by_index, convergence_figures
 from lightning_safusion.strategy import SAFusionStrategy
 
 
@@ -53,12 +53,13 @@ class ConvergenceProbe(StepSampler[ConvergenceFigures]):
         super().__init__(every_n_steps)
         self.per_tensor = per_tensor
         self.latest: ConvergenceFigures | None = None
-        self._before: dict[int, Tensor] | None = None  # residuals before the window
+        self._before: dict[int, Tensor] | None = None  # what error feedback held when the window began
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         controller = self._strategy(trainer).controller
-        self._before = residuals(controller.space) if self._sampling and controller is not None else None
+        if self._sampling and controller is not None:
+            self._before = by_index(controller.space.accumulated(), controller.space.layout)
 
     @override
     def _measure(self, strategy: SAFusionStrategy) -> ConvergenceFigures | None:

@@ -152,15 +152,10 @@ class TensorMissingRateMonitor(StepSampler[TensorFigures]):
         return table
 
     def heatmap(self, ax: Axes | None = None) -> Figure | SubFigure:
-        """Draws the missing rate by tensor and step.
-
-        Args:
-            ax: Where to draw; a new figure if there is none.
+        """Draws :meth:`MissingRateStatistics.heatmap <lightning_safusion.metrics.MissingRateStatistics.heatmap>`.
 
         Raises:
             RuntimeError: If no fit has begun.
-            ModuleNotFoundError: If matplotlib is missing.
-            ValueError: If nothing was sampled.
         """
         return self._sampled().heatmap(ax)
 

@@ -30,12 +30,10 @@ from lightning_safusion.callbacks.base import (
     run_id,
     writing,
 )
-from lightning_safusion.fusion.clock import Mark
 from lightning_safusion.profiling.figures import RankFigures, StepFigures, buffer_means, build_table
 from lightning_safusion.profiling.overlap_file import FILE, Overlap
 from lightning_safusion.profiling.pictures import plot_step
-from lightning_safusion.profiling.recorder import StepRecorder
-from lightning_safusion.profiling.timeline import StepTimeline
+from lightning_safusion.profiling.timeline import Moment, StepRecorder, StepTimeline
 from lightning_safusion.profiling.trace import clock_offsets, gather, meet, trace_events, write_trace
 from lightning_safusion.strategy import SAFusionStrategy
 
@@ -108,25 +106,25 @@ class OverlapProfiler(StrategyCallback):
         self.dirpath = dirpath
         self.progress_bar = progress_bar
         self.table = table
-        self.steps: list[StepTimeline] = []
-        self.figures: RankFigures | None = None
         self.run_dir: Path | None = None
         self._recorder = StepRecorder()
-        self._rows: deque[tuple[int, StepFigures]] = deque(maxlen=_ROWS)
         self._handles: list[RemovableHandle] = []
-        self._recording = self._stepped = False
-        self._count = self._reported = 0  # steps of this fit, and of these, those before the latest report
-        self._first = 0  # number of its first step in the logs
+        self._first = 0  # number of this fit's first step in the logs
         self._run = 0.0  # when this fit began
         self._clocks = (np.zeros(1), np.zeros(1))
+        self._reset()
+
+    def _reset(self) -> None:
+        self.steps: list[StepTimeline] = []
+        self.figures: RankFigures | None = None
+        self._rows: deque[tuple[int, StepFigures]] = deque(maxlen=_ROWS)
+        self._recording = self._stepped = False
+        self._count = self._reported = 0  # steps of this fit, and of these, those before the latest report
+        self._recorder.clear()
 
     @override
     def _begin(self, strategy: SAFusionStrategy, trainer: Trainer, module: LightningModule) -> None:
-        self.steps, self.figures = [], None
-        self._rows.clear()
-        self._recorder.clear()
-        self._recording = self._stepped = False
-        self._count = self._reported = 0
+        self._reset()
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -136,7 +134,7 @@ class OverlapProfiler(StrategyCallback):
         self._clocks = clock_offsets(meet(trainer.strategy.root_device))
         for optimizer in trainer.optimizers:
             if hasattr(optimizer, "register_step_post_hook"):  # torch's optimizers have it
-                hook = optimizer.register_step_post_hook(lambda *_: self._after_optimizer(trainer))
+                hook = optimizer.register_step_post_hook(lambda *_: self._mark(trainer, "optimizer_end"))
                 self._handles.append(hook)
         self._follow(self._strategy(trainer))
 
@@ -151,12 +149,9 @@ class OverlapProfiler(StrategyCallback):
             strategy.remove_observer(self._recorder)
             strategy.add_observer(self._recorder)
 
-    def _mark(self, trainer: Trainer) -> Mark:
-        return self._strategy(trainer).clock.mark()
-
-    @override
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._recorder.pause()
+    def _mark(self, trainer: Trainer, moment: Moment) -> None:
+        if self._recording:
+            self._recorder.mark(moment, self._strategy(trainer).clock.mark())
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -164,28 +159,22 @@ class OverlapProfiler(StrategyCallback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._recording:
-            self._recorder.batch_start(self._mark(trainer))
+        if batch_idx == 0:  # the time between epochs is not loading
+            self._recorder.pause()
+        self._mark(trainer, "batch")
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
-        if self._recording:
-            self._recorder.before_backward(self._mark(trainer))
+        self._mark(trainer, "backward")
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._recording:
-            self._recorder.after_backward(self._mark(trainer))
+        self._mark(trainer, "backward_end")
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         self._stepped = True
-        if self._recording:
-            self._recorder.before_optimizer(self._mark(trainer))
-
-    def _after_optimizer(self, trainer: Trainer) -> None:
-        if self._recording:
-            self._recorder.after_optimizer(self._mark(trainer))
+        self._mark(trainer, "optimizer")
 
     @override
     def on_train_batch_end(
@@ -193,18 +182,17 @@ class OverlapProfiler(StrategyCallback):
     ) -> None:
         strategy = self._strategy(trainer)
         stepped, self._stepped = self._stepped, False
-        mark = strategy.clock.mark()
-        if self._recording:
-            self._recorder.batch_end(mark, self._first + self._count if stepped else None)
-        else:
-            self._recorder.skip(mark)
-        reported = stepped and self._step_ended(trainer)
+        self._mark(trainer, "batch_end")
+        if not self._recording:
+            self._recorder.skip(strategy.clock.mark())
+        reported = stepped and self._step_ended(trainer, strategy)
         if reported or batch_idx == 0:  # Lightning drops the value at the end of an epoch
             self._show_exposed(trainer, pl_module)
 
-    def _step_ended(self, trainer: Trainer) -> bool:
+    def _step_ended(self, trainer: Trainer, strategy: SAFusionStrategy) -> bool:
         """Counts a step; returns whether a report was due."""
-        strategy = self._strategy(trainer)
+        if self._recording:
+            self._recorder.end_step(self._first + self._count)
         self._count += 1
         self._follow(strategy)
         known = self._known(strategy)
@@ -228,14 +216,15 @@ class OverlapProfiler(StrategyCallback):
         rows = [StepFigures.of(step) for step in self.steps]
         self._rows += zip((step.step for step in self.steps), rows, strict=True)
         # steps before plain DDP took over have other figures than those after it
-        latest = [row for step, row in zip(self.steps, rows, strict=True) if step.exchanged == self.steps[-1].exchanged]
+        engine = [bool(step.windows) for step in self.steps]
+        latest = [row for row, exchanged in zip(rows, engine, strict=True) if exchanged == engine[-1]]
         mine = torch.tensor(astuple(StepFigures.mean(latest)), dtype=torch.float64, device=strategy.root_device)
         everyone = gather(mine).cpu()
         self.figures = RankFigures(tuple(StepFigures(*row) for row in everyone.tolist()))
         if self._clocks[0].any():  # clocks of several hosts drift apart
             self._clocks = clock_offsets(meet(strategy.root_device))
         reason = strategy.report()["plain_ddp"]
-        if reason is not None and not (self.steps and self.steps[-1].exchanged):
+        if reason is not None and not any(engine[-1:]):
             self._say(f"times phases, and no exchange: plain DDP is used, because {reason}")
         rank, skew = self.figures.slowest
         last = self._first + self._reported - 1  # the last step that the figures are of
@@ -266,16 +255,15 @@ class OverlapProfiler(StrategyCallback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if self.figures is not None:
-            self._write(trainer)  # no collective: the other ranks may be lost
+        self._write(trainer)  # no collective: the other ranks may be lost
 
     def _write(self, trainer: Trainer) -> None:
         if self.run_dir is None or self.figures is None:
             return
         rank, host = trainer.global_rank, socket.gethostname()
         offset, error = (float(values[rank]) for values in self._clocks)
-        clock = {"clock_offset_s": offset, "clock_error_s": error}
-        about = {"run": self._run, "rank": rank, "world_size": trainer.world_size, "host": host, **clock}
+        about = {"run": self._run, "rank": rank, "world_size": trainer.world_size, "host": host}
+        about |= {"clock_offset_s": offset, "clock_error_s": error}
         with writing(self.run_dir):
             self.run_dir.mkdir(parents=True, exist_ok=True)
             write_trace(self.run_dir, trace_events(self.steps, rank, host, offset), about)
@@ -318,14 +306,10 @@ class OverlapProfiler(StrategyCallback):
         self._recorder.clear()
 
     def plot(self, ax: Axes | None = None) -> Figure | SubFigure:
-        """Draws the latest recorded step of this rank: which buffer was late, and why.
-
-        Args:
-            ax: Where to draw; a new figure if there is none.
+        """Draws the latest recorded step of this rank with :func:`~lightning_safusion.profiling.plot_step`.
 
         Raises:
             RuntimeError: If this process has recorded no step.
-            ModuleNotFoundError: If matplotlib is missing.
         """
         if not self.steps:
             raise RuntimeError(

@@ -101,9 +101,8 @@ class ReplicaConsistencyCheck(StrategyCallback):
         tensors = dict(self._tensors(trainer, module))
         mine = checksums(tensors.items())
         number, device = digest(mine), trainer.strategy.root_device
-        reduced = trainer.strategy.reduce(torch.tensor([number, -number], device=device), reduce_op="max")
-        largest, smallest = reduced[0].item(), -reduced[1].item()
-        if largest == smallest:
+        extremes = trainer.strategy.reduce(torch.tensor([number, -number], device=device), reduce_op="max")
+        if not extremes.sum():  # the largest less the smallest number
             return
         everyone: list[Any] = [None] * trainer.world_size
         dist.all_gather_object(everyone, mine)
@@ -117,10 +116,8 @@ class ReplicaConsistencyCheck(StrategyCallback):
     def _tensors(self, trainer: Trainer, module: LightningModule) -> Iterator[tuple[str, Tensor]]:
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         # DDP compares "module.parameter", which begins with a dot for parameters of the root
-        named = [
-            (name, p) for name, p in module.named_parameters() if (name if "." in name else f".{name}") not in ignored
-        ]
-        kept: dict[Tensor, str] = {p: name for name, p in named}
+        named = [(name if "." in name else f".{name}", name, param) for name, param in module.named_parameters()]
+        kept: dict[Tensor, str] = {param: name for ddp_name, name, param in named if ddp_name not in ignored}
         for param, name in kept.items():
             yield f"parameter {name}", param
         if self.buffers:
@@ -151,15 +148,10 @@ def _weights(device: torch.device) -> Tensor:
     return (torch.randint(limits.min, limits.max, (_CHUNK,), generator=generator) | 1).to(device)
 
 
-def _flat(tensor: Tensor) -> Tensor:
+def flat_reals(tensor: Tensor) -> Tensor:
     """The elements in logical order, complex ones as pairs; a view if they lie so in memory."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).contiguous().view(-1)
-
-
-def raw_bytes(tensor: Tensor) -> Tensor:
-    """uint8, the bytes of the elements in logical order; a view if they lie so in memory."""
-    return _flat(tensor).view(torch.uint8)
 
 
 def checksum(tensor: Tensor) -> Tensor:
@@ -168,7 +160,7 @@ def checksum(tensor: Tensor) -> Tensor:
     Tensors of one shape and dtype have equal checksums if their bits are equal, NaNs included. Others collide with a
     probability below 2^-32; they never do if they differ in one word.
     """
-    flat = _flat(tensor)
+    flat = flat_reals(tensor)
     words = flat.view(_WORDS[flat.itemsize])
     weights = _weights(tensor.device)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -195,34 +187,18 @@ def digest(sums: Checksums) -> int:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first tensor that is not the same on all ranks.
-
-    Args:
-        name: Of the tensor.
-        ranks: Ranks that differ from the most common version, or from the first rank's among equally common ones.
-        others: Ranks that have that version.
-        comparable: All ranks have it, in one shape and dtype.
-        count: Tensors that differ in all.
-        total: Tensors compared.
-    """
+    """The first tensor that is not the same on all ranks."""
 
     name: str
-    ranks: tuple[int, ...]
-    others: tuple[int, ...]
-    comparable: bool
-    count: int
-    total: int
+    ranks: tuple[int, ...]  # that differ from the most common version, of equally common ones the first rank's
+    others: tuple[int, ...]  # that have that version
+    comparable: bool  # all ranks have it, in one shape and dtype
+    count: int  # tensors that differ
+    total: int  # tensors that were compared
 
 
 def first_difference(ranks: Sequence[Checksums]) -> Difference:
-    """Where ranks differ.
-
-    Args:
-        ranks: The checksums in rank order.
-
-    Raises:
-        ValueError: If they do not differ.
-    """
+    """Where ranks differ, from their checksums in rank order; raises if they do not."""
     names = list(dict.fromkeys(name for each in ranks for name in each))
     versions = {name: [each.get(name) for each in ranks] for name in names}
     differing = [name for name in names if len(set(versions[name])) > 1]
@@ -250,8 +226,7 @@ def _distance(difference: Difference, mine: Tensor | None, device: torch.device)
     """Largest absolute difference from the common version, over all ranks; None if they cannot be compared."""
     if not difference.comparable or mine is None:
         return None
-    # raw bytes: not every backend sends every dtype
-    sent = raw_bytes(mine).to(device, copy=True)
+    sent = flat_reals(mine).view(torch.uint8).to(device, copy=True)  # bytes: not every backend sends every dtype
     dist.broadcast(sent, src=difference.others[0])
     flat = sent.view(mine.dtype).to(mine.device)
     distances: list[Any] = [None] * dist.get_world_size()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -89,14 +91,11 @@ class TraceRecorder(StrategyCallback):
             strategy.add_observer(self)
             for name, module in pl_module.named_modules():
                 if any(param.requires_grad for param in module.parameters(recurse=False)):
-                    self._handles.append(module.register_forward_pre_hook(self._enters(strategy, name)))
+                    self._handles.append(module.register_forward_pre_hook(partial(self._enter, strategy, name)))
 
-    def _enters(self, strategy: SAFusionStrategy, name: str) -> Any:
-        def mark(module: nn.Module, inputs: Any) -> None:
-            if self._step is not None and self._step.before_backward is None:
-                self._step.layers.append((name, strategy.clock.mark()))
-
-        return mark
+    def _enter(self, strategy: SAFusionStrategy, name: str, module: nn.Module, inputs: Any) -> None:
+        if self._step is not None and self._step.before_backward is None:
+            self._step.layers.append((name, strategy.clock.mark()))
 
     def observe(self, events: WindowEvents) -> None:
         """Adds a window."""
@@ -185,21 +184,15 @@ class _Marks:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """One step in seconds.
+    """One step in seconds, without selection, exchange and decoding."""
 
-    Args:
-        backward: Between each gradient and the one before it, by place [L].
-        layers: Forward pass of each module that has parameters, with what follows it, in the order of the first calls.
-        rest: The rest of the step.
-    """
-
-    backward: np.ndarray
-    layers: dict[str, float]
+    backward: np.ndarray  # between each gradient and the one before it, by place [L]
+    layers: dict[str, float]  # forward pass of each module that has parameters, and of what follows it
     rest: float
 
     @property
     def seconds(self) -> float:
-        """The whole step, without selection, exchange and decoding."""
+        """The whole step."""
         return float(self.backward.sum()) + sum(self.layers.values()) + self.rest
 
 
@@ -217,12 +210,13 @@ def _times(marks: _Marks, windows: Sequence[WindowEvents], clock: Clock) -> Step
             ready[buffer.places.stop :] -= buffer.issued - buffer.closed
     stalls += sum(buffer.exposed + buffer.decoded - buffer.arrived for buffer in inside[0].buffers)
     ready = np.maximum.accumulate(np.maximum(ready, 0.0))
-    layers: dict[str, float] = {}
+    names = [name for name, _ in marks.layers] or [""]
     later = [clock.seconds(mark) for _, mark in marks.layers[1:]]  # the time before the first layer counts as its own
-    for (name, _), start, stop in zip(marks.layers, [begin, *later], [*later, before], strict=False):
-        layers[name] = layers.get(name, 0.0) + stop - start
+    layers = dict.fromkeys(names, 0.0)
+    for name, (start, stop) in zip(names, pairwise([begin, *later, before]), strict=True):
+        layers[name] += stop - start
     rest = max(0.0, end - before - stalls - float(ready[-1]))
-    return StepTimes(np.diff(ready, prepend=0.0), layers or {"": before - begin}, rest)
+    return StepTimes(np.diff(ready, prepend=0.0), layers, rest)
 
 
 def build_trace(name: str, layout: Layout, steps: Sequence[StepTimes], source: str) -> Trace:
@@ -235,7 +229,7 @@ def build_trace(name: str, layout: Layout, steps: Sequence[StepTimes], source: s
         name: Of the job.
         layout: Its tensors in ready order.
         steps: At least one.
-        source: Where the times come from.
+        source: Describes where the times come from.
     """
     from lightning_safusion.simulate.trace import Trace, TraceTensor  # the package is imported without the simulator
 

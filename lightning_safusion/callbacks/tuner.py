@@ -32,7 +32,7 @@ class BufferSizeTuner(StrategyCallback):
     a resumed job continues, also in the middle of a trial. With ``Trainer(deterministic=True)`` nothing is measured
     and no size changes; with plain DDP there are no buffers.
 
-    Keys that are logged to every logger, after each decision:
+    After each decision these keys are logged to every logger, and a change also as a line on rank 0:
 
     ============================  =====================================================================================
     ``safusion/buffers``          buffers of the plan in use from here on
@@ -40,8 +40,6 @@ class BufferSizeTuner(StrategyCallback):
     ``safusion/measured_gain``    share of the window that it has saved by the clock, when its trial ends
     ``safusion/window_s``         seconds, median window with the plan in use before the decision
     ============================  =====================================================================================
-
-    Rank 0 also logs a line for each change.
 
     Args:
         warmup_windows: Windows in which the plan is reviewed often.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -41,33 +41,20 @@ class ConvergenceFigures(TensorSums):
         return values
 
 
-class Accumulated(Protocol):
-    """Holds what error feedback has accumulated of each tensor."""
-
-    layout: Layout
-
-    def accumulated(self) -> Tensor:
-        """float32 [D], in the order of ``layout``."""
-
-
-def residuals(space: Accumulated) -> dict[int, Tensor]:
-    """Copies of the residuals between two windows, flat, by registration index."""
-    layout = space.layout
-    pieces = space.accumulated().clone().split(np.diff(layout.edges).tolist())
+def by_index(flat: Tensor, layout: Layout) -> dict[int, Tensor]:
+    """Copies of each tensor's part of ``flat`` [D], by registration index."""
+    pieces = flat.clone().split(np.diff(layout.edges).tolist())
     return {spec.index: piece for spec, piece in zip(layout.specs, pieces, strict=True)}
 
 
 def convergence_figures(record: WindowRecord, before: Mapping[int, Tensor]) -> ConvergenceFigures:
-    """Figures of a window. Collective: two vectors of the size of the model are reduced over the ranks.
+    """Figures of the latest window on this rank, between two windows. Dense tensors have none.
 
-    Dense tensors are left out, and those that ``tensor_figures`` leaves out.
+    A collective: two vectors of the size of the model are reduced over the ranks.
 
     Args:
-        record: The latest window's, between two windows.
-        before: The :func:`residuals` when the window began.
-
-    Returns:
-        Of this rank, on the device of the gradients.
+        record: Of the window.
+        before: What error feedback held when the window began, by registration index.
     """
     figures, layout = window_figures(record), record.layout
     sparse = record.used & (np.diff(layout.edges) > 0) & ~record.dense

@@ -9,34 +9,26 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from lightning_safusion.metrics.figures import TensorFigures
-from lightning_safusion.metrics.ratios import AchievedDensity, CompressionError, TensorMissingRate
+from lightning_safusion.metrics.figures import AchievedDensity, CompressionError, TensorFigures, TensorMissingRate
 from lightning_safusion.profiling.pictures import plot_rates
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
 
+_METRICS = ("missing", "everywhere", "density", "error")  # attributes of the statistics, keys of their state
+
 
 @dataclass(frozen=True)
 class TensorRow:
-    """The statistics of one tensor.
-
-    Args:
-        name: Of the parameter.
-        missing: Share of its gradients of which no element was sent.
-        everywhere: Share of the sampled windows in which no rank sent any of its elements.
-        density: Share of its elements that was sent.
-        error: Share of its energy that was not sent; None if it was always dense.
-        rates: Its missing rate by column of the heat map; None where it had no gradient.
-    """
+    """The statistics of one tensor."""
 
     name: str
-    missing: float
-    everywhere: float
-    density: float
-    error: float | None
-    rates: tuple[float | None, ...]
+    missing: float  # share of its gradients of which no element was sent
+    everywhere: float  # share of the sampled windows in which no rank sent any of its elements
+    density: float  # share of its elements that was sent
+    error: float | None  # share of its energy that was not sent; None if it was always dense
+    rates: tuple[float | None, ...]  # its missing rate by column of the heat map; None where it had no gradient
 
 
 class MissingRateStatistics:
@@ -60,12 +52,6 @@ class MissingRateStatistics:
         self.everywhere = TensorMissingRate(names, sync_on_compute=False)
         self.density = AchievedDensity(names, sync_on_compute=False)
         self.error = CompressionError(names, sync_on_compute=False)
-        self._metrics = {
-            "missing": self.missing,
-            "everywhere": self.everywhere,
-            "density": self.density,
-            "error": self.error,
-        }
         self._places = {name: place for place, name in enumerate(self.names)}
         self._stride = 1  # samples in a column
         self._steps: list[int] = []  # the first of each column
@@ -131,7 +117,6 @@ class MissingRateStatistics:
             ax: Where to draw; a new figure if there is none.
 
         Raises:
-            ModuleNotFoundError: If matplotlib is missing; names the extra that brings it.
             ValueError: If there is no sample yet.
         """
         if not self.samples:
@@ -162,7 +147,7 @@ class MissingRateStatistics:
             "stride": self._stride,
             "steps": list(self._steps),
             "counts": torch.from_numpy(self._counts.copy()),
-            "sums": {name: metric.sums for name, metric in self._metrics.items()},
+            "sums": {name: getattr(self, name).sums for name in _METRICS},
         }
 
     @classmethod
@@ -172,8 +157,8 @@ class MissingRateStatistics:
         statistics.samples, statistics._stride = state["samples"], state["stride"]
         statistics._steps = list(state["steps"])
         statistics._counts = state["counts"].numpy().copy()  # a checkpoint's tensors belong to the checkpoint
-        for name, metric in statistics._metrics.items():
-            metric.sums = state["sums"][name].clone()
+        for name in _METRICS:
+            getattr(statistics, name).sums = state["sums"][name].clone()
         return statistics
 
 

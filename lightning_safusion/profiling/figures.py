@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from lightning_safusion.literal import literal
-from lightning_safusion.profiling.timeline import Interval, StepTimeline, buffer_name, intersect, merge, total
+from lightning_safusion.profiling.timeline import Interval, StepTimeline, buffer_name, merge, subtract, total
 
 PARTS = {
     "data": "data loading",
@@ -69,18 +69,14 @@ class StepFigures:
 
     @classmethod
     def of(cls, step: StepTimeline) -> StepFigures:
-        """The figures of a step.
-
-        ``overlap_ratio`` is the intersection of merged communication and merged computation, over merged communication
-        (as in HolisticTraceAnalysis, ``get_comm_comp_overlap``).
-        """
+        """The figures of a step; ``overlap_ratio`` is that of HolisticTraceAnalysis, ``get_comm_comp_overlap``."""
         backward = total(step.spans("backward"))
         outside = total(step.spans("data", "forward", "optimizer"))
         exchange = merge(buffer.exchange for buffer in step.buffers)
         communication = total(exchange)
 
         def exchanged(intervals: Sequence[Interval]) -> float:
-            return total(intervals) if step.exchanged else nan
+            return total(intervals) if step.windows else nan
 
         return cls(
             step_s=step.end - step.begin,
@@ -94,8 +90,8 @@ class StepFigures:
             optimizer_s=total(step.spans("optimizer")),
             other_s=max(0.0, step.end - step.begin - backward - outside),
             work_s=total(step.computing),
-            overlap_ratio=total(intersect(exchange, step.computing)) / communication if communication > 0 else nan,
-            bytes_sent=float(sum(b.events.bytes_sent for b in step.buffers)) if step.exchanged else nan,
+            overlap_ratio=1 - total(subtract(exchange, step.computing)) / communication if communication > 0 else nan,
+            bytes_sent=float(sum(b.events.bytes_sent for b in step.buffers)) if step.windows else nan,
         )
 
     @classmethod
@@ -116,11 +112,7 @@ def _nanmean(values: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class RankFigures:
-    """The means of every rank over the same steps.
-
-    Args:
-        ranks: By rank.
-    """
+    """The means of every rank over the same steps."""
 
     ranks: tuple[StepFigures, ...]
 
@@ -135,10 +127,6 @@ class RankFigures:
         seconds = [each.work_s for each in self.ranks]
         rank = max(range(len(seconds)), key=seconds.__getitem__)
         return rank, seconds[rank] - sorted(seconds)[(len(seconds) - 1) // 2]
-
-    def longest(self, name: str) -> float:
-        """The largest of a figure over ranks."""
-        return float(np.fmax.reduce([getattr(each, name) for each in self.ranks]))
 
 
 @dataclass(frozen=True)
@@ -178,7 +166,8 @@ def buffer_means(steps: Sequence[StepTimeline]) -> list[BufferRow]:
     """One row per buffer of the last step's plan, in launch order: means over the steps that had the same plan."""
     if not steps or not steps[-1].buffers:
         return []
-    alike = [step for step in steps if step.plan == steps[-1].plan]
+    plans = [[buffer.tensors for buffer in step.buffers] for step in steps]
+    alike = [step for step, plan in zip(steps, plans, strict=True) if plan == plans[-1]]
     means = _nanmean(np.array([_buffer_times(step) for step in alike])).tolist()
     rows = []
     for last, times in zip(steps[-1].buffers, means, strict=True):
@@ -198,14 +187,7 @@ def _buffer_times(step: StepTimeline) -> np.ndarray:
 
 
 def build_table(title: str, figures: RankFigures, buffers: Sequence[BufferRow], worst: int = 5) -> RenderableType:
-    """Where a step's time went, and the buffers that were exposed longest.
-
-    Args:
-        title: Heading.
-        figures: Of all ranks.
-        buffers: Of :func:`buffer_means`.
-        worst: Buffers to show.
-    """
+    """Where a step's time went, and the ``worst`` buffers: those that were exposed longest."""
     mean, (rank, skew) = figures.mean, figures.slowest
     table = _table(title)
     for column in ("", "ms, mean\nof ranks", "ms, longest\nof ranks", "share of\nthe step"):
@@ -213,8 +195,9 @@ def build_table(title: str, figures: RankFigures, buffers: Sequence[BufferRow], 
     for part, label in {**PARTS, "step": "step", "exchange": "exchange under way"}.items():
         value = getattr(mean, f"{part}_s")
         if value == value:
+            longest = np.fmax.reduce([getattr(each, f"{part}_s") for each in figures.ranks])
             share = f"{value / mean.step_s:.1%}" if mean.step_s > 0 else ""
-            table.add_row(label, f"{value * 1e3:.2f}", f"{figures.longest(f'{part}_s') * 1e3:.2f}", share)
+            table.add_row(label, f"{value * 1e3:.2f}", f"{longest * 1e3:.2f}", share)
         if part in ("other", "step"):
             table.add_section()
     remarks = []

@@ -84,18 +84,11 @@ class Overlap:
             "timeline": None if self.timeline is None else self.timeline.to_dict(),
             "decisions": [asdict(each) for each in self.decisions],
         }
-        plain: dict[str, Any] = without_nan(content)
-        return plain
+        return without_nan(content)
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Overlap:
-        """The content of a file, as :meth:`to_dict` has made it.
-
-        Raises:
-            KeyError: If an entry is missing.
-            TypeError: If one is of another kind.
-            ValueError: If one is out of range.
-        """
+        """The content of a file, as :meth:`to_dict` has made it; see :func:`read_file`."""
         costs, plan, timeline = content["costs"], content["plan"], content["timeline"]
         values = {each.name: content[each.name] for each in fields(cls)} | {
             "run": float(content["run"]),

@@ -95,9 +95,6 @@ def plot_step(step: StepTimeline, ax: Axes | None = None) -> Figure | SubFigure:
         step: What to draw.
         ax: Where to draw; a new figure if there is none.
 
-    Returns:
-        The figure.
-
     Raises:
         ModuleNotFoundError: If matplotlib is missing; names the extra that brings it.
     """
@@ -112,7 +109,10 @@ def plot_step(step: StepTimeline, ax: Axes | None = None) -> Figure | SubFigure:
     if exposed is not None:
         _name(ax, step.buffers[exposed], exposed + 1, begin)
     if len(step.buffers) <= _LABELLED_ROWS:
-        ax.set_yticks(range(len(step.buffers) + 1), ["training", *map(_label, step.buffers)], fontsize="small")
+        tensors = [f"{len(b.tensors)} tensor{'s' if len(b.tensors) > 1 else ''}" for b in step.buffers]
+        sent = [f"{b.events.bytes_sent / 1e3:,.1f} kB" for b in step.buffers]
+        labels = ["training", *map(", ".join, zip(tensors, sent, strict=True))]
+        ax.set_yticks(range(len(labels)), labels, fontsize="small")
     else:
         ax.set_ylabel("buffers in launch order")
         ax.locator_params(axis="y", integer=True)
@@ -131,21 +131,16 @@ def plot_step(step: StepTimeline, ax: Axes | None = None) -> Figure | SubFigure:
 def longest_wait(step: StepTimeline, least: float) -> int | None:
     """Number of the buffer with the longest exposed exchange; None if that is below a share ``least`` of the step."""
     exposed = [buffer.events.exposed for buffer in step.buffers]
-    latest = max(range(len(exposed)), key=exposed.__getitem__, default=None)
-    return None if latest is None or exposed[latest] <= least * (step.end - step.begin) else latest
+    longest = max(exposed, default=0.0)
+    return exposed.index(longest) if longest > least * (step.end - step.begin) else None
 
 
 def _summary(step: StepTimeline) -> str:
     seconds = step.end - step.begin
-    if not step.exchanged:
+    if not step.windows:
         return f"{seconds * 1e3:.1f} ms, nothing exchanged by this package"
     exposed = sum(buffer.events.exposed for buffer in step.buffers)
     return f"{exposed * 1e3:.1f} ms of exchange exposed, {exposed / seconds:.0%} of {seconds * 1e3:.1f} ms"
-
-
-def _label(buffer: BufferTimeline) -> str:
-    count = len(buffer.tensors)
-    return f"{count} tensor{'s' if count > 1 else ''}, {buffer.events.bytes_sent / 1e3:,.1f} kB"
 
 
 def _style(part: str) -> dict[str, Any]:
@@ -257,12 +252,6 @@ def plot_rates(names: Sequence[str], steps: Sequence[int], rates: Any, ax: Axes 
         steps: First step of each column [C].
         rates: [T, C]; NaN or None where there was no gradient.
         ax: Where to draw; a new figure if there is none.
-
-    Returns:
-        The figure.
-
-    Raises:
-        ModuleNotFoundError: If matplotlib is missing; names the extra that brings it.
     """
     if ax is None:
         ax = new_axes(min(12.0, 1.8 + 0.18 * len(names)))

@@ -1,4 +1,4 @@
-"""What one rank did in one training step, and when: plain values that are written as JSON and read back.
+"""What one rank did in one training step, and when: its recorder, and plain values that are written as JSON.
 
 Moments are seconds of that rank's ``perf_counter``. An interval is ``(begin, end)``. Lists of intervals that functions
 return are *merged*: sorted, disjoint, without empty intervals.
@@ -7,15 +7,31 @@ return are *merged*: sorted, disjoint, without empty intervals.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
+from itertools import pairwise
 from math import isfinite, isnan, nan
 from typing import Any, Literal, NamedTuple, TypeVar
 
+from lightning_safusion.fusion.clock import Clock, Mark
 from lightning_safusion.fusion.events import BufferEvents, WindowEvents
 
 Interval = tuple[float, float]
 PhaseName = Literal["data", "forward", "backward", "optimizer"]
+Moment = Literal["batch", "backward", "backward_end", "optimizer", "optimizer_end", "batch_end", "pause"]
+
+#: The phase between two moments; there is none between others.
+_PHASES: dict[tuple[Moment, Moment], PhaseName] = {
+    ("batch_end", "batch"): "data",
+    ("batch", "backward"): "forward",
+    ("backward_end", "backward"): "forward",  # optimizers that take turns
+    ("optimizer_end", "backward"): "forward",
+    ("optimizer", "backward"): "forward",  # an optimizer that runs forward and backward passes itself (LBFGS)
+    ("backward", "backward_end"): "backward",
+    ("optimizer", "optimizer_end"): "optimizer",
+    ("optimizer_end", "optimizer_end"): "optimizer",  # its step has called the step of another optimizer
+    ("optimizer", "batch_end"): "optimizer",  # it has no hook after its step
+}
 
 _T = TypeVar("_T")
 
@@ -47,25 +63,13 @@ def subtract(intervals: Iterable[Interval], others: Iterable[Interval]) -> list[
     return merge(rest)
 
 
-def intersect(intervals: Iterable[Interval], others: Iterable[Interval]) -> list[Interval]:
-    """What is in both."""
-    mine = merge(intervals)
-    return subtract(mine, subtract(mine, others))
-
-
 def total(intervals: Iterable[Interval]) -> float:
     """Seconds covered by the union."""
     return float(sum(end - begin for begin, end in merge(intervals)))
 
 
 class Phase(NamedTuple):
-    """A part of a step.
-
-    Args:
-        name: ``"data"`` (between batches), ``"forward"``, ``"backward"`` or ``"optimizer"``.
-        begin: Its first moment.
-        end: Its last.
-    """
+    """A part of a step; ``"data"`` lies between batches."""
 
     name: PhaseName
     begin: float
@@ -74,19 +78,12 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True)
 class BufferTimeline:
-    """One buffer in one step.
-
-    Args:
-        events: Its moments.
-        tensors: Names of its tensors, in ready order.
-        ready: When each of their gradients was ready; NaN where it was not computed in this step.
-        beside: It was selected and decoded beside the backward pass (CUDA), not in it.
-    """
+    """One buffer in one step."""
 
     events: BufferEvents
-    tensors: tuple[str, ...]
-    ready: tuple[float, ...]
-    beside: bool = False
+    tensors: tuple[str, ...]  # names, in ready order
+    ready: tuple[float, ...]  # when each of their gradients was ready; NaN where it was not computed in this step
+    beside: bool = False  # selected and decoded beside the backward pass (CUDA), not in it
 
     @property
     def select(self) -> Interval:
@@ -112,11 +109,9 @@ class BufferTimeline:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; :meth:`from_dict` reads them."""
-        values = {each.name: getattr(self.events, each.name) for each in fields(BufferEvents)}
-        values["places"] = [self.events.places.start, self.events.places.stop]
+        places = [self.events.places.start, self.events.places.stop]
         own = {"tensors": self.tensors, "ready": self.ready, "beside": self.beside}
-        plain: dict[str, Any] = without_nan(own | values)
-        return plain
+        return without_nan(own | asdict(self.events) | {"places": places})
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> BufferTimeline:
@@ -128,17 +123,11 @@ class BufferTimeline:
 
 @dataclass(frozen=True)
 class WindowTimeline:
-    """One window.
+    """One window."""
 
-    Args:
-        buffers: In launch order.
-        drained: It had ended.
-        beside: Selection and decoding ran beside the backward pass (CUDA), not in it.
-    """
-
-    buffers: tuple[BufferTimeline, ...]
-    drained: float
-    beside: bool
+    buffers: tuple[BufferTimeline, ...]  # in launch order
+    drained: float  # it had ended
+    beside: bool  # selection and decoding ran beside the backward pass (CUDA), not in it
 
     @classmethod
     def of(cls, events: WindowEvents) -> WindowTimeline:
@@ -160,36 +149,18 @@ class WindowTimeline:
 
 @dataclass(frozen=True)
 class StepTimeline:
-    """One step of the optimizer on one rank, with all batches that were accumulated for it.
+    """One step of the optimizer on one rank, with all batches that were accumulated for it."""
 
-    Args:
-        step: Its number, as in the logs.
-        begin: The step before it had ended (or, where that is not known, its first batch began).
-        end: Its last batch had ended.
-        phases: In the order of time; they do not overlap.
-        windows: Windows in which this package has exchanged gradients; none with plain DDP.
-    """
-
-    step: int
-    begin: float
-    end: float
-    phases: tuple[Phase, ...]
-    windows: tuple[WindowTimeline, ...]
+    step: int  # its number, as in the logs
+    begin: float  # the step before it had ended (or, where that is not known, its first batch began)
+    end: float  # its last batch had ended
+    phases: tuple[Phase, ...]  # in the order of time; they do not overlap
+    windows: tuple[WindowTimeline, ...]  # in which this package has exchanged gradients; none with plain DDP
 
     @cached_property
     def buffers(self) -> tuple[BufferTimeline, ...]:
         """The buffers of all windows."""
         return tuple(buffer for window in self.windows for buffer in window.buffers)
-
-    @property
-    def exchanged(self) -> bool:
-        """Whether this package has exchanged gradients in it."""
-        return bool(self.windows)
-
-    @cached_property
-    def plan(self) -> tuple[tuple[str, ...], ...]:
-        """The tensors of each buffer; steps with the same plan can be averaged."""
-        return tuple(buffer.tensors for buffer in self.buffers)
 
     def spans(self, *names: PhaseName) -> list[Interval]:
         """The phases of these names."""
@@ -226,24 +197,83 @@ class StepTimeline:
         return cls(int(values["step"]), float(values["begin"]), float(values["end"]), phases, windows)
 
 
+class StepRecorder:
+    """Records the moments of a training loop, and as an ``Observer`` the events of every window.
+
+    Marks are of one clock; nothing waits for the device before :meth:`take`.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self._moments: list[tuple[Moment, Mark]] = []  # of the step under way, from the end of the step before it
+        self._done: list[tuple[int, list[tuple[Moment, Mark]]]] = []
+        self._windows: list[WindowEvents] = []
+
+    def observe(self, events: WindowEvents) -> None:
+        """Adds a window."""
+        self._windows.append(events)
+
+    def mark(self, moment: Moment, mark: Mark) -> None:
+        """Adds a moment: a batch, a backward pass or an optimizer's step begins, or has ended."""
+        self._moments.append((moment, mark))
+
+    def end_step(self, number: int) -> None:
+        """The batch that has just ended was the last of the step with this number."""
+        self._done.append((number, self._moments))
+        self._moments = self._moments[-1:]
+
+    def skip(self, mark: Mark) -> None:
+        """A batch of a step that is not recorded has ended; the next one may be."""
+        self._moments = [("batch_end", mark)]
+
+    def pause(self) -> None:
+        """Validation or a report comes between this batch and the next one: the time between is not loading."""
+        self._moments = [*self._moments[:-1], ("pause", self._moments[-1][1])] if len(self._moments) > 1 else []
+
+    def take(self, clock: Clock, before: int) -> list[StepTimeline]:
+        """Returns the recorded steps with a smaller number than ``before``, and forgets them.
+
+        Waits for the device where their moments have not come yet.
+        """
+        ready = [moments for moments in self._done if moments[0] < before]
+        self._done = [moments for moments in self._done if moments[0] >= before]
+        timelines = []
+        for number, moments in ready:
+            timed = [(moment, clock.seconds(mark)) for moment, mark in moments]
+            begin, end = timed[0][1], timed[-1][1]
+            parts = [(_PHASES.get((first, last)), a, b) for (first, a), (last, b) in pairwise(timed)]
+            phases = tuple(Phase(name, a, b) for name, a, b in parts if name is not None)
+            inside = [events for events in self._windows if begin < events.drained <= end]
+            timelines.append(StepTimeline(number, begin, end, phases, tuple(map(WindowTimeline.of, inside))))
+        if timelines:
+            self._windows = [events for events in self._windows if events.drained > timelines[-1].end]
+        return timelines
+
+
 def buffer_name(tensors: Sequence[str]) -> str:
     """The first tensor's name, and how many there are besides."""
     return tensors[0] + (f" +{len(tensors) - 1}" if len(tensors) > 1 else "")
 
 
 def from_row(cls: type[_T], row: Mapping[str, Any], gaps: bool = False) -> _T:
-    """A dataclass from JSON's values of its fields: lists become tuples, null becomes NaN in fields that are floats.
+    """A dataclass of plain values from JSON: lists become tuples, null becomes NaN in fields that are floats.
 
     Args:
-        cls: The dataclass, of plain values.
+        cls: The dataclass.
         row: Values by field name.
         gaps: Fields may be left out, and are null then.
     """
     values: dict[str, Any] = {}
+    value: Any
     for each in fields(cls):  # type: ignore[arg-type]  # there is no type of dataclasses
         value = row.get(each.name) if gaps else row[each.name]
         if each.type == "float":
             value = nan if value is None else float(value)
+        elif each.type == "int":
+            value = int(value)
         values[each.name] = tuple(value) if isinstance(value, list) else value
     return cls(**values)
 

@@ -29,14 +29,7 @@ Event = dict[str, Any]
 
 
 def trace_events(steps: Sequence[StepTimeline], rank: int, host: str = "", offset: float = 0.0) -> list[Event]:
-    """The events of one rank.
-
-    Args:
-        steps: Of this rank.
-        rank: Its number.
-        host: Its host.
-        offset: Seconds that its clock is ahead of rank 0's.
-    """
+    """The events of one rank, whose clock is ``offset`` seconds ahead of rank 0's."""
     names = [("process", 0, f"rank {rank}" + (f" on {host}" if host else ""), rank)]
     names += [("thread", tid, lane, tid) for lane, tid in LANES.items()]
     events: list[Event] = []
@@ -44,7 +37,10 @@ def trace_events(steps: Sequence[StepTimeline], rank: int, host: str = "", offse
         events.append({"ph": "M", "tid": tid, "name": f"{kind}_name", "args": {"name": name}})
         events.append({"ph": "M", "tid": tid, "name": f"{kind}_sort_index", "args": {"sort_index": place}})
     for step in steps:
-        timed = [*_training(step), *_buffers(step, f"{rank}.{step.step}"), *_bytes_under_way(step)]
+        timed = _bar("training", f"step {step.step}", (step.begin, step.end))
+        for phase in step.phases:
+            timed += _bar("training", phase.name, (phase.begin, phase.end))
+        timed += [*_buffers(step, f"{rank}.{step.step}"), *_bytes_under_way(step)]
         events += [each | {"ts": (each["ts"] - offset) * 1e6} for each in timed]
     return [{"pid": rank, **each} for each in events]
 
@@ -60,13 +56,6 @@ def _bar(lane: str, name: str, interval: Interval, **args: Any) -> list[Event]:
     """A bar, nested in those that enclose it; none if the interval is empty or not known."""
     begin, end = interval
     return [_event("X", name, begin, lane, dur=(end - begin) * 1e6, args=args)] if begin < end else []
-
-
-def _training(step: StepTimeline) -> Iterator[Event]:
-    """The step and its phases."""
-    yield from _bar("training", f"step {step.step}", (step.begin, step.end))
-    for phase in step.phases:
-        yield from _bar("training", phase.name, (phase.begin, phase.end))
 
 
 def _buffers(step: StepTimeline, key: str) -> Iterator[Event]:
@@ -94,41 +83,23 @@ def _buffers(step: StepTimeline, key: str) -> Iterator[Event]:
 
 def _bytes_under_way(step: StepTimeline) -> Iterator[Event]:
     """A counter of the bytes that were given to collectives which have not ended."""
-    changes = []
-    for buffer in step.buffers:
-        begin, end = buffer.exchange
-        changes += [(begin, buffer.events.bytes_sent), (max(begin, end), -buffer.events.bytes_sent)]
+    begun = [(buffer.exchange[0], buffer.events.bytes_sent) for buffer in step.buffers]
+    ended = [(max(buffer.exchange), -buffer.events.bytes_sent) for buffer in step.buffers]
     level = 0
-    for moment, change in sorted(changes):
+    for moment, change in sorted(begun + ended):
         level += change
         yield _event("C", "bytes under way", moment, args={"bytes": level})
 
 
 def write_trace(folder: Path, events: Sequence[Event], about: Mapping[str, Any]) -> Path:
-    """Writes one rank's file.
-
-    Args:
-        folder: The run's directory; it exists.
-        events: Of :func:`trace_events`.
-        about: The entry ``"safusion"``; see the module.
-
-    Returns:
-        The file.
-    """
+    """Writes the events of one rank to a run's directory, with the entry ``"safusion"``; returns the file."""
     path = folder / f"trace_rank_{about['rank']:05d}.json"
     _write(path, {"traceEvents": list(events), "displayTimeUnit": "ms", "safusion": dict(about)})
     return path
 
 
 def merge_traces(run_dir: Path, output: Path | None = None) -> Path:
-    """Merges the traces of all ranks into one file. Those of older runs in the same directory are left out.
-
-    Args:
-        run_dir: Where the ranks have written their ``trace_rank_*.json``.
-        output: File to write, compressed if it ends in ``.gz``; ``trace.json`` in the run's directory by default.
-
-    Returns:
-        The file that was written.
+    """Does what :func:`trace` says, without traces of older runs in the same directory; returns the file.
 
     Raises:
         ValueError: If there are no traces, those of some ranks are missing, or a file is no trace.
@@ -180,17 +151,13 @@ def gather(tensor: Tensor) -> Tensor:
     """Gathers a tensor [N] of all ranks of the default process group into [world_size, N]. A collective."""
     if not dist.is_initialized():
         return tensor[None]
-    everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, tensor)
-    return torch.stack(everyone)
+    everyone = tensor.new_empty(dist.get_world_size(), len(tensor))
+    dist.all_gather(list(everyone), tensor)
+    return everyone
 
 
 def meet(device: torch.device, rounds: int = 8) -> np.ndarray:
-    """Synchronises all ranks some times, and records the time before and after. A collective.
-
-    Args:
-        device: Of the process group's tensors.
-        rounds: How often.
+    """Synchronises all ranks in rounds. A collective.
 
     Returns:
         float64 [world_size, 2, rounds]: of each rank, ``perf_counter`` seconds before and after each round.
@@ -207,15 +174,12 @@ def meet(device: torch.device, rounds: int = 8) -> np.ndarray:
 
 
 def clock_offsets(moments: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds by which the clocks of all ranks are ahead of rank 0's.
+    """Seconds by which the clocks of all ranks are ahead of rank 0's, from the moments of :func:`meet`.
 
     No rank leaves a round before all have entered it, so the offset of rank r lies between ``before[r] - after[0]`` and
     ``after[r] - before[0]`` of every round. The middle of the intersection of all rounds is within the returned error
     of the truth. A rank whose interval holds 0 shares its clock with rank 0: no two hosts are started within a
     millisecond.
-
-    Args:
-        moments: float64 [world_size, 2, rounds] of :func:`meet`.
 
     Returns:
         float64 [world_size], seconds; and float64 [world_size], the largest possible error.

@@ -3,8 +3,7 @@
 It is made from what the callbacks have written to the run's directory:
 
 - ``overlap.json`` of :class:`~lightning_safusion.callbacks.OverlapProfiler`, which every report needs;
-- ``missing_rate.json`` of :class:`~lightning_safusion.callbacks.TensorMissingRateMonitor` (keys:
-  :meth:`~lightning_safusion.metrics.history.MissingRateStatistics.summary`).
+- ``missing_rate.json`` of :class:`~lightning_safusion.callbacks.TensorMissingRateMonitor`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from lightning_safusion.profiling.figures import PARTS
 from lightning_safusion.profiling.overlap_file import FILE as OVERLAP
 from lightning_safusion.profiling.overlap_file import Overlap, read_file
 from lightning_safusion.profiling.timeline import from_row
-from lightning_safusion.report.advice import Advice, JobFigures, advise
+from lightning_safusion.report.advice import advise
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -39,15 +38,7 @@ _LATE = 0.01  # share of the step from which an exposed exchange is mentioned
 
 @dataclass(frozen=True)
 class Missing:
-    """The file ``missing_rate.json``.
-
-    Args:
-        run: When the fit began.
-        samples: Steps that were sampled.
-        steps: First step of each column of the heat map.
-        missing_rate: Over all tensors.
-        tensors: In registration order.
-    """
+    """The file ``missing_rate.json``; its keys are those of ``MissingRateStatistics.summary``."""
 
     run: float
     samples: int
@@ -57,27 +48,19 @@ class Missing:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Missing:
-        """What ``MissingRateStatistics.summary`` has made."""
+        """The content of the file."""
         return from_row(cls, {**content, "tensors": [from_row(TensorRow, row) for row in content["tensors"]]})
 
 
 @dataclass(frozen=True)
 class Run:
-    """The files of a run.
+    """The files of a run."""
 
-    Args:
-        folder: Their directory.
-        recorded: When ``overlap.json`` was written.
-        overlap: Times, plan and settings.
-        missing: Missing tensors; None if they were not sampled in this fit.
-        stale: Names of files that another fit has written, which are not read.
-    """
-
-    folder: Path
-    recorded: datetime
+    folder: Path  # their directory
+    recorded: datetime  # when overlap.json was written
     overlap: Overlap
-    missing: Missing | None = None
-    stale: tuple[str, ...] = ()
+    missing: Missing | None = None  # None if missing tensors were not sampled in this fit
+    stale: tuple[str, ...] = ()  # names of files of another fit, which are not read
 
 
 def load_run(folder: Path) -> Run:
@@ -102,18 +85,13 @@ def load_run(folder: Path) -> Run:
 
 
 def milliseconds(seconds: float | None, digits: int = 1) -> str:
-    """As text; a dash if it is not known."""
+    """Seconds as text; a dash if they are not known."""
     return f"{seconds * 1e3:,.{digits}f} ms" if is_known(seconds) else "–"
 
 
-def share(value: float | None, digits: int = 1) -> str:
-    """A share in percent; a dash if it is not known."""
-    return f"{value:.{digits}%}" if is_known(value) else "–"
-
-
-def signed(value: float | None) -> str:
-    """A gain in percent; a dash if it is not known."""
-    return f"{value:+.1%}" if is_known(value) else "–"
+def share(value: float | None, digits: int = 1, sign: str = "") -> str:
+    """A share in percent, with its sign if ``sign`` is ``"+"``; a dash if it is not known."""
+    return f"{value:{sign}.{digits}%}" if is_known(value) else "–"
 
 
 def counted(number: int, what: str) -> str:
@@ -126,55 +104,37 @@ def is_known(value: float | None) -> TypeGuard[float]:
     return value is not None and not isnan(value)
 
 
-def remarks(run: Run) -> list[Advice]:
-    """Advice on the run's figures."""
-    overlap, mean = run.overlap, run.overlap.ranks.mean
-    if overlap.plain_ddp is not None:
-        return [Advice("good", f"Plain DDP exchanges the gradients: {overlap.plain_ddp}.")]
-    if isnan(mean.exposed_s) or overlap.density is None:
-        return [Advice("warning", "No exchange was recorded: train for more steps, or record more of them.")]
-    return advise(
-        JobFigures(
-            step_s=mean.step_s,
-            exposed_s=mean.exposed_s,
-            density=overlap.density,
-            bytes_sent=mean.bytes_sent,
-            missing_rate=None if run.missing is None else run.missing.missing_rate,
-            slowest_rank=overlap.ranks.slowest,
-            plan=overlap.plan,
-            costs=overlap.costs,
-        )
-    )
-
-
 def render_page(run: Run) -> str:
     """The page as HTML.
 
     Raises:
         ModuleNotFoundError: If Jinja2 or matplotlib is missing; names the extra that brings them.
     """
-    environment = _environment()
     overlap = run.overlap
     tensors = () if run.missing is None else run.missing.tensors
     worst = worst_first(tensors)
     names = {each.name for each in worst[:_HEAT_ROWS]}
     waits = [each.exposed_s for each in overlap.buffers if each.exposed_s > 0]
-    return environment.get_template("page.html").render(
-        run=run,
-        overlap=overlap,
-        mean=overlap.ranks.mean,
-        dense_bytes=None if overlap.costs is None else sum(overlap.costs.dense_bytes),
-        remarks=remarks(run),
-        late=None if overlap.timeline is None else pictures.longest_wait(overlap.timeline, _LATE),
-        longest_s=max(waits, default=None),
-        worst=worst,
-        drawn=[each for each in tensors if each.name in names],
-        pins=" ".join(f"{name.replace('_', '-')}=={version}" for name, version in overlap.versions.items()),
-        parts=PARTS,
-        colors=pictures.COLORS,
-        pictures=pictures,
-        open_rows=_OPEN_ROWS,
-        version=__version__,
+    return (
+        _environment()
+        .get_template("page.html")
+        .render(
+            run=run,
+            overlap=overlap,
+            mean=overlap.ranks.mean,
+            dense_bytes=None if overlap.costs is None else sum(overlap.costs.dense_bytes),
+            remarks=advise(overlap, None if run.missing is None else run.missing.missing_rate),
+            late=None if overlap.timeline is None else pictures.longest_wait(overlap.timeline, _LATE),
+            longest_s=max(waits, default=None),
+            worst=worst,
+            drawn=[each for each in tensors if each.name in names],
+            pins=" ".join(f"{name.replace('_', '-')}=={version}" for name, version in overlap.versions.items()),
+            parts=PARTS,
+            colors=pictures.COLORS,
+            pictures=pictures,
+            open_rows=_OPEN_ROWS,
+            version=__version__,
+        )
     )
 
 
@@ -189,20 +149,13 @@ def _environment() -> Environment:
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {each.__name__: each for each in (milliseconds, share, signed, counted, describe)}
+    environment.filters |= {each.__name__: each for each in (milliseconds, share, counted, describe)}
     environment.tests["known"] = is_known
     return environment
 
 
 def write_report(run_dir: Path, output: Path | None = None) -> Path:
-    """Writes the report of a run.
-
-    Args:
-        run_dir: The directory with the callbacks' files, or the directory that has it as ``safusion``.
-        output: File to write; ``report.html`` in the run's directory by default.
-
-    Returns:
-        The file.
+    """Writes the :func:`report` of a run and returns its path.
 
     Raises:
         ModuleNotFoundError: If Jinja2 or matplotlib is missing; names the extra that brings them.

@@ -1,4 +1,4 @@
-"""Files of a run: what cannot be written is said, and training goes on."""
+"""Files of a run: an error of writing is a warning, and training continues."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """ConvergenceProbe: figures computed by hand in real trainings on two ranks, and by brute force on virtual workers.
 
-Covers: ahead and behind; residuals; several tensors and one that travels whole; a momentum memory; optimizers that take
+Covers: before and after fusion; residuals; several tensors and a dense one; a momentum memory; optimizers that take
     turns; accumulation and cadence; windows with a number that is not finite; plain DDP; the compressor's own state.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_safusion import ConvergenceProbe, SAFusionStrategy, SIDCo
-from lightning_safusion.metrics.convergence import ConvergenceFigures, convergence_figures, residuals
+from lightning_safusion.metrics.convergence import ConvergenceFigures, by_index, convergence_figures
 from tests.cluster import Cluster, settings, specs
 from tests.models import TakeTurns, TinyClassifier, classification, trainer
 from tests.process_group import run_launched
@@ -72,8 +72,13 @@ def test_figures_are_those_computed_by_hand(system: str, tmp_path: Path) -> None
     for row, contraction in zip(rows, CONTRACTIONS, strict=True):
         logged = {key: float(value) for key, value in row.items() if key.startswith("safusion/")}
         expected = {"contraction": contraction, "xi": XI, "coverage": 0.5}
-        named = {f"{key}/weight": value for key, value in expected.items()}  # the bias travelled whole
+        named = {f"{key}/weight": value for key, value in expected.items()}  # the bias was dense
         assert logged == pytest.approx({f"safusion/{key}": value for key, value in (expected | named).items()})
+
+
+def held(cluster: Cluster, rank: int) -> dict[int, Tensor]:
+    space = cluster.controllers[rank].space
+    return by_index(space.accumulated(), space.layout)
 
 
 def norm2(flat: Tensor) -> float:
@@ -94,22 +99,22 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_figures_are_those_of_whole_vectors(options: dict[str, Any]) -> None:
+def test_figures_are_those_of_vectors_of_all_elements(options: dict[str, Any]) -> None:
     cluster = Cluster(3, lambda: settings(**options), specs(dense=[1]))
     for seed in range(4):
         grads = cluster.random_grads(seed)
-        held = [[cluster.residual(rank, spec.index) for spec in cluster.specs] for rank in range(3)]
-        before = cluster.each(lambda rank: residuals(cluster.controllers[rank].space))
+        residuals = [[cluster.residual(rank, spec.index) for spec in cluster.specs] for rank in range(3)]
+        before = cluster.each(lambda rank: held(cluster, rank))
         delivered = cluster.step(grads)
         figures = cluster.each(lambda rank, b=before: convergence_figures(cluster.controllers[rank].report, b[rank]))
         total = ConvergenceFigures(figures[0].names, torch.stack([each.sums for each in figures]).sum(0))
         values = total.values()
         for spec in cluster.specs:
-            if spec.index == 1 or spec.numel < 2:  # travels whole
+            if spec.index == 1 or spec.numel < 2:  # dense
                 assert f"contraction/{spec.name}" not in values
                 continue
             forgets = options.get("memory") == "none"
-            xs = [g[spec.index] + (0 if forgets else h[spec.index]) for g, h in zip(grads, held, strict=True)]
+            xs = [g[spec.index] + (0 if forgets else h[spec.index]) for g, h in zip(grads, residuals, strict=True)]
             left = [cluster.residual(rank, spec.index) for rank in range(3)]
             mean = torch.stack([g[spec.index] for g in grads]).mean(0)
             assert total.sums[0, spec.index] == pytest.approx(sum(map(norm2, xs)), rel=1e-5)
@@ -130,13 +135,13 @@ def test_figures_are_those_of_whole_vectors(options: dict[str, Any]) -> None:
 def test_everything_sent_has_no_distance_and_one_per_row_covers_all() -> None:
     def figures(**options: Any) -> dict[str, float]:
         cluster = Cluster(2, lambda: settings(collective="allgather", **options), specs([(40, 30), (64, 9, 3)]))
-        before = cluster.each(lambda rank: residuals(cluster.controllers[rank].space))
+        before = cluster.each(lambda rank: held(cluster, rank))
         cluster.step(cluster.random_grads(0))
         each = cluster.each(lambda rank: convergence_figures(cluster.controllers[rank].report, before[rank]))
         cluster.close()
         return each[0].values()
 
-    # all elements but one: what compression of the mean leaves out is next to nothing
+    # all elements but one: compression of the mean leaves out almost nothing
     assert figures(density=0.9995)["xi"] < 1e-2 < figures(density=0.1)["xi"]
     by_row, by_size = figures(compressor="adtopk", density=0.001), figures(compressor="topk", density=0.001)
     assert by_row["coverage"] == 1 > by_size["coverage"]
@@ -145,7 +150,7 @@ def test_everything_sent_has_no_distance_and_one_per_row_covers_all() -> None:
 
 def test_random_positions_that_all_ranks_share_have_no_distance() -> None:
     cluster = Cluster(3, lambda: settings("randomk", collective="allgather"))
-    before = cluster.each(lambda rank: residuals(cluster.controllers[rank].space))
+    before = cluster.each(lambda rank: held(cluster, rank))
     cluster.step(cluster.random_grads(0))
     each = cluster.each(lambda rank: convergence_figures(cluster.controllers[rank].report, before[rank]))
     assert each[0].values()["xi"] < 1e-6
@@ -158,7 +163,7 @@ def test_probing_changes_nothing() -> None:
         cluster = Cluster(2, lambda: settings(compressor, collective="allgather"))
         means = []
         for seed in range(6):
-            before = cluster.each(lambda rank: residuals(cluster.controllers[rank].space))
+            before = cluster.each(lambda rank: held(cluster, rank))
             means.append(cluster.step(cluster.random_grads(seed)))
             if probed:
                 cluster.each(lambda rank, b=before: convergence_figures(cluster.controllers[rank].report, b[rank]))
@@ -173,7 +178,7 @@ def test_probing_changes_nothing() -> None:
 
 def test_a_momentum_has_no_gradient_to_compare_with() -> None:
     cluster = Cluster(2, lambda: settings(memory="dgc", collective="allgather"))
-    before = cluster.each(lambda rank: residuals(cluster.controllers[rank].space))
+    before = cluster.each(lambda rank: held(cluster, rank))
     cluster.step(cluster.random_grads(0))
     values = cluster.each(lambda rank: convergence_figures(cluster.controllers[rank].report, before[rank]))[0].values()
     assert {"contraction", "coverage"} <= values.keys()
@@ -185,7 +190,7 @@ def test_a_window_with_a_bad_number_is_left_out_on_all_ranks() -> None:
     cluster = Cluster(2, lambda: settings(collective="allgather"))
     grads = cluster.random_grads(0)
     grads[1][0][3] = float("nan")
-    before = cluster.each(lambda rank: residuals(cluster.controllers[rank].space))
+    before = cluster.each(lambda rank: held(cluster, rank))
     cluster.step(grads)
     each = cluster.each(lambda rank: convergence_figures(cluster.controllers[rank].report, before[rank]))
     assert [figures.values() for figures in each] == [{}, {}]
@@ -213,7 +218,7 @@ def test_windows_of_all_optimizers_and_of_accumulated_batches_are_probed() -> No
             assert 0 < values["xi"] < 10
 
 
-def test_plain_ddp_is_said_and_nothing_is_probed(caplog: pytest.LogCaptureFixture) -> None:
+def test_plain_ddp_is_logged_and_nothing_is_probed(caplog: pytest.LogCaptureFixture) -> None:
     probe = ConvergenceProbe(every_n_steps=1)
     with caplog.at_level("INFO"):
         trainer(strategy(), devices=1, callbacks=[probe], limit_train_batches=3).fit(TinyClassifier(), classification())

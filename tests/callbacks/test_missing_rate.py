@@ -1,7 +1,7 @@
 """TensorMissingRateMonitor in real trainings on two ranks.
 
-Covers: behind against ahead; agreement with the strategy's report; cadence, accumulation, optimizers that take turns;
-    several loggers and none; plain DDP; freezing; checkpoints; spawned processes; wrong arguments.
+Covers: after fusion against before it; agreement with the strategy's report; cadence, accumulation, optimizers that
+    take turns; several loggers and none; plain DDP; freezing; checkpoints; spawned processes; wrong arguments.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def fit(
 
 
 @pytest.mark.parametrize("system", ["behind", "saf-inter"])
-def test_behind_leaves_tensors_out_and_ahead_none(system: str) -> None:
+def test_after_fusion_tensors_are_missing_and_before_fusion_none(system: str) -> None:
     def each(rank: int) -> Any:
         monitor = TensorMissingRateMonitor(every_n_steps=1)
         fit(monitor, strategy(system, memory="none"), Loudest(), limit_train_batches=6)
@@ -78,7 +78,7 @@ def test_behind_leaves_tensors_out_and_ahead_none(system: str) -> None:
     rows = {row.name: row for row in both[0]}
     assert list(rows) == ["loud.weight", "loud.bias", "quiet.weight", "quiet.bias"]
     if system == "behind":
-        # the 64 elements of the loudest tensor leave no room for anything else
+        # the 64 elements of the loudest tensor leave no room for other tensors
         assert [row.missing for row in rows.values()] == [row.everywhere for row in rows.values()] == [1, 0, 1, 1]
     else:
         assert all(row.missing == 0 and row.error is not None for row in rows.values())
@@ -165,7 +165,7 @@ def test_tensors_may_come_later() -> None:
         assert gaps == [[late, late, False, False] for late in frozen]
 
 
-def test_a_resumed_training_goes_on_with_the_statistics(tmp_path: Path) -> None:
+def test_a_resumed_training_continues_the_statistics(tmp_path: Path) -> None:
     def each(rank: int) -> Any:
         monitor = TensorMissingRateMonitor(every_n_steps=2)
         first = fit(monitor, strategy(), limit_train_batches=6)
@@ -184,7 +184,7 @@ def test_a_resumed_training_goes_on_with_the_statistics(tmp_path: Path) -> None:
         assert rows == results[0][2]
 
 
-def test_the_state_of_another_model_is_left_alone() -> None:
+def test_the_state_of_another_model_is_ignored() -> None:
     monitor = TensorMissingRateMonitor(every_n_steps=1)
     with pytest.raises(RuntimeError, match="there are no statistics in this process"):
         monitor.heatmap()
@@ -203,7 +203,7 @@ def test_the_state_of_another_model_is_left_alone() -> None:
     assert loaded.statistics.names[0] == "loud.weight"
 
 
-def test_plain_ddp_is_said_once_and_nothing_is_sampled(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_plain_ddp_is_logged_once_and_nothing_is_sampled(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     monitor = TensorMissingRateMonitor(every_n_steps=1, heatmap_file=tmp_path / "none.png")
     with caplog.at_level("INFO"):
         fit(monitor, strategy(), devices=1, limit_train_batches=3)
@@ -215,7 +215,7 @@ def test_plain_ddp_is_said_once_and_nothing_is_sampled(caplog: pytest.LogCapture
     assert not (tmp_path / "none.png").exists()
 
 
-def test_a_report_leaves_out_what_an_earlier_fit_has_left(tmp_path: Path) -> None:
+def test_a_report_leaves_out_files_of_an_earlier_fit(tmp_path: Path) -> None:
     def run(rank: int) -> list[tuple[float, bool]]:
         found, model = [], TinyClassifier()
         profiler, monitor = (OverlapProfiler(2, 1, tmp_path), TensorMissingRateMonitor(2, dirpath=tmp_path))
@@ -247,7 +247,7 @@ def test_processes_of_the_trainer_leave_a_picture_and_a_table(
     printed = capfd.readouterr().out
     assert printed.count("Tensors missing:") == 1
     assert "net.1.weight" in printed
-    assert monitor.statistics is None  # this process has trained nothing
+    assert monitor.statistics is None  # this process has not trained
 
 
 def test_wrong_arguments_and_strategies_are_refused() -> None:

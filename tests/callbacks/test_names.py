@@ -1,4 +1,4 @@
-"""Names that mean something to rich or to a terminal: shown as they are, wherever they are printed.
+"""Names with a meaning for rich or for a terminal are shown as they are, wherever they are printed.
 
 Covers: modules called like markup, an emoji and an escape code, in the tables of a real training on two ranks; the text
     of a trace and a path in the simulator's output.

@@ -48,7 +48,7 @@ FORWARD, BACKWARD, SELECT, EXCHANGE, OPTIMIZER, LOAD = 0.04, 0.06, 0.03, 0.1, 0.
 
 
 class Real:
-    """Time as it is; knows how long every sleep has taken."""
+    """Real time; records how long every sleep has taken."""
 
     def __init__(self) -> None:
         self.slept: list[tuple[str, float, float]] = []
@@ -66,7 +66,7 @@ class Real:
 
 
 class Simulated(Real):
-    """Time that passes only while somebody sleeps."""
+    """Time that passes only in sleeps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,18 +237,18 @@ def test_times_agree_with_real_sleeps(tmp_path: Path) -> None:
             for buffer in step.buffers:
                 begin, end = buffer.exchange
                 pairs.setdefault("exchange of a buffer", []).append((end - begin, EXCHANGE))
-        # other programs can make what lies between the sleeps longer in some steps; an error would be in all
+        # other programs can make the time between the sleeps longer in some steps; an error would be in all
         return {key: min(values, key=lambda pair: abs(pair[0] - pair[1])) for key, values in pairs.items()}
 
     for pairs in run_launched(2, run):
         assert {key: measured for key, (measured, _) in pairs.items()} == {
-            # half of the shortest sleep: what else the tensors of a step need on a slow machine is less
+            # half of the shortest sleep: everything else in a step takes less on a slow machine
             key: pytest.approx(slept, abs=SELECT / 2)
             for key, (_, slept) in pairs.items()
         }
 
 
-# what it says, and where
+# keys, files and tables
 
 
 def test_ranks_agree_and_every_logger_gets_all_keys(tmp_path: Path) -> None:
@@ -296,7 +296,7 @@ def test_files_hold_what_was_recorded(tmp_path: Path) -> None:
     assert [row["step"] for row in content["steps"]] == [0, 1, 2, 3, 4, 7, 8, 9]
     assert content["mean"] == figures.mean.as_dict()
     assert content["ranks"] == [each.as_dict() for each in figures.ranks]
-    assert [row["tensors"] for row in content["buffers"]] == [list(tensors) for tensors in mine[-1].plan]
+    assert [row["tensors"] for row in content["buffers"]] == [list(buffer.tensors) for buffer in mine[-1].buffers]
     assert content["plan"] == [[1, "allgather"]] * 7
     assert content["settings"]["fusion"] == "WFBP()"
     assert load_timeline(tmp_path) == mine[-1]
@@ -391,7 +391,7 @@ def test_validation_is_no_part_of_a_step(tmp_path: Path) -> None:
         assert any(steps[3][1] <= moment <= steps[4][0] for moment in moments)
 
 
-def test_with_plain_ddp_phases_are_timed_and_it_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_with_plain_ddp_phases_are_timed_and_it_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def run(rank: int) -> Any:
         profiler = OverlapProfiler(5, 2, tmp_path)
         with caplog.at_level("INFO"):
@@ -423,7 +423,7 @@ def test_a_model_that_is_wrapped_anew_is_followed(tmp_path: Path) -> None:
         model = Unfreezing()
         model.net[0].requires_grad_(False)
         fit(profiler, model, limit_train_batches=3, max_steps=6, max_epochs=2)
-        return [sum(len(tensors) for tensors in step.plan) for step in profiler.steps]
+        return [sum(len(buffer.tensors) for buffer in step.buffers) for step in profiler.steps]
 
     for tensors in run_launched(2, run):
         assert tensors == [5, 5, 5, 7, 7, 7]
@@ -493,7 +493,7 @@ def test_ranges_are_there_only_for_a_profiler(tmp_path: Path) -> None:
         assert counts == dict.fromkeys(("SAFusion::select", "SAFusion::exchange", "SAFusion::decode"), 2 * 1 + 2 * 7)
 
 
-def test_windows_that_are_told_one_step_late_belong_to_their_steps(
+def test_windows_that_are_observed_one_step_late_belong_to_their_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(rank: int) -> Any:
@@ -508,14 +508,14 @@ def test_windows_that_are_told_one_step_late_belong_to_their_steps(
         return reports
 
     first, _ = run_launched(2, run)
-    # the last window of a fit is told when the fit is over
+    # the last window of a fit is observed when the fit is over
     assert first == [[0, 1, 2, 3, 4, 5, 9, 10, 11, 15, 16, 17], [0, 1, 2, 3, 4, 5, 6, 7, 8]]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_cuda_times_are_read_one_step_later(tmp_path: Path) -> None:
     profiler = OverlapProfiler(6, 3, tmp_path)
-    # with this memory the engine works on one worker, too
+    # with this memory the engine is used with one worker, too
     strategy = SAFusionStrategy(**SPARSE, memory="dgc")
     fitted = trainer(strategy, accelerator="gpu", devices=1, callbacks=[profiler], max_steps=20)
     fitted.fit(TinyClassifier(), classification())

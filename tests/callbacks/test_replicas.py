@@ -1,6 +1,6 @@
-"""ReplicaConsistencyCheck in real trainings in which one rank goes its own way.
+"""ReplicaConsistencyCheck in real trainings in which one rank changes something by itself.
 
-Covers: nothing is wrong with any system, precision and dtype; the tensor and the ranks are named, and all ranks raise;
+Covers: equal replicas with every system, precision and dtype; the tensor and the ranks are named, and all ranks raise;
     warnings; optimizer state and buffers on request; NaNs; state that one rank lacks; the check at the end; a process
     alone; wrong arguments.
 """
@@ -130,7 +130,7 @@ def test_the_first_tensor_and_the_ranks_are_named() -> None:
     assert "difference 0.5); 2 of 7 tensors differ" in error
 
 
-def test_the_last_bit_is_seen() -> None:
+def test_a_difference_in_the_last_bit_is_found() -> None:
     def change(trainer: Trainer, model: Any) -> None:
         model.net[1].weight[7] = torch.nextafter(model.net[1].weight[7], torch.tensor(9.0))
 
@@ -152,7 +152,7 @@ def test_an_update_that_one_rank_makes_alone_is_found_at_the_next_check() -> Non
     assert "after step 8" in short  # at the end
 
 
-def test_a_warning_lets_training_go_on() -> None:
+def test_training_continues_after_a_warning() -> None:
     def change(trainer: Trainer, model: Any) -> None:
         model.temperature += 1
 
@@ -185,7 +185,7 @@ def test_optimizer_state_and_buffers_are_compared_on_request() -> None:
     assert "buffer norm.running_mean on rank 1" in error
 
 
-def test_state_that_one_rank_lacks_is_named_and_nobody_hangs() -> None:
+def test_state_that_one_rank_lacks_is_named_and_no_rank_hangs() -> None:
     def forget(trainer: Trainer, model: Any) -> None:
         del trainer.optimizers[0].state[model.temperature]
 
@@ -195,7 +195,7 @@ def test_state_that_one_rank_lacks_is_named_and_nobody_hangs() -> None:
 
 
 class Local(TinyClassifier):
-    """Has tensors that DDP is told to leave alone."""
+    """Has tensors that DDP is configured to ignore."""
 
     def __init__(self) -> None:
         super().__init__()

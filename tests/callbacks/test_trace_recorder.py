@@ -1,4 +1,4 @@
-"""TraceRecorder in real trainings: what it writes, against a model whose layers take a known time."""
+"""TraceRecorder in real trainings: its trace of a model whose layers take a known time."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Sleep(torch.autograd.Function):
 
 
 class SleepyClassifier(TinyClassifier):
-    """Sleeps behind the first layer in the forward pass, and before the first layer's gradients in backward."""
+    """Sleeps after the first layer in the forward pass, and before the first layer's gradients in backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def test_a_recorded_trace_is_a_job_for_the_planner(tmp_path: Path, capsys: pytes
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_what_was_recorded_is_written_when_plain_ddp_takes_over(
+def test_recorded_steps_are_written_when_plain_ddp_takes_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     costs = {"allgather": LinearCost(1.0, 1.0), "allreduce": LinearCost(1e-6, 1e-12)}
@@ -115,7 +115,7 @@ def test_what_was_recorded_is_written_when_plain_ddp_takes_over(
     assert "Gradients are no longer seen: its all-reduce has been predicted to be faster" in said
 
 
-def test_what_cannot_be_recorded_is_said(tmp_path: Path) -> None:
+def test_jobs_that_cannot_be_recorded_are_refused_or_warned_about(tmp_path: Path) -> None:
     def plain(rank: int) -> Trace | None:
         recorder = TraceRecorder(tmp_path / "job.json")
         fitted = trainer(SAFusionStrategy(system="ddp"), callbacks=[recorder], max_steps=2)

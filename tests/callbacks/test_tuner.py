@@ -58,7 +58,7 @@ class Unfreezes(Deep):
 
 @dataclass
 class Seen:
-    """What a rank has seen of a fit."""
+    """What a rank has recorded of a fit."""
 
     decisions: list[Decision]
     plans: list[list[int]] = field(default_factory=list)
@@ -72,7 +72,7 @@ class Seen:
 
 
 class Plans(Callback):
-    """Takes down how many tensors each buffer holds, step by step."""
+    """Records how many tensors each buffer holds, step by step."""
 
     def __init__(self) -> None:
         self.plans: list[list[int]] = []
@@ -104,7 +104,7 @@ class Lines(logging.Handler):
 
 
 def fit(tuner: BufferSizeTuner | None, *more: Callback, model: LightningModule | None = None, **options: Any) -> Seen:
-    """Trains and tells."""
+    """Trains, and returns what this rank has recorded."""
     chosen = options.pop("strategy", None)
     if not isinstance(chosen, DDPStrategy):
         system = {"process_group_backend": "gloo", "fusion": Aligned(1), "collective": "allgather"}
@@ -181,7 +181,7 @@ def test_a_gain_that_does_not_come_is_given_back(monkeypatch: pytest.MonkeyPatch
         slow_messages(0.008)
         return fit(quick())
 
-    def slow(self: Engine) -> None:  # whatever is not one buffer per tensor costs more than anybody can see
+    def slow(self: Engine) -> None:  # plans other than one buffer per tensor cost more than the planner can predict
         if len(self._window.shipments) < 17:  # type: ignore[union-attr]  # drain has a window
             TIME.sleep(0.8)
         drain(self)
@@ -227,14 +227,14 @@ def test_bounds_and_freeze_are_kept() -> None:
 
     seen = run_launched(2, run)[0]
     assert seen.actions.count("freeze") == 1
-    assert max(decision.window for decision in seen.decisions) <= 12  # the verdict on what began before
+    assert max(decision.window for decision in seen.decisions) <= 12  # the end of a trial that began before
     assert seen.plans[10] == seen.plans[-1]
     assert len(seen.plans[-1]) < 17
     assert max(seen.elements) <= 2200
 
 
-@pytest.mark.parametrize("steps", quick_of((7, 12), (7,)))  # in the middle of a trial, and behind it
-def test_a_resumed_training_goes_on_where_it_was(tmp_path: Path, steps: int) -> None:
+@pytest.mark.parametrize("steps", quick_of((7, 12), (7,)))  # in the middle of a trial, and after it
+def test_a_resumed_training_continues_its_trial(tmp_path: Path, steps: int) -> None:
     def run(rank: int) -> tuple[Seen, Seen]:
         slow_messages(0.008)
         saving = ModelCheckpoint(tmp_path, filename="saved", every_n_train_steps=steps)

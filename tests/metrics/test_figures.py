@@ -1,6 +1,6 @@
 """What the figures say of one window, against what went in and what was left in the memory.
 
-Covers: counts of sent and missing tensors, ahead of fusion and behind it; energy and error for every memory, scope and
+Covers: counts of sent and missing tensors, before and after fusion; energy and error for every memory, scope and
     wire; dense lanes and dense buffers; tensors that are stale, empty, irregular or not finite; another ready order.
 """
 
@@ -55,25 +55,25 @@ def test_before_the_first_window_there_is_nothing(make: Callable[..., Cluster]) 
     assert make().controllers[0].report is None
 
 
-def test_nothing_is_missing_ahead_of_fusion_and_small_tensors_are_behind_it(make: Callable[..., Cluster]) -> None:
-    ahead, behind = make(), make(scope="group")
-    for cluster in (ahead, behind):
+def test_nothing_is_missing_before_fusion_and_small_tensors_are_after_it(make: Callable[..., Cluster]) -> None:
+    before_fusion, after_fusion = make(), make(scope="group")
+    for cluster in (before_fusion, after_fusion):
         for step in range(4):
             cluster.step(cluster.random_grads(step))
-    got = figures(ahead)
+    got = figures(before_fusion)
     assert got.names == tuple(f"t{index}" for index in range(len(SHAPES)))
     empty = SHAPES.index((0,))
     assert got.windows.tolist() == [float(index != empty) for index in range(len(SHAPES))]
     assert got.missing.sum() == 0
-    assert got.sent.tolist() == [element_quota(s.numel, 0.05) if s.numel else 0 for s in ahead.specs]
-    assert got.elements.tolist() == [s.numel for s in ahead.specs]
+    assert got.sent.tolist() == [element_quota(s.numel, 0.05) if s.numel else 0 for s in before_fusion.specs]
+    assert got.elements.tolist() == [s.numel for s in before_fusion.specs]
     # t6 is so much larger that it takes the room of t7, t8 and t9; t5 is empty; t3 is a thousand times as large as t4
-    grads = behind.random_grads(4)
+    grads = after_fusion.random_grads(4)
     grads[0][6] *= 1e6
-    behind.step(grads)
-    got = figures(behind)
+    after_fusion.step(grads)
+    got = figures(after_fusion)
     assert [index for index in range(2, 10) if got.missing[index]] == [4, 7, 8, 9]
-    assert figures(behind, rank=1).missing[6:].tolist() != got.missing[6:].tolist()
+    assert figures(after_fusion, rank=1).missing[6:].tolist() != got.missing[6:].tolist()
 
 
 @pytest.mark.parametrize("scope", ["tensor", "group"])
@@ -109,7 +109,7 @@ def test_energy_and_error_are_those_of_what_was_selected_from(
 
 
 @pytest.mark.parametrize("options", [{"collective": "allreduce"}, {"density": 1.0}])
-def test_what_travels_whole_has_no_error(make: Callable[..., Cluster], options: dict[str, Any]) -> None:
+def test_dense_tensors_have_no_error(make: Callable[..., Cluster], options: dict[str, Any]) -> None:
     cluster = make(**options)
     for step in range(3):
         cluster.step(cluster.random_grads(step))

@@ -1,4 +1,4 @@
-"""The statistics behind the monitor: what is kept of many samples, and its picture."""
+"""The statistics of the monitor: sums of many samples, and their heat map."""
 
 from __future__ import annotations
 

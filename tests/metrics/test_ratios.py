@@ -1,4 +1,4 @@
-"""The metrics: sums by name, agreement of ranks, and what TorchMetrics and Lightning do with them."""
+"""The metrics: sums by name, agreement of ranks, logging by TorchMetrics and Lightning."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_ranks_add_up() -> None:
         assert overall == 0.5
         assert by_tensor == {"a": 0.75, "b": 0.25}
         assert (sent, ratio) == (175.0, 4 * 4000 / 700)
-        assert alone in (3.0, 9.0)  # what is synchronised is given back
+        assert alone in (3.0, 9.0)  # the state of this rank is restored after synchronisation
 
 
 class Measured(TinyClassifier):

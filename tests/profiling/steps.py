@@ -76,8 +76,8 @@ def plain_step() -> StepTimeline:
     return StepTimeline(7, 0.0, 23.0, cpu_step().phases, ())
 
 
-def untold(step: StepTimeline) -> StepTimeline:
-    """The step, had nobody told of the ends of its collectives, and had the first tensor no gradient."""
+def unrecorded(step: StepTimeline) -> StepTimeline:
+    """The step without recorded ends of its collectives, and without a gradient of the first tensor."""
     values = step.to_dict()
     for window in values["windows"]:
         for each in window["buffers"]:

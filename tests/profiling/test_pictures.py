@@ -19,7 +19,7 @@ from lightning_safusion.profiling import pictures
 from lightning_safusion.profiling.figures import PARTS, RankFigures, StepFigures
 from lightning_safusion.profiling.pictures import plot_step
 from lightning_safusion.profiling.timeline import StepTimeline, WindowTimeline
-from tests.profiling.steps import buffer, cpu_step, cuda_step, plain_step, untold
+from tests.profiling.steps import buffer, cpu_step, cuda_step, plain_step, unrecorded
 from tests.report.runs import step as run_step
 
 
@@ -59,7 +59,7 @@ def test_the_training_row_stops_for_what_is_done_in_the_backward_pass() -> None:
     assert (3e3, 15e3) in on_cuda  # the backward pass, until it waits
 
 
-@pytest.mark.parametrize("step", [cuda_step(), plain_step(), untold(cpu_step())])
+@pytest.mark.parametrize("step", [cuda_step(), plain_step(), unrecorded(cpu_step())])
 def test_all_kinds_of_steps_can_be_drawn(step: StepTimeline) -> None:
     drawn(plot_step(step))
 
@@ -125,7 +125,7 @@ def test_the_heat_map_is_grey_where_there_was_no_gradient() -> None:
     assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "b"]
 
 
-def test_an_embedded_picture_asks_for_nothing_and_follows_the_page_into_the_dark() -> None:
+def test_an_embedded_picture_makes_no_request_and_follows_the_colour_scheme() -> None:
     before = dict(rcParams)
     written = svg(pictures.embedded(plot_step, run_step(3, names=("$x$", "a<b & 'c'"))))
     ElementTree.fromstring(written)  # noqa: S314 - made here

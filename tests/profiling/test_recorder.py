@@ -1,7 +1,7 @@
 """Moments of training loops become timelines.
 
-Covers: one batch per step; accumulation; optimizers that take turns, that run backward passes themselves, or do not
-    tell of their end; what lies between batches; windows that are told late; steps that are not recorded.
+Covers: one batch per step; accumulation; optimizers that take turns, that run backward passes themselves, or have no
+    hook after their step; time between batches; windows that are observed late; steps that are not recorded.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import numpy as np
 from lightning_safusion.fusion.clock import HostClock
 from lightning_safusion.fusion.events import WindowEvents
 from lightning_safusion.fusion.layout import Layout
-from lightning_safusion.profiling.recorder import StepRecorder
-from lightning_safusion.profiling.timeline import StepTimeline
+from lightning_safusion.profiling.timeline import StepRecorder, StepTimeline
 
 
 def phases(step: StepTimeline) -> list[tuple[str, float, float]]:
@@ -25,16 +24,18 @@ def window(number: int, drained: float) -> WindowEvents:
 
 def batch(recorder: StepRecorder, now: float, step: int | None, optimizers: int = 1) -> float:
     """Forward 2 s, backward 3 s, for each optimizer, which takes 1 s if it steps; 0.5 s at the end."""
-    recorder.batch_start(now)
+    recorder.mark("batch", now)
     for _ in range(optimizers):
-        recorder.before_backward(now + 2)
-        recorder.after_backward(now + 5)
+        recorder.mark("backward", now + 2)
+        recorder.mark("backward_end", now + 5)
         now += 5
         if step is not None:
-            recorder.before_optimizer(now)
-            recorder.after_optimizer(now + 1)
+            recorder.mark("optimizer", now)
+            recorder.mark("optimizer_end", now + 1)
             now += 1
-    recorder.batch_end(now + 0.5, step)
+    recorder.mark("batch_end", now + 0.5)
+    if step is not None:
+        recorder.end_step(step)
     return now + 0.5
 
 
@@ -73,24 +74,26 @@ def test_optimizers_that_take_turns() -> None:
     ]
 
 
-def test_an_optimizer_that_does_not_tell_ends_with_the_batch() -> None:
+def test_an_optimizer_without_a_hook_ends_with_the_batch() -> None:
     recorder = StepRecorder()
-    recorder.batch_start(0.0)
-    recorder.before_optimizer(3.0)
-    recorder.batch_end(5.0, 0)
+    recorder.mark("batch", 0.0)
+    recorder.mark("optimizer", 3.0)
+    recorder.mark("batch_end", 5.0)
+    recorder.end_step(0)
     (step,) = take(recorder)
     assert phases(step) == [("optimizer", 3.0, 5.0)]
 
 
 def test_an_optimizer_that_runs_backward_passes() -> None:
     recorder = StepRecorder()
-    recorder.batch_start(0.0)
+    recorder.mark("batch", 0.0)
     for now in (0.0, 5.0):
-        recorder.before_backward(now + 1)
-        recorder.after_backward(now + 3)
-        recorder.before_optimizer(now + 4)
-    recorder.after_optimizer(10.0)
-    recorder.batch_end(10.0, 0)
+        recorder.mark("backward", now + 1)
+        recorder.mark("backward_end", now + 3)
+        recorder.mark("optimizer", now + 4)
+    recorder.mark("optimizer_end", 10.0)
+    recorder.mark("batch_end", 10.0)
+    recorder.end_step(0)
     (step,) = take(recorder)
     assert phases(step) == [
         *(("forward", 0.0, 1.0), ("backward", 1.0, 3.0)),
@@ -120,7 +123,7 @@ def test_windows_belong_to_the_step_in_which_they_ended() -> None:
     recorder = StepRecorder()
     batch(recorder, 0.0, 0)
     batch(recorder, 10.0, 1)
-    recorder.observe(window(0, 5.0))  # told late, as on CUDA
+    recorder.observe(window(0, 5.0))  # observed late, as on CUDA
     batch(recorder, 20.0, 2)
     recorder.observe(window(1, 14.9))
     first, second = take(recorder, before=2)

@@ -15,7 +15,7 @@ import torch
 from lightning_safusion.cli import main
 from lightning_safusion.profiling.trace import LANES, clock_offsets, meet, merge_traces, trace_events, write_trace
 from tests.process_group import run_ranks
-from tests.profiling.steps import cpu_step, plain_step, untold
+from tests.profiling.steps import cpu_step, plain_step, unrecorded
 
 
 def about(rank: int, run: float = 1.0, world_size: int = 2) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def test_every_part_has_its_lane() -> None:
     assert names == {"rank 3 on node7", *LANES}
 
 
-def test_collectives_are_told_apart_also_between_steps() -> None:
+def test_ids_of_collectives_are_unique_also_between_steps() -> None:
     events = trace_events([cpu_step(7), cpu_step(8)], rank=0)
     begun = Counter(event["id"] for event in events if event["ph"] == "b")
     assert set(begun.values()) == {1}
@@ -71,7 +71,7 @@ def test_times_are_of_the_first_ranks_clock() -> None:
     assert of(events, "training")[0] == ("step 7", 5.0, 23.0)
 
 
-@pytest.mark.parametrize("step", [untold(cpu_step()), plain_step()])
+@pytest.mark.parametrize("step", [unrecorded(cpu_step()), plain_step()])
 def test_files_are_json_also_where_moments_are_unknown(tmp_path: Path, step: Any) -> None:
     path = write_trace(tmp_path, trace_events([step], 0), about(0, world_size=1))
     assert path.name == "trace_rank_00000.json"
@@ -110,7 +110,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 
 
 def meetings(offsets: list[float], seed: int, rounds: int = 8) -> np.ndarray:
-    """Ranks come to a barrier at random moments and leave it after random delays, by clocks of their own."""
+    """Ranks enter a barrier at random moments and leave it after random delays, by clocks of their own."""
     generator = np.random.default_rng(seed)
     count = len(offsets)
     before = np.cumsum(generator.exponential(2e-3, (rounds, 1)), axis=0) + generator.exponential(3e-4, (rounds, count))

@@ -8,7 +8,7 @@ _VOID = {"meta", "link", "br", "img"}
 
 
 class Document(HTMLParser):
-    """A page, refused if an element is not closed in its turn.
+    """A page, refused if its elements are not closed in order.
 
     Args:
         page: HTML.

@@ -1,4 +1,4 @@
-"""Reading a run directory: what the callbacks write comes back, and what is wrong is named."""
+"""Reading a run directory: the callbacks' files come back as they were, and errors name file and entry."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_what_the_monitor_writes_comes_back(tmp_path: Path) -> None:
     assert data.tensors[0].error == 0.5
 
 
-def test_what_another_fit_has_left_is_named_and_not_read(tmp_path: Path) -> None:
+def test_files_of_another_fit_are_named_and_not_read(tmp_path: Path) -> None:
     run = load_run(write_run(tmp_path, absent=missing() | {"run": RUN + 1e-3}))
     assert (run.missing, run.stale) == (None, ("missing_rate.json",))
     assert load_run(write_run(tmp_path, absent=missing())).stale == ()
@@ -58,7 +58,7 @@ def test_numbers_that_do_not_exist_are_nan(tmp_path: Path) -> None:
     assert (content.plan, content.costs, content.buffers, content.decisions) == (None, None, (), ())
 
 
-def test_the_directory_of_the_logger_will_do(tmp_path: Path) -> None:
+def test_the_directory_of_the_logger_is_accepted(tmp_path: Path) -> None:
     write_run(tmp_path / "version_0" / "safusion")
     assert load_run(tmp_path / "version_0").folder == tmp_path / "version_0" / "safusion"
 
@@ -79,7 +79,7 @@ def paths(value: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return []
 
 
-# What is computed again, what is of any content, and what has gaps with plain DDP.
+# Computed again; of any content; with gaps under plain DDP.
 UNREAD = {"mean", "slowest_rank", "skew_s"}
 FREE = {"settings", "profiler", "versions", "clocks"}
 GAPS = {"steps", "ranks", "mean"}

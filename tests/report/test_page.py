@@ -1,4 +1,4 @@
-"""The page: well formed, closed to the outside, escaped, and with the sections that the files call for."""
+"""The page: well formed, without requests, escaped, and with the sections of the files that exist."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_page_is_well_formed(tmp_path: Path, options: dict[str, object]) -> 
     assert not re.search(r"\bnan\b|\bNone\b", document.text)
 
 
-def test_nothing_is_asked_of_the_network(tmp_path: Path) -> None:
+def test_the_page_makes_no_requests(tmp_path: Path) -> None:
     written = page(tmp_path)
     document = Document(written)
     assert not document.elements("script")
@@ -62,7 +62,7 @@ def test_a_section_is_there_only_if_its_file_is(tmp_path: Path) -> None:
     assert sections(Document(alone)) == [name for name in everything if name not in without]
 
 
-def test_what_another_fit_has_left_is_said_and_not_shown(tmp_path: Path) -> None:
+def test_files_of_another_fit_are_mentioned_and_not_shown(tmp_path: Path) -> None:
     text = Document(render_page(load_run(write_run(tmp_path, overlap(), missing() | {"run": 0.0})))).text
     assert "missing_rate.json is of another training than overlap.json, and is left out" in text
     assert "8.3%" not in text
@@ -77,7 +77,7 @@ def test_the_figures_are_those_of_the_files(tmp_path: Path) -> None:
     assert "8.3%" in text  # missing
     assert "4 tensors in 2 buffers" in text
     assert "2 buffers instead of 1 buffer" in text
-    assert "+25.0% +20.0%" in " ".join(text.split())  # promised and measured
+    assert "+25.0% +20.0%" in " ".join(text.split())  # predicted and measured
     assert "30.00 ms 30.0%" in " ".join(text.split())  # forward
     assert "The longest wait of this step is 5.0 ms, for buffer 2 (head.weight, " in text
 
@@ -121,7 +121,7 @@ def test_long_tables_and_lists_of_names_are_folded(tmp_path: Path) -> None:
     assert not folded(2)
 
 
-def test_the_worst_tensors_come_first_and_whole_ones_are_praised(tmp_path: Path) -> None:
+def test_the_worst_tensors_come_first(tmp_path: Path) -> None:
     many = missing(tensors=100)
     for place, row in enumerate(many["tensors"]):
         row["missing"], row["rates"] = place / 100, [place / 100] * 4
@@ -130,11 +130,11 @@ def test_the_worst_tensors_come_first_and_whole_ones_are_praised(tmp_path: Path)
     assert text.index(NASTY) < text.index(["layer98.weight", "98.0%"][0])
     assert "99 of 100 were missing at some time; the 60 worst are drawn" in text
     none = missing(samples=1)
-    praised = Document(render_page(load_run(write_run(tmp_path / "none", None, none)))).text
-    assert "No tensor went missing in 1 sampled step: elements of each of 3 were sent in every step." in praised
+    none_missing = Document(render_page(load_run(write_run(tmp_path / "none", None, none)))).text
+    assert "No tensor went missing in 1 sampled step: elements of each of 3 were sent in every step." in none_missing
 
 
-def test_the_command_writes_where_it_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_to_the_given_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "run")
     cli.main(["report", str(run)])
     assert "<h1>" in (run / "report.html").read_text()
