@@ -575,7 +575,7 @@ class SAFusionStrategy(DDPStrategy):
     @property
     def plan(self) -> Plan | None:
         """Which tensors share a buffer; None with plain DDP, and while the order of the gradients is not known."""
-        return self.controller.plan if self.controller is not None else None
+        return self.controller.planner.current if self.controller is not None else None
 
     @property
     def costs(self) -> GroupCosts | None:

@@ -18,8 +18,8 @@ ROOT = Path(lightning_safusion.__file__).parent
 ENGINE = {
     f"lightning_safusion.fusion.{name}"
     for name in (
-        "engine", "shipment", "window", "buffers", "compensation", "delivery", "drain", "device_drain", "hook", "lane",
-        "offload", "overflow", "space", "build",
+        "engine", "shipment", "window", "buffers", "gradients", "drain", "device_drain", "hook", "offload", "overflow",
+        "space", "build",
     )
 }  # fmt: skip
 

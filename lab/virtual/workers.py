@@ -131,7 +131,7 @@ class Engines:
         """
         controller = self.controllers[0]
         density = controller.density(controller.windows, controller.epoch)
-        return self._waiting or controller.plan is None or density != controller.space.quotas.density
+        return self._waiting or controller.planner.current is None or density != controller.space.quotas.density
 
     def _window(self, rank: int, gradients: Sequence[Tensor]) -> None:
         self._push(rank, gradients)

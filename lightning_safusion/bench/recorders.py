@@ -214,7 +214,8 @@ class EngineRecorder(Callback):
         if controller is not None and batch_idx % self._every == 0 and controller.order_known:
             total, each = len(controller.space.layout), _TOUR[batch_idx // self._every % len(_TOUR)]
             pricer = GroupPricer(controller.planner.costs(controller.space.shape))
-            controller.use(pricer.plan([*range(each, total, each), total]))
+            plan = pricer.plan([*range(each, total, each), total])
+            controller.planner.use(plan, controller.space.shape)
         self._events, self._process, self._begin = None, time.process_time(), time.thread_time()
 
     @override

@@ -1,34 +1,29 @@
-"""The persistent buffers of a job, each with the collective that carries it."""
+"""The persistent buffer of a group of tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import astuple
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
-from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.catalogue import COLLECTIVES, Collective, Communicators, SparseBuffer
-from lightning_safusion.comm.collectives.allreduce import DenseAllReduce
-from lightning_safusion.comm.collectives.negotiated import Stream, StreamedTensor
-from lightning_safusion.comm.exchange import Exchange, SpanSpec, TensorFlag
-from lightning_safusion.comm.transport.interface import Transport
-from lightning_safusion.comm.wire.formats import value_format
+from lightning_safusion.comm.exchange import Exchange, TensorFlag
 from lightning_safusion.fusion.layout import Layout
 from lightning_safusion.fusion.plans.plan import Group
-from lightning_safusion.fusion.quota import QuotaRule, Scope, TensorQuotas, group_segments, selective_quotas
-from lightning_safusion.sparsify.base import Segments
+from lightning_safusion.sparsify.base import Segments, Selection
 from lightning_safusion.sparsify.memory.contract import Memory
-from lightning_safusion.sparsify.selection.survey import Foresight, History
+from lightning_safusion.sparsify.selection.survey import Foresight, History, Selector
 from lightning_safusion.sparsify.selection.view import device_constant
+
+T = TypeVar("T")
+_SHOWN_TENSORS = 8
 
 
 class Buffer:
-    """One group's persistent buffer: its tensors, their place in the residual, and its collective.
+    """A group's tensors, their span of the residual, and their collective.
 
     What happens to it in one window is a :class:`~lightning_safusion.fusion.shipment.Shipment`.
 
@@ -71,13 +66,9 @@ class Buffer:
         #: All gradients are what the memory holds, float32.
         self.exact = self.dtypes == {torch.float32}
         self.dense_pieces = [(start, stop) for start, stop, _ in exchange.spec.dense_runs]
+        self.segments = segments
         self.history = None if segments is None else History(segments)
-        self.constants: dict[Hashable, Any] = {}
-
-    @property
-    def segments(self) -> Segments | None:
-        """How it is cut for selection; None if it is dense."""
-        return None if self.history is None else self.history.segments
+        self._constants: dict[Hashable, Any] = {}
 
     @cached_property
     def all_fresh(self) -> Tensor:
@@ -91,120 +82,50 @@ class Buffer:
             return None
         return Foresight(self.history, self.edges)
 
+    @cached_property
+    def title(self) -> str:
+        """Names of its first tensors."""
+        more = f" and {len(self.names) - _SHOWN_TENSORS} more" if len(self.names) > _SHOWN_TENSORS else ""
+        return ", ".join(self.names[:_SHOWN_TENSORS]) + more
 
-class BufferPool:
-    """Builds the buffers of groups and keeps them.
+    def select(self, selector: Selector, step: int, absent: Sequence[int], early: Sequence[int]) -> Selection | None:
+        """Selects from the span.
 
-    Args:
-        memory: Error feedback, bound to the layout.
-        communicators: What buffers are exchanged over.
-        device: Where they live.
-        scope: ``"tensor"`` selects before fusion, ``"group"`` after it.
-        quota: ``"proportional"`` or ``"pooled"``.
-        wire: Wire format by name.
-        stream_transport: A communicator of its own for buffers that fill at each worker's own pace; only they need it.
-        stream_elements: Entries that such a buffer holds.
-        collective: Carries the buffers that are not dense.
+        Args:
+            selector: The compressor of the job.
+            step: Number of the window.
+            absent: Tensors of which nothing is sent.
+            early: Tensors from which elements are selected already.
 
-    Attributes:
-        buffers: Those that are kept.
-    """
+        Returns:
+            The selection; None if there is nothing to select from.
+        """
+        history, x = self.history, self.span
+        if history is None or self.exchange.selects_itself:
+            return None
+        if absent and self.fused:
+            x = x.clone()
+            for tensor in absent:  # a fused segment cannot be skipped in part
+                x[self.edges[tensor] : self.edges[tensor + 1]] = 0
+        elif absent or early:
+            history = self._without(history, absent, early)
+            if early and not history.segments.capacity:
+                return None
+        return selector.select(x, history, step)
 
-    def __init__(
-        self,
-        memory: Memory,
-        communicators: Communicators,
-        device: torch.device,
-        scope: Scope = "tensor",
-        quota: QuotaRule = "proportional",
-        wire: str = "auto",
-        stream_transport: Transport | None = None,
-        stream_elements: int = 65536,
-        collective: Collective = COLLECTIVES["allgather"],
-    ) -> None:
-        self.memory = memory
-        self.communicators = communicators
-        self.transport = communicators.main
-        self.device = device
-        self.scope = scope
-        self.quota = quota
-        self.wire = wire
-        self.stream_elements = stream_elements
-        self.collective = collective
-        self._stream_transport = stream_transport
-        self.buffers: dict[Group, Buffer] = {}
-        self._restored: dict[Group, dict[str, Any]] = {}  # state of exchanges that are not built yet
-        self._stream: Stream | None = None
+    def _without(self, history: History, absent: Sequence[int], early: Sequence[int]) -> History:
+        """The cut without these tensors; that without early ones alone is the same in every step."""
 
-    def keep_only(self, groups: Sequence[Group]) -> None:
-        """Forgets the buffers of groups that no plan uses any more."""
-        self.buffers = {group: buffer for group, buffer in self.buffers.items() if group in groups}
-        self._restored = {group: state for group, state in self._restored.items() if group in groups}
+        def cut() -> History:
+            skip = np.zeros(len(history.segments), bool)
+            skip[[*absent, *early]] = True
+            return History(history.segments.skipping(skip))
 
-    def forget(self) -> None:
-        """Forgets all buffers: their shapes have changed, or an abandoned collective may still write into them."""
-        self.buffers.clear()
-        self._restored.clear()
-        self._stream = None
+        return cut() if absent else self.constant(("without", *sorted(early)), cut)
 
-    def state_dict(self) -> list[list[Any]]:
-        """``[fields of the group, state]`` of each exchange that has learnt something, the same on all ranks."""
-        states = self._restored | {group: buffer.exchange.state_dict() for group, buffer in self.buffers.items()}
-        return [[list(astuple(group)), state] for group, state in states.items() if state]
-
-    def load_state_dict(self, states: Iterable[Sequence[Any]]) -> None:
-        """Forgets all buffers; those that are built anew go on with what :meth:`state_dict` returned."""
-        self.forget()
-        self._restored = {Group(*fields): state for fields, state in states}
-
-    def build(self, group: Group, layout: Layout, quotas: TensorQuotas) -> Buffer:
-        """Builds the buffer of a group, and keeps it until :meth:`forget`: a new layout or new quotas call for that."""
-        selective = selective_quotas(layout, quotas, group.start, group.stop, group.dense_upto)
-        start, stop = int(layout.edges[group.start]), int(layout.edges[group.stop])
-        edges = tuple(int(e) - start for e in layout.edges[group.start : group.stop + 1])
-        reduce = group.collective == "allreduce"
-        dense = np.ones(group.stop - group.start, bool) if reduce else selective.dense[group.start : group.stop]
-        segments = None
-        if not dense.all():
-            segments = group_segments(layout, selective, group.start, group.stop, self.scope, self.quota)
-        runs = dense_runs(layout, group, edges, dense)
-        spec = SpanSpec(stop - start, segments.capacity if segments else 0, edges, runs)
-        if group.collective == "stream":
-            exchange: Exchange = StreamedTensor(spec, self._opened_stream(layout, quotas), group.start)
-        else:
-            dtypes = {spec.dtype for spec in layout.specs[group.start : group.stop]}
-            exchange = self._exchange(group, spec, segments, dtypes)
-        if group in self._restored:
-            exchange.load_state_dict(self._restored.pop(group))
-        buffer = Buffer(group, layout, self.memory, segments, exchange, dense, self.scope == "group")
-        self.buffers[group] = buffer
-        return buffer
-
-    def _exchange(self, group: Group, spec: SpanSpec, segments: Segments | None, dtypes: set[torch.dtype]) -> Exchange:
-        if group.collective == "allreduce":
-            return DenseAllReduce(spec, self.transport, self.device, group.half)
-        dtype = next(iter(dtypes)) if len(dtypes) == 1 else torch.float32
-        return self.collective.build(SparseBuffer(spec, self.device, self.wire, dtype, segments), self.communicators)
-
-    def _opened_stream(self, layout: Layout, quotas: TensorQuotas) -> Stream:
-        """The one stream of all buffers that fill at each worker's own pace."""
-        if self._stream is None:
-            if self._stream_transport is None:
-                raise ValueError("buffers that fill at each worker's own pace need a stream_transport")
-            # a buffer that can never be full would only carry padding
-            capacity = min(self.stream_elements, max(1, int(quotas.counts.sum())))
-            self._stream = Stream(self._stream_transport, layout.edges, capacity, value_format(self.wire), self.device)
-        return self._stream
-
-
-def dense_runs(
-    layout: Layout, group: Group, edges: tuple[int, ...], dense: np.ndarray
-) -> tuple[tuple[int, int, torch.dtype], ...]:
-    """Neighbouring dense tensors of one dtype, merged."""
-    tensors = [(bool(dense[i]), layout.specs[group.start + i].dtype) for i in range(len(dense))]
-    runs = []
-    for (whole, dtype), members in groupby(range(len(dense)), key=lambda i: tensors[i]):
-        ids = list(members)
-        if whole and edges[ids[-1] + 1] > edges[ids[0]]:
-            runs.append((edges[ids[0]], edges[ids[-1] + 1], dtype))
-    return tuple(runs)
+    def constant(self, key: Hashable, make: Callable[[], T]) -> T:
+        """The value that ``make`` returns, made once for each key."""
+        if key not in self._constants:
+            self._constants[key] = make()
+        value: T = self._constants[key]
+        return value

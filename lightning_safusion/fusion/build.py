@@ -9,9 +9,8 @@ import torch
 
 from lightning_safusion.__about__ import __version__
 from lightning_safusion.comm.calibrate import calibrate
-from lightning_safusion.comm.catalogue import Communicators, find_collective
+from lightning_safusion.comm.catalogue import find_collective
 from lightning_safusion.comm.transport.interface import Transport, during
-from lightning_safusion.fusion.buffers import BufferPool
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.layout import Layout, TensorSpec
 from lightning_safusion.fusion.offload import Offloader, selection_costs
@@ -19,8 +18,9 @@ from lightning_safusion.fusion.planning import Planner
 from lightning_safusion.fusion.plans.policy import Naive
 from lightning_safusion.fusion.plans.ticking import Horovod
 from lightning_safusion.fusion.settings import EngineSettings
-from lightning_safusion.fusion.space import GradientSpace, Selector
+from lightning_safusion.fusion.space import GradientSpace
 from lightning_safusion.fusion.ticks import Ticks
+from lightning_safusion.sparsify.selection.survey import Selector
 
 # Differences that are named; those of a model may be thousands.
 _SHOWN = 8
@@ -103,9 +103,21 @@ def build_engine(
     if nodes is not None and len(nodes.nodes) == 1 and announce is not None:
         name = settings.collective
         announce(f"all workers are on one node, where collective={name!r} saves nothing: system='ddp' is faster")
-    # a copy of the compressor: what it learns belongs to this job
-    selector = Selector(copy.deepcopy(settings.compressor))
-    space = GradientSpace(layout, _buffer_pool(settings, transport, device, communicators), selector)
+    naive = settings.fusion if isinstance(settings.fusion, Naive) else None
+    space = GradientSpace(
+        layout,
+        settings.memory,
+        # a copy of the compressor: what it learns belongs to this job
+        Selector(copy.deepcopy(settings.compressor)),
+        communicators,
+        device,
+        collective,
+        settings.scope,
+        settings.quota,
+        settings.wire,
+        transport.subgroup() if naive else None,
+        naive.buffer_elements if naive else 1,
+    )
     wanted = settings.fusion.needs_costs or choice == "auto"
     prior = calibrate(transport, device) if measure and wanted else None
     # narrow gradients cannot represent a mean exactly: the rest stays in the residual; DDP sends wide ones as float64
@@ -118,21 +130,3 @@ def build_engine(
     if settings.offload:
         offload = Offloader(space, *selection_costs(settings.compressor, device, measure))
     return Engine(space, planner, settings.density, dense_first, overlap, deferred, offload, ticks)
-
-
-def _buffer_pool(
-    settings: EngineSettings, transport: Transport, device: torch.device, communicators: Communicators
-) -> BufferPool:
-    """Collective where buffers need communicators of their own."""
-    naive = settings.fusion if isinstance(settings.fusion, Naive) else None
-    return BufferPool(
-        settings.memory,
-        communicators,
-        device,
-        settings.scope,
-        settings.quota,
-        settings.wire,
-        transport.subgroup() if naive else None,
-        naive.buffer_elements if naive else 1,
-        find_collective(settings.collective),
-    )

@@ -1,28 +1,63 @@
-"""The end of a window where the device decides, and the host reads one window later what it decided.
+"""What runs on streams of the device beside the backward pass, and the end of a window where the device decides.
 
-For streams of an accelerator: a host that read the headers of every buffer would wait for the exchange, and the device
-would then wait for the host. It needs jobs in which every tensor gets a gradient on all ranks in every window; then
-only numbers that are not finite can spoil a window, and the device keeps those out of the memory by itself.
+A host that read the headers of every buffer would wait for the exchange, and the device would then wait for the host.
+In jobs in which every tensor gets a gradient on all ranks in every window, only numbers that are not finite can spoil a
+window, and the device keeps those out of the residual by itself. The host reads one window later what it decided.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.exchange import Notice, StreamOrderedExchange, Verdict
-from lightning_safusion.fusion.delivery import Rounding, Scratch, deliver
-from lightning_safusion.fusion.lane import Lane
+from lightning_safusion.comm.exchange import Notice, StreamOrderedExchange
+from lightning_safusion.fusion.gradients import Scratch, deliver
 from lightning_safusion.fusion.shipment import NO_RANGE, Shipment, Stage
 from lightning_safusion.fusion.window import Window
-from lightning_safusion.sparsify.memory.contract import Memory
+
+
+class Lane:
+    """A CUDA stream whose work runs beside the caller's; on the CPU, the caller's own order.
+
+    Every tensor that one lane makes and another uses is kept until both have joined the stream of the backward pass, so
+    the allocator never hands out its memory too early.
+
+    Args:
+        device: Where the work runs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # before the backward pass where both have work: what is selected early is exchanged early
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+
+    @contextmanager
+    def fork(self) -> Iterator[None]:
+        """Work inside runs in the lane, after all that the current stream has been given so far."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def join(self) -> None:
+        """The current stream waits for all that the lane has been given so far; the host does not."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def synchronize(self) -> None:
+        """The host waits for all that the lane has been given so far."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
 
 class _Mailbox:
-    """Small device tensors on their way to the host.
+    """Copies of small device tensors for the host.
 
     Args:
         device: Where they come from.
@@ -53,24 +88,19 @@ class DeviceDrain:
     """Decodes every shipment as soon as its exchange ends, beside the backward pass, without the host.
 
     Args:
-        memory: Error feedback.
-        lane: Where decoding runs.
         device: Where gradients live.
     """
 
-    def __init__(self, memory: Memory, lane: Lane, device: torch.device) -> None:
-        self.memory = memory
-        self.lane = lane
-        self.device = device
+    def __init__(self, device: torch.device) -> None:
+        self._lane = Lane(device)
         self._scratch = Scratch(device)
-        self._good: Tensor | None = None
-        self._errors: list[Rounding] = []
-        self._mailbox: _Mailbox | None = None
-        self._unread: Window | None = None
+        self._mailbox = _Mailbox(device)
+        self._good: Tensor | None = None  # bool: the shipments of the open window so far
+        self._unread: tuple[Window, Sequence[Shipment]] | None = None
 
     def forget(self) -> None:
         """Forgets an open window, and what was not read."""
-        self._good, self._errors, self._unread = None, [], None
+        self._good = self._unread = None
 
     def release(self) -> None:
         """Frees what only speeds up the next window."""
@@ -78,7 +108,7 @@ class DeviceDrain:
 
     def launched(self, shipment: Shipment) -> None:
         """Queues everything that follows the exchange of a shipment: decoding, judging, writing the gradients."""
-        with self.lane.fork():
+        with self._lane.fork():
             shipment.wait()
             shipment.finished = shipment.arrived
             with shipment.range("decode") if shipment.window.profiled else NO_RANGE:
@@ -94,29 +124,32 @@ class DeviceDrain:
         good = regular & ~bad.any() & torch.isfinite(mean).all()
         self._good = good if self._good is None else self._good & good
         exchange.poison(mean, bad)
-        mean = self.memory.received(buffer.start, buffer.stop, mean)
-        self._errors += deliver(shipment.window, buffer, mean)
+        mean = buffer.memory.received(buffer.start, buffer.stop, mean)
+        shipment.rounding = deliver(shipment.window, buffer, mean)
         exchange.release(scratch)
 
-    def run(self, window: Window) -> None:
-        """Takes what was sent out of the memory if the device finds the window good; the verdict is read later."""
+    def run(self, window: Window, shipments: Sequence[Shipment]) -> tuple[bool, int]:
+        """Takes what was sent out of the residual if the device finds the window good.
+
+        Returns:
+            True and 0, since what the device decided is not known yet.
+
+        Raises:
+            Exception: What this rank has failed with.
+        """
         awaited = window.mark()
-        for shipment in window.shipments:
+        for shipment in shipments:
             shipment.awaited = awaited
-        self.lane.join()
-        good, errors = self._good, self._errors
-        self.forget()
-        if good is None:
-            return  # a model without tensors
-        for shipment in window.shipments:
-            shipment.commit(good=good)
-            self.memory.settle(shipment.buffer.start, shipment.buffer.stop, good)
-        for rounding in errors:
-            self.memory.add(rounding.start, rounding.stop, torch.where(good, rounding.error, 0.0))
-        if self._mailbox is None:
-            self._mailbox = _Mailbox(self.device)
-        self._mailbox.send([good, *(_stream_ordered(shipment).headers for shipment in window.shipments)])
-        self._unread = window
+        self._lane.join()
+        good, self._good = self._good, None
+        if good is not None:  # None: a model without tensors
+            for shipment in shipments:
+                shipment.commit(good=good)
+            self._mailbox.send([good, *(_stream_ordered(shipment).headers for shipment in shipments)])
+            self._unread = window, shipments
+        if window.error is not None:
+            raise window.error
+        return True, 0
 
     def read(self) -> tuple[Window, bool, int] | None:
         """What the device decided about the last window; None if that has been read.
@@ -127,36 +160,23 @@ class DeviceDrain:
         Raises:
             RuntimeError: If tensors had a gradient on some ranks only, which this drain cannot average.
         """
-        window, self._unread = self._unread, None
-        if window is None or self._mailbox is None:
+        if self._unread is None:
             return None
+        (window, shipments), self._unread = self._unread, None
         good, *headers = self._mailbox.read()
-        for shipment, copy in zip(window.shipments, headers, strict=True):
-            shipment.verdict = _stream_ordered(shipment).verdict(copy)
-        notices = int(np.bitwise_or.reduce([s.verdict.notices for s in window.shipments if s.verdict is not None]))
-        if not notices & Notice.FAILED:
-            _refuse_irregular(window)
+        notices, irregular = 0, []
+        for shipment, copy in zip(shipments, headers, strict=True):
+            shipment.verdict = verdict = _stream_ordered(shipment).verdict(copy)
+            notices |= verdict.notices
+            missing = (verdict.fresh < shipment.buffer.exchange.transport.world_size) | verdict.bypass
+            irregular += [shipment.buffer.names[t] for t in np.flatnonzero(missing).tolist()]
+        if irregular and not notices & Notice.FAILED:
+            raise RuntimeError(
+                f"{len(irregular)} parameters ({', '.join(irregular[:8])}) got a gradient on some ranks only in step "
+                f"{window.step}: the gradients of that step were wrong. Pass find_unused_parameters=True to the "
+                "strategy (by name: 'safusion_find_unused_parameters_true')."
+            )
         return window, bool(good), notices
-
-
-def _refuse_irregular(window: Window) -> None:
-    names = [
-        shipment.buffer.names[int(t)]
-        for shipment in window.shipments
-        for t in np.flatnonzero(_irregular(shipment, shipment.verdict))
-    ]
-    if names:
-        raise RuntimeError(
-            f"{len(names)} parameters ({', '.join(names[:8])}) got a gradient on some ranks only in step "
-            f"{window.step}: the gradients of that step were wrong. Pass find_unused_parameters=True to the "
-            "strategy (by name: 'safusion_find_unused_parameters_true')."
-        )
-
-
-def _irregular(shipment: Shipment, verdict: Verdict | None) -> np.ndarray:
-    if verdict is None:
-        return np.zeros(0, bool)
-    return (verdict.fresh < shipment.buffer.exchange.transport.world_size) | verdict.bypass
 
 
 def _stream_ordered(shipment: Shipment) -> StreamOrderedExchange:

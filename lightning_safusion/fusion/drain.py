@@ -11,139 +11,128 @@ from torch import Tensor
 
 from lightning_safusion.comm.exchange import Notice, all_finite
 from lightning_safusion.comm.transport.interface import Transport
-from lightning_safusion.fusion.compensation import unscaled
-from lightning_safusion.fusion.delivery import Rounding, Scratch
-from lightning_safusion.fusion.layout import Layout
+from lightning_safusion.fusion.gradients import Scratch, withdraw
 from lightning_safusion.fusion.shipment import Shipment
+from lightning_safusion.fusion.space import GradientSpace
 from lightning_safusion.fusion.window import Window
-from lightning_safusion.sparsify.memory.contract import Memory
 
 # Elements that share an all-reduce where gradients are averaged in place: latency counts for no more than these bytes.
 _TOGETHER = 1 << 18
 
 
 class Drain:
-    """Gives the means of a complete window back, and takes what was sent out of the memory.
+    """Writes the means of a complete window into its gradients, and takes what was sent out of the residual.
 
     Args:
-        memory: Error feedback.
-        transport: Communicator of the buffers.
-        device: Where gradients live.
+        space: The flat gradient space.
+        transport: Communicator for gradients that are averaged in place.
     """
 
-    def __init__(self, memory: Memory, transport: Transport, device: torch.device) -> None:
-        self.memory = memory
-        self.transport = transport
-        self.device = device
-        self._scratch = Scratch(device)
+    def __init__(self, space: GradientSpace, transport: Transport) -> None:
+        self._space = space
+        self._transport = transport
+        self._scratch = Scratch(space.device)
         self._warned = False
 
     def release(self) -> None:
         """Frees what only speeds up the next window."""
         self._scratch.release()
 
-    def run(self, window: Window, layout: Layout) -> tuple[bool, int]:
+    def run(self, window: Window, shipments: Sequence[Shipment]) -> tuple[bool, int]:
         """Ends a window.
 
         Args:
-            window: Its shipments have been launched.
-            layout: The flat gradient space.
+            window: Its gradients.
+            shipments: Launched, in order; none of a window whose gradients are averaged as DDP does.
 
         Returns:
-            Whether it ended well: what was sent has been taken out of the memory. And the notices (bits of ``Notice``)
-            of all ranks. The same on all ranks.
+            Whether it ended well: what was sent has been taken out of the residual. And the notices (bits of
+            ``Notice``) of all ranks. The same on all ranks.
 
         Raises:
-            RuntimeError: If a peer is lost (with the buffer's tensors), or a rank could not fill its message.
+            RuntimeError: If a peer is lost (with the buffer's tensors).
         """
-        repairs: list[int] = []
-        errors: list[Rounding] = []
-        notices, workers = 0, self.transport.world_size
-        good = window.scale is None or self._forgets_skipped(window)
-        for shipment in window.shipments:
+        if window.plain:
+            return self._average_all(window), 0
+        irregular: list[int] = []
+        notices, workers = 0, self._transport.world_size
+        good = window.scale is None or self._kept_by_scaler(window, shipments)
+        for shipment in shipments:
             shipment.wait()
-            good &= shipment.decode(self._scratch, errors)
+            good &= shipment.decode(self._scratch)
             verdict, first = shipment.verdict, shipment.buffer.group.start
             if verdict is None or verdict.plain:
                 continue
             notices |= verdict.notices
             good &= not verdict.bad.any()
-            repairs += [first + int(t) for t in np.flatnonzero(verdict.irregular(workers))]
-            window.unused += [first + int(t) for t in np.flatnonzero(verdict.bypass)]
+            irregular += [first + int(t) for t in np.flatnonzero(verdict.irregular(workers))]
         if notices & Notice.FAILED:
             return False, notices
-        if repairs:
-            good &= self._repair(window, layout, repairs)
+        if irregular:
+            good &= self._repair(window, irregular)
         if good:
-            self._commit(window, layout, repairs, errors)
+            for shipment in shipments:
+                places = shipment.buffer.places
+                shipment.commit([p - places.start for p in irregular if p in places] if irregular else ())
         return good, notices
 
-    def _forgets_skipped(self, window: Window) -> bool:
-        """Takes the gradients of a step that the loss scaler will skip out of the memory again; else True.
+    def _kept_by_scaler(self, window: Window, shipments: Sequence[Shipment]) -> bool:
+        """Whether the loss scaler will keep the step; the gradients of one that it skips leave the residual again.
 
         DDP throws such a step away. Kept, the gradients of several skipped steps (scalers begin with some) would reach
         the optimizer at once. The residual from before stays, sent or not.
         """
-        for shipment in window.shipments:
+        for shipment in shipments:
             shipment.wait()
-        if window.scale is None or not any(s.buffer.exchange.verdict().bad.any() for s in window.shipments):
+        if not any(shipment.buffer.exchange.verdict().bad.any() for shipment in shipments):
             return True
-        for place in np.flatnonzero(window.fresh & ~window.bypass).tolist():
-            grad = window.grads_of(place, place + 1)[0]
-            if all_finite(grad):  # what is not was never added
-                self.memory.withdraw(place, unscaled([grad], window.scale)[0])
+        withdraw(self._space.memory, window, range(window.length))
         window.bypass |= window.fresh  # nothing of them is left to withdraw
         return False
 
-    def _repair(self, window: Window, layout: Layout, places: Sequence[int]) -> bool:
+    def _repair(self, window: Window, places: Sequence[int]) -> bool:
         """Averages gradients as DDP does, outside the compressed path, in place; their residuals stay as they were.
 
         Returns:
             Whether they are finite.
         """
-        self._warn(layout.names(places))
-        grads = [window.grads_of(place, place + 1)[0] for place in places]
-        for place, grad in zip(places, grads, strict=True):
-            # what is not finite was never added
-            if window.fresh[place] and not window.bypass[place] and all_finite(grad):
-                added = grad if window.scale is None else unscaled([grad], window.scale)[0]
-                self.memory.withdraw(place, added)
-        self._average(grads)
-        return all(map(all_finite, grads))
+        self._warn(self._space.layout.names(places))
+        withdraw(self._space.memory, window, places)
+        return self._average([window.grads_of(place, place + 1)[0] for place in places])
 
-    def average(self, window: Window) -> bool:
-        """Ends a window of which nothing was launched, as DDP does: in place, without buffers and without the memory.
+    def _average_all(self, window: Window) -> bool:
+        """Averages gradients in place, without buffers and without the residual.
 
         Returns:
             Whether all gradients are finite; True where the host does not wait to know it.
         """
         present = np.ones(window.length, bool)
         if not window.deferred:
-            fresh = torch.from_numpy(window.fresh).to(self.device, torch.float32)
-            self.transport.all_reduce(fresh).wait()
+            fresh = torch.from_numpy(window.fresh).to(self._space.device, torch.float32)
+            self._transport.all_reduce(fresh).wait()
             present = fresh.cpu().numpy() > 0
         grads = []
         for place in np.flatnonzero(present).tolist():
             grads += window.grads_of(place, place + 1)
             if not window.fresh[place]:
                 grads[-1].zero_()
-        self._average(grads)
-        return window.deferred or all(map(all_finite, grads))
+        return self._average(grads, wait=not window.deferred)
 
-    def _average(self, grads: Sequence[Tensor]) -> None:
-        """Writes the means over ranks into the gradients."""
+    def _average(self, grads: Sequence[Tensor], wait: bool = True) -> bool:
+        """Writes the means over ranks into the gradients; returns whether they are finite, True without ``wait``."""
         sent = []
         for few in _pieces(grads):
             flat = few[0] if len(few) == 1 else torch.cat(few)
-            flat.mul_(1.0 / self.transport.world_size)
-            sent.append((few, flat, self.transport.all_reduce(flat)))
+            flat.mul_(1.0 / self._transport.world_size)
+            sent.append((few, flat, self._transport.all_reduce(flat)))
         for few, flat, work in sent:
             work.wait()
             if len(few) > 1:
                 torch._foreach_copy_(few, list(flat.split([len(grad) for grad in few])))
+        return not wait or all(map(all_finite, grads))
 
     def _warn(self, names: Sequence[str]) -> None:
-        if self._warned or self.transport.rank != 0:
+        if self._warned or self._transport.rank != 0:
             return
         self._warned = True
         shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
@@ -155,25 +144,6 @@ class Drain:
             "without sending.",
             stacklevel=2,
         )
-
-    def _commit(self, window: Window, layout: Layout, repairs: Sequence[int], errors: Iterable[Rounding]) -> None:
-        settles = self.memory.settles
-        for shipment in window.shipments:
-            places = shipment.buffer.places
-            repaired = [p for p in repairs if p in places] if repairs else []
-            shipment.commit([p - places.start for p in repaired if not window.bypass[p]] if repaired else [])
-            if settles:
-                self._settle(shipment, layout, repaired)
-        for rounding in errors:
-            self.memory.add(rounding.start, rounding.stop, rounding.error)
-
-    def _settle(self, shipment: Shipment, layout: Layout, repaired: Sequence[int]) -> None:
-        """Keeps what was received, but for tensors that were averaged again."""
-        start = shipment.buffer.start
-        for place in sorted(repaired):
-            self.memory.settle(start, int(layout.edges[place]))
-            start = int(layout.edges[place + 1])
-        self.memory.settle(start, shipment.buffer.stop)
 
 
 def _pieces(grads: Iterable[Tensor]) -> Iterator[list[Tensor]]:

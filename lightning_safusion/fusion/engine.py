@@ -1,43 +1,36 @@
-"""The engine: takes gradients in, launches full buffers, drains them, gives the means back."""
+"""The engine: takes gradients in, launches full buffers, ends the window, gives the means back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from time import perf_counter
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from lightning_safusion.comm.exchange import Notice
-from lightning_safusion.comm.transport.interface import Transport
 from lightning_safusion.fusion.clock import clock_for
-from lightning_safusion.fusion.device_drain import DeviceDrain
+from lightning_safusion.fusion.device_drain import DeviceDrain, Lane
 from lightning_safusion.fusion.drain import Drain
 from lightning_safusion.fusion.events import Observer, WindowEvents
-from lightning_safusion.fusion.lane import Lane
 from lightning_safusion.fusion.offload import Offloader
 from lightning_safusion.fusion.overflow import OverflowGuard
 from lightning_safusion.fusion.planning import Planner
-from lightning_safusion.fusion.plans.plan import CollectiveName, Group, Plan
+from lightning_safusion.fusion.plans.plan import Group, Plan
 from lightning_safusion.fusion.record import WindowRecord
 from lightning_safusion.fusion.shipment import Shipment
 from lightning_safusion.fusion.space import GradientSpace
 from lightning_safusion.fusion.ticks import Ticks
-from lightning_safusion.fusion.window import Window, unmarked
+from lightning_safusion.fusion.window import Window
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify.schedule import ConstantDensity, DensitySchedule
 
-# The end of a collective is told by a callback on the backend's thread, which stops the backward's for the
-# interpreter's lock: recorded in every window at first, then in one of 16 and whenever the planner needs it.
+# The end of a collective is recorded by a callback on the backend's thread, which stops the backward's for the
+# interpreter's lock: in every window at first, then in one of 16 and whenever the planner needs it.
 _TIMED_WINDOWS, _TIMED_EVERY = 64, 16
 
-# Until the order of the gradients is known everything leaves at the end, in pieces that bound the memory of a buffer.
+# Until the order of the gradients is known everything is sent at the end, in pieces that bound the memory of a buffer.
 _UNPLANNED_ELEMENTS = 1 << 25
-
-_HERE: AbstractContextManager[None] = nullcontext()
 
 
 class Engine:
@@ -55,22 +48,10 @@ class Engine:
         overlap: Launch buffers while gradients still arrive. Not where a tensor is submitted at different points of the
             backward pass on different ranks (unused on some): the collectives of the model's own backward
             (SyncBatchNorm) would meet ours in different orders.
-        deferred: Read what the ranks say of their tensors one window late, so that the host never waits for the device.
-            Only where every tensor gets a gradient on all ranks in every window.
+        deferred: Read the flags of all ranks one window late, so that the host never waits for the device. Only where
+            every tensor gets a gradient on all ranks in every window.
         offload: Selects from some tensors on a thread of the host.
-        ticks: Agreement on what is ready; only timer-driven fusion has it.
-
-    Attributes:
-        windows: Windows drained so far.
-        epoch: For the density schedule; whoever trains sets it.
-        loss_scale: Read at the first gradient of a window; None without a loss scaler.
-        notices: What this rank tells all others in its next messages (bits of ``Notice``).
-        heard: What some rank has told all others: the same on all ranks at the end of every window.
-        report: The record of the latest window.
-        clock: Of this rank's device.
-        observers: Are told of every window.
-        order_known: The layout has the order in which gradients arrive.
-        unstepped: bool [L] by registration index: exchanged, and no optimizer has used it yet.
+        ticks: Agreement on the tensors that are ready; only timer-driven fusion has it.
     """
 
     def __init__(
@@ -86,33 +67,38 @@ class Engine:
     ) -> None:
         self.space = space
         self.planner = planner
-        self.transport: Transport = planner.transport
+        self.transport = planner.transport
         self.density = density
-        self._constant = density.density if isinstance(density, ConstantDensity) else None
         self.dense_first = dense_first
         self.overlap = overlap
-        self.epoch = 0
-        self.loss_scale: Callable[[], Tensor | None] | None = None
-        self.windows = 0
-        self.notices = 0
-        self.heard = 0
-        self.report: WindowRecord | None = None
-        self.clock = clock_for(self.space.device)
+        self.ticks = ticks
+        self.windows = 0  #: windows drained so far
+        self.epoch = 0  #: for the density schedule; set from outside
+        self.loss_scale: Callable[[], Tensor | None] | None = None  #: read at the first gradient of a window
+        self.notices = 0  #: bits of Notice that this rank sends to all in its next messages
+        self.heard = 0  #: bits of Notice that some rank has sent: the same on all ranks at the end of every window
+        self.report: WindowRecord | None = None  #: of the latest window
+        self.clock = clock_for(space.device)
         self.observers: list[Observer] = []
-        self.order_known = False
-        self.unstepped = np.zeros(len(space.layout), bool)
-        self._tracked = np.zeros(len(space.layout), bool)  # of these an optimizer announces its steps
+        self.order_known = False  #: the layout has the order in which gradients arrive
+        # A tensor that is submitted again before its optimizer has stepped is sent dense and without its residual: the
+        # gradient that was exchanged before has been thrown away, and this one may be. By registration index:
+        self.tracked = np.zeros(len(space.layout), bool)  #: [L]: an optimizer that uses the gradient is watched
+        self.unstepped = np.zeros(len(space.layout), bool)  #: [L]: exchanged, and its optimizer has not stepped yet
+        self._constant = density.density if isinstance(density, ConstantDensity) else None
         self._unobserved: WindowRecord | None = None  # its times are not known yet
         self._timed: WindowEvents | None = None  # of the latest window that recorded everything
+        self._followed: Plan | None = None  # the space has no buffers but those of this plan
         self._first = True  # DDP's first window submits everything at its end, in an order that means nothing
-        self._window: Window | None = None
         self._between = True  # no window is open, and the last one has ended: what exchanges have learnt is agreed
-        # selection and packing run beside the backward pass
-        self._lane = None if self.clock.instant else Lane(self.space.device)
-        self._drain = Drain(space.memory, self.transport, space.device)
-        self._device_drain = DeviceDrain(space.memory, Lane(space.device), space.device) if deferred else None
+        self._window: Window | None = None
+        self._shipments: list[Shipment] = []  # of the open window, launched, in order
+        self._lane = Lane(space.device)  # selection and packing run beside the backward pass
+        beside: Callable[[], AbstractContextManager[None]] = nullcontext if self.clock.instant else self._lane.fork
+        self._beside = beside
+        self._drain = Drain(space, self.transport)
+        self._device_drain = DeviceDrain(space.device) if deferred else None
         self._offload = offload
-        self.ticks = ticks
         self._overflow = OverflowGuard(space, self.transport)
 
     @property
@@ -122,9 +108,8 @@ class Engine:
 
     def missing(self) -> list[str]:
         """Names of the tensors that the open window still waits for; empty if none is open."""
-        if self._window is None or self._window.complete:
-            return []
-        return self.space.layout.names(p for p, grad in enumerate(self._window.grads) if grad is None)
+        grads = self._window.grads if self._window is not None else []
+        return self.space.layout.names(place for place, grad in enumerate(grads) if grad is None)
 
     def push(self, index: int, grad: Tensor, fresh: bool = True) -> bool:
         """Takes one gradient; launches the buffer that it completes.
@@ -146,7 +131,7 @@ class Engine:
         window = window or self._begin()
         group = window.submit(place, grad, fresh, fresh and bool(self.unstepped[index]))
         if self._offload is not None and self._offload.wants(place):
-            with _HERE if self._lane is None else self._lane.fork():
+            with self._beside():
                 self._offload.offer(window, place, grad)
         if group is not None:
             self._launch(window, group)
@@ -165,62 +150,55 @@ class Engine:
         if density != self.space.quotas.density:
             self.space.set_density(density)
             self.planner.invalidate()
-        groups: Sequence[Group] = ()
         plain = self.dense_first and self.windows == 0
-        if self.order_known and not plain:
-            plan = self.planner.plan(self.space.shape)
-            groups = plan.groups
-            if self._offload is not None:
-                self._offload.follow(plan, partial(self.planner.costs, self.space.shape))
-        ticking = self.ticks is not None and bool(groups) and self.overlap
-        if self.ticks is not None and ticking:
+        plan = self.planner.plan(self.space.shape) if self.order_known and not plain else None
+        ticking = False
+        if self.ticks is not None and self.overlap and plan is not None and plan.groups:
             self.ticks.begin()
-            groups = ()
-        regular = self.windows < _TIMED_WINDOWS or self.windows % _TIMED_EVERY == 0
-        surveyed = regular or self.planner.wants_times
-        timed = surveyed or bool(self.observers)
-        mark = perf_counter if self.clock.instant else self.clock.mark if timed else unmarked
+            ticking = True
+        elif plan is not None and plan is not self._followed:
+            self._followed = plan
+            self.space.keep_only(plan.groups)
+            if self._offload is not None:
+                self._offload.follow(plan, self.planner.costs(self.space.shape).ready)
+        surveyed = self.windows < _TIMED_WINDOWS or self.windows % _TIMED_EVERY == 0 or self.planner.wants_times
         scale = self.loss_scale() if self.loss_scale is not None else None
-        # a copy: the scaler updates its factor in place
-        scale = scale.detach().clone() if scale is not None else None
         self._window = Window(
             len(self.space.layout.specs),
-            groups,
+            () if plan is None or ticking else plan.groups,
             self.windows,
             density,
-            mark,
+            self.clock,
             surveyed=surveyed,
-            timed=timed,
+            timed=surveyed or bool(self.observers),
             ticking=ticking,
             hold=not self.overlap,
             # a scaler waits for the device anyway, and a tensor whose gradient was thrown away needs the host
             deferred=self._device_drain is not None and scale is None and not self.unstepped.any(),
-            scale=scale,
             plain=plain,
+            # a copy: the scaler updates its factor in place
+            scale=scale.detach().clone() if scale is not None else None,
         )
         return self._window
 
     def _launch(self, window: Window, group: Group) -> None:
-        """Fills the buffer of a group and sends it; one that waits for the host leaves behind the next one."""
-        with _HERE if self._lane is None else self._lane.fork():
-            shipment = Shipment(self.space.pool.buffers.get(group) or self.space.buffer(group), window)
+        """Fills the buffer of a group and sends it; one that waits for the host's selections is sent with the next."""
+        with self._beside():
+            shipment = Shipment(self.space.buffers.get(group) or self.space.buffer(group), window)
             if self._offload is None:
                 shipment.fill(self.space.selector)
+                self._send(shipment)
             else:
-                shipment.fill(self.space.selector, *self._offload.taken(group))
-            window.unsent.append(shipment)
-            self._send(window, keep=int(self._offload is not None and self._offload.late))
+                self._send(*self._offload.fill(shipment))
         window.launched = group.stop
 
-    def _send(self, window: Window, keep: int = 0) -> None:
-        """Packs and launches the shipments that have been filled, all but the latest ``keep``."""
-        while len(window.unsent) > keep:
-            shipment = window.unsent.pop(0)
-            shipment.pack(self.notices, self._offload.collect if self._offload is not None else None)
+    def _send(self, *filled: Shipment) -> None:
+        for shipment in filled:
+            shipment.pack(self.notices)
             shipment.launch()
-            if self._device_drain is not None and window.deferred:
+            if self._device_drain is not None and shipment.window.deferred:
                 self._device_drain.launched(shipment)
-            window.shipments.append(shipment)
+            self._shipments.append(shipment)
 
     def _fuse(self, window: Window, ready: int) -> None:
         """Launches what a tick has found ready on all ranks."""
@@ -229,20 +207,18 @@ class Engine:
                 self._launch(window, group)
 
     def _launch_rest(self, window: Window) -> None:
-        """Launches planned groups that gradients out of order have kept back; everything if nothing is planned."""
+        """Launches planned groups that gradients out of order have delayed; everything if nothing is planned."""
         for group in window.groups[window.next_group :]:
             self._launch(window, group)
-        start, length = window.launched, window.length
-        if start < length:
-            collective: CollectiveName = self.planner.fallback(self.space.shape, sparse=not self.dense_first)
-            while start < length:
-                limit = self.space.layout.edges[start] + _UNPLANNED_ELEMENTS
-                stop = max(start + 1, int(np.searchsorted(self.space.layout.edges, limit, side="right")) - 1)
-                self._launch(window, Group(start, stop, collective))
-                start = stop
-        if window.unsent:
-            with _HERE if self._lane is None else self._lane.fork():
-                self._send(window)
+        if window.launched < window.length:
+            collective = self.planner.fallback(self.space.shape, sparse=not self.dense_first)
+            edges = self.space.layout.edges
+            while (start := window.launched) < window.length:
+                stop = int(np.searchsorted(edges, edges[start] + _UNPLANNED_ELEMENTS, side="right")) - 1
+                self._launch(window, Group(start, max(start + 1, stop), collective))
+        if self._offload is not None:
+            with self._beside():
+                self._send(*self._offload.rest())
 
     def drain(self) -> None:
         """Waits for all buffers, writes the means into the gradients, and commits the window if it ended well.
@@ -257,36 +233,42 @@ class Engine:
             for ready in self.ticks.rest(window.length):
                 self._fuse(window, ready)
             # the next window has other buffers
-            self.space.pool.keep_only([shipment.buffer.group for shipment in window.shipments])
-        self._window = None
+            self.space.keep_only([shipment.buffer.group for shipment in self._shipments])
+        shipments, self._shipments, self._window = self._shipments, [], None
         if self._offload is not None:
             self._offload.forget()  # what an error has left
-        if self._lane is not None:
+        if not self.clock.instant:
             self._lane.join()
-        good = True  # until it is known better
-        if window.plain:
-            good = self._drain.average(window)
-        elif self._device_drain is not None and window.deferred:
-            self._device_drain.run(window)
-            if window.error is not None:
-                raise window.error
+        if self._device_drain is not None and window.deferred and not window.plain:
+            good, notices = self._device_drain.run(window, shipments)
         else:
-            good, notices = self._drain.run(window, self.space.layout)
-            if notices:
-                self._hear(window, notices)
-            if not good:
-                self._overflow.uncommitted()
-                self._overflow.mend(together=True)
+            good, notices = self._drain.run(window, shipments)
+        if notices:
+            self._hear(window, notices)
         if good:
             exchanged = self._exchanged(window)
-            self.unstepped[exchanged] = self._tracked[exchanged]
+            self.unstepped[exchanged] = self.tracked[exchanged]
+        else:
+            self._overflow.pending = True
+            self._overflow.mend(together=True)
         window.drained = window.mark()
-        self._finish(window)
+        self._between = True
+        planned = self.order_known and window.in_order
+        self.report = WindowRecord(window, shipments, self.space, self.clock, planned, self._timed)
+        if self.clock.instant:
+            self._observe(self.report)
+        else:
+            self._unobserved = self.report
+        if not window.in_order and not (self._first and self.order_known):
+            self.adopt_order(window.order)
+        self.order_known |= self.windows > 0 and not self._first
+        self._first = False
+        self.windows += 1
 
-    def let_go(self) -> None:
-        """Lets go of the gradients of the first window: DDP is about to make other buckets, in place of theirs."""
+    def drop_gradients(self) -> None:
+        """Drops the gradients of the first window: DDP is about to make other buckets, in place of theirs."""
         if self.windows == 1 and self.report is not None:
-            self.report.let_go()
+            self.report.drop_gradients()
 
     def settle(self) -> None:
         """Reads what the device decided of the last window, if the host does not know it yet.
@@ -300,7 +282,7 @@ class Engine:
             self._hear(window, notices)
             if not good:
                 self.unstepped[self._exchanged(window)] = False
-                self._overflow.uncommitted()
+                self._overflow.pending = True
         if self._overflow.pending:
             self._overflow.mend(together=False)
         record, self._unobserved = self._unobserved, None
@@ -320,28 +302,12 @@ class Engine:
         """Registration indices of the tensors whose gradients a window has exchanged."""
         return self.space.layout.indices if window.regular else self.space.layout.indices[window.fresh]
 
-    def _finish(self, window: Window) -> None:
-        self._between = True
-        window.planned = self.order_known and window.in_order
-        self.report = WindowRecord(window, self.space, self.clock, self.transport.world_size, self._timed)
-        if self.clock.instant:
-            self._observe(self.report)
-        else:
-            self._unobserved = self.report
-        if not window.in_order and not (self._first and self.order_known):
-            self.adopt_order(window.order)
-        self.order_known |= self.windows > 0 and not self._first
-        self._first = False
-        self.windows += 1
-
     def _observe(self, record: WindowRecord) -> None:
-        """Hands the times of a window to the planner and to all observers."""
+        """Gives the times of a window to the planner and to all observers."""
         if record.planned:
             # observers may differ between ranks: the planner, whose agreements are collective, does not look at them
             known = self.clock.instant or record.surveyed
-            replans = self.planner.replans
             self.planner.observe(record.events if known else None, self.space.shape)
-            self._forget_replaced(replans)
         if record.timed:
             self._timed = record.events
             for observer in self.observers:
@@ -353,70 +319,36 @@ class Engine:
         self.planner.invalidate(order_changed=True)
 
     def step_aside(self) -> bool:
-        """Whether plain DDP does the rest of the job: that was agreed, and no residual remains anywhere.
+        """Whether plain DDP does the rest of the job: that was agreed, and no residual remains on any rank.
 
-        If one does, as of a tensor that had no gradient while all were sent, the engine goes on. Collective once it
-        was agreed; the answer is the same on all ranks.
+        If one does, as of a tensor that had no gradient while all were sent, the engine stays. Collective once it was
+        agreed; the answer is the same on all ranks.
         """
         if not self.planner.dense_for_good:
             return False
-        held = any(bool(state.any()) for state in self.space.memory.state_dict().values())
-        anywhere = torch.tensor([float(held)], device=self.space.device)
-        self.transport.all_reduce(anywhere, "max").wait()
-        if anywhere.item():
-            replans = self.planner.replans
+        holds = self.space.holds_residual(self.transport)
+        if holds:
             self.planner.keep_engine(self.space.shape)
-            self._forget_replaced(replans)
-        return not anywhere.item()
-
-    def use(self, plan: Plan) -> None:
-        """Goes on with this plan, the same on all ranks, until costs call for another. Collective; between windows."""
-        replans = self.planner.replans
-        self.planner.use(plan, self.space.shape)
-        self._forget_replaced(replans)
-
-    def _forget_replaced(self, replans: int) -> None:
-        """Forgets the buffers of a plan that another one has replaced since ``replans`` changes had been made."""
-        if self.planner.replans != replans and self.planner.current is not None:
-            self.space.pool.keep_only(self.planner.current.groups)
-
-    def track(self, indices: Iterable[int]) -> None:
-        """Announces that :meth:`stepped` will be called whenever these parameters (registration indices) are updated.
-
-        Such a tensor, submitted again although nothing has stepped since, is sent dense and without its residual: the
-        gradient that was exchanged before has been thrown away, and this one may be.
-        """
-        self._tracked[list(indices)] = True
-
-    def stepped(self, indices: Iterable[int]) -> None:
-        """Notes that an optimizer has used the gradients of these parameters (registration indices)."""
-        self.unstepped[list(indices)] = False
+        return not holds
 
     def reset(self) -> None:
         """Forgets an open window. Nothing is lost: what it had added to the residual stays there."""
         if self._offload is not None:
             self._offload.forget()
-        if self._window is not None and self._lane is not None:
+        if self._window is not None and not self.clock.instant:
             self._lane.synchronize()
-        self._window = self._unobserved = None
+        self._window, self._shipments, self._unobserved = None, [], None
         if self._device_drain is not None:
             self._device_drain.forget()
         # an exchange that was abandoned may have learnt something on some ranks and not on others
-        self.space.pool.load_state_dict(self.space.pool.state_dict() if self._between else [])
+        self.space.restore_exchanges(self.space.exchange_state() if self._between else [])
         self._between = True
 
     def release(self) -> None:
-        """Frees buffers and figures; the state that a checkpoint wants stays."""
+        """Frees buffers and figures; the state that a checkpoint holds stays."""
         self.reset()
         self.report = None
-        self._drain.release()
-        if self._offload is not None:
-            self._offload.release()
-        if self._device_drain is not None:
-            self._device_drain.release()
+        for part in (self._drain, self._device_drain, self._offload):
+            if part is not None:
+                part.release()
         native.release()
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan in use; None while the order of the gradients is not known."""
-        return self.planner.current

@@ -158,9 +158,12 @@ class DDPHook:
         engine = self.engine
         if not hasattr(optimizer, "register_step_post_hook"):
             return  # not one of torch's: when it steps is not known
-        engine.track(indices)
-        handle = optimizer.register_step_post_hook(lambda *_: engine.stepped(indices))
-        self._handles.append(handle)
+
+        def stepped(*_: object) -> None:
+            engine.unstepped[indices] = False
+
+        engine.tracked[indices] = True
+        self._handles.append(optimizer.register_step_post_hook(stepped))
 
     def selected_from(self, param: Tensor) -> bool:
         """Whether the latest gradient of a parameter is a mean of selected elements, not of whole gradients."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,57 +25,92 @@ if TYPE_CHECKING:
     from lightning_safusion.fusion.space import GradientSpace
     from lightning_safusion.fusion.window import Window
 
+#: The moments of a shipment, in the order of :class:`BufferEvents`.
+_moments = attrgetter("closed", "selected", "launched", "issued", "finished", "awaited", "arrived", "decoded")
+
 
 class WindowRecord:
-    """What one window of this rank did. Read-only; made into numbers only when asked.
+    """What one window of this rank did. Read-only; numbers are computed only when they are read.
 
-    Arrays are by place (``[L]``, the order of ``layout``). What reads messages or the residual must be asked for before
-    the next window begins. Nothing here changes training.
+    Arrays are by place (``[L]``, the order of ``layout``). What reads messages or the residual must be read before the
+    next window begins. Nothing here changes training.
 
     Args:
         window: A window that has been drained.
+        shipments: Its buffers, in launch order.
         space: The flat gradient space.
         clock: Its marks are of this clock.
-        world_size: Workers.
+        planned: Its buffers were those of a plan.
         timed: The latest window that recorded everything; what this one did not measure is taken from there.
 
     Attributes:
         layout: The tensors in ready order.
         step: Number of the window, the same on all ranks.
+        device: Where gradients live.
         planned: Its buffers were those of a plan.
         surveyed: All ranks recorded when collectives ended.
         timed: This rank recorded when collectives ended.
     """
 
     def __init__(
-        self, window: Window, space: GradientSpace, clock: Clock, world_size: int, timed: WindowEvents | None = None
+        self,
+        window: Window,
+        shipments: Sequence[Shipment],
+        space: GradientSpace,
+        clock: Clock,
+        planned: bool,
+        timed: WindowEvents | None,
     ) -> None:
         self._window = window
+        self._shipments = shipments
         self._space = space
         self._clock = clock
         self._timed = timed
-        self._world_size = world_size
+        self._workers = space.transport.world_size
         self.layout: Layout = space.layout
         self.step = window.step
-        self.planned = window.planned
+        self.device = space.device
+        self.planned = planned
         self.surveyed = window.surveyed
         self.timed = window.timed
-
-    @property
-    def device(self) -> torch.device:
-        """Where gradients live."""
-        return self._space.device
 
     @cached_property
     def events(self) -> WindowEvents:
         """When things happened (waits for the device)."""
-        return resolve_events(self._window, self.layout, self._clock)
+        window, clock = self._window, self._clock
+        # the marks of an instant clock are seconds
+        seconds: Callable[[Sequence[Mark]], list[float]] = list if clock.instant else clock.all_seconds
+        buffers, free = [], -math.inf
+        for shipment in self._shipments:
+            buffer, exchange = shipment.buffer, shipment.buffer.exchange
+            events = BufferEvents(
+                buffer.places,
+                buffer.group.collective,
+                exchange.spec.numel,
+                exchange.spec.capacity,
+                exchange.bytes_sent,
+                exchange.bytes_received,
+                *seconds(_moments(shipment)),
+            )
+            if not clock.instant:
+                # decoded beside the backward pass: exposed is what was left after its end and after the buffer before
+                awaited = max(events.awaited, free)
+                events = replace(events, awaited=awaited, arrived=max(awaited, events.arrived))
+                free = events.decoded
+            buffers.append(events)
+        ready = np.where(window.fresh, seconds(window.arrived), math.nan)
+        drained = seconds([window.drained])[0]
+        return WindowEvents(
+            window.step, window.density, self.layout, ready, tuple(buffers), drained, beside=not clock.instant
+        )
 
-    def let_go(self) -> None:
-        """Holds no gradient any more."""
-        self._window.let_go()
+    def drop_gradients(self) -> None:
+        """Drops the references to the gradients."""
+        self._window.grads = [None] * self._window.length
+        for shipment in self._shipments:
+            shipment.grads = []
 
-    # What became of the tensors
+    # Tensors
 
     @cached_property
     def used(self) -> np.ndarray:
@@ -82,19 +119,19 @@ class WindowRecord:
         All False if some gradient was not finite (waits for the device).
         """
         used = self._window.fresh & ~self._window.bypass
-        for shipment in self._window.shipments:
+        for shipment in self._shipments:
             verdict = shipment.verdict or shipment.buffer.exchange.verdict()
             if verdict.bad.any():
                 return np.zeros_like(used)
             part = slice(shipment.buffer.group.start, shipment.buffer.group.stop)
-            used[part] &= ~verdict.irregular(self._world_size)
+            used[part] &= ~verdict.irregular(self._workers)
         return used
 
     @cached_property
     def dense(self) -> np.ndarray:
         """bool [L]: sent dense by its buffer."""
         dense = np.zeros(len(self.layout), bool)
-        for shipment in self._window.shipments:
+        for shipment in self._shipments:
             dense[shipment.buffer.group.start : shipment.buffer.group.stop] = shipment.buffer.dense
         return dense
 
@@ -103,23 +140,25 @@ class WindowRecord:
         """int64 [L]: elements that this rank sent of each tensor (waits for the device)."""
         if self._window.plain:
             return np.where(self._window.fresh, np.diff(self.layout.edges), 0)
-        counts = [shipment.sent_counts() for shipment in self._window.shipments]
+        counts = [shipment.sent_counts() for shipment in self._shipments]
         return np.concatenate(counts) if counts else np.zeros(0, np.int64)
 
     @cached_property
     def selected_from(self) -> frozenset[int]:
         """Registration indices of the tensors whose mean is of selected elements.
 
-        Also of those that some ranks had no gradient of: these are dense now and then, and selected from otherwise. Not
+        Also of those that had no gradient on some ranks: these are dense now and then, and selected from otherwise. Not
         of those that were dense because what was sent before was not used.
         """
-        sparse = np.zeros(self._window.length, bool)
-        for shipment in self._window.shipments:
-            sparse[shipment.buffer.group.start : shipment.buffer.group.stop] = ~shipment.buffer.dense
-        sparse[self._window.unused] = False
-        return frozenset(self.layout.specs[place].index for place in np.flatnonzero(sparse))
+        selected: list[int] = []
+        for shipment in self._shipments:
+            sparse = ~shipment.buffer.dense
+            if shipment.verdict is not None:
+                sparse &= ~shipment.verdict.bypass
+            selected += (shipment.buffer.group.start + np.flatnonzero(sparse)).tolist()
+        return frozenset(self.layout.specs[place].index for place in selected)
 
-    # What compression did to their elements
+    # Their elements
 
     def accumulated(self) -> Tensor:
         """float32 [D]: what the error feedback holds of each element now, in the order of ``layout``."""
@@ -131,7 +170,7 @@ class WindowRecord:
 
     def sent(self) -> tuple[Tensor, Tensor]:
         """``(int64 [K], float32 [K])``: elements that this rank sent sparse, as the receivers decoded them."""
-        pieces = [(s.buffer.exchange.sent(), s.buffer.start) for s in self._window.shipments]
+        pieces = [(s.buffer.exchange.sent(), s.buffer.start) for s in self._shipments]
         if not pieces:
             empty = torch.zeros(0, device=self.device)
             return empty.long(), empty
@@ -162,7 +201,7 @@ class WindowRecord:
         """
         sparsifier = copy.deepcopy(self._space.selector.sparsifier)
         compressed = torch.zeros_like(x)
-        for shipment in self._window.shipments:
+        for shipment in self._shipments:
             segments, span = shipment.buffer.segments, slice(shipment.buffer.start, shipment.buffer.stop)
             if segments is not None:
                 selection = sparsifier.select(x[span].contiguous(), segments, self.step)
@@ -173,15 +212,15 @@ class WindowRecord:
 
     def mean(self, x: Tensor) -> Tensor:
         """The mean over ranks, in place. Collective."""
-        self._space.pool.transport.all_reduce(x).wait()
-        return x.div_(self._world_size)
+        self._space.transport.all_reduce(x).wait()
+        return x.div_(self._workers)
 
     # Figures
 
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank handed to the collectives."""
-        return sum(s.buffer.exchange.bytes_sent for s in self._window.shipments) + self._averaged
+        return sum(s.buffer.exchange.bytes_sent for s in self._shipments) + self._averaged
 
     @property
     def _averaged(self) -> int:
@@ -203,7 +242,7 @@ class WindowRecord:
         """
         selected, fresh = self.sent_counts, self._window.fresh
         wanted = fresh & ~self._window.bypass & (np.diff(self.layout.edges) > 0)
-        buffers = [shipment.buffer for shipment in self._window.shipments]
+        buffers = [shipment.buffer for shipment in self._shipments]
         timed = self.events if self.timed or self._timed is None else self._timed
         return {
             "step": self.step,
@@ -211,7 +250,7 @@ class WindowRecord:
             "achieved_density": float(selected.sum() / max(1, self.layout.numel)),
             "bytes_sent": self.bytes_sent,
             "bytes_received": sum(buffer.exchange.bytes_received for buffer in buffers)
-            + round(ring_allreduce_bytes(self._world_size, self._averaged)),
+            + round(ring_allreduce_bytes(self._workers, self._averaged)),
             "dense_bytes": sum(spec.numel * spec.dtype.itemsize for spec in self.layout.specs),
             "tensors": int(fresh.sum()),
             "tensors_missing": int((wanted & (selected == 0)).sum()),
@@ -240,49 +279,3 @@ def nothing_exchanged() -> dict[str, Any]:
     numbers = dict.fromkeys(("step", "bytes_sent", "bytes_received", "dense_bytes", "tensors", "tensors_missing"), 0)
     figures = dict.fromkeys(("density", "achieved_density", "exchange_s"), 0.0)
     return {**numbers, **figures, **_seconds(()), "plan": [], "collectives": []}
-
-
-def resolve_events(window: Window, layout: Layout, clock: Clock) -> WindowEvents:
-    """Reads the clock's moments of a window that has ended."""
-    # the marks of an instant clock are seconds
-    seconds: Callable[[Sequence[Mark]], list[float]] = list if clock.instant else clock.all_seconds
-    buffers, free = [], -np.inf
-    for shipment in window.shipments:
-        events = _buffer_events(shipment, seconds(shipment.moments), free if not clock.instant else None)
-        free = events.decoded
-        buffers.append(events)
-    return WindowEvents(
-        window.step,
-        window.density,
-        layout,
-        np.where(window.fresh, seconds(window.arrived), math.nan),
-        tuple(buffers),
-        seconds([window.drained])[0],
-        not clock.instant,
-    )
-
-
-def _buffer_events(shipment: Shipment, moments: Sequence[float], free: float | None) -> BufferEvents:
-    """Events of one buffer; ``free`` is when the one before it was decoded, where that runs beside the backward."""
-    closed, selected, launched, issued, finished, awaited, arrived, decoded = map(float, moments)
-    if free is not None:
-        # it was decoded beside the backward pass: what stood still is what was left when that had ended
-        awaited = max(awaited, free)
-        arrived = max(awaited, arrived)
-    buffer, spec = shipment.buffer, shipment.buffer.exchange.spec
-    return BufferEvents(
-        buffer.places,
-        buffer.group.collective,
-        spec.numel,
-        spec.capacity,
-        buffer.exchange.bytes_sent,
-        buffer.exchange.bytes_received,
-        closed,
-        selected,
-        launched,
-        issued,
-        finished,
-        awaited,
-        arrived,
-        decoded,
-    )

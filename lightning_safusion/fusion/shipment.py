@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum, auto
 from math import nan
@@ -16,16 +16,14 @@ from torch.profiler import record_function
 from lightning_safusion.comm.exchange import Notice, Part, TensorFlag, Verdict
 from lightning_safusion.fusion.buffers import Buffer
 from lightning_safusion.fusion.clock import Mark
-from lightning_safusion.fusion.compensation import compensate, marked
-from lightning_safusion.fusion.delivery import Rounding, Scratch, deliver
+from lightning_safusion.fusion.gradients import Rounding, Scratch, compensate, deliver, marked
 from lightning_safusion.fusion.window import Window
 from lightning_safusion.sparsify.base import Selection
-from lightning_safusion.sparsify.selection.survey import History, Selector
+from lightning_safusion.sparsify.selection.survey import Selector
 from lightning_safusion.sparsify.selection.view import device_constant
 
 _FRESH, _BYPASS = int(TensorFlag.FRESH), int(TensorFlag.BYPASS)
 NO_RANGE: AbstractContextManager[object] = nullcontext()
-_SHOWN_TENSORS = 8
 
 
 class Stage(Enum):
@@ -41,7 +39,7 @@ class Stage(Enum):
 
 
 class Shipment:
-    """One buffer in one window. Each method is a moment of its life; they are called in this order.
+    """One buffer in one window. Its methods are called in the order in which they stand here.
 
     A rank that fails to fill or pack still takes part in the exchange, with an empty message that carries the
     ``FAILED`` notice, so that no other rank waits for ever. The error is kept in the window.
@@ -52,14 +50,15 @@ class Shipment:
 
     Attributes:
         stage: How far it has come.
-        absent: Tensors of the buffer of which nothing is sent.
-        flags: uint8 [T], what this rank says of each tensor; None if it failed to fill the buffer.
         grads: Flat gradients of the buffer's tensors, T of them.
-        span: float32 [N], the buffer's part of the residual with the gradients that have been added; read only.
-        selection: What is selected, until it is packed.
+        flags: uint8 [T] of :class:`TensorFlag`; None if this rank failed to fill the buffer.
+        absent: Tensors of the buffer of which nothing is sent.
+        selection: The selected elements, until they are packed.
         sparse: The message holds selected elements.
-        verdict: What all ranks said of the tensors, once decoded on the host.
-        closed: The moments (see :class:`BufferEvents`), NaN while unknown. ``finished`` may be set on any thread.
+        verdict: The flags of all ranks, once decoded on the host.
+        rounding: What narrow gradients cannot hold of the means.
+        closed: This and the following are the moments of :class:`BufferEvents`, NaN while unknown. ``finished`` may be
+            set on any thread.
     """
 
     def __init__(self, buffer: Buffer, window: Window) -> None:
@@ -67,12 +66,12 @@ class Shipment:
         self.window = window
         self.stage = Stage.CLOSED
         self.grads = window.grads_of(buffer.group.start, buffer.group.stop)
-        self.span = buffer.span
-        self.absent: list[int] = []
         self.flags: Tensor | None = None
+        self.absent: list[int] = []
         self.selection: Selection | None = None
-        self.verdict: Verdict | None = None
         self.sparse = False
+        self.verdict: Verdict | None = None
+        self.rounding: list[Rounding] = []
         self._packed: np.ndarray | Selection | None = None
         self.closed: Mark = window.mark()
         self.selected: Mark = nan
@@ -88,8 +87,8 @@ class Shipment:
 
         Args:
             selector: The compressor of the job.
-            early: Tensors that the host has compensated, and selects from, already.
-            known: uint8 [T], flags of these.
+            early: Tensors that the offloader has added already, and selects from.
+            known: uint8 [T], their flags.
         """
         self.stage = Stage.FILLED
         if self.window.error is not None:
@@ -105,7 +104,7 @@ class Shipment:
             self.flags, self.window.error = None, error
 
     def _fill_in_one_pass(self, selector: Selector) -> bool:
-        """Finds elements while gradients are added, where it is known what to look for; returns whether it did."""
+        """Finds elements while gradients are added, where their thresholds can be predicted; returns whether it did."""
         buffer, window, foresight = self.buffer, self.window, self.buffer.foresight
         if foresight is None or window.scale is not None:
             return False
@@ -115,14 +114,14 @@ class Shipment:
             return False
         self.flags = marked(buffer.all_fresh, added.left_out) if added.left_out else buffer.all_fresh
         if buffer.exchange.begins_early:
-            buffer.exchange.begin(self.span, Part(None, self.flags))
-        with foresight.known(self.span, added.found) as survey:
+            buffer.exchange.begin(buffer.span, Part(None, self.flags))
+        with foresight.known(buffer.span, added.found) as survey:
             del added  # candidates are as large as the residual where many elements are sent: no longer than needed
-            self.selection = selector.select(self.span, foresight.history, window.step, survey)
+            self.selection = selector.select(buffer.span, foresight.history, window.step, survey)
         return True
 
     def _fill(self, selector: Selector, taken: np.ndarray | None, early: Sequence[int]) -> None:
-        """The same, one after the other; ``taken``: bool [T], the tensors of which something is sent, None for all."""
+        """Adds, then selects; ``taken``: bool [T], the tensors of which something is sent, None for all."""
         buffer, window, grads = self.buffer, self.window, self.grads
         if taken is None and not early:
             flags = compensate(buffer, grads, list(buffer.places), buffer.all_fresh, window.scale)
@@ -137,56 +136,15 @@ class Shipment:
             flags = compensate(buffer, [grads[i] for i in present], places, flags, window.scale)
         self.flags = flags
         if buffer.exchange.begins_early:
-            buffer.exchange.begin(self.span, Part(None, flags, self.absent))
-        self.selection = self._select(selector, early)
+            buffer.exchange.begin(buffer.span, Part(None, flags, self.absent))
+        self.selection = buffer.select(selector, window.step, self.absent, early)
 
-    def _select(self, selector: Selector, early: Sequence[int]) -> Selection | None:
-        buffer, x = self.buffer, self.span
-        history = buffer.history
-        if history is None or buffer.exchange.selects_itself:
-            return None
-        if self.absent and buffer.fused:
-            x = self._without_absent(x)
-        elif self.absent or early:
-            history = self._left(history, early)
-            if early and not history.segments.capacity:
-                return None
-        return selector.select(x, history, self.window.step)
-
-    def _left(self, history: History, early: Sequence[int]) -> History:
-        """The cut without absent and early tensors; that without early ones alone comes again in every step."""
-        constants, key = self.buffer.constants, ("left", *sorted(early))
-        if not self.absent and key in constants:
-            known: History = constants[key]
-            return known
-        skip = np.zeros(len(history.segments), bool)
-        skip[[*self.absent, *early]] = True
-        left = History(history.segments.skipping(skip))
-        if not self.absent:
-            constants[key] = left
-        return left
-
-    def _without_absent(self, x: Tensor) -> Tensor:
-        """A copy of the span in which absent tensors are zero: a fused segment cannot be skipped in part."""
-        x = x.clone()
-        edges = self.buffer.edges
-        for tensor in self.absent:
-            x[edges[tensor] : edges[tensor + 1]] = 0
-        return x
-
-    def pack(self, notices: int, collect: Callable[[Shipment], None] | None = None) -> None:
-        """Writes the message.
-
-        Args:
-            notices: What this rank tells all others (bits of ``Notice``).
-            collect: Adds what the host has selected from some of its tensors.
-        """
+    def pack(self, notices: int) -> None:
+        """Writes the message; ``notices``: bits of :class:`Notice` for all ranks."""
         if self.flags is not None:
             try:
-                if collect is not None:
-                    collect(self)
                 self.selected = self.window.mark()
-                self.buffer.exchange.encode(self.span, Part(self.selection, self.flags, self.absent, notices))
+                self.buffer.exchange.encode(self.buffer.span, Part(self.selection, self.flags, self.absent, notices))
                 if self.selection is not None:
                     # on the host the message holds the rest; a device would be waited for
                     self._packed = self._counts(self.selection) if self.buffer.device.type == "cpu" else self.selection
@@ -225,7 +183,7 @@ class Shipment:
         self.stage = Stage.LAUNCHED
 
     def _finish(self, now: float) -> None:
-        """The collective has ended (callback of the transport, on any thread)."""
+        """Callback of the transport at the end of the collective, on any thread."""
         self.finished = now
 
     def wait(self) -> None:
@@ -246,12 +204,11 @@ class Shipment:
             self.finished = self.arrived  # no later than this: the backend only tells when it was queued
         self.stage = Stage.ARRIVED
 
-    def decode(self, scratch: Scratch, errors: list[Rounding]) -> bool:
-        """Writes the means into the gradients; the host reads what all ranks said of them.
+    def decode(self, scratch: Scratch) -> bool:
+        """Writes the means into the gradients; the host reads the flags of all ranks.
 
         Args:
             scratch: Zeros to decode into where the means cannot be written straight into the gradients.
-            errors: Rounding errors of narrow gradients are appended.
 
         Returns:
             Whether the means are finite.
@@ -263,7 +220,7 @@ class Shipment:
             with self.range("decode") if self.window.profiled else NO_RANGE:
                 finite = self._decode_in_place()
                 if finite is None:
-                    finite = self._decode(scratch.of(self.buffer), errors)
+                    finite = self._decode(scratch.of(self.buffer))
         except ValueError as error:
             raise self._lost(error) from error
         self.decoded = self.window.mark()
@@ -271,7 +228,11 @@ class Shipment:
         return finite
 
     def _decode_in_place(self) -> bool | None:
-        """Writes the means straight into the gradients; returns whether they are finite, or None if it may not."""
+        """Writes the means straight into the gradients, where that is possible.
+
+        Returns:
+            Whether they are finite; None if nothing was written.
+        """
         buffer, exchange = self.buffer, self.buffer.exchange
         if not buffer.exact or self.window.scale is not None or buffer.device.type != "cpu":
             return None
@@ -283,8 +244,8 @@ class Shipment:
             return None
         return exchange.decode_into(self.grads)
 
-    def _decode(self, scratch: Tensor, errors: list[Rounding]) -> bool:
-        buffer, exchange, window = self.buffer, self.buffer.exchange, self.window
+    def _decode(self, scratch: Tensor) -> bool:
+        buffer, exchange = self.buffer, self.buffer.exchange
         workers = exchange.transport.world_size
         mean = exchange.decode(scratch)
         finite = exchange.is_finite(mean)
@@ -294,18 +255,20 @@ class Shipment:
         regular = None
         if not verdict.is_regular(workers):
             regular = (verdict.fresh > 0) & ~verdict.irregular(workers)
-        errors += deliver(window, buffer, buffer.memory.received(buffer.start, buffer.stop, mean), regular)
+        received = buffer.memory.received(buffer.start, buffer.stop, mean)
+        self.rounding = deliver(self.window, buffer, received, regular)
         exchange.release(scratch)
         return finite
 
-    def commit(self, withdrawn: Sequence[int] = (), good: Tensor | None = None) -> None:
+    def commit(self, repaired: Sequence[int] = (), good: Tensor | None = None) -> None:
         """Takes what was sent out of the residual; called once the whole window has ended well.
 
         Args:
-            withdrawn: Tensors of the buffer whose part in the message was used by no rank.
+            repaired: Tensors of the buffer that were averaged again, because some ranks sent nothing of them.
             good: bool on the device: whether the window ended well, where the host does not know it; None if it did.
         """
         buffer, memory, exchange = self.buffer, self.buffer.memory, self.buffer.exchange
+        withdrawn = [t for t in repaired if not self.window.bypass[buffer.group.start + t]] if repaired else []
         if self.sparse:
             message = exchange.sent_message() if not withdrawn and good is None else None
             if message is None or not memory.commit_message(buffer.start, buffer.stop, message):
@@ -316,9 +279,17 @@ class Shipment:
             pieces = [(edges[t], edges[t + 1]) for t in np.flatnonzero(buffer.dense) if t not in left_out]
         for start, stop in pieces:
             if stop > start:
-                sent = exchange.sent_dense(start, stop, self.span)
+                sent = exchange.sent_dense(start, stop, buffer.span)
                 sent = sent if good is None else torch.where(good, sent, 0.0)
                 memory.commit_dense(buffer.start + start, buffer.start + stop, sent)
+        if memory.settles:
+            start = buffer.start
+            for tensor in sorted(repaired):
+                memory.settle(start, buffer.start + buffer.edges[tensor], good)
+                start = buffer.start + buffer.edges[tensor + 1]
+            memory.settle(start, buffer.stop, good)
+        for start, stop, error in self.rounding:
+            memory.add(start, stop, error if good is None else torch.where(good, error, 0.0))
         self.stage = Stage.COMMITTED
 
     def _sent(self, withdrawn: Sequence[int], good: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -327,12 +298,6 @@ class Shipment:
             inside = (indices >= self.buffer.edges[tensor]) & (indices < self.buffer.edges[tensor + 1])
             sent = torch.where(inside, 0.0, sent)
         return indices, sent if good is None else torch.where(good, sent, 0.0)
-
-    @property
-    def moments(self) -> list[Mark]:
-        """From ``closed`` to ``decoded``, as :class:`BufferEvents` lists them."""
-        launch = [self.closed, self.selected, self.launched, self.issued]
-        return [*launch, self.finished, self.awaited, self.arrived, self.decoded]
 
     def sent_counts(self) -> np.ndarray:
         """int64 [T]: elements that each tensor sent (waits for the device)."""
@@ -354,16 +319,11 @@ class Shipment:
 
     def _lost(self, error: Exception) -> RuntimeError:
         """The error of an exchange that failed, with the names of its tensors."""
-        names = self.buffer.names
-        shown = ", ".join(names[:_SHOWN_TENSORS])
-        shown += f" and {len(names) - _SHOWN_TENSORS} more" if len(names) > _SHOWN_TENSORS else ""
-        rank = self.buffer.exchange.transport.rank
+        rank, step = self.buffer.exchange.transport.rank, self.window.step
         return RuntimeError(
-            f"rank {rank}: the exchange of the buffer with {shown} failed in step {self.window.step}: {error}"
+            f"rank {rank}: the exchange of the buffer with {self.buffer.title} failed in step {step}: {error}"
         )
 
     def range(self, part: Literal["select", "exchange", "decode"]) -> AbstractContextManager[object]:
         """A range ``SAFusion::<part>`` in the traces of ``torch.profiler``."""
-        names = self.buffer.names
-        more = f" and {len(names) - _SHOWN_TENSORS} more" if len(names) > _SHOWN_TENSORS else ""
-        return record_function(f"SAFusion::{part}", ", ".join(names[:_SHOWN_TENSORS]) + more)
+        return record_function(f"SAFusion::{part}", self.buffer.title)

@@ -25,7 +25,7 @@ def common_state(engine: Engine) -> dict[str, Any]:
         "tensors": [spec.name for spec in engine.space.layout.specs],
         "order_known": engine.order_known,
         "planner": engine.planner.state_dict(),
-        "exchanges": engine.space.pool.state_dict(),
+        "exchanges": engine.space.exchange_state(),
     }
 
 
@@ -50,7 +50,7 @@ def restore_common(engine: Engine, state: Mapping[str, Any], same_job: bool = Tr
     if same_job:
         space.set_density(float(state["density"]))
         engine.planner.load_state_dict(state["planner"], space.shape)
-        space.pool.load_state_dict(state.get("exchanges", ()))  # older checkpoints have none
+        space.restore_exchanges(state.get("exchanges", ()))  # older checkpoints have none
 
 
 def local_state(engine: Engine) -> dict[str, Any]:

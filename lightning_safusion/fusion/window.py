@@ -5,55 +5,47 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import nan
-from time import perf_counter
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.fusion.clock import Mark
+from lightning_safusion.fusion.clock import Clock, Mark
 from lightning_safusion.fusion.plans.plan import Group
-
-if TYPE_CHECKING:
-    from lightning_safusion.fusion.shipment import Shipment
-
-
-def unmarked() -> Mark:
-    """In place of a clock's mark where nobody wants to know."""
-    return nan
 
 
 @dataclass(eq=False)
 class Window:
-    """Gradients submitted so far, and the shipments that they left in.
+    """Gradients submitted so far.
 
     Args:
         length: Tensors of the layout (L).
         groups: Groups of the plan; empty while the order is not known.
         step: Number of the window.
         density: Density in force.
-        mark: Records the moment.
+        clock: Of this rank's device.
         surveyed: All ranks record when collectives end.
         timed: This rank records when collectives end.
         ticking: Buffers are fused from what is ready at ticks of a clock, not by a plan.
         hold: Launch nothing before every tensor has been submitted.
-        deferred: The device decides at its end; the host learns of it later.
-        plain: Gradients are averaged as DDP does, at its end: nothing is launched.
-        scale: Factor of the loss that the gradients carry (one element, on their device); None for 1.
+        deferred: The device decides at the end of the window; the host reads the decision one window later.
+        plain: Gradients are averaged as DDP does, at the end of the window: nothing is launched.
+        scale: Factor of the loss that the gradients carry (a scalar on their device); None for 1.
 
     Attributes:
         grads: By place; None until submitted.
         fresh: bool [L], computed in this window.
         bypass: bool [L], must not pass through the residual.
         regular: Every tensor so far is fresh, and none bypasses the residual.
+        complete: Every tensor has been submitted.
+        in_order: Tensors have been submitted in the order of the layout so far.
         arrived: When each was submitted [L].
+        drained: When gradients and residual were final.
+        mark: Returns the present moment; NaN where a moment costs something and this window is not timed.
         order: Places in the order of submission.
-        unused: Places that bypass the residual on some rank.
-        unsent: Shipments that are filled and not launched yet.
-        shipments: Launched, in order.
-        launched: Places below this one have left, or are about to.
-        planned: Its groups were those of a plan.
+        launched: Buffers of the places below this one are launched, or about to be.
+        next_group: The group of the plan that is completed next.
         error: Why this rank could not fill a message.
         profiled: ``torch.profiler`` is active: shipments mark their ranges.
     """
@@ -62,31 +54,28 @@ class Window:
     groups: Sequence[Group]
     step: int
     density: float
-    mark: Callable[[], Mark] = perf_counter
-    surveyed: bool = True
-    timed: bool = True
-    ticking: bool = False
-    hold: bool = False
-    deferred: bool = False
-    plain: bool = False
-    scale: Tensor | None = None
+    clock: Clock
+    surveyed: bool
+    timed: bool
+    ticking: bool
+    hold: bool
+    deferred: bool
+    plain: bool
+    scale: Tensor | None
     grads: list[Tensor | None] = field(init=False)
     fresh: np.ndarray = field(init=False)
     bypass: np.ndarray = field(init=False)
     regular: bool = field(init=False)
     complete: bool = field(init=False)
+    in_order: bool = True
     arrived: list[Mark] = field(init=False)
     drained: Mark = nan
+    mark: Callable[[], Mark] = field(init=False)
     order: list[int] = field(default_factory=list)
-    unused: list[int] = field(default_factory=list)
-    unsent: list[Shipment] = field(default_factory=list)
-    shipments: list[Shipment] = field(default_factory=list)
     launched: int = 0
     next_group: int = 0
-    in_order: bool = True
-    planned: bool = False
-    profiled: bool = field(init=False)
     error: Exception | None = None
+    profiled: bool = field(init=False)
     _sequential: int = 0  # places below this one were submitted in their order
 
     def __post_init__(self) -> None:
@@ -96,13 +85,8 @@ class Window:
         self.regular = not self.plain
         self.complete = self.length == 0
         self.arrived = [nan] * self.length
+        self.mark = self.clock.mark if self.clock.instant or self.timed else _unmarked
         self.profiled = torch.autograd._profiler_enabled()
-
-    def let_go(self) -> None:
-        """Holds no gradient any more."""
-        self.grads = [None] * self.length
-        for shipment in self.shipments:
-            shipment.grads = []
 
     @property
     def ready(self) -> int:
@@ -110,7 +94,7 @@ class Window:
         return self.length if self.complete else self._sequential
 
     def submit(self, place: int, grad: Tensor, fresh: bool, bypass: bool) -> Group | None:
-        """Takes one gradient; returns the planned group that it completes, if any."""
+        """Adds one gradient; returns the planned group that it completes, if any."""
         if self.in_order and place == self._sequential:
             self._sequential = place + 1
         else:
@@ -142,3 +126,7 @@ class Window:
     def grads_of(self, start: int, stop: int) -> list[Tensor]:
         """Gradients at the places ``[start, stop)``, which have all been submitted."""
         return cast(list[Tensor], self.grads[start:stop])
+
+
+def _unmarked() -> Mark:
+    return nan

@@ -131,7 +131,7 @@ class EngineExchange(GradientExchange):
                 announce(note)
 
     def begin_batch(self) -> None:
-        self.engine.let_go()
+        self.engine.drop_gradients()
 
     def begin_backward(self, epoch: int) -> None:
         self.engine.epoch = epoch

@@ -182,7 +182,7 @@ def test_a_gain_that_does_not_come_is_given_back(monkeypatch: pytest.MonkeyPatch
         return fit(quick())
 
     def slow(self: Engine) -> None:  # plans other than one buffer per tensor cost more than the planner can predict
-        if len(self._window.shipments) < 17:  # type: ignore[union-attr]  # drain has a window
+        if len(self._shipments) < 17:
             TIME.sleep(0.8)
         drain(self)
 

@@ -175,12 +175,11 @@ def test_a_gradient_submitted_again_before_its_optimizer_stepped_carries_no_resi
 ) -> None:
     cluster = make(2)
     for controller in cluster.controllers:
-        controller.track(range(5))
-    everything = range(len(cluster.specs))
+        controller.tracked[:5] = True
     for step in range(3):
         cluster.step(cluster.random_grads(step))
         for controller in cluster.controllers:
-            controller.stepped(everything)
+            controller.unstepped[:] = False
     cluster.step(cluster.random_grads(3))  # thrown away: no optimizer steps
     before, grads = snapshot(cluster), cluster.random_grads(4)
     with pytest.warns(UserWarning, match="toggle_optimizer"):
@@ -284,14 +283,14 @@ def test_memory_none_sends_only_gradients_of_this_step(make: Callable[..., Clust
             assert torch.equal(mean[kept], grad[kept])
 
 
-def test_only_gradients_of_the_first_window_are_let_go(make: Callable[..., Cluster]) -> None:
+def test_only_gradients_of_the_first_window_are_dropped(make: Callable[..., Cluster]) -> None:
     """DDP puts other buckets in the place of theirs; observers may read those of later windows."""
     cluster = make(2)
     for step in range(3):
         cluster.step(cluster.random_grads(step))
         for controller in cluster.controllers:
             assert controller.report is not None
-            controller.let_go()
+            controller.drop_gradients()
             grads = controller.report._window.grads
             assert len(grads) == len(cluster.specs)
             assert all(grad is None for grad in grads) == (step == 0)
@@ -312,6 +311,6 @@ def test_buffers_are_announced_once() -> None:
 def test_measured_plans_are_equal_on_all_ranks(make: Callable[..., Cluster]) -> None:
     cluster = Cluster(3, lambda: settings(fusion="adaptive", collective="auto"), measure=True)
     settle(cluster, 12)
-    digests = {controller.plan.digest for controller in cluster.controllers}
+    digests = {controller.planner.current.digest for controller in cluster.controllers}
     assert len(digests) == 1
     cluster.close()

@@ -109,11 +109,11 @@ def test_a_sum_that_overflows_is_a_bad_step(make: Callable[..., Cluster]) -> Non
 def test_a_bad_step_leaves_no_tensor_waiting_for_its_optimizer(make: Callable[..., Cluster]) -> None:
     cluster = make()
     for controller in cluster.controllers:
-        controller.track(range(len(cluster.specs)))
+        controller.tracked[:] = True
     cluster.step(cluster.random_grads(0))
     assert all(controller.unstepped.all() for controller in cluster.controllers)
     for controller in cluster.controllers:
-        controller.stepped(range(len(cluster.specs)))
+        controller.unstepped[:] = False
     grads = cluster.random_grads(1)
     grads[0][0][0] = torch.nan
     cluster.step(grads)
@@ -233,7 +233,7 @@ def test_each_stream_waits_for_the_one_before_it(monkeypatch: pytest.MonkeyPatch
         backward = torch.cuda.current_stream()
         waits = [(who, whom) for who, _, whom in Stream.log]
     select, decode = waits[0][0], waits[1][0]
-    plan = controller.plan
+    plan = controller.planner.current
     assert plan is not None
     buffers = len(plan.groups)
     one_window = [(select, backward), (decode, select)] * buffers + [(backward, select), (backward, decode)]

@@ -335,7 +335,7 @@ def test_the_first_window_is_averaged_in_place(make: Callable[..., Cluster]) -> 
             torch.testing.assert_close(means[rank][index], expected)
             assert not cluster.residual(rank, index).any()
     controller = cluster.controllers[0]
-    assert len(controller.space.pool.buffers) == 0
+    assert len(controller.space.buffers) == 0
     assert controller.report is not None
     report = controller.report.as_dict()
     sent = sum(s.numel * s.dtype.itemsize for s in cluster.specs if s.index not in (1, 2))
@@ -348,7 +348,7 @@ def test_decoupled_momentum_is_never_sent_whole(make: Callable[..., Cluster]) ->
         cluster = make(2, memory=memory, collective="auto", density=1.0)
         for step in range(4):
             cluster.step(cluster.random_grads(step))
-        plan = cluster.controllers[0].plan
+        plan = cluster.controllers[0].planner.current
         assert plan is not None
         collectives[memory] = {group.collective for group in plan.groups}
     assert collectives == {"decoupled": {"allgather"}, "residual": {"allreduce"}}

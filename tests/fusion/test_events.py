@@ -130,6 +130,26 @@ def test_the_report_is_the_sum_of_the_events(make: Callable[..., Cluster]) -> No
     assert figures["bytes_sent"] == sum(buffer.bytes_sent for buffer in events.buffers)
 
 
+def test_moments_are_those_of_the_engines_clock(make: Callable[..., Cluster]) -> None:
+    class Steps(HostClock):
+        """Counts instead of telling the time, as one of processor time may do."""
+
+        def __init__(self) -> None:
+            self.marks = 0
+
+        def mark(self) -> float:
+            self.marks += 1
+            return float(self.marks)
+
+    cluster = make()
+    for controller in cluster.controllers:
+        controller.clock = Steps()
+    events = observed(cluster)
+    buffers = [[b.closed, b.selected, b.launched, b.issued, b.awaited, b.arrived, b.decoded] for b in events.buffers]
+    moments = sorted([*events.ready.tolist(), *(moment for buffer in buffers for moment in buffer), events.drained])
+    assert moments == [moments[0] + step for step in range(len(moments))]  # each was asked for once, and none else
+
+
 class Counting(HostClock):
     """Knows its moments only later, as a device's clock does."""
 

@@ -179,15 +179,15 @@ def test_the_hook_returns_while_the_thread_selects(make: Callable[..., Cluster],
     grads = cluster.random_grads(3)[0]
     controller, gate = cluster.controllers[0], threading.Event()
     gated(cluster, 0).gate = gate
-    plan = controller.plan
+    plan = controller.planner.current
     assert plan is not None
     first = plan.groups[0].stop
     for index in cluster.order[: first - 1]:  # returns, although nothing has been selected
         controller.push(index, grads[index])
     if late:
         controller.push(cluster.order[first - 1], grads[cluster.order[first - 1]])
-        assert len(controller._window.shipments if controller._window else ()) == 0
-    assert offloader(cluster)._taken
+        assert not controller._shipments
+    assert offloader(cluster)._selections
     gate.set()
     for index in cluster.order[first - (not late) :]:
         controller.push(index, grads[index])
@@ -237,9 +237,9 @@ def test_a_window_that_never_completes_is_forgotten(make: Callable[..., Cluster]
     grads = cluster.random_grads(3)[0]
     for index in cluster.order[:5]:
         cluster.controllers[0].push(index, grads[index].clone())
-    assert offloader(cluster)._taken
+    assert offloader(cluster)._selections
     cluster.controllers[0].reset()
-    assert not offloader(cluster)._taken
+    assert not offloader(cluster)._selections
     for place, index in enumerate(cluster.order):
         numel = cluster.specs[index].numel
         taken = place < 5 and numel > 1 and index != 3
@@ -252,13 +252,13 @@ def test_a_gradient_that_comes_again_is_not_taken(make: Callable[..., Cluster]) 
     ours, theirs = make(2), make(2, offload=False)
     for cluster in (ours, theirs):
         for controller in cluster.controllers:
-            controller.track(range(len(SHAPES)))
+            controller.tracked[:] = True
     for step in range(5):
         means = [cluster.step(cluster.random_grads(step)) for cluster in (ours, theirs)]
         assert all(torch.equal(a, b) for a, b in zip(means[0][0], means[1][0], strict=True))
         for cluster in (ours, theirs):
             for controller in cluster.controllers:
-                controller.stepped(range(len(SHAPES)) if step != 2 else [1, 4])
+                controller.unstepped[[1, 4] if step == 2 else slice(None)] = False
 
 
 def test_the_hook_never_waits_for_a_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,11 @@ def test_a_shape_describes_every_tensor() -> None:
 def test_buffers_of_a_replaced_plan_are_forgotten() -> None:
     cluster = Cluster(2, lambda: settings(density=0.25, fusion="wfbp", collective="allgather"), specs(SIZES))
     run(cluster, 4)
-    pools = [controller.space.pool for controller in cluster.controllers]
-    assert all(len(pool.buffers) >= 3 for pool in pools)
-    cluster.each(lambda rank: cluster.controllers[rank].use(Plan.from_stops([1, 3])))
-    assert [len(pool.buffers) for pool in pools] == [1, 1]  # that of the first tensor is in both plans
+    spaces = [controller.space for controller in cluster.controllers]
+    assert all(len(space.buffers) >= 3 for space in spaces)
+    first = [next(iter(space.buffers.values())) for space in spaces]
+    cluster.each(lambda rank: cluster.controllers[rank].planner.use(Plan.from_stops([1, 3]), spaces[rank].shape))
+    run(cluster, 1)
+    for space, buffer in zip(spaces, first, strict=True):
+        assert [group.stop for group in space.buffers] == [1, 3]
+        assert space.buffers[buffer.group] is buffer  # it is in both plans

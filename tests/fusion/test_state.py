@@ -108,7 +108,7 @@ def test_order_and_plan_are_restored(make: Make, tmp_path: Path) -> None:
     entry = save(whole, tmp_path / "a.ckpt")
     assert restore(resumed, entry, tmp_path / "a.ckpt") == [[], []]
     controller = resumed.controllers[0]
-    assert controller.plan == whole.controllers[0].plan is not None
+    assert controller.planner.current == whole.controllers[0].planner.current is not None
     assert [s.index for s in controller.space.layout.specs] == whole.order
     # DDP's first bucket holds everything, in the order of registration: neither order nor plan is lost over it
     grads = whole.random_grads(5)
@@ -175,7 +175,7 @@ def test_with_other_settings_only_counters_and_order_are_restored(make: Make, tm
     for other in (make(3), make(2, fusion="wfbp"), make(2, wire="bf16")):
         assert restore(other, entry, tmp_path / "a.ckpt") == [[]] * len(other.transports)
         assert other.controllers[0].windows == 4
-        assert other.controllers[0].plan is None
+        assert other.controllers[0].planner.current is None
         assert [s.index for s in other.controllers[0].space.layout.specs] == saved.order
         train(other, 4, 6)
 
@@ -245,10 +245,11 @@ def test_the_sum_held_back_survives_any_number_of_workers(
 
 def test_a_tensor_that_waits_for_its_optimizer_still_does(make: Make, tmp_path: Path) -> None:
     saved, other = make(2), make(2)
-    for cluster in (saved, other):
-        cluster.each(lambda rank, c=cluster: c.controllers[rank].track(range(len(c.specs))))
+    for controller in (*saved.controllers, *other.controllers):
+        controller.tracked[:] = True
     train(saved, 0, 1)
-    saved.each(lambda rank: saved.controllers[rank].stepped([0, 1, 2]))
+    for controller in saved.controllers:
+        controller.unstepped[:3] = False
     restore(other, save(saved, tmp_path / "a.ckpt"), tmp_path / "a.ckpt")
     assert other.controllers[0].unstepped.tolist() == [False] * 3 + [True] * (len(saved.specs) - 3)
 

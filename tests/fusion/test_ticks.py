@@ -172,7 +172,7 @@ def test_nothing_is_lost_and_all_ranks_send_the_same_buffers(
     assert all(each.windows == seen[0].windows for each in seen)
     assert len(seen[0].windows) == 12
     assert len(set(map(tuple, seen[0].windows[2:]))) > 1  # each step has other buffers
-    assert all(len(controller.space.pool.buffers) <= 10 for controller in cluster.controllers)  # and keeps no old ones
+    assert all(len(controller.space.buffers) <= 10 for controller in cluster.controllers)  # and keeps no old ones
 
 
 def test_buffers_change_no_number(make: Callable[..., Cluster]) -> None:

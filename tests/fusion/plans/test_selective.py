@@ -161,7 +161,7 @@ def test_a_buffer_sends_as_much_as_it_would_otherwise(make: Callable[..., Cluste
         plain.step(plain.random_grads(step))
     reports = [cluster.controllers[0].report, plain.controllers[0].report]
     selected, otherwise = (report.sent_counts for report in reports if report is not None)
-    plan = cluster.controllers[0].plan
+    plan = cluster.controllers[0].planner.current
     assert plan is not None
     layout = cluster.controllers[0].space.layout
     sizes = np.diff(layout.edges)

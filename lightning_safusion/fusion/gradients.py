@@ -1,0 +1,148 @@
+"""Gradients on their way in and out: added to the residual, taken out of it again, overwritten by the mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import compress
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_safusion.comm.exchange import TensorFlag, all_finite, saturated
+from lightning_safusion.fusion.buffers import Buffer
+from lightning_safusion.fusion.window import Window
+from lightning_safusion.sparsify.memory.contract import Memory
+from lightning_safusion.sparsify.selection.view import device_constant
+
+_BAD = int(TensorFlag.BAD)
+
+#: What a narrow gradient cannot hold of the mean, float32: the elements ``[start, stop)`` of the flat space.
+Rounding = tuple[int, int, Tensor]
+
+
+def compensate(buffer: Buffer, grads: Sequence[Tensor], ids: list[int], flags: Tensor, scale: Tensor | None) -> Tensor:
+    """Adds fresh gradients to the residual; those that are not finite are flagged instead.
+
+    Args:
+        buffer: Holds the tensors.
+        grads: Flat gradients of some of its tensors.
+        ids: Their places.
+        flags: uint8 [T]; not changed.
+        scale: Factor that the gradients carry; the residual is without it.
+
+    Returns:
+        uint8 [T], the flags with those of bad tensors.
+    """
+    if not grads:
+        return flags
+    memory, first = buffer.memory, buffer.group.start
+    if scale is None and (added := memory.compensate_finite(ids, grads)) is not None:
+        return marked(flags, [ids[i] - first for i in added.left_out])
+    narrowed = list(grads)
+    if torch.float64 in buffer.dtypes:  # added as the memory holds it
+        narrowed = [grad.float() if grad.dtype == torch.float64 else grad for grad in grads]
+    norms = torch.stack(torch._foreach_norm(narrowed, 2, dtype=torch.float32))
+    if norms.device.type != "cpu":
+        # deciding on the host would wait for the device: what is not finite is replaced by zeros there
+        finite = torch.isfinite(norms)
+        flags = flags | _spread((~finite).to(torch.uint8) * _BAD, [i - first for i in ids], len(flags))
+        narrowed = [torch.where(ok, grad, 0) for ok, grad in zip(finite, narrowed, strict=True)]
+        norms = torch.where(finite, norms, 0.0)
+    elif not all_finite(norms):
+        # the norm of finite numbers can overflow: look at the elements before calling a tensor bad
+        usable = [all_finite(grad) for grad in narrowed]
+        flags = marked(flags, [i - first for i, good in zip(ids, usable, strict=True) if not good])
+        narrowed, ids = list(compress(narrowed, usable)), list(compress(ids, usable))
+        norms = norms[usable]
+    if narrowed and scale is not None:
+        narrowed = unscaled(narrowed, scale)
+        norms = norms / scale
+    if narrowed:
+        memory.compensate(ids, narrowed, [bool(buffer.dense[i - first]) for i in ids], norms)
+    return flags
+
+
+def marked(flags: Tensor, bad: list[int]) -> Tensor:
+    """Flags of tensors, those at some positions bad."""
+    if bad:
+        flags = flags.clone()
+        flags[bad] |= _BAD
+    return flags
+
+
+def _spread(values: Tensor, positions: list[int], length: int) -> Tensor:
+    """The values at their positions in a vector of zeros, without waiting for the device."""
+    if len(positions) == length:
+        return values
+    index = device_constant(np.array(positions, np.int64), values.device)
+    return torch.zeros(length, dtype=values.dtype, device=values.device).index_copy_(0, index, values)
+
+
+def unscaled(grads: Sequence[Tensor], scale: Tensor) -> list[Tensor]:
+    """Gradients without the factor of the loss; float32, since the factor keeps 16-bit ones from underflow."""
+    return list(torch._foreach_mul([grad.float() for grad in grads], scale.reciprocal()))
+
+
+def withdraw(memory: Memory, window: Window, places: Iterable[int]) -> None:
+    """Takes the gradients at these places out of the residual again, as far as they have been added to it."""
+    for place in places:
+        (grad,) = window.grads_of(place, place + 1)
+        # what is not finite was never added
+        if window.fresh[place] and not window.bypass[place] and all_finite(grad):
+            memory.withdraw(place, grad if window.scale is None else unscaled([grad], window.scale)[0])
+
+
+class Scratch:
+    """Zeros to decode into: the same memory for all buffers of one stream.
+
+    Args:
+        device: Where it lives.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._memory = torch.zeros(0, device=device)
+
+    def of(self, buffer: Buffer) -> Tensor:
+        """float32 [N], or empty if the buffer needs none; zero again after :meth:`Exchange.release`."""
+        numel = buffer.stop - buffer.start if buffer.exchange.uses_scratch else 0
+        if len(self._memory) < numel:
+            self._memory = torch.zeros(numel, device=self._memory.device)
+        return self._memory[:numel]
+
+    def release(self) -> None:
+        """Frees the memory."""
+        self._memory = self._memory[:0].clone()
+
+
+def deliver(window: Window, buffer: Buffer, mean: Tensor, chosen: np.ndarray | None = None) -> list[Rounding]:
+    """Writes the mean into the gradients of a buffer.
+
+    Args:
+        window: Holds the gradients.
+        buffer: The buffer.
+        mean: Floating [N].
+        chosen: bool [T], tensors to write; None writes all.
+
+    Returns:
+        What narrow gradients cannot hold.
+    """
+    means, targets = list(mean.split(buffer.sizes)), window.grads_of(buffer.group.start, buffer.group.stop)
+    tensors = list(range(len(targets)))
+    if chosen is not None:
+        tensors = np.flatnonzero(chosen).tolist()
+        means, targets = [means[t] for t in tensors], [targets[t] for t in tensors]
+    if not tensors:
+        return []
+    if window.scale is not None:
+        means = list(torch._foreach_mul(means, window.scale))
+    if not buffer.narrow:
+        torch._foreach_copy_(targets, means)
+        return []
+    torch._foreach_copy_(targets, [saturated(m, g.dtype) for m, g in zip(means, targets, strict=True)])
+    errors = []
+    for t, exact, held in zip(tensors, means, targets, strict=True):
+        if held.itemsize < mean.itemsize:
+            error = exact - held if window.scale is None else unscaled([exact - held], window.scale)[0]
+            errors.append((buffer.start + buffer.edges[t], buffer.start + buffer.edges[t + 1], error))
+    return errors
