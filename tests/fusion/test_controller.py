@@ -16,6 +16,7 @@ import torch
 from lab.virtual.transport import local_transports
 from lightning_safusion.fusion.build import build_engine
 from lightning_safusion.sparsify import NoMemory, Segments, Selection, TopK
+from lightning_safusion.sparsify.selection.survey import Selector
 from tests.cluster import Cluster, settings, specs
 
 
@@ -206,10 +207,11 @@ class Failing(TopK):
 @pytest.mark.parametrize("fusion", ["aligned", "naive", "horovod"])
 def test_an_error_on_one_rank_is_raised_on_all_and_no_rank_hangs(make: Callable[..., Cluster], fusion: str) -> None:
     cluster = make(3, fusion=fusion)
-    for controller in cluster.controllers:
-        controller.space.selector.sparsifier = Failing()
+    compressors = [Failing() for _ in cluster.controllers]
+    for controller, compressor in zip(cluster.controllers, compressors, strict=True):
+        controller.space.selector = Selector(compressor)
     settle(cluster)
-    cluster.controllers[1].space.selector.sparsifier.fail = True
+    compressors[1].fail = True
     grads = cluster.random_grads(4)
 
     def run(rank: int) -> Exception | None:

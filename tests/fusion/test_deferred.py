@@ -20,6 +20,7 @@ from lightning_safusion.fusion.build import build_engine
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.planning import Planner
 from lightning_safusion.sparsify import available_sparsifiers
+from lightning_safusion.sparsify.selection.survey import Selector
 from tests.cluster import Cluster, settings, specs
 from tests.cuda import Stream, fake_cuda
 from tests.fusion.test_controller import Failing
@@ -124,7 +125,8 @@ def test_a_bad_step_leaves_no_tensor_waiting_for_its_optimizer(make: Callable[..
 
 def test_an_error_on_one_rank_is_raised_there_and_one_window_later_elsewhere(make: Callable[..., Cluster]) -> None:
     cluster = make()
-    cluster.controllers[1].space.selector.sparsifier = failing = Failing()
+    failing = Failing()
+    cluster.controllers[1].space.selector = Selector(failing)
     cluster.step(cluster.random_grads(0))
     failing.fail = True
     before = cluster.residual(0, 0).clone()
@@ -207,7 +209,7 @@ def windows(controller: Engine, device: torch.device, dtype: torch.dtype = torch
 def test_the_host_never_waits_for_a_cuda_device(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(Planner, "verify", lambda *_: None)  # waits, once for every new plan
+    monkeypatch.setattr(Planner, "_verify", lambda *_: None)  # waits, once for every new plan
     # the numbers that the host reads one window later do not exist here
     monkeypatch.setattr("lightning_safusion.fusion.device_drain.DeviceDrain.read", lambda _: None)
     described = specs(dtype=dtype, dense=(1, 4))
@@ -217,14 +219,14 @@ def test_the_host_never_waits_for_a_cuda_device(
 
 
 def test_the_drain_where_the_host_decides_does_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Planner, "verify", lambda *_: None)
+    monkeypatch.setattr(Planner, "_verify", lambda *_: None)
     chosen = settings(collective="allgather")
     with fake_cuda(monkeypatch) as device, pytest.raises(DataDependentOutputException):
         windows(build_engine(chosen, specs(), SoloTransport(), device, measure=False), device)
 
 
 def test_each_stream_waits_for_the_one_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Planner, "verify", lambda *_: None)
+    monkeypatch.setattr(Planner, "_verify", lambda *_: None)
     monkeypatch.setattr("lightning_safusion.fusion.device_drain.DeviceDrain.read", lambda _: None)
     with fake_cuda(monkeypatch) as device:
         chosen = settings(collective="allgather")
