@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -166,24 +167,19 @@ class SAFusionStrategy(DDPStrategy):
         self._signals: DeferredSignals | None = None  # during training with an engine
         self._wrapped: list[tuple[str, nn.Parameter]] = []  # trainable parameters that DDP knows
         self._costs_followed = 0  # number of windows at the last look at the costs
-        self._plain_clock: Clock | None = None  # of a device without an engine
 
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
         """Registers the names that ``Trainer(strategy=...)`` takes, as DDPStrategy does for ``ddp``."""
-        launchers: dict[str, str] = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
-        unused: dict[str, dict[str, bool]] = {
-            "": {},
-            "_find_unused_parameters_false": {"find_unused_parameters": False},
-            "_find_unused_parameters_true": {"find_unused_parameters": True},
-        }
-        for launcher, start_method in launchers.items():
-            for suffix, options in unused.items():
+        for launcher, start in {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}.items():
+            for unused in (None, False, True):
+                suffix = "" if unused is None else f"_find_unused_parameters_{unused}".lower()
+                options: dict[str, Any] = {} if unused is None else {"find_unused_parameters": unused}
                 name = f"safusion{launcher}{suffix}"
                 if name not in strategy_registry:
-                    description = f"SAFusionStrategy with start_method {start_method!r}"
-                    strategy_registry.register(name, cls, description, start_method=start_method, **options)
+                    description = f"SAFusionStrategy with start_method {start!r}"
+                    strategy_registry.register(name, cls, description, start_method=start, **options)
 
     # Setting up
 
@@ -192,7 +188,7 @@ class SAFusionStrategy(DDPStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self._history = History()
         super().setup(trainer)
-        if self._transport is not None and trainer.state.fn == TrainerFn.FITTING:
+        if self._transport is not None:  # fitting
             # workers that train weights of their own may have different optimizers
             optimizers = self.optimizers if self._exchange.replicates else []
             check_equal(self._transport, training_options(trainer, self.lightning_module, optimizers))
@@ -256,9 +252,8 @@ class SAFusionStrategy(DDPStrategy):
         """Registers the hook on every device; DDPStrategy does so on CUDA only, and would train dense elsewhere."""
         if (reason := self._choice.plain_ddp) is not None:
             announce(f"plain DDP is used, because {reason}")
-        if not isinstance(self.model, DistributedDataParallel):
-            raise RuntimeError("hooks are registered on the wrapped model: call _setup_model first")
-        self._exchange.register(self.model)
+        if self._ddp is not None:
+            self._exchange.register(self._ddp)
 
     def _bind(self) -> None:
         scaler = getattr(self.precision_plugin, "scaler", None)
@@ -266,9 +261,8 @@ class SAFusionStrategy(DDPStrategy):
         self._exchange.bind(self.optimizers, None if scaler is None else scaler._get_scale_async)
 
     def _leave_lbfgs_to_ddp(self) -> None:
-        if self._choice.mode is not Mode.ENGINE:
-            return
-        if not any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self.optimizers):
+        lbfgs = any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self.optimizers)
+        if self._choice.mode is not Mode.ENGINE or not lbfgs:
             return
         reason = "LBFGS compares the gradients of several backward passes, which must all be dense"
         if self._over_horovod:
@@ -403,17 +397,12 @@ class SAFusionStrategy(DDPStrategy):
         """
         self._exchange.settle()
 
-    def _settle(self) -> None:
-        self.settle()
-        if self.controller is not None:
-            self.controller.settle()
-
     # Validation and the end
 
     @override
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        self._settle()
+        self.settle()
         if self._signals is not None:
             self._signals.release()
         self._exchange.pause()
@@ -428,7 +417,7 @@ class SAFusionStrategy(DDPStrategy):
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
-        self._settle()
+        self.settle()
         if self._signals is not None:
             self._signals.release()
             self._signals = None
@@ -447,17 +436,17 @@ class SAFusionStrategy(DDPStrategy):
         if self._transport is not None:  # a fit has ended
             self._history.ended = self.report()
         engine = self.controller
-        if engine is not None:
-            self._history.keep(engine)
         self._exchange.close()
         if engine is not None:
+            self._history.keep(engine)
             self._history.last = engine
             engine.release()
         if self._transport is not None:
             self._transport.close()
         self._exchange, self._transport, self._choice = GradientExchange(), None, Choice(Mode.PLAIN)
-        self._checkpoints.resumed = self._decided = self._plain_clock = None
+        self._checkpoints.resumed = self._decided = None
         self._wrapped = []
+        self.__dict__.pop("clock", None)  # the next fit may be on another device
         super().teardown()  # waits for asynchronous writing
         self._checkpoints.finished(self.global_rank)
 
@@ -563,14 +552,10 @@ class SAFusionStrategy(DDPStrategy):
         """What the latest window of this rank did; None with plain DDP and before the first."""
         return None if self.controller is None else self.controller.report
 
-    @property
+    @cached_property
     def clock(self) -> Clock:
-        """The clock of this rank's device, that of observed events."""
-        if self.controller is not None:
-            return self.controller.clock
-        if self._plain_clock is None:
-            self._plain_clock = clock_for(self.root_device)
-        return self._plain_clock
+        """A clock of this rank's device; its seconds are those of observed events."""
+        return clock_for(self.root_device)
 
     @property
     def plan(self) -> Plan | None:

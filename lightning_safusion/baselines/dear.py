@@ -57,24 +57,21 @@ class _DelayedStep:
     def __init__(self, optimizer: Optimizer, pending: dict[int, _Bucket]) -> None:
         self._optimizer = optimizer
         self._dtype = torch.get_default_dtype()  # optimizers make states in it; Lightning may change it in forward
-        # a scheduler will have set the options of the next step by then
-        self._options = [
-            {name: _value(option) for name, option in group.items() if name != "params"}
-            for group in optimizer.param_groups
-        ]
-        self._members: dict[_Bucket | None, list[list[Tensor]]] = {}
         self._grads: dict[int, Tensor | None] = {}  # by id of the parameter
-        for place, group in enumerate(optimizer.param_groups):
+        self._groups: dict[_Bucket | None, list[dict[str, Any]]] = {}
+        for group in optimizer.param_groups:
+            members: dict[_Bucket | None, list[Tensor]] = {}
             for param in group["params"]:
-                bucket = pending.get(id(param))
-                lists = self._members.setdefault(bucket, [[] for _ in self._options])
-                lists[place].append(param)
+                members.setdefault(pending.get(id(param)), []).append(param)
                 self._grads[id(param)] = param.grad
+            # schedulers change options before the step is made: a learning rate may be a tensor, changed in place
+            options = {name: x.detach().clone() if isinstance(x, Tensor) else x for name, x in group.items()}
+            for bucket, params in members.items():
+                self._groups.setdefault(bucket, []).append(options | {"params": params})
 
     def groups(self, bucket: _Bucket | None) -> list[dict[str, Any]]:
         """Parameter groups of a bucket; for None of all parameters that wait for nothing."""
-        members = self._members.get(bucket, [])
-        return [options | {"params": params} for options, params in zip(self._options, members, strict=False) if params]
+        return self._groups.get(bucket, [])
 
     def make(self, bucket: _Bucket) -> None:
         """Makes the step for the parameters of a bucket."""
@@ -273,11 +270,6 @@ class Dear(GradientExchange):
         if self._watch is not None:
             self._watch.close()
         self._watch = self._module = None
-
-
-def _value(option: Any) -> Any:
-    """A learning rate may be a tensor that schedulers change in place."""
-    return option.detach().clone() if isinstance(option, Tensor) else option
 
 
 def _optimizer_needs_all(optimizer: Optimizer) -> str | None:

@@ -27,13 +27,7 @@ def ddp_options(given: Mapping[str, Any]) -> dict[str, str]:
 
 
 def training_options(trainer: Trainer, module: nn.Module | None, optimizers: Sequence[Optimizer]) -> dict[str, str]:
-    """What decides when gradients are exchanged and what they are used for, as text.
-
-    Args:
-        trainer: The trainer.
-        module: The LightningModule.
-        optimizers: Those that must be the same.
-    """
+    """What decides when gradients are exchanged and what they are used for, as text; of ``optimizers`` all options."""
     options: dict[str, Any] = {
         "precision": trainer.precision,
         "automatic_optimization": getattr(module, "automatic_optimization", None),
@@ -70,13 +64,7 @@ def _text(value: Any) -> str:
 def replaced_parameters(
     module: nn.Module, wrapped: Sequence[tuple[str, nn.Parameter]], transport: Transport, epoch: int
 ) -> list[str] | None:
-    """Whether parameters were frozen, unfrozen or replaced since the model was wrapped. Collective.
-
-    Args:
-        module: The model.
-        wrapped: Trainable parameters that DDP knows.
-        transport: Communicator.
-        epoch: Begins.
+    """Whether parameters were frozen, unfrozen or replaced since DDP wrapped the ``wrapped`` ones. Collective.
 
     Returns:
         Names of parameters that are other objects now; None if nothing has changed on any rank.

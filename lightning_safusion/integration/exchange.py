@@ -55,7 +55,7 @@ def choose(
     Args:
         settings: Of the engine.
         specs: The dense gradients.
-        world_size: Workers.
+        world_size: Number of workers.
         engine_needed: Plain DDP cannot do it: Horovod carries the gradients, or a checkpoint has a residual.
         decided: Why plain DDP takes the place of the engine that has been used so far.
     """

@@ -16,7 +16,7 @@ from lightning_safusion.sparsify.schedule import ConstantDensity, DensitySchedul
 
 # Densities up to which the memory carries the momentum better than the optimizer does (docs/convergence.md).
 _ADAPTIVE_UP_TO, _SGD_UP_TO = 0.25, 0.02
-# Memories as long as elements wait would hold gradients of a thousand steps at a density of 0.1 %.
+# At a density of 0.1 % elements wait for a thousand steps: that long a momentum would be too old.
 _LONGEST = 0.99
 
 Group = dict[str, Any]
@@ -25,7 +25,7 @@ Group = dict[str, Any]
 def momenta_of(optimizer: Optimizer) -> list[float] | None:
     """The momentum of each of an optimizer's groups, 0 without one; None if a memory cannot carry it in its place.
 
-    It can for Adam, AdamW and SGD without dampening: what classes derived from them do is not known.
+    It can for Adam, AdamW and SGD without dampening, but not for classes derived from them.
     """
     groups = optimizer.param_groups
     if type(optimizer) not in (Adam, AdamW, SGD) or any(group.get("dampening") for group in groups):
@@ -40,11 +40,11 @@ def _own_momentum(group: Group) -> float | Tensor:
 
 
 def carried_momentum(memory: Memory, density: DensitySchedule, optimizers: Sequence[Optimizer]) -> float | None:
-    """The factor with which a memory carries the momentum of the optimizers, whose own is off then; None: it does not.
+    """The factor of a momentum that the memory carries in the optimizers' place; None if it carries none.
 
-    ``memory="decoupled"`` always does so. ``memory="auto"`` where that has been measured to lose less: Adam and AdamW
-    at constant densities of up to a quarter, SGD up to 2 %, if all optimizers are of these and have a momentum. It
-    remembers for twice as long as an element waits on average, if that is longer than the optimizer would.
+    ``memory="decoupled"`` always carries it. ``memory="auto"`` where that has been measured to lose less: for Adam and
+    AdamW at constant densities of up to a quarter, for SGD up to 2 %, if all optimizers are of these and have a
+    momentum. It then lasts twice as long as an element waits on average, if that is longer than the optimizer's.
 
     Args:
         memory: Error feedback.
@@ -67,8 +67,8 @@ class MomentumSwitch:
     """Switches the momentum of an optimizer off for tensors whose momentum a memory carries.
 
     Only while parameters are updated: training steps, schedules, loggers and checkpoints see the optimizer as it was
-    made. SGD makes ``1 / (1 - momentum)`` steps of every gradient with its momentum, and one without: its learning rate
-    is that much larger meanwhile. A momentum that comes back begins from nothing: what was sent has been used.
+    made. With its momentum SGD uses every gradient ``1 / (1 - momentum)`` times, without it once: its learning rate is
+    that much larger meanwhile. A momentum that is switched on again begins from zero.
 
     Args:
         optimizer: Adam, AdamW or SGD.
@@ -77,16 +77,16 @@ class MomentumSwitch:
 
     def __init__(self, optimizer: Optimizer, carried: Callable[[Tensor], bool]) -> None:
         self._optimizer, self._carried = optimizer, carried
-        self._groups: list[Group] | None = None  # as they were made, while others are in their place
-        self._gone: dict[int, Tensor] = {}  # parameters that made their latest step without their own momentum
+        self._groups: list[Group] | None = None  # the optimizer's own, while others are in their place
+        self._gone: dict[int, Tensor] = {}  # parameters whose latest step was without their own momentum
         after = optimizer.register_step_post_hook(lambda *_: self.restore())
-        # others shall see the groups as they were made
+        # hooks of others see the optimizer's own groups
         cast("OrderedDict[int, Any]", optimizer._optimizer_step_post_hooks).move_to_end(after.id, last=False)
         self._handles = [optimizer.register_step_pre_hook(self._before), after]
 
     @torch.compiler.disable
     def _before(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        """Has the momentum off once the closure, which is the training step in Lightning, has returned."""
+        """Switches the momentum off after the closure, which is the training step in Lightning."""
         self.restore()  # where a step has ended with an error
         given = len(args) > 1  # the first is the optimizer
         closure = args[1] if given else kwargs.get("closure")
@@ -114,21 +114,19 @@ class MomentumSwitch:
         carried = [bool(own) and self._carried(param) for param in group["params"]]
         keep = [param for param, gone in zip(group["params"], carried, strict=True) if not gone]
         gone = [param for param, gone in zip(group["params"], carried, strict=True) if gone]
-        if keep or not gone:
-            for param in keep:
-                if self._gone.pop(id(param), None) is not None:
-                    self._forget(param)
-            self._complete(group, keep)
-            yield {**group, "params": keep}
-        if not gone:
-            return
+        for param in keep:
+            if self._gone.pop(id(param), None) is not None:
+                self._forget(param)
         for param in gone:
             if id(param) not in self._gone:
                 self._forget(param)
                 self._gone[id(param)] = param
-        if "betas" in group:
+        if keep or not gone:
+            self._complete(group, keep)
+            yield {**group, "params": keep}
+        if gone and "betas" in group:
             yield {**group, "params": gone, "betas": (0.0, group["betas"][1])}
-        else:
+        elif gone:
             yield {**group, "params": gone, "momentum": 0.0, "nesterov": False, "lr": group["lr"] / (1.0 - own)}
 
     def _forget(self, param: Tensor) -> None:
@@ -154,7 +152,7 @@ class MomentumSwitch:
             self._optimizer.param_groups, self._groups = self._groups, None
 
     def settle(self) -> None:
-        """Makes of the optimizer's state what any step may go on from, as for a checkpoint."""
+        """Makes the optimizer's state one that a step with its own momentum can use, as for a checkpoint."""
         self.restore()
         for param in self._gone.values():
             self._forget(param)
@@ -176,16 +174,16 @@ def carry_momentum(
     optimizers: Sequence[Optimizer],
     carried: Callable[[Tensor], bool],
 ) -> tuple[list[MomentumSwitch], str]:
-    """Has memories carry the momentum of optimizers, if they do so for these.
+    """Moves the momentum of optimizers to memories, where :func:`carried_momentum` says so.
 
     Args:
         memories: Error feedback, of one worker or of several, all alike.
-        density: Share of the elements that is sent.
-        optimizers: All that step with what was sent.
+        density: As in :func:`carried_momentum`.
+        optimizers: As there.
         carried: Whether the latest gradient of a parameter is a mean of selected elements.
 
     Returns:
-        What switches the momentum of the optimizers off, and a line about it; nothing if they keep it.
+        A switch for every optimizer without its momentum, and a line about it; both are empty if all keep it.
     """
     momentum = carried_momentum(memories[0], density, optimizers)
     for memory in memories:
@@ -195,6 +193,6 @@ def carry_momentum(
         return [], ""
     known = [optimizer for optimizer in optimizers if any(momenta_of(optimizer) or ())]
     names = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in known))
-    said = f"{names} leaves the momentum of sparse tensors to the residual (factor {momentum:.3g}); "
-    said += "memory='residual' keeps it in the optimizer"
-    return [MomentumSwitch(optimizer, carried) for optimizer in known], said
+    note = f"{names} leaves the momentum of sparse tensors to the residual (factor {momentum:.3g}); "
+    note += "memory='residual' keeps it in the optimizer"
+    return [MomentumSwitch(optimizer, carried) for optimizer in known], note

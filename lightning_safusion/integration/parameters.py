@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ from lightning_safusion.sparsify.memory.residual import DecoupledMomentum
 
 # Density from which on Adam hardly suffers from error feedback.
 _DENSE_ENOUGH = 0.25
-# Options of DDP that would take its communication out of the strategy's hands. LightningCLI passes every option with
-# its default, so only other values are refused.
+# Options of DDP under which the strategy would not see every gradient. LightningCLI passes every option with its
+# default, so only other values are refused.
 _REFUSED_OPTIONS = {
     "ddp_comm_hook": "the strategy is the communication hook; use DDPStrategy for another one",
     "ddp_comm_state": "the strategy is the communication hook; use DDPStrategy for another one",
@@ -65,7 +65,7 @@ def dense_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def sparse_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Trainable parameters whose gradients are sparse tensors: those of which DDP expects it."""
+    """Trainable parameters whose gradients are sparse tensors, as DDP expects them."""
     tables = [m for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse]
     weights = {id(table.weight) for table in tables}
     return [(name, param) for name, param in trainable(module) if id(param) in weights]
@@ -86,10 +86,7 @@ def refuse_options(options: dict[str, Any], own: list[str]) -> None:
         value = options.get(name)
         if value is not None and value is not False:
             raise MisconfigurationException(f"SAFusionStrategy does not take {name}={value!r}: {reason}.")
-    known = {
-        *inspect.signature(DDPStrategy.__init__).parameters,
-        *inspect.signature(DistributedDataParallel).parameters,
-    }
+    known = {*signature(DDPStrategy.__init__).parameters, *signature(DistributedDataParallel).parameters}
     for name in options:
         if name not in known | _REFUSED_OPTIONS.keys():
             hint = suggestion(name, [*own, *known])
@@ -122,7 +119,7 @@ def refuse_double_momentum(memory: Memory, optimizer: torch.optim.Optimizer) -> 
             "torch.optim.SGD with momentum=0, or memory='residual'."
         )
     if isinstance(memory, DecoupledMomentum) and momenta_of(optimizer) is not None:
-        return  # which is off then
+        return  # a switch turns it off
     if isinstance(memory, DecoupledMomentum | EF21Memory) and memory.momentum:
         twice = [group for group in optimizer.param_groups if group.get("momentum") or group.get("betas", (0,))[0]]
         if twice:
@@ -161,12 +158,7 @@ def caution(memory: Memory, density: float, optimizer: torch.optim.Optimizer, ca
 
 
 def check_dense_rules(dense: Sequence[str], dense_below: int, dense_below_ndim: int) -> None:
-    """Checks the rules on dense tensors.
-
-    Args:
-        dense: Shell patterns of parameter names.
-        dense_below: Least elements of a tensor that is sparsified.
-        dense_below_ndim: Least dimensions of such a tensor.
+    """Checks the arguments of the strategy that say which tensors are dense.
 
     Raises:
         TypeError: If the patterns are one text, or not texts, or a number is no integer.
@@ -177,10 +169,8 @@ def check_dense_rules(dense: Sequence[str], dense_below: int, dense_below_ndim: 
     for pattern in dense:
         if not isinstance(pattern, str):
             raise TypeError(f"dense is a list of patterns, texts such as '*.bias', got {pattern!r}")
-    for name, count, of in (
-        ("dense_below", dense_below, "elements"),
-        ("dense_below_ndim", dense_below_ndim, "dimensions"),
-    ):
+    counts = ("dense_below", dense_below, "elements"), ("dense_below_ndim", dense_below_ndim, "dimensions")
+    for name, count, of in counts:
         if not isinstance(count, int) or isinstance(count, bool):
             raise TypeError(f"{name} is a number of {of}, an integer, got {count!r}")
         if count < 0:
@@ -189,11 +179,6 @@ def check_dense_rules(dense: Sequence[str], dense_below: int, dense_below_ndim: 
 
 def refuse_parts(system: str, parts: Iterable[str], transport: str) -> None:
     """Refuses parts of the engine for a system that is DDP with another hook.
-
-    Args:
-        system: Name of the system.
-        parts: Names of the parts that were given.
-        transport: Library that carries the bytes.
 
     Raises:
         MisconfigurationException: With the names of what was given.

@@ -71,7 +71,7 @@ class DeferredSignals:
         engine = self._engine()
         if engine is None:
             return
-        engine.settle()
+        engine.settle()  # notices of the last window may still be on the device
         with during(f"epoch {engine.epoch}, when workers ask each other for signals, after step {engine.windows}"):
             for notices in engine.transport.gather_objects(engine.notices):
                 engine.heard |= notices

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,7 +57,7 @@ def restore(engine: Engine, settings: Mapping[str, str], entry: Mapping[str, Any
     builder = MemoryBuilder(engine)
     own, verdict = _examine(engine, builder, entry, path)
     verdicts: list[_Verdict] = transport.gather_objects(verdict)
-    _refuse(path, [(rank, each.entry_problem) for rank, each in enumerate(verdicts)])
+    _refuse(path, [each.entry_problem for each in verdicts])
     unknown = [each.format for each in verdicts if each.format not in KNOWN_FORMATS]
     if unknown:
         return [f"{path} has a format (version {unknown[0]}) that this version does not know"]
@@ -69,14 +69,13 @@ def restore(engine: Engine, settings: Mapping[str, str], entry: Mapping[str, Any
             f"its residuals cannot be used ({'; '.join(lost[:4])}), so that every worker begins with empty ones: "
             f"{_loss(engine.space.memory)}"
         )
-    elif own is None:
-        for flat in builder.fields.values():
+    else:
+        for flat in builder.fields.values() if own is None else ():
             transport.all_reduce(flat).wait()
-    notes += _dropped(builder, verdicts) if not lost else []
-    problem, note = _apply(engine, settings, entry, builder, None if lost else own)
-    told = transport.gather_objects((problem, note))
-    _refuse(path, [(rank, theirs) for rank, (theirs, _) in enumerate(told)])
-    new = [f"the compressor of rank {rank} begins anew: {text}" for rank, (_, text) in enumerate(told) if text]
+        notes += _dropped(builder, verdicts)
+    outcomes = transport.gather_objects(_apply(engine, settings, entry, builder, None if lost else own))
+    _refuse(path, [problem for problem, _ in outcomes])
+    new = [f"the compressor of rank {rank} begins anew: {why}" for rank, (_, why) in enumerate(outcomes) if why]
     return notes + new[:_SHOWN]
 
 
@@ -94,17 +93,16 @@ def _examine(
         verdict.entry_problem = _entry_problem(entry)
         if verdict.entry_problem or entry["format"] not in KNOWN_FORMATS:
             return None, verdict
-        rank, world_size = engine.transport.rank, engine.transport.world_size
-        saved_by = int(entry["world_size"])
+        rank, world_size, saved_by = engine.transport.rank, engine.transport.world_size, entry["world_size"]
+        same = saved_by == world_size
         # on another number of workers the ranks share the reading
-        for place in [rank] if saved_by == world_size else range(rank, saved_by, world_size):
+        for place in [rank] if same else range(rank, saved_by, world_size):
             part = parts.read(path, place, entry)
-            memory = part["memory"]
-            own = part if saved_by == world_size else None
-            verdict.fields |= memory.keys()
-            verdict.mismatches += builder.mismatches(memory)
-            verdict.not_finite |= dict.fromkeys(not_finite(memory), place)
-            builder.add(memory, 1.0 if own is not None else 1.0 / saved_by)
+            own = part if same else None
+            verdict.fields |= part["memory"].keys()
+            verdict.mismatches += builder.mismatches(part["memory"])
+            verdict.not_finite |= dict.fromkeys(not_finite(part["memory"]), place)
+            builder.add(part["memory"], 1.0 if same else 1.0 / saved_by)
     except UnusablePart as error:
         verdict.part_problem = str(error)
     except Exception as error:
@@ -118,8 +116,7 @@ def _entry_problem(entry: Mapping[str, Any]) -> str | None:
     if entry["format"] not in KNOWN_FORMATS:
         return None
     kinds: dict[str, type] = {"nonce": str, "world_size": int, "settings": dict, "engine": dict}
-    if entry["format"] > 1:
-        kinds["digests"] = list
+    kinds |= {"digests": list} if entry["format"] > 1 else {}
     for key, kind in kinds.items():
         if not isinstance(entry.get(key), kind):
             return f"lacks {key!r}" if key not in entry else f"has {entry[key]!r:.50} as {key!r}"
@@ -132,11 +129,12 @@ def _entry_problem(entry: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _refuse(path: _PATH, problems: Iterable[tuple[int, str | None]]) -> None:
-    told = [f"on rank {rank} it {problem}" for rank, problem in problems if problem]
-    if told:
+def _refuse(path: _PATH, problems: Sequence[str | None]) -> None:
+    """Raises if a rank has found a problem with the entry."""
+    named = [f"on rank {rank} it {problem}" for rank, problem in enumerate(problems) if problem]
+    if named:
         raise ValueError(
-            f"the entry {ENTRY!r} of {path} is damaged ({'; '.join(told[:_SHOWN])}); take another checkpoint, or "
+            f"the entry {ENTRY!r} of {path} is damaged ({'; '.join(named[:_SHOWN])}); take another checkpoint, or "
             f"delete the entry from this one to resume it without residuals"
         )
 
