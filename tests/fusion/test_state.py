@@ -1,6 +1,6 @@
 """State by name: logical order, other orders and models, plan and costs, side files of in-process workers.
 
-Everything here runs on virtual workers; ``tests/test_checkpoint.py`` does the same with real trainers.
+Everything here runs on virtual workers; ``tests/integration/test_checkpoint.py`` does the same with real trainers.
 """
 
 from __future__ import annotations

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.integration.test_checkpoint import complaints, equal, ours
 from tests.process_group import run_ranks
 from tests.resume import held_back, parameters, run, saving
-from tests.test_checkpoint import complaints, equal, ours
 
-OLD = Path(__file__).parent / "data" / "format_1"
+OLD = Path(__file__).parents[1] / "data" / "format_1"
 
 
 def _resume_old(rank: int, folder: Path) -> dict[str, Any]:

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
+from tests.integration.test_checkpoint import complaints, equal, ours
 from tests.process_group import run_ranks
 from tests.resume import parameters, run, saving
-from tests.test_checkpoint import complaints, equal, ours
 
 
 class Store(CheckpointIO):

@@ -14,10 +14,10 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from lightning_safusion import SAFusionStrategy
 from lightning_safusion.sparsify import DecoupledMomentum
+from tests.integration.test_checkpoint import ours
 from tests.models import TinyClassifier, classification, switched, trainer
 from tests.process_group import run_launched, run_ranks
 from tests.resume import At, StepModel, parameters, run, saving
-from tests.test_checkpoint import ours
 
 Make = Callable[[Any], Optimizer]
 SPARSE: dict[str, Any] = {"density": 0.1, "collective": "allgather"}

@@ -22,9 +22,9 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
+from tests.integration.test_checkpoint import complaints, equal, ours
 from tests.process_group import run_ranks
 from tests.resume import At, parameters, run, saving
-from tests.test_checkpoint import complaints, equal, ours
 
 WRITE = TorchCheckpointIO.save_checkpoint
 
