@@ -20,7 +20,7 @@ from lightning_safusion.fusion.layout import Layout, TensorSpec
 from lightning_safusion.simulate.calibration import Calibration, CollectiveSample, CollectiveTimes, Host, StageCost
 from lightning_safusion.simulate.cluster import Cluster
 from lightning_safusion.simulate.engine import mean_iteration
-from lightning_safusion.simulate.schedule import Planned, Schedule
+from lightning_safusion.simulate.schedule import Schedule
 from lightning_safusion.simulate.trace import Trace
 
 _HALVINGS = 7  # of the interval in which the share of sleep is sought
@@ -53,7 +53,7 @@ def fit_run(run: Run, rhythm: Rhythm) -> tuple[Trace, Calibration]:
 def _asleep(trace: Trace, costs: Calibration) -> float:
     """Share of the time without a core that the job sleeps: with it the simulated step without exchange is the
     recorded one, in which workers have waited for each other's cores."""
-    schedule = Schedule(Planned(()), engine=False)
+    schedule = Schedule([], engine=False)
     cluster = Cluster.calibrated(costs, costs.workers)
     low, high = 0.0, 1.0
     for _ in range(_HALVINGS):

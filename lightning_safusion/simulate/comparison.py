@@ -74,40 +74,27 @@ def best_sparse(rows: Sequence[PlanRow]) -> PlanRow | None:
     return best if best is not None and best.speedup > 1 + _WORTH else None
 
 
-def verdict(rows: Sequence[PlanRow]) -> str:
-    """The recommendation, in a sentence."""
+def recommend(rows: Sequence[PlanRow], density: float) -> tuple[list[str], str]:
+    """Sentences that recommend a system, and its settings for LightningCLI."""
     best = best_sparse(rows)
+    lines = ["trainer:", "  strategy:", "    class_path: lightning_safusion.SAFusionStrategy", "    init_args:"]
     if best is None:
-        return "Dense DDP is the better choice here: no sparse system is faster than DDP in bf16 by more than 2 %."
-    return (
+        verdict = "Dense DDP is the better choice here: no sparse system is faster than DDP in bf16 by more than 2 %."
+        return [verdict], "\n".join([*lines, f"      system: {BASELINE}"]) + "\n"
+    verdict = (
         f"{best.system!r} takes {best.iteration_s * 1e3:.1f} ms per iteration, "
         f"{best.speedup:.2f} times as fast as DDP in bf16; {best.exposed_s * 1e3:.1f} ms are exposed."
     )
-
-
-def accuracy_note(rows: Sequence[PlanRow], density: float) -> str | None:
-    """Accuracy, which the prediction does not cover. None where dense DDP is recommended."""
-    if best_sparse(rows) is None:
-        return None
-    note = (
+    accuracy = (
         f"Times say nothing about accuracy, which depends on the density ({density:g} here) and on the optimizer. In "
         "short trainings with the default system (docs/convergence.md), a small transformer with AdamW ended level "
         "with dense training at density 0.05, and with a loss 5.7 % above it at 0.01; vision models with SGD stayed "
         "within half a point at both."
     )
     if density < _SAFE_DENSITY:
-        note += f" With Adam or AdamW begin at density {_SAFE_DENSITY:g} or more, and compare with a dense run."
-    return note
-
-
-def settings_yaml(rows: Sequence[PlanRow], density: float) -> str:
-    """The recommended settings for LightningCLI."""
-    best = best_sparse(rows)
-    settings: dict[str, Any] = {"system": BASELINE}
-    if best is not None:
-        settings = {"system": best.system, "density": density}
-    lines = ["trainer:", "  strategy:", "    class_path: lightning_safusion.SAFusionStrategy", "    init_args:"]
-    return "\n".join([*lines, *(f"      {key}: {value}" for key, value in settings.items())]) + "\n"
+        accuracy += f" With Adam or AdamW begin at density {_SAFE_DENSITY:g} or more, and compare with a dense run."
+    lines += [f"      system: {best.system}", f"      density: {density}"]
+    return [verdict, accuracy], "\n".join(lines) + "\n"
 
 
 def sweep_table(

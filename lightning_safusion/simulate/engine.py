@@ -7,6 +7,8 @@ worker is ready for it. Workers share nothing else, so that their jitter enters 
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil
 from statistics import fmean
@@ -15,25 +17,23 @@ import numpy as np
 
 from lightning_safusion.fusion.plans.ticking import fuse_ready
 from lightning_safusion.simulate.cluster import Cluster, CollectiveCost, lognormal
-from lightning_safusion.simulate.host import simulate_host
-from lightning_safusion.simulate.schedule import Ahead, Iteration, Message, Planned, Schedule, Stream, Timer
+from lightning_safusion.simulate.host import HostRun
+from lightning_safusion.simulate.schedule import Iteration, Message, Schedule, Stream, Timer
 from lightning_safusion.simulate.trace import Trace
 
 
 def simulate(trace: Trace, cluster: Cluster, schedule: Schedule, iteration: int = 0) -> Iteration:
     """Runs one iteration in the steady state; another number of the iteration draws other jitter."""
     launch = schedule.launch
-    if cluster.host is not None and isinstance(launch, Planned | Ahead):
-        return simulate_host(trace, cluster, cluster.host, schedule, iteration)
+    if cluster.host is not None and not isinstance(launch, Timer | Stream):
+        return HostRun(trace, cluster, cluster.host, schedule, iteration).result()
     run = _Run(trace, cluster, schedule, iteration)
-    if isinstance(launch, Planned):
-        run.planned(launch)
-    elif isinstance(launch, Timer):
+    if isinstance(launch, Timer):
         run.timer(launch)
-    elif isinstance(launch, Ahead):
-        run.ahead(launch)
-    else:
+    elif isinstance(launch, Stream):
         run.stream(launch)
+    else:
+        run.planned(schedule.messages)
     # the host's work is counted only where all messages are known before: this prediction is too short beside those
     return replace(run.result(), comparable=cluster.host is None)
 
@@ -82,9 +82,7 @@ class _Run:
     def _forward(self, pace: np.ndarray) -> np.ndarray:
         """End of each worker's forward pass, which waits for parameters that settle late."""
         clock, free, launched = np.zeros(self.workers), 0.0, 0.0
-        launch = self.schedule.launch
-        messages = launch.messages if isinstance(launch, Planned) else ()
-        settles = {message.last: message.settle for message in messages}
+        settles = {message.last: message.settle for message in self.schedule.messages}
         for place in reversed(range(len(self.trace.tensors))):
             if (settle := settles.get(place)) is not None:
                 # launched when the group before it begins its forward pass; the first, as soon as backward has ended
@@ -115,28 +113,30 @@ class _Run:
         all_ready = max(float(ready.max()), not_before)
         self.waited += float((ready.max() - ready).mean())
         if all_ready > self.link_free:
-            self.first_busy = message.tensors[0]
+            self.first_busy = min(message.tensors, default=0)
         self.link_free = max(all_ready, self.link_free) + message.cost.seconds
-        if self.cluster.host is not None:
+        if self.cluster.host is not None or not message.tensors:
             self.decodes.append((self.link_free, message.decode))
         else:
             self.link_free += message.decode
         self.sent = self.sent + message.cost
         self.collectives += message.collectives
 
-    def planned(self, launch: Planned) -> None:
-        waiting = launch.ordered
+    def planned(self, messages: Sequence[Message]) -> None:
+        waiting = deque(messages)
+        while waiting and not waiting[0].tensors:
+            self._send(waiting.popleft(), np.zeros(self.workers))
         for place in range(len(self.trace.tensors)):
             self._compute(place)
             while waiting and waiting[0].last <= place:
-                message = waiting.pop(0)
+                message = waiting.popleft()
                 ready = self.ready[:, list(message.tensors)].max(axis=1)
                 if message.select > 0:
                     self.clock = self.clock + message.select
                     self.selected += message.select
                     ready = np.maximum(ready, self.clock)
                 self._send(message, ready)
-        for message in launch.messages:
+        for message in messages:
             if message.settle is not None:
                 self.sent = self.sent + message.settle
                 self.collectives += 1
@@ -171,11 +171,6 @@ class _Run:
             full = np.minimum((number + 1) * launch.capacity, kept[:, -1])
             closing = (kept < full[:, None]).sum(axis=1)
             self._send(launch.message, self.ready[np.arange(self.workers), closing])
-
-    def ahead(self, launch: Ahead) -> None:
-        self._send(Message([0], launch.cost), np.zeros(self.workers))
-        self._compute_all()
-        self.decodes.append((self.link_free, launch.update))
 
     def result(self) -> Iteration:
         end = max(float(self.clock.max()), float(self.host_free.max()))

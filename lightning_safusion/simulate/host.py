@@ -19,7 +19,7 @@ import numpy as np
 from lightning_safusion.simulate.calibration import Host
 from lightning_safusion.simulate.cluster import Cluster, CollectiveCost
 from lightning_safusion.simulate.cores import SharedCores
-from lightning_safusion.simulate.schedule import Ahead, Iteration, Message, Planned, Schedule
+from lightning_safusion.simulate.schedule import Iteration, Message, Schedule
 from lightning_safusion.simulate.trace import Trace
 
 # The steps of a worker; it stops where time has to pass.
@@ -45,17 +45,12 @@ class _Exchange:
     waiting: list[int] = field(default_factory=list)
 
 
-def simulate_host(trace: Trace, cluster: Cluster, host: Host, schedule: Schedule, iteration: int) -> Iteration:
-    """Runs one iteration of messages that are known before it, on the processors of the cluster."""
-    return _HostRun(trace, cluster, host, schedule, iteration).result()
-
-
-class _HostRun:
-    """State of one iteration."""
+class HostRun:
+    """One iteration of messages that are known before it, on the processors of the cluster."""
 
     def __init__(self, trace: Trace, cluster: Cluster, host: Host, schedule: Schedule, iteration: int) -> None:
         self.trace, self.cluster, self.host, self.schedule = trace, cluster, host, schedule
-        total, launch = len(trace.tensors), schedule.launch
+        total = len(trace.tensors)
         # without jitter, workers that have a core each do the same at the same time: one stands for all of them
         alike = cluster.jitter == 0 and host.cores >= 1
         self.workers, self.alike = (1, cluster.workers) if alike else (cluster.workers, 1)
@@ -72,17 +67,13 @@ class _HostRun:
         self.collectives = 0
         # selections on a second thread of each worker: seconds, and the exchange that waits for it
         self.offloads: list[deque[tuple[float, _Exchange]]] = [deque() for _ in range(self.workers)]
-        self.messages: list[Message] = launch.ordered if isinstance(launch, Planned) else []
+        self.messages = schedule.messages
         self.programs = self._programs()
         for worker in range(self.workers):
             self._advance(worker)
         self.cores.run()
 
     def _programs(self) -> list[_Program]:
-        launch = self.schedule.launch
-        if isinstance(launch, Ahead):
-            ahead = self._exchange(launch.cost)
-            return [self._ahead(worker, ahead, launch.update) for worker in range(self.workers)]
         gathers, settles = [], {}
         for message in self.messages:
             offloaded = sum(self.host_select[place] > 0 for place in message.tensors)
@@ -97,36 +88,34 @@ class _HostRun:
         self.exchanges.append(exchange)
         return exchange
 
-    def _ahead(self, worker: int, exchange: _Exchange, update: float) -> _Program:
-        self._launch(worker, exchange)
-        yield from self._forward(worker, {})
-        for place in range(len(self.trace.tensors)):
-            yield from self._backward(worker, place)
-        yield from self._await(worker, exchange)
-        yield from self._busy(worker, update)
-        yield from self._compute(worker, self.trace.optimizer, self.host.optimizer)
-
     def _planned(self, worker: int, gathers: list[_Exchange], settles: dict[int, _Exchange]) -> _Program:
+        waiting = deque(zip(self.messages, gathers, strict=True))
+        yield from self._leave(worker, waiting, -1)
         yield from self._forward(worker, settles)
-        at, engine = 0, self.schedule.engine
-        for place in range(len(self.trace.tensors)):
-            yield from self._backward(worker, place, self.host.hook if engine else 0.0)
+        for place, tensor in enumerate(self.trace.tensors):
+            seconds = tensor.backward * float(self.pace[worker] * self.noise[worker, place])
+            hook = self.host.hook if self.schedule.engine else 0.0
+            yield from self._compute(worker, seconds, self.host.backward, hook)
             if self.host_select[place] > 0:
                 for message, exchange in zip(self.messages, gathers, strict=True):
                     if place in message.tensors:
                         self._offload(worker, self.host_select[place], exchange)
             else:
                 yield from self._busy(worker, self.select[place])
-            while at < len(gathers) and self.messages[at].last <= place:
-                yield from self._busy(worker, self.messages[at].select)
-                self._launch(worker, gathers[at])
-                at += 1
+            yield from self._leave(worker, waiting, place)
         for message, exchange in zip(self.messages, gathers, strict=True):
             yield from self._await(worker, exchange)
             yield from self._busy(worker, message.decode)
-        if engine:
+        if self.schedule.engine:
             yield from self._busy(worker, self.host.drain(len(gathers)))
         yield from self._compute(worker, self.trace.optimizer, self.host.optimizer)
+
+    def _leave(self, worker: int, waiting: deque[tuple[Message, _Exchange]], place: int) -> _Program:
+        """Selects for and launches the messages that are complete with the tensor at ``place``."""
+        while waiting and waiting[0][0].last <= place:
+            message, exchange = waiting.popleft()
+            yield from self._busy(worker, message.select)
+            self._launch(worker, exchange)
 
     def _forward(self, worker: int, settles: dict[int, _Exchange]) -> _Program:
         """Waits for parameters that settle late; each group is launched when the one before it begins."""
@@ -140,10 +129,6 @@ class _HostRun:
                     self._launch(worker, waiting.popleft())
             seconds = self.trace.tensors[place].forward * float(self.pace[worker])
             yield from self._compute(worker, seconds, self.host.forward)
-
-    def _backward(self, worker: int, place: int, hook: float = 0.0) -> _Program:
-        seconds = self.trace.tensors[place].backward * float(self.pace[worker] * self.noise[worker, place])
-        yield from self._compute(worker, seconds, self.host.backward, hook)
 
     def _await(self, worker: int, exchange: _Exchange) -> _Program:
         if not exchange.done:
@@ -236,6 +221,7 @@ class _HostRun:
         self._carry(cost.seconds - cost.hidden, cost.processor - cost.processor_hidden, end)
 
     def result(self) -> Iteration:
+        """The result of the iteration."""
         sent = sum((exchange.cost for exchange in self.exchanges), CollectiveCost())
         return Iteration(
             float(np.mean(self.ends)),

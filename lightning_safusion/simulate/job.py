@@ -13,7 +13,7 @@ from lightning_safusion.fusion.plans.costs import GroupCosts, SelectionCost
 from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.lookup import look_up
 from lightning_safusion.simulate.cluster import Cluster
-from lightning_safusion.simulate.schedule import Message, Planned, Schedule
+from lightning_safusion.simulate.schedule import Message, Schedule
 from lightning_safusion.simulate.trace import Trace
 
 # Sizes between which the cost of a collective is approximated by a line.
@@ -156,7 +156,7 @@ class Job:
             messages.append(self.sparse_message(places, select=at_once, behind=behind))
             if not at_once:
                 selects[group.start : group.stop] = self.selects[group.start : group.stop]
-        return Schedule(Planned(messages), selects.tolist())
+        return Schedule(messages, selects.tolist())
 
     def dense_message(self, places: Sequence[int], width: int = 4) -> Message:
         """An all-reduce of dense tensors with ``width`` bytes per element."""

@@ -12,7 +12,7 @@ from lightning_safusion.fusion.plans.hipress import HiPress, Primitives, choose_
 from lightning_safusion.fusion.plans.selective import SelectiveChoice, choose_offloaded, choose_selective
 from lightning_safusion.simulate.engine import simulate
 from lightning_safusion.simulate.job import Job
-from lightning_safusion.simulate.schedule import Message, Planned, Schedule
+from lightning_safusion.simulate.schedule import Message, Schedule
 
 # Parts of one compressed gradient that are tried.
 _PARTS = (1, 2, 4, 8)
@@ -34,7 +34,7 @@ def adtopk(job: Job) -> Schedule:
         nbytes = float(entries) * job.entry_bytes
         messages.append(Message([place], job.cluster.allgather(nbytes), decode=job.decode_per_byte * nbytes))
         selects[place] = job.select_cost(tensor.numel)
-    return Schedule(Planned(messages), selects.tolist())
+    return Schedule(messages, selects.tolist())
 
 
 def hipress(job: Job) -> Schedule:
@@ -52,7 +52,7 @@ def hipress(job: Job) -> Schedule:
         if dense and (job.dense_bytes[dense].sum() >= bulk or place == len(job.numels) - 1):
             messages.append(job.dense_message(dense))
             dense = []
-    return Schedule(Planned(messages))
+    return Schedule(messages)
 
 
 def _primitives(job: Job) -> Primitives:
@@ -111,7 +111,7 @@ def _with_options(job: Job, options: Sequence[Option]) -> Schedule:
             messages.append(Message([place], cost, decode=decode, collectives=3))
         else:
             messages.append(job.sparse_message([place], select=False))
-    return Schedule(Planned(messages), selects.tolist(), host.tolist())
+    return Schedule(messages, selects.tolist(), host.tolist())
 
 
 def ssfusion(job: Job, offload: bool, interleaved: bool) -> Schedule:
@@ -136,7 +136,7 @@ def ssfusion(job: Job, offload: bool, interleaved: bool) -> Schedule:
         if not job.segmented:
             selects[on_device] = job.select_cost(job.numels[on_device])
         messages += _exchanges(job, places, choice, interleaved, on_device if job.segmented else [])
-    return Schedule(Planned(messages), selects.tolist(), host.tolist())
+    return Schedule(messages, selects.tolist(), host.tolist())
 
 
 def _selective(job: Job, places: range, interleaved: bool) -> SelectiveChoice:

@@ -16,14 +16,7 @@ from lightning_safusion.literal import literal
 from lightning_safusion.lookup import need
 from lightning_safusion.simulate.calibration import Calibration
 from lightning_safusion.simulate.cluster import Cluster, resolve_link
-from lightning_safusion.simulate.comparison import (
-    PlanRow,
-    accuracy_note,
-    plan_table,
-    settings_yaml,
-    sweep_table,
-    verdict,
-)
+from lightning_safusion.simulate.comparison import PlanRow, plan_table, recommend, sweep_table
 from lightning_safusion.simulate.job import Job
 from lightning_safusion.simulate.systems import SIMULATED
 from lightning_safusion.simulate.trace import resolve_trace
@@ -103,10 +96,9 @@ def run_plan(
     console.print(literal(f"Times of the trace: {job_trace.source or 'not stated'}. Predictions, not measurements."))
     if costs is not None:
         console.print(literal(f"Costs: {costs.source}."))
-    console.print(verdict(rows))
-    if (note := accuracy_note(rows, density)) is not None:
-        console.print(note)
-    settings = settings_yaml(rows, density)
+    sentences, settings = recommend(rows, density)
+    for sentence in sentences:
+        console.print(sentence)
     console.print(settings, markup=False, highlight=False)
     records = sweep_table(job, systems, over=over) if over else []
     if records:
@@ -166,11 +158,8 @@ def _plan_table(rows: Sequence[PlanRow], job: Job, bandwidth: str) -> Table:
     for row in sorted(rows, key=lambda row: row.iteration_s):
         table.add_row(
             "† " * (not row.comparable) + row.system + " *" * (row.system not in SYSTEMS),
-            f"{row.iteration_s * 1e3:.1f}",
-            f"{row.exposed_s * 1e3:.1f}",
-            f"{row.select_s * 1e3:.1f}",
-            f"{row.bytes_received / 1e6:.1f}",
-            f"{row.node_bytes / 1e6:.1f}",
+            *(f"{seconds * 1e3:.1f}" for seconds in (row.iteration_s, row.exposed_s, row.select_s)),
+            *(f"{nbytes / 1e6:.1f}" for nbytes in (row.bytes_received, row.node_bytes)),
             str(row.collectives),
             f"{row.speedup:.2f}",
         )

@@ -1,4 +1,4 @@
-"""What a system makes of an iteration (which messages leave when, where selection runs), and its result."""
+"""The plan of an iteration under a system (which messages leave when, where selection runs), and its result."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ class Message:
     """One collective.
 
     Args:
-        tensors: Places of its tensors; it leaves after the last of them.
+        tensors: Places of its tensors; it leaves after the last of them. Without tensors it leaves before the forward
+            pass and is awaited after the backward pass (elastic averaging).
         cost: Time and bytes on the link.
         select: Seconds of selection on the compute stream when its last tensor is ready.
-        decode: Seconds of decoding, on the link's stream.
+        decode: Seconds of decoding, on the link's stream; without tensors, of computation after the backward pass.
         settle: Second phase, which runs during the next forward pass (DeAR).
         collectives: Collectives that it counts for.
     """
@@ -30,20 +31,8 @@ class Message:
 
     @property
     def last(self) -> int:
-        """Place of its last tensor."""
-        return max(self.tensors)
-
-
-@dataclass(frozen=True)
-class Planned:
-    """Messages known before the iteration, the same on all workers. Several messages may carry parts of one tensor."""
-
-    messages: Sequence[Message]
-
-    @property
-    def ordered(self) -> list[Message]:
-        """The messages in the order in which they leave."""
-        return sorted(self.messages, key=lambda message: message.last)
+        """Place of its last tensor, -1 without tensors."""
+        return max(self.tensors, default=-1)
 
 
 @dataclass(frozen=True)
@@ -87,34 +76,28 @@ class Stream:
 
 
 @dataclass(frozen=True)
-class Ahead:
-    """One collective that leaves before the forward pass and is awaited after the backward pass (elastic averaging).
-
-    Args:
-        cost: Time and bytes on the link.
-        update: Seconds of computation with its result.
-    """
-
-    cost: CollectiveCost
-    update: float = 0.0
-
-
-@dataclass(frozen=True)
 class Schedule:
-    """What a system makes of an iteration.
+    """The plan of an iteration under one system.
 
     Args:
-        launch: When messages leave.
+        launch: Messages that are known before the iteration, the same on all workers; several may carry parts of one
+            tensor. Otherwise the rule by which they leave.
         select: Seconds of selection from each tensor on the compute stream [L]; empty: none.
         host_select: Seconds of selection from each tensor on the host; 0 for tensors that stay on the device [L];
             empty: none.
         engine: This package's engine sees every gradient, and drains at the end; else DDP has another hook.
     """
 
-    launch: Planned | Timer | Stream | Ahead
+    launch: Sequence[Message] | Timer | Stream
     select: Sequence[float] = ()
     host_select: Sequence[float] = ()
     engine: bool = True
+
+    @property
+    def messages(self) -> list[Message]:
+        """The messages that are known before the iteration, in the order in which they leave."""
+        known = () if isinstance(self.launch, Timer | Stream) else self.launch
+        return sorted(known, key=lambda message: message.last)
 
 
 @dataclass(frozen=True)

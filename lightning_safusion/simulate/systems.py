@@ -26,7 +26,7 @@ from lightning_safusion.simulate.cluster import CollectiveCost
 from lightning_safusion.simulate.engine import mean_iteration
 from lightning_safusion.simulate.job import Job, line
 from lightning_safusion.simulate.per_tensor import adtopk, espresso, hipress, ssfusion
-from lightning_safusion.simulate.schedule import Ahead, Iteration, Message, Planned, Schedule, Stream, Timer
+from lightning_safusion.simulate.schedule import Iteration, Message, Schedule, Stream, Timer
 from lightning_safusion.systems import SYSTEMS, EngineSystem, HookSystem
 from lightning_safusion.systems.rows import SMALL
 
@@ -95,12 +95,12 @@ def _buckets(job: Job, first: float = DDP_FIRST_BUCKET) -> list[range]:
 
 def _ddp(job: Job, width: int) -> Schedule:
     """DDP's buckets, in fp32 or cast to 16 bits by the hook; the casts are free here, in favour of DDP."""
-    return Schedule(Planned([job.dense_message(places, width) for places in _buckets(job)]))
+    return Schedule([job.dense_message(places, width) for places in _buckets(job)])
 
 
 def _powersgd(job: Job, rank: int) -> Schedule:
     """PowerSGD in DDP's buckets: two all-reduces of factors and one of the rest, in sequence."""
-    return Schedule(Planned([_factors(job, places, rank) for places in _buckets(job)]))
+    return Schedule([_factors(job, places, rank) for places in _buckets(job)])
 
 
 def _factors(job: Job, places: range, rank: int) -> Message:
@@ -125,13 +125,14 @@ def _dear(job: Job) -> Schedule:
     for places in _buckets(job, first=DDP_BUCKET):
         half = job.cluster.reduce_scatter(float(job.dense_bytes[places].sum()))
         messages.append(Message(places, half, settle=half))
-    return Schedule(Planned(messages))
+    return Schedule(messages)
 
 
 def _easgd(job: Job) -> Schedule:
     """All weights in one packed all-reduce, from before the forward pass to after the backward pass."""
     nbytes = float(job.dense_bytes.sum())
-    return Schedule(Ahead(job.cluster.allreduce(nbytes), _ELASTIC_PASSES * nbytes / job.cluster.device.memory))
+    update = _ELASTIC_PASSES * nbytes / job.cluster.device.memory
+    return Schedule([Message([], job.cluster.allreduce(nbytes), decode=update)])
 
 
 def _horovod(job: Job, sparse: bool) -> Schedule:
@@ -157,7 +158,7 @@ def _one_buffer(job: Job, cost: CollectiveCost, entries: float, extra: float = 0
     """The whole model in one message that is selected from when backward has ended."""
     places = range(len(job.numels))
     decode = entries * job.cluster.device.decode + extra
-    return Schedule(Planned([Message(places, cost, job.select_seconds(places, behind=True), decode)]))
+    return Schedule([Message(places, cost, job.select_seconds(places, behind=True), decode)])
 
 
 def _gtopk(job: Job) -> Schedule:
@@ -203,7 +204,7 @@ def _hierarchical(job: Job) -> Schedule:
         nbytes, elements = float(job.sparse_bytes[places].sum()), float(job.numels[places].sum())
         exchange = cluster.hierarchical(nbytes, 2 * elements)
         messages.append(Message(places, exchange, decode=local(nbytes, elements), collectives=3))
-    return Schedule(Planned(messages))
+    return Schedule(messages)
 
 
 # By the collective, compressor or grouping that asks for it. Only these do what no plan expresses: several phases,

@@ -106,14 +106,12 @@ class Trace:
             raise ValueError(f"{path} is not a trace: {error!r}; write one with Trace.save") from error
 
 
-def resolve_trace(trace: str | Path | Trace) -> Trace:
-    """A trace itself, one of those that come with the package by name, or a JSON file.
+def resolve_trace(trace: str | Path) -> Trace:
+    """A trace that comes with the package, by name, or a JSON file.
 
     Raises:
         ValueError: If there is neither such a name nor such a file, or the file is not a trace.
     """
-    if isinstance(trace, Trace):
-        return trace
     path = _SHIPPED.get(str(trace), Path(trace))
     if not path.is_file():
         raise ValueError(f"unknown trace {str(trace)!r}: give the path of a JSON file, or one of {TRACE_NAMES}")

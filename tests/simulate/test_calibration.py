@@ -16,7 +16,7 @@ from lightning_safusion.simulate.comparison import best_sparse, plan_table
 from lightning_safusion.simulate.engine import simulate
 from lightning_safusion.simulate.job import Job
 from lightning_safusion.simulate.report import run_plan
-from lightning_safusion.simulate.schedule import Message, Planned, Schedule
+from lightning_safusion.simulate.schedule import Message, Schedule
 from lightning_safusion.simulate.systems import run_system
 from lightning_safusion.simulate.trace import Trace, TraceTensor, resolve_trace
 
@@ -99,7 +99,7 @@ def test_the_same_group_takes_what_was_measured_and_another_one_what_follows_fro
 
 def test_decoding_on_the_host_waits_for_the_end_of_backward() -> None:
     messages = [Message([place], Cluster.calibrated(COSTS, 4).allgather(100), decode=0.01) for place in range(3)]
-    schedule = Schedule(Planned(messages), engine=False)
+    schedule = Schedule(messages, engine=False)
     exchange = messages[0].cost.seconds
     # backward ends at 30 ms, and with it the exchange of the last gradient begins; the others are decoded meanwhile
     last = simulate(TRACE, Cluster(4, host=Host(cores=1)), schedule)

@@ -15,14 +15,7 @@ from lightning_safusion import SYSTEMS, SAFusionStrategy
 from lightning_safusion.comm.cost import LINKS
 from lightning_safusion.simulate.calibration import CollectiveSample, CollectiveTimes
 from lightning_safusion.simulate.cluster import Cluster
-from lightning_safusion.simulate.comparison import (
-    accuracy_note,
-    best_sparse,
-    plan_table,
-    settings_yaml,
-    sweep_table,
-    verdict,
-)
+from lightning_safusion.simulate.comparison import best_sparse, plan_table, recommend, sweep_table
 from lightning_safusion.simulate.job import Job
 from lightning_safusion.simulate.report import SWEEPS, parse_sweep, plot_sweep, plot_table, run_plan
 from lightning_safusion.simulate.systems import SIMULATED
@@ -58,35 +51,34 @@ def test_sparse_is_recommended_where_it_pays() -> None:
     assert best is not None
     assert best.system == "safusion"
     assert min(rows, key=lambda row: row.iteration_s).system == "gtopk"  # faster, but it loses gradients
-    assert "'safusion'" in verdict(rows)
-    settings = yaml.safe_load(settings_yaml(rows, 0.01))["trainer"]["strategy"]
-    assert settings["class_path"] == "lightning_safusion.SAFusionStrategy"
-    assert settings["init_args"] == {"system": "safusion", "density": 0.01}
+    (verdict, accuracy), settings = recommend(rows, 0.01)
+    assert "'safusion'" in verdict
+    assert "density (0.01 here)" in accuracy
+    strategy = yaml.safe_load(settings)["trainer"]["strategy"]
+    assert strategy["class_path"] == "lightning_safusion.SAFusionStrategy"
+    assert strategy["init_args"] == {"system": "safusion", "density": 0.01}
 
 
 def test_dense_is_recommended_where_it_is_better() -> None:
     rows = plan_table(FAST, SOME)
     assert best_sparse(rows) is None
-    assert verdict(rows).startswith("Dense DDP is the better choice")
-    settings = yaml.safe_load(settings_yaml(rows, 0.1))["trainer"]["strategy"]
-    assert settings["init_args"] == {"system": "ddp-bf16"}
+    (verdict,), settings = recommend(rows, 0.1)
+    assert verdict.startswith("Dense DDP is the better choice")
+    assert yaml.safe_load(settings)["trainer"]["strategy"]["init_args"] == {"system": "ddp-bf16"}
 
 
-def test_a_sparse_recommendation_says_a_word_on_accuracy() -> None:
-    note = accuracy_note(plan_table(SLOW, SOME), 0.01)
-    assert note is not None
-    assert "density (0.01 here)" in note
-    assert "AdamW begin at density 0.05" in note
-    assert "begin at" not in (accuracy_note(plan_table(replace(SLOW, density=0.05), SOME), 0.05) or "begin at")
-    assert accuracy_note(plan_table(FAST, SOME), 0.1) is None
+@pytest.mark.parametrize(("density", "low"), [(0.01, True), (0.05, False)])
+def test_a_sparse_recommendation_warns_of_low_densities(density: float, low: bool) -> None:
+    (_, accuracy), _ = recommend(plan_table(replace(SLOW, density=density), SOME), density)
+    assert ("AdamW begin at density 0.05" in accuracy) == low
 
 
 def test_what_cannot_be_run_is_not_recommended() -> None:
     rows = plan_table(Job(LSTM, Cluster(8, 8, LINKS["10gbit"])), ["safusion-hierarchical", "safusion", "ddp-bf16"])
     assert min(rows, key=lambda row: row.iteration_s).system == "safusion-hierarchical"
-    settings = yaml.safe_load(settings_yaml(rows, 0.01))["trainer"]["strategy"]
-    SAFusionStrategy(**settings["init_args"])
-    assert settings["init_args"]["system"] in SYSTEMS
+    _, settings = recommend(rows, 0.01)
+    strategy = SAFusionStrategy(**yaml.safe_load(settings)["trainer"]["strategy"]["init_args"])
+    assert strategy.system in SYSTEMS
 
 
 def test_sweeps_run_every_combination() -> None:

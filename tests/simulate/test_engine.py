@@ -15,7 +15,7 @@ from lightning_safusion.fusion.plans.pricing import predict_finish
 from lightning_safusion.simulate.cluster import Cluster, CollectiveCost, Device
 from lightning_safusion.simulate.engine import mean_iteration, simulate
 from lightning_safusion.simulate.job import Job
-from lightning_safusion.simulate.schedule import Message, Planned, Schedule, Stream, Timer
+from lightning_safusion.simulate.schedule import Message, Schedule, Stream, Timer
 from lightning_safusion.simulate.trace import Trace, TraceTensor
 
 ALONE = Cluster(2)
@@ -31,7 +31,7 @@ def message(*tensors: int, seconds: float, **options: Any) -> Message:
 
 
 def planned(*messages: Message, select: Sequence[float] = ()) -> Schedule:
-    return Schedule(Planned(messages), select)
+    return Schedule(messages, select)
 
 
 def test_the_link_is_first_come_first_served() -> None:
@@ -75,7 +75,7 @@ def test_the_host_selects_one_tensor_after_the_other_beside_backward() -> None:
     first, second = message(0, seconds=1.0), message(1, seconds=1.0)
 
     def seconds(*host: float) -> float:
-        return simulate(trace, cluster, Schedule(Planned([first, second]), host_select=host)).seconds
+        return simulate(trace, cluster, Schedule([first, second], host_select=host)).seconds
 
     # copied from 1 to 4 s and from 4 to 7 s
     assert seconds(4.0, 4.0) == 13.0

@@ -14,7 +14,7 @@ from lightning_safusion.simulate.cluster import Cluster, CollectiveCost, Device
 from lightning_safusion.simulate.cores import TIMESLICE
 from lightning_safusion.simulate.engine import mean_iteration, simulate
 from lightning_safusion.simulate.job import Job
-from lightning_safusion.simulate.schedule import Ahead, Message, Planned, Schedule
+from lightning_safusion.simulate.schedule import Message, Schedule
 from lightning_safusion.simulate.systems import build_schedule
 from lightning_safusion.simulate.trace import Trace, TraceTensor
 
@@ -27,7 +27,7 @@ def job_of(backward: Sequence[float], forward: float = 0.0, optimizer: float = 0
 
 
 def seconds(trace: Trace, cluster: Cluster, *messages: Message, engine: bool = True) -> float:
-    return simulate(trace, cluster, Schedule(Planned(messages), engine=engine)).seconds
+    return simulate(trace, cluster, Schedule(messages, engine=engine)).seconds
 
 
 @pytest.mark.parametrize("name", ["ddp", "powersgd", "dear", "easgd", "wfbp", "omgs", "syncea", "adtopk", "safusion"])
@@ -91,7 +91,7 @@ def test_what_the_engine_costs_is_charged_to_its_systems_only() -> None:
 
 def test_selection_on_a_second_thread_takes_a_core_from_backward() -> None:
     trace = job_of([1.0, 1.0])
-    schedule = Schedule(Planned([Message([0, 1], CollectiveCost(1.0))]), host_select=[2.0, 0.0])
+    schedule = Schedule([Message([0, 1], CollectiveCost(1.0))], host_select=[2.0, 0.0])
     assert simulate(trace, ROOMY, schedule).seconds == pytest.approx(1.0 + 2.0 + 1.0)
     # both threads have half a core from 1 s to 3 s, in which backward ends; one second of selection is left
     shared = simulate(trace, Cluster(2, host=Host(cores=1)), schedule)
@@ -100,13 +100,13 @@ def test_selection_on_a_second_thread_takes_a_core_from_backward() -> None:
 
 def test_what_leaves_ahead_of_the_iteration_is_awaited_at_its_end() -> None:
     trace = job_of([1.0], forward=1.0, optimizer=0.5)
-    late = Schedule(Ahead(CollectiveCost(5.0), update=0.25), engine=False)
+    late = Schedule([Message([], CollectiveCost(5.0), decode=0.25)], engine=False)
     assert simulate(trace, ROOMY, late).seconds == pytest.approx(5.75)
 
 
 def test_jitter_repeats_with_its_seed_and_makes_workers_wait() -> None:
     trace = job_of([1.0] * 20)
-    schedule = Schedule(Planned([Message(range(20), CollectiveCost(1.0))]))
+    schedule = Schedule([Message(range(20), CollectiveCost(1.0))])
     cluster = Cluster(4, jitter=0.1, seed=3, host=Host(cores=math.inf))
     one = simulate(trace, cluster, schedule)
     assert simulate(trace, cluster, schedule).seconds == one.seconds

@@ -36,7 +36,7 @@ from lightning_safusion.fusion.plans.searching import Cupcake
 from lightning_safusion.simulate.cluster import Cluster
 from lightning_safusion.simulate.engine import simulate
 from lightning_safusion.simulate.job import Job, line
-from lightning_safusion.simulate.schedule import Message, Planned, Schedule, Timer
+from lightning_safusion.simulate.schedule import Message, Schedule, Timer
 from lightning_safusion.simulate.systems import build_schedule
 from lightning_safusion.simulate.trace import Trace, resolve_trace
 
@@ -62,7 +62,7 @@ def dense(trace: Trace, cluster: Cluster, width: int) -> float:
 
     stops = optimal_cuts(np.cumsum(job.backward), seconds)
     messages = [job.dense_message(range(start, stop), width) for start, stop in pairwise([0, *stops])]
-    return milliseconds(job, Schedule(Planned(messages)))
+    return milliseconds(job, Schedule(messages))
 
 
 def per_tensor(trace: Trace, cluster: Cluster, selection: str) -> float:
@@ -80,7 +80,7 @@ def oktopk(job: Job) -> float:
         places = range(group.start, group.stop)
         nbytes = float(job.sparse_bytes[places].sum())
         messages.append(Message(places, job.cluster.oktopk(nbytes), job.select_seconds(places), decode(nbytes)))
-    return milliseconds(job, Schedule(Planned(messages)))
+    return milliseconds(job, Schedule(messages))
 
 
 def columns(trace: Trace, gbit: float) -> list[float]:
