@@ -2,9 +2,9 @@
 
 from lightning_safusion.sparsify.adtopk import ADTopk
 from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier, element_quota, span_segments
+from lightning_safusion.sparsify.basic import NoCompression, RandomK, Threshold, TopK
 from lightning_safusion.sparsify.dgc import DGC
 from lightning_safusion.sparsify.gaussiank import GaussianK
-from lightning_safusion.sparsify.identity import NoCompression
 from lightning_safusion.sparsify.memory.contract import Memory
 from lightning_safusion.sparsify.memory.momentum import DGCMemory, EF21Memory
 from lightning_safusion.sparsify.memory.residual import (
@@ -15,7 +15,6 @@ from lightning_safusion.sparsify.memory.residual import (
     resolve_memory,
 )
 from lightning_safusion.sparsify.oktopk import OkTopk
-from lightning_safusion.sparsify.randomk import RandomK
 from lightning_safusion.sparsify.redsync import RedSync
 from lightning_safusion.sparsify.registry import available_sparsifiers, resolve_sparsifier
 from lightning_safusion.sparsify.schedule import (
@@ -30,8 +29,6 @@ from lightning_safusion.sparsify.schedule import (
 from lightning_safusion.sparsify.selection.select import SegmentedView, ThresholdSparsifier, pooled, segmented_view
 from lightning_safusion.sparsify.selection.survey import History, SpanSurvey
 from lightning_safusion.sparsify.sidco import SIDCo
-from lightning_safusion.sparsify.threshold import Threshold
-from lightning_safusion.sparsify.topk import TopK
 
 __all__ = [
     "DGC",

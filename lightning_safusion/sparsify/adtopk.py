@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier, co
 from lightning_safusion.sparsify.oktopk import OkTopk
 from lightning_safusion.sparsify.selection.select import pooled, segmented_view
 from lightning_safusion.sparsify.selection.survey import SpanSurvey
+from lightning_safusion.sparsify.selection.torch_view import compact
 
 # Steps in which Top-k is exact before its threshold is reused: gradients change fastest at the beginning.
 _WARM_UP = 15
@@ -92,24 +92,18 @@ class ADTopk(Sparsifier):
         magnitude = torch.nan_to_num(x.abs(), nan=math.inf, posinf=math.inf)  # NaN counts as largest
         keep = torch.zeros(x.shape, dtype=torch.bool, device=x.device)
         for members in _alike(segments, self.rule):
-            rows = [piece.rows(magnitude) for piece in members]
+            rows = [piece.rows(magnitude).flatten(0, -2) for piece in members]
             chosen = top_per_row(torch.cat(rows), sum(piece.quota for piece in members))
             for piece, part in zip(members, chosen.split([len(block) for block in rows]), strict=True):
-                piece.store(part, keep)
-        indices = _positions(keep, segments.capacity)
+                own = piece.rows(keep)
+                own.copy_(part.view(own.shape))
+        # on a device nonzero() would wait for the count, which the host knows
+        indices = keep.nonzero().squeeze(1) if keep.is_cpu else compact(keep, segments.capacity)
         return Selection(indices, x[indices], segments.capacity)
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """A segment as rows.
-
-    Args:
-        start, stop: Its elements in the span.
-        matrix: The shape under which it is cut into rows.
-        axis: Along which a row runs.
-        quota: Elements that it sends.
-    """
+class _Piece(NamedTuple):
+    """A segment, the elements from ``start`` to ``stop``, as a tensor along whose axis its rows run."""
 
     start: int
     stop: int
@@ -118,13 +112,8 @@ class _Piece:
     quota: int
 
     def rows(self, span: Tensor) -> Tensor:
-        """Its rows [R, C] of a span [N]."""
-        return span[self.start : self.stop].view(self.matrix).movedim(self.axis, -1).reshape(-1, self.matrix[self.axis])
-
-    def store(self, rows: Tensor, span: Tensor) -> None:
-        """Writes rows [R, C] to where they belong in a span [N]."""
-        moved = span[self.start : self.stop].view(self.matrix).movedim(self.axis, -1)
-        moved.copy_(rows.view(moved.shape))
+        """A view [..., C] of its rows in a span [N]."""
+        return span[self.start : self.stop].view(self.matrix).movedim(self.axis, -1)
 
 
 @constant_of_segments
@@ -172,11 +161,3 @@ def top_per_row(rows: Tensor, quota: int) -> Tensor:
     above, ties = rows > last, rows == last
     room = ranks - above.sum(1, keepdim=True)
     return above | (ties & (ties.cumsum(1, dtype=torch.int32) <= room))
-
-
-def _positions(keep: Tensor, count: int) -> Tensor:
-    """int64 [count], where ``keep`` is true, ascending."""
-    if keep.device.type == "cpu":
-        return keep.nonzero().squeeze(1)
-    # The host knows the count, so it need not wait for it as nonzero() does.
-    return torch.searchsorted(keep.cumsum(0), torch.arange(1, count + 1, device=keep.device))

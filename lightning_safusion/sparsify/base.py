@@ -8,6 +8,7 @@ Shape suffixes used in this package: N elements of a span, M segments, K kept el
 
 from __future__ import annotations
 
+import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
@@ -221,6 +222,11 @@ def check_selection(selection: Selection, segments: Segments, name: str) -> None
 def span_segments(numel: int, quota: int, key: Hashable = 0) -> Segments:
     """One segment over a whole span: selection after fusion."""
     return Segments(np.array([0, numel], np.int64), np.array([quota], np.int64), (key,), ((numel,),))
+
+
+def stable_hash(text: str) -> int:
+    """64 bits of a text; Python's own hash differs from process to process."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def as_selection(indices: np.ndarray, x: Tensor) -> Selection:

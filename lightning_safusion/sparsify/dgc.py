@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Hashable
 from typing import ClassVar
 
@@ -10,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.sparsify.base import Segments
+from lightning_safusion.sparsify.base import Segments, stable_hash
 from lightning_safusion.sparsify.selection.select import SegmentedView, ThresholdSparsifier, segmented_view
 
 
@@ -98,6 +97,4 @@ def sample_strides(segments: Segments, sample_ratio: float, tail_samples: int) -
 
 def sample_start(seed: int, step: int, key: Hashable, stride: int) -> int:
     """First sampled element, in [0, stride): a pure function of its arguments, in every process."""
-    # repr, because Python's own hash of a string differs from process to process
-    digest = hashlib.blake2b(f"{seed}/{step}/{key!r}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") % stride
+    return stable_hash(f"{seed}/{step}/{key!r}") % stride

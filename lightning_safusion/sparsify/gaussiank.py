@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,7 +50,7 @@ class GaussianK(ThresholdSparsifier):
         """Refined thresholds, float32 [M]."""
         if self.refine == "paper":
             return self._paper(view, normal_thresholds(view))
-        return self._bisect(view, normal_thresholds(view, _in_the_middle))
+        return self._bisect(view, normal_thresholds(view, middle=True))
 
     def _paper(self, view: SegmentedView, tau: Tensor) -> Tensor:
         fewest, most = _FEW * view.quotas, torch.where(view.quotas > 0, _MANY * view.quotas, math.inf)
@@ -65,58 +63,44 @@ class GaussianK(ThresholdSparsifier):
         return tau.float()
 
     def _bisect(self, view: SegmentedView, tau: Tensor) -> Tensor:
-        if view.x.device.type != "cpu":
-            return self._bisected(torch, tau, view.quotas, view.count_above)
-        with np.errstate(over="ignore", invalid="ignore"):
-            low = self._bisected(np, tau.numpy(), view.quotas.numpy(), lambda tau, enough: _counted(view, tau, enough))
-        return torch.from_numpy(low)
-
-    def _bisected(self, xp: Any, tau: Any, quotas: Any, count_above: Callable[[Any, Any], Any]) -> Any:
-        """The search in torch's functions, or, for a few numbers on the host, in NumPy's, whose calls take a third."""
-        fewest = xp.where(tau == 0, 0.0, _FEW * quotas)  # a segment of zeros has no lower threshold
-        most = _most(xp, quotas)
-        low, high = xp.zeros_like(tau), xp.full_like(tau, math.inf)
+        fewest, most = _bounds(view.segments, tau.device)
+        fewest = torch.where(tau == 0, 0.0, fewest)  # a segment of zeros has no lower threshold
+        low, high = torch.zeros_like(tau), torch.full_like(tau, math.inf)
         for _ in range(self.max_refine):
-            found = count_above(xp.asarray(tau, dtype=xp.float32), most)
-            low, high = xp.where(found < fewest, low, tau), xp.where(found > most, high, tau)
-            if xp is np and np.array_equal(low, high):
+            found = view.count_above(tau.float(), enough=most)
+            low, high = torch.where(found < fewest, low, tau), torch.where(found > most, high, tau)
+            if view.x.device.type == "cpu" and torch.equal(low, high):
                 break
             # Once settled, low and high are tau, and so is their mean. As long as one of them is 0 or infinite the mean
             # is the paper's step.
-            tau = xp.minimum(xp.maximum(xp.sqrt(low * high), 0.5 * tau), 1.5 * tau)
-        return xp.asarray(low, dtype=xp.float32)
+            tau = (low * high).sqrt_().clamp_(0.5 * tau, 1.5 * tau)
+        return low.float()
 
 
-def _counted(view: SegmentedView, thresholds: np.ndarray, enough: np.ndarray) -> np.ndarray:
-    counts: np.ndarray = view.count_above(torch.from_numpy(thresholds), torch.from_numpy(enough)).numpy()
-    return counts
-
-
-def _most(xp: Any, quotas: Any) -> Any:
-    """Up to how many elements above a threshold are cut to the quota as they are."""
-    return xp.maximum(_MANY * quotas, quotas + _SPARE)
-
-
-def _in_the_middle(quotas: Tensor) -> Tensor:
-    """How many elements above the first threshold leave most room for chance on both sides."""
-    return torch.where(quotas > 0, 0.5 * (_FEW * quotas + _most(torch, quotas)), 0.0)
-
-
-def normal_thresholds(view: SegmentedView, aim: Callable[[Tensor], Tensor] = torch.clone) -> Tensor:
+def normal_thresholds(view: SegmentedView, middle: bool = False) -> Tensor:
     """Two-sided normal quantiles ``|mean| + z * std`` of every segment, float64 [M].
 
     Args:
         view: The span.
-        aim: Which number of elements shall be above them, from the quotas; these themselves if not given.
+        middle: Quantiles of the middle of the numbers that need no refinement, instead of the quotas.
     """
     total, squares = view.moments()
     mean = total / view.sizes
     variance = (squares - total * mean) / (view.sizes - 1).clamp(min=1)
-    quantiles = _normal_quantiles(view.segments, aim, view.quotas.device)
-    return mean.abs() + quantiles * variance.clamp(min=0).sqrt()
+    return mean.abs() + _normal_quantiles(view.segments, mean.device, middle) * variance.clamp(min=0).sqrt()
 
 
 @constant_of_segments
-def _normal_quantiles(segments: Segments, aim: Callable[[Tensor], Tensor], device: torch.device) -> Tensor:
-    sizes, quotas = sizes_and_quotas(segments, device)
-    return -torch.special.ndtri(0.5 * (aim(quotas) / sizes).clamp(max=1))
+def _bounds(segments: Segments, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Fewest and most elements above a threshold that need no refinement, float64 [M]."""
+    _, quotas = sizes_and_quotas(segments, device)
+    return _FEW * quotas, torch.maximum(_MANY * quotas, quotas + _SPARE)
+
+
+@constant_of_segments
+def _normal_quantiles(segments: Segments, device: torch.device, middle: bool) -> Tensor:
+    sizes, wanted = sizes_and_quotas(segments, device)
+    if middle:
+        fewest, most = _bounds(segments, device)
+        wanted = torch.where(wanted > 0, 0.5 * (fewest + most), 0.0)
+    return -torch.special.ndtri(0.5 * (wanted / sizes).clamp(max=1))

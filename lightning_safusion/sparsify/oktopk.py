@@ -49,7 +49,8 @@ class OkTopk(ThresholdSparsifier):
 
     def thresholds(self, view: SegmentedView, step: int) -> Tensor:
         """Exact thresholds of the segments that are due, reused ones of the others, float32 [M]."""
-        unit, due, before = self._units(view), self._due(view, step), self._recall(view)
+        unit = view.abs_sums() / view.sizes if self.control == "scaled" else torch.ones_like(view.sizes)
+        due, before = self._due(view, step), self._recall(view)
         tau = before * unit
         if due.any():
             exact = view.kth_largest(np.where(due, view.segments.quotas, 0))
@@ -85,18 +86,14 @@ class OkTopk(ThresholdSparsifier):
             rows = zip(state["levels"].clone().unbind(), state["quotas"], state["evaluated"], strict=True)
             self._reused = dict(zip(state["keys"], map(_Reused._make, rows), strict=True))
 
-    def _units(self, view: SegmentedView) -> Tensor:
-        return view.abs_sums() / view.sizes if self.control == "scaled" else torch.ones_like(view.sizes)
-
     def _due(self, view: SegmentedView, step: int) -> np.ndarray:
-        def is_due(key: Hashable, quota: int) -> bool:
+        """bool [M], the segments that are evaluated exactly."""
+        due = view.segments.quotas > 0
+        for s, (key, quota) in enumerate(zip(view.segments.keys, view.segments.quotas, strict=True)):
             known = self._reused.get(key)
-            return quota > 0 and (
-                known is None or known.quota != quota or known.evaluated // self.refresh != step // self.refresh
-            )
-
-        segments = view.segments
-        return np.array([is_due(key, int(k)) for key, k in zip(segments.keys, segments.quotas, strict=True)], np.bool_)
+            if known is not None and known.quota == quota and known.evaluated // self.refresh == step // self.refresh:
+                due[s] = False
+        return due
 
     def _recall(self, view: SegmentedView) -> Tensor:
         device = view.x.device

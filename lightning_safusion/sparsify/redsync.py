@@ -68,8 +68,10 @@ class RedSync(ThresholdSparsifier):
         for trials in range(math.ceil(-math.log2(self.tolerance))):
             if view.x.device.type == "cpu" and settled.all():
                 break
-            if trials == _TRIALS_BEFORE_MEAN:
-                tau = _lowered_to(mean, tau, view)
+            missing = tau == 0
+            if trials == _TRIALS_BEFORE_MEAN and (view.x.device.type != "cpu" or missing.any()):
+                enough = view.count_above(torch.where(missing, mean, tau).float()) >= view.quotas
+                tau = torch.where(missing & enough, mean, tau)
                 settled |= tau == 0
             middle = 0.5 * (low + high)
             trial = middle.exp()
@@ -79,12 +81,3 @@ class RedSync(ThresholdSparsifier):
             low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
             settled |= enough & (found <= 2 * view.quotas)
         return tau.float()
-
-
-def _lowered_to(mean: Tensor, tau: Tensor, view: SegmentedView) -> Tensor:
-    """The mean where no threshold has been found yet and the mean lets a quota through, else ``tau``."""
-    missing = tau == 0
-    if view.x.device.type == "cpu" and not missing.any():
-        return tau
-    found = view.count_above(torch.where(missing, mean, tau).float())
-    return torch.where(missing & (found >= view.quotas), mean, tau)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 
 from lightning_safusion.lookup import suggestion
@@ -12,22 +11,22 @@ from lightning_safusion.sparsify.base import Sparsifier
 ENTRY_POINT_GROUP = "lightning_safusion.compressors"
 
 _BUILTIN = {
-    "topk": "topk:TopK",
-    "randomk": "randomk:RandomK",
-    "threshold": "threshold:Threshold",
+    "topk": "basic:TopK",
+    "randomk": "basic:RandomK",
+    "threshold": "basic:Threshold",
     "dgc": "dgc:DGC",
     "gaussiank": "gaussiank:GaussianK",
     "redsync": "redsync:RedSync",
     "sidco": "sidco:SIDCo",
     "adtopk": "adtopk:ADTopk",
     "oktopk": "oktopk:OkTopk",
-    "none": "identity:NoCompression",
+    "none": "basic:NoCompression",
 }
 
 
 def available_sparsifiers() -> list[str]:
     """Names that :func:`resolve_sparsifier` knows: the built-in ones, then those of installed packages."""
-    return [*_BUILTIN, *sorted(set(_installed()) - set(_BUILTIN))]
+    return [*_BUILTIN, *sorted({entry.name for entry in entry_points(group=ENTRY_POINT_GROUP)} - set(_BUILTIN))]
 
 
 def resolve_sparsifier(spec: str | Sparsifier) -> Sparsifier:
@@ -44,26 +43,19 @@ def resolve_sparsifier(spec: str | Sparsifier) -> Sparsifier:
         return spec
     if not isinstance(spec, str):
         raise TypeError(f"compressor must be a name or a Sparsifier, got {spec!r} of type {type(spec).__name__}")
-    if spec in _BUILTIN:
-        module, _, attribute = _BUILTIN[spec].partition(":")
-        kind = getattr(import_module(f"lightning_safusion.sparsify.{module}"), attribute)
-    else:
-        kind = _load(spec)
+    kind = _entry(spec).load()
     sparsifier = kind()
     if not isinstance(sparsifier, Sparsifier):
         raise TypeError(f"compressor {spec!r} of {kind.__module__} makes {sparsifier!r}, which is not a Sparsifier")
     return sparsifier
 
 
-def _installed() -> dict[str, EntryPoint]:
-    return {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
-
-
-def _load(name: str) -> type:
-    installed = _installed()
-    if name not in installed:
-        names = available_sparsifiers()
-        hint = suggestion(name, names)
-        raise ValueError(f"unknown compressor {name!r}.{hint} Choose one of {', '.join(names)}, or pass a Sparsifier")
-    loaded: type = installed[name].load()
-    return loaded
+def _entry(name: str) -> EntryPoint:
+    if name in _BUILTIN:
+        return EntryPoint(name, f"lightning_safusion.sparsify.{_BUILTIN[name]}", ENTRY_POINT_GROUP)
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
+        if entry.name == name:
+            return entry
+    names = available_sparsifiers()
+    hint = suggestion(name, names)
+    raise ValueError(f"unknown compressor {name!r}.{hint} Choose one of {', '.join(names)}, or pass a Sparsifier")

@@ -109,21 +109,23 @@ class SIDCo(ThresholdSparsifier):
                 open_ &= found > quotas
                 share = torch.log(found / quotas) / (later - done).clamp(min=1)
             mean, variance = _moments(found.double(), total, squares)
-            excess = exponential(mean, share) if self.fit == "exponential" else gpareto(mean, variance, share)
+            # the excesses of exponential magnitudes are exponential with the same mean
+            excess = mean * share if self.fit == "exponential" else gpareto(mean, variance, share)
             tau = torch.where(open_, tau + excess, tau).float()
         return tau
 
     def _first_stage(self, view: SegmentedView, wanted: Tensor) -> Tensor:
         """Threshold that leaves ``wanted`` elements if the magnitudes follow the first distribution."""
         if self.fit == "exponential":
-            return exponential(view.abs_sums() / view.sizes, torch.log(view.sizes / wanted))
+            return view.abs_sums() / view.sizes * torch.log(view.sizes / wanted)
         if self.fit == "gpareto":
             mean, variance = _moments(view.sizes, *view.moments(magnitudes=True))
             return gpareto(mean, variance, torch.log(view.sizes / wanted))
         # Exact zeros have no logarithm, and are never wanted: the gamma distribution is fitted to the others.
         logs, non_zeros = view.log_abs_sums()
         count = non_zeros.clamp(min=1).double()
-        return gamma(view.abs_sums() / count, logs / count, (wanted / count).clamp(max=1))
+        shape, scale = gamma_fit(view.abs_sums() / count, logs / count)
+        return scale * gamma_tail_quantile(shape, (wanted / count).clamp(max=1))
 
     def _adapted(self, state: Tensor, found: Tensor, view: SegmentedView) -> Tensor:
         stages, total, steps = state.unbind(1)
@@ -137,23 +139,10 @@ class SIDCo(ThresholdSparsifier):
         return torch.where((view.quotas > 0).unsqueeze(1), after, state)
 
 
-def exponential(mean: Tensor, log_ratio: Tensor) -> Tensor:
-    """Quantile of the exponential distribution: the magnitudes of a Laplace distribution.
-
-    Args:
-        mean: Mean magnitude.
-        log_ratio: ``ln(1 / density)``.
-    """
-    return mean * log_ratio
-
-
 def gpareto(mean: Tensor, variance: Tensor, log_ratio: Tensor) -> Tensor:
-    """Quantile of the generalised Pareto distribution fitted by moments; a negative shape has bounded support.
+    """Quantile of the generalised Pareto distribution with these moments, from ``log_ratio = ln(1 / density)``.
 
-    Args:
-        mean: Mean magnitude or excess.
-        variance: Their variance.
-        log_ratio: ``ln(1 / density)``.
+    A negative shape has bounded support.
     """
     shape, scale = gpareto_fit(mean, variance)
     near_zero = shape.abs() < 1e-6  # the limit is the exponential distribution
@@ -168,27 +157,19 @@ def gpareto_fit(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
     return 0.5 * (1 - inverse), 0.5 * mean * (1 + inverse)
 
 
-def gamma(mean: Tensor, mean_log: Tensor, density: Tensor) -> Tensor:
-    """Quantile of the gamma distribution, inverted exactly (the paper approximates it for shapes near 1).
-
-    Args:
-        mean: Mean magnitude of the non-zeros.
-        mean_log: Mean logarithm of their magnitudes.
-        density: Share of the non-zeros beyond the quantile, in (0, 1].
-    """
-    shape, scale = gamma_fit(mean, mean_log)
-    return scale * gamma_tail_quantile(shape, density)
-
-
 def gamma_fit(mean: Tensor, mean_log: Tensor) -> tuple[Tensor, Tensor]:
-    """Shape and scale of the gamma distribution: the closed approximation of the maximum likelihood estimate."""
+    """Shape and scale of the gamma distribution with this mean and this mean of the logarithms.
+
+    The closed approximation of the maximum likelihood estimate.
+    """
     s = (torch.log(mean) - mean_log).clamp(min=1e-4)  # 0 for a constant, whose shape is infinite
     shape = (3 - s + torch.sqrt((s - 3) ** 2 + 24 * s)) / (12 * s)
     return shape, mean / shape
 
 
 def gamma_tail_quantile(shape: Tensor, density: Tensor, iterations: int = 12) -> Tensor:
-    """The ``y`` with ``Q(shape, y) = density``, Q the upper regularised incomplete gamma function.
+    """The ``y`` with ``Q(shape, y) = density``, Q the upper regularised incomplete gamma function. (The paper
+    approximates it for shapes near 1.)
 
     Newton's method on ``ln Q``, which is convex in ``y`` for shapes below 1 and concave above: from the lower bound of
     the root in the first case, from the upper one in the second, no step leaves the bracket but by rounding.
@@ -221,4 +202,4 @@ def _most_stages(view: SegmentedView) -> int:
     """Largest number of stages that adaptation may give any segment of the span."""
     live = view.segments.quotas > 0
     ratios = view.segments.sizes[live] / view.segments.quotas[live]
-    return max(1, math.ceil(math.log2(ratios.max()))) if ratios.size else 1
+    return max(1, math.ceil(math.log2(ratios.max(initial=1))))

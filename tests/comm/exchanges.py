@@ -17,7 +17,7 @@ from lightning_safusion.comm.collectives.hierarchical import HierarchicalExchang
 from lightning_safusion.comm.collectives.ok_allreduce import OkTopkExchange
 from lightning_safusion.comm.exchange import Exchange, Notice, Part, SpanSpec, TensorFlag, Verdict
 from lightning_safusion.sparsify.base import Segments, Selection, span_segments
-from lightning_safusion.sparsify.topk import TopK
+from lightning_safusion.sparsify.basic import TopK
 
 CPU = torch.device("cpu")
 Build = Callable[[SpanSpec, Transport], Exchange]

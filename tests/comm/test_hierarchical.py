@@ -16,7 +16,7 @@ from lightning_safusion.comm import SoloTransport
 from lightning_safusion.comm.collectives.hierarchical import HierarchicalExchange, NodeTransports
 from lightning_safusion.comm.exchange import Part, SpanSpec
 from lightning_safusion.sparsify.base import Segments, Selection
-from lightning_safusion.sparsify.topk import TopK
+from lightning_safusion.sparsify.basic import TopK
 from tests.cluster import Cluster, settings
 from tests.comm.exchanges import (
     CPU,

@@ -15,17 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_safusion.sparsify.adtopk import ADTopk
 from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier, span_segments
+from lightning_safusion.sparsify.basic import NoCompression, RandomK, Threshold, TopK
 from lightning_safusion.sparsify.dgc import DGC
 from lightning_safusion.sparsify.gaussiank import GaussianK
-from lightning_safusion.sparsify.identity import NoCompression
 from lightning_safusion.sparsify.oktopk import OkTopk
-from lightning_safusion.sparsify.randomk import RandomK
 from lightning_safusion.sparsify.redsync import RedSync
 from lightning_safusion.sparsify.selection.select import ThresholdSparsifier, segmented_view
 from lightning_safusion.sparsify.selection.torch_view import TorchView
 from lightning_safusion.sparsify.sidco import SIDCo
-from lightning_safusion.sparsify.threshold import Threshold
-from lightning_safusion.sparsify.topk import TopK
 from tests.sparsify.distributions import DENSITIES, SAMPLERS, TAIL_THRESHOLDS, sample
 
 ESTIMATORS: dict[str, Callable[[], ThresholdSparsifier]] = {

@@ -10,14 +10,13 @@ import torch
 
 from lightning_safusion.sparsify.adtopk import ADTopk
 from lightning_safusion.sparsify.base import Segments, Sparsifier, element_quota, span_segments
+from lightning_safusion.sparsify.basic import RandomK, Threshold
 from lightning_safusion.sparsify.dgc import DGC
 from lightning_safusion.sparsify.gaussiank import GaussianK
 from lightning_safusion.sparsify.oktopk import OkTopk
-from lightning_safusion.sparsify.randomk import RandomK
 from lightning_safusion.sparsify.redsync import RedSync
 from lightning_safusion.sparsify.selection.select import segmented_view
 from lightning_safusion.sparsify.sidco import SIDCo
-from lightning_safusion.sparsify.threshold import Threshold
 from tests.sparsify.distributions import found_ratio, sample
 
 ESTIMATORS = [DGC, GaussianK, RedSync, SIDCo, OkTopk, Threshold]

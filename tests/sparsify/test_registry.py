@@ -42,7 +42,7 @@ def test_other_types_are_refused() -> None:
 def test_installed_packages_add_names_but_cannot_replace_builtin_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     group = registry.ENTRY_POINT_GROUP
     offered = [
-        EntryPoint("mine", "lightning_safusion.sparsify.topk:TopK", group),
+        EntryPoint("mine", "lightning_safusion.sparsify.basic:TopK", group),
         EntryPoint("topk", "collections:OrderedDict", group),
         EntryPoint("broken", "collections:OrderedDict", group),
     ]

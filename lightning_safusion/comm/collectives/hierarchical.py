@@ -23,8 +23,8 @@ from lightning_safusion.comm.exchange import Part, SpanSpec, saturated
 from lightning_safusion.comm.transport.interface import Transport, Work
 from lightning_safusion.comm.wire.formats import resolve_codec, value_format
 from lightning_safusion.sparsify.base import Segments, span_segments
+from lightning_safusion.sparsify.basic import TopK
 from lightning_safusion.sparsify.selection.survey import History, SpanSurvey
-from lightning_safusion.sparsify.topk import TopK
 
 _TOP = TopK()
 

@@ -14,7 +14,7 @@ from lightning_safusion.comm.exchange import Exchange, Part, SpanSpec, Verdict
 from lightning_safusion.comm.transport.interface import Transport, Work
 from lightning_safusion.comm.wire.codec import Codec
 from lightning_safusion.sparsify.base import Selection, span_segments
-from lightning_safusion.sparsify.topk import TopK
+from lightning_safusion.sparsify.basic import TopK
 
 _TOP = TopK()
 

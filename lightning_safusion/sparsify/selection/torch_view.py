@@ -1,13 +1,14 @@
 """Segmented selection on accelerators, in PyTorch operations only.
 
 The host never waits: shapes are fixed by the segments, constants are copied once per segmentation, and what depends on
-the data stays on the device. The exact k-th largest magnitude of all segments comes from three integer histograms over
-the 31 magnitude bits (radix selection), so that the result is independent of the order of atomic additions.
+the data stays on the device. All segments are sorted at once; the sort is stable, so that of equals the first comes
+first.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -16,7 +17,6 @@ from torch import Tensor
 from lightning_safusion.sparsify.base import Segments, Selection, constant_of_segments
 from lightning_safusion.sparsify.selection.view import MAGNITUDE_BITS, SegmentedView, device_constant
 
-_DIGITS = ((20, 11), (10, 10), (0, 10))  # (shift, bits) of the digits of a 31-bit key, the most significant first
 _CHUNK = 4096  # elements summed by one thread block
 
 
@@ -68,7 +68,7 @@ def _order_floors(thresholds: Tensor, inclusive: bool) -> Tensor:
     return torch.where(thresholds.isnan(), MAGNITUDE_BITS, floors)
 
 
-def _compact(mask: Tensor, capacity: int) -> Tensor:
+def compact(mask: Tensor, capacity: int) -> Tensor:
     """int64 [capacity], ascending positions where ``mask`` [N] is true (no more than ``capacity``), then zeros."""
     slots = torch.where(mask, mask.cumsum(0) - 1, capacity)
     positions = torch.arange(len(mask), device=mask.device)
@@ -117,18 +117,19 @@ class TorchView(SegmentedView):
 
     def _count(self, mask: Tensor) -> Tensor:
         """int64 [M], true elements of each segment."""
-        return self._running(mask)[self._fixed.edges].diff()
+        return torch.nn.functional.pad(mask.cumsum(0), (1, 0))[self._fixed.edges].diff()
 
     # -- selection -------------------------------------------------------------------------------------------------
 
     def kth_largest(self, k: Tensor | np.ndarray) -> Tensor:
         ranks = device_constant(k, self.x.device) if isinstance(k, np.ndarray) else k
-        bits, _ = self._kth_bits(torch.minimum(ranks.long(), self._fixed.edges.diff()))
-        return torch.where(ranks > 0, bits.int().view(torch.float32), torch.inf)
+        last = self._fixed.edges[:-1] + torch.minimum(ranks.long(), self._fixed.edges.diff())
+        bits = torch.nn.functional.pad(self._bits[self._order], (1, 0))[last]
+        return torch.where(ranks > 0, bits.view(torch.float32), torch.inf)
 
     def top(self) -> Selection:
         mask = self._largest(self._fixed.quotas)
-        indices = _compact(mask, self._fixed.total)
+        indices = compact(mask, self._fixed.total)
         return Selection(indices, self.x[indices], self._fixed.total)
 
     def take(self, thresholds: Tensor, *, inclusive: bool = False) -> Selection:
@@ -154,47 +155,21 @@ class TorchView(SegmentedView):
     def _above(self, thresholds: Tensor, inclusive: bool) -> Tensor:
         return self._bits > _order_floors(thresholds, inclusive)[self._fixed.owner]
 
-    def _running(self, mask: Tensor) -> Tensor:
-        """int64 [N + 1], true elements before each position."""
-        return torch.nn.functional.pad(mask.cumsum(0), (1, 0))
-
     def _select(self, mask: Tensor, capacity: int) -> Selection:
         """What ``mask`` [N] chooses, no more than ``capacity``, in a fixed shape."""
-        indices = _compact(mask, capacity)
+        indices = compact(mask, capacity)
         count = mask.sum()
         valid = torch.arange(capacity, device=self.x.device) < count
         return Selection(indices, torch.where(valid, self.x[indices], 0.0), count)
 
+    @cached_property
+    def _order(self) -> Tensor:
+        """int64 [N], positions segment by segment, in each from the largest magnitude to the smallest."""
+        keys = (self._fixed.owner << 31) + (MAGNITUDE_BITS - self._bits)
+        return keys.sort(stable=True).indices
+
     def _largest(self, ranks: Tensor) -> Tensor:
         """bool [N], the ``ranks`` (int64 [M]) largest elements of each segment, the first ones among equals."""
-        kth, ties = self._kth_bits(ranks)
-        limits = kth[self._fixed.owner]
-        tied = self._bits == limits
-        before = self._running(tied)
-        order = before[:-1] - before[self._fixed.edges[:-1]][self._fixed.owner]
-        return (self._bits > limits) | (tied & (order < ties[self._fixed.owner]))
-
-    def _kth_bits(self, ranks: Tensor) -> tuple[Tensor, Tensor]:
-        """Radix selection in every segment.
-
-        Returns:
-            int64 [M], bits of the ``ranks``-th largest magnitude (rank 0: above all), and int64 [M], how many elements
-            with exactly these bits are among the ``ranks`` largest.
-        """
-        owner, segments = self._fixed.owner, len(self.segments)
-        prefix = torch.zeros_like(ranks)
-        matching = torch.ones_like(self._bits)
-        left = ranks
-        for shift, width in _DIGITS:
-            bins = 1 << width
-            digits = (self._bits >> shift) & (bins - 1)
-            histogram = torch.zeros(segments * bins, dtype=torch.int32, device=self.x.device)
-            histogram.index_add_(0, owner * bins + digits, matching)
-            at_least = histogram.view(segments, bins).flip(1).cumsum(1).flip(1)  # [M, bins], keys with digit >= bin
-            digit = ((at_least >= left[:, None]).sum(1) - 1).clamp_(min=0)
-            above = torch.nn.functional.pad(at_least, (0, 1)).gather(1, digit[:, None] + 1).squeeze(1)
-            left = left - above
-            prefix = (prefix << width) | digit
-            matching = matching * (digits == digit[owner])
-        none = ranks == 0
-        return torch.where(none, MAGNITUDE_BITS, prefix), torch.where(none, 0, left)
+        stops = self._fixed.edges[:-1] + ranks
+        keep = torch.arange(self.x.numel(), device=self.x.device) < stops[self._fixed.owner]
+        return torch.empty_like(keep).scatter_(0, self._order, keep)

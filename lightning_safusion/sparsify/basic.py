@@ -1,19 +1,93 @@
-"""Random-k (Stich et al. 2018; Konecny & Richtarik 2018): positions drawn alike on all ranks."""
+"""The compressors that estimate nothing: Top-k, Random-k, a fixed threshold, and no compression."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Hashable
+import math
 from typing import ClassVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier, as_selection, constant_of_segments
-from lightning_safusion.sparsify.selection.select import empty_selection
+from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier, constant_of_segments, stable_hash
+from lightning_safusion.sparsify.selection.select import (
+    SegmentedView,
+    ThresholdSparsifier,
+    empty_selection,
+    pooled,
+    segmented_view,
+)
+from lightning_safusion.sparsify.selection.survey import SpanSurvey
 from lightning_safusion.sparsify.selection.view import device_constant
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # increment of SplitMix64 (Steele, Lea & Flood 2014): 2^64 / golden ratio
+
+
+class TopK(Sparsifier):
+    """Sends the ``quota`` elements of the largest magnitude of every segment, the first ones among equals.
+
+    The selection error is bounded: ``||x - TopK(x)||^2 <= (1 - k/d) ||x||^2``. Sources: Aji & Heafield 2017; Stich et
+    al. 2018; Alistarh et al. 2018.
+    """
+
+    name: ClassVar[str] = "topk"
+    estimates: ClassVar[bool] = False
+
+    def select(self, x: Tensor, segments: Segments, step: int, survey: SpanSurvey | None = None) -> Selection:
+        if segments.pool:
+            chosen = segmented_view(x, segments, survey).top_pooled()
+            if chosen is not None:
+                return chosen
+            known = {} if survey is None else {"survey": survey}  # `select` of a subclass may take none
+            return pooled(x, segments, lambda span, whole: self.select(span, whole, step, **known), survey)
+        if segments.capacity == 0 or segments.numel == 0:
+            return empty_selection(x.device)
+        return segmented_view(x, segments, survey).top()
+
+
+class NoCompression(TopK):
+    """Sends everything; the room of a tensor is its size, whatever the density."""
+
+    name: ClassVar[str] = "none"
+    shares_indices: ClassVar[bool] = True
+
+    def quota(self, numel: int, shape: tuple[int, ...], density: float) -> int:
+        return numel
+
+    def select(self, x: Tensor, segments: Segments, step: int, survey: SpanSurvey | None = None) -> Selection:
+        """Selects every element; a quota below the size of its segment is filled with the largest ones."""
+        if segments.numel and (segments.quotas == segments.sizes).all():
+            return Selection(_all_indices(segments, x.device), x.clone(), segments.numel)
+        return super().select(x, segments, step, survey)
+
+
+@constant_of_segments
+def _all_indices(segments: Segments, device: torch.device) -> Tensor:
+    return torch.arange(segments.numel, device=device)
+
+
+class Threshold(ThresholdSparsifier):
+    """Sends the elements whose magnitude exceeds a constant, at least one of every segment and at most its quota.
+
+    The threshold is in units of the gradient (plus residual), so it depends on the scale of the loss. Within the quota
+    no element of the residual is larger than ``value``. Sources: Strom 2015; Sahu et al. 2021.
+
+    Args:
+        value: Threshold on the magnitude, 0 or more; 0 sends every non-zero element.
+
+    Raises:
+        ValueError: If ``value`` is negative or not finite.
+    """
+
+    name: ClassVar[str] = "threshold"
+
+    def __init__(self, value: float = 0.01) -> None:
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"the threshold must be finite and at least 0, got {value}")
+        self.value = value
+
+    def thresholds(self, view: SegmentedView, step: int) -> Tensor:
+        return torch.full((len(view.segments),), self.value, device=view.x.device)
 
 
 class RandomK(Sparsifier):
@@ -22,7 +96,7 @@ class RandomK(Sparsifier):
     A segment is laid out on a circle, turned by a random offset and cut into ``quota`` cells; one element is drawn from
     each, in O(quota). The numbers come from a counter-based generator (SplitMix64) keyed by seed, step and segment: all
     ranks draw the same, also in a resumed run, and no generator of the process is touched. Values are not scaled by
-    ``size / quota``: error feedback needs a contraction.
+    ``size / quota``: error feedback needs a contraction. Sources: Stich et al. 2018; Konecny & Richtarik 2018.
 
     Args:
         seed: Any integer, the same on all ranks.
@@ -43,12 +117,9 @@ class RandomK(Sparsifier):
         starts, sizes, quotas, hashes = _active(segments)
         if not len(quotas):
             return empty_selection(x.device)
-        streams = _mix(hashes ^ _key_hash((self.seed, step)))
-        indices = np.sort(_draw(starts, sizes, quotas, streams))
-        if x.device.type == "cpu":
-            return as_selection(indices, x)
-        positions = device_constant(indices, x.device)
-        return Selection(positions, x[positions], len(indices))
+        streams = _mix(hashes ^ np.uint64(stable_hash(repr((self.seed, step)))))
+        indices = device_constant(np.sort(_draw(starts, sizes, quotas, streams)), x.device)
+        return Selection(indices, x[indices], len(indices))
 
 
 @constant_of_segments
@@ -57,8 +128,8 @@ def _active(segments: Segments) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.
     active = (segments.quotas > 0) & (segments.sizes > 0)
     sizes = segments.sizes[active]
     quotas = _deal(np.minimum(segments.quotas[active], sizes), sizes, segments.pool)
-    hashes = np.array([_key_hash(key) for key, on in zip(segments.keys, active, strict=True) if on], np.uint64)
-    return segments.edges[:-1][active], sizes, quotas, hashes
+    hashes = [stable_hash(repr(key)) for key, on in zip(segments.keys, active, strict=True) if on]
+    return segments.edges[:-1][active], sizes, quotas, np.array(hashes, np.uint64)
 
 
 def _deal(quotas: np.ndarray, sizes: np.ndarray, pool: int) -> np.ndarray:
@@ -98,8 +169,3 @@ def _mix(bits: np.ndarray) -> np.ndarray:
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return bits ^ (bits >> np.uint64(31))
-
-
-def _key_hash(key: Hashable) -> np.uint64:
-    # Python's own hash of a string differs from process to process.
-    return np.uint64(int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little"))
