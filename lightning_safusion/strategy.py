@@ -43,12 +43,7 @@ from lightning_safusion.integration.checkpoint import Checkpoints
 from lightning_safusion.integration.engine_exchange import EngineExchange, History, announce
 from lightning_safusion.integration.exchange import Choice, GradientExchange, Mode, choose
 from lightning_safusion.integration.horovod import check_horovod, configure_horovod
-from lightning_safusion.integration.parameters import (
-    dense_parameters,
-    refuse_options,
-    refuse_python_reducer,
-    trainable,
-)
+from lightning_safusion.integration.parameters import dense_parameters, refuse_options, refuse_python_reducer, trainable
 from lightning_safusion.integration.signals import DeferredSignals
 from lightning_safusion.sparsify.base import Sparsifier
 from lightning_safusion.sparsify.memory.contract import Memory
@@ -313,7 +308,7 @@ class SAFusionStrategy(DDPStrategy):
         """Wraps the model anew.
 
         Args:
-            replaced: Parameters that are other objects than those of their names before: the residual is not theirs.
+            replaced: Names of parameters that are other objects now: the residual is not theirs.
             keep: The next engine gets the state of this one.
         """
         if self._ddp is None:

@@ -58,7 +58,7 @@ class _DelayedStep:
         self._optimizer = optimizer
         self._dtype = torch.get_default_dtype()  # optimizers make states in it; Lightning may change it in forward
         self._grads: dict[int, Tensor | None] = {}  # by id of the parameter
-        self._groups: dict[_Bucket | None, list[dict[str, Any]]] = {}
+        self._groups: dict[_Bucket | None, list[dict[str, Any]]] = {}  # None: of parameters that wait for nothing
         for group in optimizer.param_groups:
             members: dict[_Bucket | None, list[Tensor]] = {}
             for param in group["params"]:

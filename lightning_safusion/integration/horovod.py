@@ -126,9 +126,6 @@ def configure_horovod(options: dict[str, Any]) -> None:
     DDP's own process group carries parameters at the start, buffers and control messages. It uses gloo, because two
     stacks of NCCL can deadlock.
 
-    Args:
-        options: Keyword arguments of DDPStrategy.
-
     Raises:
         ModuleNotFoundError: If Horovod is not installed, with the way to install it.
         MisconfigurationException: If an argument does not go with Horovod.
@@ -159,13 +156,9 @@ def configure_horovod(options: dict[str, Any]) -> None:
 def check_horovod(model: nn.Module, started: int, wanted: int) -> None:
     """Refuses jobs that would hang, or whose workers would not train together.
 
-    Args:
-        model: The model before DDP wraps it.
-        started: Processes that Horovod knows.
-        wanted: Processes that Lightning knows.
-
     Raises:
-        MisconfigurationException: If they differ, or the model holds SyncBatchNorm layers.
+        MisconfigurationException: If the numbers of processes that Horovod has ``started`` and that Lightning has
+            ``wanted`` differ, or the model holds SyncBatchNorm layers.
     """
     if started != wanted:
         raise MisconfigurationException(

@@ -178,8 +178,8 @@ def carry_momentum(
 
     Args:
         memories: Error feedback, of one worker or of several, all alike.
-        density: As in :func:`carried_momentum`.
-        optimizers: As there.
+        density: Share of the elements that is sent.
+        optimizers: All that step with what was sent.
         carried: Whether the latest gradient of a parameter is a mean of selected elements.
 
     Returns:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from inspect import signature
 from typing import Any
 
@@ -94,11 +93,7 @@ def refuse_options(options: dict[str, Any], own: list[str]) -> None:
 
 
 def refuse_python_reducer() -> None:
-    """Refuses a setting of Dynamo that leaves out DDP's buckets.
-
-    Raises:
-        MisconfigurationException: If it is set.
-    """
+    """Raises :class:`MisconfigurationException` if Dynamo is set to bypass DDP's buckets."""
     if torch._dynamo.config.optimize_ddp == "python_reducer":
         raise MisconfigurationException(
             "torch._dynamo.config.optimize_ddp='python_reducer' bypasses DDP's buckets, which this strategy "
@@ -155,37 +150,3 @@ def caution(memory: Memory, density: float, optimizer: torch.optim.Optimizer, ca
         f"{name} may end with a higher loss at a density of {density:.2g} than without compression, since the "
         f"residual reaches it late and at once. {remedy}, or a density of {_DENSE_ENOUGH}, lose least"
     )
-
-
-def check_dense_rules(dense: Sequence[str], dense_below: int, dense_below_ndim: int) -> None:
-    """Checks the arguments of the strategy that say which tensors are dense.
-
-    Raises:
-        TypeError: If the patterns are one text, or not texts, or a number is no integer.
-        ValueError: If a number is negative.
-    """
-    if isinstance(dense, str):
-        raise TypeError(f"dense is a list of patterns, got the text {dense!r}: write [{dense!r}]")
-    for pattern in dense:
-        if not isinstance(pattern, str):
-            raise TypeError(f"dense is a list of patterns, texts such as '*.bias', got {pattern!r}")
-    counts = ("dense_below", dense_below, "elements"), ("dense_below_ndim", dense_below_ndim, "dimensions")
-    for name, count, of in counts:
-        if not isinstance(count, int) or isinstance(count, bool):
-            raise TypeError(f"{name} is a number of {of}, an integer, got {count!r}")
-        if count < 0:
-            raise ValueError(f"{name} is a number of {of}, 0 or more, got {count}")
-
-
-def refuse_parts(system: str, parts: Iterable[str], transport: str) -> None:
-    """Refuses parts of the engine for a system that is DDP with another hook.
-
-    Raises:
-        MisconfigurationException: With the names of what was given.
-    """
-    given = [*parts, *(["transport"] if transport != "torch" else [])]
-    if given:
-        raise MisconfigurationException(
-            f"system={system!r} is plain DDP with a hook of torch: it has no {', '.join(given)}. Leave them out, or "
-            "choose another system."
-        )

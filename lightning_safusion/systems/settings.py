@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_safusion.comm.catalogue import find_collective
 from lightning_safusion.fusion.plans.registry import resolve_fusion
 from lightning_safusion.fusion.settings import EngineSettings
-from lightning_safusion.integration.parameters import check_dense_rules, refuse_parts
 from lightning_safusion.sparsify.memory.residual import resolve_memory
 from lightning_safusion.sparsify.registry import resolve_sparsifier
 from lightning_safusion.sparsify.schedule import DensitySchedule, resolve_density
@@ -58,7 +59,12 @@ def job_parts(
     row = resolve_system(system)
     given = {name: part for name, part in parts.items() if part is not None}
     if isinstance(row, HookSystem):
-        refuse_parts(row.name, given, transport)
+        named = [*given, *(["transport"] if transport != "torch" else [])]
+        if named:
+            raise MisconfigurationException(
+                f"system={row.name!r} is plain DDP with a hook of torch: it has no {', '.join(named)}. Leave them out, "
+                "or choose another system."
+            )
         return JobParts(row, engine_settings(_NO_PARTS, density, {}))
     if given.get("fusion") == "behind":
         given = {"scope": "group", "dense_below": 0} | given
@@ -66,8 +72,23 @@ def job_parts(
     dense = given.get("dense", ())
     below = given.get("dense_below", row.dense_below)
     below_ndim = given.get("dense_below_ndim", row.dense_below_ndim)
-    check_dense_rules(dense, below, below_ndim)
+    _check_dense_rules(dense, below, below_ndim)
     return JobParts(row, settings, tuple(dense), below, below_ndim)
+
+
+def _check_dense_rules(dense: Sequence[str], dense_below: int, dense_below_ndim: int) -> None:
+    """Raises :class:`TypeError` or :class:`ValueError` if rules on dense tensors are of another type, or negative."""
+    if isinstance(dense, str):
+        raise TypeError(f"dense is a list of patterns, got the text {dense!r}: write [{dense!r}]")
+    for pattern in dense:
+        if not isinstance(pattern, str):
+            raise TypeError(f"dense is a list of patterns, texts such as '*.bias', got {pattern!r}")
+    counts = ("dense_below", dense_below, "elements"), ("dense_below_ndim", dense_below_ndim, "dimensions")
+    for name, count, of in counts:
+        if not isinstance(count, int) or isinstance(count, bool):
+            raise TypeError(f"{name} is a number of {of}, an integer, got {count!r}")
+        if count < 0:
+            raise ValueError(f"{name} is a number of {of}, 0 or more, got {count}")
 
 
 def engine_settings(row: EngineSystem, density: float | DensitySchedule, given: Mapping[str, Any]) -> EngineSettings:

@@ -76,20 +76,20 @@ class Checkpoints:
         rank, local_rank = ranks
         beside = has_files(plugin)
         asynchronous = type(plugin) is AsyncCheckpointIO and beside
-        whole = engine is not None and "optimizer_states" in checkpoint
-        if engine is not None and whole:
-            self._end_earlier(plugin, path, engine.transport)
+        saved = engine if "optimizer_states" in checkpoint else None  # a checkpoint of weights has no parts
+        if saved is not None:
+            self._end_earlier(plugin, path, saved.transport)
         before = None
         if rank == 0 and asynchronous:
             self._wait(plugin, path)
             before = parts.fingerprint(path)
         nonce, sweeps = None, rank == 0
-        if engine is not None and whole:
+        if saved is not None:
             # first the parts, so that no main checkpoint is ever there before them
-            entry = checkpoint[parts.ENTRY] = save(engine, settings, path, inside=not beside)
+            entry = checkpoint[parts.ENTRY] = save(saved, settings, path, inside=not beside)
             nonce, sweeps = entry["nonce"], local_rank == 0  # on every node: their folders need not be one
             failed = f"{path} could not be saved"
-            _on_all_ranks(write, engine.transport, failed, partial(_discard, plugin, path, rank, entry["nonce"]))
+            _on_all_ranks(write, saved.transport, failed, partial(_discard, plugin, path, rank, entry["nonce"]))
         else:
             write()
         if asynchronous:
