@@ -24,7 +24,7 @@ from lightning_safusion.sparsify.base import Segments
 
 @dataclass(frozen=True)
 class SparseBuffer:
-    """A buffer that is not dense as a whole: what a collective is built for.
+    """A buffer in which some tensors may not be dense; a collective is built for it.
 
     Args:
         spec: Its shape.
@@ -53,13 +53,13 @@ class Communicators:
 
     Args:
         main: All ranks.
-        dense: A second one over all ranks, for dense tensors; only where the collective has such a lane.
+        dense: All ranks, for dense tensors: another one where the collective has a lane for them.
         nodes: Inside and between nodes; only where the collective has two levels.
     """
 
     main: Transport
-    dense: Transport | None = None
-    nodes: NodeTransports | None = None
+    dense: Transport
+    nodes: NodeTransports | None
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Collective:
 
     @property
     def few_bits(self) -> bool:
-        """Messages arrive as their sender wrote them, who can keep what rounding to a few bits takes away."""
+        """See :attr:`Exchange.few_bits`."""
         return self.exchange.few_bits and self.choice != "allreduce"
 
     @property
@@ -93,12 +93,12 @@ class Collective:
 
     @property
     def selects_itself(self) -> bool:
-        """It selects from sums that only it sees."""
+        """See :attr:`Exchange.selects_itself`."""
         return self.exchange.selects_itself
 
     @property
     def conserves(self) -> bool:
-        """All that is sent arrives or stays with its sender."""
+        """See :attr:`Exchange.conserves`."""
         return self.exchange.conserves
 
     def connect(self, main: Transport, node: Hashable = None, own: bool = False) -> Communicators:
@@ -111,7 +111,7 @@ class Collective:
         """
         nodes = NodeTransports.make(main, node) if self.levels else None
         buffers = main.subgroup() if own else main
-        return Communicators(buffers, main.subgroup() if self.dense_lane else None, nodes)
+        return Communicators(buffers, main.subgroup() if self.dense_lane else buffers, nodes)
 
 
 def _allgather(buffer: SparseBuffer, over: Communicators) -> Exchange:
@@ -122,8 +122,6 @@ def _hybrid(buffer: SparseBuffer, over: Communicators) -> Exchange:
     codec = buffer.codec
     if not buffer.spec.dense_runs:
         return SparseAllGather(buffer.spec, over.main, buffer.device, codec)
-    if over.dense is None:
-        raise ValueError("a lane for dense tensors needs a communicator of its own: open them with Collective.connect")
     if codec is None:
         return DenseAllReduce(buffer.spec, over.dense, buffer.device)
     return HybridExchange(buffer.spec, over.main, over.dense, buffer.device, codec)
@@ -132,9 +130,7 @@ def _hybrid(buffer: SparseBuffer, over: Communicators) -> Exchange:
 def _hierarchical(buffer: SparseBuffer, over: Communicators) -> Exchange:
     if over.nodes is None:
         raise ValueError("collective='hierarchical' needs communicators of nodes: open them with Collective.connect")
-    return HierarchicalExchange(
-        buffer.spec, over.nodes, buffer.device, buffer.wire, buffer.dtype, segments=buffer.segments
-    )
+    return HierarchicalExchange(buffer.spec, over.nodes, buffer.device, buffer.wire, buffer.dtype, buffer.segments)
 
 
 def _oktopk(buffer: SparseBuffer, over: Communicators) -> Exchange:

@@ -7,7 +7,6 @@ Rabenseifner and Gropp (IJHPCA 2005, section 4) and, for sparse payloads, Li and
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -57,8 +56,7 @@ class Link:
     def allreduce(self, world_size: int, algorithm: Literal["ring", "tree"] = "ring") -> LinearCost:
         """Dense all-reduce as a function of the bytes of the buffer.
 
-        ``"ring"`` takes ``2 (n - 1)`` messages, ``"tree"`` (recursive halving and doubling) ``2 ceil(log2 n)``; the
-        volume is the same.
+        ``"ring"`` takes ``2 (n - 1)`` messages, ``"tree"`` (recursive halving and doubling) ``2 ceil(log2 n)``.
         """
         steps = {"ring": 2 * (world_size - 1), "tree": 2 * log2_ceil(world_size)}[algorithm]
         return LinearCost(self.launch + steps * self.alpha, ring_allreduce_bytes(world_size, 1) * self.beta)
@@ -66,8 +64,7 @@ class Link:
     def allgather(self, world_size: int, algorithm: Literal["ring", "doubling"] = "ring") -> LinearCost:
         """All-gather as a function of the bytes of one worker's message.
 
-        ``"ring"`` takes ``n - 1`` messages, ``"doubling"`` (recursive doubling) ``ceil(log2 n)``; the volume is the
-        same.
+        ``"ring"`` takes ``n - 1`` messages, ``"doubling"`` (recursive doubling) ``ceil(log2 n)``.
         """
         steps = {"ring": world_size - 1, "doubling": log2_ceil(world_size)}[algorithm]
         return LinearCost(self.launch + steps * self.alpha, allgather_bytes(world_size, 1) * self.beta)
@@ -91,13 +88,7 @@ LINKS: Mapping[str, Link] = MappingProxyType(
 
 
 def log2_ceil(world_size: int) -> int:
-    """``ceil(log2 n)``: rounds of a tree over ``world_size`` workers.
-
-    Raises:
-        ValueError: If there is no worker.
-    """
-    if world_size < 1:
-        raise ValueError(f"world_size must be at least 1, got {world_size}")
+    """``ceil(log2 n)``: rounds of a tree over ``world_size`` workers, at least one."""
     return (world_size - 1).bit_length()
 
 
@@ -115,11 +106,10 @@ def fit_linear(samples: Sequence[tuple[float, float]]) -> LinearCost:
     """Fits ``fixed + per_byte * bytes`` to measurements.
 
     Least squares of the *relative* error, since sizes span orders of magnitude, reweighted by Huber's function so that
-    a disturbed measurement counts little. Both coefficients are at least 0. One size alone tells nothing about the
-    slope: it gives a constant.
+    a disturbed measurement counts little. Both coefficients are at least 0. One size alone gives a constant.
 
     Args:
-        samples: ``(bytes, seconds)``, at least one, both finite and not negative.
+        samples: ``(bytes, seconds)``.
 
     Raises:
         ValueError: If there is no sample, or one is negative or not finite.
@@ -127,9 +117,8 @@ def fit_linear(samples: Sequence[tuple[float, float]]) -> LinearCost:
     data = np.asarray(samples, dtype=np.float64).reshape(-1, 2)
     if not len(data):
         raise ValueError("fit_linear needs at least one (bytes, seconds) sample, got none")
-    for nbytes, seconds in data:
-        if not (math.isfinite(nbytes) and math.isfinite(seconds) and nbytes >= 0 and seconds >= 0):
-            raise ValueError(f"samples must be finite and not negative, got ({nbytes} bytes, {seconds} s)")
+    for nbytes, seconds in data[~((data >= 0) & np.isfinite(data)).all(axis=1)]:
+        raise ValueError(f"samples must be finite and not negative, got ({nbytes} bytes, {seconds} s)")
     size, time = data.T
     tiny = float(time.max()) * 1e-9
     if tiny == 0:

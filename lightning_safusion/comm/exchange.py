@@ -1,4 +1,4 @@
-"""The exchange of one fusion buffer: what every collective takes and gives back."""
+"""The exchange of one fusion buffer: the contract of a collective."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPARSE_CLEAR_SHARE = 4
 
 
 class TensorFlag(IntFlag):
-    """What a rank says of one tensor in this step, in the header of every message."""
+    """State of one tensor on one rank in this step, in the header of every message."""
 
     FRESH = 1  #: its gradient was computed in this step and is in the message
     BAD = 2  #: its gradient is not finite and is not in the message
@@ -32,7 +32,7 @@ class TensorFlag(IntFlag):
 
 
 class Notice(IntFlag):
-    """What a rank says to all others in the header of its messages, whatever tensors are in them."""
+    """Messages of a rank to all others, in the header of its messages."""
 
     FAILED = 1  #: it could not fill a message
     TERMINATE = 2  #: it was asked to end (SIGTERM)
@@ -86,14 +86,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What all ranks together said of the tensors of one buffer; the same on all ranks.
+    """The flags and notices of all ranks for the tensors of one buffer; the same on all ranks.
 
     Args:
         fresh: int64 [T], number of ranks with a fresh gradient.
         bad: bool [T], not finite on some rank.
         bypass: bool [T], on some rank it must bypass compression.
         notices: Bits of :class:`Notice` that some rank has set.
-        plain: Every tensor is fresh on all ranks, and nothing else was said: almost every step.
+        plain: Every tensor is fresh on all ranks, without other flags or notices: almost every step.
     """
 
     fresh: np.ndarray
@@ -103,37 +103,26 @@ class Verdict:
     plain: bool = False
 
     @classmethod
-    def regular(cls, num_tensors: int, world_size: int) -> Verdict:
-        """Every tensor fresh on all ranks, and nothing wrong."""
-        nothing = np.zeros(num_tensors, bool)
-        return cls(np.full(num_tensors, world_size), nothing, nothing, 0, plain=True)
-
-    @classmethod
-    def of(cls, flags: np.ndarray, notices: int) -> Verdict:
-        """From the flags of all ranks, uint8 [world_size, T]."""
-        return cls(
-            ((flags & TensorFlag.FRESH) != 0).sum(axis=0),
-            ((flags & TensorFlag.BAD) != 0).any(axis=0),
-            ((flags & TensorFlag.BYPASS) != 0).any(axis=0),
-            notices,
-        )
+    def of(cls, headers: np.ndarray) -> Verdict:
+        """From the flags and notices of all ranks, uint8 [world_size, T + 1]."""
+        flags, notices = headers[:, :-1], int(np.bitwise_or.reduce(headers[:, -1]))
+        fresh, bad, bypass = ((flags & flag) != 0 for flag in TensorFlag)
+        plain = not notices and bool((flags == TensorFlag.FRESH).all())
+        return cls(fresh.sum(axis=0), bad.any(axis=0), bypass.any(axis=0), notices, plain)
 
     def is_regular(self, world_size: int) -> bool:
         """Whether every tensor is fresh on all ranks, and bypasses compression on none."""
         return bool((self.fresh == world_size).all()) and not self.bypass.any()
 
     def irregular(self, world_size: int) -> np.ndarray:
-        """bool [T]: tensors that must be averaged uncompressed in a second pass: they bypass compression on some rank,
-        or are fresh on some ranks only."""
+        """bool [T]: tensors that a second pass averages uncompressed: they bypass compression on some rank, or are
+        fresh on some ranks only."""
         return self.bypass | ((self.fresh > 0) & (self.fresh < world_size))
 
 
 def saturated(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor, cut to the range of ``dtype``: the excess stays in the residual and is sent later.
-
-    Of the 16-bit formats only float16 has a range that sums of gradients leave.
-    """
-    if dtype != torch.float16:
+    """The tensor, cut to the range of ``dtype``: the excess stays in the residual and is sent later."""
+    if dtype != torch.float16:  # sums of gradients do not leave the range of other formats
         return tensor
     limit = torch.finfo(dtype).max
     return tensor.clamp(-limit, limit)
@@ -160,7 +149,7 @@ class Exchange(ABC):
         work: The collective, between :meth:`start` and :meth:`wait`.
     """
 
-    #: What :meth:`sent` returns on all ranks adds up to what was delivered, so that nothing of a gradient is lost.
+    #: The results of :meth:`sent` on all ranks add up to the delivered sum, so that nothing of a gradient is lost.
     conserves: ClassVar[bool] = True
     #: Messages arrive as their sender wrote them, so that it can keep the error of rounding to a few bits.
     few_bits: ClassVar[bool] = False
@@ -180,15 +169,16 @@ class Exchange(ABC):
         nonempty = [t for t in range(spec.num_tensors) if spec.edges[t] < spec.edges[t + 1]]
         self._nonempty = device_constant(np.array(nonempty, np.int64), device)
         self._firsts = device_constant(np.array([spec.edges[t] for t in nonempty], np.int64), device)
+        empty = torch.zeros(0, dtype=torch.int64, device=device)
+        self._nothing = Selection(empty, empty.to(torch.float32), 0)
+        self._sent = (self._nothing.indices, self._nothing.values)
         # where, besides the dense runs, decode has written to the scratch; None: anywhere
         self._written: list[Tensor] | None = None
 
     def begin(self, x: Tensor, part: Part) -> None:
-        """Starts what needs no selection, before there is one; :meth:`encode` and :meth:`start` always follow.
+        """Starts the part that needs no selection; :meth:`encode` and :meth:`start` always follow.
 
-        Args:
-            x: As in :meth:`encode`.
-            part: As in :meth:`encode`, without selection and notices.
+        Arguments as in :meth:`encode`, without selection and notices.
         """
         raise NotImplementedError(f"{type(self).__name__} has nothing that begins before the selection")
 
@@ -203,7 +193,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Starts the collective with what was packed."""
+        """Starts the collective with the packed part."""
 
     def wait(self) -> None:
         """Waits for the collective; raises the backend's error if a peer has died."""
@@ -213,11 +203,11 @@ class Exchange(ABC):
 
     @abstractmethod
     def verdict(self) -> Verdict:
-        """What all ranks said in their headers, once :meth:`wait` has returned (waits for the device)."""
+        """The headers of all ranks, once :meth:`wait` has returned (waits for the device)."""
 
     @abstractmethod
     def decode(self, scratch: Tensor) -> Tensor:
-        """Reads what all ranks sent, adding rank by rank so that every rank gets the same bits.
+        """Reads the messages of all ranks, adding rank by rank so that every rank gets the same bits.
 
         Args:
             scratch: float32 [N] of zeros that the result may be built in.
@@ -274,9 +264,9 @@ class Exchange(ABC):
                 piece.zero_()
         self._written = None
 
-    @abstractmethod
     def sent(self) -> tuple[Tensor, Tensor]:
         """``(indices int64 [K], values float32 [K])`` of the sparse part as the receivers decoded them."""
+        return self._sent
 
     def sent_message(self) -> native.Message | None:
         """The message itself, where compiled kernels can read it; None otherwise."""
@@ -299,23 +289,15 @@ class StreamOrderedExchange(Exchange):
     """An exchange that can be decoded and judged on the device, while the host proceeds.
 
     Attributes:
-        headers: What all ranks said, as received, on the device of the span.
+        headers: Of all ranks, as received, on the device of the span.
     """
 
     headers: Tensor
 
     @abstractmethod
     def verdict(self, headers: Tensor | None = None) -> Verdict:
-        """See :meth:`Exchange.verdict`.
-
-        Args:
-            headers: A copy of :attr:`headers` in host memory, so that nothing is waited for.
-        """
+        """See :meth:`Exchange.verdict`; given a copy of :attr:`headers` on the host it does not wait."""
 
     @abstractmethod
     def standing(self) -> tuple[Tensor, Tensor]:
-        """The verdict on the device of the span.
-
-        Returns:
-            bool [T], not finite on some rank; and bool: every rank sent every tensor, and none of them is bad.
-        """
+        """The verdict on the device: bool [T], not finite on some rank; and bool: all tensors of all ranks are good."""

@@ -24,7 +24,7 @@ Build = Callable[[SpanSpec, Transport], Exchange]
 
 
 def span(numel: int, capacity: int, dense: tuple[int, int] | None = None) -> SpanSpec:
-    """A span of one tensor; or of three, the middle one of which travels whole."""
+    """A span of one tensor; or of three, the middle one of which is dense."""
     if dense is None:
         return SpanSpec(numel, capacity, (0, numel), ())
     return SpanSpec(numel, capacity, (0, *dense, numel), ((*dense, torch.float32),))
@@ -80,7 +80,7 @@ class Received:
 
 
 def part_of(x: Tensor, spec: SpanSpec, flag: int = TensorFlag.FRESH, notices: int = 0) -> Part:
-    """The exact top-k of what does not travel whole."""
+    """The exact top-k of the tensors that are not dense."""
     sparse = x.clone()
     for start, stop, _ in spec.dense_runs:
         sparse[start:stop] = 0

@@ -1,4 +1,4 @@
-"""Collectives of several phases under the whole engine: what is not delivered is held back, to the last bits."""
+"""Collectives of several phases under the whole engine: undelivered entries are in the residual, to the last bits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BUILDS: dict[str, Build] = {
 
 
 def drift(monkeypatch: pytest.MonkeyPatch, build: Build, world_size: int, **options: Any) -> float:
-    """Largest share of all gradients of a tensor that was neither delivered nor held back, in eight windows."""
+    """Largest share of all gradients of a tensor that was neither delivered nor in the residual, in eight windows."""
     row = Collective(SparseAllGather, lambda buffer, over: build(buffer.spec, over.main))
     monkeypatch.setitem(COLLECTIVES, "tested", row)
     cluster = Cluster(world_size, lambda: settings(collective="tested", density=0.05, **options), specs(dense=(1, 4)))

@@ -61,7 +61,7 @@ def test_mass_is_lost() -> None:
     xs[2][0], xs[3][1] = 4.0, 9.0  # 4 at position 0 is cut by 9 at position 1, which is cut by 10
     results = Workers(4, spec, gtopk()).step(xs)
     assert (results[0].mean * 4).tolist() == [10.0, 0.0, 0.0, 0.0]
-    assert results[2].sent.tolist() == [4.0, 0.0, 0.0, 0.0]  # gone: neither delivered nor held back
+    assert results[2].sent.tolist() == [4.0, 0.0, 0.0, 0.0]  # gone: neither delivered nor in the residual
     assert results[3].sent.tolist() == [0.0] * 4  # goes back to its residual
     assert lost(results) == 4.0
 

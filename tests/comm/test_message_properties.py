@@ -1,6 +1,6 @@
 """Messages of every wire format, of selections that Hypothesis makes.
 
-Covers: what was sent arrives, whole or piece by piece, with and without compiled kernels; equal bytes from host and
+Covers: what was sent arrives, at once or piece by piece, with and without compiled kernels; equal bytes from host and
     accelerator selections, every one of them written; a message that was damaged in any way is refused or read inside
     of its bounds; a message of another size is refused.
 """

@@ -85,7 +85,7 @@ def moved(workers: Workers, rank: int) -> float:
 
 
 @each_of(ALL)
-def test_dense_pieces_travel_whole(build: Build) -> None:
+def test_dense_pieces_are_averaged(build: Build) -> None:
     workers = Workers(3, span(2000, 20, dense=(500, 900)), build)
     for step in range(3):
         xs = gradients(3, 2000, seed=step)
@@ -109,7 +109,7 @@ def test_of_an_absent_tensor_nothing_is_sent(build: Build) -> None:
 
 
 @each_of(ALL)
-def test_a_span_that_travels_whole(build: Build) -> None:
+def test_a_dense_span(build: Build) -> None:
     workers = Workers(3, span(100, 0, dense=(0, 100)), build)
     for step in range(2):
         xs = gradients(3, 100, seed=step)

@@ -25,7 +25,6 @@ from lightning_safusion.comm.exchange import (
 from lightning_safusion.comm.transport.interface import Transport
 from lightning_safusion.comm.wire.codec import Codec
 from lightning_safusion.kernels import cpu as native
-from lightning_safusion.sparsify.base import Selection
 
 _AVERAGED_TOGETHER = 1 << 18  # elements of dense tensors
 
@@ -40,9 +39,7 @@ class SparseAllGather(StreamOrderedExchange):
     Volume per worker: ``(world_size - 1) * message`` bytes received (recursive doubling or ring).
 
     Args:
-        spec: Shape of the exchange.
-        transport: Communicator.
-        device: Where the span lives.
+        spec, transport, device: See :class:`Exchange`.
         codec: Wire format of the selection; None if the whole span is dense.
     """
 
@@ -74,17 +71,14 @@ class SparseAllGather(StreamOrderedExchange):
         self._received_lanes = [self._lane_views(message) for message in self._messages]
         self.headers = messages[:, : tensors + 1]
         on_host = device.type == "cpu"
-        self._regular = Verdict.regular(tensors, workers)
-        self._regular_headers = (bytes([TensorFlag.FRESH]) * tensors + b"\0") * workers
+        regular = np.tile(np.array([*[TensorFlag.FRESH] * tensors, 0], np.uint8), (workers, 1))
+        self._regular, self._regular_headers = Verdict.of(regular), regular.tobytes()
         self._write = None if codec is None else codec.outbox(self._send[self._selection])
         self._inbox = codec.inbox(messages[:, self._selection]) if codec is not None and on_host else None
         self._read: list[native.Message] = []  # of this window, where compiled kernels have read them
-        empty = torch.zeros(0, dtype=torch.int64, device=device)
-        self._nothing = Selection(empty, empty.to(torch.float32), 0)
         # On the host the message can be read again: entries take several times its bytes. On an accelerator that would
         # be more launches, and a message without positions would give them for the whole span.
         self._reads_again = codec is not None and codec.layout != "dense" and on_host
-        self._sent = (self._nothing.indices, self._nothing.values)
 
     def _lane_views(self, message: Tensor) -> list[Tensor]:
         return [
@@ -156,7 +150,7 @@ class SparseAllGather(StreamOrderedExchange):
         return all_finite(mean)
 
     def _decoded(self, codec: Codec, start: int, stop: int) -> list[native.Message]:
-        """What all messages have of some elements."""
+        """The entries of all messages in the elements ``[start, stop)``."""
         readers = [codec.reader(message[self._selection]) for message in self._messages]
         return [native.Message.decoded(*read(start, stop)) for read in readers]
 
@@ -172,7 +166,7 @@ class SparseAllGather(StreamOrderedExchange):
 
     @cached_property
     def _dense_parts(self) -> list[tuple[range, list[Tensor]]]:
-        """Dense tensors that are averaged together, and what each rank has sent of them.
+        """Dense tensors that are averaged together, and the parts of the ranks' messages that hold them.
 
         One operation for each of many small tensors costs more than a copy; a large one alone needs no copy.
         """
@@ -189,10 +183,8 @@ class SparseAllGather(StreamOrderedExchange):
         return parts
 
     def verdict(self, headers: Tensor | None = None) -> Verdict:
-        flags = (self.headers if headers is None else headers).cpu().numpy()
-        if flags.tobytes() == self._regular_headers:
-            return self._regular
-        return Verdict.of(flags[:, :-1], int(np.bitwise_or.reduce(flags[:, -1])))
+        received = (self.headers if headers is None else headers).cpu().numpy()
+        return self._regular if received.tobytes() == self._regular_headers else Verdict.of(received)
 
     def standing(self) -> tuple[Tensor, Tensor]:
         flags, notices = self.headers[:, :-1], self.headers[:, -1]
@@ -205,7 +197,7 @@ class SparseAllGather(StreamOrderedExchange):
     def sent_message(self) -> native.Message | None:
         if not self._read and self._inbox is not None and native.usable():
             self._read = self._inbox()
-        return self._read[self.transport.rank] if self._read else None  # what has come back to this rank
+        return self._read[self.transport.rank] if self._read else None
 
     def sent_dense(self, start: int, stop: int, x: Tensor) -> Tensor:
         dtype = next(d for a, b, d in self.spec.dense_runs if a <= start and stop <= b)

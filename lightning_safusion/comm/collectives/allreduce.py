@@ -25,13 +25,11 @@ _COUNTED = (TensorFlag.FRESH, TensorFlag.BAD, TensorFlag.BYPASS)
 class DenseAllReduce(StreamOrderedExchange):
     """Ring all-reduce of the whole span in one dtype; ``2 (n - 1) / n`` buffers received per worker.
 
-    The flags of every tensor, and this rank's notices, are ones behind the data. Their sums say how many ranks set
-    them.
+    The flags of every tensor, and the notices, are ones behind the data: their sums are the numbers of ranks.
 
     Args:
         spec: Shape of the exchange; the dense runs give the dtype (the wider one where they differ).
-        transport: Communicator.
-        device: Where the span lives.
+        transport, device: See :class:`Exchange`.
         half: Send float32 as float16. The rounding error of a rank's own part stays in its residual; that of the sum is
             lost, as with DDP's fp16 hook.
     """
@@ -77,8 +75,8 @@ class DenseAllReduce(StreamOrderedExchange):
         received = self.headers if headers is None else headers
         counts, notices = self._counts(received.cpu().float().round().long())
         fresh, bad, bypass = counts.numpy()
-        said = sum(int(notice) for notice, count in zip(Notice, notices.tolist(), strict=True) if count > 0)
-        return Verdict(fresh, bad > 0, bypass > 0, said)
+        heard = sum(int(notice) for notice, count in zip(Notice, notices.tolist(), strict=True) if count > 0)
+        return Verdict(fresh, bad > 0, bypass > 0, heard)
 
     def standing(self) -> tuple[Tensor, Tensor]:
         counts, notices = self._counts(self.headers)
@@ -95,13 +93,6 @@ class DenseAllReduce(StreamOrderedExchange):
         if runs:
             pieces = self._buffer[: self.spec.numel].split([len(run) for run in runs])
             torch._foreach_copy_(list(runs), list(pieces))
-
-    def release(self, scratch: Tensor) -> None:
-        return  # nothing was written to the scratch
-
-    def sent(self) -> tuple[Tensor, Tensor]:
-        empty = torch.zeros(0, dtype=torch.int64, device=self.device)
-        return empty, empty.to(torch.float32)
 
     def sent_dense(self, start: int, stop: int, x: Tensor) -> Tensor:
         piece = saturated(x[start:stop], self.dtype)

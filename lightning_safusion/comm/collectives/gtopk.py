@@ -25,18 +25,16 @@ def tree_rounds(world_size: int) -> list[list[tuple[int, int]]]:
 class GTopKExchange(MultiPhaseExchange):
     """Adds selections pairwise and keeps the ``capacity`` largest sums each time, until one list is left for all.
 
-    What a rank sent comes out of its residual where the list has its position, else it stays. **This loses mass**: a
-    contribution that was cut on its way, at a position that another one carried to the end, is neither delivered nor
-    kept. The paper has it so.
+    An entry of a rank leaves its residual if its position is in the list, else it stays. **This loses mass**, as in the
+    paper: an entry that is cut on its way, at a position that reaches the list with another rank's entry, is neither
+    delivered nor kept.
 
     Lists go up a binomial tree to rank 0, which broadcasts the result (the paper's algorithm). With messages of ``S``
     bytes these are ``2 log2 n`` messages one after the other, in all ``2 (n - 1) S`` bytes over all workers. The result
     is rounded to the wire's values after every addition.
 
     Args:
-        spec: Shape of the exchange.
-        transport: Communicator with point-to-point messages.
-        device: Where the span lives.
+        spec, transport, device: See :class:`Exchange`; the transport needs point-to-point messages.
         codec: Wire format of a list; None if the whole span is dense.
     """
 

@@ -87,7 +87,7 @@ class HierarchicalExchange(MultiPhaseExchange):
     2. *Between*: the largest sums of a shard, exactly, go to the owners of that shard in all other nodes: an
        all-gather. Each segment of the span has its quota; where a shard's edge cuts it, each piece has its share of
        that, rounded up.
-    3. *Inside*: every worker gets what the owners have.
+    3. *Inside*: every worker gets the messages that the owners have gathered.
 
     So a node sends ``capacity`` entries (one more for every cut), not ``capacity`` for each of its workers:
     ``(nodes - 1) * S`` bytes cross a node's network card, where a flat all-gather takes
@@ -98,15 +98,11 @@ class HierarchicalExchange(MultiPhaseExchange):
     to what one residual of the node would be. The rounding error of a sum stays with the owner of its shard.
 
     Args:
-        spec: Shape of the exchange.
+        spec, device: See :class:`Exchange`.
         transports: Communicators of both levels.
-        device: Where the span lives.
         wire: Wire format between nodes, by name.
         dtype: Dtype of the gradients; see :func:`resolve_codec`.
         segments: The cut of the span and the quotas; None is one segment.
-
-    Raises:
-        ValueError: If ``wire`` is unknown.
     """
 
     selects_itself = True
@@ -137,13 +133,12 @@ class HierarchicalExchange(MultiPhaseExchange):
         self._message_sizes = message_sizes(self._codecs) + beyond
         self._x = torch.zeros(spec.numel if spec.capacity else 0, dtype=value_format(wire).dtype, device=device)
         self._absent: Sequence[int] = ()
-        self._sent = Entries.none(device)
         self._scattering: tuple[Tensor, Work] | None = None
         (mine,) = (ranks for ranks in transports.nodes if transports.world.rank in ranks)
         self._own_messages = [rail.index(mine[shard]) for shard, rail in enumerate(transports.rails)]
 
     def sent(self) -> tuple[Tensor, Tensor]:
-        return self._sent.indices, self._sent.values
+        return self._sent
 
     def _pack(self, x: Tensor, part: Part) -> None:
         if not len(self._x):
@@ -190,7 +185,7 @@ class HierarchicalExchange(MultiPhaseExchange):
         return received
 
     def _added(self, received: Sequence[Tensor], total: Tensor) -> Entries:
-        """Adds up the messages of all nodes, shard by shard, and notes what of them came from this rank."""
+        """Adds up the messages of all nodes, shard by shard, and records this rank's part of its node's."""
         sums, sent = [], []
         for shard, (low, high) in enumerate(pairwise(self._edges)):
             lists = decoded(received[shard], [self._codecs[shard]] * len(self.transports.nodes))
@@ -200,8 +195,9 @@ class HierarchicalExchange(MultiPhaseExchange):
             if shard == self.transports.inside.rank:
                 values += own.values - total[own.indices]
             sent.append(Entries(own.indices, values).shifted(low))
-        self._sent = joined(sent)
+        own = joined(sent)
         for tensor in self._absent:  # not even a rounding error of theirs is this rank's
             low, high = self.spec.edges[tensor : tensor + 2]
-            self._sent = self._sent[(self._sent.indices < low) | (self._sent.indices >= high)]
+            own = own[(own.indices < low) | (own.indices >= high)]
+        self._sent = own.indices, own.values
         return joined(sums)

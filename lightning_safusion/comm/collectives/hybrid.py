@@ -28,10 +28,9 @@ class HybridExchange(SparseAllGather):
     launches its all-reduce.
 
     Args:
-        spec: Shape of the exchange; needs tensors of both kinds.
+        spec, device: See :class:`Exchange`; needs tensors of both kinds.
         gather: Communicator of selections.
         reduce: Communicator of dense tensors.
-        device: Where the span lives.
         codec: Wire format of the selection.
     """
 

@@ -100,7 +100,7 @@ def encoded(parts: Sequence[Entries], codecs: Sequence[Codec | None], device: to
 
 
 def decoded(message: Tensor, codecs: Sequence[Codec | None]) -> list[Entries]:
-    """Reads what :func:`encoded` has written; zeros are left out, since padding cannot be told from them."""
+    """Reads what :func:`encoded` has written; zeros are left out, since padding looks the same."""
     lists = []
     for codec, part in zip(codecs, message.split(message_sizes(codecs)), strict=True):
         entries = Entries.none(message.device) if codec is None else Entries(*codec.decode(part))
@@ -119,11 +119,6 @@ class MultiPhaseExchange(Exchange):
     :meth:`start` launches the phases that need no other. All others run in :meth:`wait`, which must be called in plan
     order on all ranks, as the end of a window does. Subclasses implement :meth:`_pack`, :meth:`_launch_first` and
     :meth:`_finish`; the sum over ranks that the last one returns must be the same on all ranks, bit for bit.
-
-    Args:
-        spec: Shape of the exchange.
-        transport: Communicator of all ranks.
-        device: Where the span lives.
     """
 
     def __init__(self, spec: SpanSpec, transport: Transport, device: torch.device) -> None:
@@ -139,7 +134,7 @@ class MultiPhaseExchange(Exchange):
 
     @abstractmethod
     def _launch_first(self) -> None:
-        """Launches what needs nothing from other ranks."""
+        """Launches the phases that need no result of another."""
 
     @abstractmethod
     def _finish(self) -> Entries:
@@ -174,7 +169,7 @@ class MultiPhaseExchange(Exchange):
         return scratch
 
     def sent(self) -> tuple[Tensor, Tensor]:
-        # what was not delivered stays in the residual
+        # undelivered entries stay in the residual
         delivered = self._offered[torch.isin(self._offered.indices, self._result.indices, assume_unique=True)]
         return delivered.indices, delivered.values
 

@@ -23,7 +23,7 @@ from lightning_safusion.sparsify.base import Selection
 class Stream:
     """The rounds of one backward window.
 
-    Message: ``[flags of all tensors | done | notices | entries]``; the flags are complete in a message that says done.
+    Message: ``[flags of all tensors | done | notices | entries]``; the flags are complete in a message with ``done``.
 
     Args:
         transport: A communicator of its own: ranks launch at their own pace.
@@ -47,6 +47,7 @@ class Stream:
         self._nbytes = self._entries_at + self._codec.nbytes
         self._mean = torch.zeros(int(edges[-1]), device=device)
         self._pool: list[Tensor] = []  # uint8 [1 + world_size, bytes] of each round: what is sent, and received
+        self.bytes_sent = 0  # by this rank in the last window
         self._begin()
 
     def _begin(self) -> None:
@@ -58,13 +59,8 @@ class Stream:
         self._notices = 0
         self._verdict: np.ndarray | None = None  # of a window that has ended
 
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that this rank has sent in the window."""
-        return len(self._rounds) * self._nbytes
-
     def append(self, tensor: int, selection: Selection, flag: int, notices: int) -> Tensor:
-        """Queues what this rank sends of a tensor, and launches every buffer that is full.
+        """Queues this rank's elements of a tensor, and launches every buffer that is full.
 
         Args:
             tensor: Place of the tensor.
@@ -104,10 +100,10 @@ class Stream:
         self._rounds.append((received, self.transport.all_gather(received.view(-1), send)))
 
     def finish(self) -> np.ndarray:
-        """Sends what is left and takes part until every rank is done, adding everything up, rank by rank.
+        """Sends the rest and takes part until every rank is done, adding all entries up, rank by rank.
 
         Returns:
-            uint8 [world_size, L + 2]: what every rank says of every tensor, that it is done, and its notices.
+            uint8 [world_size, L + 2]: of every rank the flags of all tensors, 1 (done), and its notices.
         """
         number, scale = 0, 1.0 / self.transport.world_size
         while self._verdict is None:
@@ -119,9 +115,9 @@ class Stream:
                 indices, values = self._codec.decode(message[self._entries_at :])
                 self._mean.scatter_add_(0, indices, values * scale)
             headers = received[:, : self._tensors + 2].cpu().numpy()
-            if headers[:, -2].all():
-                self._verdict = headers.copy()
             number += 1
+            if headers[:, -2].all():
+                self._verdict, self.bytes_sent = headers.copy(), number * self._nbytes
         return self._verdict
 
     def mean(self, tensor: int) -> Tensor:
@@ -142,10 +138,8 @@ class StreamedTensor(Exchange):
         super().__init__(spec, stream.transport, stream.device)
         self.stream = stream
         self.place = place
-        empty = torch.zeros(0, dtype=torch.int64, device=stream.device)
-        self._nothing = Selection(empty, empty.to(torch.float32), 0)
         self._packed = (self._nothing, 0, 0)
-        self._sent = (self._nothing.indices, self._nothing.values)
+        self._values = self._nothing.values
 
     def encode(self, x: Tensor, part: Part) -> None:
         selection = None if part.absent else part.selection
@@ -155,8 +149,9 @@ class StreamedTensor(Exchange):
 
     def start(self) -> None:
         selection, flag, notices = self._packed
-        values = self.stream.append(self.place, selection, flag, notices)
-        self._sent = (selection.indices[: len(values)], values)
+        self._values = self.stream.append(self.place, selection, flag, notices)
+        if not self.spec.dense_runs:
+            self._sent = (selection.indices[: len(self._values)], self._values)
 
     def wait(self) -> None:
         self.stream.finish()
@@ -165,9 +160,7 @@ class StreamedTensor(Exchange):
             self.bytes_received = self.bytes_sent * (self.transport.world_size - 1)
 
     def verdict(self) -> Verdict:
-        headers = self.stream.finish()
-        flags = headers[:, self.place : self.place + 1]
-        return Verdict.of(flags, int(np.bitwise_or.reduce(headers[:, -1])))
+        return Verdict.of(self.stream.finish()[:, [self.place, -1]])
 
     def decode(self, scratch: Tensor) -> Tensor:
         return self.stream.mean(self.place)
@@ -175,8 +168,5 @@ class StreamedTensor(Exchange):
     def release(self, scratch: Tensor) -> None:
         self.stream.mean(self.place).zero_()
 
-    def sent(self) -> tuple[Tensor, Tensor]:
-        return self._sent if not self.spec.dense_runs else (self._nothing.indices, self._nothing.values)
-
     def sent_dense(self, start: int, stop: int, x: Tensor) -> Tensor:
-        return self._sent[1][start:stop]
+        return self._values[start:stop]

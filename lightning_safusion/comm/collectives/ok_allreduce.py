@@ -37,16 +37,16 @@ class OkTopkExchange(MultiPhaseExchange):
     """Delivers the entries of the sum of all selections whose magnitude reaches a global threshold.
 
     1. *Split and reduce*: the span is cut into one region for each rank; each rank sends its entries to the owners of
-       their regions, which add them up. The regions are the mean of what the ranks would need to have as many entries
-       in each; agreed anew every ``repartition`` steps.
+       their regions, which add them up. Each rank proposes regions that hold equally many of its entries; the mean of
+       these is agreed anew every ``repartition`` steps.
     2. *Select*: every ``refresh`` steps all sums are gathered, and the ``capacity`` largest are kept, exactly; their
-       smallest magnitude is the threshold. In between an owner keeps what reaches it, and the threshold follows the
+       smallest magnitude is the threshold. In between an owner keeps sums that reach it, and the threshold follows the
        number found; where that is off by more than a factor of four, the next step refreshes.
     3. *Balance*: where the longest list exceeds ``balance`` times the mean, lists are cut anew, into equal ones.
     4. *Gather*: every rank gets all lists.
 
-    What a rank sent comes out of its residual where it was delivered; elsewhere it stays, and is sent again. As the sum
-    at a delivered position holds what every rank sent, nothing is lost.
+    Delivered entries leave the residual of their sender; others stay there, and are sent again. As the sum at a
+    delivered position holds the entries of all ranks, nothing is lost.
 
     The volume per worker is one to three times ``(n - 1) / n`` messages, and all sums in a step that refreshes. It
     depends on the data: the ranks exchange their numbers of entries first, so the host waits for the device at the
@@ -56,9 +56,7 @@ class OkTopkExchange(MultiPhaseExchange):
     messages in groups of four partners and add while the next group is under way; here a phase is one all-to-all.
 
     Args:
-        spec: Shape of the exchange.
-        transport: Communicator that can do all-to-all.
-        device: Where the span lives.
+        spec, transport, device: See :class:`Exchange`; the transport needs all-to-all.
         wire: Wire format by name.
         dtype: Dtype of the gradients; see :func:`resolve_codec`.
     """
@@ -125,11 +123,14 @@ class OkTopkExchange(MultiPhaseExchange):
         return self._refreshed(mine) if threshold is None else self._above(mine, threshold)
 
     def _propose_edges(self) -> tuple[Tensor, Work]:
-        """Starts adding up the regions that the ranks would like."""
-        wanted = _wanted_edges(self._local, self.spec.numel, self.transport.world_size)
+        """Starts adding up edges of regions that hold equally many of each rank's entries."""
+        numel, parts = self.spec.numel, self.transport.world_size
+        wanted, share = _equal_edges(numel, parts), len(self._local) // parts
+        if share:
+            wanted = [0, *self._local.indices[share : share * parts : share].tolist(), numel]
         edges = torch.tensor(wanted, dtype=torch.int64, device=self.device)
         self.bytes_sent += edges.nbytes
-        self.bytes_received += round(ring_allreduce_bytes(self.transport.world_size, edges.nbytes))
+        self.bytes_received += round(ring_allreduce_bytes(parts, edges.nbytes))
         return edges, self.transport.all_reduce(edges)
 
     def _send_counts(self) -> tuple[Tensor, Work]:
@@ -175,7 +176,7 @@ class OkTopkExchange(MultiPhaseExchange):
         """The largest sums of all, and the threshold that they set."""
         top = self._gathered(mine, self._counts(mine)).largest(self.spec.capacity)
         least = float(top.values.abs().min()) if len(top) == self.spec.capacity else 0.0
-        # fewer sums than room, or sums that overflowed, say nothing about the next step
+        # too few sums, or sums that overflowed, do not predict the threshold of the next step
         self._threshold = least if math.isfinite(least) and least > 0 else None
         return top
 
@@ -226,11 +227,3 @@ class OkTopkExchange(MultiPhaseExchange):
 
 def _equal_edges(numel: int, parts: int) -> list[int]:
     return [numel * part // parts for part in range(parts + 1)]
-
-
-def _wanted_edges(local: Entries, numel: int, parts: int) -> list[int]:
-    """Edges of regions that hold equally many entries of one rank; equal regions where it has fewer than regions."""
-    share = len(local) // parts
-    if share == 0:
-        return _equal_edges(numel, parts)
-    return [0, *local.indices[share : share * parts : share].tolist(), numel]

@@ -64,11 +64,7 @@ def load_horovod() -> ModuleType:
 
 
 def start_horovod() -> ModuleType:
-    """``horovod.torch``, initialised. Collective, the first time in a process.
-
-    Raises:
-        ModuleNotFoundError: If it cannot be imported, with the way to install it.
-    """
+    """:func:`load_horovod`, initialised. Collective, the first time in a process."""
     hvd = load_horovod()
     if not hvd.is_initialized():
         # The plan has decided what is sent together, and sums must not depend on what happens to be ready.
@@ -204,10 +200,7 @@ class HorovodTransport(Transport):
         self._subgroups: list[HorovodTransport] = []
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
-        if not tensor.numel():
-            return FinishedWork()
-        received = _as_bytes(output)
-        return self._launch("gather", _as_bytes(tensor), received.copy_, self._hvd.allgather_async)
+        return self._launch("gather", _as_bytes(tensor), _as_bytes(output).copy_, self._hvd.allgather_async)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         """See :meth:`Transport.all_reduce`.
@@ -215,8 +208,6 @@ class HorovodTransport(Transport):
         Raises:
             TypeError: If Horovod cannot reduce tensors of this dtype.
         """
-        if not tensor.numel():
-            return FinishedWork()
         dtype = _REDUCED_AS.get(tensor.dtype)
         if dtype is None:
             raise TypeError(f"Horovod reduces {', '.join(map(str, _REDUCED_AS))}, got a tensor of {tensor.dtype}")
@@ -226,8 +217,6 @@ class HorovodTransport(Transport):
         return self._launch(op, buffer, finish, self._hvd.allreduce_async_, op=operation)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Work:
-        if not tensor.numel():
-            return FinishedWork()
         return self._launch(f"from{source}", _as_bytes(tensor), None, self._hvd.broadcast_async_, root_rank=source)
 
     def all_to_all(
@@ -282,6 +271,8 @@ class HorovodTransport(Transport):
         numel: int | None = None,
         **options: Any,
     ) -> Work:
+        if numel is None and not tensor.numel():
+            return FinishedWork()
         key = f"{self._name}.{kind}.{tensor.dtype}.{tensor.numel() if numel is None else numel}"
         works = self._under_way.setdefault(key, deque())
         if len(works) == _SLOTS:

@@ -27,14 +27,7 @@ class WorkerLostError(RuntimeError):
 
 @contextmanager
 def during(what: str) -> Iterator[None]:
-    """Adds to the error of a failed collective what the job was doing.
-
-    Args:
-        what: A stage of the job, as in "set-up".
-
-    Raises:
-        WorkerLostError: If an operation of the process group fails.
-    """
+    """Turns the error of a failed collective into a WorkerLostError that names the stage of the job ("set-up")."""
     try:
         yield
     except RuntimeError as error:
@@ -150,7 +143,7 @@ class Transport(ABC):
         Args:
             output: One-dimensional; gets the pieces of all ranks, in rank order.
             tensor: One-dimensional; the pieces for all ranks, in rank order.
-            output_sizes: Elements that come from each rank: what that rank has as its size for this one.
+            output_sizes: Elements that come from each rank, as that rank's ``tensor_sizes`` has them.
             tensor_sizes: Elements that go to each rank.
         """
         raise self._lacks("all_to_all")
@@ -162,21 +155,13 @@ class Transport(ABC):
     def permute(self, output: Tensor, tensor: Tensor, pairs: Sequence[tuple[int, int]]) -> Work:
         """Starts copying ``tensor`` of each source into ``output`` of its destination, point to point.
 
-        All ranks call it with the same pairs, as XLA's CollectivePermute; a rank in no pair does nothing.
-
-        Args:
-            output: Written on destinations only; of the size and dtype of ``tensor``.
-            tensor: Read on sources only.
-            pairs: ``(source, destination)``, checked by :func:`check_pairs`.
+        All ranks call it with the same pairs ``(source, destination)``, as XLA's CollectivePermute; a rank in no pair
+        does nothing. ``output`` is written on destinations only, ``tensor`` is read on sources only.
         """
         raise self._lacks("permute")
 
     def split(self, groups: Sequence[Sequence[int]]) -> Transport:
-        """A communicator among the ranks of this rank's group. Collective: all ranks pass the same groups.
-
-        Args:
-            groups: Ranks, checked by :func:`group_of`; their order in a group is that of the new ranks.
-        """
+        """A communicator among the ranks of this rank's group, in its order. All ranks pass the same groups."""
         raise self._lacks("split")
 
     @abstractmethod
@@ -190,11 +175,7 @@ class Transport(ABC):
 
 
 def group_of(rank: int, groups: Sequence[Sequence[int]], world_size: int) -> Sequence[int]:
-    """The group that a rank is in.
-
-    Raises:
-        ValueError: If not every rank is in exactly one group, or a group is not ascending.
-    """
+    """The group that a rank is in. Raises ValueError unless every rank is in one group, in ascending order."""
     members = [member for group in groups for member in group]
     if sorted(members) != list(range(world_size)) or any(list(group) != sorted(group) for group in groups):
         raise ValueError(
@@ -205,11 +186,7 @@ def group_of(rank: int, groups: Sequence[Sequence[int]], world_size: int) -> Seq
 
 
 def check_pairs(pairs: Sequence[tuple[int, int]], world_size: int) -> None:
-    """Checks the pairs of :meth:`Transport.permute`.
-
-    Raises:
-        ValueError: If a rank is a source or a destination twice, is its own destination, or does not exist.
-    """
+    """Raises ValueError unless every rank is a source and a destination once at most, and none is its own."""
     sources, destinations = {source for source, _ in pairs}, {destination for _, destination in pairs}
     once = len(sources) == len(pairs) == len(destinations)
     known = (sources | destinations).issubset(range(world_size))
@@ -223,11 +200,7 @@ def check_pairs(pairs: Sequence[tuple[int, int]], world_size: int) -> None:
 def check_sizes(
     output: Tensor, tensor: Tensor, output_sizes: Sequence[int], tensor_sizes: Sequence[int], world_size: int
 ) -> None:
-    """Checks the sizes of :meth:`Transport.all_to_all` as far as one rank can.
-
-    Raises:
-        ValueError: If there is not one size for each rank, or the sizes do not add up to those of the tensors.
-    """
+    """Raises ValueError unless there is a size for each rank, and the sizes add up to those of the tensors."""
     for name, buffer, sizes in (("output", output, output_sizes), ("tensor", tensor, tensor_sizes)):
         if len(sizes) != world_size or sum(sizes) != buffer.numel() or min(sizes) < 0:
             raise ValueError(

@@ -115,8 +115,8 @@ class TorchTransport(Transport):
 
     Args:
         group: The process group; ``None`` is the default group. It is used, never destroyed.
-        timeout: Timeout of the groups that :meth:`subgroup` makes, which otherwise have their backend's default and not
-            the one that the default group was made with.
+        timeout: Of the groups that :meth:`subgroup` makes; their backend's default, not that of the default group,
+            where it is None.
 
     Raises:
         RuntimeError: If torch.distributed is not initialised.
@@ -140,14 +140,11 @@ class TorchTransport(Transport):
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         if self.world_size == 2 and not self.stream_ordered and tensor.nbytes >= _SWAPPED and tensor.is_cpu:
-            return self._swap(output, tensor)
+            # gloo's own holds all messages twice more while it runs
+            messages = output.view(2, -1)
+            messages[self.rank].copy_(tensor.view(-1))
+            return JoinedWork([self.broadcast(messages[source], source) for source in range(2)])
         return TorchWork([_ALL_GATHER(output, tensor, group=self._group, async_op=True)])
-
-    def _swap(self, output: Tensor, tensor: Tensor) -> Work:
-        """:meth:`all_gather` of two ranks: gloo's own holds all messages twice more while it runs."""
-        messages = output.view(2, -1)
-        messages[self.rank].copy_(tensor.view(-1))
-        return JoinedWork([self.broadcast(messages[source], source) for source in range(2)])
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         operation = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}[op]
@@ -214,7 +211,7 @@ class TorchTransport(Transport):
         while self._subgroups:
             transport = self._subgroups.pop(0)
             transport.close()
-            if dist.is_initialized():  # else they went with the default group
+            if dist.is_initialized():  # else they were destroyed with the default group
                 dist.destroy_process_group(transport._group)
 
     def _global_rank(self, rank: int) -> int:
@@ -222,9 +219,5 @@ class TorchTransport(Transport):
 
 
 def default_transport(timeout: timedelta | None = None) -> Transport:
-    """The default process group, or a single worker where there is none.
-
-    Args:
-        timeout: Timeout of the groups that :meth:`Transport.subgroup` makes.
-    """
+    """The default process group, or a single worker where there is none; ``timeout`` as in :class:`TorchTransport`."""
     return TorchTransport(timeout=timeout) if dist.is_available() and dist.is_initialized() else SoloTransport()

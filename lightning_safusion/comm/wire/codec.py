@@ -17,7 +17,7 @@ from lightning_safusion.kernels import cpu as native
 from lightning_safusion.kernels.cuda import serves
 from lightning_safusion.sparsify.base import Selection
 
-#: Gives ascending positions (int64 [K]) and values (float32 [K]) of what a message has of a run of elements.
+#: Gives ascending positions (int64 [K]) and values (float32 [K]) of a message in the elements ``[start, stop)``.
 Reader: TypeAlias = Callable[[int, int], tuple[Tensor, Tensor]]
 #: Gives the messages of all ranks as compiled kernels read them; they hold until the next call.
 Inbox: TypeAlias = Callable[[], list[native.Message]]
@@ -28,10 +28,10 @@ Outbox: TypeAlias = Callable[[Selection, bool], Tensor]
 class Codec(ABC):
     """Encodes the selection of one span into exactly ``nbytes`` bytes.
 
-    The size is a function of the span and its capacity only, so that it is the same on all ranks without asking.
-    Encoding is deterministic and writes every byte; padding is zeros. Finite values too large for a 16-bit format
-    saturate: the values that :meth:`encode` returns show what was cut, so that it stays with the sender. NaN and
-    infinities are sent unchanged.
+    The size is a function of the span and its capacity only, so that it is the same on all ranks. Encoding is
+    deterministic and writes every byte; padding is zeros. Finite values too large for a 16-bit format saturate: the
+    values that :meth:`encode` returns show the excess, so that it stays with the sender. NaN and infinities are sent
+    unchanged.
 
     Args:
         numel: Elements of the span.
@@ -71,7 +71,7 @@ class Codec(ABC):
 
     @cached_property
     def _split_sizes(self) -> list[int]:
-        """Bytes of the fields, and of what rounds the size up."""
+        """Bytes of the fields, and of the padding that rounds the size up."""
         sizes = self.field_bytes
         return [*sizes, self.nbytes - sum(sizes)]
 
@@ -85,7 +85,7 @@ class Codec(ABC):
 
         Returns:
             float32 [L], one per entry of ``selection.indices``: the value as every receiver will decode it (padding 0).
-            May be ``selection.values`` itself. Without ``echo`` it says nothing.
+            May be ``selection.values`` itself. Undefined without ``echo``.
 
         Raises:
             ValueError: If the selection exceeds the capacity, or ``out`` has another size.
@@ -101,13 +101,19 @@ class Codec(ABC):
             from lightning_safusion.kernels.cuda import wire  # imports Triton
 
             return wire.encode(self.layout, selection, fields, self.values.dtype)
-        if self._split_sizes[-1]:
-            fields[-1].zero_()
+        count, entries = selection.count, len(selection.values)
+        if isinstance(count, int) and count < entries:
+            valid = Selection(selection.indices[:count], selection.values[:count], count)
+            return pad(self.encode(valid, out, echo=echo), (0, entries - count))
+        fields[-1].zero_()
         return self.write(selection, fields[:-1], echo)
 
     @abstractmethod
     def write(self, selection: Selection, fields: Sequence[Tensor], echo: bool) -> Tensor:
-        """:meth:`encode` with the operations of PyTorch, into uint8 views of the fields."""
+        """:meth:`encode` with the operations of PyTorch, into uint8 views of the fields.
+
+        A selection has padding only if its count is a tensor.
+        """
 
     def decode(self, message: Tensor) -> tuple[Tensor, Tensor]:
         """Reads a message (uint8 [nbytes], 4-byte aligned).
@@ -118,23 +124,24 @@ class Codec(ABC):
             cut off. Values may share the memory of the message.
 
         Raises:
-            ValueError: If the message has another size or, on the CPU, says what no sender writes.
+            ValueError: If the message has another size or, on the CPU, is damaged.
         """
         self._check(message)
         return self.reader(message)(0, self.numel) if message.is_cpu else self.decode_padded(message)
 
     @abstractmethod
     def reader(self, message: Tensor) -> Reader:
-        """Reads a message in host memory piece by piece, in any order: what it has of the elements from one up to
-        another. It raises ValueError, now or then, rather than read entries that the message has no room for."""
+        """Reads a message in host memory piece by piece, in any order.
+
+        This call or a later one raises ValueError for a damaged message, before it reads out of bounds.
+        """
 
     def inbox(self, messages: Tensor) -> Inbox | None:
-        """Reads messages that lie in the same host memory (uint8 [ranks, nbytes]) in every step; None if compiled
-        kernels cannot read this format."""
+        """Reads the messages in uint8 [ranks, nbytes] on the host, again in every step; None if kernels cannot."""
         return None
 
     def outbox(self, memory: Tensor) -> Outbox:
-        """Writes messages that lie in the same memory (uint8 [nbytes], 4-byte aligned) in every step."""
+        """Writes messages into uint8 [nbytes] (4-byte aligned), again in every step."""
         return lambda selection, echo: self.encode(selection, memory, echo=echo)
 
     @abstractmethod
@@ -149,21 +156,18 @@ class Codec(ABC):
             )
 
     def _fields(self, message: Tensor) -> tuple[Tensor, ...]:
-        """Views of the fields, and of the bytes that round the size up."""
+        """Views of the fields, and of the padding that rounds the size up."""
         return message.split(self._split_sizes)
 
     def _write_values(self, selection: Selection, field: Tensor, echo: bool) -> Tensor:
         """Fills the field of values; returns what :meth:`encode` does."""
-        indices, values, count = selection.positions, selection.values, selection.count
-        if not isinstance(count, int):
-            sent = self.field.write(indices, values, field, echo)
-            return _without_padding(sent, count) if self.values.few_bits else sent
-        if count == len(values):
-            return self.field.write(indices, values, field, echo)
-        return pad(self.field.write(indices[:count], values[:count], field, echo), (0, len(values) - count))
+        sent = self.field.write(selection.positions, selection.values, field, echo)
+        if isinstance(selection.count, int) or not self.values.few_bits:
+            return sent
+        return _without_padding(sent, selection.count)
 
     def _read_padded(self, indices: Tensor, field: Tensor, count: Callable[[], Tensor]) -> Tensor:
-        """float32 [capacity], the values of positions; ``count`` tells how many of them are valid."""
+        """float32 [capacity], the values of positions; ``count`` is the number of valid ones."""
         values = self.field.read(indices, field)
         return _without_padding(values, count()) if self.values.few_bits else values
 
@@ -174,7 +178,7 @@ def _without_padding(values: Tensor, count: Tensor) -> Tensor:
 
 
 def check_order(positions: np.ndarray, start: int, stop: int) -> None:
-    """Raises ValueError if positions that a message has of the elements from one up to another do not ascend there."""
+    """Raises ValueError if positions that a message has of the elements ``[start, stop)`` do not ascend there."""
     if len(positions) and (positions[0] < start or positions[-1] >= stop or not (positions[1:] > positions[:-1]).all()):
         raise ValueError(
             f"a message has positions of the elements {start} to {stop} that are not in ascending order among them: "
@@ -183,17 +187,13 @@ def check_order(positions: np.ndarray, start: int, stop: int) -> None:
 
 
 def blocks_of(count: int, length: int) -> int:
-    """Blocks of a length that so many elements fill, the last one in part."""
+    """Blocks of ``length`` that ``count`` elements fill, the last one in part."""
     return -(-count // length)
 
 
 def positions_to_write(selection: Selection, padding: int) -> Tensor:
-    """Positions to be written: the valid ones if the host knows how many, else all, with ``padding`` behind them.
-
-    int64, or int32 where they have been found in that.
-    """
+    """The positions of a selection, with ``padding`` behind the valid ones; int64, or int32 if they were found so."""
     if isinstance(selection.count, int):
-        every = selection.count == selection.positions.numel()
-        return selection.positions if every else selection.positions[: selection.count]
+        return selection.positions
     places = torch.arange(selection.indices.numel(), device=selection.indices.device)
     return selection.indices.masked_fill(places >= selection.count, padding)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lightning_safusion.comm.wire.blocks import Block8Codec, Block16Codec
 from lightning_safusion.comm.wire.codec import Codec, Reader, blocks_of, check_order, positions_to_write
-from lightning_safusion.comm.wire.values import VALUES, FloatField, Values, fill
+from lightning_safusion.comm.wire.values import VALUES, FloatField, Values, fill, packed, unpacked
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.kernels.cuda import serves
 from lightning_safusion.lookup import look_up
@@ -50,13 +50,11 @@ class DenseCodec(Codec):
         return (self._floats.nbytes,)
 
     def write(self, selection: Selection, fields: Sequence[Tensor], echo: bool) -> Tensor:
-        (field,) = fields
         coded = self._floats.cast(selection.values)
         # The place behind the span takes the padding, whose own positions are those of other entries.
         span = torch.zeros(self.numel + 1, dtype=self.values.dtype, device=selection.values.device)
-        positions = positions_to_write(selection, padding=self.numel).long()
-        span.index_copy_(0, positions, coded[: positions.numel()])
-        field.view(self.values.dtype).copy_(span[:-1])
+        span.index_copy_(0, positions_to_write(selection, padding=self.numel).long(), coded)
+        fields[0].view(self.values.dtype).copy_(span[:-1])
         return coded.float() if echo else selection.values
 
     def reader(self, message: Tensor) -> Reader:
@@ -136,7 +134,7 @@ class BitmapCodec(Codec):
             return self._write_values(selection, values, echo)
         mask = torch.zeros(places + 1, dtype=torch.bool, device=positions.device)
         mask.index_fill_(0, positions.long(), True)
-        bits.copy_(_packed_bits(mask[:places]))
+        bits.copy_(packed(mask[:places].view(torch.uint8), 1))
         return self._write_values(selection, values, echo)
 
     def reader(self, message: Tensor) -> Reader:
@@ -166,12 +164,12 @@ class BitmapCodec(Codec):
 
             indices = wire.decode_bitmap(bits.view(torch.int32), self.capacity)
         else:
-            mask = _unpacked_bits(bits)
+            mask = unpacked(bits, 1).bool()
             # The k-th set bit writes its position to place k; all others write to the place behind the last.
             places = torch.where(mask, mask.cumsum(0) - 1, self.capacity).clamp_(max=self.capacity)
             indices = torch.zeros(self.capacity + 1, dtype=torch.int64, device=bits.device)
             indices = indices.scatter_(0, places, torch.arange(mask.numel(), device=bits.device))[:-1]
-        return indices, self._read_padded(indices, field, lambda: _unpacked_bits(bits).sum())
+        return indices, self._read_padded(indices, field, lambda: unpacked(bits, 1).sum())
 
 
 _LOSSLESS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -238,14 +236,3 @@ def _marked(bitmap: np.ndarray) -> np.ndarray:
 
 def _number_marked(bitmap: np.ndarray) -> int:
     return native.number_marked(bitmap) if native.usable() else int(np.unpackbits(bitmap).sum())
-
-
-def _packed_bits(mask: Tensor) -> Tensor:
-    """Packs a bool mask, whose length is a multiple of 8, into bytes; the first element is the lowest bit."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=mask.device)
-    return (mask.view(-1, 8).to(torch.uint8) << shifts).sum(1, dtype=torch.uint8)
-
-
-def _unpacked_bits(bits: Tensor) -> Tensor:
-    """The inverse of :func:`_packed_bits`."""
-    return ((bits[:, None] >> torch.arange(8, dtype=torch.uint8, device=bits.device)) & 1).bool().view(-1)

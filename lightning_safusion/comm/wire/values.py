@@ -17,8 +17,7 @@ from torch.nn.functional import pad
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify.selection.view import device_constant
 
-# Entries that share a scale of 16 bits, about: an eighth of a bit for each.
-_BLOCK = 128
+_SHARING = 128  # entries, about, that share a scale of 16 bits: an eighth of a bit for each
 
 
 class ValueField(ABC):
@@ -37,23 +36,22 @@ class ValueField(ABC):
             indices: int64 or int32 [K], positions in the span.
             values: float32 [K].
             field: Is written.
-            echo: Whether the values as they will be read are wanted.
+            echo: Return the decoded values.
 
         Returns:
-            float32 [K], the values as :meth:`read` will give them; may be the same tensor. Without ``echo`` it says
-            nothing.
+            float32 [K], the values as :meth:`read` will give them; may be the same tensor. Undefined without ``echo``.
         """
 
     @abstractmethod
     def read(self, indices: Tensor, field: Tensor, first: int = 0) -> Tensor:
-        """float32 [K], the values of positions (int64 [K]) that were written one after the other, from ``first`` on."""
+        """float32 [K], the values of positions (int64 [K]) that follow each other in the field, from ``first`` on."""
 
     def compiled(self, field: Tensor, offsets: np.ndarray, ends: np.ndarray) -> native.Message | None:
-        """A message with these values as compiled kernels read it (see there); None if they cannot."""
+        """The message with this field as compiled kernels read it; None if they cannot."""
         return None
 
     def codes(self, field: Tensor) -> native.Codes | None:
-        """The field as compiled kernels write values of a few bits there; None if they do not."""
+        """The field as compiled kernels write values of a few bits; None if they do not."""
         return None
 
 
@@ -86,8 +84,7 @@ class FloatField(ValueField):
         return coded.float() if echo else values
 
     def read(self, indices: Tensor, field: Tensor, first: int = 0) -> Tensor:
-        values = field.view(self.dtype)
-        return (values if len(indices) == len(values) else values[first : first + len(indices)]).float()
+        return field.view(self.dtype)[first : first + len(indices)].float()
 
     def compiled(self, field: Tensor, offsets: np.ndarray, ends: np.ndarray) -> native.Message | None:
         if self.dtype == torch.float16:
@@ -116,7 +113,7 @@ class QuantizedField(ValueField):
     def __init__(self, bits: int, capacity: int, edges: Sequence[int]) -> None:
         self.bits = bits
         self._levels = 1 << (bits - 1)
-        length = max(_BLOCK, _BLOCK * edges[-1] // max(1, capacity))
+        length = max(_SHARING, _SHARING * edges[-1] // max(1, capacity))
         starts = [np.arange(start, stop, length) for start, stop in pairwise(edges)]
         self._starts = np.concatenate([np.empty(0, np.int64), *starts])
         self._on_device: Tensor | None = None
@@ -133,11 +130,9 @@ class QuantizedField(ValueField):
         coarse = self._scales(part, magnitudes).to(torch.bfloat16)
         scale = coarse.float()[part]
         level = (magnitudes * torch.where(scale > 0, self._levels / scale, 0)).floor_().clamp_(max=self._levels - 1)
-        # what is not finite has no level
+        # NaN and infinities have no level
         codes = level.nan_to_num_(0.0).to(torch.uint8).add_(values.signbit().to(torch.uint8), alpha=self._levels)
-        packed = _packed(pad(codes, (0, -len(codes) % 8)), self.bits)
-        field.zero_()
-        field[: len(packed)].copy_(packed)
+        fill(field, packed(pad(codes, (0, -len(codes) % 8)), self.bits))
         self._coarse(field).copy_(coarse)
         return self._values(codes, scale)
 
@@ -153,8 +148,8 @@ class QuantizedField(ValueField):
                 return torch.from_numpy(values)
         begin, skipped = divmod(first * self.bits, 8)
         skipped //= self.bits
-        packed = field[begin : -(-(first + len(indices)) * self.bits // 8)]
-        codes = _unpacked(packed, self.bits)[skipped : skipped + len(indices)]
+        written = field[begin : -(-(first + len(indices)) * self.bits // 8)]
+        codes = unpacked(written, self.bits)[skipped : skipped + len(indices)]
         return self._values(codes, self._coarse(field).float()[self._parts(indices)])
 
     def compiled(self, field: Tensor, offsets: np.ndarray, ends: np.ndarray) -> native.Message | None:
@@ -192,17 +187,17 @@ class QuantizedField(ValueField):
         return torch.cat([table, -table]).index_select(0, codes.int()).mul_(scale)
 
 
-def _packed(codes: Tensor, bits: int) -> Tensor:
+def packed(codes: Tensor, bits: int) -> Tensor:
     """uint8, several codes (uint8, a multiple of 8 of them) in every byte, the first one in the lowest bits."""
     lanes = codes.view(-1, 8 // bits)
-    packed = lanes[:, 0].clone()
+    result = lanes[:, 0].clone()
     for lane in range(1, 8 // bits):
-        packed |= lanes[:, lane] << (lane * bits)
-    return packed
+        result |= lanes[:, lane] << (lane * bits)
+    return result
 
 
-def _unpacked(packed: Tensor, bits: int) -> Tensor:
-    """The inverse of :func:`_packed`."""
+def unpacked(packed: Tensor, bits: int) -> Tensor:
+    """The inverse of :func:`packed`."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
     return ((packed[:, None] >> shifts) & ((1 << bits) - 1)).view(-1)
 
@@ -222,10 +217,10 @@ class Values:
 
     Args:
         name: In the names of wire formats.
-        dtype: In what values are held on the way; float32 for those of a few bits.
+        dtype: Of the values before they are coded; float32 for those of a few bits.
         width: Bits of a value on the wire.
         field: Makes the field of a span, from the most entries and the edges of the tensors in the span.
-        few_bits: It rounds so much that what is lost must stay with the sender, and it has no zero.
+        few_bits: It rounds so much that the error must stay with the sender, and it has no zero.
     """
 
     name: str

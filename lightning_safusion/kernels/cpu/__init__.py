@@ -1,4 +1,4 @@
-"""Compiled kernels for the CPU: what is done to every element of a gradient, in as few passes as there can be.
+"""Compiled kernels for the CPU: operations on every element of a gradient, in as few passes as possible.
 
 They are built with the package where there is a C compiler (``*.c``, ``setup.py``), for GCC and Clang. Without them
 NumPy and PyTorch do the same work in more passes, with the same results but for the rounding of sums.

@@ -15,8 +15,6 @@
 typedef float floats __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4)));
 
-int64_t safusion_version(void) { return VERSION; }
-
 static inline void ask_for(const void *row, int to_write)
 {
     for (int line = 0; line < ROW; line += 16)

@@ -62,7 +62,7 @@ def _look(kernel: Any, runs: tuple[np.ndarray, ...], given: tuple[Any, ...], par
         kernel: The compiled function.
         runs: Its first arguments: arrays with one number for each part.
         given: Further arguments.
-        parts: Of what is read.
+        parts: Runs, cut for threads.
         wanted: What to find.
     """
     floors, room, kind = wanted
@@ -127,9 +127,7 @@ def kth_largest(
 
     Args:
         bits: int32 [N].
-        starts: int64 [S], where the runs begin.
-        sizes: int64 [S], their elements.
-        ranks: int64 [S].
+        starts, sizes, ranks: int64 [S], of each run.
         exact: Otherwise a magnitude that is no larger, and a little smaller at most, of short runs.
     """
     kth = np.empty(len(starts), np.int32)
@@ -139,12 +137,10 @@ def kth_largest(
 
 
 def tail(x: np.ndarray, parts: Parts, limits: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """How many magnitudes of every run exceed its limit, and by how much: counts, sums and sums of squares.
+    """How many magnitudes of every run of a span (float32 [N]) exceed its limit (float32 [S]), and by how much.
 
-    Args:
-        x: float32 [N].
-        parts: Runs of it.
-        limits: float32 [S].
+    Returns:
+        Counts (int64 [S]), sums and sums of squares (float64 [S]).
     """
     spread = parts.spread(limits.astype(np.float32, copy=False))
     counts, (sums, squares) = np.empty(len(spread), np.int64), np.empty((2, len(spread)))
@@ -175,11 +171,11 @@ def add_finite(
 ) -> Added:
     """``memory = decay * memory + gradient`` for the finite gradients; the others are left out.
 
-    (An infinity or NaN behind the first 32768 elements is noticed late: what was added is taken back, to rounding.)
+    (An infinity or NaN behind the first 32768 elements is noticed late: the sums before it are undone, to rounding.)
 
     Args:
         memory: float32 [D], contiguous.
-        parts: Where the gradients belong in it.
+        parts: Places of the gradients in it.
         grads: float32, contiguous, not empty.
         decay: Factor on the memory, positive.
         wanted: What to find in the new memory, as :func:`survey` does; positions count from the first gradient.
@@ -214,12 +210,11 @@ class Lists(NamedTuple):
     counts: np.ndarray
 
     def number_above(self, floors: np.ndarray, known: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-        """How many (int64 [S]) of each list have bits of magnitude above its floor.
+        """How many (int64 [S]) of each list have bits of magnitude above its floor (int32 [S]).
 
         Args:
-            floors: int32 [S].
-            known: int32 [S], floors above which the numbers are known.
-            numbers: int64 [S], of these.
+            floors: Those floors.
+            known, numbers: Other floors, and the numbers above these.
         """
         found, count = numbers.astype(np.int64), len(self.counts)
         floors, known = np.ascontiguousarray(floors, np.int32), np.ascontiguousarray(known, np.int32)

@@ -19,14 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-VERSION = 8  # of the compiled functions that are called here, as in kernels.h, which setup.py names the library after
+VERSION = 8  # of the compiled functions and their arguments, as in kernels.h: setup.py names the library after it
 _PART = 1 << 20  # elements of a part
 _SHARED = 1 << 18  # elements that are worth another thread
 _LARGE = 1 << 18  # bytes of an array whose memory is kept
 
 _DTYPES = (torch.float32, torch.int32, torch.int64)
 
-#: Where an array that may be written to lies, as a function takes it: a quarter of the time that NumPy takes to tell.
+#: Address of a writable array as a function takes it, in a quarter of the time that NumPy takes.
 address: Callable[[Any], Any] = (ctypes.c_char * 0).from_buffer
 
 
@@ -70,10 +70,7 @@ def kernels() -> Any:
     """The functions, which take arrays, ``None`` for none, and numbers; None if there are none."""
     try:
         loaded = ctypes.CDLL(str(Path(__file__).with_name(f"libkernels.so.{VERSION}")))
-        loaded.safusion_version.restype = ctypes.c_int64
-        if loaded.safusion_version() != VERSION:
-            return None
-    except (OSError, AttributeError):
+    except OSError:
         return None
     for name, kinds in (_RETURNING | _OTHERS).items():
         function = getattr(loaded, f"safusion_{name}")
@@ -176,16 +173,12 @@ def _helpers(process: int, threads: int) -> ThreadPoolExecutor:
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
-# The C library's allocator would fault large arrays in and give them back in every step, or, once it has learned to
-# keep them, scatter what lives longer among them: together that cost up to a copy of the parameters.
+# The C library's allocator would fault large arrays in and give them back in every step, or put arrays that live long
+# on top of those that a backward pass has just given back: together that cost up to a copy of the parameters.
 
 
 def zeros(length: int, dtype: type) -> np.ndarray:
-    """Zeros in pages of their own, which the system gets back with the last view of them.
-
-    The C library's allocator would put what lives long on top of what a backward pass has just given back, and ask the
-    system for other memory in the next pass.
-    """
+    """Zeros in pages of their own, which the system gets back with the last view of them."""
     size = length * np.dtype(dtype).itemsize
     return np.zeros(length, dtype) if size < _LARGE else np.frombuffer(_pages(size), dtype)
 

@@ -16,7 +16,7 @@ _PAST_CACHES = 1 << 18  # elements that have left the caches by the time that th
 
 
 class Message:
-    """What a rank has sent, still encoded, in arrays that stay where they are.
+    """A rank's message, still encoded, in arrays that stay where they are.
 
     Args:
         offsets: uint8 or uint16 [K or more], in blocks of 256 or 65536 elements; int64: positions in the span.
@@ -62,8 +62,8 @@ def mean_into(
     Args:
         grads: float32, contiguous, not empty: tensors that follow each other in a span.
         parts: Where they belong in it.
-        read: Gives what the messages of all ranks have of the elements from one up to another, or more; called by
-            several threads at once.
+        read: Gives the entries of all ranks' messages in the elements ``[start, stop)``, or more; called by several
+            threads at once.
         scale: Factor on the values.
         piece: Elements of the span whose entries are read together, where reading takes memory; None reads all.
 
@@ -97,12 +97,12 @@ def take_out(memory: Tensor, indices: Tensor, sent: Tensor) -> None:
 
 
 def take_out_message(memory: Tensor, message: Message) -> None:
-    """``memory[position] -= value`` for what was sent: float32 [D], contiguous."""
+    """``memory[position] -= value`` for all entries of a message: float32 [D], contiguous."""
     kernels().safusion_add_message(np.array(message.described, np.int64), len(memory), -1, memory.numpy())
 
 
 def check_entries(number: int, room: int) -> None:
-    """Raises ValueError if a message says that it has more entries than there is room for, or fewer than none."""
+    """Raises ValueError unless the number of entries that a message gives is from 0 to the room for them."""
     if not 0 <= number <= room:
         raise ValueError(f"a message with {number} entries has room for {room}: it is damaged")
 
@@ -111,12 +111,9 @@ def positions(offsets: np.ndarray, counts: np.ndarray, first_block: int = 0) -> 
     """Positions (int64 [K]) from offsets (uint8 or uint16 [K or more]) in blocks of 256 or 65536 elements.
 
     Args:
-        offsets: Those of the first block, of the second, and so on.
+        offsets: Those of the first block, of the second, and so on; ValueError if there are fewer than entries.
         counts: Entries of each block.
         first_block: Number of the first block in the span.
-
-    Raises:
-        ValueError: If there are fewer offsets than entries.
     """
     number = int(counts.sum())
     check_entries(number, len(offsets))
@@ -152,8 +149,7 @@ def marked(bitmap: np.ndarray) -> np.ndarray:
 
 
 def mark(positions: np.ndarray, bitmap: np.ndarray) -> None:
-    """The inverse of :func:`marked`: writes the whole bitmap; positions (int32 or int64 [K]) behind its end are left
-    out."""
+    """The inverse of :func:`marked`: writes the whole bitmap, without positions (int32 or int64 [K]) behind its end."""
     bitmap[:] = 0
     kernels().safusion_mark(positions, 8 * positions.itemsize, len(positions), 8 * len(bitmap), bitmap)
 
@@ -197,11 +193,8 @@ def values(positions: np.ndarray, of: Codes, first: int = 0) -> np.ndarray | Non
 
     Args:
         positions: int64 [K].
-        of: Codes and scales of the parts that these lie in.
+        of: Codes and scales of the parts that these lie in; ValueError if there are too few.
         first: How many codes there are before that of the first position.
-
-    Raises:
-        ValueError: If there are fewer codes than positions, or another number of scales than of parts.
     """
     if len(of.codes) * 8 // of.bits < first + len(positions) or len(of.scales) != len(of.starts):
         sizes = f"{len(of.codes)} bytes of codes and {len(of.scales)} scales"
