@@ -215,7 +215,8 @@ def train(rank: int) -> tuple[Any, list[Tensor], int]:
 
 def nodes_of_strategy(trainer: Trainer) -> Any:
     strategy: Any = trainer.strategy
-    return strategy.controller.space.pool.communicators.nodes.nodes
+    (exchange, *_) = (buffer.exchange for buffer in strategy.controller.space.buffers.values())
+    return exchange.transports.nodes
 
 
 def test_nodes_are_those_of_the_job() -> None:
