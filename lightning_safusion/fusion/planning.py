@@ -162,7 +162,7 @@ class Planner:
             RuntimeError: If ranks hold different plans.
         """
         if not self._verified:
-            self._verify(shape.device)
+            self.verify(shape.device)
         if self._search is not None:
             self._search_on(self._search, events, shape)
             return
@@ -272,7 +272,7 @@ class Planner:
         self.replans += 1
         self._spans.restart()
         self._describe(plan, shape)
-        self._verify(shape.device)
+        self.verify(shape.device)
 
     def _decide(self, action: Action, plan: Plan, rival: Plan, *numbers: float | None) -> None:
         """Records a decision that was carried out; ``numbers``: predicted and measured gain, and the median window."""
@@ -293,7 +293,7 @@ class Planner:
             text += "; dense ones are predicted to be faster here (collective='allgather' sends every buffer sparse)"
         self._announce(text)
 
-    def _verify(self, device: str) -> None:
+    def verify(self, device: str) -> None:
         """Checks that all ranks hold the same plan. Collective; waits for the device."""
         if self.current is None:
             return

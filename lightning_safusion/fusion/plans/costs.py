@@ -107,9 +107,6 @@ class JobShape:
         entry_bytes: Bytes on the wire of a selected element, position included, at the model's mean density.
         hybrid: Dense tensors of a sparse buffer have an all-reduce of their own.
         device: Where the gradients live, as torch writes it.
-
-    Raises:
-        ValueError: If the numbers do not describe the same tensors.
     """
 
     numels: tuple[int, ...]
@@ -119,11 +116,6 @@ class JobShape:
     entry_bytes: float
     hybrid: bool = False
     device: str = "cpu"
-
-    def __post_init__(self) -> None:
-        lengths = {name: len(getattr(self, name)) for name in ("numels", "widths", "quotas")}
-        if len(set(lengths.values())) > 1:
-            raise ValueError(f"a shape must hold one number per tensor, got lengths {lengths}")
 
     def __len__(self) -> int:
         """Tensors (L)."""
