@@ -209,7 +209,7 @@ def windows(controller: Engine, device: torch.device, dtype: torch.dtype = torch
 def test_the_host_never_waits_for_a_cuda_device(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(Planner, "_verify", lambda *_: None)  # waits, once for every new plan
+    monkeypatch.setattr(Planner, "verify", lambda *_: None)  # waits, once for every new plan
     # the numbers that the host reads one window later do not exist here
     monkeypatch.setattr("lightning_safusion.fusion.device_drain.DeviceDrain.read", lambda _: None)
     described = specs(dtype=dtype, dense=(1, 4))
@@ -219,14 +219,14 @@ def test_the_host_never_waits_for_a_cuda_device(
 
 
 def test_the_drain_where_the_host_decides_does_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Planner, "_verify", lambda *_: None)
+    monkeypatch.setattr(Planner, "verify", lambda *_: None)
     chosen = settings(collective="allgather")
     with fake_cuda(monkeypatch) as device, pytest.raises(DataDependentOutputException):
         windows(build_engine(chosen, specs(), SoloTransport(), device, measure=False), device)
 
 
 def test_each_stream_waits_for_the_one_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Planner, "_verify", lambda *_: None)
+    monkeypatch.setattr(Planner, "verify", lambda *_: None)
     monkeypatch.setattr("lightning_safusion.fusion.device_drain.DeviceDrain.read", lambda _: None)
     with fake_cuda(monkeypatch) as device:
         chosen = settings(collective="allgather")

@@ -262,7 +262,7 @@ def test_a_gradient_that_comes_again_is_not_taken(make: Callable[..., Cluster]) 
 
 
 def test_the_hook_never_waits_for_a_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Planner, "_verify", lambda *_: None)  # waits, once for every new plan
+    monkeypatch.setattr(Planner, "verify", lambda *_: None)  # waits, once for every new plan
     # the numbers that the host reads one window later do not exist here, nor do those that the thread would select from
     monkeypatch.setattr("lightning_safusion.fusion.device_drain.DeviceDrain.read", lambda _: None)
     monkeypatch.setattr(offload, "NOMINAL_HOST", FREE)
