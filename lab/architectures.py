@@ -59,7 +59,7 @@ def norm(name: str, width: int, positions: int) -> Layer:
 
 
 def embedding(name: str, rows: int, width: int, positions: int) -> Layer:
-    """A table; its dense gradient is written whole."""
+    """A table; all of its dense gradient is written."""
     return Layer(name, (("weight", (rows, width)),), _OPS_PER_ELEMENT * width * (positions + rows / 64))
 
 
@@ -199,7 +199,7 @@ def model_trace(
 ) -> Trace:
     """A trace with times in proportion to the work of each layer.
 
-    Gradients get ready in the reverse order of registration. What a layer computes is charged to its weight; the
+    Gradients get ready in the reverse order of registration. The work of a layer is charged to its weight; the
     gradient of a bias is there as soon as that of its output is. Layers without parameters delay the gradients after
     them.
 

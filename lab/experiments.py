@@ -31,7 +31,7 @@ _SPARSIFIERS = {"dgc": 1.0, "gaussiank": 1.5, "redsync": 2.7, "sidco": 4.1}
 
 @dataclass(frozen=True)
 class Settings:
-    """What all experiments have in common.
+    """Settings of all experiments.
 
     Args:
         bandwidth: Of a node's network card.
@@ -55,7 +55,7 @@ def ours(job: Job) -> Iteration:
 
 
 def compared(job: Job) -> str:
-    """Cells of one row: the papers' SAFusion over its rivals, and what bf16 DDP makes of it."""
+    """Cells of one row: the papers' SAFusion over its rivals, and over DDP in bf16."""
     papers, dense = run_system("safusion-paper", job).seconds, run_system("ddp-bf16", job).seconds
     rivals = " | ".join(f"{run_system(name, job).seconds / papers - 1:+.0%}" for name in _RIVALS)
     return f"{rivals} | {dense / papers - 1:+.0%} | {dense / ours(job).seconds - 1:+.0%} |"
@@ -109,7 +109,7 @@ def breakdown(settings: Settings) -> None:
 
 
 def sparsifiers(settings: Settings) -> None:
-    """Experiment 5: other sparsifiers, which differ by what selection costs."""
+    """Experiment 5: other sparsifiers, which differ by the cost of selection."""
     _title(f"Sparsifiers, {settings.bandwidth}", "+14 to +77 % (ResNet-152), +10.2 to +90.6 % (BERT-large)")
     print(f"| trace | sparsifier {_HEAD}\n| --- | --- {_RULE}")
     base = Device().selections["threshold"]

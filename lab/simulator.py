@@ -3,13 +3,13 @@
     $ sudo python -m lab simulator                        # 2 workers, a network; 4 workers, paced
     $ sudo python -m lab simulator --jobs conv --rates 100mbit
 
-For every job and rate the systems are measured in turns; in turn with them two teams of their own record the job
-without any exchange and what the engine costs it. From those alone the simulator predicts the systems. Printed: step
-times, the error of each prediction, and whether every pair of systems whose measured steps are more than 15 % apart is
+For every job and rate the systems are measured in turns. In turn with them, separate teams record the job without any
+exchange, and the costs of the engine. From these records alone the simulator predicts the systems. Printed: step times,
+the error of each prediction, and whether every pair of systems whose measured steps are more than 15 % apart is
 predicted in the same order. Ends with 1 if an error exceeds 15 % or a pair is swapped.
 
-Measurements, costs and traces are kept in the folder given by --output, a folder for each job and rate, and taken from
-there the next time: one piece can be measured after the other, and predictions made anew without measuring.
+Measurements, costs and traces are kept in the folder given by --output, a folder for each job and rate, and read from
+there the next time: pieces can be measured one after the other, and predictions repeated without measuring.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from lightning_safusion.simulate.trace import Trace, resolve_trace
 SYSTEMS = ("ddp", "wfbp", "saf-inter", "syncea", "safusion")
 RATES = ("100mbit", "300mbit", "1gbit")
 LIMIT = 0.15
-_RUN = "run.pickle"  # all that was measured, so that costs can be fitted anew
+_RUN = "run.pickle"  # all measurements, so that costs can be fitted again
 _SCALE = 0.01  # of the paced job: BERT-base with 1.1 M elements
 
 
@@ -49,7 +49,7 @@ class Comparison:
     """One system on one link.
 
     Args:
-        job: What was trained.
+        job: The trained job.
         workers: Workers.
         rate: Of the link of each.
         system: Its name.
@@ -87,7 +87,7 @@ def predict(system: str, trace: Trace, costs: Calibration, density: float) -> fl
 
 
 def record(name: str, rate: str, systems: Sequence[str], rhythm: Rhythm, folder: Path) -> None:
-    """Measures one job on one link, and keeps what came of it."""
+    """Measures one job on one link, and keeps the measurements."""
     workers, task = look_up("job", name, known_jobs())
     with machines(workers, rate) as place:
         run = measure(task, list(dict.fromkeys([*REFERENCES, *systems])), place, rhythm, folder, Console(), record=True)
@@ -95,7 +95,7 @@ def record(name: str, rate: str, systems: Sequence[str], rhythm: Rhythm, folder:
 
 
 def compare(name: str, rate: str, folder: Path) -> list[Comparison]:
-    """Predicts what was measured of one job on one link."""
+    """Predicts the measured steps of one job on one link."""
     workers, task = look_up("job", name, known_jobs())
     run, rhythm = pickle.loads((folder / _RUN).read_bytes())  # noqa: S301 (written by this benchmark)
     trace, costs = fit_run(run, rhythm)
@@ -128,7 +128,7 @@ def report(rows: Sequence[Comparison]) -> bool:
     ]
     print(markdown(("system", "measured, ms", "predicted, ms", "error"), cells))
     print(f"\npairs more than {LIMIT:.0%} apart and swapped: {wrong or 'none'}", flush=True)
-    # the floor is no prediction: it is the trace, recorded in turns with it
+    # the floor is no prediction: it is the recorded trace
     return not wrong and all(abs(row.error) <= LIMIT for row in rows if row.system != FLOOR)
 
 
@@ -146,11 +146,11 @@ def simulator(
     Args:
         jobs: "conv" (2 workers that train it) and "paced" (4 workers that sleep through BERT-base's times).
         rates: Of the links.
-        systems: That are measured and predicted.
+        systems: Measured and predicted systems.
         rounds: Turns of each system.
         warmup: Steps of each before the first round.
-        again: Measure also what is in the folder already.
-        output: Folder for all that is made.
+        again: Measure again where the folder has measurements.
+        output: Folder for all files.
 
     Raises:
         RuntimeError: If an error exceeds the limit, or a pair of systems is swapped.

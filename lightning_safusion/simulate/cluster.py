@@ -23,10 +23,7 @@ from lightning_safusion.simulate.calibration import Calibration, CollectiveTimes
 NVLINK = Link(alpha=3e-6, beta=1 / 200e9, launch=15e-6)
 
 #: Short names of links, beside those of ``comm.cost.LINKS``.
-_ALIASES = {
-    "100gbit": "100gbit-roce",
-    "200gbit": "200gbit-rdma",
-}
+_ALIASES = {"100gbit": "100gbit-roce", "200gbit": "200gbit-rdma"}
 # Bytes per second of a processor's memory for one thread, for the passes of PowerSGD and of casts.
 _HOST_MEMORY = 8e9
 

@@ -22,20 +22,8 @@ _SAFE_DENSITY = 0.05
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One system on one cluster.
-
-    Args:
-        system: Its name.
-        iteration_s: Seconds of an iteration.
-        exposed_s: Seconds by which it is longer than the trace alone: exchange, selection and jitter.
-        select_s: Seconds of selection on the compute stream.
-        bytes_received: Bytes that one worker receives.
-        node_bytes: Bytes that enter one node.
-        collectives: Collectives.
-        waited_s: Seconds that the mean worker waits for others before collectives, summed over them.
-        speedup: Over DDP in bf16.
-        comparable: See :class:`~lightning_safusion.simulate.schedule.Iteration`.
-    """
+    """One system on one cluster, as files have it: seconds and bytes of its
+    :class:`~lightning_safusion.simulate.schedule.Iteration`, and the speed-up over DDP in bf16."""
 
     system: str
     iteration_s: float

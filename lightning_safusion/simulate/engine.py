@@ -1,4 +1,4 @@
-"""One iteration on a clock: computing, selection and collectives, and who waits for whom.
+"""One iteration on a clock: computing, selection, collectives, and the waits between them.
 
 Every worker has four resources that do one thing at a time: the compute stream, the host's selector, the bus between
 device and host, and the link, which takes collectives first come, first served. A collective begins when the last

@@ -60,54 +60,45 @@ class HostRun:
         self.host_select = schedule.host_select or [0.0] * total
         self.ends = [0.0] * self.workers
         self.debts = [0.0] * self.workers  # seconds that each worker has slept too long: the next sleeps are shorter
-        self.queue: deque[_Exchange] = deque()  # latency over, waiting for the link
-        self.under_way = 0
-        self.link_busy = False
-        self.exchanges: list[_Exchange] = []
-        self.collectives = 0
-        # selections on a second thread of each worker: seconds, and the exchange that waits for it
-        self.offloads: list[deque[tuple[float, _Exchange]]] = [deque() for _ in range(self.workers)]
-        self.messages = schedule.messages
-        self.programs = self._programs()
+        self.under_way = 0  # collectives
+        # what waits for the link, and for a second thread of each worker that selects; the first of them has it
+        self.link: deque[Callable[[], None]] = deque()
+        self.selectors: list[deque[Callable[[], None]]] = [deque() for _ in range(self.workers)]
+        self.sent = [(message, self._gather(message)) for message in schedule.messages]
+        self.settles = {
+            message.last: self._exchange(message.settle) for message in schedule.messages if message.settle is not None
+        }
+        self.programs = [self._program(worker) for worker in range(self.workers)]
         for worker in range(self.workers):
             self._advance(worker)
         self.cores.run()
 
-    def _programs(self) -> list[_Program]:
-        gathers, settles = [], {}
-        for message in self.messages:
-            offloaded = sum(self.host_select[place] > 0 for place in message.tensors)
-            gathers.append(self._exchange(message.cost, 1 + offloaded, message.collectives))
-            if message.settle is not None:
-                settles[message.last] = self._exchange(message.settle)
-        return [self._planned(worker, gathers, settles) for worker in range(self.workers)]
+    def _exchange(self, cost: CollectiveCost, steps: int = 1) -> _Exchange:
+        return _Exchange(cost, [steps] * self.workers, [0.0] * self.workers)
 
-    def _exchange(self, cost: CollectiveCost, needed: int = 1, collectives: int = 1) -> _Exchange:
-        self.collectives += collectives
-        exchange = _Exchange(cost, [needed] * self.workers, [0.0] * self.workers)
-        self.exchanges.append(exchange)
-        return exchange
+    def _gather(self, message: Message) -> _Exchange:
+        return self._exchange(message.cost, 1 + sum(self.host_select[place] > 0 for place in message.tensors))
 
-    def _planned(self, worker: int, gathers: list[_Exchange], settles: dict[int, _Exchange]) -> _Program:
-        waiting = deque(zip(self.messages, gathers, strict=True))
+    def _program(self, worker: int) -> _Program:
+        waiting = deque(self.sent)
         yield from self._leave(worker, waiting, -1)
-        yield from self._forward(worker, settles)
+        yield from self._forward(worker)
         for place, tensor in enumerate(self.trace.tensors):
             seconds = tensor.backward * float(self.pace[worker] * self.noise[worker, place])
             hook = self.host.hook if self.schedule.engine else 0.0
             yield from self._compute(worker, seconds, self.host.backward, hook)
             if self.host_select[place] > 0:
-                for message, exchange in zip(self.messages, gathers, strict=True):
+                for message, exchange in self.sent:
                     if place in message.tensors:
-                        self._offload(worker, self.host_select[place], exchange)
+                        self._select_on_host(worker, self.host_select[place], exchange)
             else:
                 yield from self._busy(worker, self.select[place])
             yield from self._leave(worker, waiting, place)
-        for message, exchange in zip(self.messages, gathers, strict=True):
+        for message, exchange in self.sent:
             yield from self._await(worker, exchange)
             yield from self._busy(worker, message.decode)
         if self.schedule.engine:
-            yield from self._busy(worker, self.host.drain(len(gathers)))
+            yield from self._busy(worker, self.host.drain(len(self.sent)))
         yield from self._compute(worker, self.trace.optimizer, self.host.optimizer)
 
     def _leave(self, worker: int, waiting: deque[tuple[Message, _Exchange]], place: int) -> _Program:
@@ -117,14 +108,14 @@ class HostRun:
             yield from self._busy(worker, message.select)
             self._launch(worker, exchange)
 
-    def _forward(self, worker: int, settles: dict[int, _Exchange]) -> _Program:
+    def _forward(self, worker: int) -> _Program:
         """Waits for parameters that settle late; each group is launched when the one before it begins."""
-        waiting = deque(settles[place] for place in sorted(settles, reverse=True))
+        waiting = deque(self.settles[place] for place in sorted(self.settles, reverse=True))
         if waiting:
             self._launch(worker, waiting.popleft())
         for place in reversed(range(len(self.trace.tensors))):
-            if place in settles:
-                yield from self._await(worker, settles[place])
+            if place in self.settles:
+                yield from self._await(worker, self.settles[place])
                 if waiting:
                     self._launch(worker, waiting.popleft())
             seconds = self.trace.tensors[place].forward * float(self.pace[worker])
@@ -169,21 +160,18 @@ class HostRun:
         except StopIteration:
             self.ends[worker] = self.cores.clock
 
-    def _offload(self, worker: int, seconds: float, exchange: _Exchange) -> None:
-        self.offloads[worker].append((seconds, exchange))
-        if len(self.offloads[worker]) == 1:
-            self._select_on_host(worker)
-
-    def _select_on_host(self, worker: int) -> None:
-        seconds, exchange = self.offloads[worker][0]
+    def _select_on_host(self, worker: int, seconds: float, exchange: _Exchange) -> None:
+        waiting = self.selectors[worker]
 
         def end() -> None:
-            self.offloads[worker].popleft()
+            waiting.popleft()
             self._launch(worker, exchange)
-            if self.offloads[worker]:
-                self._select_on_host(worker)
+            if waiting:
+                waiting[0]()
 
-        self.cores.compute(seconds, end, self.alike)
+        waiting.append(lambda: self.cores.compute(seconds, end, self.alike))
+        if len(waiting) == 1:
+            waiting[0]()
 
     def _launch(self, worker: int, exchange: _Exchange) -> None:
         """One step less before a collective can begin; begins it when none is left on any worker."""
@@ -193,42 +181,39 @@ class HostRun:
             cost = exchange.cost
             hidden = cost.processor_hidden if not self.under_way else 0.0
             self.under_way += 1
-            self._carry(cost.hidden, hidden, partial(self._arrive, exchange))
+            self._carry(cost.hidden, hidden, partial(self._transfer, exchange))
 
     def _carry(self, seconds: float, processor: float, then: Callable[[], None]) -> None:
         demand = min(1.0, processor / seconds) if seconds > 0 else 0.0
         self.cores.carry(seconds, then, demand, self.cluster.workers)
 
-    def _arrive(self, exchange: _Exchange) -> None:
-        self.queue.append(exchange)
-        if not self.link_busy:
-            self._transfer()
-
-    def _transfer(self) -> None:
-        self.link_busy = True
-        exchange = self.queue.popleft()
+    def _transfer(self, exchange: _Exchange) -> None:
         cost = exchange.cost
+        seconds, processor = cost.seconds - cost.hidden, cost.processor - cost.processor_hidden
 
         def end() -> None:
-            self.link_busy = False
             self.under_way -= 1
             exchange.done = True
-            if self.queue:
-                self._transfer()
+            self.link.popleft()
+            if self.link:
+                self.link[0]()
             for worker in exchange.waiting:
                 self._advance(worker)
 
-        self._carry(cost.seconds - cost.hidden, cost.processor - cost.processor_hidden, end)
+        self.link.append(lambda: self._carry(seconds, processor, end))
+        if len(self.link) == 1:
+            self.link[0]()
 
     def result(self) -> Iteration:
         """The result of the iteration."""
-        sent = sum((exchange.cost for exchange in self.exchanges), CollectiveCost())
+        exchanges = [*(exchange for _, exchange in self.sent), *self.settles.values()]
+        total = sum((exchange.cost for exchange in exchanges), CollectiveCost())
         return Iteration(
             float(np.mean(self.ends)),
             self.trace.seconds,
-            sum(self.select) + sum(message.select for message in self.messages),
-            sent.nbytes,
-            sent.node_bytes,
-            self.collectives,
-            waited=sum(float(np.mean(max(e.ready) - np.array(e.ready))) for e in self.exchanges),
+            sum(self.select) + sum(message.select for message, _ in self.sent),
+            total.nbytes,
+            total.node_bytes,
+            sum(message.collectives for message, _ in self.sent) + len(self.settles),
+            waited=sum(float(np.mean(max(e.ready) - np.array(e.ready))) for e in exchanges),
         )

@@ -77,6 +77,7 @@ def run_plan(
         output: Folder for tables (CSV, JSON), settings (YAML) and pictures (PNG).
 
     Raises:
+        ModuleNotFoundError: If pictures need matplotlib; names the extra that brings it.
         ValueError: If a name is unknown or a number makes no sense.
     """
     job_trace = resolve_trace(trace)
@@ -193,11 +194,7 @@ def _write_records(records: Sequence[Mapping[str, Any]], stem: Path) -> None:
 
 
 def plot_table(rows: Sequence[PlanRow]) -> Figure:
-    """Bars of all systems of one cluster, fastest on top: the trace alone, and the exposed time.
-
-    Raises:
-        ModuleNotFoundError: If matplotlib is missing; names the extra that brings it.
-    """
+    """Bars of all systems of one cluster, fastest on top: the trace alone, and the exposed time."""
     figure, ax = _new_figure(1.2 + 0.26 * len(rows))
     ordered = sorted(rows, key=lambda row: -row.iteration_s)
     names = [row.system for row in ordered]
@@ -214,11 +211,7 @@ def plot_table(rows: Sequence[PlanRow]) -> Figure:
 
 def plot_sweep(records: Sequence[Mapping[str, Any]], over: str) -> Figure:
     """A line per system: milliseconds per iteration over ``"bandwidth"``, ``"density"`` or ``"nodes"``; dense systems
-    dashed.
-
-    Raises:
-        ModuleNotFoundError: If matplotlib is missing; names the extra that brings it.
-    """
+    dashed."""
     figure, ax = _new_figure(5.5)
     field, heading = _AXES[over]
     for name in dict.fromkeys(record["system"] for record in records):

@@ -155,7 +155,7 @@ def _cupcake(job: Job) -> Schedule:
 
 
 def _one_buffer(job: Job, cost: CollectiveCost, entries: float, extra: float = 0.0) -> Schedule:
-    """The whole model in one message that is selected from when backward has ended."""
+    """All tensors in one message; selection runs when backward has ended."""
     places = range(len(job.numels))
     decode = entries * job.cluster.device.decode + extra
     return Schedule([Message(places, cost, job.select_seconds(places, behind=True), decode)])

@@ -20,7 +20,7 @@ class System:
 
     Args:
         name: As in ``SAFusionStrategy(system=name)``.
-        summary: What it decides, in one line.
+        summary: Its decisions, in one line.
         source: Where it was published.
     """
 
@@ -44,7 +44,7 @@ class EngineSystem(System):
         dense_below: Tensors of fewer elements are dense.
         dense_below_ndim: Tensors of fewer dimensions are dense.
         offload: Select from tensors on a thread of the host.
-        own_buffers: Its dense buffers are what is compared: plain DDP never takes the engine's place.
+        own_buffers: Keep the engine even if every buffer is dense: its buffers are compared with those of DDP.
     """
 
     fusion: str
@@ -313,7 +313,7 @@ _ROWS: tuple[EngineSystem | HookSystem, ...] = (
     HookSystem("ddp", "plain DDP: dense buckets of 25 MiB", "PyTorch DDP, VLDB 2020", "none"),
     HookSystem(
         "ddp-bf16",
-        "plain DDP with buckets in bfloat16: the honest dense baseline",
+        "plain DDP with buckets in bfloat16: the dense baseline of comparisons",
         "torch's bf16_compress_hook",
         "bf16",
     ),

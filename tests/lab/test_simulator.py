@@ -1,4 +1,4 @@
-"""What the comparisons with measurements and with the papers' slides say."""
+"""Comparisons of the simulator with measurements, and with the papers' slides."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def test_numbers_that_make_no_sense_are_refused() -> None:
         replace(COSTS, entry_bytes=0)
 
 
-def test_the_same_group_takes_what_was_measured_and_another_one_what_follows_from_it() -> None:
+def test_the_same_group_takes_measured_times_and_another_one_those_of_the_link() -> None:
     same = Cluster.calibrated(COSTS, 4)
     assert same.allgather(1000).seconds == pytest.approx(6e-3)
     assert same.allreduce(1000).seconds == pytest.approx(6e-3)

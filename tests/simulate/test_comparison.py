@@ -73,7 +73,7 @@ def test_a_sparse_recommendation_warns_of_low_densities(density: float, low: boo
     assert ("AdamW begin at density 0.05" in accuracy) == low
 
 
-def test_what_cannot_be_run_is_not_recommended() -> None:
+def test_systems_of_the_simulator_alone_are_not_recommended() -> None:
     rows = plan_table(Job(LSTM, Cluster(8, 8, LINKS["10gbit"])), ["safusion-hierarchical", "safusion", "ddp-bf16"])
     assert min(rows, key=lambda row: row.iteration_s).system == "safusion-hierarchical"
     _, settings = recommend(rows, 0.01)
@@ -95,7 +95,7 @@ def test_density_decides_how_much_is_sent() -> None:
     assert records[1]["bytes_received"] == pytest.approx(2 * records[0]["bytes_received"], rel=0.01)
 
 
-def test_a_sweep_leaves_what_was_measured_on_one_link_behind() -> None:
+def test_a_sweep_over_links_takes_no_measured_times() -> None:
     samples = tuple(CollectiveSample(size, 1.0, 1.0, 0.0, 0.0) for size in (100, 10_000))
     times = CollectiveTimes(samples)
     measured = Job(LSTM, Cluster(8, 1, LINKS["1gbit"], measured={"allgather": times, "allreduce": times}))

@@ -67,7 +67,7 @@ def test_a_task_that_comes_later_slows_down_the_others() -> None:
     assert ends(2, [(0, 2, 1), (0, 2, 1), (1, 1, 1)]) == pytest.approx([2.5, 2.5, 2.5], abs=2 * SLICE)
 
 
-def test_who_asks_for_little_is_not_slowed_down() -> None:
+def test_small_demands_are_met_in_full() -> None:
     # a quarter of the core for a second: the other has three quarters of it meanwhile
     assert ends(1, [(0, 1, 0.25), (0, 1, 1)]) == pytest.approx([1, 1.25])
 
@@ -84,7 +84,7 @@ def test_first_come_first_served_in_slices() -> None:
     assert ends(1, [(0, 5, 1), (3, 1, 1)], timeslice=1) == pytest.approx([6, 5])
 
 
-def test_who_carries_data_takes_cores_from_those_who_compute() -> None:
+def test_carrying_data_takes_cores_from_computing() -> None:
     assert ends(1, [(0, 1, 0.25), (0, 1, 1)], timeslice=10) == pytest.approx([1, 1.25])
     # three threads want a core and a half of two; a sleeper wants none
     assert ends(2, [(0, 4, 0.5), (0, 1.5, 1), (0, 1.5, 1), (0, 7, 0)], timeslice=10) == pytest.approx([4, 2, 2, 7])

@@ -105,7 +105,7 @@ def test_a_second_phase_is_launched_when_the_group_before_it_begins_its_forward_
     assert simulate(trace, ALONE, planned(*messages)).seconds == end + 3.5
 
 
-def test_a_timer_sends_what_is_ready_at_its_ticks() -> None:
+def test_a_timer_sends_ready_tensors_at_its_ticks() -> None:
     sent: list[list[int]] = []
 
     def noted(places: Sequence[int]) -> Message:

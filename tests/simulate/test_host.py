@@ -56,7 +56,7 @@ def test_paced_computation_takes_no_core() -> None:
     assert seconds(trace, Cluster(2, host=replace(asleep, backward=0.1))) == pytest.approx(3.7, abs=3 * TIMESLICE)
 
 
-def test_who_woke_up_and_waited_for_a_core_sleeps_less_the_next_time() -> None:
+def test_a_worker_that_waited_for_a_core_after_sleep_sleeps_less_the_next_time() -> None:
     # one worker has the core from 8 to 10 ms, the other from 10 to 12 ms; then both sleep until 20 ms
     asleep = Host(cores=0.5, forward=0.0, backward=0.2, optimizer=0.0)
     assert seconds(job_of([0.01], optimizer=0.01), Cluster(2, host=asleep)) == pytest.approx(0.02)
@@ -81,7 +81,7 @@ def test_latency_hides_in_a_queue() -> None:
     assert seconds(trace, ROOMY, *(Message((place,), cost) for place in range(3))) == pytest.approx(1.0 + 2.0 + 3 * 1.0)
 
 
-def test_what_the_engine_costs_is_charged_to_its_systems_only() -> None:
+def test_costs_of_the_engine_are_charged_to_its_systems_only() -> None:
     trace = job_of([1.0, 1.0])
     cluster = Cluster(2, host=Host(cores=math.inf, hook=0.1, drain=LinearCost(0.5, 0.25)))
     messages = [Message((place,), CollectiveCost(0.01)) for place in range(2)]
@@ -98,7 +98,7 @@ def test_selection_on_a_second_thread_takes_a_core_from_backward() -> None:
     assert shared.seconds == pytest.approx(3.0 + 1.0 + 1.0, abs=2 * TIMESLICE)
 
 
-def test_what_leaves_ahead_of_the_iteration_is_awaited_at_its_end() -> None:
+def test_a_message_before_the_iteration_is_awaited_at_its_end() -> None:
     trace = job_of([1.0], forward=1.0, optimizer=0.5)
     late = Schedule([Message([], CollectiveCost(5.0), decode=0.25)], engine=False)
     assert simulate(trace, ROOMY, late).seconds == pytest.approx(5.75)

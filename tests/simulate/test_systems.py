@@ -129,7 +129,7 @@ def test_elastic_averaging_hides_behind_forward_and_backward(link: str, hidden: 
     assert result.waited == 0
 
 
-def test_hipress_compresses_what_is_large() -> None:
+def test_hipress_compresses_large_tensors() -> None:
     job = Job(load("vgg-19"), Cluster(8, 1, LINKS["10gbit"]), 0.01)
     schedule = build_schedule("hipress", job)
     compressed = {message.tensors[0] for message in schedule.messages if message.select > 0}
@@ -142,7 +142,7 @@ def test_hipress_compresses_what_is_large() -> None:
 
 
 @pytest.mark.slow
-def test_espresso_is_not_slower_than_what_it_started_from() -> None:
+def test_espresso_is_not_slower_than_its_first_choice() -> None:
     for link in ("10gbit", "200gbit-rdma"):
         job = Job(load("bert-base"), Cluster(8, 1, LINKS[link]), 0.01)
         assert run("espresso", job).seconds <= run("wfbp-dense", job).seconds
@@ -171,7 +171,7 @@ def test_groups_over_an_exchange_in_phases_are_the_best_ones() -> None:
 
 
 def test_ssfusion_keeps_its_budget_and_its_lanes() -> None:
-    # one call per tensor, and cheap messages: to leave small tensors whole pays
+    # one call per tensor, and cheap messages: dense small tensors pay
     job = Job(load("bert-base"), Cluster(8, 1, LINKS["200gbit-rdma"]), 0.05, segmented=False)
     one, two = build_schedule("ssfusion-naive", job), build_schedule("ssfusion-i", job)
     assert len(two.messages) > len(one.messages)
@@ -230,7 +230,7 @@ def test_unknown_systems_are_named() -> None:
 
 
 @pytest.mark.parametrize(("field", "value"), [("density", 0.0), ("density", 1.5), ("entry_bytes", 0.0)])
-def test_jobs_refuse_what_makes_no_sense(field: str, value: float) -> None:
+def test_jobs_refuse_senseless_numbers(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=str(value)):
         replace(lstm(), **{field: value})
 
