@@ -2,7 +2,8 @@
 
 Every rank writes ``trace_rank_00000.json`` in the Chrome format, in microseconds of rank 0's clock. Beside the events a
 file holds ``"safusion"``: ``run`` (the same in all files of a fit), ``rank``, ``world_size``, ``host``,
-``clock_offset_s`` (subtracted from this rank's clock) and ``clock_error_s`` (the largest possible error of that).
+``clock_offset_s`` (subtracted from this rank's clock) and ``clock_error_s`` (the largest possible error of that);
+:func:`clock_offsets` finds both.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def write_trace(folder: Path, events: Sequence[Event], about: Mapping[str, Any])
 
 
 def merge_traces(run_dir: Path, output: Path | None = None) -> Path:
-    """Does what :func:`trace` says, without traces of older runs in the same directory; returns the file.
+    """Merges as :func:`trace` does, without traces of older runs in the same directory; returns the file.
 
     Raises:
         ValueError: If there are no traces, those of some ranks are missing, or a file is no trace.

@@ -101,6 +101,16 @@ def test_an_optimizer_that_runs_backward_passes() -> None:
     ]
 
 
+def test_an_optimizer_whose_step_calls_that_of_another() -> None:
+    recorder = StepRecorder()
+    for moment, now in (("batch", 0.0), ("optimizer", 2.0), ("optimizer_end", 4.0), ("optimizer_end", 5.0)):
+        recorder.mark(moment, now)  # type: ignore[arg-type]  # a moment
+    recorder.mark("batch_end", 6.0)
+    recorder.end_step(0)
+    (step,) = take(recorder)
+    assert step.spans("optimizer") == [(2.0, 5.0)]
+
+
 def test_validation_between_batches_is_no_part_of_a_step() -> None:
     recorder = StepRecorder()
     batch(recorder, 0.0, 0)
