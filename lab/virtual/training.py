@@ -13,12 +13,6 @@ from lab.tasks import Data, Task, evaluate, loss
 from lab.virtual.workers import Averager
 
 
-def one_thread() -> None:
-    """Prepares a process: one thread, since runs share the cores, and no denormals, which slow small nets down."""
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)
-
-
 class VirtualTraining:
     """A model that virtual workers train. Data and initial weights depend on the task and the seed only.
 

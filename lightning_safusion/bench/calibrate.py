@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from statistics import median
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 from scipy.optimize import isotonic_regression, nnls
 
 from lightning_safusion.bench.measure import Rhythm, Run
-from lightning_safusion.bench.recorders import EngineStep, FloorRecord
+from lightning_safusion.bench.recorders import EngineStep, FloorRecord, FloorStep
 from lightning_safusion.callbacks.trace_recorder import StepTimes, build_trace
 from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.fusion.layout import Layout, TensorSpec
@@ -32,21 +32,22 @@ def fit_run(run: Run, rhythm: Rhythm) -> tuple[Trace, Calibration]:
 
     Left out are the first block, in which connections are opened and orders learnt, and the first step of every other
     one, which meets the caches and the network as another team left them.
+
+    Raises:
+        RuntimeError: If no buffer was sparse.
     """
 
     def counts(number: int) -> bool:
         return number >= rhythm.block and number % rhythm.block > 0
 
-    idle = [
-        replace(each, steps=tuple(s for number, s in enumerate(each.steps) if counts(number))) for each in run.floor
-    ]
+    idle = [[step for number, step in enumerate(record.steps) if counts(number)] for record in run.floor]
     ahead, behind = ([s for each in ranks for s in each.steps if counts(s.number)] for ranks in (run.ahead, run.behind))
     source = (
-        f"recorded on {len(idle)} workers (gloo, cpu): medians of {len(idle[0].steps)} steps without any exchange, "
+        f"recorded on {len(idle)} workers (gloo, cpu): medians of {len(idle[0])} steps without any exchange, "
         f"costs of the engine in {len(ahead) // len(idle)} steps, collectives timed alone and in queues"
     )
-    costs = fit_calibration(idle, ahead, behind, run.ahead[0].collectives, float(os.cpu_count() or 1), source)
-    trace = recorded_trace(idle, source)
+    costs = _fit_costs(idle, ahead, behind, run.ahead[0].collectives, source)
+    trace = _fit_trace(run.floor[0], [step for steps in idle for step in steps], source)
     return trace, replace(costs, host=replace(costs.host, asleep=_asleep(trace, costs)))
 
 
@@ -66,11 +67,11 @@ def _asleep(trace: Trace, costs: Calibration) -> float:
     return high
 
 
-def recorded_trace(records: Sequence[FloorRecord], source: str) -> Trace:
+def _fit_trace(record: FloorRecord, steps: Sequence[FloorStep], source: str) -> Trace:
     """The job without any exchange: medians over the steps of all ranks."""
     specs = tuple(
         TensorSpec(name, index, shape, int(np.prod(shape)), torch.float32)
-        for index, (name, shape) in enumerate(records[0].tensors)
+        for index, (name, shape) in enumerate(record.tensors)
     )
     times = [
         StepTimes(
@@ -78,39 +79,26 @@ def recorded_trace(records: Sequence[FloorRecord], source: str) -> Trace:
             {layer: float(seconds) for layer, (seconds, _) in step.layers.items()},
             float(step.rest[0]),
         )
-        for record in records
-        for step in record.steps
+        for step in steps
     ]
-    return build_trace(records[0].name, Layout(specs), times, source)
+    return build_trace(record.name, Layout(specs), times, source)
 
 
-def fit_calibration(
-    floor: Sequence[FloorRecord],
+def _fit_costs(
+    idle: Sequence[Sequence[FloorStep]],
     ahead: Sequence[EngineStep],
     behind: Sequence[EngineStep],
     collectives: Mapping[str, CollectiveTimes],
-    cores: float,
     source: str,
 ) -> Calibration:
-    """What the engine and its collectives cost. All steps were made in the same minutes; those of all ranks together.
-
-    Args:
-        floor: Of each rank, steps without any exchange.
-        ahead: Steps with selection before fusion.
-        behind: Steps with selection after fusion.
-        collectives: Of the group.
-        cores: Of the machine that all workers share.
-        source: Where all of that comes from, in words.
-
-    Raises:
-        RuntimeError: If no buffer was sparse.
-    """
+    """What the engine and its collectives cost, from steps without any exchange of each rank, and from steps with
+    selection before and after fusion of all ranks. All were made in the same minutes."""
     ahead, behind = ([step for step in steps if step.buffers] for steps in (ahead, behind))
     if not ahead or not behind:
         raise RuntimeError("nothing to calibrate: no buffer was sparse. Give a density below 1.")
-    workers, both = len(floor), [*ahead, *behind]
+    workers, both = len(idle), [*ahead, *behind]
     buffers = [buffer for step in both for buffer in step.buffers]
-    parts = [np.array([step.parts for step in record.steps]) for record in floor]
+    parts = [np.array([step.parts for step in steps]) for steps in idle]
     medians = np.median(np.concatenate(parts), axis=0)  # of forward, backward and rest: seconds, and those with a core
     _, idle_backward, idle_rest = medians[:, 1].tolist()
     forward, backward, rest = np.minimum(1.0, medians[:, 1] / medians[:, 0]).tolist()
@@ -123,7 +111,7 @@ def fit_calibration(
         drains.append((len(step.buffers), step.drain + step.rest - decode - last - idle_rest))
     hook_fixed, hook_buffer = _fit(hooks)
     host = Host(
-        cores / workers,
+        float(os.cpu_count() or 1) / workers,
         forward,
         backward,
         rest,
@@ -156,12 +144,11 @@ def _in_job(times: CollectiveTimes, steps: Sequence[EngineStep]) -> CollectiveTi
 
 def _rising(times: CollectiveTimes) -> CollectiveTimes:
     """The times in which more bytes never take less, closest in squares."""
-    columns = {
-        name: isotonic_regression([getattr(sample, name) for sample in times.samples]).x.tolist()
-        for name in ("alone", "queued", "processor", "processor_queued")
-    }
-    rows = zip(times.samples, *columns.values(), strict=True)
-    return CollectiveTimes(tuple(CollectiveSample(sample.nbytes, *values) for sample, *values in rows))
+    rows = np.array([astuple(sample) for sample in times.samples], np.float64)
+    columns = [isotonic_regression(column).x for column in rows.T[1:]]
+    return CollectiveTimes(
+        tuple(CollectiveSample(int(nbytes), *values) for nbytes, *values in zip(rows[:, 0], *columns, strict=True))
+    )
 
 
 def _jitter(steps: Sequence[np.ndarray]) -> float:

@@ -26,8 +26,8 @@ from lightning_safusion.fusion.plans.pricing import GroupPricer
 from lightning_safusion.simulate.calibration import CollectiveSample, CollectiveTimes
 from lightning_safusion.strategy import SAFusionStrategy
 
-# Tensors in a buffer, in turns: costs of a buffer are told from costs of its elements, and from those of a step. From
-# one to all (the largest number), since some systems have as many buffers as tensors and others have one.
+# Tensors in a buffer, in turns, which separates the costs of a buffer, of its elements and of a step. From one to all
+# (the largest number), since some systems have as many buffers as tensors and others have one.
 _TOUR = (8, 1, sys.maxsize, 4, 64, 16)
 # Bytes of a collective, from a message of a few entries to a few megabytes, so that the slope is that of the link.
 _SIZES = tuple(64 << bits for bits in range(0, 17, 2))
@@ -179,7 +179,7 @@ class ProcessorClock(HostClock):
 class EngineRecorder(Callback):
     """Records what a step costs the host with buffers of several sizes in turns, and at last times the collectives.
 
-    Costs are seconds for which the thread had a core: how long it waits is for the simulator to find.
+    Costs are seconds for which the thread had a core: the simulator adds the waiting.
 
     Args:
         pipe: Brings after training, when no team trains, whether to time the collectives; takes an

@@ -177,7 +177,7 @@ def _child(
     work: Callable[[int, Connection], None],
 ) -> None:
     if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a driver that is killed leaves no worker behind
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the worker ends with a driver that is killed
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent's handler removes what the parent has made
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -197,7 +197,7 @@ def _child(
         trace = traceback.format_exc()
         print(trace, flush=True)
         pipe.send(_Failed(trace))
-    os._exit(0)  # cleans up nothing of the parent's
+    os._exit(0)  # without what the parent does when it exits
 
 
 def make_trainer(workers: int, strategy: Strategy, callbacks: list[Callback], **options: Any) -> Trainer:

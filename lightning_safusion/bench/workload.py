@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -145,7 +146,7 @@ class Paced(Workload):
     def __init__(self, trace: Trace) -> None:
         super().__init__()
         self.trace = trace
-        self._clock = Sleeper()
+        self._debt = 0.0
         # in the order of the forward pass
         self.tensors = nn.ParameterList(nn.Parameter(torch.zeros(t.shape)) for t in reversed(trace.tensors))
         self._grads = [torch.randn(t.shape) * 1e-3 for t in reversed(trace.tensors)]
@@ -155,32 +156,8 @@ class Paced(Workload):
         """A batch that makes no difference."""
         return torch.ones(1)
 
-    @override
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        x = batch.detach().requires_grad_()
-        for tensor, param, grad in zip(reversed(self.trace.tensors), self.tensors, self._grads, strict=True):
-            self._clock.sleep(tensor.forward)
-            x = _Pace.apply(x, param, grad, tensor.backward, self._clock)
-        return x.sum()
-
-    @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        super().optimizer_step(*args, **kwargs)
-        self._clock.sleep(self.trace.optimizer)
-
-    @override
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.01)
-
-
-class Sleeper:
-    """Sleeps whose sum is exact: a sleep is shorter by what the ones before it took too long."""
-
-    def __init__(self) -> None:
-        self._debt = 0.0
-
     def sleep(self, seconds: float) -> None:
-        """Sleeps, less what was slept too much before."""
+        """Sleeps, less what the sleeps before took too long: their sum is exact."""
         if seconds <= 0:
             return
         due = seconds - self._debt
@@ -189,21 +166,38 @@ class Sleeper:
             time.sleep(due)
         self._debt = time.perf_counter() - begin - due
 
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = batch.detach().requires_grad_()
+        for tensor, param, grad in zip(reversed(self.trace.tensors), self.tensors, self._grads, strict=True):
+            self.sleep(tensor.forward)
+            x = _Pace.apply(x, param, grad, partial(self.sleep, tensor.backward))
+        return x.sum()
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self.sleep(self.trace.optimizer)
+
+    @override
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.01)
+
 
 class _Pace(torch.autograd.Function):
     """The identity; in backward it sleeps before it hands a given gradient to a parameter."""
 
     @staticmethod
     @override
-    def forward(ctx: Any, x: Tensor, param: Tensor, grad: Tensor, seconds: float, clock: Sleeper) -> Tensor:
-        ctx.grad, ctx.seconds, ctx.clock = grad, seconds, clock
+    def forward(ctx: Any, x: Tensor, param: Tensor, grad: Tensor, sleep: Callable[[], None]) -> Tensor:
+        ctx.grad, ctx.sleep = grad, sleep
         return x.view_as(x)
 
     @staticmethod
     @override
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        ctx.clock.sleep(ctx.seconds)
-        return grads[0], ctx.grad, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        ctx.sleep()
+        return grads[0], ctx.grad, None, None
 
 
 def scaled(trace: Trace, factor: float) -> Trace:

@@ -29,17 +29,7 @@ SYSTEMS = ("ddp", "behind[memory=none]", "behind", "safusion", "saf-pooled")
 
 @dataclass(frozen=True)
 class Settings:
-    """One demo, the same for all its rows.
-
-    Args:
-        systems: The rows, in order: names of systems, with options.
-        density: Share of the gradient elements that a worker sends, in (0, 1].
-        epochs: Passes over the training images.
-        workers: Processes that train together.
-        seed: Seed of the split, the batches and the initial weights.
-        batch_size: Images per worker and step.
-        widths: Channels of the network's stages.
-        lr: Learning rate.
+    """Arguments of :func:`run_demo`; images per worker and step, channels of the network's stages, learning rate.
 
     Raises:
         ValueError: If a value cannot be used; names it, and what to give instead.
@@ -112,7 +102,7 @@ def run_demo(
 
 
 def compare(settings: Settings, output: Path, console: Console) -> list[History]:
-    """Does the work of :func:`run_demo` on a console of the caller's choice."""
+    """As :func:`run_demo`, on a console of the caller's choice."""
     need("matplotlib", "plot")
     output.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # no threads before the workers are forked

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from lightning_safusion.bench.calibrate import fit_calibration, recorded_trace
-from lightning_safusion.bench.recorders import BufferCost, EngineStep, FloorRecord, FloorStep, time_collectives
+from lightning_safusion.bench.calibrate import fit_run
+from lightning_safusion.bench.measure import Rhythm, Run
+from lightning_safusion.bench.recorders import (
+    BufferCost,
+    EngineRecord,
+    EngineStep,
+    FloorRecord,
+    FloorStep,
+    time_collectives,
+)
 from lightning_safusion.comm.transport.torch_backend import default_transport
-from lightning_safusion.simulate.calibration import CollectiveSample, CollectiveTimes
+from lightning_safusion.simulate.calibration import Calibration, CollectiveSample, CollectiveTimes
 from tests.process_group import run_ranks
 
 WORKERS, TENSORS, NUMEL, ENTRIES = 4, 24, 1000, 10
@@ -27,9 +37,22 @@ def floor_step(pace: float = 1.0) -> FloorStep:
     return FloorStep(ready, layers, pace * np.array((3e-3, 3e-3)))
 
 
-def floor(paces: Sequence[float] = (0.98, 1.0, 1.02)) -> list[FloorRecord]:
+def run_of(
+    ahead: Sequence[EngineStep],
+    behind: Sequence[EngineStep],
+    collectives: Mapping[str, CollectiveTimes] = COLLECTIVES,
+    paces: Sequence[float] = (0.98, 1.0, 1.02),
+) -> Run:
+    """Four workers with the same steps; every other one, and those of the first block, are not to count."""
     tensors = tuple((f"{'ab'[place // 12]}.t{place}", (NUMEL,)) for place in range(TENSORS))
-    return [FloorRecord("Job", tensors, tuple(floor_step(pace) for pace in paces))] * WORKERS
+    steps = tuple(floor_step(each) for pace in (7.0, *paces) for each in (9.0, pace))
+    floor = FloorRecord("Job", tensors, steps)
+    first, second = (EngineRecord(tuple(each), dict(collectives)) for each in (ahead, behind))
+    return Run({}, [floor] * WORKERS, [first] * WORKERS, [second] * WORKERS)
+
+
+def fit(*args: Any, **options: Any) -> Calibration:
+    return fit_run(run_of(*args, **options), Rhythm(block=2))[1]
 
 
 def engine_step(sizes: Sequence[int], fixed: float = 1e-3) -> EngineStep:
@@ -58,9 +81,11 @@ PLANS = [[8] * 3, [2] * 12, [24], [4] * 6, [1] * 24, [10, 14]]
 
 def test_costs_are_found_again() -> None:
     ahead, behind = ([engine_step(plan, fixed) for plan in PLANS] for fixed in (1e-3, 4e-3))
-    costs = fit_calibration(floor(), ahead, behind, COLLECTIVES, 2.0, "made up")
+    costs = fit(ahead, behind)
     host = costs.host
-    assert (host.cores, host.forward, host.backward, host.optimizer) == pytest.approx((0.5, 2 / 3, 0.5, 1.0))
+    assert (host.cores, host.forward, host.backward, host.optimizer) == pytest.approx(
+        ((os.cpu_count() or 1) / 4, 2 / 3, 0.5, 1.0)
+    )
     assert host.hook == pytest.approx(2e-4)
     assert (host.ahead.fixed, host.ahead.per_tensor, host.ahead.per_element) == pytest.approx((1e-3, 1e-4, 2e-6))
     assert (host.behind.fixed, host.behind.per_tensor, host.behind.per_element) == pytest.approx((4e-3, 1e-4, 2e-6))
@@ -77,7 +102,7 @@ def test_a_slow_buffer_in_a_few_windows_changes_nothing() -> None:
     steps = [engine_step(plan) for plan in PLANS for _ in range(7)]
     slow = [buffer._replace(select=50 * buffer.select) for buffer in steps[0].buffers]
     disturbed = [replace(steps[0], buffers=tuple(slow)), *steps[1:]]
-    costs = [fit_calibration(floor(), each, steps, COLLECTIVES, 2.0, "").host.ahead for each in (steps, disturbed)]
+    costs = [fit(each, steps).host.ahead for each in (steps, disturbed)]
     assert costs[0].fixed == pytest.approx(costs[1].fixed)
     assert costs[0].per_element == pytest.approx(costs[1].per_element)
 
@@ -86,18 +111,19 @@ def test_more_bytes_never_take_less() -> None:
     seconds = [3e-3, 1e-3, 2e-3, 9e-3]
     noisy = CollectiveTimes(tuple(CollectiveSample(4**n, s, s, s, s) for n, s in enumerate(seconds, 3)))
     steps = [engine_step(plan) for plan in PLANS]
-    costs = fit_calibration(floor(), steps, steps, {"allgather": noisy, "allreduce": noisy}, 2.0, "")
+    costs = fit(steps, steps, {"allgather": noisy, "allreduce": noisy})
     assert [sample.alone for sample in costs.allreduce.samples] == pytest.approx([2e-3, 2e-3, 2e-3, 9e-3])
 
 
 def test_without_sparse_buffers_there_is_nothing_to_fit() -> None:
     dense = [replace(engine_step([24]), buffers=())]
     with pytest.raises(RuntimeError, match="no buffer was sparse"):
-        fit_calibration(floor(), dense, dense, COLLECTIVES, 2.0, "")
+        fit(dense, dense)
 
 
 def test_the_trace_is_the_job_without_any_exchange() -> None:
-    trace = recorded_trace(floor(), "made up")
+    steps = [engine_step(plan) for plan in PLANS]
+    trace, _ = fit_run(run_of(steps, steps), Rhythm(block=2))
     assert trace.seconds == pytest.approx(57e-3)
     assert [tensor.backward for tensor in trace.tensors] == pytest.approx([2e-3] * TENSORS)
     # a layer's forward pass is charged to the last of its tensors

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_safusion.bench.workload import MODELS, Classifier, Paced, Sleeper, scaled
+from lightning_safusion.bench.workload import MODELS, Classifier, Paced, scaled
 from lightning_safusion.simulate.trace import Trace, TraceTensor, resolve_trace
 
 
@@ -82,7 +82,7 @@ def test_what_a_sleep_takes_too_long_the_next_ones_are_shorter(monkeypatch: pyte
 
     monkeypatch.setattr(time, "sleep", sleep)
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    sleeper = Sleeper()
+    sleeper = Paced(Trace("paced", (TraceTensor("t", (1,), 0.01, 0.01),)))
     for _ in range(3):
         sleeper.sleep(0.01)
     sleeper.sleep(0.001)
