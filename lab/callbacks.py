@@ -9,7 +9,7 @@ of the mean step of a block with them to that of its neighbours without: the med
 and the same of processor time, which other programs on the machine disturb less. ``--null`` compares blocks without
 callbacks with each other: what chance alone does. Beside it the share of the time that is spent in the hooks of the
 callbacks, by a clock round them, which misses what they slow down elsewhere but hardly depends on chance. The tuner's
-reviews are the planner's and go on in all blocks: their share is printed in the same way.
+reviews are the planner's and happen in all blocks: their share is printed in the same way.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def callbacks(
 
 
 def _work(measured: Measured, rank: int, pipe: Connection) -> None:
-    """One worker; the first one says what came of it."""
+    """One worker; the first one sends the lines of the report."""
     steps = (2 * measured.pairs + 3) * measured.every + 1  # the first two blocks settle
     made: list[Callback] = []
     for name in measured.names:

@@ -1,6 +1,6 @@
 """Selection and packing on a CUDA device against a copy of the same bytes.
 
-All tensors of a model are one buffer, selected from ahead of fusion: one segment per tensor. Every row is the median of
+All tensors of a model are one buffer, selected from before fusion: one segment per tensor. Every row is the median of
 runs timed with CUDA events, in one process with the copy. "span read" is the span's bytes over the time; the exact
 selection needs four passes over the span, and "of copy" is the bandwidth of these four against that of the copy. The
 hot path runs with synchronisation turned into an error, and once more as a CUDA graph.
@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.selection import ahead
+from lab.markdown import markdown
+from lab.selection import per_tensor
 from lightning_safusion.comm.wire.formats import resolve_codec
 from lightning_safusion.kernels.cuda import serves
 from lightning_safusion.simulate.trace import resolve_trace
@@ -48,11 +49,11 @@ def hot_path(sparsifier: Sparsifier, x: Tensor, segments: Segments, wire: str) -
     """Selection from the span, and a message of it."""
     codec = resolve_codec(wire, segments.numel, segments.capacity, torch.float32)
     out = torch.empty(codec.nbytes, dtype=torch.uint8, device=x.device)
-    return lambda: void(codec.encode(sparsifier.select(x, segments, 0), out))
 
+    def work() -> None:
+        codec.encode(sparsifier.select(x, segments, 0), out)
 
-def void(_: object) -> None:
-    """Forgets what was returned."""
+    return work
 
 
 def warm(work: Callable[[], None]) -> str | None:
@@ -91,7 +92,7 @@ def measure(model: str, names: Sequence[str], density: float, wire: str, repetit
     ]
     for name in names:
         sparsifier = resolve_sparsifier(name)
-        work = hot_path(sparsifier, x, ahead(sparsifier, shapes, density), wire)
+        work = hot_path(sparsifier, x, per_tensor(sparsifier, shapes, density), wire)
         waits = warm(work)
         ms = milliseconds(work, repetitions)
         row = {"model": model, "name": name, "ms": ms, "GB/s": 4 * numel / ms / 1e6, "waits": waits}
@@ -106,14 +107,20 @@ def measure(model: str, names: Sequence[str], density: float, wire: str, repetit
 def show(rows: list[dict[str, Any]]) -> None:
     """Prints a model's rows."""
     copy = rows[0]
-    print(f"\n{copy['model']}: {copy['tensors']} tensors, {copy['elements'] / 1e6:.1f} M elements")
-    print(f"{'':12}{'ms':>9}{'x copy':>9}{'GB/s':>9}{'of copy':>9}{'graph ms':>10}")
-    for row in rows:
-        share = f"{row['of copy']:.0%}" if "of copy" in row else ""
-        graph = f"{row['graph ms']:.3f}" if "graph ms" in row else ""
-        waits = f"  waits for the device: {row['waits']}" if row.get("waits") else ""
-        ratio = row["ms"] / copy["ms"]
-        print(f"{row['name']:12}{row['ms']:9.3f}{ratio:9.2f}{row['GB/s']:9.0f}{share:>9}{graph:>10}{waits}")
+    print(f"\n{copy['model']}: {copy['tensors']} tensors, {copy['elements'] / 1e6:.1f} M elements\n")
+    cells = [
+        (
+            row["name"],
+            f"{row['ms']:.3f}",
+            f"{row['ms'] / copy['ms']:.2f}",
+            f"{row['GB/s']:.0f}",
+            f"{row['of copy']:.0%}" if "of copy" in row else "",
+            f"{row['graph ms']:.3f}" if "graph ms" in row else "",
+            row.get("waits") or "",
+        )
+        for row in rows
+    ]
+    print(markdown(("", "ms", "x copy", "GB/s", "of copy", "graph ms", "waits for the device"), cells))
 
 
 def gpu(

@@ -4,7 +4,7 @@
 
 SAFusion's first observation, on real trainings: a residual network on scikit-learn's digits (the demo's), two forked
 workers on the CPU. Every row has top-k, the same density, batches and start; a row with degree ``d`` fuses ``d``
-tensors, and selects from the buffer (behind) or from each tensor (ahead, where the degree does not matter: one run).
+tensors, and selects from the buffer (after) or from each tensor (before, where the degree does not matter: one run).
 Prints a markdown table and saves a picture. Accuracy is that of the last epoch on 449 held-out images: one image is
 0.22 points, so look at the spread of the seeds before drawing conclusions.
 """
@@ -29,7 +29,7 @@ from lightning_safusion.bench.team import Place, make_trainer
 from lightning_safusion.callbacks import TensorMissingRateMonitor
 from lightning_safusion.demo.digits import WIDTHS, DigitsNet, digits_loaders
 
-AHEAD_DEGREE = 8
+BEFORE_DEGREE = 8
 _BATCH = 32  # images of a worker
 
 
@@ -38,7 +38,7 @@ class Row:
     """One scheme.
 
     Args:
-        scope: ``"group"``: behind; ``"tensor"``: ahead; ``"dense"``: everything is sent.
+        scope: ``"group"``: after fusion; ``"tensor"``: before it; ``"dense"``: everything is sent.
         degree: Tensors in a buffer.
         memory: ``"residual"`` or ``"none"``.
     """
@@ -58,7 +58,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Result:
-    """What one training of a row came to.
+    """Figures of one training of a row.
 
     Args:
         missing: Share of the gradients of which nothing was sent, over workers and steps.
@@ -113,7 +113,7 @@ def label(row: Row) -> str:
     """The row in the table and the picture."""
     if row.scope == "dense":
         return "dense"
-    return f"{'behind' if row.scope == 'group' else 'ahead'}, {'no ' if row.memory == 'none' else ''}feedback"
+    return f"{'after' if row.scope == 'group' else 'before'}, {'no ' if row.memory == 'none' else ''}feedback"
 
 
 def table(results: dict[Row, list[Result]], tensors: int) -> str:
@@ -129,7 +129,7 @@ def table(results: dict[Row, list[Result]], tensors: int) -> str:
 
 
 def picture(results: dict[Row, list[Result]], tensors: int, title: str) -> Figure:
-    """Missing rate (left) and accuracy (right) by fusion degree; ahead and dense as lines across."""
+    """Missing rate (left) and accuracy (right) by fusion degree; before fusion and dense as lines across."""
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     figure.suptitle(title)
     left, right = figure.subplots(1, 2)
@@ -164,9 +164,9 @@ def means(results: dict[Row, list[Result]], rows: Iterable[Row], field: str) -> 
 
 def rows_of(degrees: Sequence[int]) -> list[Row]:
     """All rows, in the order of the table."""
-    rows = [Row("dense", AHEAD_DEGREE, "none")]
+    rows = [Row("dense", BEFORE_DEGREE, "none")]
     for memory in ("residual", "none"):
-        rows.append(Row("tensor", AHEAD_DEGREE, memory))
+        rows.append(Row("tensor", BEFORE_DEGREE, memory))
         rows += [Row("group", degree, memory) for degree in degrees]
     return rows
 

@@ -1,7 +1,7 @@
 """What the engine's own work costs the CPU, with and without compiled kernels, beside a plain copy of the gradients.
 
-    python -m lab.native
-    python -m lab.native --models transformer --systems saf-pooled --densities 0.01,0.05
+    $ python -m lab native
+    $ python -m lab native --models transformer --systems saf-pooled --densities 0.01,0.05
 
 Two virtual workers of one process train a network of `safusion bench` on random data. Turns of a few steps with and
 without the kernels alternate, and the first steps of a turn are left out. A window is what one worker does with its
@@ -23,6 +23,7 @@ from lab.markdown import line, markdown
 from lab.virtual.training import taken_gradients
 from lab.virtual.workers import Engines
 from lightning_safusion import SAFusionStrategy
+from lightning_safusion.bench.rows import parse_row
 from lightning_safusion.bench.workload import Classifier
 from lightning_safusion.kernels import cpu as native
 
@@ -39,7 +40,7 @@ def compiled(
 
     Args:
         models: Of "conv", "transformer" and "lstm".
-        systems: Names of systems.
+        systems: Names of systems, with options.
         densities: Shares of the elements that are sent.
         turns: Turns of six steps, 4 or more, half of them without the kernels; the first two warm up.
 
@@ -88,9 +89,9 @@ def measure(model: str, system: str, density: float, turns: int) -> tuple[float,
     return on, off, copy
 
 
-def strategy_of(system: str, density: float) -> SAFusionStrategy:
-    """Sparse, whatever the costs."""
-    return SAFusionStrategy(system=system, density=density, collective="allgather")
+def strategy_of(row: str, density: float) -> SAFusionStrategy:
+    """The strategy of a row, sparse at any cost."""
+    return parse_row(row).strategy(density, collective="allgather")
 
 
 def backward(module: Classifier, parameters: Sequence[nn.Parameter]) -> list[Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -146,7 +147,7 @@ def run_missing(
     """
     torch.set_num_threads(1)  # no threads before jobs are forked
     left, running = deque(ledger.missing(jobs)), dict[Connection, tuple[AnyJob, Team]]()
-    total, complete, stopped = len({key_of(job.settings()) for job in jobs}), True, False
+    total = len({key_of(job.settings()) for job in jobs})
     folder = Path(tempfile.mkdtemp(prefix="safusion-"))
     columns = (
         TextColumn("{task.description}"),
@@ -164,37 +165,37 @@ def run_missing(
         team = started(job.label, Place(1), folder / f"{len(left)}.log", lambda _, pipe: pipe.send(work(job)))
         running[team.pipes[0]] = job, team
 
-    def finish(job: AnyJob, team: Team) -> bool:
+    def finish(job: AnyJob, team: Team) -> None:
         with team:
             try:
                 (result,) = team.collect()
             except RuntimeError as error:
                 console.print(literal(error, "red"))
-                return False
+                return
         ledger.add(job.settings(), result)
         metric = "diverged" if result.metric is None else f"{result.metric:.4f}"
         console.print(literal(f"{job.label}: {metric} in {result.seconds:.0f} s"))
-        return True
 
-    with progress:
-        try:
-            while left or running:
-                try:
-                    while left and len(running) < processes:
-                        start(left.popleft())
-                    for pipe in wait(list(running), timeout=1.0):
-                        complete = finish(*running.pop(pipe)) and complete  # type: ignore[call-overload]  # one of ours
-                        progress.advance(bar)
-                    progress.refresh()
-                except KeyboardInterrupt:
-                    if stopped:
-                        break
-                    stopped = True
+    interrupts: list[int] = []
+    # an exception would be lost if it came while a job is forked
+    before = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
+    try:
+        with progress:
+            while (left or running) and len(interrupts) < 2:
+                if interrupts and left:
                     left.clear()
                     console.print(f"stopping: {what} under way are finished first; Ctrl-C again ends them")
-        finally:
-            for _, team in running.values():
-                team.end()
+                while left and len(running) < processes:
+                    start(left.popleft())
+                for pipe in wait(list(running), timeout=1.0):
+                    finish(*running.pop(pipe))  # type: ignore[call-overload]  # one of ours
+                    progress.advance(bar)
+                progress.refresh()
+    finally:
+        signal.signal(signal.SIGINT, before)
+        for _, team in running.values():
+            team.end()
+    complete = not ledger.missing(jobs)
     if complete:
         shutil.rmtree(folder)
-    return complete and not stopped
+    return complete

@@ -1,14 +1,13 @@
-"""Time of selection ahead of fusion against selection behind it, over the gradients of a model.
+"""Time of selection before fusion against selection after it, over the gradients of a model.
 
-The gradients are cut into buffers of a few tensors in the order in which they become ready. Ahead selects with one
-segment per tensor, behind with one segment per buffer, at the same capacity; a plain copy of the buffers is the unit of
-what it costs to touch so many bytes. All three are timed in one run, in turns, so that a change of clock or cache hits
-all alike. The models are BERT-base and BERT-large, where reading the elements is the cost, and a chain of small layers,
-where the calls are.
+The gradients are cut into buffers of a few tensors in the order in which they become ready. Selection before fusion has
+one segment per tensor, selection after it one segment per buffer of the same capacity; a plain copy of the buffers is
+the unit. All three are timed in one run, in turns, so that a change of clock or cache hits all alike. The models are
+BERT-base and BERT-large, where reading the elements is the cost, and a chain of small layers, where the calls are.
 
-    python -m lab selection --sparsifiers topk,gaussiank --density 0.01
-    python -m lab selection --model bert-large
-    python -m lab selection --model small --per-buffer 32
+    $ python -m lab selection --sparsifiers topk,gaussiank --density 0.01
+    $ python -m lab selection --model bert-large
+    $ python -m lab selection --model small --per-buffer 32
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lab.markdown import line, markdown
 from lightning_safusion.lookup import look_up
 from lightning_safusion.simulate.trace import resolve_trace
 from lightning_safusion.sparsify import History, Segments, Sparsifier, resolve_sparsifier
@@ -47,14 +47,14 @@ def small_shapes() -> list[tuple[int, ...]]:
     return 250 * [(32,), (32, 32)]
 
 
-def ahead(sparsifier: Sparsifier, shapes: Sequence[tuple[int, ...]], density: float, first: int = 0) -> Segments:
+def per_tensor(sparsifier: Sparsifier, shapes: Sequence[tuple[int, ...]], density: float, first: int = 0) -> Segments:
     """One segment per tensor, of a buffer that begins with the tensor ``first``."""
     sizes = [math.prod(shape) for shape in shapes]
     quotas = [sparsifier.quota(size, shape, density) for size, shape in zip(sizes, shapes, strict=True)]
     return Segments(np.cumsum([0, *sizes]), np.array(quotas), tuple(range(first, first + len(shapes))), tuple(shapes))
 
 
-def behind(cut: Segments) -> Segments:
+def fused(cut: Segments) -> Segments:
     """One segment over the same tensors, with the same room."""
     quota = np.array([min(cut.capacity, cut.numel)])
     return Segments(cut.edges[[0, -1]], quota, (cut.keys,), ((cut.numel,),))
@@ -63,23 +63,19 @@ def behind(cut: Segments) -> Segments:
 def selection_times(
     sparsifier: Sparsifier, spans: Sequence[Tensor], cuts: Sequence[Segments], repetitions: int
 ) -> tuple[float, ...]:
-    """Seconds to select from all spans, ahead and behind, and to copy them: the sums of the medians of every span."""
-    wholes, targets = [behind(cut) for cut in cuts], [torch.empty_like(span) for span in spans]
-    selector = Selector(sparsifier)
-    histories, whole_histories = [History(cut) for cut in cuts], [History(cut) for cut in wholes]
-
-    def select(history: History, span: Tensor, step: int) -> None:
-        selector.select(span, history, step)
+    """Seconds to select from all spans before and after fusion, and to copy them: sums of the medians of each span."""
+    targets, selector = [torch.empty_like(span) for span in spans], Selector(sparsifier)
+    before, after = [History(cut) for cut in cuts], [History(fused(cut)) for cut in cuts]
 
     variants: tuple[Callable[[int, int], object], ...] = (
-        lambda place, step: select(histories[place], spans[place], step),
-        lambda place, step: select(whole_histories[place], spans[place], step),
+        lambda place, step: selector.select(spans[place], before[place], step),
+        lambda place, step: selector.select(spans[place], after[place], step),
         lambda place, step: targets[place].copy_(spans[place]),
     )
     times = np.empty((len(variants), len(spans), repetitions + 1))
     for repetition in range(repetitions + 1):
         for place, span in enumerate(spans):
-            # whoever comes later may find the span in the cache: take turns
+            # a later variant may find the span in the cache: take turns
             first = (place + repetition) % len(variants)
             for variant in (*range(first, len(variants)), *range(first)):
                 begin = perf_counter()
@@ -120,13 +116,12 @@ def selection(
     groups = [shapes[first : first + per_buffer] for first in firsts]
     generator = torch.Generator().manual_seed(0)
     spans = [torch.randn(sum(map(math.prod, group)), generator=generator).to(device) for group in groups]
-    print(f"{len(shapes)} tensors in {len(groups)} buffers, density {density}, {device}")
-    print(f"{'sparsifier':12}{'ahead ms':>10}{'behind ms':>11}{'ratio':>8}{'copies':>8}{'us per tensor':>15}")
+    print(f"{len(shapes)} tensors in {len(groups)} buffers, density {density}, {device}\n")
+    print(markdown(("sparsifier", "before, ms", "after, ms", "ratio", "copies", "us per tensor"), ()))
     for name in sparsifiers:
         sparsifier = resolve_sparsifier(name)
         # tensors keep their keys, which thresholds of the steps before are kept under
-        cuts = [ahead(sparsifier, group, density, first) for group, first in zip(groups, firsts, strict=True)]
+        cuts = [per_tensor(sparsifier, group, density, first) for group, first in zip(groups, firsts, strict=True)]
         before, after, copy = selection_times(sparsifier, spans, cuts, repetitions)
-        per_tensor = before / len(shapes) * 1e6
-        ratios = f"{before / after:8.3f}{before / copy:8.2f}"
-        print(f"{name:12}{before * 1e3:10.2f}{after * 1e3:11.2f}{ratios}{per_tensor:15.2f}")
+        times = f"{before * 1e3:.2f}", f"{after * 1e3:.2f}", f"{before / after:.3f}", f"{before / copy:.2f}"
+        print(line((name, *times, f"{before / len(shapes) * 1e6:.2f}")), flush=True)

@@ -46,7 +46,7 @@ SWEEP = (1, 2, 4, 8, 16, 32, 4 * LAYERS)
 
 @dataclass
 class Run:
-    """One training, and what it came to on rank 0.
+    """One training, and its figures on rank 0.
 
     Args:
         name: In tables and pictures, and the same in every repeat.
@@ -90,7 +90,7 @@ class Watch(Callback):
 
     Args:
         run: Takes in the figures.
-        pipe: Takes the name of the run and the number of its steps, after each; None: says nothing.
+        pipe: Takes the name of the run and the number of its steps, after each; None: sends nothing.
     """
 
     def __init__(self, run: Run, pipe: Connection | None) -> None:
@@ -161,7 +161,7 @@ class Row:
     """Repeats of one training.
 
     Args:
-        runs: What each came to.
+        runs: With their figures.
     """
 
     def __init__(self, runs: Sequence[Run]) -> None:

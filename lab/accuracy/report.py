@@ -8,13 +8,12 @@ from typing import Any
 
 from matplotlib import colormaps
 from matplotlib.figure import Figure
-from rich import box
 from rich.markup import escape
 from rich.table import Table
 
 from lab.accuracy.reached import ACCURACY_BELOW, LOSS_ABOVE, Reached
 from lab.tasks import Task
-from lightning_safusion.bench.results import machine
+from lightning_safusion.bench.results import machine, plain_table
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Setting:
 
     @property
     def target(self) -> str:
-        """When a row has arrived, in words."""
+        """The metric that rows must reach, in words."""
         if self.task.higher_is_better:
             return f"DDP's accuracy at its end, seed by seed, less {ACCURACY_BELOW * 100:g} points"
         return f"DDP's loss at its end, seed by seed, plus {LOSS_ABOVE:.0%}"
@@ -54,24 +53,19 @@ def build_table(rows: Sequence[Reached], setting: Setting, floor_s: float) -> Ta
     """One row per system, in the order given.
 
     Args:
-        rows: What came of them.
+        rows: When each reached the target.
         setting: Under what.
         floor_s: Seconds of a step without any exchange.
     """
-    table = Table(
-        title=f"Time to accuracy, {setting.title}",
-        caption=f"Target: {setting.target}. Seconds: steps to the target (virtual workers) times the median step (real "
-        "ones on the link, in turns); mean over the seeds that reach it, lowest to highest. PowerSGD's ten dense steps "
-        f"count as DDP's. A step without any exchange takes {floor_s * 1e3:.1f} ms.",
-        box=box.SIMPLE_HEAD,
-        collapse_padding=True,
-        pad_edge=False,
+    table = plain_table(
+        f"Time to accuracy, {setting.title}",
+        f"Target: {setting.target}. Seconds: steps to the target (virtual workers) times the median step (real ones on "
+        "the link, in turns); mean over the seeds that reach it, lowest to highest. PowerSGD's ten dense steps count "
+        f"as DDP's. A step without any exchange takes {floor_s * 1e3:.1f} ms.",
+        "row",
+        ("seconds to\ntarget", "lowest to\nhighest", "steps to\ntarget", "step\nms", "wire\nkB")
+        + (f"{setting.task.metric}\nat the end", "reached"),
     )
-    table.add_column("row", no_wrap=True)
-    for heading in ("seconds to\ntarget", "lowest to\nhighest", "steps to\ntarget", "step\nms", "wire\nkB"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for heading in (f"{setting.task.metric}\nat the end", "reached"):
-        table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         known = [value for value in row.seconds.values() if value is not None]
         table.add_row(
@@ -116,7 +110,7 @@ def as_record(rows: Sequence[Reached], setting: Setting, floor_s: float) -> dict
 
 
 def plot_rows(tables: Sequence[tuple[Setting, Sequence[Reached]]]) -> Figure:
-    """The metric over seconds on the link, a line for each row, a panel for each link; dotted: when it arrived."""
+    """The metric over seconds on the link: a line for each row, a panel for each link; dotted: the target is met."""
     figure = Figure(figsize=(8, 4.5 * len(tables)), layout="constrained")
     colors = colormaps["tab20"].colors  # type: ignore[attr-defined]  # of listed colormaps only
     for axes, (setting, rows) in zip(figure.subplots(len(tables), squeeze=False)[:, 0], tables, strict=True):

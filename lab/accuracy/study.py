@@ -1,10 +1,9 @@
 """``python -m lab accuracy``: how long rows train over a link until they are nearly as good as DDP.
 
-Two measurements make a time. Trainings with virtual workers, in one process each, say after how many steps a row is as
-good; real workers on the link, in turns, say what one of its steps takes. The engine is the same in both, and so are
-its buffers: what the real workers' plan has come to when their times are taken, the collective of each buffer included,
-is what the virtual ones begin and end with. (On the link a plan settles in the first few dozen steps, which differ a
-little in what they select and in how long they take.)
+A time is a product of two measurements: the steps until a row is as good, in trainings with virtual workers, one
+process each; and the seconds of a step, of real workers on the link, in turns. Both have the same engine and the same
+buffers: virtual workers use the plan that the real ones use when their steps are timed, with the collective of each
+buffer. (On the link a plan settles in the first few dozen steps, which differ a little in their selections and times.)
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ def accuracy(
 ) -> None:
     """Time to accuracy: how long systems train over a link until they are nearly as good as DDP at its end.
 
-    Trainings are written down in the output folder as they end, and not run again. Links need Linux and root; otherwise
+    Each training is recorded in the output folder when it ends, and not run again. Links need Linux and root; otherwise
     the loopback is measured, and the table says so.
 
     Args:
@@ -131,7 +130,7 @@ def accuracy(
 def time_to_accuracy(
     comparison: Comparison, rates: Sequence[str | None], rhythm: Rhythm, output: Path, console: Console
 ) -> list[dict[str, Any]]:
-    """Measures steps, trains, and prints, writes and draws what came of it.
+    """Measures steps, trains, and prints, writes and draws the times.
 
     Args:
         comparison: What is compared.

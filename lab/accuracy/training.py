@@ -1,10 +1,11 @@
-"""The trainings behind a time to accuracy: rows of a benchmark with virtual workers, a metric every few steps."""
+"""Trainings for a time to accuracy: rows of a benchmark with virtual workers, a metric every few steps."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,7 +34,7 @@ _DENSITY = 0.01  # where a row's other settings are looked at
 
 
 class Kept(FusionPolicy):
-    """The buffers that another job has come to.
+    """The buffers of another job.
 
     Args:
         groups: As :meth:`Plan.to_list` returns them.
@@ -50,7 +51,7 @@ class Kept(FusionPolicy):
 
 @dataclass(frozen=True)
 class Curve:
-    """What a training came to.
+    """The metric of a training by step.
 
     Args:
         steps: Optimizer steps after which the metric was taken, rising; the last one is the end.
@@ -78,8 +79,8 @@ class Training:
         density: Of rows that have none of their own.
         workers: Virtual workers.
         seed: Of weights and batches.
-        plan: Buffers, and the collective of each, that the row's real workers have come to on the link; None where DDP
-            did the exchange. With it the selection of virtual workers is theirs, whatever a planner made of costs.
+        plan: Buffers, and the collective of each, of the row's real workers on the link; None where DDP did the
+            exchange. With it virtual workers select as the real ones do, and plan nothing.
     """
 
     task: Task
@@ -128,7 +129,7 @@ def check_trainable(row: TrainedRow, task: Task) -> None:
         reason = f"{task.name} is trained with SGD, which has no beta2"
     else:
         return
-    raise ValueError(f"time to accuracy of row {row.name!r} cannot be told: {reason}. Leave it out.")
+    raise ValueError(f"time to accuracy of row {row.name!r} cannot be predicted: {reason}. Leave it out.")
 
 
 def train_curve(training: Training) -> Curve:
@@ -138,13 +139,11 @@ def train_curve(training: Training) -> Curve:
     virtual = VirtualTraining(task, training.seed, training.workers)
     lr = options.pop("lr", task.lr)
     optimizer = task.make_optimizer(virtual.params, lr, **options)
-    averager = make_averager(training, virtual)
-    if isinstance(averager, Engines):
-        averager.carry_momentum(optimizer, virtual.params)
     every = max(1, task.steps // _POINTS)
     steps: list[int] = []
     metrics: list[float | None] = []
-    try:
+    with closing(make_averager(training, virtual)) as averager:
+        averager.carry_momentum(optimizer, virtual.params)
         for step in range(task.steps):
             finite = math.isfinite(virtual.step(step, averager, optimizer, lr))
             if finite and (step + 1) % every and step + 1 < task.steps:
@@ -154,9 +153,6 @@ def train_curve(training: Training) -> Curve:
             metrics.append(metric if math.isfinite(metric) else None)
             if metrics[-1] is None:
                 break
-    finally:
-        if isinstance(averager, Engines):
-            averager.close()
     return Curve(steps, metrics, round(time.perf_counter() - begin, 2))
 
 

@@ -48,7 +48,7 @@ class FrozenSecondMoment:
     """Keeps Adam's second moment as it is from some step on (1-bit Adam: Tang et al., ICML 2021, section 3).
 
     Args:
-        optimizer: AdamW; its bias correction goes on, which matters little by then.
+        optimizer: AdamW; its bias correction continues, which matters little by then.
         begin: First step in which the moment stays; 0: never.
     """
 

@@ -31,7 +31,7 @@ from lab.tasks import Task
 
 _COLORS = dict(zip(CONTENDERS, ("tab:red", "tab:cyan", "tab:blue", "tab:olive", "tab:green"), strict=True))
 _MEMORIES = {"residual": ("tab:blue", "feedback"), "none": ("tab:red", "no feedback")}
-_RUNS = 3  # of one configuration, from which on an interval says something
+_RUNS = 3  # of one configuration that an interval needs
 _AXIS = {"accuracy": "validation accuracy", "loss": "validation loss"}
 
 
@@ -159,7 +159,7 @@ def scales(known: Known) -> Figure | None:
 
 
 def observation_2(known: Known) -> Figure | None:
-    """Behind against ahead on every task, without error feedback and with it; dense as a line."""
+    """Selection after and before fusion on every task, without error feedback and with it; dense as a line."""
     kinds = {
         f"{method},\n{'no ' if memory == 'none' else ''}feedback": Scheme(method, memory=memory)
         for memory in ("none", "residual")

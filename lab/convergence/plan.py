@@ -69,7 +69,7 @@ MAIN = (VISION, PLAIN, HEADS, LANGUAGE, TASKS["bytes-lstm"])
 #: Tensors in a buffer in observation 1; 0 puts all into one.
 DEGREES = (1, 4, 16, 0)
 #: Where observation 1 is looked for: a deep plain network, and so few elements that whole layers go without; a network
-#: with a head that counts for less in the loss.
+#: with a head of smaller weight in the loss.
 OBSERVED = ((PLAIN, Scheme("behind", density=0.0005)), (HEADS, Scheme("behind")))
 #: The second head's share of the loss, and the network with it.
 WEIGHTS = MappingProxyType(
@@ -122,7 +122,7 @@ def _observation_1() -> Configs:
 
 
 def _observation_2() -> Configs:
-    """Behind and ahead without error feedback, on all tasks: what the papers' own scripts run."""
+    """Selection after and before fusion without error feedback, on all tasks: what the papers' own scripts run."""
     return [(task, Scheme(method, memory="none")) for task in MAIN for method in ("behind", "ahead", "pooled")]
 
 
@@ -138,7 +138,7 @@ def _remedies() -> Configs:
         replace(POOLED, dense_start=0.1, frozen=0.1),
         replace(POOLED, compressor="preconditioned"),
         replace(SCOPES["ahead"], compressor="adtopk"),  # the largest of every row: chunks of a tensor
-        # momentum ahead of the selection, in place of the optimizer's: momentum correction, and decoupled momentum
+        # momentum before the selection, in place of the optimizer's: momentum correction, and decoupled momentum
         replace(POOLED, **CORRECTED),
         *(replace(scheme, **memory) for scheme in (POOLED, denser) for memory in (DECOUPLED, *FACTORS)),
         *(replace(POOLED, **memory, dense_start=0.1) for memory in (CORRECTED, DECOUPLED)),
@@ -160,7 +160,7 @@ def _remedies() -> Configs:
         replace(denser, wire="bf16"),
         replace(sent, ramp=0.3),
         replace(sent, dense_start=0.1),
-        # what EF21 makes of the optimizer, without compression
+        # EF21 and its optimizer without compression
         *(Scheme("ahead", density=1.0, memory=_FASTER, momentum=0.0, lr_scale=scale) for scale in (0.5, 0.7)),
         replace(DENSE, momentum=0.8, lr_scale=0.7),
         # and decoupled momentum, of which nothing is left where everything is sent; with some tensors whole
@@ -177,7 +177,7 @@ def _remedies() -> Configs:
 
 
 def _memories() -> Configs:
-    """What may help SGD: momentum ahead of the selection, with the optimizer's off, and a denser beginning."""
+    """What may help SGD: momentum before the selection, with the optimizer's off, and a denser beginning."""
     sparse = [
         *(replace(scheme, **CORRECTED) for scheme in SCOPES.values()),
         *(replace(POOLED, **DECOUPLED, lr_scale=scale) for scale in (1.0, 5.0, 10.0)),

@@ -29,7 +29,7 @@ class Standing:
     Args:
         name: Of the contender.
         by_density: Mean rank where all have the same density; 1 is best.
-        by_bytes: Mean rank where all may send as many bytes; whoever cannot send so few is last.
+        by_bytes: Mean rank where all may send as many bytes; a contender that cannot send so few is last.
         error: Standard error of ``by_bytes`` over trials; NaN for a single one.
         trials: How many there are.
     """
@@ -84,7 +84,7 @@ def _curve(task: Task, scheme: Scheme, seed: int, results: Results) -> dict[floa
 
 
 def _score(task: Task, result: Result) -> float:
-    """Higher is better; a training that diverged is behind all that did not."""
+    """Higher is better; a training that diverged is worse than all that did not."""
     if result.metric is None:
         return -math.inf
     return result.metric if task.higher_is_better else -result.metric

@@ -26,7 +26,7 @@ class Scheme:
         memory: Error feedback.
         compressor: Chooses the elements; ``"preconditioned"``: in units of AdamW's steps.
         degree: Tensors in a buffer; 0 puts all into one.
-        dense_below: Tensors of fewer elements travel dense.
+        dense_below: Tensors of fewer elements are dense.
         wire: Format of the messages.
         dense_start: Share of the steps, the first ones, in which everything is sent.
         ramp: Share of the steps in which the density falls exponentially from ``ramp_from``.
@@ -113,7 +113,7 @@ class Scheme:
             memory=make_part(self.memory, _memory),
             scope="group" if self.method == "behind" else "tensor",
             quota="pooled" if self.method == "pooled" else "proportional",
-            collective="allgather",  # sparse whatever the costs: what is compared is compression
+            collective="allgather",  # sparse at any cost: compression is compared
             wire=self.wire,
         )
 

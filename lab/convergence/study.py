@@ -53,7 +53,7 @@ def convergence(
         tasks: In place of the preset, with schemes: these tasks, such as digits-resnet.
         schemes: With tasks: schemes of your own, as in "dense,pooled[density=0.02,memory=residual[decay=0.9]]".
         seeds: Of weights and batches.
-        processes: How many runs go on at the same time.
+        processes: How many runs are under way at the same time.
         output: Folder of results and pictures.
         list: Print the names of the configurations, and run nothing.
         report: Only make table and pictures of what has been run.

@@ -59,7 +59,7 @@ class Summary:
         diverged: How many of them had a loss that is not finite.
         missing: Share of the gradients of which nothing was sent; None where it is not defined.
         density: Share of the elements sent.
-        error: Share of the energy that stayed behind.
+        error: Share of the energy that was not sent.
         bytes_mean: Bytes per worker and step, over all steps.
         bytes_median: The same, of a usual step.
         ratio: Bytes of float32 gradients over those of a usual step.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
@@ -30,14 +31,14 @@ _POINTS = 40
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to; plain numbers.
+    """The figures of a run; plain numbers.
 
     Args:
         metric: On held-out data after the last step; None if the training diverged (a loss that is not finite).
         curve: Training loss, mean over workers, averaged over equal parts of the run.
         missing: Share of the gradients of which nothing was sent; None where the engine has no part.
         density: Share of the elements that was sent.
-        error: Share of the energy that stayed behind, of tensors that travel sparse.
+        error: Share of the energy that was not sent, of sparse tensors.
         bytes_mean: Bytes that a worker sends in a step, mean over all steps.
         bytes_median: The same, of a usual step: without warm-up.
         dense_bytes: What the gradients have in float32.
@@ -157,13 +158,9 @@ def train(task: Task, scheme: Scheme, seed: int) -> Result:
     specs = specs_from_parameters(
         training.model.named_parameters(), dense_below=scheme.dense_below if scheme.sparse else 0
     )
-    averager = _averager(task, scheme, specs, training.order)
     statistics = _Statistics(specs)
-    try:
+    with closing(_averager(task, scheme, specs, training.order)) as averager:
         _steps(scheme, training, averager, statistics)
-    finally:
-        if isinstance(averager, Engines):
-            averager.close()
     metric = training.evaluate() if math.isfinite(statistics.losses[-1]) else math.nan
     return Result(
         metric=metric if math.isfinite(metric) else None,
@@ -189,8 +186,7 @@ def _steps(scheme: Scheme, training: VirtualTraining, averager: Averager, statis
     """Trains until the last step, or until the loss is not finite."""
     task = training.task
     optimizer = make_optimizer(task, scheme, training.params)
-    if isinstance(averager, Engines):
-        averager.carry_momentum(optimizer, training.params)
+    averager.carry_momentum(optimizer, training.params)
     frozen = FrozenSecondMoment(optimizer, round(scheme.frozen * task.steps))
     sampled_every = max(1, task.steps // _POINTS)
     for step in range(task.steps):

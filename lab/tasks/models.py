@@ -18,7 +18,7 @@ class PlainConvNet(nn.Module):
     2015.
 
     Args:
-        stages: Channels of each stage; the image is halved behind each of the first three.
+        stages: Channels of each stage; the image is halved after each of the first three.
         depth: 3x3 convolutions in a stage.
         hidden: Width of the two fully connected layers before the last.
     """
@@ -49,7 +49,7 @@ class PlainConvNet(nn.Module):
 
 
 class TwoHeads(nn.Module):
-    """Convolutions for 8x8 images with two heads of their own layers, one of which counts for less in the loss.
+    """Convolutions for 8x8 images with two heads of their own layers, one of which has a smaller weight in the loss.
 
     Where losses are added up, gradients of their heads differ in scale by the factor between them. A choice by
     magnitude across tensors leaves the lesser head out; an adaptive optimizer would not mind the factor.
@@ -90,7 +90,7 @@ def _convolution(channels: int, width: int) -> list[nn.Module]:
 
 
 class ByteTransformer(nn.Module):
-    """A causal transformer over bytes, normalised ahead of each block, with tied embeddings (as GPT-2).
+    """A causal transformer over bytes, normalised before each block, with tied embeddings (as GPT-2).
 
     Args:
         length: Longest sequence.

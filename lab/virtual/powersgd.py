@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lab.virtual.workers import Averager
 from lightning_safusion.fusion.layout import TensorSpec
 
 # torch's hook approximates where that saves more than this factor.
@@ -19,7 +20,7 @@ _GRAM_SCHMIDT_RANK = 2
 
 @dataclass
 class _Matrix:
-    """A tensor that travels as two thin matrices.
+    """A tensor that is sent as two thin matrices.
 
     Args:
         index: Its place among the gradients.
@@ -44,7 +45,7 @@ class _Matrix:
         return mean
 
 
-class PowerSGD:
+class PowerSGD(Averager):
     """Low-rank averaging with error feedback and warm start (Vogels et al., NeurIPS 2019, algorithms 1 and 2).
 
     Does what ``torch.distributed``'s ``powerSGD_hook`` with its default options and one bucket does on as many
@@ -58,8 +59,6 @@ class PowerSGD:
         start: Dense steps before the first compressed one.
         seed: Of the first power iteration.
 
-    Attributes:
-        bytes_sent: What a worker gave to the collectives in the latest step.
     """
 
     def __init__(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,16 +23,32 @@ from lightning_safusion.sparsify import Sparsifier
 _COMPARED_EVERY = 50
 
 
-class Averager(Protocol):
-    """What makes one gradient of those of all workers."""
+class Averager(ABC):
+    """Makes one gradient of those of all workers.
+
+    Attributes:
+        bytes_sent: What a worker gave to the collectives in the latest step.
+    """
 
     bytes_sent: int
 
+    @abstractmethod
     def average(self, gradients: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
         """The mean that every worker gets, by registration index; the gradients may be overwritten."""
 
+    def carry_momentum(self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> None:  # noqa: B027
+        """Has memories carry the optimizer's momentum, as the strategy does.
 
-class Dense:
+        Args:
+            optimizer: Steps with what the workers get.
+            params: Its parameters, by registration index.
+        """
+
+    def close(self) -> None:  # noqa: B027
+        """Ends threads, and leaves the optimizer as it was made."""
+
+
+class Dense(Averager):
     """Plain averages.
 
     Args:
@@ -50,7 +66,7 @@ class Dense:
         return means
 
 
-class Rounded:
+class Rounded(Averager):
     """Averages in 16 bits, as torch's ``bf16_compress_hook`` and ``fp16_compress_hook`` make them.
 
     Every worker rounds its gradient and divides it; sums are rounded too, in rank order. (Between more than two
@@ -73,7 +89,7 @@ class Rounded:
         return means
 
 
-class Engines:
+class Engines(Averager):
     """One engine per worker, over in-process transports.
 
     Args:
@@ -153,12 +169,6 @@ class Engines:
                     )
 
     def carry_momentum(self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> None:
-        """Has the memories carry the optimizer's momentum, as the strategy does.
-
-        Args:
-            optimizer: Steps with what the workers get.
-            params: Its parameters, by registration index.
-        """
         index = {id(param): place for place, param in enumerate(params)}
         first = self.controllers[0]
 
@@ -180,7 +190,6 @@ class Engines:
         return TensorFigures(known[0].names, torch.stack([each.sums for each in known]).sum(0))
 
     def close(self) -> None:
-        """Ends the threads, and leaves the optimizer as it was made."""
         self._pool.shutdown()
         for switch in self._switches:
             switch.close()

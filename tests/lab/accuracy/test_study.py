@@ -167,7 +167,7 @@ def test_the_dense_steps_of_powersgd_take_as_long_as_those_of_ddp() -> None:
         ({"task": "digits"}, "unknown task 'digits'"),
         ({"workers": 3}, "64 samples per step of digits-resnet cannot be shared"),
         ({"density": 2.0}, "density is a share"),
-        ({"systems": ["easgd"]}, "'easgd' cannot be told: workers hold different"),
+        ({"systems": ["easgd"]}, "'easgd' cannot be predicted: workers hold different"),
         ({"systems": ["saf-naive"]}, "each step's timing"),
         ({"systems": ["omgs[fusion=horovod]"]}, "scope='tensor'"),
         ({"systems": ["wfbp[collective=hierarchical]"]}, "have no nodes"),
