@@ -11,6 +11,7 @@ Prints a markdown table and saves a picture. Accuracy is that of the last epoch 
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -100,6 +101,7 @@ def _work(row: Row, seed: int, conditions: Conditions, rank: int, pipe: Connecti
         max_epochs=conditions.epochs,
         num_sanity_val_steps=0,
         check_val_every_n_epoch=conditions.epochs,
+        default_root_dir=tempfile.mkdtemp(),  # of the monitor's file
     )
     trainer.fit(DigitsNet(WIDTHS, conditions.lr, conditions.epochs * len(loaders[0])), *loaders)
     if rank == 0:
