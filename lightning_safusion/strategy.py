@@ -147,9 +147,7 @@ class SAFusionStrategy(DDPStrategy):
         if transport == "horovod":
             configure_horovod(kwargs)
         super().__init__(**kwargs)
-        self.system, self.settings = job.system.name, job.settings
-        #: What is dense: patterns of names, tensors of fewer elements, tensors of fewer dimensions.
-        self.dense_rules = list(job.dense), job.dense_below, job.dense_below_ndim
+        self.system, self.settings, self.dense_rules = job.system.name, job.settings, job.dense_rules
         self._hook_name = job.system.ddp_hook  # DDP with this hook, in place of the engine
         self._over_horovod = transport == "horovod"
         self._observers: list[Observer] = []  # of every engine of this strategy

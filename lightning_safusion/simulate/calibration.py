@@ -55,11 +55,6 @@ class CollectiveTimes:
     def _table(self) -> np.ndarray:
         return np.array([astuple(sample) for sample in self.samples], np.float64)
 
-    @property
-    def line(self) -> LinearCost:
-        """The line through the times of collectives that run alone."""
-        return fit_linear([(sample.nbytes, sample.alone) for sample in self.samples])
-
 
 @dataclass(frozen=True)
 class StageCost:
@@ -148,7 +143,10 @@ class Calibration:
     def link(self) -> Link:
         """α and β of the group, for other numbers of workers: both lines have rounds of messages in common."""
         n, rounds = self.workers, log2_ceil(self.workers)
-        gather, reduce = self.allgather.line, self.allreduce.line
+        gather, reduce = (
+            fit_linear([(sample.nbytes, sample.alone) for sample in times.samples])
+            for times in (self.allgather, self.allreduce)
+        )
         alpha = max(0.0, (reduce.fixed - gather.fixed) / rounds)
         return Link(alpha=alpha, beta=gather.per_byte / (n - 1), launch=max(0.0, gather.fixed - rounds * alpha))
 

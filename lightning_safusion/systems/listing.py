@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
 from rich import box
@@ -13,7 +12,6 @@ from rich.table import Table
 from lightning_safusion.systems.rows import DEFAULT, SYSTEMS, EngineSystem, HookSystem
 
 _BLOCK = re.compile(r"(<!-- systems: (engine|hooks) -->\n).*?(?=<!-- end -->)", re.DOTALL)
-_ENGINE = (*("system", "what it decides", "compressor", "selects in", "grouping", "collective", "dense", "source"),)
 
 
 def print_systems(document: str | None = None) -> None:
@@ -45,11 +43,8 @@ def documented(text: str) -> str:
     """
     rows = SYSTEMS.values()
     tables = {
-        "engine": _markdown(_ENGINE, (_engine_cells(row) for row in rows if isinstance(row, EngineSystem))),
-        "hooks": _markdown(
-            ("system", "what it does", "source"),
-            ((f"`{row.name}`", row.summary, row.source) for row in rows if isinstance(row, HookSystem)),
-        ),
+        "engine": _markdown([_engine_cells(row) for row in rows if isinstance(row, EngineSystem)]),
+        "hooks": _markdown([_hook_cells(row) for row in rows if isinstance(row, HookSystem)]),
     }
     text, found = _BLOCK.subn(lambda match: f"{match[1]}\n{tables[match[2]]}\n\n", text)
     if not found:
@@ -57,23 +52,28 @@ def documented(text: str) -> str:
     return text
 
 
-def _engine_cells(row: EngineSystem) -> tuple[str, ...]:
+def _engine_cells(row: EngineSystem) -> dict[str, str]:
     dense = [f"< {row.dense_below} elements"] if row.dense_below else []
     dense += [f"< {row.dense_below_ndim} dimensions"] if row.dense_below_ndim else []
     scope = {"tensor": "each tensor", "group": "the buffer"}[row.scope]
     if row.quota == "pooled":
         scope = "each tensor, then the buffer"
-    return (
-        f"`{row.name}`" + (" (the default)" if row.name == DEFAULT else ""),
-        row.summary,
-        f"`{row.compressor}`",
-        scope if row.sparse else "",
-        f"`{row.fusion}`",
-        f"`{row.collective}`",
-        ", ".join(dense) if row.sparse else "all",
-        row.source,
-    )
+    return {
+        "system": f"`{row.name}`" + (" (the default)" if row.name == DEFAULT else ""),
+        "what it decides": row.summary,
+        "compressor": f"`{row.compressor}`",
+        "selects in": scope if row.sparse else "",
+        "grouping": f"`{row.fusion}`",
+        "collective": f"`{row.collective}`",
+        "dense": ", ".join(dense) if row.sparse else "all",
+        "source": row.source,
+    }
 
 
-def _markdown(headings: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (headings, ("---",) * len(headings), *rows))
+def _hook_cells(row: HookSystem) -> dict[str, str]:
+    return {"system": f"`{row.name}`", "what it does": row.summary, "source": row.source}
+
+
+def _markdown(rows: list[dict[str, str]]) -> str:
+    lines = [rows[0], ["---"] * len(rows[0]), *(row.values() for row in rows)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

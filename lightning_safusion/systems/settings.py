@@ -28,16 +28,12 @@ class JobParts:
     Args:
         system: The row.
         settings: Of the engine; those of a plain one where the system is a hook.
-        dense: Shell patterns of parameter names that are always dense.
-        dense_below: Tensors of fewer elements are dense.
-        dense_below_ndim: Tensors of fewer dimensions are dense.
+        dense_rules: Dense tensors: patterns of names, of fewer elements, of fewer dimensions.
     """
 
     system: EngineSystem | HookSystem
     settings: EngineSettings
-    dense: tuple[str, ...] = ()
-    dense_below: int = 0
-    dense_below_ndim: int = 0
+    dense_rules: tuple[list[str], int, int]
 
 
 def job_parts(
@@ -65,7 +61,7 @@ def job_parts(
                 f"system={row.name!r} is plain DDP with a hook of torch: it has no {', '.join(named)}. Leave them out, "
                 "or choose another system."
             )
-        return JobParts(row, engine_settings(_NO_PARTS, density, {}))
+        return JobParts(row, engine_settings(_NO_PARTS, density, {}), ([], 0, 0))
     if given.get("fusion") == "behind":
         given = {"scope": "group", "dense_below": 0} | given
     settings = engine_settings(row, density, given)
@@ -73,7 +69,7 @@ def job_parts(
     below = given.get("dense_below", row.dense_below)
     below_ndim = given.get("dense_below_ndim", row.dense_below_ndim)
     _check_dense_rules(dense, below, below_ndim)
-    return JobParts(row, settings, tuple(dense), below, below_ndim)
+    return JobParts(row, settings, (list(dense), below, below_ndim))
 
 
 def _check_dense_rules(dense: Sequence[str], dense_below: int, dense_below_ndim: int) -> None:
