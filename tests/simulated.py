@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from lightning_safusion.fusion.clock import HostClock
+from lightning_safusion.fusion.clock import Clock
 
 
 class SimulatedTime(threading.local):
@@ -25,5 +25,5 @@ class SimulatedTime(threading.local):
 
     def rule(self, monkeypatch: pytest.MonkeyPatch) -> SimulatedTime:
         """Lets the host's clock tell this time."""
-        monkeypatch.setattr(HostClock, "mark", staticmethod(self.now))
+        monkeypatch.setattr(Clock, "mark", staticmethod(self.now))
         return self

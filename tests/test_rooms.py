@@ -18,7 +18,7 @@ ROOT = Path(lightning_safusion.__file__).parent
 ENGINE = {
     f"lightning_safusion.fusion.{name}"
     for name in (
-        "engine", "shipment", "window", "buffers", "gradients", "drain", "device_drain", "hook", "offload", "overflow",
+        "engine", "shipment", "window", "buffers", "drain", "device_drain", "hook", "offload",
         "space", "build",
     )
 }  # fmt: skip

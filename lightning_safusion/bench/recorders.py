@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_safusion.comm.transport.interface import Transport, Work
 from lightning_safusion.comm.transport.torch_backend import default_transport
-from lightning_safusion.fusion.clock import HostClock
+from lightning_safusion.fusion.clock import Clock
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.events import BufferEvents, WindowEvents
 from lightning_safusion.fusion.plans.pricing import GroupPricer
@@ -168,7 +168,7 @@ class EngineRecord:
     collectives: dict[str, CollectiveTimes]
 
 
-class ProcessorClock(HostClock):
+class ProcessorClock(Clock):
     """Records how long this thread has had a core, in place of the time."""
 
     @override

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import InitVar, dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -22,52 +23,38 @@ T = TypeVar("T")
 _SHOWN_TENSORS = 8
 
 
+@dataclass(eq=False)
 class Buffer:
     """A group's tensors, their span of the residual, and their collective.
 
     What happens to it in one window is a :class:`~lightning_safusion.fusion.shipment.Shipment`.
-
-    Args:
-        group: Places of its tensors.
-        layout: The flat gradient space.
-        memory: Error feedback; the buffer is a span of it.
-        segments: Cut for selection; None if it is dense.
-        exchange: Its collective.
-        dense: bool [T], dense tensors.
-        fused: Elements are selected from the fused span, not from each tensor.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        layout: Layout,
-        memory: Memory,
-        segments: Segments | None,
-        exchange: Exchange,
-        dense: np.ndarray,
-        fused: bool,
-    ) -> None:
-        self.group = group
-        self.memory = memory
-        self.exchange = exchange
-        self.device = exchange.device
-        self.dense = dense
-        self.fused = fused
+    group: Group  #: places of its tensors
+    layout: InitVar[Layout]
+    memory: Memory  #: error feedback; the buffer is a span of it
+    segments: Segments | None  #: cut for selection; None if all tensors are dense
+    exchange: Exchange  #: its collective
+    dense: np.ndarray  #: bool [T], dense tensors
+    fused: bool  #: elements are selected from the fused span, not from each tensor
+
+    def __post_init__(self, layout: Layout) -> None:
+        group = self.group
+        self.device = self.exchange.device
         self.places = range(group.start, group.stop)
         self.start, self.stop = int(layout.edges[group.start]), int(layout.edges[group.stop])
         #: float32 [N]: its part of the residual, with the gradients that have been added. Read, never written.
-        self.span = memory.accumulated(self.start, self.stop)
-        self.edges = exchange.spec.edges
+        self.span = self.memory.accumulated(self.start, self.stop)
+        self.edges = self.exchange.spec.edges
         self.sizes: list[int] = np.diff(self.edges).tolist()
         self.names = layout.names(self.places)
         self.dtypes = frozenset(spec.dtype for spec in layout.specs[group.start : group.stop])
-        #: Gradients have fewer bits than the memory, so that a mean may not fit.
+        #: Gradients have fewer bits than the residual, so that a mean may not fit.
         self.narrow = any(dtype.itemsize < 4 for dtype in self.dtypes)
-        #: All gradients are what the memory holds, float32.
+        #: All gradients are float32, as the residual is.
         self.exact = self.dtypes == {torch.float32}
-        self.dense_pieces = [(start, stop) for start, stop, _ in exchange.spec.dense_runs]
-        self.segments = segments
-        self.history = None if segments is None else History(segments)
+        self.dense_pieces = [(start, stop) for start, stop, _ in self.exchange.spec.dense_runs]
+        self.history = None if self.segments is None else History(self.segments)
         self._constants: dict[Hashable, Any] = {}
 
     @cached_property

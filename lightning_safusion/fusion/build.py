@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Hashable, Sequence
 
 import torch
@@ -15,12 +14,10 @@ from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.layout import Layout, TensorSpec
 from lightning_safusion.fusion.offload import Offloader, selection_costs
 from lightning_safusion.fusion.planning import Planner
-from lightning_safusion.fusion.plans.policy import Naive
 from lightning_safusion.fusion.plans.ticking import Horovod
 from lightning_safusion.fusion.settings import EngineSettings
 from lightning_safusion.fusion.space import GradientSpace
 from lightning_safusion.fusion.ticks import Ticks
-from lightning_safusion.sparsify.selection.survey import Selector
 
 # Differences that are named; those of a model may be thousands.
 _SHOWN = 8
@@ -103,21 +100,8 @@ def build_engine(
     if nodes is not None and len(nodes.nodes) == 1 and announce is not None:
         name = settings.collective
         announce(f"all workers are on one node, where collective={name!r} saves nothing: system='ddp' is faster")
-    naive = settings.fusion if isinstance(settings.fusion, Naive) else None
-    space = GradientSpace(
-        layout,
-        settings.memory,
-        # a copy of the compressor: what it learns belongs to this job
-        Selector(copy.deepcopy(settings.compressor)),
-        communicators,
-        device,
-        collective,
-        settings.scope,
-        settings.quota,
-        settings.wire,
-        transport.subgroup() if naive else None,
-        naive.buffer_elements if naive else 1,
-    )
+    own_pace = transport.subgroup() if settings.fusion.streams else None
+    space = GradientSpace(layout, settings, communicators, device, own_pace)
     wanted = settings.fusion.needs_costs or choice == "auto"
     prior = calibrate(transport, device) if measure and wanted else None
     # narrow gradients cannot represent a mean exactly: the rest stays in the residual; DDP sends wide ones as float64

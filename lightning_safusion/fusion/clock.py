@@ -1,52 +1,30 @@
-"""Clocks: when the device was where, without making it or the host wait."""
+"""Clocks: when a device reached a point of its program, measured without making it or the host wait."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, ClassVar
 
 import torch
 
+#: A moment: ``perf_counter`` seconds, or an event in the order of a stream.
 Mark = Any
-"""A moment: ``perf_counter`` seconds, or an event in the order of a stream."""
-
 
 _ANCHOR_SECONDS = 5.0
 
 
-class Clock(ABC):
-    """Takes moments now and says later, in seconds of ``perf_counter``, when they were.
+class Clock:
+    """Marks moments, and says later when they were. This one is the CPU's: work is done when its call returns."""
 
-    Attributes:
-        instant: Moments are known when they are taken.
-    """
+    instant: ClassVar[bool] = True  #: marks are seconds
 
-    instant: ClassVar[bool]
-
-    @abstractmethod
-    def mark(self) -> Mark:
-        """The moment at which the device gets here, in the order of the current stream."""
-
-    @abstractmethod
-    def seconds(self, mark: Mark) -> float:
-        """When it was; waits for it if it has not come yet."""
-
-    def all_seconds(self, marks: Sequence[Mark]) -> list[float]:
-        """:meth:`seconds` of each."""
-        return [self.seconds(mark) for mark in marks]
-
-
-class HostClock(Clock):
-    """Work is done when its call returns: the CPU."""
-
-    instant = True
-
-    mark = staticmethod(perf_counter)
+    #: The moment at which the device gets here, in the order of the current stream.
+    mark: Callable[[], Mark] = staticmethod(perf_counter)
 
     def seconds(self, mark: Mark) -> float:
+        """When it was, in seconds of ``perf_counter``; waits for a moment that has not come yet."""
         return float(mark)
 
 
@@ -86,14 +64,14 @@ class CudaClock(Clock):
         return moment
 
     def _move_anchor(self, moment: _Moment) -> None:
-        """Distances between events are single precision milliseconds: from far away they lose the microseconds."""
+        """Distances between events are single precision milliseconds: long ones lose the microseconds."""
         if self._next is None:
             self._next = moment
         elif self._next.event.query():  # known without waiting
             self._anchor, self._zero, self._next = self._next.event, self.seconds(self._next), None
 
     def seconds(self, mark: Mark) -> float:
-        if isinstance(mark, float):  # taken down by the host
+        if isinstance(mark, float):  # recorded by the host
             return mark
         mark.event.synchronize()
         return float(mark.zero + 1e-3 * mark.anchor.elapsed_time(mark.event))
@@ -101,4 +79,4 @@ class CudaClock(Clock):
 
 def clock_for(device: torch.device) -> Clock:
     """The clock of a device."""
-    return CudaClock(device) if device.type == "cuda" else HostClock()
+    return CudaClock(device) if device.type == "cuda" else Clock()

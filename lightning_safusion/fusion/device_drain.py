@@ -7,17 +7,16 @@ window, and the device keeps those out of the residual by itself. The host reads
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_safusion.comm.exchange import Notice, StreamOrderedExchange
-from lightning_safusion.fusion.gradients import Scratch, deliver
 from lightning_safusion.fusion.shipment import NO_RANGE, Shipment, Stage
-from lightning_safusion.fusion.window import Window
+from lightning_safusion.fusion.window import Scratch, Window, deliver
 
 
 class Lane:
@@ -34,14 +33,13 @@ class Lane:
         self._device = device
         # before the backward pass where both have work: what is selected early is exchanged early
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        #: A context whose work runs in the lane, after all that the current stream has been given so far.
+        self.fork: Callable[[], AbstractContextManager[None]] = nullcontext if self._stream is None else self._fork
 
     @contextmanager
-    def fork(self) -> Iterator[None]:
-        """Work inside runs in the lane, after all that the current stream has been given so far."""
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+    def _fork(self) -> Iterator[None]:
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             yield
 
@@ -56,32 +54,27 @@ class Lane:
             self._stream.synchronize()
 
 
-class _Mailbox:
-    """Copies of small device tensors for the host.
+class HostCopy:
+    """Copies of small device tensors in host memory, begun on the current stream. The host does not wait for them.
 
     Args:
-        device: Where they come from.
+        tensors: At least one, on one device.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._pinned = device.type == "cuda"
-        self._tensors: list[Tensor] = []
-        self._event = torch.cuda.Event() if self._pinned else None
-
-    def send(self, tensors: Sequence[Tensor]) -> None:
-        """Starts the copies on the current stream."""
-        if [(t.shape, t.dtype) for t in self._tensors] != [(t.shape, t.dtype) for t in tensors]:
-            self._tensors = [torch.empty(t.shape, dtype=t.dtype, pin_memory=self._pinned) for t in tensors]
-        for kept, tensor in zip(self._tensors, tensors, strict=True):
-            kept.copy_(tensor, non_blocking=True)
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        cuda = tensors[0].device.type == "cuda"
+        self._copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=cuda) for tensor in tensors]
+        for copy, tensor in zip(self._copies, tensors, strict=True):
+            copy.copy_(tensor, non_blocking=True)
+        self._event = torch.cuda.Event() if cuda else None
         if self._event is not None:
             self._event.record()
 
     def read(self) -> list[Tensor]:
-        """The copies, once they have arrived."""
+        """The copies; waits for them."""
         if self._event is not None:
             self._event.synchronize()
-        return self._tensors
+        return self._copies
 
 
 class DeviceDrain:
@@ -94,9 +87,8 @@ class DeviceDrain:
     def __init__(self, device: torch.device) -> None:
         self._lane = Lane(device)
         self._scratch = Scratch(device)
-        self._mailbox = _Mailbox(device)
         self._good: Tensor | None = None  # bool: the shipments of the open window so far
-        self._unread: tuple[Window, Sequence[Shipment]] | None = None
+        self._unread: tuple[Window, Sequence[Shipment], HostCopy] | None = None
 
     def forget(self) -> None:
         """Forgets an open window, and what was not read."""
@@ -145,8 +137,8 @@ class DeviceDrain:
         if good is not None:  # None: a model without tensors
             for shipment in shipments:
                 shipment.commit(good=good)
-            self._mailbox.send([good, *(_stream_ordered(shipment).headers for shipment in shipments)])
-            self._unread = window, shipments
+            copies = HostCopy([good, *(_stream_ordered(shipment).headers for shipment in shipments)])
+            self._unread = window, shipments, copies
         if window.error is not None:
             raise window.error
         return True, 0
@@ -162,8 +154,8 @@ class DeviceDrain:
         """
         if self._unread is None:
             return None
-        (window, shipments), self._unread = self._unread, None
-        good, *headers = self._mailbox.read()
+        (window, shipments, copies), self._unread = self._unread, None
+        good, *headers = copies.read()
         notices, irregular = 0, []
         for shipment, copy in zip(shipments, headers, strict=True):
             shipment.verdict = verdict = _stream_ordered(shipment).verdict(copy)

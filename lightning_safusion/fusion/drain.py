@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -11,13 +12,16 @@ from torch import Tensor
 
 from lightning_safusion.comm.exchange import Notice, all_finite
 from lightning_safusion.comm.transport.interface import Transport
-from lightning_safusion.fusion.gradients import Scratch, withdraw
 from lightning_safusion.fusion.shipment import Shipment
 from lightning_safusion.fusion.space import GradientSpace
-from lightning_safusion.fusion.window import Window
+from lightning_safusion.fusion.window import Scratch, Window, withdraw
 
 # Elements that share an all-reduce where gradients are averaged in place: latency counts for no more than these bytes.
 _TOGETHER = 1 << 18
+# With magnitudes up to this share of the largest float32, divided by the number of workers, no sum over workers
+# overflows, and no scale of a few bits (twice a mean magnitude, rounded up to bfloat16).
+_OVERFLOW_SHARE = 0.25
+_NAMES = 8
 
 
 class Drain:
@@ -142,6 +146,74 @@ class Drain:
             "untoggle_optimizer keep tensors out of backward passes whose gradients are thrown away, and "
             "`with trainer.strategy.model.no_sync():` around all but the last backward pass of a step accumulates "
             "without sending.",
+            stacklevel=2,
+        )
+
+
+class OverflowGuard:
+    """Resets elements of the residual that no exchange can carry, after a window that was not committed.
+
+    A gradient that is finite but huge is added to the residual. If the sum overflows, or the message that carries it,
+    no window in which it is sent is ever committed: it would be sent again in every later one. Ordinary windows do not
+    look at the residual.
+
+    Args:
+        space: Has the residual and its layout.
+        transport: Communicator of the buffers.
+
+    Attributes:
+        pending: A window since the last reset was not committed.
+    """
+
+    def __init__(self, space: GradientSpace, transport: Transport) -> None:
+        self.pending = False
+        self._space = space
+        self._transport = transport
+        self._limit = _OVERFLOW_SHARE * torch.finfo(torch.float32).max / transport.world_size
+        self._named: set[str] = set()
+
+    def reset(self, together: bool) -> None:
+        """Resets what overflowed, if a window was not committed, and warns with the names of the tensors.
+
+        Args:
+            together: All ranks call this now. Memories with a state that all ranks share are reset only then.
+        """
+        memory, layout = self._space.memory, self._space.layout
+        if not self.pending or not (together or memory.hands_on):
+            return
+        self.pending = False
+        spans = {place: span for place, span in enumerate(pairwise(layout.edges.tolist())) if span[0] < span[1]}
+        beyond = {place: memory.beyond(self._limit, *span) for place, span in spans.items()}
+        if not memory.hands_on:
+            beyond = self._anywhere(spans, beyond)
+        names = []
+        for place, mask in beyond.items():
+            if mask is not None:
+                memory.clear(spans[place][0], mask)
+                names.append(layout.specs[place].name)
+        self._warn([name for name in names if name not in self._named])
+
+    def _anywhere(
+        self, spans: dict[int, tuple[int, int]], beyond: dict[int, Tensor | None]
+    ) -> dict[int, Tensor | None]:
+        """What is beyond the limit on some rank: all of them reset it, since what they have received is part of it."""
+        marks = torch.zeros(self._space.layout.numel, device=self._space.device)
+        for place, mask in beyond.items():
+            if mask is not None:
+                marks[slice(*spans[place])] = mask
+        self._transport.all_reduce(marks, "max").wait()
+        found = {place: marks[slice(*span)] > 0 for place, span in spans.items()}
+        return {place: mask if bool(mask.any()) else None for place, mask in found.items()}
+
+    def _warn(self, names: Sequence[str]) -> None:
+        if not names:
+            return
+        self._named.update(names)
+        shown = ", ".join(names[:_NAMES]) + (f" and {len(names) - _NAMES} more" if len(names) > _NAMES else "")
+        warnings.warn(
+            f"rank {self._transport.rank}: gradients of {shown} were so large that their sum, or the message with it, "
+            f"overflowed. The elements of the residual beyond {self._limit:.1e} have been reset, and later windows are "
+            "sent without them. If training does not recover, lower the learning rate or clip the loss.",
             stacklevel=2,
         )
 

@@ -1,9 +1,8 @@
-"""The engine: takes gradients in, launches full buffers, ends the window, gives the means back."""
+"""The engine: gradients are pushed, full buffers launched, and at the end of a window drained."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 from torch import Tensor
@@ -11,10 +10,9 @@ from torch import Tensor
 from lightning_safusion.comm.exchange import Notice
 from lightning_safusion.fusion.clock import clock_for
 from lightning_safusion.fusion.device_drain import DeviceDrain, Lane
-from lightning_safusion.fusion.drain import Drain
+from lightning_safusion.fusion.drain import Drain, OverflowGuard
 from lightning_safusion.fusion.events import Observer, WindowEvents
 from lightning_safusion.fusion.offload import Offloader
-from lightning_safusion.fusion.overflow import OverflowGuard
 from lightning_safusion.fusion.planning import Planner
 from lightning_safusion.fusion.plans.plan import Group, Plan
 from lightning_safusion.fusion.record import WindowRecord
@@ -28,13 +26,17 @@ from lightning_safusion.sparsify.schedule import ConstantDensity, DensitySchedul
 # The end of a collective is recorded by a callback on the backend's thread, which stops the backward's for the
 # interpreter's lock: in every window at first, then in one of 16 and whenever the planner needs it.
 _TIMED_WINDOWS, _TIMED_EVERY = 64, 16
-
 # Until the order of the gradients is known everything is sent at the end, in pieces that bound the memory of a buffer.
 _UNPLANNED_ELEMENTS = 1 << 25
 
 
 class Engine:
     """Runs backward windows: :meth:`push` every gradient, then :meth:`drain`.
+
+    The gradient that completes a buffer makes a :class:`Shipment`: the gradients are added to the residual and elements
+    are selected from the sum (``fill``), written (``pack``) and sent (``launch``). :meth:`drain` waits for the messages
+    of all ranks, writes the means into the gradients (``decode``) and takes what was sent out of the residual
+    (``commit``).
 
     Every rank must push the same tensors in the same order (DDP's bucket order does), which makes every decision here
     the same on all ranks: nothing depends on a local count or clock.
@@ -43,13 +45,12 @@ class Engine:
         space: Order, quotas, residual and buffers of the tensors.
         planner: Says which tensors share a buffer.
         density: Density by step and epoch.
-        dense_first: Average the first window as DDP does: costs are not known yet, and there is no residual to add.
-            Otherwise what no plan covers is sent sparse.
+        dense_first: Average the first window as DDP does, before costs are known; else what no plan covers is sparse.
         overlap: Launch buffers while gradients still arrive. Not where a tensor is submitted at different points of the
             backward pass on different ranks (unused on some): the collectives of the model's own backward
             (SyncBatchNorm) would meet ours in different orders.
-        deferred: Read the flags of all ranks one window late, so that the host never waits for the device. Only where
-            every tensor gets a gradient on all ranks in every window.
+        deferred: Read the flags of all ranks one window late (:class:`DeviceDrain`), so that the host never waits for
+            the device. Only where every tensor gets a gradient on all ranks in every window.
         offload: Selects from some tensors on a thread of the host.
         ticks: Agreement on the tensors that are ready; only timer-driven fusion has it.
     """
@@ -94,8 +95,6 @@ class Engine:
         self._window: Window | None = None
         self._shipments: list[Shipment] = []  # of the open window, launched, in order
         self._lane = Lane(space.device)  # selection and packing run beside the backward pass
-        beside: Callable[[], AbstractContextManager[None]] = nullcontext if self.clock.instant else self._lane.fork
-        self._beside = beside
         self._drain = Drain(space, self.transport)
         self._device_drain = DeviceDrain(space.device) if deferred else None
         self._offload = offload
@@ -112,16 +111,13 @@ class Engine:
         return self.space.layout.names(place for place, grad in enumerate(grads) if grad is None)
 
     def push(self, index: int, grad: Tensor, fresh: bool = True) -> bool:
-        """Takes one gradient; launches the buffer that it completes.
+        """Takes one gradient, and launches the buffer that it completes; returns whether the window is complete.
 
         Args:
             index: Registration index of its parameter.
             grad: Flat gradient, any floating dtype; :meth:`drain` writes the mean over ranks into it.
             fresh: Whether it was computed since the last window. A stale tensor sends nothing, and if it is stale on
                 all ranks it is left exactly as it is.
-
-        Returns:
-            Whether the window is complete now.
         """
         place = self.space.layout.places[index]
         window = self._window
@@ -131,7 +127,7 @@ class Engine:
         window = window or self._begin()
         group = window.submit(place, grad, fresh, fresh and bool(self.unstepped[index]))
         if self._offload is not None and self._offload.wants(place):
-            with self._beside():
+            with self._lane.fork():
                 self._offload.offer(window, place, grad)
         if group is not None:
             self._launch(window, group)
@@ -144,7 +140,7 @@ class Engine:
     def _begin(self) -> Window:
         self.settle()
         if self._overflow.pending:
-            self._overflow.mend(together=True)
+            self._overflow.reset(together=True)
         self._between = False
         density = self._constant if self._constant is not None else self.density(self.windows, self.epoch)
         if density != self.space.quotas.density:
@@ -183,22 +179,23 @@ class Engine:
 
     def _launch(self, window: Window, group: Group) -> None:
         """Fills the buffer of a group and sends it; one that waits for the host's selections is sent with the next."""
-        with self._beside():
+        with self._lane.fork():
             shipment = Shipment(self.space.buffers.get(group) or self.space.buffer(group), window)
             if self._offload is None:
                 shipment.fill(self.space.selector)
                 self._send(shipment)
             else:
-                self._send(*self._offload.fill(shipment))
+                self._send(self._offload.fill(shipment))
         window.launched = group.stop
 
-    def _send(self, *filled: Shipment) -> None:
-        for shipment in filled:
-            shipment.pack(self.notices)
-            shipment.launch()
-            if self._device_drain is not None and shipment.window.deferred:
-                self._device_drain.launched(shipment)
-            self._shipments.append(shipment)
+    def _send(self, shipment: Shipment | None) -> None:
+        if shipment is None:
+            return
+        shipment.pack(self.notices)
+        shipment.launch()
+        if self._device_drain is not None and shipment.window.deferred:
+            self._device_drain.launched(shipment)
+        self._shipments.append(shipment)
 
     def _fuse(self, window: Window, ready: int) -> None:
         """Launches what a tick has found ready on all ranks."""
@@ -217,8 +214,8 @@ class Engine:
                 stop = int(np.searchsorted(edges, edges[start] + _UNPLANNED_ELEMENTS, side="right")) - 1
                 self._launch(window, Group(start, max(start + 1, stop), collective))
         if self._offload is not None:
-            with self._beside():
-                self._send(*self._offload.rest())
+            with self._lane.fork():
+                self._send(self._offload.last())
 
     def drain(self) -> None:
         """Waits for all buffers, writes the means into the gradients, and commits the window if it ended well.
@@ -250,7 +247,7 @@ class Engine:
             self.unstepped[exchanged] = self.tracked[exchanged]
         else:
             self._overflow.pending = True
-            self._overflow.mend(together=True)
+            self._overflow.reset(together=True)
         window.drained = window.mark()
         self._between = True
         planned = self.order_known and window.in_order
@@ -276,15 +273,14 @@ class Engine:
         Raises:
             RuntimeError: If a rank could not fill its message, or some ranks had no gradient of a tensor.
         """
-        outcome = self._device_drain.read() if self._device_drain is not None else None
-        if outcome is not None:
+        if self._device_drain is not None and (outcome := self._device_drain.read()) is not None:
             window, good, notices = outcome
             self._hear(window, notices)
             if not good:
                 self.unstepped[self._exchanged(window)] = False
                 self._overflow.pending = True
         if self._overflow.pending:
-            self._overflow.mend(together=False)
+            self._overflow.reset(together=False)
         record, self._unobserved = self._unobserved, None
         if record is not None:
             self._observe(record)
@@ -321,8 +317,7 @@ class Engine:
     def step_aside(self) -> bool:
         """Whether plain DDP does the rest of the job: that was agreed, and no residual remains on any rank.
 
-        If one does, as of a tensor that had no gradient while all were sent, the engine stays. Collective once it was
-        agreed; the answer is the same on all ranks.
+        One remains of a tensor that had no gradient while everything was dense. Collective once it was agreed.
         """
         if not self.planner.dense_for_good:
             return False

@@ -1,4 +1,4 @@
-"""The one event interface: what happened to every tensor and buffer in a window, and when."""
+"""What observers get of a window: when its tensors were ready, and what happened to each buffer."""
 
 from __future__ import annotations
 
@@ -14,74 +14,47 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BufferEvents:
-    """One buffer's way through a window, in seconds of ``perf_counter``.
+    """One buffer in one window. Moments are seconds of ``perf_counter``."""
 
-    Args:
-        places: Places of its tensors in the ready order.
-        collective: ``"allgather"``, ``"allreduce"`` or ``"stream"``.
-        elements: Elements of its tensors.
-        capacity: Elements that it may send of those that travel sparse.
-        bytes_sent: Bytes that this rank gave to the collective.
-        bytes_received: Bytes that this rank received, by the closed form of the collective.
-        closed: Its last gradient had arrived; selection begins.
-        selected: Selection had ended; packing begins.
-        launched: The message was packed, and its collective begins.
-        issued: The call that began it had returned; the backward pass goes on.
-        finished: The collective had ended; NaN if this window did not record that.
-        awaited: The backward pass began to wait for it.
-        arrived: It was waited for no longer; decoding begins.
-        decoded: The means were in the gradients.
-    """
-
-    places: range
+    places: range  #: of its tensors in the ready order
     collective: CollectiveName
-    elements: int
-    capacity: int
-    bytes_sent: int
-    bytes_received: int
-    closed: float
-    selected: float
-    launched: float
-    issued: float
-    finished: float
-    awaited: float
-    arrived: float
-    decoded: float
+    elements: int  #: of its tensors
+    capacity: int  #: most elements that it may send of its sparse tensors
+    bytes_sent: int  #: by this rank
+    bytes_received: int  #: by this rank
+    closed: float  #: its last gradient has arrived; selection begins
+    selected: float  #: selection has ended; packing begins
+    launched: float  #: the message is packed; its collective begins
+    issued: float  #: the call that began the collective has returned; the backward pass continues
+    finished: float  #: the collective has ended; NaN if this window did not record that
+    awaited: float  #: the backward pass begins to wait for the collective
+    arrived: float  #: the backward pass has waited; decoding begins
+    decoded: float  #: the means are in the gradients
 
     @property
     def exposed(self) -> float:
-        """Seconds that the backward pass stood still for this buffer."""
+        """Seconds for which the backward pass waited for this buffer."""
         return max(0.0, self.arrived - self.awaited)
 
 
 @dataclass(frozen=True, eq=False)
 class WindowEvents:
-    """One backward window of this rank, in seconds of ``perf_counter``.
+    """One backward window of this rank. Moments are seconds of ``perf_counter``."""
 
-    Args:
-        step: Number of the window.
-        density: Density in force.
-        layout: The tensors in ready order.
-        ready: When each gradient was submitted [L]; NaN where it was not computed in this window.
-        buffers: The buffers in launch order.
-        drained: The window had ended: gradients and memory are final.
-        beside: Selection and decoding ran beside the backward pass, on streams of their own.
-    """
-
-    step: int
-    density: float
-    layout: Layout
-    ready: np.ndarray
-    buffers: tuple[BufferEvents, ...]
-    drained: float
-    beside: bool = False
+    step: int  #: number of the window
+    density: float  #: in force
+    layout: Layout  #: the tensors in ready order
+    ready: np.ndarray  #: [L], when each gradient was submitted; NaN where it was not computed in this window
+    buffers: tuple[BufferEvents, ...]  #: in launch order
+    drained: float  #: gradients and residual are final
+    beside: bool = False  #: selection and decoding ran beside the backward pass, on streams of their own
 
 
 class Observer(Protocol):
-    """Is told of every window once its times are known: at its end on the CPU, while the next one begins on CUDA.
+    """Gets the events of every window once its times are known: at its end on the CPU, while the next begins on CUDA.
 
     Called on the thread of the backward pass; all ranks call their observers at the same point of the program.
     """
 
     def observe(self, events: WindowEvents) -> None:
-        """Takes in a window."""
+        """Called with the events of each window."""

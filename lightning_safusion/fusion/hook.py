@@ -15,12 +15,12 @@ from lightning_safusion.fusion.engine import Engine
 
 
 class DDPHook:
-    """Feeds every gradient that DDP's buckets bring to the engine, and drains it before DDP finalizes.
+    """Pushes the gradients of DDP's buckets to the engine, and drains it before DDP finalizes its backward pass.
 
-    Knows nothing of Lightning: ``hook = DDPHook(engine, params, static_graph=...)``, then
-    ``ddp.register_comm_hook(None, hook.run)``. It holds no reference to DDP or to the parameters: DDP's C++ reducer
-    holds the hook, and such a cycle would never be collected. With ``torch.compile``, set ``ddp.bucket_bytes_cap`` to
-    DDP's usual 25 MiB after ``bucket_cap_mb=0``: graphs are split by it.
+    Use: ``hook = DDPHook(engine, params, static_graph=...)``, then ``ddp.register_comm_hook(None, hook.run)``. It holds
+    no reference to DDP or to the parameters: DDP's C++ reducer holds the hook, and such a cycle would never be
+    collected. With ``torch.compile``, set ``ddp.bucket_bytes_cap`` to DDP's usual 25 MiB after ``bucket_cap_mb=0``:
+    graphs are split by it.
 
     Args:
         engine: Runs the windows.
@@ -40,8 +40,7 @@ class DDPHook:
         self._sparse_names = {id(param): name for name, param in sparse}
         self._sparse: dict[str, tuple[Tensor, Future[Tensor]]] = {}  # submitted in this window
         self._index: dict[int, int] = {}
-        self._fresh: list[bool] = []
-        # Of buckets with one parameter, by their number: a future costs more than all else that is done here.
+        # Of buckets with one parameter, by their number: to make a future costs more than the rest of the hook.
         self._seen: dict[int, tuple[Tensor, Future[Tensor], int]] = {}
         self._device_type = engine.space.device.type
         self._rebuilt = False  # DDP makes other buckets after its first window
@@ -51,20 +50,19 @@ class DDPHook:
         self._drain_in_hook = static_graph
         for index, param in enumerate(params):
             self._index[id(param)] = index
-            self._fresh.append(False)
             self._handles.append(param.register_post_accumulate_grad_hook(self._mark_fresh))
+        self._fresh = [False] * len(self._index)
 
     def _mark_fresh(self, param: Tensor) -> None:
         self._fresh[self._index[id(param)]] = True
 
-    # Manual optimization in a compiled training_step runs the backward pass in there: Dynamo would trace all of this.
+    # Manual optimization in a compiled training_step runs the backward pass there: Dynamo would trace the hook.
     @torch.compiler.disable
     def run(self, state: object, bucket: GradBucket) -> Future[Tensor]:
         """The communication hook.
 
-        The future is complete at once, holding the bucket itself: DDP reads it after the whole backward pass, and by
-        then :meth:`_finish` has written the mean into it. (A tensor of any other storage offset would be misread
-        silently.)
+        The future is complete at once and holds the bucket itself: DDP reads it after the backward pass, when
+        :meth:`_finish` has written the mean into it. (DDP would misread a tensor of any other storage offset.)
         """
         buffer = bucket.buffer()
         seen = self._seen.get(bucket.index())
@@ -72,7 +70,7 @@ class DDPHook:
             # manual_backward runs inside the autocast of training_step
             with torch.autocast(self._device_type, enabled=False):
                 future, complete = self._take(bucket, buffer)
-        elif seen is not None and seen[0] is buffer:  # the very tensor: DDP has made no other buckets since
+        elif seen is not None and seen[0] is buffer:  # DDP has made no other buckets since
             _, future, index = seen
             complete = self.engine.push(index, buffer, self._fresh[index])
         else:
@@ -86,11 +84,11 @@ class DDPHook:
         return future
 
     def _take(self, bucket: GradBucket, buffer: Tensor) -> tuple[Future[Tensor], bool]:
-        """Takes the gradients of a bucket; returns its future, and whether the window is complete."""
+        """Pushes the gradients of a bucket; returns its future, and whether the window is complete."""
         params = bucket.parameters()
         future: Future[Tensor] = Future()
         if buffer.is_sparse:
-            # its mean is another tensor, known when it has been exchanged
+            # its mean is another tensor, which does not exist yet
             self._sparse[self._sparse_names[id(params[0])]] = buffer, future
             return future, False
         start, complete = 0, False
@@ -108,8 +106,7 @@ class DDPHook:
     def _finish(self) -> None:
         self._drain_in_hook, self._rebuilt = False, True
         self._fresh = [False] * len(self._fresh)
-        device = self.engine.space.device
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        with torch.no_grad(), torch.autocast(self._device_type, enabled=False):
             self.engine.drain()
             if self._sparse:
                 self._average_sparse()
@@ -138,7 +135,7 @@ class DDPHook:
         if not missing and synchronised:
             # DDP's first bucket holds everything and was never full: the hook has not run at all
             missing = stale
-        # DDP keeps back all later ones behind the first that is missing: name those that have no gradient, if any
+        # DDP passes on no bucket after the first that is missing: name those that have no gradient, if any
         missing = [name for name in missing if name in set(stale)] or missing
         if self._sparse or self.engine.complete:
             missing += [name for name in self._sparse_names.values() if name not in self._sparse]
@@ -151,13 +148,11 @@ class DDPHook:
             )
 
     def watch(self, optimizer: Optimizer) -> None:
-        """Tells the engine whenever this optimizer steps."""
-        indices = [
-            self._index[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in self._index
-        ]
-        engine = self.engine
+        """Records in the engine when this optimizer steps; torch's optimizers only, others have no hook for that."""
         if not hasattr(optimizer, "register_step_post_hook"):
-            return  # not one of torch's: when it steps is not known
+            return
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        indices, engine = [self._index[id(param)] for param in params if id(param) in self._index], self.engine
 
         def stepped(*_: object) -> None:
             engine.unstepped[indices] = False
@@ -166,7 +161,7 @@ class DDPHook:
         self._handles.append(optimizer.register_step_post_hook(stepped))
 
     def selected_from(self, param: Tensor) -> bool:
-        """Whether the latest gradient of a parameter is a mean of selected elements, not of whole gradients."""
+        """Whether the latest gradient of a parameter is a mean of selected elements, not of dense gradients."""
         report = self.engine.report
         return report is not None and self._index.get(id(param), -1) in report.selected_from
 

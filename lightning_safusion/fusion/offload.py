@@ -12,19 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.cost import LinearCost
+from lightning_safusion.comm.cost import LinearCost, fit_linear
 from lightning_safusion.comm.exchange import TensorFlag
 from lightning_safusion.fusion.buffers import Buffer
-from lightning_safusion.fusion.device_drain import Lane
-from lightning_safusion.fusion.gradients import compensate
+from lightning_safusion.fusion.device_drain import HostCopy, Lane
 from lightning_safusion.fusion.plans.plan import Group, Plan
 from lightning_safusion.fusion.plans.selective import choose_offloaded
 from lightning_safusion.fusion.shipment import Shipment
 from lightning_safusion.fusion.space import GradientSpace
-from lightning_safusion.fusion.window import Window
+from lightning_safusion.fusion.window import Window, compensate
 from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier, span_segments
 from lightning_safusion.sparsify.selection.survey import History
-from lightning_safusion.sparsify.selection.view import device_constant
 
 # Selection by bytes where nothing may be measured: one core of a host, and a device.
 NOMINAL_HOST, NOMINAL_DEVICE = LinearCost(50e-6, 1e-9), LinearCost(100e-6, 5e-12)
@@ -39,21 +37,17 @@ class Offloader:
     would delay the buffer. That decides where a selection is made and not which: it may differ between ranks.
 
     On CUDA a tensor is copied to pinned memory on a stream of its own, and its buffer is sent when the next one closes,
-    so that the hook does not wait for a device that is behind the host. On the CPU it is sent when it closes. (The
-    release copies to pageable memory inside the hook, which stops the backward pass; all its scripts have offloading
-    switched off.)
+    so that the hook does not wait for a device that is behind the host. (The paper's release copies to pageable memory
+    inside the hook, which stops the backward pass; all its scripts have offloading switched off.)
 
     Args:
         space: Makes the buffers.
         device: Seconds of a selection in place, by bytes.
         host: Seconds of one on the thread, copies included.
-
-    Attributes:
-        late: Buffers are sent when the next one closes.
     """
 
     def __init__(self, space: GradientSpace, device: LinearCost, host: LinearCost) -> None:
-        self.late = space.device.type == "cuda"
+        self.late = space.device.type == "cuda"  #: buffers are sent when the next one closes
         self._space = space
         self._device = device
         self._host = host
@@ -61,16 +55,11 @@ class Offloader:
         self._groups: dict[int, Group] = {}  # of the chosen tensors, by place
         self._selections: dict[int, Future[Selection]] = {}  # by place; of the open window
         self._flags: dict[Group, Tensor] = {}  # uint8 [T] of the tensors that are selected from; of the open window
-        self._filled: list[Shipment] = []  # not sent yet
+        self._waiting: Shipment | None = None  # filled, and not sent yet
         self._thread: ThreadPoolExecutor | None = None
 
     def follow(self, plan: Plan, ready: Sequence[float]) -> None:
-        """Chooses the tensors of a plan.
-
-        Args:
-            plan: The plan of the next windows.
-            ready: When each gradient is ready [L], seconds.
-        """
+        """Chooses the tensors of a plan; ``ready``: when each gradient is ready, seconds [L]."""
         self._groups = {}
         for group in plan.groups:
             segments = self._space.buffer(group).segments
@@ -102,60 +91,52 @@ class Offloader:
         group = self._groups[place]
         buffer, tensor = self._space.buffer(group), place - group.start
         known = self._flags.get(group)
-        flags = compensate(buffer, [grad], [place], torch.zeros_like(buffer.all_fresh), window.scale)
-        flags |= _fresh(buffer, tensor)
+        flags = torch.zeros_like(buffer.all_fresh)
+        flags[tensor] = int(TensorFlag.FRESH)
+        flags = compensate(buffer, [grad], [place], flags, window.scale)
         self._flags[group] = flags if known is None else known | flags
         x = buffer.span[buffer.edges[tensor] : buffer.edges[tensor + 1]]
         part = _part(buffer, tensor)
         if self._thread is None:
             # a new thread is on the first device, and would take memory there
-            begin = (lambda: None) if x.is_cpu else partial(torch.cuda.set_device, x.device)
+            begin = None if x.is_cpu else partial(torch.cuda.set_device, x.device)
             self._thread = ThreadPoolExecutor(1, "safusion-select", begin)
         if x.is_cpu:
             chosen = self._thread.submit(self._space.selector.select, x, part, window.step)
         else:
-            chosen = self._thread.submit(self._on_host, *self._copied(x), part, window.step)
+            with self._copies.fork():
+                copied = HostCopy([x])
+            chosen = self._thread.submit(self._on_host, copied, part, window.step)
         self._selections[place] = chosen
 
-    def _copied(self, x: Tensor) -> tuple[Tensor, torch.cuda.Event]:
-        """A copy in pinned memory, and when it is complete."""
-        with self._copies.fork():
-            host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-            host.copy_(x, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-        return host, event
-
-    def _on_host(self, x: Tensor, copied: torch.cuda.Event, part: History, step: int) -> Selection:
-        copied.synchronize()  # of this thread only: the hook has long returned
-        chosen = self._space.selector.select(x, part, step)
+    def _on_host(self, copied: HostCopy, part: History, step: int) -> Selection:
+        chosen = self._space.selector.select(copied.read()[0], part, step)
         count = int(chosen.count)
         return Selection(chosen.indices[:count].pin_memory(), chosen.values[:count].pin_memory(), count)
 
-    def fill(self, shipment: Shipment) -> list[Shipment]:
-        """Fills a shipment; returns those that are to be sent now, with all of their selections."""
+    def fill(self, shipment: Shipment) -> Shipment | None:
+        """Fills a shipment; returns the one that can be sent now, if any."""
         group = shipment.buffer.group
         early = [place - group.start for place in shipment.buffer.places if place in self._selections]
         shipment.fill(self._space.selector, early, self._flags.get(group))
-        self._filled.append(shipment)
-        return self._collected(keep=int(self.late))
+        ready, self._waiting = (self._waiting, shipment) if self.late else (shipment, None)
+        return self._collected(ready)
 
-    def rest(self) -> list[Shipment]:
-        """Those that have not been sent yet, once every tensor has been submitted."""
-        return self._collected(keep=0)
+    def last(self) -> Shipment | None:
+        """The shipment that is still to be sent when every tensor has been submitted, if any."""
+        ready, self._waiting = self._waiting, None
+        return self._collected(ready)
 
-    def _collected(self, keep: int) -> list[Shipment]:
-        ready = self._filled[: len(self._filled) - keep]
-        del self._filled[: len(ready)]
-        for shipment in ready:
+    def _collected(self, shipment: Shipment | None) -> Shipment | None:
+        """The shipment with the selections from all of its tensors; waits for them."""
+        if shipment is not None:
             try:
                 self._collect(shipment)
             except Exception as error:
                 shipment.flags, shipment.window.error = None, error
-        return ready
+        return shipment
 
     def _collect(self, shipment: Shipment) -> None:
-        """Waits for the selections from a shipment's tensors and adds them to its own."""
         buffer, device = shipment.buffer, self._space.device
         if self._flags.pop(buffer.group, None) is None or shipment.flags is None:
             return
@@ -171,7 +152,7 @@ class Offloader:
         """Waits for the thread and forgets what it has selected."""
         for chosen in self._selections.values():
             chosen.exception()
-        self._selections, self._flags, self._filled = {}, {}, []
+        self._selections, self._flags, self._waiting = {}, {}, None
 
     def release(self) -> None:
         """Ends the thread; the next tensor begins another."""
@@ -179,17 +160,6 @@ class Offloader:
         if self._thread is not None:
             self._thread.shutdown()
         self._thread = None
-
-
-def _fresh(buffer: Buffer, tensor: int) -> Tensor:
-    """uint8 [T]: this tensor is fresh."""
-
-    def make() -> Tensor:
-        flags = np.zeros(len(buffer.places), np.uint8)
-        flags[tensor] = int(TensorFlag.FRESH)
-        return device_constant(flags, buffer.device)
-
-    return buffer.constant(("fresh", tensor), make)
 
 
 def _part(buffer: Buffer, tensor: int) -> History:
@@ -204,12 +174,7 @@ def _part(buffer: Buffer, tensor: int) -> History:
 
 
 def _merged(parts: Sequence[Selection], numel: int) -> Selection:
-    """Selections of disjoint elements as one, ascending; padding goes to the end.
-
-    Args:
-        parts: The selections, positions in the span.
-        numel: Elements of the span (N).
-    """
+    """Selections of disjoint elements of a span of ``numel`` as one, ascending; padding goes to the end."""
     total = sum(part.count for part in parts)
     keys = []
     for part in parts:
@@ -239,8 +204,7 @@ def selection_costs(sparsifier: Sparsifier, device: torch.device, measure: bool)
 
 def _timed(sparsifier: Sparsifier, where: torch.device, home: torch.device) -> LinearCost:
     """Through the best times of two sizes; gradients come from, and selections go to, ``home``."""
-    sparsifier = copy.deepcopy(sparsifier)
-    seconds = []
+    sparsifier, samples = copy.deepcopy(sparsifier), []
     for numel in _TIMED_ELEMENTS:
         x = torch.linspace(-1, 1, numel, device=home)
         segments = span_segments(numel, numel // 100)
@@ -250,7 +214,5 @@ def _timed(sparsifier: Sparsifier, where: torch.device, home: torch.device) -> L
             chosen = sparsifier.select(x.to(where), segments, 0)
             int(chosen.values.to(home).sum() > 0)  # waits for the device
             runs.append(time.perf_counter() - begin)
-        seconds.append(min(runs))
-    small, large = (4 * numel for numel in _TIMED_ELEMENTS)
-    slope = max(0.0, (seconds[1] - seconds[0]) / (large - small))
-    return LinearCost(max(0.0, seconds[0] - slope * small), slope)
+        samples.append((4.0 * numel, min(runs)))
+    return fit_linear(samples)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from lightning_safusion.fusion.events import BufferEvents, WindowEvents
 from lightning_safusion.sparsify.memory.residual import NoMemory, ResidualMemory
 
 if TYPE_CHECKING:
-    from lightning_safusion.fusion.clock import Clock, Mark
+    from lightning_safusion.fusion.clock import Clock
     from lightning_safusion.fusion.layout import Layout
     from lightning_safusion.fusion.shipment import Shipment
     from lightning_safusion.fusion.space import GradientSpace
@@ -29,57 +29,34 @@ if TYPE_CHECKING:
 _moments = attrgetter("closed", "selected", "launched", "issued", "finished", "awaited", "arrived", "decoded")
 
 
+@dataclass(eq=False, repr=False)
 class WindowRecord:
     """What one window of this rank did. Read-only; numbers are computed only when they are read.
 
     Arrays are by place (``[L]``, the order of ``layout``). What reads messages or the residual must be read before the
     next window begins. Nothing here changes training.
-
-    Args:
-        window: A window that has been drained.
-        shipments: Its buffers, in launch order.
-        space: The flat gradient space.
-        clock: Its marks are of this clock.
-        planned: Its buffers were those of a plan.
-        timed: The latest window that recorded everything; what this one did not measure is taken from there.
-
-    Attributes:
-        layout: The tensors in ready order.
-        step: Number of the window, the same on all ranks.
-        device: Where gradients live.
-        planned: Its buffers were those of a plan.
-        surveyed: All ranks recorded when collectives ended.
-        timed: This rank recorded when collectives ended.
     """
 
-    def __init__(
-        self,
-        window: Window,
-        shipments: Sequence[Shipment],
-        space: GradientSpace,
-        clock: Clock,
-        planned: bool,
-        timed: WindowEvents | None,
-    ) -> None:
-        self._window = window
-        self._shipments = shipments
-        self._space = space
-        self._clock = clock
-        self._timed = timed
-        self._workers = space.transport.world_size
-        self.layout: Layout = space.layout
-        self.step = window.step
-        self.device = space.device
-        self.planned = planned
-        self.surveyed = window.surveyed
-        self.timed = window.timed
+    _window: Window  # has been drained
+    _shipments: Sequence[Shipment]  # in launch order
+    _space: GradientSpace
+    _clock: Clock
+    planned: bool  #: its buffers were those of a plan
+    _timed: WindowEvents | None  # of the latest window that recorded everything
+
+    def __post_init__(self) -> None:
+        self.layout: Layout = self._space.layout  #: the tensors in ready order
+        self.step = self._window.step  #: number of the window, the same on all ranks
+        self.device = self._space.device  #: where gradients live
+        self.surveyed = self._window.surveyed  #: all ranks recorded when collectives ended
+        self.timed = self._window.timed  #: this rank recorded when collectives ended
+        self._workers = self._space.transport.world_size
 
     @cached_property
     def events(self) -> WindowEvents:
         """When things happened (waits for the device)."""
         window, clock = self._window, self._clock
-        # the marks of an instant clock are seconds
-        seconds: Callable[[Sequence[Mark]], list[float]] = list if clock.instant else clock.all_seconds
+        seconds = float if clock.instant else clock.seconds
         buffers, free = [], -math.inf
         for shipment in self._shipments:
             buffer, exchange = shipment.buffer, shipment.buffer.exchange
@@ -90,7 +67,7 @@ class WindowRecord:
                 exchange.spec.capacity,
                 exchange.bytes_sent,
                 exchange.bytes_received,
-                *seconds(_moments(shipment)),
+                *map(seconds, _moments(shipment)),
             )
             if not clock.instant:
                 # decoded beside the backward pass: exposed is what was left after its end and after the buffer before
@@ -98,8 +75,8 @@ class WindowRecord:
                 events = replace(events, awaited=awaited, arrived=max(awaited, events.arrived))
                 free = events.decoded
             buffers.append(events)
-        ready = np.where(window.fresh, seconds(window.arrived), math.nan)
-        drained = seconds([window.drained])[0]
+        ready = np.where(window.fresh, list(map(seconds, window.arrived)), math.nan)
+        drained = seconds(window.drained)
         return WindowEvents(
             window.step, window.density, self.layout, ready, tuple(buffers), drained, beside=not clock.instant
         )
@@ -118,45 +95,37 @@ class WindowRecord:
 
         All False if some gradient was not finite (waits for the device).
         """
-        used = self._window.fresh & ~self._window.bypass
-        for shipment in self._shipments:
-            verdict = shipment.verdict or shipment.buffer.exchange.verdict()
-            if verdict.bad.any():
-                return np.zeros_like(used)
-            part = slice(shipment.buffer.group.start, shipment.buffer.group.stop)
-            used[part] &= ~verdict.irregular(self._workers)
-        return used
+        verdicts = [shipment.verdict or shipment.buffer.exchange.verdict() for shipment in self._shipments]
+        irregular = self._by_place([verdict.irregular(self._workers) for verdict in verdicts])
+        good = not any(verdict.bad.any() for verdict in verdicts)
+        return self._window.fresh & ~self._window.bypass & ~irregular & good
 
     @cached_property
     def dense(self) -> np.ndarray:
         """bool [L]: sent dense by its buffer."""
-        dense = np.zeros(len(self.layout), bool)
-        for shipment in self._shipments:
-            dense[shipment.buffer.group.start : shipment.buffer.group.stop] = shipment.buffer.dense
-        return dense
+        return self._by_place([shipment.buffer.dense for shipment in self._shipments])
 
     @cached_property
     def sent_counts(self) -> np.ndarray:
         """int64 [L]: elements that this rank sent of each tensor (waits for the device)."""
         if self._window.plain:
             return np.where(self._window.fresh, np.diff(self.layout.edges), 0)
-        counts = [shipment.sent_counts() for shipment in self._shipments]
-        return np.concatenate(counts) if counts else np.zeros(0, np.int64)
+        return self._by_place([shipment.sent_counts() for shipment in self._shipments])
 
     @cached_property
     def selected_from(self) -> frozenset[int]:
         """Registration indices of the tensors whose mean is of selected elements.
 
-        Also of those that had no gradient on some ranks: these are dense now and then, and selected from otherwise. Not
-        of those that were dense because what was sent before was not used.
+        Also of those that had no gradient on some ranks: these are selected from in other windows. Not of those that
+        were dense because their optimizer had not stepped.
         """
-        selected: list[int] = []
-        for shipment in self._shipments:
-            sparse = ~shipment.buffer.dense
-            if shipment.verdict is not None:
-                sparse &= ~shipment.verdict.bypass
-            selected += (shipment.buffer.group.start + np.flatnonzero(sparse)).tolist()
-        return frozenset(self.layout.specs[place].index for place in selected)
+        verdicts = [(shipment.buffer.dense, shipment.verdict) for shipment in self._shipments]
+        dense = self._by_place([dense if verdict is None else dense | verdict.bypass for dense, verdict in verdicts])
+        return frozenset(self.layout.indices[~dense].tolist()) if verdicts else frozenset()
+
+    def _by_place(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        """[L], from [T] of every shipment: they are launched in the order of their places."""
+        return np.concatenate(parts) if parts else np.zeros(len(self.layout), bool)
 
     # Their elements
 
@@ -233,24 +202,24 @@ class WindowRecord:
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers; seconds, bytes and elements of this rank in this window.
 
-        Keys: ``step``, ``density`` (asked for), ``achieved_density`` (sent / all elements), ``bytes_sent``,
-            ``bytes_received``, ``dense_bytes`` (the gradients themselves), ``tensors`` (with a gradient),
-            ``tensors_missing`` (of these, have elements and sent none), ``select_s`` (compensation, selection,
-            packing), ``exchange_s`` (collectives, summed; of the latest window in which it was measured), ``exposed_s``
-            (blocked waiting for them), ``decode_s``, ``plan`` (tensors in each buffer), ``collectives`` (of each
-            buffer).
+        Keys: ``step``, ``density`` (in force), ``achieved_density`` (sent / all elements), ``bytes_sent``,
+            ``bytes_received``, ``dense_bytes`` (of all gradients), ``tensors`` (with a gradient), ``tensors_missing``
+            (of these, have elements and sent none), ``select_s`` (compensation, selection, packing), ``exchange_s``
+            (collectives, summed; of the latest window in which it was measured), ``exposed_s`` (waiting for them),
+            ``decode_s``, ``plan`` (tensors in each buffer), ``collectives`` (of each buffer).
         """
         selected, fresh = self.sent_counts, self._window.fresh
         wanted = fresh & ~self._window.bypass & (np.diff(self.layout.edges) > 0)
         buffers = [shipment.buffer for shipment in self._shipments]
         timed = self.events if self.timed or self._timed is None else self._timed
+        received = sum(buffer.exchange.bytes_received for buffer in buffers)
+        received += round(ring_allreduce_bytes(self._workers, self._averaged))
         return {
             "step": self.step,
             "density": self._window.density,
             "achieved_density": float(selected.sum() / max(1, self.layout.numel)),
             "bytes_sent": self.bytes_sent,
-            "bytes_received": sum(buffer.exchange.bytes_received for buffer in buffers)
-            + round(ring_allreduce_bytes(self._workers, self._averaged)),
+            "bytes_received": received,
             "dense_bytes": sum(spec.numel * spec.dtype.itemsize for spec in self.layout.specs),
             "tensors": int(fresh.sum()),
             "tensors_missing": int((wanted & (selected == 0)).sum()),

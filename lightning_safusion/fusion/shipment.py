@@ -16,8 +16,7 @@ from torch.profiler import record_function
 from lightning_safusion.comm.exchange import Notice, Part, TensorFlag, Verdict
 from lightning_safusion.fusion.buffers import Buffer
 from lightning_safusion.fusion.clock import Mark
-from lightning_safusion.fusion.gradients import Rounding, Scratch, compensate, deliver, marked
-from lightning_safusion.fusion.window import Window
+from lightning_safusion.fusion.window import Rounding, Scratch, Window, compensate, deliver, marked
 from lightning_safusion.sparsify.base import Selection
 from lightning_safusion.sparsify.selection.survey import Selector
 from lightning_safusion.sparsify.selection.view import device_constant
@@ -47,37 +46,26 @@ class Shipment:
     Args:
         buffer: The group's buffer.
         window: Holds the gradients; its ``mark`` records moments.
-
-    Attributes:
-        stage: How far it has come.
-        grads: Flat gradients of the buffer's tensors, T of them.
-        flags: uint8 [T] of :class:`TensorFlag`; None if this rank failed to fill the buffer.
-        absent: Tensors of the buffer of which nothing is sent.
-        selection: The selected elements, until they are packed.
-        sparse: The message holds selected elements.
-        verdict: The flags of all ranks, once decoded on the host.
-        rounding: What narrow gradients cannot hold of the means.
-        closed: This and the following are the moments of :class:`BufferEvents`, NaN while unknown. ``finished`` may be
-            set on any thread.
     """
 
     def __init__(self, buffer: Buffer, window: Window) -> None:
         self.buffer = buffer
         self.window = window
         self.stage = Stage.CLOSED
-        self.grads = window.grads_of(buffer.group.start, buffer.group.stop)
-        self.flags: Tensor | None = None
-        self.absent: list[int] = []
-        self.selection: Selection | None = None
-        self.sparse = False
-        self.verdict: Verdict | None = None
-        self.rounding: list[Rounding] = []
+        self.grads = window.grads_of(buffer.group.start, buffer.group.stop)  #: flat, T of them
+        self.flags: Tensor | None = None  #: uint8 [T] of TensorFlag; None if this rank failed to fill the buffer
+        self.absent: list[int] = []  #: tensors of the buffer of which nothing is sent
+        self.selection: Selection | None = None  #: until it is packed
+        self.sparse = False  #: the message holds selected elements
+        self.verdict: Verdict | None = None  #: on the flags of all ranks, once the host has read them
+        self.rounding: list[Rounding] = []  #: what narrow gradients cannot hold of the means
         self._packed: np.ndarray | Selection | None = None
+        # the moments of BufferEvents; NaN while unknown
         self.closed: Mark = window.mark()
         self.selected: Mark = nan
         self.launched: Mark = nan
         self.issued: Mark = nan
-        self.finished: Mark = nan
+        self.finished: Mark = nan  # may be set on any thread
         self.awaited: Mark = nan
         self.arrived: Mark = nan
         self.decoded: Mark = nan

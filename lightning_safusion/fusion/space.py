@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple
 from functools import cached_property
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.catalogue import Collective, Communicators, SparseBuffer
+from lightning_safusion.comm.catalogue import Communicators, SparseBuffer, find_collective
 from lightning_safusion.comm.collectives.allreduce import DenseAllReduce
 from lightning_safusion.comm.collectives.negotiated import Stream, StreamedTensor
 from lightning_safusion.comm.exchange import Exchange, SpanSpec
@@ -22,20 +23,13 @@ from lightning_safusion.fusion.buffers import Buffer
 from lightning_safusion.fusion.layout import Layout
 from lightning_safusion.fusion.plans.costs import JobShape
 from lightning_safusion.fusion.plans.plan import Group
-from lightning_safusion.fusion.quota import (
-    QuotaRule,
-    Scope,
-    TensorQuotas,
-    group_segments,
-    selective_quotas,
-    tensor_quotas,
-)
-from lightning_safusion.sparsify.base import Segments
-from lightning_safusion.sparsify.memory.contract import Memory
+from lightning_safusion.fusion.plans.policy import Naive
+from lightning_safusion.fusion.quota import group_segments, selective_quotas, tensor_quotas
+from lightning_safusion.fusion.settings import EngineSettings
 from lightning_safusion.sparsify.schedule import check_density
 from lightning_safusion.sparsify.selection.survey import Selector
 
-# Elements of a buffer for which the bytes of an entry are computed: positions are written otherwise in longer ones.
+# Elements of the buffer by which bytes of an entry are measured: positions in spans of billions have other formats.
 _ENTRY_ELEMENTS = 1 << 24
 
 
@@ -44,64 +38,45 @@ class GradientSpace:
 
     Args:
         layout: The tensors.
-        memory: Error feedback, bound to the layout.
-        selector: The compressor.
+        settings: Of the engine; their memory is bound to the layout.
         communicators: Of the buffers.
         device: Where gradients live.
-        collective: Carries the buffers that are not dense.
-        scope: ``"tensor"`` selects before fusion, ``"group"`` after it.
-        quota: ``"proportional"`` or ``"pooled"``.
-        wire: Wire format by name.
-        stream_transport: A communicator for buffers that each worker fills at its own pace; only they need it.
-        stream_elements: Entries that such a buffer holds.
-
-    Attributes:
-        layout: The tensors in their present order.
-        quotas: What each may send at the present density.
-        buffers: Those that are kept, by group.
+        stream_transport: Of buffers that each worker fills at its own pace; only they need it.
     """
 
     def __init__(
         self,
         layout: Layout,
-        memory: Memory,
-        selector: Selector,
+        settings: EngineSettings,
         communicators: Communicators,
         device: torch.device,
-        collective: Collective,
-        scope: Scope,
-        quota: QuotaRule,
-        wire: str,
         stream_transport: Transport | None = None,
-        stream_elements: int = 1,
     ) -> None:
-        self.layout = layout
-        self.memory = memory
-        self.selector = selector
+        self.layout = layout  #: the tensors in their present order
+        self.memory = settings.memory
+        # a copy of the compressor: what it learns belongs to this job
+        self.selector = Selector(copy.deepcopy(settings.compressor))
         self.device = device
         self.transport = communicators.main
-        self.quotas: TensorQuotas = tensor_quotas(layout, selector.sparsifier, 1.0)
-        self.buffers: dict[Group, Buffer] = {}
+        self.quotas = tensor_quotas(layout, self.selector.sparsifier, 1.0)  #: what each may send at the present density
+        self.buffers: dict[Group, Buffer] = {}  #: those that are kept
+        self._settings = settings
+        self._collective = find_collective(settings.collective)
         self._communicators = communicators
-        self._collective = collective
-        self._scope = scope
-        self._quota = quota
-        self._wire = wire
         self._stream_transport = stream_transport
-        self._stream_elements = stream_elements
         self._stream: Stream | None = None
         self._restored: dict[Group, dict[str, Any]] = {}  # state of exchanges that are not built yet
 
     @cached_property
     def shape(self) -> JobShape:
-        """What planning knows of the job, in the order and at the density in force."""
+        """What planning gets of the job, in the order and at the density in force."""
         sizes, sparse = np.diff(self.layout.edges), ~self.quotas.dense
         entries, entry_bytes = int(self.quotas.counts[sparse].sum()), 0.0
         if entries:  # of a buffer with the mean density of the model
             numel = int(sizes[sparse].sum())
             scale = min(1.0, _ENTRY_ELEMENTS / numel)
             entries = max(1, int(entries * scale))
-            entry_bytes = message_bytes(self._wire, max(1, int(numel * scale)), entries) / entries
+            entry_bytes = message_bytes(self._settings.wire, max(1, int(numel * scale)), entries) / entries
         return JobShape(
             numels=tuple(sizes.tolist()),
             widths=tuple(spec.dtype.itemsize for spec in self.layout.specs),
@@ -141,7 +116,7 @@ class GradientSpace:
     def _renew(self, density: float) -> None:
         self.quotas = tensor_quotas(self.layout, self.selector.sparsifier, density)
         self.__dict__.pop("shape", None)
-        self._drop_buffers()
+        self.restore_exchanges(())
 
     def buffer(self, group: Group) -> Buffer:
         """The persistent buffer of a group, in the order and at the density in force."""
@@ -162,49 +137,42 @@ class GradientSpace:
 
     def restore_exchanges(self, states: Iterable[Sequence[Any]]) -> None:
         """Drops all buffers; exchanges that are built anew start with what :meth:`exchange_state` returned."""
-        self._drop_buffers()
+        self.buffers, self._stream = {}, None
         self._restored = {Group(*fields): state for fields, state in states}
 
-    def _drop_buffers(self) -> None:
-        """Their shapes have changed, or an abandoned collective may still write into them."""
-        self.buffers.clear()
-        self._restored.clear()
-        self._stream = None
-
     def _build(self, group: Group) -> Buffer:
-        layout, part = self.layout, slice(group.start, group.stop)
+        layout, settings, part = self.layout, self._settings, slice(group.start, group.stop)
         quotas = selective_quotas(layout, self.quotas, group.start, group.stop, group.dense_upto)
         edges = layout.edges[group.start : group.stop + 1] - layout.edges[group.start]
-        dense = np.ones(len(edges) - 1, bool) if group.collective == "allreduce" else quotas.dense[part]
+        dtypes = [spec.dtype for spec in layout.specs[part]]
+        dense = np.ones(len(dtypes), bool) if group.collective == "allreduce" else quotas.dense[part]
         segments = None
         if not dense.all():
-            segments = group_segments(layout, quotas, group.start, group.stop, self._scope, self._quota)
-        dtypes = [spec.dtype for spec in layout.specs[part]]
+            segments = group_segments(layout, quotas, group.start, group.stop, settings.scope, settings.quota)
         runs = _dense_runs(edges.tolist(), dense.tolist(), dtypes)
         spec = SpanSpec(int(edges[-1]), segments.capacity if segments else 0, tuple(edges.tolist()), runs)
-        exchange = self._exchange(group, spec, segments, dtypes)
+        exchange: Exchange
+        if group.collective == "allreduce":
+            exchange = DenseAllReduce(spec, self.transport, self.device, group.half)
+        elif group.collective == "stream":
+            exchange = StreamedTensor(spec, self._opened_stream(), group.start)
+        else:
+            dtype = dtypes[0] if len({*dtypes}) == 1 else torch.float32
+            sparse = SparseBuffer(spec, self.device, settings.wire, dtype, segments)
+            exchange = self._collective.build(sparse, self._communicators)
         if group in self._restored:
             exchange.load_state_dict(self._restored.pop(group))
-        return Buffer(group, layout, self.memory, segments, exchange, dense, self._scope == "group")
-
-    def _exchange(
-        self, group: Group, spec: SpanSpec, segments: Segments | None, dtypes: Sequence[torch.dtype]
-    ) -> Exchange:
-        if group.collective == "allreduce":
-            return DenseAllReduce(spec, self.transport, self.device, group.half)
-        if group.collective == "stream":
-            return StreamedTensor(spec, self._opened_stream(), group.start)
-        dtype = dtypes[0] if len({*dtypes}) == 1 else torch.float32
-        return self._collective.build(SparseBuffer(spec, self.device, self._wire, dtype, segments), self._communicators)
+        return Buffer(group, layout, self.memory, segments, exchange, dense, settings.scope == "group")
 
     def _opened_stream(self) -> Stream:
         """The one stream of all buffers that each worker fills at its own pace."""
         if self._stream is None:
-            if self._stream_transport is None:
-                raise ValueError("buffers that fill at each worker's own pace need a stream_transport")
+            fusion = self._settings.fusion
+            if self._stream_transport is None or not isinstance(fusion, Naive):
+                raise TypeError(f"fusion={fusion.name!r} has no buffers that each worker fills at its own pace")
             # a buffer that can never be full would only carry padding
-            capacity = min(self._stream_elements, max(1, int(self.quotas.counts.sum())))
-            values = value_format(self._wire)
+            capacity = min(fusion.buffer_elements, max(1, int(self.quotas.counts.sum())))
+            values = value_format(self._settings.wire)
             self._stream = Stream(self._stream_transport, self.layout.edges, capacity, values, self.device)
         return self._stream
 

@@ -8,28 +8,23 @@ from time import perf_counter, sleep
 
 import torch
 
-from lightning_safusion.comm.transport.interface import Transport, Work
+from lightning_safusion.comm.transport.interface import Transport
 
 
 class _Question:
-    """One agreement under way: the minimum over ranks of how many tensors each has ready.
-
-    Args:
-        transport: Communicator.
-        ready: Tensors that this rank has ready.
-    """
+    """The minimum over ranks of how many tensors each has ready."""
 
     def __init__(self, transport: Transport, ready: int) -> None:
         self.answered = False  # set by a callback on any thread
         self._count = torch.tensor([ready])
-        self._work: Work = transport.all_reduce(self._count, "min")
+        self._work = transport.all_reduce(self._count, "min")
         self._work.on_done(self._note)
 
     def _note(self, _: float) -> None:
         self.answered = True
 
     def answer(self) -> int:
-        """The minimum; waits for it."""
+        """Waits for the minimum."""
         self._work.wait()
         return int(self._count.item())
 
@@ -38,13 +33,13 @@ class Ticks:
     """Asks all ranks what they have ready, whenever a cycle of this rank's clock has passed.
 
     Horovod's workers combine bit vectors of the tensors that each has queued. Here all ranks submit tensors in one
-    order, so that what is ready everywhere is the minimum of how many each has. Clocks differ between ranks, answers do
-    not: every rank hears the same answers in the same sequence, and asks as long as one is missing some tensor. A rank
-    with nothing new does not ask: the others' question waits for it.
+    order, so that the minimum of how many each has is ready everywhere. Clocks differ between ranks, answers do not:
+    every rank gets the same answers in the same sequence. A rank with nothing new does not ask: the others' question
+    waits for it.
 
-    Questions are asked, and answers noticed, when a gradient arrives; nothing waits before the backward pass has ended.
-    A thread of its own, which Horovod has, would ask between two gradients as well, but launch collectives beside those
-    of the backward pass, and stop it for the interpreter's lock.
+    Questions are asked, and answers read, when a gradient arrives; nothing waits before the backward pass has ended. A
+    thread of its own, which Horovod has, would also ask between two gradients, but launch collectives beside those of
+    the backward pass, and stop it for the interpreter's lock.
 
     Args:
         transport: A communicator of its own for tensors in host memory: ranks ask at their own pace.
@@ -64,13 +59,12 @@ class Ticks:
         self.cycle = cycle
         self.now = now
         self.pause = pause
+        self.agreed = 0  #: tensors of this window that are ready on all ranks, by the last answer
         self._question: _Question | None = None
         self._due = 0.0
-        self._asked = 0.0
-        self.agreed = 0
 
     def begin(self) -> None:
-        """A window begins. Ticks go on between windows, so that its first one is somewhere in the next cycle.
+        """Begins a window. Ticks continue between windows, so that its first one is somewhere in the next cycle.
 
         Raises:
             RuntimeError: If the window before has not ended.
@@ -91,10 +85,10 @@ class Ticks:
             ready: Tensors that this rank has ready, rising from call to call.
 
         Returns:
-            Tensors that are ready on all ranks, as far as this rank has heard.
+            Tensors that are ready on all ranks, by the last answer.
         """
         if self._question is not None and self._question.answered:
-            self._hear(self._question)
+            self._read(self._question)
         if self._question is None and ready > self.agreed and self.now() >= self._due:
             self._ask(ready)
         return self.agreed
@@ -115,9 +109,7 @@ class Ticks:
             try:
                 if self._question is None:
                     self.pause(max(0.0, self._due - self.now()))
-                    self._ask(total)
-                if self._question is not None:
-                    self._hear(self._question)
+                self._read(self._question or self._ask(total))
             except Exception as error:
                 raise RuntimeError(
                     f"rank {self.transport.rank}: the agreement on which tensors are ready on all ranks failed: {error}"
@@ -125,10 +117,10 @@ class Ticks:
             yield self.agreed
         self.agreed = 0
 
-    def _ask(self, ready: int) -> None:
-        self._asked = self.now()
+    def _ask(self, ready: int) -> _Question:
+        self._due = self.now() + self.cycle
         self._question = _Question(self.transport, ready)
+        return self._question
 
-    def _hear(self, question: _Question) -> None:
+    def _read(self, question: _Question) -> None:
         self.agreed, self._question = question.answer(), None
-        self._due = self._asked + self.cycle

@@ -1,9 +1,10 @@
-"""One backward window: the gradients of one synchronised backward pass, from the first to the last."""
+"""One backward window: its gradients, and their ways into the residual, out of it, and back from the means."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from math import nan
 from typing import cast
 
@@ -11,71 +12,49 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_safusion.comm.exchange import TensorFlag, all_finite, saturated
+from lightning_safusion.fusion.buffers import Buffer
 from lightning_safusion.fusion.clock import Clock, Mark
 from lightning_safusion.fusion.plans.plan import Group
+from lightning_safusion.sparsify.memory.contract import Memory
+from lightning_safusion.sparsify.selection.view import device_constant
+
+_BAD = int(TensorFlag.BAD)
+
+#: What a narrow gradient cannot hold of the mean, float32: the elements ``[start, stop)`` of the flat space.
+Rounding = tuple[int, int, Tensor]
 
 
 @dataclass(eq=False)
 class Window:
-    """Gradients submitted so far.
+    """Gradients submitted so far; places are those of the layout (L)."""
 
-    Args:
-        length: Tensors of the layout (L).
-        groups: Groups of the plan; empty while the order is not known.
-        step: Number of the window.
-        density: Density in force.
-        clock: Of this rank's device.
-        surveyed: All ranks record when collectives end.
-        timed: This rank records when collectives end.
-        ticking: Buffers are fused from what is ready at ticks of a clock, not by a plan.
-        hold: Launch nothing before every tensor has been submitted.
-        deferred: The device decides at the end of the window; the host reads the decision one window later.
-        plain: Gradients are averaged as DDP does, at the end of the window: nothing is launched.
-        scale: Factor of the loss that the gradients carry (a scalar on their device); None for 1.
-
-    Attributes:
-        grads: By place; None until submitted.
-        fresh: bool [L], computed in this window.
-        bypass: bool [L], must not pass through the residual.
-        regular: Every tensor so far is fresh, and none bypasses the residual.
-        complete: Every tensor has been submitted.
-        in_order: Tensors have been submitted in the order of the layout so far.
-        arrived: When each was submitted [L].
-        drained: When gradients and residual were final.
-        mark: Returns the present moment; NaN where a moment costs something and this window is not timed.
-        order: Places in the order of submission.
-        launched: Buffers of the places below this one are launched, or about to be.
-        next_group: The group of the plan that is completed next.
-        error: Why this rank could not fill a message.
-        profiled: ``torch.profiler`` is active: shipments mark their ranges.
-    """
-
-    length: int
-    groups: Sequence[Group]
-    step: int
-    density: float
-    clock: Clock
-    surveyed: bool
-    timed: bool
-    ticking: bool
-    hold: bool
-    deferred: bool
-    plain: bool
-    scale: Tensor | None
-    grads: list[Tensor | None] = field(init=False)
-    fresh: np.ndarray = field(init=False)
-    bypass: np.ndarray = field(init=False)
-    regular: bool = field(init=False)
-    complete: bool = field(init=False)
-    in_order: bool = True
-    arrived: list[Mark] = field(init=False)
-    drained: Mark = nan
-    mark: Callable[[], Mark] = field(init=False)
-    order: list[int] = field(default_factory=list)
-    launched: int = 0
-    next_group: int = 0
-    error: Exception | None = None
-    profiled: bool = field(init=False)
+    length: int  #: tensors of the layout
+    groups: Sequence[Group]  #: of the plan; empty while the order is not known
+    step: int  #: number of the window
+    density: float  #: in force
+    clock: Clock  #: of this rank's device
+    surveyed: bool  #: all ranks record when collectives end
+    timed: bool  #: this rank records when collectives end
+    ticking: bool  #: buffers are fused from what is ready at ticks of a clock, not by a plan
+    hold: bool  #: nothing is launched before every tensor has been submitted
+    deferred: bool  #: the device decides at the end; the host reads the decision one window later
+    plain: bool  #: gradients are averaged as DDP does, at the end: nothing is launched
+    scale: Tensor | None  #: factor of the loss that the gradients carry (a scalar on their device); None for 1
+    grads: list[Tensor | None] = field(init=False)  #: by place; None until submitted
+    fresh: np.ndarray = field(init=False)  #: bool [L], computed in this window
+    bypass: np.ndarray = field(init=False)  #: bool [L], must not pass through the residual
+    regular: bool = field(init=False)  #: every tensor so far is fresh, and none bypasses the residual
+    complete: bool = field(init=False)  #: every tensor has been submitted
+    in_order: bool = True  #: so far, tensors have been submitted in the order of the layout
+    order: list[int] = field(default_factory=list)  #: places in the order of submission
+    launched: int = 0  #: buffers of the places below this one are launched, or about to be
+    next_group: int = 0  #: the group of the plan that is completed next
+    error: Exception | None = None  #: why this rank could not fill a message
+    profiled: bool = field(init=False)  #: torch.profiler is active: shipments mark their ranges
+    mark: Callable[[], Mark] = field(init=False)  #: the present moment; NaN if that costs something and is not needed
+    arrived: list[Mark] = field(init=False)  #: when each tensor was submitted [L]
+    drained: Mark = nan  #: gradients and residual are final
     _sequential: int = 0  # places below this one were submitted in their order
 
     def __post_init__(self) -> None:
@@ -130,3 +109,130 @@ class Window:
 
 def _unmarked() -> Mark:
     return nan
+
+
+def compensate(buffer: Buffer, grads: Sequence[Tensor], ids: list[int], flags: Tensor, scale: Tensor | None) -> Tensor:
+    """Adds fresh gradients to the residual; those that are not finite are flagged instead.
+
+    Args:
+        buffer: Holds the tensors.
+        grads: Flat gradients of some of its tensors.
+        ids: Their places.
+        flags: uint8 [T]; not changed.
+        scale: Factor that the gradients carry; the residual is without it.
+
+    Returns:
+        uint8 [T], the flags with those of bad tensors.
+    """
+    if not grads:
+        return flags
+    memory, first = buffer.memory, buffer.group.start
+    if scale is None and (added := memory.compensate_finite(ids, grads)) is not None:
+        return marked(flags, [ids[i] - first for i in added.left_out])
+    narrowed = list(grads)
+    if torch.float64 in buffer.dtypes:  # added as the memory holds it
+        narrowed = [grad.float() if grad.dtype == torch.float64 else grad for grad in grads]
+    norms = torch.stack(torch._foreach_norm(narrowed, 2, dtype=torch.float32))
+    if norms.device.type != "cpu":
+        # deciding on the host would wait for the device: what is not finite is replaced by zeros there
+        finite = torch.isfinite(norms)
+        flags = flags | _spread((~finite).to(torch.uint8) * _BAD, [i - first for i in ids], len(flags))
+        narrowed = [torch.where(ok, grad, 0) for ok, grad in zip(finite, narrowed, strict=True)]
+        norms = torch.where(finite, norms, 0.0)
+    elif not all_finite(norms):
+        # the norm of finite numbers can overflow: look at the elements before calling a tensor bad
+        usable = [all_finite(grad) for grad in narrowed]
+        flags = marked(flags, [i - first for i, good in zip(ids, usable, strict=True) if not good])
+        narrowed, ids = list(compress(narrowed, usable)), list(compress(ids, usable))
+        norms = norms[usable]
+    if narrowed and scale is not None:
+        narrowed = unscaled(narrowed, scale)
+        norms = norms / scale
+    if narrowed:
+        memory.compensate(ids, narrowed, [bool(buffer.dense[i - first]) for i in ids], norms)
+    return flags
+
+
+def marked(flags: Tensor, bad: list[int]) -> Tensor:
+    """Flags of tensors, those at some positions bad."""
+    if bad:
+        flags = flags.clone()
+        flags[bad] |= _BAD
+    return flags
+
+
+def _spread(values: Tensor, positions: list[int], length: int) -> Tensor:
+    """The values at their positions in a vector of zeros, without waiting for the device."""
+    if len(positions) == length:
+        return values
+    index = device_constant(np.array(positions, np.int64), values.device)
+    return torch.zeros(length, dtype=values.dtype, device=values.device).index_copy_(0, index, values)
+
+
+def unscaled(grads: Sequence[Tensor], scale: Tensor) -> list[Tensor]:
+    """Gradients without the factor of the loss; float32, since the factor keeps 16-bit ones from underflow."""
+    return list(torch._foreach_mul([grad.float() for grad in grads], scale.reciprocal()))
+
+
+def withdraw(memory: Memory, window: Window, places: Iterable[int]) -> None:
+    """Takes the gradients at these places out of the residual again, as far as they have been added to it."""
+    for place in places:
+        (grad,) = window.grads_of(place, place + 1)
+        # what is not finite was never added
+        if window.fresh[place] and not window.bypass[place] and all_finite(grad):
+            memory.withdraw(place, grad if window.scale is None else unscaled([grad], window.scale)[0])
+
+
+class Scratch:
+    """Zeros to decode into: the same memory for all buffers of one stream.
+
+    Args:
+        device: Where it lives.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._memory = torch.zeros(0, device=device)
+
+    def of(self, buffer: Buffer) -> Tensor:
+        """float32 [N], or empty if the buffer needs none; zero again after :meth:`Exchange.release`."""
+        numel = buffer.stop - buffer.start if buffer.exchange.uses_scratch else 0
+        if len(self._memory) < numel:
+            self._memory = torch.zeros(numel, device=self._memory.device)
+        return self._memory[:numel]
+
+    def release(self) -> None:
+        """Frees the memory."""
+        self._memory = self._memory[:0].clone()
+
+
+def deliver(window: Window, buffer: Buffer, mean: Tensor, chosen: np.ndarray | None = None) -> list[Rounding]:
+    """Writes the mean into the gradients of a buffer.
+
+    Args:
+        window: Holds the gradients.
+        buffer: The buffer.
+        mean: Floating [N].
+        chosen: bool [T], tensors to write; None writes all.
+
+    Returns:
+        What narrow gradients cannot hold.
+    """
+    means, targets = list(mean.split(buffer.sizes)), window.grads_of(buffer.group.start, buffer.group.stop)
+    tensors = list(range(len(targets)))
+    if chosen is not None:
+        tensors = np.flatnonzero(chosen).tolist()
+        means, targets = [means[t] for t in tensors], [targets[t] for t in tensors]
+    if not tensors:
+        return []
+    if window.scale is not None:
+        means = list(torch._foreach_mul(means, window.scale))
+    if not buffer.narrow:
+        torch._foreach_copy_(targets, means)
+        return []
+    torch._foreach_copy_(targets, [saturated(m, g.dtype) for m, g in zip(means, targets, strict=True)])
+    errors = []
+    for t, exact, held in zip(tensors, means, targets, strict=True):
+        if held.itemsize < mean.itemsize:
+            error = exact - held if window.scale is None else unscaled([exact - held], window.scale)[0]
+            errors.append((buffer.start + buffer.edges[t], buffer.start + buffer.edges[t + 1], error))
+    return errors

@@ -26,7 +26,7 @@ from lightning_safusion import Aligned, SAFusionStrategy, Segments, Selection, T
 from lightning_safusion.callbacks import OverlapProfiler
 from lightning_safusion.comm import TorchTransport
 from lightning_safusion.comm.transport.interface import Transport, Work
-from lightning_safusion.fusion.clock import HostClock
+from lightning_safusion.fusion.clock import Clock
 from lightning_safusion.profiling import StepFigures, load_timeline, merge_traces
 from tests.models import TakeTurns, TinyClassifier, classification, trainer
 from tests.process_group import run_alone, run_launched
@@ -496,7 +496,7 @@ def test_windows_that_are_observed_one_step_late_belong_to_their_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(rank: int) -> Any:
-        monkeypatch.setattr(HostClock, "instant", False)  # as the clock of a CUDA device
+        monkeypatch.setattr(Clock, "instant", False)  # as the clock of a CUDA device
         reports: list[list[int]] = []
         for every, record, last in ((6, 3, 20), (4, 4, 10)):
             profiler = OverlapProfiler(every, record, tmp_path, table=False)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lab.virtual.transport import LocalWork
-from lightning_safusion.fusion.clock import HostClock
+from lightning_safusion.fusion.clock import Clock
 from lightning_safusion.fusion.events import WindowEvents
 from lightning_safusion.sparsify import Segments, Selection, TopK
 from tests.cluster import Cluster, settings
@@ -131,7 +131,7 @@ def test_the_report_is_the_sum_of_the_events(make: Callable[..., Cluster]) -> No
 
 
 def test_moments_are_those_of_the_engines_clock(make: Callable[..., Cluster]) -> None:
-    class Steps(HostClock):
+    class Steps(Clock):
         """Counts instead of telling the time, as one of processor time may do."""
 
         def __init__(self) -> None:
@@ -150,7 +150,7 @@ def test_moments_are_those_of_the_engines_clock(make: Callable[..., Cluster]) ->
     assert moments == [moments[0] + step for step in range(len(moments))]  # each was asked for once, and none else
 
 
-class Counting(HostClock):
+class Counting(Clock):
     """Knows its moments only later, as a device's clock does."""
 
     instant = False

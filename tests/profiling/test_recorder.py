@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lightning_safusion.fusion.clock import HostClock
+from lightning_safusion.fusion.clock import Clock
 from lightning_safusion.fusion.events import WindowEvents
 from lightning_safusion.fusion.layout import Layout
 from lightning_safusion.profiling.timeline import StepRecorder, StepTimeline
@@ -40,7 +40,7 @@ def batch(recorder: StepRecorder, now: float, step: int | None, optimizers: int 
 
 
 def take(recorder: StepRecorder, before: int = 100) -> list[StepTimeline]:
-    return recorder.take(HostClock(), before)
+    return recorder.take(Clock(), before)
 
 
 def test_one_batch_per_step() -> None:
