@@ -191,7 +191,7 @@ def asleep(folder: Path) -> OverlapProfiler:
 def test_times_agree_with_a_simulated_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(rank: int) -> Any:
         monkeypatch.setattr("tests.callbacks.test_overlap.WATCH", Simulated())
-        monkeypatch.setattr(HostClock, "mark", staticmethod(lambda: WATCH.now()))
+        monkeypatch.setattr(Clock, "mark", staticmethod(lambda: WATCH.now()))
         step = asleep(tmp_path).steps[-1]
         origin = step.spans("backward")[0][0]
         return StepFigures.of(step).as_dict(), [
