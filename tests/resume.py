@@ -129,6 +129,6 @@ def held_back(folder: Path, rank: int) -> dict[str, Tensor]:
 
 
 def mass(folder: Path, world_size: int) -> dict[str, Tensor]:
-    """Mean over the ranks of what they have held back, float64."""
+    """Mean of the residuals over the ranks, float64."""
     parts = [held_back(folder, rank) for rank in range(world_size)]
     return {name: sum(part[name].double() for part in parts) / world_size for name in parts[0]}

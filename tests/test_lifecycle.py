@@ -182,7 +182,7 @@ class FromTheStep(TinyClassifier):
 
 
 class HeldBack(Callback):
-    """Notes what is held back at the end."""
+    """Notes the residual at the end."""
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         controller = getattr(trainer.strategy, "controller", None)
@@ -232,7 +232,7 @@ def test_the_learning_rate_finder_leaves_no_trace(tmp_path: Path, when: str) -> 
 
     # within a fit Lightning 2.6 ends the search after one step
     steps = 1 if when == "second epoch" else 8
-    # seven parameters; then seven and what is held back of each
+    # seven parameters; then seven and the residual of each
     assert run_launched(2, run) == [[(steps, 7), (steps, 14)]] * 2
 
 

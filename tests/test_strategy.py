@@ -268,12 +268,12 @@ def test_error_feedback_below_adam_is_cautioned_against() -> None:
         ({"dense_below_ndim": 1.5}, "dense_below_ndim is a number of dimensions, an integer, got 1.5"),
     ],
 )
-def test_rules_on_what_travels_dense_are_checked_at_once(options: dict[str, Any], message: str) -> None:
+def test_rules_on_dense_tensors_are_checked_at_once(options: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         SAFusionStrategy(**options)
 
 
-def test_a_momentum_of_what_is_held_back_is_none_where_nothing_is() -> None:
+def test_a_residual_that_is_the_momentum_needs_sparsity() -> None:
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], betas=(0.0, 0.99))
     said = caution(DecoupledMomentum(), 1.0, optimizer)
     assert said is not None
@@ -282,7 +282,7 @@ def test_a_momentum_of_what_is_held_back_is_none_where_nothing_is() -> None:
         SAFusionStrategy(memory="decoupled", collective="allreduce")
 
 
-def test_what_plain_ddp_would_send_of_wide_gradients_is_counted_whole() -> None:
+def test_what_plain_ddp_would_send_of_wide_gradients_is_counted() -> None:
     for dtype, aside in ((torch.float32, True), (torch.float64, False)):
         sent = SAFusionStrategy(density=0.999, wire="fp32").settings
         reason = sent.dense_reason(specs([(1000,)], dtype), world_size=2)

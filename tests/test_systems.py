@@ -1,7 +1,7 @@
 """Every row of the table of systems, in real training.
 
 Covers: each row trains two workers, reports figures, keeps replicas as its flag says; sparse ones send little, and of
-    every tensor ahead of fusion; dense ones give what DDP gives; the plain ones are refused parts that they have none
+    every tensor before fusion; dense ones give what DDP gives; the plain ones are refused parts that they have none
     of; the printed table.
 """
 

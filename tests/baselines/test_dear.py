@@ -312,7 +312,7 @@ def ask_for_state(trainer: Trainer) -> None:
 
 
 def kept(rank: int, how: Callable[[Trainer], None]) -> list[list[Tensor]]:
-    """Weights in a list of somebody's own after the first step, and after it is settled; those after the third."""
+    """Weights in a list outside of the model after the first step, and after it is settled; those after the third."""
     model = Model(adam)
     own, found = list(model.parameters()), []
 

@@ -112,7 +112,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, name
         assert [name for name, (_, untrained) in results.items() if untrained] == []
 
 
-def _go_on(rank: int, earlier: Path | None, path: Path, caplog: pytest.LogCaptureFixture) -> dict[str, Any]:
+def _continue(rank: int, earlier: Path | None, path: Path, caplog: pytest.LogCaptureFixture) -> dict[str, Any]:
     """Saves at once what an earlier checkpoint becomes on this number of workers, or after 3 steps without one."""
     steps = 3 if earlier is None else 4
     with warnings.catch_warnings(record=True) as caught:
@@ -123,13 +123,13 @@ def _go_on(rank: int, earlier: Path | None, path: Path, caplog: pytest.LogCaptur
     return {"warnings": complaints(caught), "told": told, "parameters": parameters(job)}
 
 
-def test_what_is_held_back_survives_other_numbers_of_workers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_residuals_survive_other_numbers_of_workers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     paths: list[Path | None] = [None, *(tmp_path / f"{i}.ckpt" for i in range(3))]
     masses, told = [], []
     caplog.set_level("INFO")
     for earlier, path, world_size in zip(paths, paths[1:], (2, 1, 3), strict=False):
         assert path is not None
-        results = run_ranks(world_size, _go_on, earlier, path, caplog)
+        results = run_ranks(world_size, _continue, earlier, path, caplog)
         assert [r["warnings"] for r in results] == [[]] * world_size
         assert all(equal(results[0]["parameters"], r["parameters"]) for r in results)
         masses.append(mass(Path(f"{path}.safusion"), world_size))
@@ -141,10 +141,10 @@ def test_what_is_held_back_survives_other_numbers_of_workers(tmp_path: Path, cap
             torch.testing.assert_close(later[name], first, rtol=0, atol=1e-6 * float(first.abs().max()))
 
 
-def _sent_whole(rank: int, path: Path, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
+def _sent_dense(rank: int, path: Path, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     first = run(ours(**options), 4, saving(folder / "after.ckpt", 4), ckpt=path, model=StepModel(momentum=0.0))
     plain = run(ddp(), 4, ckpt=path, model=StepModel(momentum=0.0))
-    # that checkpoint holds nothing back, so that the next job has no need of an engine
+    # that checkpoint has no residual, so that the next job needs no engine
     last = run(ours(**options), 5, ckpt=folder / "after.ckpt", model=StepModel(momentum=0.0))
     names = [name for name, _ in first.lightning_module.named_parameters()]
     step = {n: a - b for n, a, b in zip(names, parameters(first), parameters(plain), strict=True)}
@@ -176,13 +176,13 @@ def _three_steps(rank: int, path: Path) -> None:
         (2, {"density": 1.0, "collective": "auto"}, "everything is sent (density 1)"),
     ],
 )
-def test_where_all_is_sent_what_was_held_back_is_applied_once(
+def test_where_all_is_sent_the_residual_is_applied_once(
     tmp_path: Path, world_size: int, options: dict[str, Any], reason: str
 ) -> None:
     path = tmp_path / "two.ckpt"
     run_ranks(2, _three_steps, path)
     held = mass(Path(f"{path}.safusion"), 2)
-    for rank, result in enumerate(run_ranks(world_size, _sent_whole, path, tmp_path, options)):
+    for rank, result in enumerate(run_ranks(world_size, _sent_dense, path, tmp_path, options)):
         for name, difference in result["step"].items():
             torch.testing.assert_close(difference, -0.05 * held[name].float(), rtol=1e-4, atol=1e-6)
         assert not any(tensor.any() for tensor in held_back(tmp_path / "after.ckpt.safusion", rank).values())

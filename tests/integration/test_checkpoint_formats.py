@@ -35,7 +35,7 @@ def _resume_old(rank: int, folder: Path) -> dict[str, Any]:
     }
 
 
-def test_a_checkpoint_of_format_1_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_a_checkpoint_of_format_1_resumes_bit_for_bit(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(OLD, tmp_path / "job"))
     results = run_ranks(2, _resume_old, folder)
     assert [(result["complaints"], result["windows"]) for result in results] == [([], 9)] * 2

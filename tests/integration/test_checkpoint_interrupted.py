@@ -77,14 +77,14 @@ def _resume(rank: int, path: Path) -> dict[str, Any]:
     return {"complaints": complaints(caught), "same": equal(parameters(resumed), parameters(whole))}
 
 
-def _assert_goes_on(path: Path, step: int) -> None:
+def _assert_resumes(path: Path, step: int) -> None:
     assert torch.load(path, weights_only=True)["global_step"] == step
     assert run_ranks(2, _resume, path) == [{"complaints": [], "same": True}] * 2
     assert _names(path) == _expected(path)  # orphans went with the next save
 
 
 @pytest.mark.parametrize(("write", "step"), [(_kill_before, 3), (_kill_after, 5)])
-def test_a_job_killed_in_a_save_goes_on_with_its_residuals(
+def test_a_job_killed_in_a_save_resumes_with_its_residuals(
     tmp_path: Path, write: Callable[..., None], step: int
 ) -> None:
     path = tmp_path / "last.ckpt"
@@ -92,7 +92,7 @@ def test_a_job_killed_in_a_save_goes_on_with_its_residuals(
         run_ranks(2, _interrupted, path, write)
     assert len(_names(path)) == 4
     (tmp_path / "last.ckpt.safusion" / "rank_00000-0123.pt.tmp").touch()
-    _assert_goes_on(path, step)
+    _assert_resumes(path, step)
 
 
 def test_a_main_file_that_cannot_be_written_is_an_error_on_all_ranks(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_a_main_file_that_cannot_be_written_is_an_error_on_all_ranks(tmp_path: P
     assert "last.ckpt could not be saved: rank 0: No space left on device: the main file" in str(caught.value)
     assert "[Errno 28] No space left on device: 'the main file'" in str(caught.value)
     assert _names(path) == _expected(path)
-    _assert_goes_on(path, 3)
+    _assert_resumes(path, 3)
 
 
 def _limited(rank: int, path: Path, limited: int) -> None:
@@ -122,7 +122,7 @@ def test_a_part_that_does_not_fit_on_the_disk_is_an_error_that_says_so(tmp_path:
     assert f"{path}.safusion/rank_0000{rank}-" in str(caught.value)
     assert os.strerror(errno.EFBIG) in str(caught.value)
     assert _names(path) == _expected(path)  # neither parts of the other rank nor temporary files
-    _assert_goes_on(path, 3)
+    _assert_resumes(path, 3)
 
 
 def _asynchronous(rank: int, path: Path) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def test_parts_stay_until_an_asynchronous_write_has_ended(tmp_path: Path) -> Non
     # each time the parts of what is in place and of what is under way
     assert run_ranks(2, _asynchronous, path) == [{"under way": 4, "the next": 4}] * 2
     assert _names(path) == _expected(path)
-    _assert_goes_on(path, 6)
+    _assert_resumes(path, 6)
 
 
 def _killed_asynchronously(rank: int, path: Path) -> None:
@@ -153,11 +153,11 @@ def _killed_asynchronously(rank: int, path: Path) -> None:
     run(ours(), 7, *steps, plugins=[AsyncCheckpointIO(TorchCheckpointIO())], deterministic=True)
 
 
-def test_a_job_killed_before_an_asynchronous_write_ends_goes_on_with_its_residuals(tmp_path: Path) -> None:
+def test_a_job_killed_before_an_asynchronous_write_ends_resumes_with_its_residuals(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     with pytest.raises(RuntimeError, match="died without a report"):
         run_ranks(2, _killed_asynchronously, path)
-    _assert_goes_on(path, 2)
+    _assert_resumes(path, 2)
 
 
 def _weights_only(rank: int, path: Path) -> str:

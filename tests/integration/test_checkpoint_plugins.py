@@ -67,7 +67,7 @@ def test_checkpoints_in_a_store_resume_bit_for_bit(tmp_path: Path, path: str, as
     assert set(os.listdir()) == before
 
 
-def _go_on(rank: int, folder: Path, step: int) -> list[str]:
+def _continue(rank: int, folder: Path, step: int) -> list[str]:
     earlier = "artifacts://0" if step > 3 else None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -79,7 +79,7 @@ def _go_on(rank: int, folder: Path, step: int) -> list[str]:
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_parts_in_a_store_are_shared_by_other_numbers_of_workers(tmp_path: Path, world_size: int) -> None:
     for workers, step in ((2, 3), (world_size, 4)):
-        assert run_ranks(workers, _go_on, tmp_path, step) == [[]] * workers
+        assert run_ranks(workers, _continue, tmp_path, step) == [[]] * workers
     before, after = (_mean(tmp_path / name, tmp_path / "part") for name in "01")
     for name, mean in before.items():
         torch.testing.assert_close(after[name], mean, rtol=0, atol=1e-6 * float(mean.abs().max()))
@@ -104,7 +104,7 @@ def _damaged(rank: int, folder: Path) -> list[str]:
 
 
 def test_a_damaged_part_in_a_store_is_noticed_by_all(tmp_path: Path) -> None:
-    run_ranks(2, _go_on, tmp_path, 3)
+    run_ranks(2, _continue, tmp_path, 3)
     checkpoint = torch.load(tmp_path / "0", weights_only=True)
     checkpoint["safusion"]["parts"][1][5000] ^= 16
     torch.save(checkpoint, tmp_path / "0")

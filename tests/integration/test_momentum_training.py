@@ -25,7 +25,7 @@ SPARSE: dict[str, Any] = {"density": 0.1, "collective": "allgather"}
 
 def adamw(beta1: float) -> TinyClassifier:
     model = TinyClassifier()
-    model.temperature.requires_grad_(False)  # one element travels whole, and keeps its momentum
+    model.temperature.requires_grad_(False)  # one element is dense, and keeps its momentum
     model.configure_optimizers = lambda: AdamW(model.parameters(), 0.01, betas=(beta1, 0.99))  # type: ignore[method-assign]  # another optimizer for this model
     return model
 
@@ -56,7 +56,7 @@ def test_the_default_carries_the_momentum_of_adamw(caplog: pytest.LogCaptureFixt
     assert said.count("leaves the momentum") == 1
 
 
-def test_what_travels_whole_keeps_the_momentum_of_its_optimizer() -> None:
+def test_dense_tensors_keep_the_momentum_of_their_optimizer() -> None:
     def weights(rank: int) -> Any:
         everything = {"dense": ["*"], "collective": "allgather"}
         return fitted(adamw(0.9), **everything)[0], fitted(adamw(0.9), memory="residual", **everything)[0]
@@ -114,7 +114,7 @@ def test_a_failed_fit_leaves_the_optimizer_as_it_was_made() -> None:
 
 
 class Branched(StepModel):
-    """A branch that rank 0 alone uses in odd steps, and nobody in even ones."""
+    """A branch that rank 0 alone uses in odd steps, and no rank in even ones."""
 
     def __init__(self, make: Make) -> None:
         super().__init__()

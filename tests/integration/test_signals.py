@@ -102,9 +102,9 @@ class Interrupted(TinyClassifier):
 @pytest.mark.parametrize(
     ("step", "where"),
     [(18, "validation"), (19, "validation"), (39, "end"), (None, "training")],
-    ids=["told before validation", "told to nobody before validation", "at the end", "as plain DDP takes over"],
+    ids=["known to all before validation", "known to one before validation", "at the end", "as plain DDP takes over"],
 )
-def test_where_no_gradients_carry_the_news_ranks_ask(
+def test_where_no_gradients_carry_notices_ranks_ask(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int | None, where: str
 ) -> None:
     costs = {"allgather": LinearCost(1.0, 1.0), "allreduce": LinearCost(1e-6, 1e-12)}

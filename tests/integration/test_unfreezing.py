@@ -1,4 +1,4 @@
-"""Parameters that are frozen or unfrozen while training goes on."""
+"""Parameters that are frozen or unfrozen during training."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Finetuned(LightningModule):
 
 
 class Mass(Callback):
-    """What the head has held back, around the epoch in which the model is wrapped again."""
+    """The residual of the head around the epoch in which the model is wrapped again."""
 
     def __init__(self) -> None:
         self.held: list[Tensor] = []
@@ -113,7 +113,7 @@ def test_nothing_is_lost_when_the_model_is_wrapped_again(freeze_head: bool) -> N
         train(strategy, [ledger], freeze=True, freeze_head=freeze_head)
         return ledger
 
-    # what is held back of a tensor is forgotten when it is frozen
+    # the residual of a tensor is forgotten when it is frozen
     names = [f"{module}.{kind}" for module in ("backbone", "head")[: 2 - freeze_head] for kind in ("weight", "bias")]
     mine, theirs = run_launched(2, sparse)
     assert_balanced(mine, theirs, to="used", names=names)
