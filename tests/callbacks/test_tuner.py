@@ -28,7 +28,7 @@ from lightning_safusion.callbacks import BufferSizeTuner
 from lightning_safusion.callbacks.tuner import describe
 from lightning_safusion.comm.transport.interface import Work
 from lightning_safusion.comm.transport.torch_backend import TorchTransport
-from lightning_safusion.fusion.clock import HostClock
+from lightning_safusion.fusion.clock import Clock
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.plans.adaptive import Tuned
 from lightning_safusion.fusion.replan import Decision
@@ -139,7 +139,7 @@ class Delayed:
 def slow_messages(seconds: float) -> None:
     """Every all-gather of this process costs this much, and nothing else takes time."""
     # this process is forked for one training
-    HostClock.mark = staticmethod(TIME.now)  # type: ignore[method-assign]
+    Clock.mark = staticmethod(TIME.now)  # type: ignore[method-assign]
     gather = TorchTransport.all_gather
 
     def slow(self: TorchTransport, output: Tensor, tensor: Tensor) -> Work:
