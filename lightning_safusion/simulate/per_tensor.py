@@ -8,7 +8,7 @@ import numpy as np
 
 from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.fusion.plans.espresso import Option, Trial, choose_options
-from lightning_safusion.fusion.plans.hipress import HiPress, Primitives, choose_parts
+from lightning_safusion.fusion.plans.hipress import HiPress, compresses
 from lightning_safusion.fusion.plans.selective import SelectiveChoice, choose_offloaded, choose_selective
 from lightning_safusion.simulate.engine import simulate
 from lightning_safusion.simulate.job import Job
@@ -45,7 +45,7 @@ def hipress(job: Job) -> Schedule:
     bulk = HiPress().bulk_bytes
     for place, numel in enumerate(job.trace.numels):
         ratio = float(job.sparse_bytes[place] / job.dense_bytes[place]) if numel else 1.0
-        if choose_parts(numel, job.cluster.workers, ratio, primitives).compress:
+        if compresses(numel, job.cluster.workers, ratio, *primitives):
             messages += _in_parts(job, place)
         else:
             dense.append(place)
@@ -55,8 +55,8 @@ def hipress(job: Job) -> Schedule:
     return Schedule(messages)
 
 
-def _primitives(job: Job) -> Primitives:
-    """HiPress's primitives with the cluster's numbers, per fp32 element."""
+def _primitives(job: Job) -> tuple[LinearCost, LinearCost, LinearCost]:
+    """The way to a server, encoding and decoding of HiPress with the cluster's numbers, per fp32 element."""
     cluster, device = job.cluster, job.cluster.device
     link, sharing = (cluster.inter, cluster.gpus_per_node) if cluster.nodes > 1 else (cluster.intra, 1)
     element = 4.0 * link.beta * sharing
@@ -64,7 +64,7 @@ def _primitives(job: Job) -> Primitives:
     server = LinearCost(link.launch + rounds * link.alpha, others * element)
     decode = LinearCost(_KERNEL, 4.0 / job.entry_bytes * device.decode)
     encode = LinearCost(job.select_cost.fixed, job.select_cost.per_element)
-    return Primitives(server, server, encode, decode)
+    return server, encode, decode
 
 
 def _in_parts(job: Job, place: int) -> list[Message]:
@@ -142,9 +142,9 @@ def ssfusion(job: Job, offload: bool, interleaved: bool) -> Schedule:
 def _selective(job: Job, places: range, interleaved: bool) -> SelectiveChoice:
     numels = job.trace.numels[places.start : places.stop]
 
-    def seconds(dense: Sequence[bool], density: float) -> float:
-        messages = _exchanges(job, places, SelectiveChoice(tuple(dense), density), interleaved, [])
-        sparse = [float(numel) for numel, is_dense in zip(numels, dense, strict=True) if not is_dense]
+    def seconds(choice: SelectiveChoice) -> float:
+        messages = _exchanges(job, places, choice, interleaved, [])
+        sparse = [float(numel) for numel, dense in zip(numels, choice.dense, strict=True) if not dense]
         selection = job.select_cost(sum(sparse) if job.segmented else np.array(sparse)).sum()
         return float(selection) + sum(message.cost.seconds + message.decode for message in messages)
 

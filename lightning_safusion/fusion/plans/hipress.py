@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
-
 import numpy as np
 
 from lightning_safusion.comm.cost import LinearCost
@@ -13,63 +10,29 @@ from lightning_safusion.fusion.plans.plan import CollectiveName, Group, Plan
 from lightning_safusion.fusion.plans.policy import PROFILED_WINDOWS, PlannedOnce
 
 
-@dataclass(frozen=True)
-class Primitives:
-    """Costs of the primitives out of which CaSync (HiPress, SOSP 2021) composes an exchange, by elements.
+def compresses(
+    numel: int, world_size: int, ratio: float, server: LinearCost, encode: LinearCost, decode: LinearCost
+) -> bool:
+    """Whether HiPress's selective compression and partitioning (SeCoPa) compresses a gradient: its own cost model.
 
-    Args:
-        gather: All workers to a server.
-        broadcast: A server to all workers.
-        encode: Compression.
-        decode: Decompression, of compressed elements.
-    """
-
-    gather: LinearCost
-    broadcast: LinearCost
-    encode: LinearCost
-    decode: LinearCost
-
-
-class PartsChoice(NamedTuple):
-    """What HiPress decides for one gradient.
-
-    Args:
-        compress: Whether it is compressed.
-        parts: Parts it is split into.
-        seconds: Predicted time of its exchange.
-    """
-
-    compress: bool
-    parts: int
-    seconds: float
-
-
-def choose_parts(numel: int, world_size: int, ratio: float, costs: Primitives) -> PartsChoice:
-    """HiPress's selective compression and partitioning (SeCoPa): the cheapest of raw and compressed in 1 to n parts.
-
-    With parameter servers beside the workers. Merging of values is free in this model.
+    Raw and compressed are compared in 1 to n parts each, with parameter servers beside the workers. Merging of values
+    is free in this model.
 
     Args:
         numel: Elements of the gradient.
         world_size: Workers (n).
         ratio: Compressed size over raw size.
-        costs: The primitives.
+        server: All workers to a server, or a server to all workers, by elements.
+        encode: Compression, by elements.
+        decode: Decompression, by compressed elements.
     """
-
-    def seconds(compress: bool, parts: int) -> float:
+    raw, compressed = [], []
+    for parts in range(1, world_size + 1):
         part = numel / parts
-        if not compress:
-            return costs.gather(part) + costs.broadcast(part)
         encodes, decodes = min(parts + 1, world_size), min(world_size - 1 + parts, 2 * (world_size - 1))
-        wire = costs.gather(ratio * part) + costs.broadcast(ratio * part)
-        return wire + encodes * costs.encode(part) + decodes * costs.decode(ratio * part)
-
-    choices = [
-        PartsChoice(compress, parts, seconds(compress, parts))
-        for compress in (False, True)
-        for parts in range(1, world_size + 1)
-    ]
-    return min(choices, key=lambda choice: choice.seconds)
+        raw.append(2 * server(part))
+        compressed.append(2 * server(ratio * part) + encodes * encode(part) + decodes * decode(ratio * part))
+    return min(compressed) < min(raw)
 
 
 def choose_compressed(costs: GroupCosts) -> list[bool]:

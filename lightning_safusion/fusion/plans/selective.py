@@ -17,16 +17,18 @@ class SelectiveChoice(NamedTuple):
     """What SSFusion decides for one buffer.
 
     Args:
+        upto: Tensors of up to this many elements are dense.
         dense: Whether each tensor is dense [m].
         density: Density of the others.
     """
 
+    upto: int
     dense: tuple[bool, ...]
     density: float
 
 
 def choose_selective(
-    numels: Sequence[int], density: float, seconds: Callable[[Sequence[bool], float], float]
+    numels: Sequence[int], density: float, seconds: Callable[[SelectiveChoice], float]
 ) -> SelectiveChoice:
     """SSFusion's selective sparsification: the size up to which the tensors of a buffer are dense.
 
@@ -38,7 +40,7 @@ def choose_selective(
     Args:
         numels: Elements of the tensors of the buffer [m], at least one.
         density: Density of the buffer.
-        seconds: Predicted time of the buffer with ``dense`` tensors and a density for the rest.
+        seconds: Predicted time of the buffer with a choice.
     """
     total = sum(numels)
     cap = size_cap(numels, density)
@@ -47,8 +49,8 @@ def choose_selective(
         dense = tuple(n <= size for n in numels)
         held = sum(n for n in numels if n <= size)
         left = max(0.0, (density * total - held) / (total - held)) if held < total else 0.0
-        choices.append(SelectiveChoice(dense, min(density, left)))
-    return min(choices, key=lambda choice: seconds(*choice))
+        choices.append(SelectiveChoice(size, dense, min(density, left)))
+    return min(choices, key=seconds)
 
 
 def size_cap(numels: Sequence[int], density: float) -> int:
@@ -182,12 +184,11 @@ def _dense_upto(costs: GroupCosts, start: int, stop: int) -> int:
     per_entry = sum(np.array(costs.sparse_bytes[start:stop])[sparse].tolist()) / budget
     dense_bytes = np.array(costs.dense_bytes[start:stop])
 
-    def seconds(chosen: Sequence[bool], density: float) -> float:
-        dense = ~sparse
-        dense[sparse] = chosen
-        upto = int(sizes[dense & sparse].max(initial=0))
-        if selective_counts(sizes, counts, upto) is None:
+    def seconds(choice: SelectiveChoice) -> float:
+        if selective_counts(sizes, counts, choice.upto) is None:
             return float("inf")
+        dense = ~sparse
+        dense[sparse] = choice.dense
         nbytes = float(dense_bytes[dense].sum())
         entries = (budget - int(sizes[dense & sparse].sum())) * per_entry
         if not costs.hybrid:
@@ -197,5 +198,4 @@ def _dense_upto(costs: GroupCosts, start: int, stop: int) -> int:
         return fixed + costs.sparse[1] * entries + costs.dense[1] * nbytes
 
     numels = [int(n) for n in sizes[sparse]]
-    choice = choose_selective(numels, budget / sum(numels), seconds)
-    return max((n for n, dense in zip(numels, choice.dense, strict=True) if dense), default=0)
+    return choose_selective(numels, budget / sum(numels), seconds).upto

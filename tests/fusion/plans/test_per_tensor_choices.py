@@ -8,33 +8,27 @@ import pytest
 
 from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.fusion.plans.espresso import Option, Trial, choose_options
-from lightning_safusion.fusion.plans.hipress import Primitives, choose_parts
+from lightning_safusion.fusion.plans.hipress import compresses
 from lightning_safusion.fusion.plans.selective import choose_offloaded, choose_selective, size_cap
 
 FREE = LinearCost(0.0, 0.0)
 MIB = 2**20
 
 
-def primitives(send: float, encode: float, fixed: float = 0.0) -> Primitives:
-    line = LinearCost(fixed, send)
-    return Primitives(line, line, LinearCost(fixed, encode), FREE)
-
-
-def test_hipress_server_time_is_the_formula() -> None:
-    costs = Primitives(LinearCost(1.0, 4.0), LinearCost(2.0, 4.0), LinearCost(0.5, 0.0), LinearCost(0.25, 0.0))
-    packed = choose_parts(100, 4, 0.01, costs)
-    times = {k: 3 + 8 * 0.01 * 100 / k + min(k + 1, 4) * 0.5 + min(3 + k, 6) * 0.25 for k in range(1, 5)}
-    assert packed.compress
-    assert packed.seconds == pytest.approx(min(times.values()))
-    assert packed.parts == min(times, key=times.__getitem__)
-    raw = choose_parts(64, 4, 100.0, costs)
-    assert raw == (False, 4, pytest.approx(3 + 8 * 16))
+def test_hipress_compares_the_best_numbers_of_parts() -> None:
+    encode, decode = LinearCost(0.5, 0.0), LinearCost(0.25, 0.0)
+    for per_element in (0.001, 0.01, 0.02, 4.0):
+        server = LinearCost(1.0, per_element)
+        raw = [2 + 2 * per_element * 100 / k for k in range(1, 5)]
+        times = [2 + 2 * per_element * 0.01 * 100 / k + min(k + 1, 4) * 0.5 + min(3 + k, 6) * 0.25 for k in range(1, 5)]
+        assert compresses(100, 4, 0.01, server, encode, decode) == (min(times) < min(raw))
 
 
 def test_hipress_compresses_where_the_network_is_slow_and_the_gradient_large() -> None:
-    assert choose_parts(10**6, 8, 1 / 16, primitives(send=1e-8, encode=1e-10)).compress
-    assert not choose_parts(10**6, 8, 1 / 16, primitives(send=1e-11, encode=1e-10)).compress
-    assert not choose_parts(10, 8, 1 / 16, primitives(send=1e-8, encode=1e-10, fixed=1e-5)).compress
+    slow, fast, encode = LinearCost(0.0, 1e-8), LinearCost(0.0, 1e-11), LinearCost(0.0, 1e-10)
+    assert compresses(10**6, 8, 1 / 16, slow, encode, FREE)
+    assert not compresses(10**6, 8, 1 / 16, fast, encode, FREE)
+    assert not compresses(10, 8, 1 / 16, LinearCost(1e-5, 1e-8), LinearCost(1e-5, 1e-10), FREE)
 
 
 def exchange_bound(numels: Sequence[int], last_idle: int = 0, host: float = 0.1) -> Callable[[Sequence[Option]], Trial]:
@@ -95,14 +89,14 @@ def test_size_cap_is_what_fits_into_the_budget() -> None:
 
 def test_ssfusion_pays_for_dense_tensors_with_the_density_of_the_others() -> None:
     numels = [64, 64, 256, 1024]
-    choice = choose_selective(numels, 0.1, lambda dense, density: -sum(dense))
+    choice = choose_selective(numels, 0.1, lambda choice: -sum(choice.dense))
     assert choice.dense == (True, True, False, False)
     kept = sum(n if dense else n * choice.density for n, dense in zip(numels, choice.dense, strict=True))
     assert kept == pytest.approx(0.1 * sum(numels))
 
 
 def test_ssfusion_keeps_the_density_where_nothing_is_dense() -> None:
-    choice = choose_selective([64, 64, 256, 1024], 0.1, lambda dense, density: sum(dense))
+    choice = choose_selective([64, 64, 256, 1024], 0.1, lambda choice: sum(choice.dense))
     assert choice.dense == (False,) * 4
     assert choice.density == pytest.approx(0.1)
 
