@@ -46,7 +46,6 @@ def mean_iteration(trace: Trace, cluster: Cluster, schedule: Schedule, iteration
     return replace(
         runs[0],
         seconds=fmean(run.seconds for run in runs),
-        select=fmean(run.select for run in runs),
         nbytes=fmean(run.nbytes for run in runs),
         node_bytes=fmean(run.node_bytes for run in runs),
         waited=fmean(run.waited for run in runs),
@@ -146,7 +145,8 @@ class _Run:
         total = len(self.trace.tensors)
         everywhere = self.ready.max(axis=0)
         first = self.ready.min(axis=0)  # from then on a worker asks for it
-        sent, now = 0, launch.cycle * ceil(float(first[0]) / launch.cycle)
+        sent, cycle = 0, launch.policy.cycle_s
+        now = cycle * ceil(float(first[0]) / cycle)
         while sent < total:
             end = now
             if first[sent] <= now:
@@ -154,11 +154,11 @@ class _Run:
                 stop = sent
                 while stop < total and everywhere[stop] <= now:
                     stop += 1
-                for begin, close in fuse_ready(launch.nbytes, sent, stop, launch.threshold):
+                for begin, close in fuse_ready(launch.nbytes, sent, stop, launch.policy.threshold_bytes):
                     end += launch.launch
                     self._send(launch.message(range(begin, close)), self.ready[:, close - 1], end)
                 sent = stop
-            now = max(now + launch.cycle, end, self.link_free)
+            now = max(now + cycle, end, self.link_free)
 
     def stream(self, launch: Stream) -> None:
         self._compute_all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from lightning_safusion.fusion.plans.ticking import Horovod
 from lightning_safusion.simulate.cluster import CollectiveCost
 
 
@@ -44,16 +45,14 @@ class Timer:
     Args:
         message: ``places -> message`` of the tensors at those places.
         nbytes: Bytes that each tensor adds to a fused buffer, over all workers where it is gathered [L].
-        cycle: Seconds between ticks.
-        threshold: Largest buffer in bytes; a larger tensor is sent alone, 0 fuses nothing.
+        policy: Its cycle, and the largest buffer.
         negotiate: Seconds that a tick with tensors in the queue spends on agreement.
         launch: Seconds of the background thread for each buffer.
     """
 
     message: Callable[[Sequence[int]], Message]
     nbytes: Sequence[float]
-    cycle: float
-    threshold: float
+    policy: Horovod
     negotiate: float = 0.3e-3
     launch: float = 50e-6
 

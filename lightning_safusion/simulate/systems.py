@@ -137,11 +137,10 @@ def _easgd(job: Job) -> Schedule:
 
 def _horovod(job: Job, sparse: bool) -> Schedule:
     """Every tensor is selected from at its hook; tensors that are ready everywhere at a tick are fused."""
-    policy = Horovod()
     if not sparse:
-        return Schedule(Timer(job.dense_message, job.dense_bytes.tolist(), policy.cycle_s, policy.threshold_bytes))
+        return Schedule(Timer(job.dense_message, job.dense_bytes.tolist(), Horovod()))
     message, nbytes = partial(job.sparse_message, select=False), (job.sparse_bytes * job.cluster.workers).tolist()
-    return Schedule(Timer(message, nbytes, policy.cycle_s, policy.threshold_bytes), job.selects.tolist())
+    return Schedule(Timer(message, nbytes, Horovod()), job.selects.tolist())
 
 
 def _cupcake(job: Job) -> Schedule:

@@ -73,19 +73,10 @@ class Trace:
         return tuple(tensor.numel for tensor in self.tensors)
 
     @property
-    def forward_seconds(self) -> float:
-        """Forward pass (T_f)."""
-        return sum(tensor.forward for tensor in self.tensors)
-
-    @property
-    def backward_seconds(self) -> float:
-        """Backward pass (T_b)."""
-        return sum(tensor.backward for tensor in self.tensors)
-
-    @property
     def seconds(self) -> float:
         """The iteration without any exchange."""
-        return self.forward_seconds + self.backward_seconds + self.optimizer
+        forward = sum(tensor.forward for tensor in self.tensors)
+        return forward + sum(tensor.backward for tensor in self.tensors) + self.optimizer
 
     def save(self, path: str | Path) -> None:
         """Writes the trace as JSON."""

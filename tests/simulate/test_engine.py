@@ -12,6 +12,7 @@ import pytest
 from lab.planner_loss import predict_behind
 from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.fusion.plans.pricing import predict_finish
+from lightning_safusion.fusion.plans.ticking import Horovod
 from lightning_safusion.simulate.cluster import Cluster, CollectiveCost, Device
 from lightning_safusion.simulate.engine import mean_iteration, simulate
 from lightning_safusion.simulate.job import Job
@@ -112,7 +113,7 @@ def test_a_timer_sends_ready_tensors_at_its_ticks() -> None:
         sent.append(list(places))
         return message(*places, seconds=0.5)
 
-    timer = Timer(noted, (10.0,) * 4, cycle=2.0, threshold=20.0, negotiate=0.25, launch=0.25)
+    timer = Timer(noted, (10.0,) * 4, Horovod(2.0, 20), negotiate=0.25, launch=0.25)
     result = simulate(job_of([1.0, 1.5, 1.0, 4.0]), ALONE, Schedule(timer))
     # ready at 1, 2.5, 3.5 and 7.5 s; ticks at 2, 4, 6 and 8 s
     assert sent == [[0], [1, 2], [3]]
@@ -123,8 +124,7 @@ def test_a_timer_keeps_its_threshold_and_its_thread_waits_for_the_exchange() -> 
     timer = Timer(
         lambda places: message(*places, seconds=2.0),
         (10.0, 10.0, 30.0, 5.0),
-        cycle=1.0,
-        threshold=20.0,
+        Horovod(1.0, 20),
         negotiate=0.0,
         launch=0.0,
     )
@@ -160,12 +160,12 @@ def test_the_clock_agrees_with_the_planners(segmented: bool) -> None:
         for place in range(12)
     )
     job = Job(Trace("job", tensors), Cluster(8), 0.05, 8, "exact", segmented)
-    costs = job.group_costs()
+    costs, forward = job.group_costs(), sum(tensor.forward for tensor in tensors)
     for _ in range(20):
         cuts = np.sort(rng.choice(np.arange(1, 12), int(rng.integers(0, 11)), replace=False))
         plan = Plan.from_stops([*cuts.tolist(), 12])
-        ahead = simulate(job.trace, job.cluster, job.schedule(plan)).seconds - job.trace.forward_seconds
-        merged = simulate(job.trace, job.cluster, job.schedule(plan, behind=True)).seconds - job.trace.forward_seconds
+        ahead = simulate(job.trace, job.cluster, job.schedule(plan)).seconds - forward
+        merged = simulate(job.trace, job.cluster, job.schedule(plan, behind=True)).seconds - forward
         assert merged == pytest.approx(predict_behind(plan, costs))
         assert ahead == pytest.approx(merged if segmented else predict_finish(plan, costs))
 

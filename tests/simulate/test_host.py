@@ -11,8 +11,8 @@ import pytest
 from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.simulate.calibration import Host
 from lightning_safusion.simulate.cluster import Cluster, CollectiveCost, Device
-from lightning_safusion.simulate.cores import TIMESLICE
 from lightning_safusion.simulate.engine import mean_iteration, simulate
+from lightning_safusion.simulate.host import TIMESLICE
 from lightning_safusion.simulate.job import Job
 from lightning_safusion.simulate.schedule import Message, Schedule
 from lightning_safusion.simulate.systems import build_schedule

@@ -22,6 +22,14 @@ KNOWN = {
 }
 
 
+def forward(trace: Trace) -> float:
+    return sum(tensor.forward for tensor in trace.tensors)
+
+
+def backward(trace: Trace) -> float:
+    return sum(tensor.backward for tensor in trace.tensors)
+
+
 @pytest.mark.parametrize("name", TRACE_NAMES)
 def test_models_have_their_known_parameters(name: str) -> None:
     trace = resolve_trace(name)
@@ -32,14 +40,14 @@ def test_models_have_their_known_parameters(name: str) -> None:
 @pytest.mark.parametrize("name", TRACE_NAMES)
 def test_backward_takes_twice_as_long_as_forward_and_the_source_is_stated(name: str) -> None:
     trace = resolve_trace(name)
-    assert trace.backward_seconds == pytest.approx(2 * trace.forward_seconds)
-    assert 5e-3 < trace.forward_seconds < 0.1
+    assert backward(trace) == pytest.approx(2 * forward(trace))
+    assert 5e-3 < forward(trace) < 0.1
     assert "modelled, not measured" in trace.source
 
 
 def test_the_two_published_traces_have_their_published_times() -> None:
-    assert resolve_trace("bert-large").forward_seconds == pytest.approx(50e-3)
-    assert resolve_trace("resnet-50").backward_seconds == pytest.approx(40e-3)
+    assert forward(resolve_trace("bert-large")) == pytest.approx(50e-3)
+    assert backward(resolve_trace("resnet-50")) == pytest.approx(40e-3)
 
 
 def test_traces_survive_a_file(tmp_path: Path) -> None:
