@@ -119,16 +119,12 @@ def spelled(args: Sequence[str], function: Callable[..., Any]) -> list[str]:
         if not equals and name in flags and (not left or left[0].lower() not in ("true", "false")):
             equals, value = "=", "true"
         if name in several and (equals or left):
+            from lightning_safusion.bench.rows import split  # by now the subcommand has imported the package
+
             text = value if equals else left.pop(0)
-            equals, value = "=", text if text.startswith("[") else json.dumps(_split(text))
+            equals, value = "=", text if text.startswith("[") else json.dumps(split(text))
         result.append(f"--{name}{equals}{value}")
     return result
-
-
-def _split(text: str) -> list[str]:
-    from lightning_safusion.bench.rows import split  # by now the subcommand has imported the package
-
-    return split(text)
 
 
 def _parser_class() -> type[ArgumentParser]:

@@ -77,12 +77,14 @@ def _front(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 
 
 def all_plans(length: int, collective: CollectiveName = "allgather") -> Iterator[Plan]:
+    """All plans of so many tensors, with one collective."""
     for cuts in range(length):
         for inner in combinations(range(1, length), cuts):
             yield Plan.from_stops([*inner, length], collective)
 
 
 def random_dense(rng: np.random.Generator, length: int) -> GroupCosts:
+    """Costs of so many tensors whose buffers are dense."""
     numels = rng.integers(1, 40, length)
     return GroupCosts(
         numels=tuple(numels.tolist()),
@@ -97,6 +99,7 @@ def random_dense(rng: np.random.Generator, length: int) -> GroupCosts:
 
 
 def random_behind(rng: np.random.Generator, length: int) -> GroupCosts:
+    """Costs of so many tensors with selection after fusion."""
     numels = rng.integers(1, 40, length)
     sorting = SelectionCost(0.0, 0.0, float(rng.uniform(0, 0.02)))
     scanning = SelectionCost(float(rng.uniform(0, 2)), float(rng.uniform(0, 0.05)))
@@ -117,10 +120,12 @@ def random_behind(rng: np.random.Generator, length: int) -> GroupCosts:
 
 
 def best_dense(costs: GroupCosts) -> float:
+    """Earliest finish of all plans with dense buffers."""
     return min(predict_finish(plan, costs) for plan in all_plans(len(costs.numels), "allreduce"))
 
 
 def best_behind(costs: GroupCosts) -> float:
+    """Earliest finish of all plans with selection after fusion."""
     return min(predict_behind(plan, costs) for plan in all_plans(len(costs.numels)))
 
 

@@ -10,9 +10,8 @@ aligned buffers of 8 tensors, and sizes by measured times, under a jitter of 10 
 from __future__ import annotations
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
+from lab.markdown import markdown
 from lab.planner_loss import losses, plan_pareto, predict_behind, random_behind, random_dense
 from lightning_safusion.fusion.plans.adaptive import plan_optimal
 from lightning_safusion.fusion.plans.merging import MGWFBP, OMGS
@@ -25,9 +24,9 @@ from lightning_safusion.simulate.trace import TRACE_NAMES, resolve_trace
 _ABLATION = ("saf-naive", "saf-inter", "safusion-paper", "safusion")
 
 
-def random_losses(instances: int, seed: int) -> Table:
+def random_losses(instances: int, seed: int) -> str:
     """Share of instances in which a rule misses the optimum, mean and largest loss."""
-    table = Table("planner", "missed", "mean loss", "worst loss", title=f"{instances} random instances")
+    rows = []
     for name, make, planner in (
         ("MG-WFBP", random_dense, MGWFBP().plan),
         ("OMGS", random_behind, OMGS().plan),
@@ -35,13 +34,13 @@ def random_losses(instances: int, seed: int) -> Table:
     ):
         lost = losses(make, planner, instances, seed=seed)
         missed = float((lost > 1e-9).mean())
-        table.add_row(name, f"{missed:.0%}", f"{lost.mean():.2%}", f"{np.abs(lost).max():.1%}")
-    return table
+        rows.append((name, f"{missed:.0%}", f"{lost.mean():.2%}", f"{np.abs(lost).max():.1%}"))
+    return f"{instances} random instances\n\n{markdown(('planner', 'missed', 'mean loss', 'worst loss'), rows)}"
 
 
-def trace_losses(workers: int, bandwidth: str) -> Table:
+def trace_losses(workers: int, bandwidth: str) -> str:
     """Loss of the rules on the traces, against the exact programmes."""
-    table = Table("trace", "MG-WFBP", "OMGS", title=f"loss on {workers} workers at {bandwidth}, density 1 %")
+    rows = []
     for name in TRACE_NAMES:
         job = Job(resolve_trace(name), Cluster(workers, 1, resolve_link(bandwidth)), 0.01, 8, "exact")
         dense, behind = job.group_costs(sparse=False, dense=True), job.group_costs()
@@ -49,14 +48,14 @@ def trace_losses(workers: int, bandwidth: str) -> Table:
         best_behind = predict_behind(plan_pareto(behind), behind)
         mgwfbp = predict_finish(MGWFBP().plan(dense), dense) / best_dense - 1
         omgs = predict_behind(OMGS().plan(behind), behind) / best_behind - 1
-        table.add_row(name, f"{mgwfbp:.2%}", f"{omgs:.2%}")
-    return table
+        rows.append((name, f"{mgwfbp:.2%}", f"{omgs:.2%}"))
+    title = f"Loss on {workers} workers at {bandwidth}, density 1 %"
+    return f"{title}\n\n{markdown(('trace', 'MG-WFBP', 'OMGS'), rows)}"
 
 
-def ablation(bandwidth: str, jitter: float) -> Table:
+def ablation(bandwidth: str, jitter: float) -> str:
     """Milliseconds per iteration of the papers' three steps, by number of workers."""
-    title = f"milliseconds per iteration at {bandwidth}, density 1 %, jitter {jitter:.0%}"
-    table = Table("trace", "workers", *_ABLATION, "naive to inter", "inter to adaptive", title=title)
+    rows = []
     for name in ("resnet-152", "vit-large", "gpt2-large", "bert-large"):
         for workers in (2, 4, 8, 16, 32, 64):
             cluster = Cluster(workers, 1, resolve_link(bandwidth), jitter=jitter)
@@ -64,8 +63,9 @@ def ablation(bandwidth: str, jitter: float) -> Table:
             runs = [run_system(system, job, 10) for system in _ABLATION]
             naive, inter, _, adaptive = (run.seconds for run in runs)
             times = [f"{run.seconds * 1e3:.1f}" for run in runs]
-            table.add_row(name, str(workers), *times, f"{naive / inter - 1:+.1%}", f"{inter / adaptive - 1:+.1%}")
-    return table
+            rows.append((name, workers, *times, f"{naive / inter - 1:+.1%}", f"{inter / adaptive - 1:+.1%}"))
+    title = f"Milliseconds per iteration at {bandwidth}, density 1 %, jitter {jitter:.0%}"
+    return f"{title}\n\n{markdown(('trace', 'workers', *_ABLATION, 'naive to inter', 'inter to adaptive'), rows)}"
 
 
 def planners(
@@ -80,7 +80,5 @@ def planners(
         bandwidth: Of their links.
         jitter: Between workers, relative standard deviation.
     """
-    console = Console()
-    console.print(random_losses(instances, seed))
-    console.print(trace_losses(workers, bandwidth))
-    console.print(ablation(bandwidth, jitter))
+    for table in (random_losses(instances, seed), trace_losses(workers, bandwidth), ablation(bandwidth, jitter)):
+        print(f"{table}\n", flush=True)

@@ -9,14 +9,12 @@ from dataclasses import astuple, replace
 from statistics import median
 
 import numpy as np
-import torch
 from scipy.optimize import isotonic_regression, nnls
 
 from lightning_safusion.bench.measure import Rhythm, Run
 from lightning_safusion.bench.recorders import EngineStep, FloorRecord, FloorStep
 from lightning_safusion.callbacks.trace_recorder import StepTimes, build_trace
 from lightning_safusion.comm.cost import LinearCost
-from lightning_safusion.fusion.layout import Layout, TensorSpec
 from lightning_safusion.simulate.calibration import Calibration, CollectiveSample, CollectiveTimes, Host, StageCost
 from lightning_safusion.simulate.cluster import Cluster
 from lightning_safusion.simulate.engine import mean_iteration
@@ -69,10 +67,6 @@ def _asleep(trace: Trace, costs: Calibration) -> float:
 
 def _fit_trace(record: FloorRecord, steps: Sequence[FloorStep], source: str) -> Trace:
     """The job without any exchange: medians over the steps of all ranks."""
-    specs = tuple(
-        TensorSpec(name, index, shape, int(np.prod(shape)), torch.float32)
-        for index, (name, shape) in enumerate(record.tensors)
-    )
     times = [
         StepTimes(
             np.diff(step.ready[:, 0], prepend=0.0).clip(0.0),
@@ -81,7 +75,7 @@ def _fit_trace(record: FloorRecord, steps: Sequence[FloorStep], source: str) -> 
         )
         for step in steps
     ]
-    return build_trace(record.name, Layout(specs), times, source)
+    return build_trace(record.name, record.layout, times, source)
 
 
 def _fit_costs(

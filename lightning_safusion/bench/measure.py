@@ -7,7 +7,6 @@ that systems keep what they have measured of their costs between their turns.
 from __future__ import annotations
 
 import resource
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -299,6 +298,5 @@ class Turns(Callback):
         if isinstance(trainer.strategy, SAFusionStrategy):
             figures, plan = trainer.strategy.report(), trainer.strategy.plan
         groups = plan.to_list() if plan is not None else None
-        unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # KiB on Linux
         self._pipe.send(Block(tuple(self._steps), figures, per_step, peak, groups))

@@ -22,6 +22,7 @@ from lightning_safusion.comm.transport.torch_backend import default_transport
 from lightning_safusion.fusion.clock import Clock
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.events import BufferEvents, WindowEvents
+from lightning_safusion.fusion.layout import Layout, specs_from_parameters
 from lightning_safusion.fusion.plans.pricing import GroupPricer
 from lightning_safusion.simulate.calibration import CollectiveSample, CollectiveTimes
 from lightning_safusion.strategy import SAFusionStrategy
@@ -59,10 +60,10 @@ class FloorStep:
 
 @dataclass(frozen=True)
 class FloorRecord:
-    """The steps of a job without any exchange, and names and shapes of its tensors by the order of the gradients."""
+    """The steps of a job without any exchange, and its tensors in the order of the gradients."""
 
     name: str
-    tensors: tuple[tuple[str, tuple[int, ...]], ...]
+    layout: Layout
     steps: tuple[FloorStep, ...]
 
 
@@ -80,22 +81,22 @@ class FloorRecorder(Callback):
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
-        self._ready: list[tuple[str, tuple[float, float]]] = []
+        self._ready: list[tuple[Tensor, tuple[float, float]]] = []
         self._layers: list[tuple[str, tuple[float, float]]] = []
         self._begin = self._before_backward = (0.0, 0.0)
         self._steps: list[FloorStep] = []
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for name, param in pl_module.named_parameters():
+        for param in pl_module.parameters():
             if param.requires_grad:
-                param.register_post_accumulate_grad_hook(partial(self._arrives, name))
+                param.register_post_accumulate_grad_hook(self._arrives)
         for name, module in pl_module.named_modules():
             if any(param.requires_grad for param in module.parameters(recurse=False)):
                 module.register_forward_pre_hook(partial(self._enters, name))
 
-    def _arrives(self, name: str, param: Tensor) -> None:
-        self._ready.append((name, _now()))
+    def _arrives(self, param: Tensor) -> None:
+        self._ready.append((param, _now()))
 
     def _enters(self, name: str, module: nn.Module, inputs: Any) -> None:
         self._layers.append((name, _now()))
@@ -123,9 +124,9 @@ class FloorRecorder(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        shapes = {name: tuple(param.shape) for name, param in pl_module.named_parameters()}
-        tensors = tuple((name, shapes[name]) for name, _ in self._ready)
-        self._pipe.send(FloorRecord(type(pl_module).__name__, tensors, tuple(self._steps)))
+        names: dict[Tensor, str] = {param: name for name, param in pl_module.named_parameters()}
+        layout = Layout(specs_from_parameters([(names[param], param) for param, _ in self._ready]))
+        self._pipe.send(FloorRecord(type(pl_module).__name__, layout, tuple(self._steps)))
 
 
 class BufferCost(NamedTuple):

@@ -22,6 +22,7 @@ from lightning_safusion.bench.recorders import (
     time_collectives,
 )
 from lightning_safusion.comm.transport.torch_backend import default_transport
+from lightning_safusion.fusion.layout import Layout, TensorSpec
 from lightning_safusion.simulate.calibration import Calibration, CollectiveSample, CollectiveTimes
 from tests.process_group import run_ranks
 
@@ -44,9 +45,14 @@ def run_of(
     paces: Sequence[float] = (0.98, 1.0, 1.02),
 ) -> Run:
     """Four workers with the same steps; every other one, and those of the first block, are not to count."""
-    tensors = tuple((f"{'ab'[place // 12]}.t{place}", (NUMEL,)) for place in range(TENSORS))
+    layout = Layout(
+        tuple(
+            TensorSpec(f"{'ab'[place // 12]}.t{place}", place, (NUMEL,), NUMEL, torch.float32)
+            for place in range(TENSORS)
+        )
+    )
     steps = tuple(floor_step(each) for pace in (7.0, *paces) for each in (9.0, pace))
-    floor = FloorRecord("Job", tensors, steps)
+    floor = FloorRecord("Job", layout, steps)
     first, second = (EngineRecord(tuple(each), dict(collectives)) for each in (ahead, behind))
     return Run({}, [floor] * WORKERS, [first] * WORKERS, [second] * WORKERS)
 
