@@ -102,10 +102,10 @@ class Collective:
         return self.exchange.conserves
 
     def connect(self, main: Transport, node: Hashable = None, own: bool = False) -> Communicators:
-        """Opens the communicators it needs. Collective.
+        """Opens the communicators it needs, from that of all ranks. Collective.
 
         Args:
-            main: All ranks.
+            main: That of all ranks.
             node: Name of the node that this rank runs on.
             own: Buffers get a communicator of their own over all ranks.
         """

@@ -71,10 +71,12 @@ class SparseAllGather(StreamOrderedExchange):
         self._received_lanes = [self._lane_views(message) for message in self._messages]
         self.headers = messages[:, : tensors + 1]
         on_host = device.type == "cpu"
+        self._host_headers = self.headers.numpy() if on_host else None
         regular = np.tile(np.array([*[TensorFlag.FRESH] * tensors, 0], np.uint8), (workers, 1))
         self._regular, self._regular_headers = Verdict.of(regular), regular.tobytes()
         self._write = None if codec is None else codec.outbox(self._send[self._selection])
         self._inbox = codec.inbox(messages[:, self._selection]) if codec is not None and on_host else None
+        self._some_empty = len(self._nonempty) < tensors
         self._read: list[native.Message] = []  # of this window, where compiled kernels have read them
         # On the host the message can be read again: entries take several times its bytes. On an accelerator that would
         # be more launches, and a message without positions would give them for the whole span.
@@ -125,9 +127,7 @@ class SparseAllGather(StreamOrderedExchange):
     def decode_into(self, gradients: Sequence[Tensor]) -> bool | None:
         if not native.serves(*gradients):
             return None
-        live = gradients
-        if len(self._nonempty) < len(gradients):
-            live = [gradient for gradient in gradients if gradient.numel()]
+        live = [gradient for gradient in gradients if gradient.numel()] if self._some_empty else gradients
         scale, finite = 1.0 / self.transport.world_size, True
         if self._inbox is not None:
             messages = self._read = self._inbox()
@@ -183,7 +183,9 @@ class SparseAllGather(StreamOrderedExchange):
         return parts
 
     def verdict(self, headers: Tensor | None = None) -> Verdict:
-        received = (self.headers if headers is None else headers).cpu().numpy()
+        received = self._host_headers
+        if headers is not None or received is None:
+            received = (self.headers if headers is None else headers).cpu().numpy()
         return self._regular if received.tobytes() == self._regular_headers else Verdict.of(received)
 
     def standing(self) -> tuple[Tensor, Tensor]:

@@ -38,12 +38,10 @@ class DenseAllReduce(StreamOrderedExchange):
 
     def __init__(self, spec: SpanSpec, transport: Transport, device: torch.device, half: bool = False) -> None:
         super().__init__(spec, transport, device)
-        dtypes = {dtype for _, _, dtype in spec.dense_runs}
+        dtypes = {torch.float32 if dtype == torch.float64 else dtype for _, _, dtype in spec.dense_runs}
         # a 16-bit float counts exactly to 256 (bfloat16): enough ranks for flags only below that
         counts = transport.world_size <= 256
         self.dtype = dtypes.pop() if len(dtypes) == 1 and counts else torch.float32
-        if self.dtype == torch.float64:
-            self.dtype = torch.float32
         if self.dtype == torch.float32 and half and counts:
             self.dtype = torch.float16
         length = spec.numel + len(_COUNTED) * spec.num_tensors + len(Notice)
@@ -162,8 +160,8 @@ def coo_means(transport: Transport, grads: Sequence[Tensor]) -> list[Tensor]:
     for the device. Rows are added in rank order.
 
     Args:
-        transport: Communicator; all ranks pass the same number of gradients, in the same order.
-        grads: Sparse COO gradients.
+        transport: Communicator.
+        grads: Sparse COO gradients, the same number on all ranks, in the same order.
 
     Returns:
         The means, coalesced, of the dtype of each gradient.

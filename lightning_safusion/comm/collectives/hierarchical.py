@@ -52,11 +52,9 @@ class NodeTransports:
 
     @classmethod
     def make(cls, world: Transport, node: Hashable) -> NodeTransports:
-        """Makes the communicators. Collective; the transports are closed with ``world``.
+        """Makes the communicators from the name of each rank's node (its host's name, or number). Collective.
 
-        Args:
-            world: All ranks.
-            node: Name of the node that this rank runs on (its host's name, or number).
+        The transports are closed with ``world``, that of all ranks.
         """
         members: dict[Hashable, list[int]] = {}
         for rank, name in enumerate(world.gather_objects(node)):

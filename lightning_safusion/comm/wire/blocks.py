@@ -150,7 +150,7 @@ class BlockCodec(Codec):
             # Padding is past the last end; as its offset is 0 it becomes the first element of the last block.
             block.clamp_(max=max(self.blocks - 1, 0))
             indices = (block << self.offset_bits) + (every.long() & ((1 << self.offset_bits) - 1))
-        return indices, self._read_padded(indices, field, lambda: counts.sum(dtype=torch.int64))
+        return indices, self._without_padding(self.field.read(indices, field), lambda: counts.sum(dtype=torch.int64))
 
 
 class Block16Codec(BlockCodec):

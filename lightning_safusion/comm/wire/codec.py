@@ -160,21 +160,15 @@ class Codec(ABC):
         return message.split(self._split_sizes)
 
     def _write_values(self, selection: Selection, field: Tensor, echo: bool) -> Tensor:
-        """Fills the field of values; returns what :meth:`encode` does."""
-        sent = self.field.write(selection.positions, selection.values, field, echo)
-        if isinstance(selection.count, int) or not self.values.few_bits:
-            return sent
-        return _without_padding(sent, selection.count)
+        """Fills the field of values; returns the decoded values as :meth:`encode` does."""
+        sent, count = self.field.write(selection.positions, selection.values, field, echo), selection.count
+        return sent if isinstance(count, int) else self._without_padding(sent, lambda: count)
 
-    def _read_padded(self, indices: Tensor, field: Tensor, count: Callable[[], Tensor]) -> Tensor:
-        """float32 [capacity], the values of positions; ``count`` is the number of valid ones."""
-        values = self.field.read(indices, field)
-        return _without_padding(values, count()) if self.values.few_bits else values
-
-
-def _without_padding(values: Tensor, count: Tensor) -> Tensor:
-    """Zeros behind the first ``count`` (one element on the device): in a few bits there is no zero."""
-    return torch.where(torch.arange(len(values), device=values.device) < count, values, 0.0)
+    def _without_padding(self, values: Tensor, count: Callable[[], Tensor]) -> Tensor:
+        """Zeros behind the first ``count`` (one element on the device): values of a few bits have no zero."""
+        if not self.values.few_bits:
+            return values
+        return torch.where(torch.arange(len(values), device=values.device) < count(), values, 0.0)
 
 
 def check_order(positions: np.ndarray, start: int, stop: int) -> None:

@@ -113,7 +113,7 @@ class CooCodec(Codec):
     def decode_padded(self, message: Tensor) -> tuple[Tensor, Tensor]:
         header, indices, values, _ = self._fields(message)
         positions = indices.view(torch.int32).long()
-        return positions, self._read_padded(positions, values, lambda: header.view(torch.int32))
+        return positions, self._without_padding(self.field.read(positions, values), lambda: header.view(torch.int32))
 
 
 class BitmapCodec(Codec):
@@ -169,7 +169,7 @@ class BitmapCodec(Codec):
             places = torch.where(mask, mask.cumsum(0) - 1, self.capacity).clamp_(max=self.capacity)
             indices = torch.zeros(self.capacity + 1, dtype=torch.int64, device=bits.device)
             indices = indices.scatter_(0, places, torch.arange(mask.numel(), device=bits.device))[:-1]
-        return indices, self._read_padded(indices, field, lambda: unpacked(bits, 1).sum())
+        return indices, self._without_padding(self.field.read(indices, field), lambda: unpacked(bits, 1).sum())
 
 
 _LOSSLESS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
