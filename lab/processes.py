@@ -171,11 +171,13 @@ def run_missing(
                 (result,) = team.collect()
             except RuntimeError as error:
                 console.print(literal(error, "red"))
+                failed.append(job)
                 return
         ledger.add(job.settings(), result)
         metric = "diverged" if result.metric is None else f"{result.metric:.4f}"
         console.print(literal(f"{job.label}: {metric} in {result.seconds:.0f} s"))
 
+    failed: list[AnyJob] = []
     interrupts: list[int] = []
     # an exception would be lost if it came while a job is forked
     before = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
@@ -195,7 +197,6 @@ def run_missing(
         signal.signal(signal.SIGINT, before)
         for _, team in running.values():
             team.end()
-    complete = not ledger.missing(jobs)
-    if complete:
+    if not failed:  # otherwise the message names a log
         shutil.rmtree(folder)
-    return complete
+    return not ledger.missing(jobs)
