@@ -1,8 +1,8 @@
-"""What runs on streams of the device beside the backward pass, and the end of a window where the device decides.
+"""Streams beside the backward pass, and the end of a window where the device decides.
 
 A host that read the headers of every buffer would wait for the exchange, and the device would then wait for the host.
-In jobs in which every tensor gets a gradient on all ranks in every window, only numbers that are not finite can spoil a
-window, and the device keeps those out of the residual by itself. The host reads one window later what it decided.
+Where every tensor gets a gradient on all ranks in every window, only numbers that are not finite can spoil one, and the
+device keeps those out of the residual by itself. The host reads one window later what the device has decided.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm.exchange import Notice, StreamOrderedExchange
-from lightning_safusion.fusion.shipment import NO_RANGE, Shipment, Stage
+from lightning_safusion.fusion.shipment import Shipment, Stage
 from lightning_safusion.fusion.window import Scratch, Window, deliver
 
 
@@ -24,9 +24,6 @@ class Lane:
 
     Every tensor that one lane makes and another uses is kept until both have joined the stream of the backward pass, so
     the allocator never hands out its memory too early.
-
-    Args:
-        device: Where the work runs.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -55,11 +52,7 @@ class Lane:
 
 
 class HostCopy:
-    """Copies of small device tensors in host memory, begun on the current stream. The host does not wait for them.
-
-    Args:
-        tensors: At least one, on one device.
-    """
+    """Copies of tensors of one device in host memory, begun on the current stream; the host does not wait for them."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         cuda = tensors[0].device.type == "cuda"
@@ -78,11 +71,7 @@ class HostCopy:
 
 
 class DeviceDrain:
-    """Decodes every shipment as soon as its exchange ends, beside the backward pass, without the host.
-
-    Args:
-        device: Where gradients live.
-    """
+    """Decodes every shipment as soon as its exchange ends, beside the backward pass, without the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._lane = Lane(device)
@@ -103,7 +92,7 @@ class DeviceDrain:
         with self._lane.fork():
             shipment.wait()
             shipment.finished = shipment.arrived
-            with shipment.range("decode") if shipment.window.profiled else NO_RANGE:
+            with shipment.range("decode"):
                 self._decode(shipment)
             shipment.decoded = shipment.window.mark()
             shipment.stage = Stage.DECODED
@@ -124,10 +113,10 @@ class DeviceDrain:
         """Takes what was sent out of the residual if the device finds the window good.
 
         Returns:
-            True and 0, since what the device decided is not known yet.
+            True and 0: :meth:`read` returns what the device has decided.
 
         Raises:
-            Exception: What this rank has failed with.
+            Exception: The error of the window.
         """
         awaited = window.mark()
         for shipment in shipments:
@@ -144,10 +133,10 @@ class DeviceDrain:
         return True, 0
 
     def read(self) -> tuple[Window, bool, int] | None:
-        """What the device decided about the last window; None if that has been read.
+        """What the device has decided about the last window; waits for that.
 
         Returns:
-            The window, whether it ended well, and the notices (bits of ``Notice``) of all ranks.
+            The window, whether it ended well, and the notices (bits of ``Notice``) of all ranks; None if it was read.
 
         Raises:
             RuntimeError: If tensors had a gradient on some ranks only, which this drain cannot average.

@@ -1,4 +1,4 @@
-"""The end of a window where the host decides: it waits for every shipment, reads what all ranks said, acts on it."""
+"""The end of a window where the host decides: it waits for every shipment and acts on the flags of all ranks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Drain:
             shipments: Launched, in order; none of a window whose gradients are averaged as DDP does.
 
         Returns:
-            Whether it ended well: what was sent has been taken out of the residual. And the notices (bits of
+            Whether it ended well (what was sent has been taken out of the residual), and the notices (bits of
             ``Notice``) of all ranks. The same on all ranks.
 
         Raises:
@@ -95,21 +95,13 @@ class Drain:
         return False
 
     def _repair(self, window: Window, places: Sequence[int]) -> bool:
-        """Averages gradients as DDP does, outside the compressed path, in place; their residuals stay as they were.
-
-        Returns:
-            Whether they are finite.
-        """
+        """Averages gradients in place, as DDP does, without their residuals; returns whether they are finite."""
         self._warn(self._space.layout.names(places))
         withdraw(self._space.memory, window, places)
         return self._average([window.grads_of(place, place + 1)[0] for place in places])
 
     def _average_all(self, window: Window) -> bool:
-        """Averages gradients in place, without buffers and without the residual.
-
-        Returns:
-            Whether all gradients are finite; True where the host does not wait to know it.
-        """
+        """Averages all gradients in place; returns whether they are finite, True in a deferred window."""
         present = np.ones(window.length, bool)
         if not window.deferred:
             fresh = torch.from_numpy(window.fresh).to(self._space.device, torch.float32)
@@ -160,13 +152,10 @@ class OverflowGuard:
     Args:
         space: Has the residual and its layout.
         transport: Communicator of the buffers.
-
-    Attributes:
-        pending: A window since the last reset was not committed.
     """
 
     def __init__(self, space: GradientSpace, transport: Transport) -> None:
-        self.pending = False
+        self.pending = False  #: a window since the last reset was not committed
         self._space = space
         self._transport = transport
         self._limit = _OVERFLOW_SHARE * torch.finfo(torch.float32).max / transport.world_size
@@ -196,7 +185,7 @@ class OverflowGuard:
     def _anywhere(
         self, spans: dict[int, tuple[int, int]], beyond: dict[int, Tensor | None]
     ) -> dict[int, Tensor | None]:
-        """What is beyond the limit on some rank: all of them reset it, since what they have received is part of it."""
+        """What is beyond the limit on some rank: all ranks reset it, since the means that they received are in it."""
         marks = torch.zeros(self._space.layout.numel, device=self._space.device)
         for place, mask in beyond.items():
             if mask is not None:

@@ -109,17 +109,14 @@ class DDPHook:
         with torch.no_grad(), torch.autocast(self._device_type, enabled=False):
             self.engine.drain()
             if self._sparse:
-                self._average_sparse()
-
-    def _average_sparse(self) -> None:
-        # in the order in which the buckets came, which is the same on all ranks
-        submitted, self._sparse = list(self._sparse.values()), {}
-        means = coo_means(self.engine.transport, [grad for grad, _ in submitted])
-        for (_, future), mean in zip(submitted, means, strict=True):
-            future.set_result(mean)
+                # in the order in which the buckets came, which is the same on all ranks
+                submitted, self._sparse = list(self._sparse.values()), {}
+                means = coo_means(self.engine.transport, [grad for grad, _ in submitted])
+                for (_, future), mean in zip(submitted, means, strict=True):
+                    future.set_result(mean)
 
     def check_complete(self, synchronised: bool = True) -> None:
-        """Raises if the backward pass that has just ended left gradients unsynchronised.
+        """Checks that the backward pass that has just ended left no gradients unsynchronised.
 
         Args:
             synchronised: The pass was to exchange gradients (not one inside ``no_sync``).

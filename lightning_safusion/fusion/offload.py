@@ -93,7 +93,7 @@ class Offloader:
         known = self._flags.get(group)
         flags = torch.zeros_like(buffer.all_fresh)
         flags[tensor] = int(TensorFlag.FRESH)
-        flags = compensate(buffer, [grad], [place], flags, window.scale)
+        flags = compensate(buffer, [grad], [tensor], flags, window.scale)
         self._flags[group] = flags if known is None else known | flags
         x = buffer.span[buffer.edges[tensor] : buffer.edges[tensor + 1]]
         part = _part(buffer, tensor)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum, auto
+from functools import partial
 from math import nan
-from typing import Literal
 
 import numpy as np
 import torch
@@ -22,7 +22,6 @@ from lightning_safusion.sparsify.selection.survey import Selector
 from lightning_safusion.sparsify.selection.view import device_constant
 
 _FRESH, _BYPASS = int(TensorFlag.FRESH), int(TensorFlag.BYPASS)
-NO_RANGE: AbstractContextManager[object] = nullcontext()
 
 
 class Stage(Enum):
@@ -59,6 +58,10 @@ class Shipment:
         self.sparse = False  #: the message holds selected elements
         self.verdict: Verdict | None = None  #: on the flags of all ranks, once the host has read them
         self.rounding: list[Rounding] = []  #: what narrow gradients cannot hold of the means
+        #: A range ``SAFusion::<part>`` in the traces of ``torch.profiler``.
+        self.range: Callable[[str], AbstractContextManager[object]] = nullcontext
+        if window.profiled:
+            self.range = partial(_range, buffer.title)
         self._packed: np.ndarray | Selection | None = None
         # the moments of BufferEvents; NaN while unknown
         self.closed: Mark = window.mark()
@@ -82,7 +85,7 @@ class Shipment:
         if self.window.error is not None:
             return
         try:
-            with self.range("select") if self.window.profiled else NO_RANGE:
+            with self.range("select"):
                 taken = self.window.taken(self.buffer.group)
                 if taken is not None or early or not self._fill_in_one_pass(selector):
                     self._fill(selector, taken, early)
@@ -112,7 +115,7 @@ class Shipment:
         """Adds, then selects; ``taken``: bool [T], the tensors of which something is sent, None for all."""
         buffer, window, grads = self.buffer, self.window, self.grads
         if taken is None and not early:
-            flags = compensate(buffer, grads, list(buffer.places), buffer.all_fresh, window.scale)
+            flags = compensate(buffer, grads, range(len(grads)), buffer.all_fresh, window.scale)
         else:
             part = slice(buffer.group.start, buffer.group.stop)
             taken = np.ones(len(grads), bool) if taken is None else taken
@@ -120,8 +123,7 @@ class Shipment:
             flags = device_constant(flags.astype(np.uint8), buffer.device)
             self.absent = np.flatnonzero(~taken).tolist()
             present = [i for i in np.flatnonzero(taken).tolist() if i not in early]
-            places = [buffer.group.start + i for i in present]
-            flags = compensate(buffer, [grads[i] for i in present], places, flags, window.scale)
+            flags = compensate(buffer, [grads[i] for i in present], present, flags, window.scale)
         self.flags = flags
         if buffer.exchange.begins_early:
             buffer.exchange.begin(buffer.span, Part(None, flags, self.absent))
@@ -161,7 +163,7 @@ class Shipment:
         exchange, window = self.buffer.exchange, self.window
         self.launched = window.mark()  # before: it may have ended by the time that the call returns
         try:
-            with self.range("exchange") if window.profiled else NO_RANGE:
+            with self.range("exchange"):
                 exchange.start()
         except Exception as error:
             raise self._lost(error) from error
@@ -195,9 +197,6 @@ class Shipment:
     def decode(self, scratch: Scratch) -> bool:
         """Writes the means into the gradients; the host reads the flags of all ranks.
 
-        Args:
-            scratch: Zeros to decode into where the means cannot be written straight into the gradients.
-
         Returns:
             Whether the means are finite.
 
@@ -205,7 +204,7 @@ class Shipment:
             RuntimeError: If a message is damaged, with the buffer's tensors.
         """
         try:
-            with self.range("decode") if self.window.profiled else NO_RANGE:
+            with self.range("decode"):
                 finite = self._decode_in_place()
                 if finite is None:
                     finite = self._decode(scratch.of(self.buffer))
@@ -216,11 +215,7 @@ class Shipment:
         return finite
 
     def _decode_in_place(self) -> bool | None:
-        """Writes the means straight into the gradients, where that is possible.
-
-        Returns:
-            Whether they are finite; None if nothing was written.
-        """
+        """:meth:`decode` straight into the gradients; None, and nothing is written, where that is not possible."""
         buffer, exchange = self.buffer, self.buffer.exchange
         if not buffer.exact or self.window.scale is not None or buffer.device.type != "cpu":
             return None
@@ -249,7 +244,7 @@ class Shipment:
         return finite
 
     def commit(self, repaired: Sequence[int] = (), good: Tensor | None = None) -> None:
-        """Takes what was sent out of the residual; called once the whole window has ended well.
+        """Takes what was sent out of the residual; called when all of the window has ended well.
 
         Args:
             repaired: Tensors of the buffer that were averaged again, because some ranks sent nothing of them.
@@ -312,6 +307,6 @@ class Shipment:
             f"rank {rank}: the exchange of the buffer with {self.buffer.title} failed in step {step}: {error}"
         )
 
-    def range(self, part: Literal["select", "exchange", "decode"]) -> AbstractContextManager[object]:
-        """A range ``SAFusion::<part>`` in the traces of ``torch.profiler``."""
-        return record_function(f"SAFusion::{part}", self.buffer.title)
+
+def _range(title: str, part: str) -> AbstractContextManager[object]:
+    return record_function(f"SAFusion::{part}", title)

@@ -64,7 +64,7 @@ class Ticks:
         self._due = 0.0
 
     def begin(self) -> None:
-        """Begins a window. Ticks continue between windows, so that its first one is somewhere in the next cycle.
+        """Begins a window. Ticks continue between windows: its first one is somewhere in the next cycle.
 
         Raises:
             RuntimeError: If the window before has not ended.

@@ -111,13 +111,15 @@ def _unmarked() -> Mark:
     return nan
 
 
-def compensate(buffer: Buffer, grads: Sequence[Tensor], ids: list[int], flags: Tensor, scale: Tensor | None) -> Tensor:
+def compensate(
+    buffer: Buffer, grads: Sequence[Tensor], tensors: Sequence[int], flags: Tensor, scale: Tensor | None
+) -> Tensor:
     """Adds fresh gradients to the residual; those that are not finite are flagged instead.
 
     Args:
         buffer: Holds the tensors.
         grads: Flat gradients of some of its tensors.
-        ids: Their places.
+        tensors: Which these are, 0 to T - 1.
         flags: uint8 [T]; not changed.
         scale: Factor that the gradients carry; the residual is without it.
 
@@ -126,9 +128,9 @@ def compensate(buffer: Buffer, grads: Sequence[Tensor], ids: list[int], flags: T
     """
     if not grads:
         return flags
-    memory, first = buffer.memory, buffer.group.start
+    memory, ids = buffer.memory, [buffer.places[t] for t in tensors]
     if scale is None and (added := memory.compensate_finite(ids, grads)) is not None:
-        return marked(flags, [ids[i] - first for i in added.left_out])
+        return marked(flags, [tensors[i] for i in added.left_out])
     narrowed = list(grads)
     if torch.float64 in buffer.dtypes:  # added as the memory holds it
         narrowed = [grad.float() if grad.dtype == torch.float64 else grad for grad in grads]
@@ -136,20 +138,20 @@ def compensate(buffer: Buffer, grads: Sequence[Tensor], ids: list[int], flags: T
     if norms.device.type != "cpu":
         # deciding on the host would wait for the device: what is not finite is replaced by zeros there
         finite = torch.isfinite(norms)
-        flags = flags | _spread((~finite).to(torch.uint8) * _BAD, [i - first for i in ids], len(flags))
+        flags = flags | _spread((~finite).to(torch.uint8) * _BAD, tensors, len(flags))
         narrowed = [torch.where(ok, grad, 0) for ok, grad in zip(finite, narrowed, strict=True)]
         norms = torch.where(finite, norms, 0.0)
     elif not all_finite(norms):
         # the norm of finite numbers can overflow: look at the elements before calling a tensor bad
         usable = [all_finite(grad) for grad in narrowed]
-        flags = marked(flags, [i - first for i, good in zip(ids, usable, strict=True) if not good])
-        narrowed, ids = list(compress(narrowed, usable)), list(compress(ids, usable))
-        norms = norms[usable]
+        flags = marked(flags, [t for t, good in zip(tensors, usable, strict=True) if not good])
+        narrowed, tensors, norms = list(compress(narrowed, usable)), list(compress(tensors, usable)), norms[usable]
     if narrowed and scale is not None:
         narrowed = unscaled(narrowed, scale)
         norms = norms / scale
     if narrowed:
-        memory.compensate(ids, narrowed, [bool(buffer.dense[i - first]) for i in ids], norms)
+        ids, dense = [buffer.places[t] for t in tensors], [bool(buffer.dense[t]) for t in tensors]
+        memory.compensate(ids, narrowed, dense, norms)
     return flags
 
 
@@ -161,7 +163,7 @@ def marked(flags: Tensor, bad: list[int]) -> Tensor:
     return flags
 
 
-def _spread(values: Tensor, positions: list[int], length: int) -> Tensor:
+def _spread(values: Tensor, positions: Sequence[int], length: int) -> Tensor:
     """The values at their positions in a vector of zeros, without waiting for the device."""
     if len(positions) == length:
         return values
@@ -184,11 +186,7 @@ def withdraw(memory: Memory, window: Window, places: Iterable[int]) -> None:
 
 
 class Scratch:
-    """Zeros to decode into: the same memory for all buffers of one stream.
-
-    Args:
-        device: Where it lives.
-    """
+    """Zeros to decode into: the same memory for all buffers of one stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._memory = torch.zeros(0, device=device)
