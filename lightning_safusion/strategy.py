@@ -27,9 +27,8 @@ from lightning_safusion.comm.transport.horovod import HorovodTransport
 from lightning_safusion.comm.transport.interface import Transport, during
 from lightning_safusion.comm.transport.torch_backend import TorchTransport, default_transport
 from lightning_safusion.fusion.build import check_equal, fingerprint
-from lightning_safusion.fusion.clock import Clock, clock_for
 from lightning_safusion.fusion.engine import Engine
-from lightning_safusion.fusion.events import Observer
+from lightning_safusion.fusion.events import Clock, Observer, clock_for
 from lightning_safusion.fusion.layout import TensorSpec, specs_from_parameters
 from lightning_safusion.fusion.plans.costs import GroupCosts
 from lightning_safusion.fusion.plans.plan import Plan

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from lightning_safusion.fusion.clock import Clock
+from lightning_safusion.fusion.events import Clock
 
 
 class SimulatedTime(threading.local):

@@ -19,9 +19,8 @@ from typing_extensions import override
 
 from lightning_safusion.comm.transport.interface import Transport, Work
 from lightning_safusion.comm.transport.torch_backend import default_transport
-from lightning_safusion.fusion.clock import Clock
 from lightning_safusion.fusion.engine import Engine
-from lightning_safusion.fusion.events import BufferEvents, WindowEvents
+from lightning_safusion.fusion.events import BufferEvents, Clock, WindowEvents
 from lightning_safusion.fusion.layout import Layout, specs_from_parameters
 from lightning_safusion.fusion.plans.pricing import GroupPricer
 from lightning_safusion.simulate.calibration import CollectiveSample, CollectiveTimes

@@ -21,8 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_safusion.callbacks.base import StrategyCallback, writing
-from lightning_safusion.fusion.clock import Clock, Mark
-from lightning_safusion.fusion.events import WindowEvents
+from lightning_safusion.fusion.events import Clock, Mark, WindowEvents
 from lightning_safusion.fusion.layout import Layout
 from lightning_safusion.strategy import SAFusionStrategy
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -35,12 +36,8 @@ class Drain:
     def __init__(self, space: GradientSpace, transport: Transport) -> None:
         self._space = space
         self._transport = transport
-        self._scratch = Scratch(space.device)
+        self.scratch = Scratch(space.device)
         self._warned = False
-
-    def release(self) -> None:
-        """Frees what only speeds up the next window."""
-        self._scratch.release()
 
     def run(self, window: Window, shipments: Sequence[Shipment]) -> tuple[bool, int]:
         """Ends a window.
@@ -63,7 +60,7 @@ class Drain:
         good = window.scale is None or self._kept_by_scaler(window, shipments)
         for shipment in shipments:
             shipment.wait()
-            good &= shipment.decode(self._scratch)
+            good &= shipment.decode(self.scratch)
             verdict, first = shipment.verdict, shipment.buffer.group.start
             if verdict is None or verdict.plain:
                 continue
@@ -142,24 +139,19 @@ class Drain:
         )
 
 
+@dataclass(eq=False)
 class OverflowGuard:
     """Resets elements of the residual that no exchange can carry, after a window that was not committed.
 
     A gradient that is finite but huge is added to the residual. If the sum overflows, or the message that carries it,
     no window in which it is sent is ever committed: it would be sent again in every later one. Ordinary windows do not
     look at the residual.
-
-    Args:
-        space: Has the residual and its layout.
-        transport: Communicator of the buffers.
     """
 
-    def __init__(self, space: GradientSpace, transport: Transport) -> None:
-        self.pending = False  #: a window since the last reset was not committed
-        self._space = space
-        self._transport = transport
-        self._limit = _OVERFLOW_SHARE * torch.finfo(torch.float32).max / transport.world_size
-        self._named: set[str] = set()
+    space: GradientSpace
+    transport: Transport  #: of all ranks
+    pending: bool = False  #: a window since the last reset was not committed
+    _named: set[str] = field(default_factory=set)
 
     def reset(self, together: bool) -> None:
         """Resets what overflowed, if a window was not committed, and warns with the names of the tensors.
@@ -167,12 +159,13 @@ class OverflowGuard:
         Args:
             together: All ranks call this now. Memories with a state that all ranks share are reset only then.
         """
-        memory, layout = self._space.memory, self._space.layout
+        memory, layout = self.space.memory, self.space.layout
         if not self.pending or not (together or memory.hands_on):
             return
         self.pending = False
+        limit = _OVERFLOW_SHARE * torch.finfo(torch.float32).max / self.transport.world_size
         spans = {place: span for place, span in enumerate(pairwise(layout.edges.tolist())) if span[0] < span[1]}
-        beyond = {place: memory.beyond(self._limit, *span) for place, span in spans.items()}
+        beyond = {place: memory.beyond(limit, *span) for place, span in spans.items()}
         if not memory.hands_on:
             beyond = self._anywhere(spans, beyond)
         names = []
@@ -180,28 +173,28 @@ class OverflowGuard:
             if mask is not None:
                 memory.clear(spans[place][0], mask)
                 names.append(layout.specs[place].name)
-        self._warn([name for name in names if name not in self._named])
+        self._warn([name for name in names if name not in self._named], limit)
 
     def _anywhere(
         self, spans: dict[int, tuple[int, int]], beyond: dict[int, Tensor | None]
     ) -> dict[int, Tensor | None]:
         """What is beyond the limit on some rank: all ranks reset it, since the means that they received are in it."""
-        marks = torch.zeros(self._space.layout.numel, device=self._space.device)
+        marks = torch.zeros(self.space.layout.numel, device=self.space.device)
         for place, mask in beyond.items():
             if mask is not None:
                 marks[slice(*spans[place])] = mask
-        self._transport.all_reduce(marks, "max").wait()
+        self.transport.all_reduce(marks, "max").wait()
         found = {place: marks[slice(*span)] > 0 for place, span in spans.items()}
         return {place: mask if bool(mask.any()) else None for place, mask in found.items()}
 
-    def _warn(self, names: Sequence[str]) -> None:
+    def _warn(self, names: Sequence[str], limit: float) -> None:
         if not names:
             return
         self._named.update(names)
         shown = ", ".join(names[:_NAMES]) + (f" and {len(names) - _NAMES} more" if len(names) > _NAMES else "")
         warnings.warn(
-            f"rank {self._transport.rank}: gradients of {shown} were so large that their sum, or the message with it, "
-            f"overflowed. The elements of the residual beyond {self._limit:.1e} have been reset, and later windows are "
+            f"rank {self.transport.rank}: gradients of {shown} were so large that their sum, or the message with it, "
+            f"overflowed. The elements of the residual beyond {limit:.1e} have been reset, and later windows are "
             "sent without them. If training does not recover, lower the learning rate or clip the loss.",
             stacklevel=2,
         )

@@ -8,10 +8,9 @@ import numpy as np
 from torch import Tensor
 
 from lightning_safusion.comm.exchange import Notice
-from lightning_safusion.fusion.clock import clock_for
 from lightning_safusion.fusion.device_drain import DeviceDrain, Lane
 from lightning_safusion.fusion.drain import Drain, OverflowGuard
-from lightning_safusion.fusion.events import Observer, WindowEvents
+from lightning_safusion.fusion.events import Observer, WindowEvents, clock_for
 from lightning_safusion.fusion.offload import Offloader
 from lightning_safusion.fusion.planning import Planner
 from lightning_safusion.fusion.plans.plan import Group, Plan
@@ -343,7 +342,9 @@ class Engine:
         """Frees buffers and figures; the state that a checkpoint holds stays."""
         self.reset()
         self.report = None
-        for part in (self._drain, self._device_drain, self._offload):
-            if part is not None:
-                part.release()
+        self._drain.scratch.release()
+        if self._device_drain is not None:
+            self._device_drain.scratch.release()
+        if self._offload is not None:
+            self._offload.release()
         native.release()

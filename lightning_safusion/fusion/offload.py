@@ -39,18 +39,13 @@ class Offloader:
     On CUDA a tensor is copied to pinned memory on a stream of its own, and its buffer is sent when the next one closes,
     so that the hook does not wait for a device that is behind the host. (The paper's release copies to pageable memory
     inside the hook, which stops the backward pass; all its scripts have offloading switched off.)
-
-    Args:
-        space: Makes the buffers.
-        device: Seconds of a selection in place, by bytes.
-        host: Seconds of one on the thread, copies included.
     """
 
     def __init__(self, space: GradientSpace, device: LinearCost, host: LinearCost) -> None:
         self.late = space.device.type == "cuda"  #: buffers are sent when the next one closes
         self._space = space
-        self._device = device
-        self._host = host
+        self._device = device  # seconds of a selection in place, by bytes
+        self._host = host  # seconds of a selection on the thread, copies included
         self._copies = Lane(space.device)
         self._groups: dict[int, Group] = {}  # of the chosen tensors, by place
         self._selections: dict[int, Future[Selection]] = {}  # by place; of the open window

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm.cost import ring_allreduce_bytes
-from lightning_safusion.fusion.events import BufferEvents, WindowEvents
+from lightning_safusion.fusion.events import BufferEvents, Clock, WindowEvents
 from lightning_safusion.sparsify.memory.residual import NoMemory, ResidualMemory
 
 if TYPE_CHECKING:
-    from lightning_safusion.fusion.clock import Clock
     from lightning_safusion.fusion.layout import Layout
     from lightning_safusion.fusion.shipment import Shipment
     from lightning_safusion.fusion.space import GradientSpace
@@ -146,13 +145,11 @@ class WindowRecord:
         return torch.cat([at + start for (at, _), start in pieces]), torch.cat([values for (_, values), _ in pieces])
 
     @property
-    def forgets(self) -> bool:
-        """Whether there is no error feedback: :meth:`accumulated` is then what elements were selected from."""
-        return isinstance(self._space.memory, NoMemory)
-
-    @property
     def decay(self) -> float | None:
-        """Factor on the residual before a gradient is added; 0 without error feedback, None if it has a momentum."""
+        """Factor on the residual before a gradient is added; None if the memory has a momentum.
+
+        0 without error feedback: elements were then selected from :meth:`accumulated` as it is.
+        """
         memory = self._space.memory
         if isinstance(memory, NoMemory):
             return 0.0

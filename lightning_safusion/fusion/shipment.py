@@ -15,7 +15,7 @@ from torch.profiler import record_function
 
 from lightning_safusion.comm.exchange import Notice, Part, TensorFlag, Verdict
 from lightning_safusion.fusion.buffers import Buffer
-from lightning_safusion.fusion.clock import Mark
+from lightning_safusion.fusion.events import Mark
 from lightning_safusion.fusion.window import Rounding, Scratch, Window, compensate, deliver, marked
 from lightning_safusion.sparsify.base import Selection
 from lightning_safusion.sparsify.selection.survey import Selector

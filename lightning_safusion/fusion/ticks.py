@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from time import perf_counter, sleep
 
 import torch
@@ -29,42 +30,28 @@ class _Question:
         return int(self._count.item())
 
 
+@dataclass(eq=False)
 class Ticks:
     """Asks all ranks what they have ready, whenever a cycle of this rank's clock has passed.
 
     Horovod's workers combine bit vectors of the tensors that each has queued. Here all ranks submit tensors in one
-    order, so that the minimum of how many each has is ready everywhere. Clocks differ between ranks, answers do not:
-    every rank gets the same answers in the same sequence. A rank with nothing new does not ask: the others' question
-    waits for it.
+    order, so that the minimum of how many each has is ready everywhere. Clocks differ between ranks; the answers and
+    their sequence do not. A rank with nothing new does not ask: the others' question waits for it.
 
-    Questions are asked, and answers read, when a gradient arrives; nothing waits before the backward pass has ended. A
-    thread of its own, which Horovod has, would also ask between two gradients, but launch collectives beside those of
-    the backward pass, and stop it for the interpreter's lock.
-
-    Args:
-        transport: A communicator of its own for tensors in host memory: ranks ask at their own pace.
-        cycle: Seconds from one tick to the next.
-        now: This rank's clock, seconds.
-        pause: Waits for so many seconds.
+    Questions are asked, and answers read, when a gradient arrives. A thread, which Horovod has, could also ask between
+    two gradients, but would launch collectives beside those of the backward pass, and take the interpreter's lock.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        cycle: float,
-        now: Callable[[], float] = perf_counter,
-        pause: Callable[[float], None] = sleep,
-    ) -> None:
-        self.transport = transport
-        self.cycle = cycle
-        self.now = now
-        self.pause = pause
-        self.agreed = 0  #: tensors of this window that are ready on all ranks, by the last answer
-        self._question: _Question | None = None
-        self._due = 0.0
+    transport: Transport  #: a communicator of its own for tensors in host memory: ranks ask at their own pace
+    cycle: float  #: seconds from one tick to the next
+    now: Callable[[], float] = perf_counter  #: this rank's clock, seconds
+    pause: Callable[[float], None] = sleep  #: waits for so many seconds
+    agreed: int = 0  #: tensors of this window that are ready on all ranks, by the last answer
+    _question: _Question | None = None
+    _due: float = 0.0
 
     def begin(self) -> None:
-        """Begins a window. Ticks continue between windows: its first one is somewhere in the next cycle.
+        """Begins a window. Ticks continue between windows: the first one is somewhere in the next cycle.
 
         Raises:
             RuntimeError: If the window before has not ended.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_safusion.comm.exchange import TensorFlag, all_finite, saturated
 from lightning_safusion.fusion.buffers import Buffer
-from lightning_safusion.fusion.clock import Clock, Mark
+from lightning_safusion.fusion.events import Clock, Mark
 from lightning_safusion.fusion.plans.plan import Group
 from lightning_safusion.sparsify.memory.contract import Memory
 from lightning_safusion.sparsify.selection.view import device_constant
@@ -64,7 +64,7 @@ class Window:
         self.regular = not self.plain
         self.complete = self.length == 0
         self.arrived = [nan] * self.length
-        self.mark = self.clock.mark if self.clock.instant or self.timed else _unmarked
+        self.mark = self.clock.mark if self.clock.instant or self.timed else lambda: nan
         self.profiled = torch.autograd._profiler_enabled()
 
     @property
@@ -105,10 +105,6 @@ class Window:
     def grads_of(self, start: int, stop: int) -> list[Tensor]:
         """Gradients at the places ``[start, stop)``, which have all been submitted."""
         return cast(list[Tensor], self.grads[start:stop])
-
-
-def _unmarked() -> Mark:
-    return nan
 
 
 def compensate(

@@ -72,7 +72,7 @@ def convergence_figures(record: WindowRecord, before: Mapping[int, Tensor]) -> C
 def _inputs(record: WindowRecord, before: Mapping[int, Tensor]) -> tuple[Tensor, Tensor | None]:
     """``x`` and ``g`` of this rank, float32 [D]; the gradient is not known where the memory has a momentum."""
     x = record.accumulated().clone()
-    if record.forgets:
+    if record.decay == 0:
         return x, x
     x.index_add_(0, *record.sent())
     if record.decay is None:

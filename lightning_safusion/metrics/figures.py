@@ -137,12 +137,12 @@ def _energies(record: WindowRecord) -> np.ndarray:
     tensors = list(held.split(np.diff(record.layout.edges).tolist()))
     squares = torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float64)).square()
     values = values.double()
-    cross = values * (values + (-2 if record.forgets else 2) * held[indices].double())
+    cross = values * (values + (-2 if record.decay == 0 else 2) * held[indices].double())
     edges = torch.from_numpy(record.layout.edges).to(held.device)
     # right: an empty tensor has the edge of its successor, and owns no element
     places = torch.searchsorted(edges, indices, right=True) - 1
     other = squares.index_add(0, places, cross).clamp_(min=0)  # rounding may leave a negative zero
-    return torch.stack([squares, other] if record.forgets else [other, squares]).cpu().numpy()
+    return torch.stack([squares, other] if record.decay == 0 else [other, squares]).cpu().numpy()
 
 
 class _TensorRatio(Metric):

@@ -13,8 +13,7 @@ from itertools import pairwise
 from math import isfinite, isnan, nan
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from lightning_safusion.fusion.clock import Clock, Mark
-from lightning_safusion.fusion.events import BufferEvents, WindowEvents
+from lightning_safusion.fusion.events import BufferEvents, Clock, Mark, WindowEvents
 
 Interval = tuple[float, float]
 PhaseName = Literal["data", "forward", "backward", "optimizer"]

@@ -26,7 +26,7 @@ from lightning_safusion import Aligned, SAFusionStrategy, Segments, Selection, T
 from lightning_safusion.callbacks import OverlapProfiler
 from lightning_safusion.comm import TorchTransport
 from lightning_safusion.comm.transport.interface import Transport, Work
-from lightning_safusion.fusion.clock import Clock
+from lightning_safusion.fusion.events import Clock
 from lightning_safusion.profiling import StepFigures, load_timeline, merge_traces
 from tests.models import TakeTurns, TinyClassifier, classification, trainer
 from tests.process_group import run_alone, run_launched

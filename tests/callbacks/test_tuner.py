@@ -28,8 +28,8 @@ from lightning_safusion.callbacks import BufferSizeTuner
 from lightning_safusion.callbacks.tuner import describe
 from lightning_safusion.comm.transport.interface import Work
 from lightning_safusion.comm.transport.torch_backend import TorchTransport
-from lightning_safusion.fusion.clock import Clock
 from lightning_safusion.fusion.engine import Engine
+from lightning_safusion.fusion.events import Clock
 from lightning_safusion.fusion.plans.adaptive import Tuned
 from lightning_safusion.fusion.replan import Decision
 from tests.models import TinyClassifier, classification, trainer

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from lab.virtual.transport import LocalWork
-from lightning_safusion.fusion.clock import Clock
-from lightning_safusion.fusion.events import WindowEvents
+from lightning_safusion.fusion.events import Clock, WindowEvents
 from lightning_safusion.sparsify import Segments, Selection, TopK
 from tests.cluster import Cluster, settings
 from tests.simulated import SimulatedTime

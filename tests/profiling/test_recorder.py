@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lightning_safusion.fusion.clock import Clock
-from lightning_safusion.fusion.events import WindowEvents
+from lightning_safusion.fusion.events import Clock, WindowEvents
 from lightning_safusion.fusion.layout import Layout
 from lightning_safusion.profiling.timeline import StepRecorder, StepTimeline
 
