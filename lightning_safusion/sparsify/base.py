@@ -23,21 +23,17 @@ from torch import Tensor
 
 
 def element_quota(numel: int, density: float) -> int:
-    """Number of elements that a tensor of ``numel`` elements may send at ``density``.
+    """Number of elements that a tensor of ``numel`` elements may send at a density in (0, 1].
 
-    ``min(numel, max(1, floor(density * numel + 1e-6)))``: at least one element of every non-empty tensor, and no
-    element lost to the float product (``int(100 * 0.29)`` is 28).
-
-    Args:
-        numel: Elements of the tensor, 0 or more.
-        density: Share of the elements to send, in (0, 1].
+    At least one element of every non-empty tensor, and no element lost to the float product (``int(100 * 0.29)`` is
+    28).
     """
     return min(numel, max(1, math.floor(density * numel + 1e-6)))
 
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """How a span is cut for selection, and how many elements each piece may send. Immutable.
+    """How a span is cut for selection, and how many elements each segment may send. Immutable.
 
     Args:
         edges: int64 [M + 1], rising from 0 to N. Segment ``s`` is ``[edges[s], edges[s + 1])``.
@@ -55,7 +51,7 @@ class Segments:
     pool: int = 0
 
     def __post_init__(self) -> None:
-        # read-only copies: constants are worked out from these once, so nobody may change them later
+        # read-only copies: constants are worked out from them once
         for name in ("edges", "quotas"):
             array = np.array(getattr(self, name))
             array.setflags(write=False)
@@ -93,10 +89,7 @@ class Segments:
     @cached_property
     def as_one(self) -> Segments:
         """The span as a single segment, with room for all quotas and the pool."""
-        quota = min(self.capacity, self.numel)
-        return Segments(
-            np.array([0, self.numel], np.int64), np.array([quota], np.int64), (self.keys,), ((self.numel,),)
-        )
+        return span_segments(self.numel, min(self.capacity, self.numel), self.keys)
 
 
 _Parameters = ParamSpec("_Parameters")
@@ -106,7 +99,7 @@ _Result = TypeVar("_Result")
 def constant_of_segments(
     work_out: Callable[Concatenate[Segments, _Parameters], _Result],
 ) -> Callable[Concatenate[Segments, _Parameters], _Result]:
-    """Calls a pure function of segments and hashable arguments once for each of these; freed with the segments."""
+    """Keeps the results of a pure function of segments and hashable arguments as long as the segments exist."""
     known: WeakKeyDictionary[Segments, dict[Any, _Result]] = WeakKeyDictionary()
 
     @wraps(work_out)
@@ -151,8 +144,6 @@ class Sparsifier(ABC):
     """
 
     name: ClassVar[str]
-    #: Every rank selects the same positions in the same step, so that values alone would do (Random-k).
-    shares_indices: ClassVar[bool] = False
 
     @property
     def estimates(self) -> bool:
@@ -163,12 +154,12 @@ class Sparsifier(ABC):
     def select(self, x: Tensor, segments: Segments, step: int) -> Selection:
         """Selects from every segment at most its quota, and at least one element where the quota is positive.
 
-        A subclass may take a fourth parameter, ``survey: SpanSurvey | None = None``: what is known of ``x`` already. It
-        saves time where it is passed on to :func:`segmented_view` and changes no selection.
+        A subclass may take a fourth parameter, ``survey: SpanSurvey | None = None``: what is known of ``x`` already.
+        Passed on to :func:`segmented_view` it saves time; it changes no selection.
 
         Args:
-            x: float32 [N], contiguous. Not changed. Finite in training; with NaN or Inf it must still return a valid
-                selection.
+            x: float32 [N], contiguous. Not changed. Finite in training; the selection must be valid with NaN or Inf
+                too.
             segments: The cut of ``x`` and the quotas.
             step: Number of the optimizer step, the same on all ranks.
         """
@@ -178,7 +169,7 @@ class Sparsifier(ABC):
         return element_quota(numel, density)
 
     def state_dict(self) -> dict[str, Any]:
-        """State that makes a resumed run select as the interrupted one would have; plain values and tensors."""
+        """State with which a resumed run selects as the interrupted one would have; plain values and tensors."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -192,7 +183,7 @@ class Sparsifier(ABC):
 
 
 def check_selection(selection: Selection, segments: Segments, name: str) -> None:
-    """Checks what a sparsifier of somebody else has returned (waits for the device).
+    """Checks what a sparsifier of another package has returned (waits for the device).
 
     Raises:
         TypeError: If it is not a selection of the right types.
@@ -214,8 +205,7 @@ def check_selection(selection: Selection, segments: Segments, name: str) -> None
     if count and not (bool((valid[1:] > valid[:-1]).all()) and int(valid[0]) >= 0 and int(valid[-1]) < segments.numel):
         raise ValueError(
             f"compressor {name!r} returned positions that are not ascending, unique and below {segments.numel}: sort "
-            f"them "
-            "(indices = indices.sort().values) and take values at the sorted ones"
+            "them (indices = indices.sort().values) and take values at the sorted ones"
         )
 
 

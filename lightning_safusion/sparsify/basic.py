@@ -49,7 +49,6 @@ class NoCompression(TopK):
     """Sends everything; the room of a tensor is its size, whatever the density."""
 
     name: ClassVar[str] = "none"
-    shares_indices: ClassVar[bool] = True
 
     def quota(self, numel: int, shape: tuple[int, ...], density: float) -> int:
         return numel
@@ -103,7 +102,6 @@ class RandomK(Sparsifier):
     """
 
     name: ClassVar[str] = "randomk"
-    shares_indices: ClassVar[bool] = True
     estimates: ClassVar[bool] = False
 
     def __init__(self, seed: int = 0) -> None:

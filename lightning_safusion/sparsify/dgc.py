@@ -69,19 +69,16 @@ class DGC(ThresholdSparsifier):
         segments = view.segments
         strides = sample_strides(segments, self.sample_ratio, self.tail_samples)
         if (strides == 1).all():  # small segments: the sample is everything
-            tau = view.kth_largest(np.minimum(segments.quotas, segments.sizes))
-            return torch.nextafter(tau, torch.zeros_like(tau))
+            return view.below_kth(np.minimum(segments.quotas, segments.sizes))
         pairs = zip(segments.keys, strides.tolist(), strict=True)
         starts = np.array([sample_start(self.seed, step, key, stride) for key, stride in pairs], np.int64)
         counts = -(-np.maximum(segments.sizes - starts, 0) // strides)
         ranks = -(-segments.quotas * counts // np.maximum(segments.sizes, 1))  # ceil(density * samples), in integers
-        sample = torch.cat(view.sampled_abs(strides.tolist(), starts.tolist()))
+        runs = zip(segments.edges[:-1] + starts, segments.edges[1:], strides, strict=True)
+        sample = torch.cat([view.x[min(start, stop) : stop : stride].abs() for start, stop, stride in runs])
         edges = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
         sampled = Segments(edges, ranks, segments.keys, tuple((int(count),) for count in counts))
-        tau = segmented_view(sample, sampled).kth_largest(ranks)
-        # The sampled element itself belongs to the selection, and the test is strict. A threshold of 0 stays 0, so
-        # that a mostly-zero segment sends its non-zeros and not everything.
-        return torch.nextafter(tau, torch.zeros_like(tau))
+        return segmented_view(sample, sampled).below_kth(ranks)
 
 
 def sample_strides(segments: Segments, sample_ratio: float, tail_samples: int) -> np.ndarray:

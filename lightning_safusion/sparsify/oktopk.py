@@ -53,9 +53,7 @@ class OkTopk(ThresholdSparsifier):
         due, before = self._due(view, step), self._recall(view)
         tau = before * unit
         if due.any():
-            exact = view.kth_largest(np.where(due, view.segments.quotas, 0))
-            # the quota-th magnitude itself is sent, and the test is strict; 0 stays 0: non-zeros only
-            exact = torch.nextafter(exact, torch.zeros_like(exact))
+            exact = view.below_kth(np.where(due, view.segments.quotas, 0))
             tau = torch.where(device_constant(due, exact.device), exact, tau)
         tau = tau.float()
         if self.control == "step":

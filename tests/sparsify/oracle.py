@@ -31,12 +31,12 @@ def exact_top(x: Tensor, segments: Segments) -> list[int]:
     return [index for start, stop, quota in pieces for index in best(x, start, stop, quota)]
 
 
-def exact_take(x: Tensor, segments: Segments, thresholds: Sequence[float], inclusive: bool = False) -> list[int]:
+def exact_take(x: Tensor, segments: Segments, thresholds: Sequence[float]) -> list[int]:
     result = []
     for s, (quota, threshold) in enumerate(zip(segments.quotas.tolist(), thresholds, strict=True)):
         start, stop = int(segments.edges[s]), int(segments.edges[s + 1])
         magnitude = x[start:stop].abs()
-        found = int((magnitude >= threshold).sum() if inclusive else (magnitude > threshold).sum())
+        found = int((magnitude > threshold).sum())
         result += best(x, start, stop, min(max(found, 1), quota, stop - start))
     return result
 

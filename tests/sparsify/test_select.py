@@ -1,9 +1,8 @@
-"""Both selection backends against a brute-force definition, and against each other."""
+"""Backends of selection on special inputs, and against each other; `test_selection_properties.py` has the others."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -18,6 +17,7 @@ from lightning_safusion.sparsify.selection.reference import NumpyView
 from lightning_safusion.sparsify.selection.select import SegmentedView, ThresholdSparsifier, pooled, segmented_view
 from lightning_safusion.sparsify.selection.survey import History, SpanSurvey, common_floor
 from lightning_safusion.sparsify.selection.torch_view import TorchView
+from tests.sparsify.oracle import best, check, cut, exact_take, exact_top
 
 needs_kernels = pytest.mark.skipif(not native.usable(), reason="the package was installed without a C compiler")
 BACKENDS = [
@@ -27,150 +27,12 @@ BACKENDS = [
 ]
 
 
-def cut(sizes: Sequence[int], quotas: Sequence[int], pool: int = 0) -> Segments:
-    edges = np.cumsum([0, *sizes], dtype=np.int64)
-    return Segments(edges, np.array(quotas, np.int64), tuple(range(len(sizes))), tuple((s,) for s in sizes), pool)
-
-
-def bits_of(x: Tensor) -> np.ndarray:
-    return x.numpy().view(np.int32) & 0x7FFFFFFF
-
-
-def best(x: Tensor, start: int, stop: int, k: int) -> list[int]:
-    """The k largest of a piece, first ones among equals, ascending."""
-    bits = bits_of(x)[start:stop].astype(np.int64)
-    return sorted((np.argsort(-bits, kind="stable")[:k] + start).tolist())
-
-
-def exact_top(x: Tensor, segments: Segments) -> list[int]:
-    pieces = zip(segments.edges[:-1].tolist(), segments.edges[1:].tolist(), segments.quotas.tolist(), strict=True)
-    return [index for start, stop, quota in pieces for index in best(x, start, stop, quota)]
-
-
-def exact_take(x: Tensor, segments: Segments, thresholds: Sequence[float], inclusive: bool = False) -> list[int]:
-    result = []
-    for s, (quota, threshold) in enumerate(zip(segments.quotas.tolist(), thresholds, strict=True)):
-        start, stop = int(segments.edges[s]), int(segments.edges[s + 1])
-        magnitude = x[start:stop].abs()
-        found = int((magnitude >= threshold).sum() if inclusive else (magnitude > threshold).sum())
-        result += best(x, start, stop, min(max(found, 1), quota, stop - start))
-    return result
-
-
-def check(selection: Selection, x: Tensor, expected: Sequence[int]) -> None:
-    assert int(selection.count) == len(expected)
-    assert (selection.values[len(expected) :] == 0).all()  # padding
-    assert ((selection.indices >= 0) & (selection.indices < len(x))).all()
-    assert selection.indices[: len(expected)].tolist() == list(expected)
-    chosen = x[selection.indices[: len(expected)]]
-    assert torch.equal(selection.values[: len(expected)].view(torch.int32), chosen.view(torch.int32))
-
-
-def random_case(seed: int) -> tuple[Tensor, Segments]:
-    """Segments of all sizes (empty, single, beyond a block), quotas from 0 to all, values with ties and zeros."""
-    rng = np.random.default_rng(seed)
-    sizes = rng.choice([0, 1, 2, 7, 300, 5000, 17_000, 70_000, 140_000], size=rng.integers(1, 9))
-    quotas = [int(rng.choice([0, min(1, s), s // 100, s // 3, s])) for s in sizes]
-    x = torch.from_numpy(rng.standard_normal(int(sizes.sum())).astype(np.float32))
-    kind = seed % 5
-    if kind == 1:
-        x = x.bfloat16().float()
-    elif kind == 2:
-        x[torch.from_numpy(rng.random(len(x)) < 0.995)] = 0
-    elif kind == 3:
-        x = -(x.abs() ** 5)
-    elif kind == 4:
-        x = (x * 2).round()
-    return x, cut(sizes.tolist(), quotas)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("seed", range(20))
-def test_top_is_the_exact_top_k_of_every_segment(backend: type[SegmentedView], seed: int) -> None:
-    x, segments = random_case(seed)
-    check(backend(x, segments).top(), x, exact_top(x, segments))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("inclusive", [False, True])
-@pytest.mark.parametrize("seed", range(10))
-def test_take_cuts_to_the_quota_and_sends_at_least_one(
-    backend: type[SegmentedView], inclusive: bool, seed: int
-) -> None:
-    x, segments = random_case(seed)
-    rng = np.random.default_rng(100 + seed)
-    choices = [0.0, 0.5, 1.0, 2.0, 3.0, 1e9, math.inf, math.nan, -1.0]
-    thresholds = torch.tensor(rng.choice(choices, size=len(segments)), dtype=torch.float32)
-    selection = backend(x, segments).take(thresholds, inclusive=inclusive)
-    check(selection, x, exact_take(x, segments, thresholds.tolist(), inclusive))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("seed", range(10))
-def test_kth_largest_and_counts_agree_with_a_sort(backend: type[SegmentedView], seed: int) -> None:
-    x, segments = random_case(seed)
-    view = backend(x, segments)
-    kth = view.kth_largest(segments.quotas)
-    assert torch.equal(kth, view.kth_largest(torch.tensor(segments.quotas)))
-    thresholds = torch.full((len(segments),), 0.7)
-    counts = view.count_above(thresholds)
-    thresholds[::2] = 1.5  # counted again in part only
-    recounted = view.count_above(thresholds)
-    for s, quota in enumerate(segments.quotas.tolist()):
-        magnitude = x[segments.edges[s] : segments.edges[s + 1]].abs().sort(descending=True).values
-        if quota:
-            assert kth[s] == magnitude[quota - 1]
-            assert counts[s] == (magnitude > 0.7).sum()
-            assert recounted[s] == (magnitude > thresholds[s]).sum()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("seed", range(5))
-def test_counts_stay_true_while_a_few_thresholds_move(backend: type[SegmentedView], seed: int) -> None:
-    x, segments = random_case(seed)
-    view, rng = backend(x, segments), np.random.default_rng(seed)
-    thresholds = torch.ones(len(segments))
-    for _ in range(12):
-        thresholds[rng.integers(len(segments), size=rng.integers(1, 3))] = float(rng.choice([0.0, 0.4, 0.9, 1.7, 3.0]))
-        counts = view.count_above(thresholds)
-        for s, quota in enumerate(segments.quotas.tolist()):
-            if quota:
-                magnitude = x[segments.edges[s] : segments.edges[s + 1]].abs()
-                assert counts[s] == (magnitude > thresholds[s]).sum()
-    check(view.take(thresholds), x, exact_take(x, segments, thresholds.tolist()))
-
-
 def test_kth_largest_of_rank_zero_is_infinite_and_beats_the_quota() -> None:
     x, segments = torch.randn(60_000), cut([20_000, 40_000], [100, 100])
     for backend in (NumpyView, TorchView):
         kth = backend(x, segments).kth_largest(np.array([0, 30_000]))
         assert kth[0] == math.inf
         assert kth[1] == x[20_000:].abs().sort(descending=True).values[29_999]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("seed", range(5))
-def test_statistics_agree_with_double_precision(backend: type[SegmentedView], seed: int) -> None:
-    x, segments = random_case(seed)
-    view = backend(x, segments)
-    thresholds = torch.rand(len(segments), generator=torch.Generator().manual_seed(seed))
-    number, first, second = view.tail_moments(thresholds)
-    logs, present = view.log_abs_sums()
-    results = (view.sums(), view.abs_sums(), view.square_sums(), view.abs_max())
-    for s, quota in enumerate(segments.quotas.tolist()):
-        piece = x[segments.edges[s] : segments.edges[s + 1]].double()
-        if not quota or not len(piece):
-            continue
-        size, magnitude = len(piece), piece.abs()
-        excess = (magnitude - thresholds[s].double()).clamp(min=0)
-        expected = (piece.sum(), magnitude.sum(), piece.square().sum(), magnitude.max())
-        for result, value in zip(results, expected, strict=True):
-            assert float(result[s]) == pytest.approx(float(value), rel=1e-6, abs=1e-6 * float(magnitude.sum()))
-        assert present[s] == (piece != 0).sum()
-        assert float(logs[s]) == pytest.approx(float(magnitude[magnitude > 0].log().sum()), rel=1e-5, abs=1e-6 * size)
-        assert number[s] == (excess > 0).sum()
-        assert float(first[s]) == pytest.approx(float(excess.sum()), rel=1e-5)
-        assert float(second[s]) == pytest.approx(float(excess.square().sum()), rel=1e-5)
 
 
 SPECIAL = {
@@ -231,66 +93,6 @@ def test_many_small_segments_select_exactly(backend: type[SegmentedView]) -> Non
     check(backend(x, segments).top(), x, exact_top(x, segments))
 
 
-SMALL_KINDS = ["plain", "ties", "zeros", "few non-zeros", "constant", "NaN", "infinities", "denormals", "rising"]
-
-
-def small_segment(kind: str, size: int, rng: np.random.Generator) -> np.ndarray:
-    x = rng.standard_normal(size).astype(np.float32)
-    if kind == "ties":
-        return np.round(x)
-    if kind == "zeros":
-        return x * 0
-    if kind == "few non-zeros":
-        return np.where(rng.random(size) < 0.005, x, -0.0).astype(np.float32)
-    if kind == "constant":
-        return np.full(size, -0.5, np.float32)
-    if kind in ("NaN", "infinities"):
-        return np.where(rng.random(size) < 0.02, np.float32(kind == "NaN" and np.nan or -np.inf), x)
-    if kind == "denormals":
-        return (np.arange(size) % 50 * 1e-44).astype(np.float32)
-    return np.arange(size, dtype=np.float32) if kind == "rising" else x
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", [*SMALL_KINDS, "all"])
-def test_small_segments_select_exactly(backend: type[SegmentedView], kind: str) -> None:
-    """Their floors are exact: with ties, zeros and NaN at the rank."""
-    rng = np.random.default_rng(3)
-    sizes = rng.choice([0, 1, 5, 32, 700, 1024, 3000], 60)
-    quotas = [int(rng.choice([0, min(1, s), s // 100, s // 9, s // 3, s])) for s in sizes]
-    kinds = [SMALL_KINDS[i % len(SMALL_KINDS)] if kind == "all" else kind for i in range(len(sizes))]
-    parts = [small_segment(part, int(size), rng) for part, size in zip(kinds, sizes, strict=True)]
-    x, segments = torch.from_numpy(np.concatenate(parts)), cut(sizes.tolist(), quotas)
-    check(backend(x, segments).top(), x, exact_top(x, segments))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("seed", range(5))
-def test_thresholds_in_any_order_are_answered_as_by_a_fresh_view(backend: type[SegmentedView], seed: int) -> None:
-    """Candidates are remembered from one threshold to the next."""
-    x, segments = random_case(seed)
-    rng = np.random.default_rng(seed)
-    view = backend(x, segments)
-    live = torch.from_numpy(segments.quotas > 0)
-    for _ in range(6):
-        choices = [-1.0, 0.0, 0.5, 1.0, 2.0, 3.0, math.inf, math.nan]
-        thresholds = torch.tensor(rng.choice(choices, size=len(segments)), dtype=torch.float32)
-        fresh = TorchView(x, segments)
-        assert torch.equal(view.count_above(thresholds)[live], fresh.count_above(thresholds)[live])
-        check(view.take(thresholds), x, exact_take(x, segments, thresholds.tolist()))
-        kth = view.kth_largest(segments.quotas)[live]
-        assert torch.equal(kth.view(torch.int32), fresh.kth_largest(segments.quotas)[live].view(torch.int32))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_moments_are_the_sums(backend: type[SegmentedView]) -> None:
-    x, segments = random_case(3)
-    view = backend(x, segments)
-    for magnitudes, first in ((False, view.sums()), (True, view.abs_sums())):
-        for moment, expected in zip(view.moments(magnitudes=magnitudes), (first, view.square_sums()), strict=True):
-            assert torch.equal(moment, expected)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_segments_without_a_quota_are_left_out(backend: type[SegmentedView]) -> None:
     x = torch.randn(40_000, generator=torch.Generator().manual_seed(7))
@@ -300,14 +102,6 @@ def test_segments_without_a_quota_are_left_out(backend: type[SegmentedView]) -> 
     for threshold in (-1.0, math.nan, 1.0):
         selection = view.take(torch.full((21,), threshold))
         check(selection, x, exact_take(x, segments, [threshold] * 21))
-
-
-def test_sampled_abs_is_the_strided_magnitude() -> None:
-    x, segments = torch.linspace(-1, 1, 100), cut([60, 0, 40], [1, 0, 1])
-    first, none, last = segmented_view(x, segments).sampled_abs([7, 3, 50], [2, 0, 39])
-    assert torch.equal(first, x[2:60:7].abs())
-    assert len(none) == 0
-    assert torch.equal(last, x[99:].abs())
 
 
 def test_accelerator_selections_have_a_fixed_shape() -> None:
@@ -330,24 +124,6 @@ def test_wrong_input_is_refused_by_name() -> None:
 
 def exact_choice(x: Tensor, segments: Segments) -> Selection:
     return segmented_view(x, segments).top()
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_pooled_quotas_are_floors_and_the_largest_of_the_rest(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    sizes = rng.choice([0, 1, 30, 800, 20_000], size=7)
-    quotas = [min(int(rng.integers(0, 4)), s) for s in sizes]
-    scale = np.repeat(rng.choice([0.01, 1, 50], size=7), sizes)
-    x = torch.from_numpy((rng.standard_normal(int(sizes.sum())) * scale).astype(np.float32))
-    segments = cut(sizes.tolist(), quotas, pool=int(rng.integers(1, 500)))
-    floors = exact_top(x, segments)
-    eligible = np.repeat(np.array(quotas) > 0, sizes)
-    eligible[floors] = False
-    rest = np.flatnonzero(eligible)
-    order = np.argsort(-bits_of(x)[rest].astype(np.int64), kind="stable")
-    expected = sorted([*floors, *rest[order[: segments.pool]].tolist()]) if floors else []
-    check(pooled(x, segments, exact_choice), x, expected)
-    check(TopK().select(x, segments, 0), x, expected)
 
 
 @needs_kernels

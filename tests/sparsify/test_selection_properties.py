@@ -66,14 +66,14 @@ def test_top_is_the_exact_top_k_of_every_segment(backend: type[SegmentedView], c
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@given(case=spans([*FINITE, "infinities"]), inclusive=st.booleans(), data=st.data())
+@given(case=spans([*FINITE, "infinities"]), data=st.data())
 def test_take_cuts_to_the_quota_and_sends_at_least_one(
-    backend: type[SegmentedView], case: Case, inclusive: bool, data: st.DataObject
+    backend: type[SegmentedView], case: Case, data: st.DataObject
 ) -> None:
     x, segments = case
     thresholds = thresholds_of(data.draw, segments)
-    selection = backend(x, segments).take(thresholds, inclusive=inclusive)
-    check(selection, x, exact_take(x, segments, thresholds.tolist(), inclusive))
+    selection = backend(x, segments).take(thresholds)
+    check(selection, x, exact_take(x, segments, thresholds.tolist()))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -94,7 +94,6 @@ def test_a_view_answers_any_sequence_of_questions_exactly(
         assert [int(n) for n in counts[live]] == [n for n, has_quota in zip(expected, live, strict=True) if has_quota]
         check(view.take(thresholds), x, exact_take(x, segments, thresholds.tolist()))
     kth = view.kth_largest(segments.quotas)
-    assert torch.equal(kth, view.kth_largest(torch.tensor(segments.quotas)))
     for piece, rank, value in zip(pieces, segments.quotas.tolist(), kth, strict=True):
         assert not rank or value == piece.sort(descending=True).values[rank - 1]
 
@@ -106,14 +105,14 @@ def test_statistics_agree_with_double_precision(backend: type[SegmentedView], ca
     view = backend(x, segments)
     limits = torch.tensor([data.draw(st.sampled_from([0.0, 0.3, 0.7])) for _ in range(len(segments))])
     (number, first, second), (logs, present) = view.tail_moments(limits), view.log_abs_sums()
-    results = (view.sums(), view.abs_sums(), view.square_sums(), view.abs_max())
+    results = (*view.moments(), view.abs_sums(), view.abs_max())
     pieces = x.double().split(segments.sizes.tolist())
     for s, (piece, quota) in enumerate(zip(pieces, segments.quotas.tolist(), strict=True)):
         if not quota:
             continue
         magnitude = piece.abs()
         excess = (magnitude - limits[s].double()).clamp(min=0)
-        expected = (piece.sum(), magnitude.sum(), piece.square().sum(), magnitude.max())
+        expected = (piece.sum(), piece.square().sum(), magnitude.sum(), magnitude.max())
         for result, value in zip(results, expected, strict=True):
             assert float(result[s]) == pytest.approx(float(value), rel=1e-6, abs=1e-6 * float(magnitude.sum()))
         assert present[s] == (piece != 0).sum()

@@ -1,8 +1,8 @@
 """Triton kernels for selection and the wire, on CUDA devices.
 
-Triton is imported by the first CUDA tensor that is selected from, never by ``import lightning_safusion``. Where it
-cannot be used the PyTorch operations of :mod:`lightning_safusion.sparsify.selection.torch_view` and
-:mod:`lightning_safusion.comm.wire` do the same work with the same results.
+Triton is imported with the first selection from a CUDA tensor, never by ``import lightning_safusion``. Where it cannot
+be used, the PyTorch operations of :mod:`lightning_safusion.sparsify.selection.torch_view` and
+:mod:`lightning_safusion.comm.wire` give the same results.
 
 ============================ ======================================================== ========
 entry point                  work                                                     launches

@@ -33,16 +33,12 @@ def _keys(bits: tl.tensor, offsets: tl.tensor, inside: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _floor(
-    thresholds: tl.tensor, active: tl.tensor, segment: tl.tensor, LIMITED: tl.constexpr, INCLUSIVE: tl.constexpr
-) -> tl.tensor:
+def _floor(thresholds: tl.tensor, active: tl.tensor, segment: tl.tensor, LIMITED: tl.constexpr) -> tl.tensor:
     """What the key of a selected element exceeds."""
     floor = tl.full([], -1, tl.int32)
     if LIMITED:
         threshold = tl.load(thresholds + tl.load(active + segment))
         floor = threshold.to(tl.int32, bitcast=True) & _MAGNITUDE
-        if INCLUSIVE:
-            floor -= 1
         floor = tl.where(threshold < 0, -1, floor)
         floor = tl.where(threshold != threshold, _MAGNITUDE, floor)
     return floor
@@ -85,7 +81,6 @@ def survey(
     largest: tl.tensor,
     chunks: tl.tensor,
     LIMITED: tl.constexpr,
-    INCLUSIVE: tl.constexpr,
     BLOCK: tl.constexpr,
     BINS: tl.constexpr,
 ) -> None:
@@ -93,7 +88,7 @@ def survey(
     chunk = tl.program_id(0)
     segment = tl.load(table + chunk)
     start, stop = tl.load(table + chunks + chunk), tl.load(table + 2 * chunks + chunk)
-    floor = _floor(thresholds, active, segment, LIMITED, INCLUSIVE)
+    floor = _floor(thresholds, active, segment, LIMITED)
     counts = tl.zeros([BINS], tl.int32)
     most = tl.zeros([BLOCK], tl.int32)
     for at in range(start, stop, BLOCK):
@@ -124,7 +119,6 @@ def narrow(
     segments: tl.tensor,
     LEVEL: tl.constexpr,
     LIMITED: tl.constexpr,
-    INCLUSIVE: tl.constexpr,
     BLOCK: tl.constexpr,
     BINS_BEFORE: tl.constexpr,
     BINS: tl.constexpr,
@@ -138,7 +132,7 @@ def narrow(
     segment = tl.load(table + chunk)
     start, stop = tl.load(table + chunks + chunk), tl.load(table + 2 * chunks + chunk)
     if LEVEL == 1:
-        floor = _floor(thresholds, active, segment, LIMITED, INCLUSIVE)
+        floor = _floor(thresholds, active, segment, LIMITED)
         rank = tl.load(quotas + segment)
         histogram = before + segment * BINS_BEFORE
         known, key, left, taken = _first_limit(histogram, tl.load(largest + segment), rank, floor, BINS_BEFORE)
@@ -245,7 +239,7 @@ def mark(
     tl.store(counts + chunk, tl.sum(larger, 0))
     tl.store(counts + chunks + chunk, tl.sum(equal, 0))
     first = (chunk == 0) | (tl.load(table + tl.maximum(chunk - 1, 0)) != segment)
-    tl.store(states + 2 * segments + segment, ties, mask=first)  # nobody reads the rank left after level 1 any more
+    tl.store(states + 2 * segments + segment, ties, mask=first)  # in place of the rank left after level 1
 
 
 @triton.jit(do_not_specialize=["chunks", "segments", "blocks", "capacity"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+from lightning_safusion.kernels.cuda.selection import _floor, _keys
 
 
 @triton.jit(do_not_specialize=["chunks"])
@@ -91,15 +91,12 @@ def chunk_counts(
     """Writes the number of elements above the threshold (float64 [1, C])."""
     chunk = tl.program_id(0)
     start, stop = tl.load(table + chunks + chunk), tl.load(table + 2 * chunks + chunk)
-    threshold = tl.load(thresholds + tl.load(active + tl.load(table + chunk)))
-    floor = tl.where(threshold < 0, -1, threshold.to(tl.int32, bitcast=True) & _MAGNITUDE)
-    floor = tl.where(threshold != threshold, _MAGNITUDE, floor)
+    floor = _floor(thresholds, active, tl.load(table + chunk), True)
     number = tl.zeros([BLOCK], tl.int32)
     for at in range(start, stop, BLOCK):
         offsets = at + tl.arange(0, BLOCK)
         inside = offsets < stop
-        keys = tl.load(bits + offsets, mask=inside, other=0) & _MAGNITUDE
-        number += (inside & (keys > floor)).to(tl.int32)
+        number += (inside & (_keys(bits, offsets, inside) > floor)).to(tl.int32)
     tl.store(partial + chunk, tl.sum(number, 0).to(tl.float64))
 
 
@@ -113,8 +110,7 @@ def chunk_largest(
     largest = tl.zeros([BLOCK], tl.int32)
     for at in range(start, stop, BLOCK):
         offsets = at + tl.arange(0, BLOCK)
-        keys = tl.load(bits + offsets, mask=offsets < stop, other=0) & _MAGNITUDE
-        largest = tl.maximum(largest, keys)
+        largest = tl.maximum(largest, _keys(bits, offsets, offsets < stop))
     tl.store(partial + chunk, tl.max(largest, 0).to(tl.float64))
 
 

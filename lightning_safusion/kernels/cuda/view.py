@@ -9,9 +9,8 @@ import torch
 import triton
 from torch import Tensor
 
-from lightning_safusion.kernels.cuda import MOST_ELEMENTS, selection, statistics
-from lightning_safusion.kernels.cuda.chunks import BLOCK, Chunks
-from lightning_safusion.kernels.cuda.launch import launch
+from lightning_safusion.kernels.cuda import selection, statistics
+from lightning_safusion.kernels.cuda.launch import BLOCK, Chunks, launch
 from lightning_safusion.kernels.cuda.selection import FIRST_BINS, NEXT_BINS
 from lightning_safusion.sparsify.base import Segments, Selection
 from lightning_safusion.sparsify.selection.torch_view import TorchView
@@ -21,19 +20,10 @@ _BINS = FIRST_BINS + 2 * NEXT_BINS
 
 
 class TritonView(SegmentedView):
-    """Selection in fixed shapes and few launches, without waiting for the device.
-
-    Raises:
-        ValueError: If the span has more than ``MOST_ELEMENTS`` elements.
-    """
+    """Selection in fixed shapes and few launches, from at most ``MOST_ELEMENTS`` elements, without waiting."""
 
     def __init__(self, x: Tensor, segments: Segments) -> None:
         self.x, self.segments = x, segments
-        if segments.numel > MOST_ELEMENTS:
-            raise ValueError(
-                f"the kernels cannot address a span of {segments.numel} elements, {MOST_ELEMENTS} at most: split the "
-                "span or read it with TorchView"
-            )
         self._chunks = Chunks.of(segments, x.device)
         self._floats = x.detach()
         self._bits = self._floats.view(torch.int32)
@@ -94,37 +84,35 @@ class TritonView(SegmentedView):
 
     # -- selection -------------------------------------------------------------------------------------------------
 
-    def kth_largest(self, k: Tensor | np.ndarray) -> Tensor:
+    def kth_largest(self, ranks: np.ndarray) -> Tensor:
         chunks = self._chunks
-        ranks = device_constant(k, self.x.device) if isinstance(k, np.ndarray) else k
         kth = torch.full((len(self.segments),), torch.inf, device=self.x.device)
         if chunks.count == 0:
             return kth
-        wanted = ranks[chunks.active]
-        histograms, states = self._search(wanted.int(), None, False)
+        wanted = device_constant(ranks, self.x.device)[chunks.active]
+        histograms, states = self._search(wanted.int(), None)
         found = torch.empty(chunks.segments, dtype=torch.int32, device=self.x.device)
         launch(selection.limits, chunks.segments, histograms, states, found, chunks.segments, BINS=NEXT_BINS)
         return kth.index_copy_(0, chunks.active, torch.where(wanted > 0, found.view(torch.float32), torch.inf))
 
     def top(self) -> Selection:
-        indices, values, _ = self._select(None, False)
+        indices, values, _ = self._select(None)
         return Selection(indices, values, self._chunks.capacity)
 
-    def take(self, thresholds: Tensor, *, inclusive: bool = False) -> Selection:
-        return Selection(*self._select(thresholds.float().contiguous(), inclusive))
+    def take(self, thresholds: Tensor) -> Selection:
+        return Selection(*self._select(thresholds.float().contiguous()))
 
     def merge(self, floors: Selection, others: Selection, room: int) -> Selection:
         return TorchView(self.x, self.segments).merge(floors, others, room)
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
-    def _search(self, ranks: Tensor, thresholds: Tensor | None, inclusive: bool) -> tuple[Tensor, Tensor]:
+    def _search(self, ranks: Tensor, thresholds: Tensor | None) -> tuple[Tensor, Tensor]:
         """Narrows down the limit of every segment.
 
         Args:
             ranks: int32 [A], elements wanted of each active segment.
             thresholds: float32 [M], what they must exceed.
-            inclusive: They may equal it too.
 
         Returns:
             int32 [A, NEXT_BINS], the histogram of the last digit, and int32 [2, 4, A], what ``narrow`` has written.
@@ -136,7 +124,7 @@ class TritonView(SegmentedView):
         states = torch.empty(2, 4, chunks.segments, dtype=torch.int32, device=self.x.device)
         limited = thresholds is not None
         span = (self._bits, chunks.table, chunks.active, thresholds if limited else self._floats)
-        options = {"LIMITED": limited, "INCLUSIVE": inclusive, "BLOCK": BLOCK}
+        options = {"LIMITED": limited, "BLOCK": BLOCK}
         launch(selection.survey, chunks.count, *span, first, largest, chunks.count, **options, BINS=FIRST_BINS)
         for level, before, after, bins in ((1, first, second, FIRST_BINS), (2, second, third, NEXT_BINS)):
             launch(
@@ -157,14 +145,14 @@ class TritonView(SegmentedView):
             )
         return third, states
 
-    def _select(self, thresholds: Tensor | None, inclusive: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def _select(self, thresholds: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Positions (int64) and values (float32) in the shape of the quotas, and the number of valid ones (int64)."""
         chunks, device = self._chunks, self.x.device
         indices = torch.empty(chunks.capacity, dtype=torch.int64, device=device)
         values = torch.empty(chunks.capacity, device=device)
         if chunks.count == 0:
             return indices, values, torch.zeros((), dtype=torch.int64, device=device)
-        histograms, states = self._search(chunks.quotas, thresholds, inclusive)
+        histograms, states = self._search(chunks.quotas, thresholds)
         words = torch.empty(2, chunks.blocks, BLOCK // 32, dtype=torch.int32, device=device)
         counts = torch.empty(2, chunks.count, dtype=torch.int32, device=device)
         total = torch.empty((), dtype=torch.int64, device=device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -16,6 +15,7 @@ from lightning_safusion.sparsify.base import Selection
 _BLOCK = 1024  # entries, or words of a bitmap, that a program handles at a time
 _WORDS = 256
 PROGRAMS = 1024
+_ENCODERS = {"coo": messages.encode_coo, "block16": messages.encode_block16, "bitmap": messages.encode_bitmap}
 
 
 def encode(layout: str, selection: Selection, fields: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -30,41 +30,20 @@ def encode(layout: str, selection: Selection, fields: Sequence[Tensor], dtype: t
     Returns:
         float32, one per entry: the value as it will be decoded.
     """
-    tail = fields[-1].numel() > 0
-    if layout == "coo":
-        header, positions, values = fields[0].view(torch.int32), fields[1].view(torch.int32), _stored(fields[2], dtype)
-        return _encode(messages.encode_coo, selection, (header, positions, values), values, dtype, tail)
-    header, values = fields[0].view(torch.int32), _stored(fields[1], dtype)
-    if layout == "bitmap":
-        return _encode(messages.encode_bitmap, selection, (header, values), values, dtype, tail, len(header))
-    offsets = fields[2].view(torch.int16)
-    return _encode(messages.encode_block16, selection, (header, values, offsets), values, dtype, tail, len(header))
-
-
-def _stored(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """A field of values as a kernel writes it: bfloat16 as bits."""
-    return values.view(torch.int16 if dtype == torch.bfloat16 else dtype)
-
-
-def _encode(
-    kernel: Any,
-    selection: Selection,
-    arrays: tuple[Tensor, ...],
-    values: Tensor,
-    dtype: torch.dtype,
-    tail: bool,
-    extent: int | None = None,
-) -> Tensor:
-    """Starts an encoding kernel over all entries and the ``extent`` of what is found by searching them."""
+    header, field = fields[0].view(torch.int32), fields[2 if layout == "coo" else 1]
+    values = field.view(torch.int16 if dtype == torch.bfloat16 else dtype)  # a kernel writes bfloat16 as bits
     known, entries = isinstance(selection.count, int), selection.indices.numel()
+    sizes = [int(selection.count) if known else 0, entries, len(values)]
+    if layout == "coo":
+        arrays = [header, fields[1].view(torch.int32), values]
+    else:
+        arrays = [header, values, fields[2].view(torch.int16)] if layout == "block16" else [header, values]
+        sizes += [len(header), max(entries, 1).bit_length()]  # regions or words, found by bisection
     narrow = dtype != torch.float32
     sent = torch.empty(entries, device=values.device) if narrow else selection.values
-    sizes: tuple[int, ...] = (int(selection.count) if known else 0, entries, len(values))
-    if extent is not None:
-        sizes = (*sizes, extent, max(entries, 1).bit_length())
     launch(
-        kernel,
-        triton.cdiv(max(len(values), extent or 1), _BLOCK),
+        _ENCODERS[layout],
+        triton.cdiv(max(len(values), len(header), 1), _BLOCK),
         selection.indices.contiguous(),
         selection.values.contiguous(),
         selection.indices if known else selection.count,
@@ -73,7 +52,7 @@ def _encode(
         *sizes,
         KNOWN=known,
         LIMIT=torch.finfo(dtype).max if narrow else 0,
-        TAIL=tail,
+        TAIL=fields[-1].numel() > 0,
         BLOCK=_BLOCK,
     )
     return sent
@@ -85,7 +64,7 @@ def decode_block16(header: Tensor, offsets: Tensor, capacity: int) -> Tensor:
     Args:
         header: int32, entries of every block of 65 536 elements.
         offsets: int16 [capacity], positions in their blocks.
-        capacity: Entries that the message has room for.
+        capacity: Entries for which there is room.
     """
     indices = torch.empty(capacity, dtype=torch.int64, device=header.device)
     regions = len(header)

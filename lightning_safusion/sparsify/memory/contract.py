@@ -14,32 +14,30 @@ from torch import Tensor
 
 from lightning_safusion.kernels.cpu import Added, Message, Parts, Wanted, rearranged, zeros
 
-# Each tensor is in one list per window: as many windows with other lists are remembered.
-_KEPT_LISTS = 4
+_KEPT_LISTS = 4  # windows whose lists of tensors are kept; each tensor is in one list per window
 
 
 class Memory(ABC):
     """Flat fp32 state over the whole gradient space, in the order in which gradients become ready.
 
-    Tensor ``i`` of the layout owns ``[edges[i], edges[i + 1])``. One backward window is:
-    :meth:`compensate` for the tensors with a fresh, finite gradient, then selection from :meth:`accumulated`, and, when
-    the exchange has ended well on all ranks, :meth:`commit`. A window that ends badly (overflow) is never committed,
-    so that what was sent is still there.
+    Tensor ``i`` of the layout owns ``[edges[i], edges[i + 1])``. In a window :meth:`compensate` adds fresh, finite
+    gradients, elements are selected from :meth:`accumulated`, and :meth:`commit` subtracts what was sent once the
+    exchange has succeeded on all ranks. A window with an overflow is not committed: what was sent is still there.
     """
 
     name: ClassVar[str]
     #: sum over steps of world_size * update + sum over ranks of residuals == sum of all gradients
     conserves: bool
-    #: Its momentum, or what it hands to the optimizer, is part of the algorithm even at density 1: no gradient may
+    #: Its momentum, or what it passes to the optimizer, is part of the algorithm at density 1 too: no gradient may
     #: bypass it.
     shapes_updates: ClassVar[bool] = False
     #: Dense buffers bypass this memory, so that ``collective="auto"`` never picks dense.
     lives_on_sparsity: ClassVar[bool] = False
-    #: :meth:`received` returns the mean as it is: then it may be written straight into the gradients.
+    #: :meth:`received` returns the mean as it is, so that it may be written straight into the gradients.
     hands_on: ClassVar[bool] = True
     #: :meth:`settle` does something.
     settles: ClassVar[bool] = False
-    #: Workers whose gradients are averaged; whoever binds the memory sets it.
+    #: Workers whose gradients are averaged; set before :meth:`bind`.
     world_size: int = 1
 
     def __init_subclass__(cls, **arguments: Any) -> None:
@@ -67,13 +65,13 @@ class Memory(ABC):
         """:meth:`compensate` for gradients that may not be finite, in one pass.
 
         Args:
-            ids: Positions in the layout.
-            grads: Flat gradients, any floating dtype, one per id; not changed.
+            ids: As there.
+            grads: As there.
             wanted: What is to be found in the new memory, with a floor for each id; None for nothing.
 
         Returns:
-            Which of the gradients were left out, and what was wanted; None if nothing was done, because this memory or
-            this device has no such pass.
+            Which gradients were left out, and what was found; None if nothing was done, because this memory or this
+            device has no such pass.
         """
         return None
 
@@ -92,10 +90,10 @@ class Memory(ABC):
         """
 
     def commit_message(self, start: int, stop: int, message: Message) -> bool:
-        """:meth:`commit` of what a message says was sent of the span ``[start, stop)``, which takes less memory.
+        """:meth:`commit` of a message of the span ``[start, stop)``, which takes less memory.
 
         Returns:
-            Whether that was done; if not, :meth:`commit` is to be called.
+            Whether that was done; if not, call :meth:`commit`.
         """
         return False
 
@@ -125,17 +123,17 @@ class Memory(ABC):
         return mean
 
     def settle(self, start: int, stop: int, good: Tensor | None = None) -> None:
-        """Keeps what :meth:`received` has returned for these elements; called once the whole window has ended well.
+        """Keeps what :meth:`received` has returned for ``[start, stop)``; called once the window has succeeded.
 
         Args:
             start: First element.
             stop: Behind the last.
-            good: bool on the device: whether the window ended well, where the host does not know it; None if it did.
+            good: bool on the device, whether the window succeeded, where the host does not know it; None if it did.
         """
-        return  # most memories hold nothing that all ranks have received
+        return  # most memories keep nothing that all ranks have received
 
     def beyond(self, limit: float, start: int, stop: int) -> Tensor | None:
-        """Elements of the span ``[start, stop)`` of which some state is no number, or larger than a limit.
+        """Which elements of the span ``[start, stop)`` have state that is NaN or larger than a limit.
 
         Waits for the device. Not called in ordinary windows.
 
@@ -151,12 +149,7 @@ class Memory(ABC):
         return found
 
     def clear(self, start: int, mask: Tensor) -> None:
-        """Zeroes the state of some elements of a span.
-
-        Args:
-            start: First element of the span in the flat space.
-            mask: bool [length of the span].
-        """
+        """Zeroes the state of some elements (bool [N]) of the span that begins at ``start``."""
         for state in self.state_dict().values():
             state[start : start + len(mask)].masked_fill_(mask, 0.0)
 
@@ -174,12 +167,7 @@ class Memory(ABC):
 
 
 class Flat:
-    """A flat fp32 vector with one cached view per tensor, so that a whole group is updated by one foreach call.
-
-    Args:
-        edges: Tensor ``i`` owns ``[edges[i], edges[i + 1])``.
-        device: Where the vector lives.
-    """
+    """A flat fp32 vector with a view per tensor (``[edges[i], edges[i + 1])``), for one foreach call per buffer."""
 
     def __init__(self, edges: Sequence[int], device: torch.device) -> None:
         if device.type == "cpu":
@@ -198,10 +186,10 @@ class Flat:
         return [self.views[i] for i in ids]
 
     def parts(self, ids: Sequence[int]) -> Parts:
-        """Where ascending tensors that are not empty lie, as compiled kernels take it; kept for the next windows."""
+        """Where ascending, non-empty tensors lie, as compiled kernels take it; kept for the next windows."""
         key = ids if isinstance(ids, range) else tuple(ids)
         if key not in self.known:
-            # Where other tensors are missing in every window there is no end of lists: the oldest ones make room.
+            # other tensors may be missing in every window: the oldest lists make room
             while self.known and sum(map(len, self.known)) + len(ids) > _KEPT_LISTS * len(self.views):
                 del self.known[next(iter(self.known))]
             edges, places = np.asarray(self._edges, np.int64), np.asarray(ids)

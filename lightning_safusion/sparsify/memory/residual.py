@@ -1,4 +1,4 @@
-"""Memories that hand the optimizer what was sent: the residual of error feedback, and none."""
+"""Memories that pass on to the optimizer what was sent: the residual of error feedback, and none."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class AutoMemory(ResidualMemory):
 
 
 class NoMemory(FlatMemory):
-    """Forgets what was not sent: only the gradients of the current window are selected from.
+    """No error feedback: elements are selected from the gradients of the current window alone.
 
     The first gradient after a commit begins a new window. A tensor without a gradient in it reads as zeros.
     """
@@ -154,7 +154,7 @@ class NoMemory(FlatMemory):
         if self._ended:
             torch._foreach_zero_(self._pending.of(sorted(self._filled)))
             self._filled, self._ended = set(), False
-        # Copied, not added: after a window that ended badly and was never committed its gradients are still there.
+        # Copied, not added: the gradients of a window that was not committed are still there.
         torch._foreach_copy_(self._pending.of(ids), list(grads))
         self._filled.update(ids)
 

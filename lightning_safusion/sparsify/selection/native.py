@@ -96,8 +96,8 @@ class NativeView(SegmentedView):
 
     # -- selection -------------------------------------------------------------------------------------------------
 
-    def kth_largest(self, k: Tensor | np.ndarray) -> Tensor:
-        ranks = np.minimum(np.asarray(k)[self._live.places].astype(np.int64), self._live.sizes)
+    def kth_largest(self, ranks: np.ndarray) -> Tensor:
+        ranks = np.minimum(ranks[self._live.places], self._live.sizes)
         wanted = ranks > 0
         floors = self._guessed(np.full(len(ranks), UNKNOWN, np.int32), ranks, wanted)
         found = self._complete(self._above(floors), floors, ranks)
@@ -120,9 +120,9 @@ class NativeView(SegmentedView):
         found = self._complete(found, floors, quotas)
         return self._cut(found, np.full(len(quotas), -1, np.int32), quotas)
 
-    def take(self, thresholds: Tensor, *, inclusive: bool = False) -> Selection:
+    def take(self, thresholds: Tensor) -> Selection:
         quotas = self._live.quotas
-        floors = self._no_lower(self._floors(thresholds, inclusive), quotas)
+        floors = self._no_lower(self._floors(thresholds), quotas)
         found = self._down_to(floors)
         self._history.learn(self._lowest, found.counts)
         empty = self._counts(found, floors) == 0
@@ -186,8 +186,8 @@ class NativeView(SegmentedView):
 
     # -- floors ----------------------------------------------------------------------------------------------------
 
-    def _floors(self, thresholds: Tensor, inclusive: bool = False) -> np.ndarray:
-        return order_floors(thresholds.numpy()[self._live.places].astype(np.float32), inclusive)
+    def _floors(self, thresholds: Tensor) -> np.ndarray:
+        return order_floors(thresholds.numpy()[self._live.places])
 
     def _no_lower(self, floors: np.ndarray, enough: np.ndarray) -> np.ndarray:
         """The floors, but not below those of segments that have that many (float [A]) candidates already."""

@@ -16,11 +16,12 @@ _BLOCK = 1 << 16  # elements whose logarithms are added in float32
 _SMALL = 1 << 14
 
 
-def order_floors(thresholds: np.ndarray, inclusive: bool) -> np.ndarray:
-    """Integers such that ``bits > floor`` exactly where ``magnitude > threshold`` (``>=`` if inclusive)."""
+def order_floors(thresholds: np.ndarray) -> np.ndarray:
+    """Integers such that ``bits > floor`` exactly where ``magnitude > threshold``."""
+    limits = thresholds.astype(np.float32)
     # The sum makes -0.0 a zero; the bits of what is still negative are negative integers.
-    floors: np.ndarray = np.maximum((thresholds + np.float32(0)).view(np.int32) - inclusive, -1)
-    floors[np.isnan(thresholds)] = MAGNITUDE_BITS
+    floors: np.ndarray = np.maximum((limits + np.float32(0)).view(np.int32), -1)
+    floors[np.isnan(limits)] = MAGNITUDE_BITS
     return floors
 
 
@@ -93,7 +94,7 @@ class NumpyView(SegmentedView):
         return self._per_segment(np.int32, lambda s: self._magnitudes(s).max()).view(torch.float32)
 
     def count_above(self, thresholds: Tensor, enough: Tensor | None = None) -> Tensor:
-        floors = order_floors(thresholds.numpy().astype(np.float32), False)
+        floors = order_floors(thresholds.numpy())
         return self._per_segment(np.int64, lambda s: np.count_nonzero(self._magnitudes(s) > floors[s]))
 
     def tail_moments(self, thresholds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -106,8 +107,8 @@ class NumpyView(SegmentedView):
 
     # -- selection -------------------------------------------------------------------------------------------------
 
-    def kth_largest(self, k: Tensor | np.ndarray) -> Tensor:
-        ranks = np.minimum(np.asarray(k), self.segments.sizes)
+    def kth_largest(self, ranks: np.ndarray) -> Tensor:
+        ranks = np.minimum(ranks, self.segments.sizes)
         infinite = np.float32(np.inf).view(np.int32)
 
         def kth(s: int) -> Any:
@@ -119,9 +120,8 @@ class NumpyView(SegmentedView):
     def top(self) -> Selection:
         return self._largest(self._quotas)
 
-    def take(self, thresholds: Tensor, *, inclusive: bool = False) -> Selection:
-        floors = order_floors(thresholds.numpy().astype(np.float32), inclusive)
-        above = self._per_segment(np.int64, lambda s: np.count_nonzero(self._magnitudes(s) > floors[s])).numpy()
+    def take(self, thresholds: Tensor) -> Selection:
+        above = self.count_above(thresholds).numpy()
         return self._largest(np.minimum(np.maximum(above, 1), self._quotas))
 
     def merge(self, floors: Selection, others: Selection, room: int) -> Selection:

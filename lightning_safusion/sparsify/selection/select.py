@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -100,9 +99,6 @@ def _pooled_among(
 class ThresholdSparsifier(Sparsifier):
     """Sends what exceeds a threshold per segment; a subclass says how the threshold is found."""
 
-    #: Whether magnitudes equal to the threshold are sent too.
-    inclusive: ClassVar[bool] = False
-
     @abstractmethod
     def thresholds(self, view: SegmentedView, step: int) -> Tensor:
         """float32 [M], threshold on the magnitude of each segment, on the device of the span."""
@@ -114,4 +110,4 @@ class ThresholdSparsifier(Sparsifier):
         if segments.capacity == 0 or segments.numel == 0:
             return empty_selection(x.device)
         view = segmented_view(x, segments, survey)
-        return view.take(self.thresholds(view, step), inclusive=self.inclusive)
+        return view.take(self.thresholds(view, step))

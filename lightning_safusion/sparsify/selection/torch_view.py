@@ -61,13 +61,6 @@ class _Constants:
         )
 
 
-def _order_floors(thresholds: Tensor, inclusive: bool) -> Tensor:
-    """Integers such that ``bits > floor`` exactly where ``magnitude > threshold`` (``>=`` if inclusive)."""
-    floors = (thresholds.contiguous().view(torch.int32) & MAGNITUDE_BITS) - int(inclusive)
-    floors = torch.where(thresholds < 0, -1, floors)
-    return torch.where(thresholds.isnan(), MAGNITUDE_BITS, floors)
-
-
 def compact(mask: Tensor, capacity: int) -> Tensor:
     """int64 [capacity], ascending positions where ``mask`` [N] is true (no more than ``capacity``), then zeros."""
     slots = torch.where(mask, mask.cumsum(0) - 1, capacity)
@@ -99,7 +92,7 @@ class TorchView(SegmentedView):
         return largest.scatter_reduce(0, self._fixed.owner, self._bits, "amax").view(torch.float32)
 
     def count_above(self, thresholds: Tensor, enough: Tensor | None = None) -> Tensor:
-        return self._count(self._above(thresholds, False))
+        return self._count(self._above(thresholds))
 
     def tail_moments(self, thresholds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         excess = self.x.abs() - thresholds[self._fixed.owner]
@@ -121,21 +114,20 @@ class TorchView(SegmentedView):
 
     # -- selection -------------------------------------------------------------------------------------------------
 
-    def kth_largest(self, k: Tensor | np.ndarray) -> Tensor:
-        ranks = device_constant(k, self.x.device) if isinstance(k, np.ndarray) else k
-        last = self._fixed.edges[:-1] + torch.minimum(ranks.long(), self._fixed.edges.diff())
-        bits = torch.nn.functional.pad(self._bits[self._order], (1, 0))[last]
-        return torch.where(ranks > 0, bits.view(torch.float32), torch.inf)
+    def kth_largest(self, ranks: np.ndarray) -> Tensor:
+        last = self.segments.edges[:-1] + np.minimum(ranks, self.segments.sizes)
+        bits = torch.nn.functional.pad(self._bits[self._order], (1, 0))[device_constant(last, self.x.device)]
+        return torch.where(device_constant(ranks > 0, self.x.device), bits.view(torch.float32), torch.inf)
 
     def top(self) -> Selection:
         mask = self._largest(self._fixed.quotas)
         indices = compact(mask, self._fixed.total)
         return Selection(indices, self.x[indices], self._fixed.total)
 
-    def take(self, thresholds: Tensor, *, inclusive: bool = False) -> Selection:
+    def take(self, thresholds: Tensor) -> Selection:
         # No tie crosses a threshold, so what exceeds it is an exact top-k again, with a k known to the device only.
         quotas = self._fixed.quotas
-        ranks = self._count(self._above(thresholds, inclusive)).clamp_(min=1).minimum(quotas)
+        ranks = self._count(self._above(thresholds)).clamp_(min=1).minimum(quotas)
         return self._select(self._largest(ranks), self._fixed.total)
 
     def merge(self, floors: Selection, others: Selection, room: int) -> Selection:
@@ -152,8 +144,11 @@ class TorchView(SegmentedView):
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
-    def _above(self, thresholds: Tensor, inclusive: bool) -> Tensor:
-        return self._bits > _order_floors(thresholds, inclusive)[self._fixed.owner]
+    def _above(self, thresholds: Tensor) -> Tensor:
+        """bool [N], the elements whose magnitude exceeds the threshold of their segment: none exceeds NaN."""
+        floors = thresholds.contiguous().view(torch.int32) & MAGNITUDE_BITS
+        floors = torch.where(thresholds < 0, -1, floors)
+        return self._bits > torch.where(thresholds.isnan(), MAGNITUDE_BITS, floors)[self._fixed.owner]
 
     def _select(self, mask: Tensor, capacity: int) -> Selection:
         """What ``mask`` [N] chooses, no more than ``capacity``, in a fixed shape."""

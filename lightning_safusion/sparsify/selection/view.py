@@ -7,7 +7,6 @@ and accelerators, which never waits for the device.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -59,29 +58,13 @@ class SegmentedView(ABC):
         """float64 [M], room of each segment."""
         return sizes_and_quotas(self.segments, self.x.device)[1]
 
-    def sampled_abs(self, stride: Sequence[int], start: Sequence[int]) -> list[Tensor]:
-        """Magnitudes of every ``stride[s]``-th element of segment ``s``, from its element ``start[s]`` on."""
-        edges = self.segments.edges.tolist()
-        return [
-            self.x[low + offset : high : step].abs() if low + offset < high else self.x[:0]
-            for low, high, step, offset in zip(edges[:-1], edges[1:], stride, start, strict=True)
-        ]
-
     @abstractmethod
     def moments(self, *, magnitudes: bool = False) -> tuple[Tensor, Tensor]:
         """float64 [M] each: sums of the elements, or of their magnitudes, and of the squares."""
 
-    def sums(self) -> Tensor:
-        """float64 [M], sum of the signed elements."""
-        return self.moments()[0]
-
     def abs_sums(self) -> Tensor:
         """float64 [M], sum of the magnitudes."""
         return self.moments(magnitudes=True)[0]
-
-    def square_sums(self) -> Tensor:
-        """float64 [M], sum of the squares."""
-        return self.moments()[1]
 
     @abstractmethod
     def log_abs_sums(self) -> tuple[Tensor, Tensor]:
@@ -109,19 +92,23 @@ class SegmentedView(ABC):
         """
 
     @abstractmethod
-    def kth_largest(self, k: Tensor | np.ndarray) -> Tensor:
-        """float32 [M], exact ``k``-th largest magnitude; ``k`` is int [M] in 0..size, 0 gives +infinity."""
+    def kth_largest(self, ranks: np.ndarray) -> Tensor:
+        """float32 [M], exact ``ranks``-th largest magnitude; int64 [M] in 0..size, 0 gives +infinity."""
+
+    def below_kth(self, ranks: np.ndarray) -> Tensor:
+        """float32 [M], the threshold next below the ``ranks``-th largest magnitude, which exceeds it.
+
+        0 stays 0: of a segment that is mostly zero only non-zeros exceed it.
+        """
+        kth = self.kth_largest(ranks)
+        return torch.nextafter(kth, torch.zeros_like(kth))
 
     @abstractmethod
-    def take(self, thresholds: Tensor, *, inclusive: bool = False) -> Selection:
-        """Selects the elements above a threshold, at most the quota and at least one of every segment with a quota.
+    def take(self, thresholds: Tensor) -> Selection:
+        """Selects what exceeds thresholds (float32 [M]): of every segment with a quota at least one, at most the quota.
 
         A segment with more than its quota keeps exactly its quota largest; one with none sends its largest element. A
         threshold that is NaN selects none.
-
-        Args:
-            thresholds: float32 [M].
-            inclusive: Selects magnitudes equal to the threshold too.
         """
 
     @abstractmethod

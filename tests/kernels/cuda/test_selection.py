@@ -12,8 +12,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from lightning_safusion.kernels.cuda import chunks as chunks_module
-from lightning_safusion.kernels.cuda.chunks import BLOCK, Chunks
+from lightning_safusion.kernels.cuda import launch as launch_module
+from lightning_safusion.kernels.cuda.launch import BLOCK, Chunks
 from lightning_safusion.kernels.cuda.view import TritonView
 from lightning_safusion.sparsify.base import Segments, Selection
 from lightning_safusion.sparsify.registry import resolve_sparsifier
@@ -87,22 +87,21 @@ def test_top_is_exact(kind: Callable[[Tensor], Tensor]) -> None:
     assert torch.equal(selection.indices, NumpyView(x, segments).top().indices)
 
 
-@pytest.mark.parametrize("inclusive", [False, True])
 @pytest.mark.parametrize("kind", KINDS, ids=KIND_NAMES)
-def test_take_is_exact(kind: Callable[[Tensor], Tensor], inclusive: bool) -> None:
+def test_take_is_exact(kind: Callable[[Tensor], Tensor]) -> None:
     segments = cut(SIZES, QUOTAS)
     x = kind(noise(sum(SIZES), 1))
     some = float(x[400].abs())  # a value that occurs
     # nothing above; few above; more than the quota above; NaN and negative thresholds
     for thresholds in ([1.0, 9.0, some, 0.3, 0.0, 1.0, 1.0], [0.0, -1.0, torch.nan, torch.inf, 1.0, some, -0.0]):
-        selection = on_host(view(x, segments).take(torch.tensor(thresholds, device=DEVICE), inclusive=inclusive))
-        expected = NumpyView(x, segments).take(torch.tensor(thresholds), inclusive=inclusive)
+        selection = on_host(view(x, segments).take(torch.tensor(thresholds, device=DEVICE)))
+        expected = NumpyView(x, segments).take(torch.tensor(thresholds))
         check(selection, x, expected.indices.tolist())
         assert len(selection.indices) == segments.capacity
 
 
 def test_segments_of_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks_module, "PROGRAMS", 3)
+    monkeypatch.setattr(launch_module, "PROGRAMS", 3)
     sizes, quotas = [3 * BLOCK + 5, 9 * BLOCK, 2], [900, 2000, 1]  # ties are used up by the first chunk
     segments, x = cut(sizes, quotas), few_bits(noise(sum(sizes)))
     layout = Chunks.of(segments, torch.device(DEVICE))
@@ -134,7 +133,7 @@ def test_statistics_are_those_of_the_cpu(kind: Callable[[Tensor], Tensor]) -> No
         assert result.dtype == expected.dtype
         torch.testing.assert_close(result.cpu()[live], expected[live], rtol=1e-5, atol=1e-3)
 
-    for name in ("sums", "abs_sums", "square_sums", "abs_max"):
+    for name in ("abs_sums", "abs_max"):
         near(getattr(ours, name)(), getattr(theirs, name)())
     for magnitudes in (False, True):
         for result, expected in zip(
@@ -155,8 +154,6 @@ def test_kth_largest_is_exact(kind: Callable[[Tensor], Tensor]) -> None:
         ours, theirs = view(x, segments).kth_largest(ranks), NumpyView(x, segments).kth_largest(ranks)
         live = torch.from_numpy((segments.quotas > 0) & (segments.sizes > 0))
         assert torch.equal(ours.cpu()[live], theirs[live])
-        on_device = view(x, segments).kth_largest(torch.from_numpy(ranks).to(DEVICE))
-        assert torch.equal(on_device.cpu()[live], theirs[live])
 
 
 def test_the_same_bits_every_time() -> None:
@@ -191,9 +188,3 @@ def test_sparsifiers_choose_what_they_choose_on_the_cpu(monkeypatch: pytest.Monk
         assert int(other.count) == int(chosen[0].count)
         assert torch.equal(other.indices[: other.count], chosen[0].indices)
         assert torch.equal(other.values[: other.count], chosen[0].values)
-
-
-def test_spans_beyond_int32_are_refused() -> None:
-    whole = Segments(np.array([0, 2**31]), np.array([1]), (0,), ((2**31,),))
-    with pytest.raises(ValueError, match="cannot address a span of 2147483648 elements, 2147475456 at most"):
-        TritonView(torch.empty(2**31, device="meta"), whole)
