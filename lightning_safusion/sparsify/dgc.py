@@ -18,7 +18,7 @@ class DGC(ThresholdSparsifier):
 
     Of each segment a strided sample is drawn, and the smallest of the sample's top ``density`` share of magnitudes is
     the threshold for the whole segment. More than the quota is cut exactly, to Top-k (the paper's hierarchical
-    selection); a threshold that lets too little through is lowered step by step.
+    selection); a threshold that too few elements exceed is lowered step by step.
 
     The relative spread of the number found is about ``1 / sqrt(tail_samples)``, whatever the distribution.
 
@@ -56,7 +56,7 @@ class DGC(ThresholdSparsifier):
         self.seed = seed
 
     def thresholds(self, view: SegmentedView, step: int) -> Tensor:
-        """Sampled thresholds, float32 [M], lowered where they let too little through."""
+        """Sampled thresholds, float32 [M], lowered where too few elements exceed them."""
         tau = self._sampled(view, step)
         for _ in range(self.max_iterations):
             few = (view.count_above(tau) < self.lower * view.quotas) & (tau > 0)

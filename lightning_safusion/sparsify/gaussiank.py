@@ -10,12 +10,10 @@ from torch import Tensor
 
 from lightning_safusion.sparsify.base import Segments, constant_of_segments
 from lightning_safusion.sparsify.selection.select import SegmentedView, ThresholdSparsifier
-from lightning_safusion.sparsify.selection.view import sizes_and_quotas
+from lightning_safusion.sparsify.selection.view import mean_and_variance, sizes_and_quotas
 
 _FEW, _MANY = 2 / 3, 4 / 3  # the paper's bounds on found / quota
-# Elements too many that are not worth another count: the exact cut at the quota takes them off. They matter to small
-# quotas only, where the paper's bounds would ask for the very number.
-_SPARE = 32
+_SPARE = 32  # elements above the quota that are cut and not counted again: the bounds of small quotas are narrow
 
 
 class GaussianK(ThresholdSparsifier):
@@ -84,10 +82,8 @@ def normal_thresholds(view: SegmentedView, middle: bool = False) -> Tensor:
         view: The span.
         middle: Quantiles of the middle of the numbers that need no refinement, instead of the quotas.
     """
-    total, squares = view.moments()
-    mean = total / view.sizes
-    variance = (squares - total * mean) / (view.sizes - 1).clamp(min=1)
-    return mean.abs() + _normal_quantiles(view.segments, mean.device, middle) * variance.clamp(min=0).sqrt()
+    mean, variance = mean_and_variance(view.sizes, *view.moments())
+    return mean.abs() + _normal_quantiles(view.segments, mean.device, middle) * variance.sqrt()
 
 
 @constant_of_segments

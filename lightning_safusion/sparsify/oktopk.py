@@ -29,7 +29,7 @@ class OkTopk(ThresholdSparsifier):
     ``control="scaled"`` keeps the threshold in units of the segment's mean magnitude, and corrects it through the power
     law measured by a second count. ``control="step"`` is what the authors' VGG trainer does: the threshold itself is
     reused, raised by 3 % up to five times while more than 4/3 quotas pass, and moved by 1.2 % when the number found
-    leaves 2/3 to 5/4 quotas. ``control="none"`` leaves it as it is, as ADTopk's threshold mode does.
+    leaves 2/3 to 5/4 quotas. ``control="none"`` does not change it, as ADTopk's threshold mode.
 
     Args:
         refresh: Steps between exact evaluations; the authors use 32 (VGG, LSTM) and 128 (BERT).
@@ -58,8 +58,10 @@ class OkTopk(ThresholdSparsifier):
         tau = tau.float()
         if self.control == "step":
             tau = _raised(view, tau)
-        follow = {"scaled": _power_law, "step": _stepped, "none": _unchanged}[self.control]
-        level = follow(view, tau) / unit
+        if self.control == "none":
+            level = tau.double()
+        else:
+            level = (_power_law if self.control == "scaled" else _stepped)(view, tau) / unit
         # a step of zeros, NaN or Inf has no threshold to learn from
         self._remember(view, torch.where(torch.isfinite(level), level, before), due, step)
         return tau
@@ -128,7 +130,3 @@ def _stepped(view: SegmentedView, tau: Tensor) -> Tensor:
     found = view.count_above(tau)
     few, many = found < 2 / 3 * view.quotas, found > 5 / 4 * view.quotas
     return torch.where(few, tau / 1.012, torch.where(many, 1.012 * tau, tau)).double()
-
-
-def _unchanged(view: SegmentedView, tau: Tensor) -> Tensor:
-    return tau.double()

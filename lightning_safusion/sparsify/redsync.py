@@ -19,8 +19,8 @@ class RedSync(ThresholdSparsifier):
 
     Both methods end with at least a quota of candidates wherever the segment has that many non-zero elements, so that
     the exact cut returns Top-k. ``"trim"`` lowers the threshold from the maximum towards the mean in equal steps until
-    it lets a quota through (trimmed top-k). ``"search"`` bisects on a logarithmic scale between them until between one
-    and two quotas are found (threshold binary search). A segment whose threshold is below the mean takes all its
+    a quota of elements exceeds it (trimmed top-k). ``"search"`` bisects between them on a logarithmic scale until one
+    to two quotas are found (threshold binary search). A segment whose threshold is below the mean takes all its
     non-zeros as candidates.
 
     Args:
@@ -62,7 +62,7 @@ class RedSync(ThresholdSparsifier):
         return tau.float()
 
     def _search(self, view: SegmentedView, mean: Tensor, peak: Tensor) -> Tensor:
-        tau = torch.zeros_like(mean)  # always a threshold that lets a quota through, or 0
+        tau = torch.zeros_like(mean)  # always a threshold that a quota of elements exceeds, or 0
         low, high = mean.log(), peak.log()
         settled = view.quotas == 0
         for trials in range(math.ceil(-math.log2(self.tolerance))):

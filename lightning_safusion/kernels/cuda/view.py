@@ -39,7 +39,7 @@ class TritonView(SegmentedView):
         return total, present.long()
 
     def abs_max(self) -> Tensor:
-        (largest,) = self._reduce(statistics.chunk_largest, 1, self._bits, largest=True)
+        (largest,) = self._reduce(statistics.chunk_largest, 1, self._bits)
         return largest.int().view(torch.float32)
 
     def count_above(self, thresholds: Tensor, enough: Tensor | None = None) -> Tensor:
@@ -51,35 +51,18 @@ class TritonView(SegmentedView):
         return number.long(), first, second
 
     def _reduce(
-        self,
-        kernel: Any,
-        rows: int,
-        elements: Tensor,
-        *,
-        thresholds: Tensor | None = None,
-        largest: bool = False,
-        **constants: Any,
+        self, kernel: Any, rows: int, elements: Tensor, *, thresholds: Tensor | None = None, **constants: Any
     ) -> Tensor:
-        """float64 [rows, M]: what the kernel writes for every chunk, summed over the chunks of each segment."""
+        """float64 [rows, M]: what the kernel writes for every chunk, combined over the chunks of each segment."""
         chunks, every = self._chunks, len(self.segments)
         partial = torch.empty(rows, chunks.count, dtype=torch.float64, device=elements.device)
         limits = [] if thresholds is None else [chunks.active, thresholds.float().contiguous()]
         launch(kernel, chunks.count, elements, chunks.table, *limits, partial, chunks.count, **constants, BLOCK=BLOCK)
         whole = chunks.segments == every
         out = (torch.empty if whole else torch.zeros)(rows, every, dtype=torch.float64, device=elements.device)
-        launch(
-            statistics.combine,
-            rows * chunks.segments,
-            partial,
-            chunks.spans,
-            chunks.active,
-            out,
-            chunks.count,
-            chunks.segments,
-            every,
-            LARGEST=largest,
-            CHUNKS=triton.next_power_of_2(chunks.longest),
-        )
+        arrays, sizes = (partial, chunks.spans, chunks.active, out), (chunks.count, chunks.segments, every)
+        options = {"LARGEST": kernel is statistics.chunk_largest, "CHUNKS": triton.next_power_of_2(chunks.longest)}
+        launch(statistics.combine, rows * chunks.segments, *arrays, *sizes, **options)
         return out
 
     # -- selection -------------------------------------------------------------------------------------------------
@@ -127,22 +110,9 @@ class TritonView(SegmentedView):
         options = {"LIMITED": limited, "BLOCK": BLOCK}
         launch(selection.survey, chunks.count, *span, first, largest, chunks.count, **options, BINS=FIRST_BINS)
         for level, before, after, bins in ((1, first, second, FIRST_BINS), (2, second, third, NEXT_BINS)):
-            launch(
-                selection.narrow,
-                chunks.count,
-                *span,
-                ranks,
-                before,
-                after,
-                largest,
-                states,
-                chunks.count,
-                chunks.segments,
-                **options,
-                LEVEL=level,
-                BINS_BEFORE=bins,
-                BINS=NEXT_BINS,
-            )
+            arrays, shape = (ranks, before, after, largest, states), (chunks.count, chunks.segments)
+            digits = {"LEVEL": level, "BINS_BEFORE": bins, "BINS": NEXT_BINS}
+            launch(selection.narrow, chunks.count, *span, *arrays, *shape, **options, **digits)
         return third, states
 
     def _select(self, thresholds: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -156,26 +126,10 @@ class TritonView(SegmentedView):
         words = torch.empty(2, chunks.blocks, BLOCK // 32, dtype=torch.int32, device=device)
         counts = torch.empty(2, chunks.count, dtype=torch.int32, device=device)
         total = torch.empty((), dtype=torch.int64, device=device)
+        span, marks = (self._bits, chunks.table), (states, words, counts)
         sizes = (chunks.count, chunks.segments, chunks.blocks)
-        span = (self._bits, chunks.table)
-        launch(
-            selection.mark, chunks.count, *span, histograms, states, words, counts, *sizes, BLOCK=BLOCK, BINS=NEXT_BINS
-        )
-        launch(
-            selection.write,
-            chunks.count,
-            *span,
-            chunks.spans,
-            states,
-            words,
-            counts,
-            indices,
-            values.view(torch.int32),
-            total,
-            *sizes,
-            chunks.capacity,
-            BLOCK=BLOCK,
-            CHUNKS=triton.next_power_of_2(chunks.longest),
-            SEGMENTS=triton.next_power_of_2(chunks.segments),
-        )
+        launch(selection.mark, chunks.count, *span, histograms, *marks, *sizes, BLOCK=BLOCK, BINS=NEXT_BINS)
+        arrays = (*span, chunks.spans, *marks, indices, values.view(torch.int32), total)
+        powers = {"CHUNKS": triton.next_power_of_2(chunks.longest), "SEGMENTS": triton.next_power_of_2(chunks.segments)}
+        launch(selection.write, chunks.count, *arrays, *sizes, chunks.capacity, BLOCK=BLOCK, **powers)
         return indices, values, total

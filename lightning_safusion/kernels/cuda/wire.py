@@ -41,20 +41,11 @@ def encode(layout: str, selection: Selection, fields: Sequence[Tensor], dtype: t
         sizes += [len(header), max(entries, 1).bit_length()]  # regions or words, found by bisection
     narrow = dtype != torch.float32
     sent = torch.empty(entries, device=values.device) if narrow else selection.values
-    launch(
-        _ENCODERS[layout],
-        triton.cdiv(max(len(values), len(header), 1), _BLOCK),
-        selection.indices.contiguous(),
-        selection.values.contiguous(),
-        selection.indices if known else selection.count,
-        *arrays,
-        sent,
-        *sizes,
-        KNOWN=known,
-        LIMIT=torch.finfo(dtype).max if narrow else 0,
-        TAIL=fields[-1].numel() > 0,
-        BLOCK=_BLOCK,
-    )
+    given = (selection.indices.contiguous(), selection.values.contiguous())
+    count = selection.indices if known else selection.count
+    options = {"KNOWN": known, "LIMIT": torch.finfo(dtype).max if narrow else 0, "TAIL": fields[-1].numel() > 0}
+    programs = triton.cdiv(max(len(values), len(header), 1), _BLOCK)
+    launch(_ENCODERS[layout], programs, *given, count, *arrays, sent, *sizes, **options, BLOCK=_BLOCK)
     return sent
 
 
@@ -68,17 +59,8 @@ def decode_block16(header: Tensor, offsets: Tensor, capacity: int) -> Tensor:
     """
     indices = torch.empty(capacity, dtype=torch.int64, device=header.device)
     regions = len(header)
-    launch(
-        messages.decode_block16,
-        regions,
-        header,
-        offsets,
-        indices,
-        regions,
-        capacity,
-        REGIONS=triton.next_power_of_2(regions),
-        BLOCK=_BLOCK,
-    )
+    sizes = {"REGIONS": triton.next_power_of_2(regions), "BLOCK": _BLOCK}
+    launch(messages.decode_block16, regions, header, offsets, indices, regions, capacity, **sizes)
     return indices
 
 
@@ -90,17 +72,6 @@ def decode_bitmap(words: Tensor, capacity: int) -> Tensor:
     programs = triton.cdiv(length, width) if length else 0
     counts = torch.empty(programs, dtype=torch.int32, device=words.device)
     launch(messages.count_bits, programs, words, counts, length, width, BLOCK=_WORDS)
-    launch(
-        messages.decode_bitmap,
-        programs,
-        words,
-        counts,
-        indices,
-        length,
-        width,
-        programs,
-        capacity,
-        PROGRAMS=triton.next_power_of_2(programs),
-        BLOCK=_WORDS,
-    )
+    sizes = {"PROGRAMS": triton.next_power_of_2(programs), "BLOCK": _WORDS}
+    launch(messages.decode_bitmap, programs, words, counts, indices, length, width, programs, capacity, **sizes)
     return indices

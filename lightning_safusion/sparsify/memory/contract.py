@@ -81,7 +81,7 @@ class Memory(ABC):
 
     @abstractmethod
     def commit(self, start: int, indices: Tensor, sent: Tensor) -> None:
-        """Takes what was sent out of the state.
+        """Subtracts what was sent from the state.
 
         Args:
             start: First element of the span in the flat space.
@@ -103,32 +103,24 @@ class Memory(ABC):
 
     @abstractmethod
     def withdraw(self, tensor: int, grad: Tensor) -> None:
-        """Takes an uncommitted gradient of this window out again (it bypasses the memory)."""
+        """Subtracts an uncommitted gradient of this window again (it bypasses the memory)."""
 
     @abstractmethod
     def add(self, start: int, stop: int, error: Tensor) -> None:
         """Adds a rounding error (float32 [stop - start]) of the decoded mean, the same on all ranks."""
 
     def received(self, start: int, stop: int, mean: Tensor) -> Tensor:
-        """What the optimizer gets for the elements ``[start, stop)`` of the flat space.
-
-        Args:
-            start: First element.
-            stop: Behind the last.
-            mean: Decoded mean over ranks, floating [stop - start]; not changed.
+        """What the optimizer gets for ``[start, stop)``, from the decoded mean over ranks (floating [N], not changed).
 
         Returns:
-            Floating [stop - start], valid until :meth:`settle` or the next call for these elements.
+            Floating [N], valid until :meth:`settle` or the next call for these elements.
         """
         return mean
 
     def settle(self, start: int, stop: int, good: Tensor | None = None) -> None:
         """Keeps what :meth:`received` has returned for ``[start, stop)``; called once the window has succeeded.
 
-        Args:
-            start: First element.
-            stop: Behind the last.
-            good: bool on the device, whether the window succeeded, where the host does not know it; None if it did.
+        Where the host does not know that it has, ``good`` (bool on the device) says so.
         """
         return  # most memories keep nothing that all ranks have received
 
@@ -170,10 +162,8 @@ class Flat:
     """A flat fp32 vector with a view per tensor (``[edges[i], edges[i + 1])``), for one foreach call per buffer."""
 
     def __init__(self, edges: Sequence[int], device: torch.device) -> None:
-        if device.type == "cpu":
-            self._adopt(zeros(edges[-1], np.float32), edges)
-        else:
-            self._adopt(torch.zeros(edges[-1], device=device), edges)
+        on_host = device.type == "cpu"
+        self._adopt(zeros(edges[-1], np.float32) if on_host else torch.zeros(edges[-1], device=device), edges)
 
     def _adopt(self, data: Tensor | np.ndarray, edges: Sequence[int]) -> None:
         self._memory, self._edges = data, edges

@@ -19,17 +19,12 @@ from lightning_safusion.sparsify.selection.survey import UNKNOWN, History, SpanS
 from lightning_safusion.sparsify.selection.view import SegmentedView
 
 _SMALL = 1 << 14  # elements of a segment that is never sampled: a floor that is sure costs less
-# Times the capacity: ranks whose magnitudes samples tell, until enough candidates are found.
+# Times the capacity: ranks that are guessed from samples, until enough candidates are found.
 _DEEPER = (1, 2, 4)
 
 
 class FoundSelection(Selection):
-    """What compiled kernels have found: positions have 32 bits until somebody asks for more.
-
-    Args:
-        positions: int32 [K].
-        values: float32 [K].
-    """
+    """A selection by compiled kernels: positions are int32 [K], and int64 ``indices`` are made when they are read."""
 
     def __init__(self, positions: Tensor, values: Tensor) -> None:
         self.__dict__.update(positions=positions, values=values, count=len(values))
@@ -40,13 +35,7 @@ class FoundSelection(Selection):
 
 
 class NativeView(SegmentedView):
-    """Reads a span with compiled kernels.
-
-    Args:
-        x: float32 [N], contiguous.
-        segments: The cut of ``x`` and the quotas.
-        survey: What is known of ``x``.
-    """
+    """Reads a span with compiled kernels; see :func:`segmented_view` for the arguments."""
 
     def __init__(self, x: Tensor, segments: Segments, survey: SpanSurvey | None = None) -> None:
         self.x, self.segments = x, segments
@@ -89,7 +78,7 @@ class NativeView(SegmentedView):
         if enough is not None:
             floors = self._no_lower(floors, enough.numpy()[self._live.places] + 1)
         if self._found is not None and (lowered := floors < self._lowest).any():
-            # a threshold is lowered until it finds enough, which a sparse segment never has: one pass for all of that
+            # a threshold is lowered until enough elements exceed it, which a sparse segment never has: one pass for all
             large = lowered & (self._live.sizes > _SMALL)
             self._down_to(np.minimum(floors, np.maximum(self._guessed(floors, self._live.quotas, large), 0)))
         return self._per_segment(self._counts(self._down_to(floors), floors))
@@ -128,7 +117,7 @@ class NativeView(SegmentedView):
         empty = self._counts(found, floors) == 0
         if not empty.any():
             return self._cut(found, floors, quotas)
-        # of these the (first) largest, which is a zero if there is no other
+        # each of these sends its (first) largest element, a zero if there is no other
         floors = self._guessed(floors, np.ones_like(quotas), empty)
         found = self._complete(self._above(floors), floors, empty.astype(np.int64))
         return self._cut(found, np.full(len(quotas), -1, np.int32), np.where(empty, 1, quotas))
@@ -151,7 +140,7 @@ class NativeView(SegmentedView):
         return None
 
     def _pooled_above(self, common: int) -> Selection | None:
-        """The pooled selection, if what is above ``common`` (bits) and above the floors of the quotas will do."""
+        """The pooled selection, if what is above ``common`` (bits) and above the floors of the quotas suffices."""
         quotas = self._live.quotas
         floors = np.minimum(self._history.floors[:-1], np.int32(common))
         found = self._above(floors)
@@ -196,7 +185,7 @@ class NativeView(SegmentedView):
         return np.where(self._found.counts >= enough, np.maximum(floors, self._lowest), floors)
 
     def _guessed(self, floors: np.ndarray, ranks: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-        """Floors, those of some segments (bool [A]) such that ``ranks`` elements are above them, most likely."""
+        """Floors, those of some segments (bool [A]) such that most likely ``ranks`` elements exceed them."""
         floors, live = floors.copy(), self._live
         small = wanted & (live.sizes <= _SMALL)
         if small.any():
@@ -239,7 +228,7 @@ class NativeView(SegmentedView):
 
     def _counts(self, found: native.Lists, floors: np.ndarray) -> np.ndarray:
         """int64 [A], candidates above floors (int32 [A]) that are no lower than theirs."""
-        # whoever looks for a threshold changes few segments in the end
+        # a search for thresholds changes those of few segments in the end
         counts = found.number_above(floors, *(self._counted or (self._lowest, found.counts)))
         self._counted = floors, counts
         return counts
@@ -256,7 +245,7 @@ class NativeView(SegmentedView):
         return found
 
     def _found_again(self, floors: np.ndarray, short: np.ndarray) -> tuple[np.ndarray, native.Lists]:
-        """Reads the ``short`` segments (bool [A]) once more, with floors from samples."""
+        """Reads the ``short`` segments (bool [A]) again, with floors from samples."""
         lower = self._guessed(floors, self._live.quotas, short)
         self._history.lower(lower, short)
         return lower, self._above(lower)

@@ -78,8 +78,6 @@ class NumpyView(SegmentedView):
         self._quotas = np.minimum(segments.quotas, segments.sizes)
         self._live: list[int] = np.flatnonzero(self._quotas).tolist()
 
-    # -- statistics ------------------------------------------------------------------------------------------------
-
     def moments(self, *, magnitudes: bool = False) -> tuple[Tensor, Tensor]:
         shape = np.abs if magnitudes else np.positive
         first = self._per_segment(np.float64, lambda s: shape(self._segment(s)).sum(dtype=np.float64))
@@ -105,8 +103,6 @@ class NumpyView(SegmentedView):
         total = self._per_segment(np.float64, lambda s: excess[s].sum(dtype=np.float64))
         return number, total, self._per_segment(np.float64, lambda s: np.square(excess[s]).sum(dtype=np.float64))
 
-    # -- selection -------------------------------------------------------------------------------------------------
-
     def kth_largest(self, ranks: np.ndarray) -> Tensor:
         ranks = np.minimum(ranks, self.segments.sizes)
         infinite = np.float32(np.inf).view(np.int32)
@@ -126,8 +122,6 @@ class NumpyView(SegmentedView):
 
     def merge(self, floors: Selection, others: Selection, room: int) -> Selection:
         return merged(self.x, floors, others, room)
-
-    # -- parts -----------------------------------------------------------------------------------------------------
 
     def _segment(self, s: int) -> np.ndarray:
         """float32, the elements of a segment."""

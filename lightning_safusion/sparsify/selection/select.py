@@ -22,14 +22,13 @@ __all__ = ["SegmentedView", "ThresholdSparsifier", "empty_selection", "pooled", 
 
 
 def segmented_view(x: Tensor, segments: Segments, survey: SpanSurvey | None = None) -> SegmentedView:
-    """Reads ``x`` segment by segment: with compiled kernels or NumPy on the CPU, with Triton on CUDA devices, with
-    PyTorch elsewhere.
+    """Reads ``x`` segment by segment: with compiled kernels or NumPy on the CPU, Triton on CUDA devices, or PyTorch.
 
     Args:
         x: float32 [N], contiguous.
         segments: The cut of ``x`` and the quotas.
         survey: What is known of ``x``, as :meth:`Sparsifier.select` may be given it. It saves time and changes no
-            result; of another tensor than the one that was surveyed (a copy, a slice, a product) nothing is used.
+            result; for another tensor than the one that was surveyed (a copy, a slice, a product) it is ignored.
 
     Raises:
         TypeError: If ``x`` is not a contiguous float32 vector.
@@ -63,15 +62,9 @@ def pooled(
     choose: Callable[[Tensor, Segments], Selection],
     survey: SpanSurvey | None = None,
 ) -> Selection:
-    """Selects the quota of every segment exactly, and the pool from what ``choose`` finds in the whole span.
+    """Selects the quota of every segment exactly, and the pool from what ``choose`` finds in the span as one segment.
 
-    Segments with quota 0 take no part.
-
-    Args:
-        x: float32 [N], contiguous.
-        segments: The cut of ``x``, the quotas and the pool.
-        choose: Selects from a span of one segment.
-        survey: What is known of ``x``.
+    Segments with quota 0 are left out. For ``x`` and ``survey`` see :func:`segmented_view`.
     """
     if segments.capacity == 0 or segments.numel == 0 or not segments.quotas.any():
         return empty_selection(x.device)

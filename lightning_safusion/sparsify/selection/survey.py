@@ -95,7 +95,7 @@ class History:
         self.forget()
 
     def forget(self) -> None:
-        """Knows no floor any more: where far too many elements exceeded them, samples tell better."""
+        """Drops the floors: where far too many elements exceeded them, samples give better ones."""
         self.floors = np.full(len(self.live.enough), UNKNOWN, np.int32)
 
     def derived(self, segments: Segments) -> History | None:
@@ -111,7 +111,7 @@ class History:
         """Records how many elements exceeded floors.
 
         Args:
-            floors: int32 [A]; UNKNOWN tells nothing.
+            floors: int32 [A]; nothing is learned from UNKNOWN.
             counts: int64 [A], elements above each.
             common: A floor for all of them together.
             above: Elements above it.
@@ -159,9 +159,7 @@ class SpanSurvey:
         self._state = (x.data_ptr(), x.numel(), x._version) if counted else None
 
     def take(self, x: Tensor, segments: Segments) -> tuple[History | None, Seen | None]:
-        """What is known of ``x`` (float32 [N]) with this cut. Found elements are handed out once: their lists are
-        overwritten.
-        """
+        """What is known of ``x`` (float32 [N]) with this cut. Found lists are returned once: they are overwritten."""
         same = x is self._x or (x._base is not None and x._base is self._x._base)
         if self._state is None or not same or (x.data_ptr(), x.numel(), x._version) != self._state:
             return None, None
@@ -192,14 +190,14 @@ class Foresight:
         starts = bounds[:-1][np.diff(bounds) > 0]
         live_places = np.full(len(segments), number)
         live_places[live.places] = np.arange(number)
-        #: int64 [T], the live segment of each tensor, and one behind the last for those that lie in none
+        #: int64 [T], the live segment of each tensor, A for tensors that lie in none
         self._owners = live_places[np.searchsorted(segments.edges, starts, side="right") - 1]
         #: each tensor is a segment of its own, as before fusion
         self._one_each = np.array_equal(self._owners, np.arange(number))
         self._wanted = native.Wanted()
 
     def wanted(self) -> native.Wanted | None:
-        """What is to be found, with a floor for each tensor that is not empty; None if nothing is known."""
+        """What to look for, with a floor for each non-empty tensor; None if nothing is known."""
         history = self.history
         if not history.used or history.segments.numel >= native.MOST_ELEMENTS:
             return None
@@ -212,7 +210,7 @@ class Foresight:
 
         Args:
             x: float32 [N], the memory to which the gradients were added.
-            found: What was wanted, as it was found in it.
+            found: What was found in it.
         """
         if found is None:
             return SpanSurvey(x, self.history)
@@ -251,7 +249,7 @@ class Selector:
             x: float32 [N], residual plus gradient.
             history: Its cut, and what earlier selections with that have shown.
             step: Number of the window.
-            survey: What is known of ``x``; None for what the history tells.
+            survey: What is known of ``x``; None for what the history predicts.
         """
         select: Callable[..., Selection] = self.sparsifier.select
         known = {"survey": survey or SpanSurvey(x, history)} if self._takes_survey else {}
@@ -269,8 +267,8 @@ def guessed_floor(bits: np.ndarray, rank: int) -> int:
         return UNKNOWN
     if 2 * rank > size:
         return -1
-    # A sample with h hits costs h / density, and what it cannot tell apart rank / sqrt(h) candidates more: for the
-    # least of both h goes with this power. 128 put the floor within 9 % (one sigma) of the rank.
+    # A sample with h hits costs h / density, and its error rank / sqrt(h) more candidates: this power of the rank makes
+    # the sum of both least. 128 put the floor within 9 % (one sigma) of the rank.
     hits = min(128, max(24, int((3 * rank * rank / size) ** (2 / 3))))
     stride = size // min(size // 16, max(_LEAST, hits * size // rank)) | 1
     sample = bits[::stride] & MAGNITUDE_BITS

@@ -43,22 +43,16 @@ class _Constants:
     @staticmethod
     @constant_of_segments
     def of(segments: Segments, device: torch.device) -> _Constants:
-        """The constants of ``segments``, worked out once per device."""
         sizes = segments.sizes
         number = -(-sizes // _CHUNK)
         chunks = np.full(int(number.sum()), _CHUNK, np.int64)
         last = np.cumsum(number)[sizes > 0] - 1
         chunks[last] = (sizes - (number - 1) * _CHUNK)[sizes > 0]
         quotas = np.minimum(segments.quotas, sizes)
-        lengths = device_constant(sizes.astype(np.int64), device)
-        return _Constants(
-            torch.repeat_interleave(lengths, output_size=segments.numel),
-            device_constant(segments.edges.astype(np.int64), device),
-            device_constant(quotas, device),
-            device_constant(chunks, device),
-            device_constant(number.astype(np.int64), device),
-            int(quotas.sum()),
-        )
+        arrays = (segments.edges, quotas, chunks, number)
+        edges, limits, lengths, numbers = (device_constant(array.astype(np.int64), device) for array in arrays)
+        owner = torch.repeat_interleave(edges.diff(), output_size=segments.numel)
+        return _Constants(owner, edges, limits, lengths, numbers, int(quotas.sum()))
 
 
 def compact(mask: Tensor, capacity: int) -> Tensor:
@@ -75,8 +69,6 @@ class TorchView(SegmentedView):
         self.x, self.segments = x, segments
         self._fixed = _Constants.of(segments, x.device)
         self._bits = x.detach().view(torch.int32) & MAGNITUDE_BITS
-
-    # -- statistics ------------------------------------------------------------------------------------------------
 
     def moments(self, *, magnitudes: bool = False) -> tuple[Tensor, Tensor]:
         elements = self.x.double()
@@ -112,8 +104,6 @@ class TorchView(SegmentedView):
         """int64 [M], true elements of each segment."""
         return torch.nn.functional.pad(mask.cumsum(0), (1, 0))[self._fixed.edges].diff()
 
-    # -- selection -------------------------------------------------------------------------------------------------
-
     def kth_largest(self, ranks: np.ndarray) -> Tensor:
         last = self.segments.edges[:-1] + np.minimum(ranks, self.segments.sizes)
         bits = torch.nn.functional.pad(self._bits[self._order], (1, 0))[device_constant(last, self.x.device)]
@@ -141,8 +131,6 @@ class TorchView(SegmentedView):
         extra = torch.zeros(self.x.numel(), dtype=torch.int32, device=self.x.device)
         extra.index_add_(0, others.indices[order], (bits >= 0).int())
         return self._select(chosen | (extra > 0), len(floors.indices) + room)
-
-    # -- parts -----------------------------------------------------------------------------------------------------
 
     def _above(self, thresholds: Tensor) -> Tensor:
         """bool [N], the elements whose magnitude exceeds the threshold of their segment: none exceeds NaN."""

@@ -33,6 +33,12 @@ def sizes_and_quotas(segments: Segments, device: torch.device) -> tuple[Tensor, 
     return sizes, quotas
 
 
+def mean_and_variance(count: Tensor, total: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and unbiased variance from sums."""
+    mean = total / count
+    return mean, ((squares - total * mean) / (count - 1).clamp(min=1)).clamp(min=0)
+
+
 class SegmentedView(ABC):
     """Reads a span segment by segment.
 
