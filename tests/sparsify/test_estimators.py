@@ -265,12 +265,24 @@ class NoWaiting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Span:
+    """A span that does not say that it is on the CPU."""
+
+    device = SimpleNamespace(type="accelerator")
+
+    def __init__(self, x: Tensor) -> None:
+        self._x = x
+
+    def __getitem__(self, part: slice) -> Tensor:
+        return self._x[part]
+
+
 class Accelerated:
     """A view of the accelerator's backend whose span does not say that it is on the CPU."""
 
     def __init__(self, view: TorchView) -> None:
         self._view = view
-        self.x = SimpleNamespace(device=SimpleNamespace(type="accelerator"))
+        self.x = Span(view.x)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._view, name)
