@@ -105,6 +105,24 @@ def test_a_main_file_that_cannot_be_written_is_an_error_on_all_ranks(tmp_path: P
     _assert_resumes(path, 3)
 
 
+def _saved_once(rank: int, path: Path) -> None:
+    run(ours(), 2, saving(path, 1))
+
+
+def test_the_next_save_removes_old_parts_whose_main_checkpoint_never_came_to_exist(tmp_path: Path) -> None:
+    path, hours_ago = tmp_path / "step=9.ckpt", time.time() - 2 * 3600
+    kept = {"step=9", "young", "foreign", "complete"}
+    for name in {*kept, "orphan", "half"} - {"step=9"}:
+        part = tmp_path / f"{name}.ckpt.safusion" / ("notes.txt" if name == "foreign" else "rank_00001-0123abc.pt")
+        part.parent.mkdir()
+        part = part.with_name(f"{part.name}.tmp") if name == "half" else part
+        part.touch()
+        os.utime(part, (hours_ago, hours_ago) if name != "young" else None)
+    (tmp_path / "complete.ckpt").touch()
+    run_ranks(2, _saved_once, path)
+    assert {folder.name for folder in tmp_path.glob("*.safusion")} == {f"{name}.ckpt.safusion" for name in kept}
+
+
 def _limited(rank: int, path: Path, limited: int) -> None:
     def limit(trainer: Trainer) -> None:
         if rank == limited:

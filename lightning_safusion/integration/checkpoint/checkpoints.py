@@ -96,6 +96,8 @@ class Checkpoints:
             self._under_way[str(path)] = nonce, before
         elif beside and sweeps:
             parts.sweep(path, nonce)
+        if beside and rank == 0:
+            parts.sweep_orphans(path)
 
     def _end_earlier(self, plugin: CheckpointIO, path: _PATH, transport: Transport) -> None:
         """Removes what an earlier asynchronous save to ``path`` has replaced; raises on all ranks if that failed."""

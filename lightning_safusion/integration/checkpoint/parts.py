@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from time import time
 from typing import IO, Any
 
 import torch
@@ -27,6 +28,8 @@ KNOWN_FORMATS = (1, FORMAT)
 
 _SUFFIX = ".safusion"
 _OURS = re.compile(r"rank_\d{5,}(-(?P<nonce>[0-9a-f]+))?\.pt(\.tmp)?")
+# Seconds after which parts without a main checkpoint are those of a save that was killed, not of one under way.
+_ORPHANED = 3600.0
 _BLOCK = 1 << 20
 
 
@@ -240,6 +243,25 @@ def sweep(path: _PATH, keep: str | None) -> None:
                 with suppress(OSError):
                     filesystem.rm_file(file)
         filesystem.rmdir(folder)  # unless it has other parts
+
+
+def sweep_orphans(path: _PATH) -> None:
+    """Removes folders of parts beside ``path`` whose main checkpoint does not exist: a kill came before it was written.
+
+    Only local folders that nothing was written to for an hour. Call it where main checkpoints are written (rank 0): on
+    another node with a disk of its own no main checkpoint exists.
+    """
+    filesystem, name = url_to_fs(str(path))
+    if not isinstance(filesystem, LocalFileSystem):
+        return
+    with suppress(OSError):
+        for folder in os.scandir(os.path.dirname(name)):
+            if not folder.name.endswith(_SUFFIX) or os.path.lexists(folder.path.removesuffix(_SUFFIX)):
+                continue
+            files = list(os.scandir(folder.path))
+            times = [file.stat().st_mtime for file in files]
+            if all(_OURS.fullmatch(file.name) for file in files) and max(times, default=0.0) < time() - _ORPHANED:
+                remove(folder.path.removesuffix(_SUFFIX))
 
 
 def remove(path: _PATH) -> None:
