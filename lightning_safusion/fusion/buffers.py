@@ -76,16 +76,13 @@ class Buffer:
         return ", ".join(self.names[:_SHOWN_TENSORS]) + more
 
     def select(self, selector: Selector, step: int, absent: Sequence[int], early: Sequence[int]) -> Selection | None:
-        """Selects from the span.
+        """Selects from the span; None if there is nothing to select from.
 
         Args:
             selector: The compressor of the job.
             step: Number of the window.
             absent: Tensors of which nothing is sent.
-            early: Tensors from which elements are selected already.
-
-        Returns:
-            The selection; None if there is nothing to select from.
+            early: Tensors from which the offloader selects.
         """
         history, x = self.history, self.span
         if history is None or self.exchange.selects_itself:

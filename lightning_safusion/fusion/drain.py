@@ -40,11 +40,7 @@ class Drain:
         self._warned = False
 
     def run(self, window: Window, shipments: Sequence[Shipment]) -> tuple[bool, int]:
-        """Ends a window.
-
-        Args:
-            window: Its gradients.
-            shipments: Launched, in order; none of a window whose gradients are averaged as DDP does.
+        """Ends a window; ``shipments``: launched, in order.
 
         Returns:
             Whether it ended well (what was sent has been taken out of the residual), and the notices (bits of

@@ -90,7 +90,7 @@ class Engine:
         self._timed: WindowEvents | None = None  # of the latest window that recorded everything
         self._followed: Plan | None = None  # the space has no buffers but those of this plan
         self._first = True  # DDP's first window submits everything at its end, in an order that means nothing
-        self._between = True  # no window is open, and the last one has ended: what exchanges have learnt is agreed
+        self._between = True  # no window is open, and the last one has ended: exchanges have equal states on all ranks
         self._window: Window | None = None
         self._shipments: list[Shipment] = []  # of the open window, launched, in order
         self._lane = Lane(space.device)  # selection and packing run beside the backward pass
@@ -300,7 +300,7 @@ class Engine:
     def _observe(self, record: WindowRecord) -> None:
         """Gives the times of a window to the planner and to all observers."""
         if record.planned:
-            # observers may differ between ranks: the planner, whose agreements are collective, does not look at them
+            # observers may differ between ranks: the planner, whose agreements are collective, ignores them
             known = self.clock.instant or record.surveyed
             self.planner.observe(record.events if known else None, self.space.shape)
         if record.timed:
@@ -334,7 +334,7 @@ class Engine:
         self._window, self._shipments, self._unobserved = None, [], None
         if self._device_drain is not None:
             self._device_drain.forget()
-        # an exchange that was abandoned may have learnt something on some ranks and not on others
+        # the state of an exchange that was abandoned may differ between ranks
         self.space.restore_exchanges(self.space.exchange_state() if self._between else [])
         self._between = True
 

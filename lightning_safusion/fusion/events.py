@@ -41,11 +41,7 @@ class _Moment:
 
 
 class CudaClock(Clock):
-    """Events on CUDA streams. Waits for the device once, when it is made.
-
-    Args:
-        device: The device.
-    """
+    """Events on CUDA streams. Waits for the device once, when it is made."""
 
     instant = False
 

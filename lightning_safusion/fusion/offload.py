@@ -1,4 +1,4 @@
-"""Selection on a thread of the host, while the backward pass goes on (SSFusion, ICDE 2026, section III-C)."""
+"""Selection on a thread of the host, beside the backward pass (SSFusion, ICDE 2026, section III-C)."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class Offloader:
         shipment.selection = _merged(parts, buffer.stop - buffer.start)
 
     def forget(self) -> None:
-        """Waits for the thread and forgets what it has selected."""
+        """Waits for the thread and drops its selections."""
         for chosen in self._selections.values():
             chosen.exception()
         self._selections, self._flags, self._waiting = {}, {}, None

@@ -40,7 +40,8 @@ class Shipment:
     """One buffer in one window. Its methods are called in the order in which they stand here.
 
     A rank that fails to fill or pack still takes part in the exchange, with an empty message that carries the
-    ``FAILED`` notice, so that no other rank waits for ever. The error is kept in the window.
+    ``FAILED`` notice, so that no other rank waits for ever; the error is kept in the window. From :meth:`launch` on, an
+    exchange that fails (a peer is lost, a message is damaged) raises a RuntimeError with the buffer's tensors.
 
     Args:
         buffer: The group's buffer.
@@ -155,11 +156,7 @@ class Shipment:
         self.sparse, self.stage = buffer.exchange.selects_itself, Stage.PACKED
 
     def launch(self) -> None:
-        """Starts the collective.
-
-        Raises:
-            RuntimeError: If it cannot be started, with the buffer's tensors.
-        """
+        """Starts the collective."""
         exchange, window = self.buffer.exchange, self.window
         self.launched = window.mark()  # before: it may have ended by the time that the call returns
         try:
@@ -177,11 +174,7 @@ class Shipment:
         self.finished = now
 
     def wait(self) -> None:
-        """Waits for the collective; a second call returns at once.
-
-        Raises:
-            RuntimeError: If a peer is lost, with the buffer's tensors.
-        """
+        """Waits for the collective; a second call returns at once."""
         if self.stage is not Stage.LAUNCHED:
             return
         self.awaited = self.window.mark()
@@ -195,14 +188,7 @@ class Shipment:
         self.stage = Stage.ARRIVED
 
     def decode(self, scratch: Scratch) -> bool:
-        """Writes the means into the gradients; the host reads the flags of all ranks.
-
-        Returns:
-            Whether the means are finite.
-
-        Raises:
-            RuntimeError: If a message is damaged, with the buffer's tensors.
-        """
+        """Reads the flags of all ranks, and writes the means into the gradients; returns whether these are finite."""
         try:
             with self.range("decode"):
                 finite = self._decode_in_place()
@@ -301,7 +287,6 @@ class Shipment:
         return np.diff(np.searchsorted(positions, np.asarray(self.buffer.edges, positions.dtype)))
 
     def _lost(self, error: Exception) -> RuntimeError:
-        """The error of an exchange that failed, with the names of its tensors."""
         rank, step = self.buffer.exchange.transport.rank, self.window.step
         return RuntimeError(
             f"rank {rank}: the exchange of the buffer with {self.buffer.title} failed in step {step}: {error}"

@@ -99,12 +99,7 @@ class GradientSpace:
         return bool(anywhere.item())
 
     def set_density(self, density: float) -> None:
-        """Sets the density of the next windows.
-
-        Raises:
-            TypeError: If it is not a number.
-            ValueError: If it is outside (0, 1].
-        """
+        """Sets the density of the next windows; raises as :func:`check_density` does."""
         self._renew(check_density(density))
 
     def reorder(self, order: Sequence[int]) -> None:
@@ -131,7 +126,7 @@ class GradientSpace:
         self._restored = {group: state for group, state in self._restored.items() if group in kept}
 
     def exchange_state(self) -> list[list[Any]]:
-        """``[fields of the group, state]`` of each exchange that has learnt something, the same on all ranks."""
+        """``[fields of the group, state]`` of each exchange that has a state, the same on all ranks."""
         states = self._restored | {group: buffer.exchange.state_dict() for group, buffer in self.buffers.items()}
         return [[list(astuple(group)), state] for group, state in states.items() if state]
 

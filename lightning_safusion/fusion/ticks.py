@@ -72,7 +72,7 @@ class Ticks:
             ready: Tensors that this rank has ready, rising from call to call.
 
         Returns:
-            Tensors that are ready on all ranks, by the last answer.
+            :attr:`agreed`.
         """
         if self._question is not None and self._question.answered:
             self._read(self._question)
@@ -81,13 +81,13 @@ class Ticks:
         return self.agreed
 
     def rest(self, total: int) -> Iterator[int]:
-        """The answers that are missing, once the backward pass has ended; waits for them.
+        """Waits for the missing answers, once the backward pass has ended.
 
         Args:
             total: Tensors of the model.
 
         Yields:
-            Tensors that are ready on all ranks, in the end ``total``.
+            :attr:`agreed`, in the end ``total``.
 
         Raises:
             RuntimeError: If a rank is lost.

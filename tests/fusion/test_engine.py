@@ -1,4 +1,4 @@
-"""The engine as a whole: nothing lost, replicas equal, nothing missing, whatever is sent and however.
+"""The engine with all of its parts: nothing lost, replicas equal, nothing missing.
 
 Covers: conservation for every sparsifier, memory, wire and collective on 1, 2, 3 and 5 workers; bitwise equal replicas;
     the mean at density 1; grouping changes no number; tensors missing ahead and behind; the naive system against the
@@ -300,7 +300,7 @@ def test_ef21_does_not_learn_from_a_window_that_ended_badly(make: Callable[..., 
 
 
 def test_the_first_window_of_ef21_is_sparse(make: Callable[..., Cluster]) -> None:
-    """A first gradient that travelled whole would stay in the estimate for long; a residual has nothing to keep."""
+    """A dense first gradient would stay in EF21's estimate for long; a residual keeps nothing of it."""
     densities = {}
     for memory in ("ef21", "residual"):
         cluster = make(2, memory=memory, collective="auto", density=0.05)
@@ -342,7 +342,7 @@ def test_the_first_window_is_averaged_in_place(make: Callable[..., Cluster]) -> 
     assert (report["bytes_sent"], report["tensors_missing"]) == (sent, 0)
 
 
-def test_decoupled_momentum_is_never_sent_whole(make: Callable[..., Cluster]) -> None:
+def test_decoupled_momentum_is_never_dense(make: Callable[..., Cluster]) -> None:
     collectives = {}
     for memory in ("decoupled", "residual"):
         cluster = make(2, memory=memory, collective="auto", density=1.0)

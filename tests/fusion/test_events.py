@@ -1,7 +1,7 @@
-"""What observers are told of a window.
+"""The events of a window that observers get.
 
 Covers: the order of the moments of every buffer and window; a collective that takes a known time and a selection that
-    does; stale tensors; nothing is taken down that nobody asked for; figures of a report agree with the events.
+    does; stale tensors; nothing is recorded that no observer reads; figures of a report agree with the events.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.simulated import SimulatedTime
 
 
 class Recorder:
-    """Keeps what it is told."""
+    """Keeps the events of all windows."""
 
     def __init__(self) -> None:
         self.windows: list[WindowEvents] = []
@@ -162,7 +162,7 @@ class Counting(Clock):
         return super().mark()
 
 
-def test_a_clock_that_costs_something_is_asked_only_if_somebody_listens(
+def test_a_clock_that_costs_something_is_asked_only_for_an_observer(
     make: Callable[..., Cluster],
 ) -> None:
     cluster = make(deferred=True)

@@ -147,7 +147,7 @@ def hurry(cluster: Cluster, seed: int) -> None:
 
 
 class Seen:
-    """Takes down the buffers of every window."""
+    """Records the buffers of every window."""
 
     def __init__(self) -> None:
         self.windows: list[list[tuple[int, int]]] = []
