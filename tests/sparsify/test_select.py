@@ -13,10 +13,10 @@ from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify import TopK
 from lightning_safusion.sparsify.base import Segments, Selection, span_segments
 from lightning_safusion.sparsify.selection.native import NativeView
-from lightning_safusion.sparsify.selection.reference import NumpyView
 from lightning_safusion.sparsify.selection.select import SegmentedView, ThresholdSparsifier, pooled, segmented_view
 from lightning_safusion.sparsify.selection.survey import History, SpanSurvey, common_floor
 from lightning_safusion.sparsify.selection.torch_view import TorchView
+from lightning_safusion.sparsify.selection.view import NumpyView
 from tests.sparsify.oracle import best, check, cut, exact_take, exact_top
 
 needs_kernels = pytest.mark.skipif(not native.usable(), reason="the package was installed without a C compiler")

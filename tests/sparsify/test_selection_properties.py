@@ -20,9 +20,9 @@ from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify import Selection, TopK, available_sparsifiers, resolve_sparsifier
 from lightning_safusion.sparsify.base import Segments, check_selection
 from lightning_safusion.sparsify.selection.native import NativeView
-from lightning_safusion.sparsify.selection.reference import NumpyView
 from lightning_safusion.sparsify.selection.select import SegmentedView, pooled, segmented_view
 from lightning_safusion.sparsify.selection.torch_view import TorchView
+from lightning_safusion.sparsify.selection.view import NumpyView
 from tests.sparsify.oracle import FINITE, KINDS, check, cut, exact_pooled, exact_take, exact_top, values_of
 
 BACKENDS = [

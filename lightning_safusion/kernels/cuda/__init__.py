@@ -4,14 +4,8 @@ Triton is imported with the first selection from a CUDA tensor, never by ``impor
 be used, the PyTorch operations of :mod:`lightning_safusion.sparsify.selection.torch_view` and
 :mod:`lightning_safusion.comm.wire` give the same results.
 
-============================ ======================================================== ========
-entry point                  work                                                     launches
-============================ ======================================================== ========
-``TritonView.top``, ``take`` exact selection from all segments of a buffer            6
-``wire.encode``              values, positions, counts and padding of a message       1
-``wire.decode_*``            positions and values of a message                        1
-``TritonView`` statistics    sums of all segments in one pass                         2
-============================ ======================================================== ========
+``TritonView.top`` and ``take`` select exactly from all segments of a buffer in 6 launches, sums of all segments take 2;
+``wire.encode`` writes values, positions, counts and padding of a message in 1, ``wire.decode_*`` reads it in 1 or 2.
 
 Nothing here waits for the device, everything can be captured in a CUDA graph, and every result is the same bits in
 every run: atomics add integers only, and floating sums have a fixed order.

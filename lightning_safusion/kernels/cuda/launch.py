@@ -66,15 +66,9 @@ class Chunks:
         stop = np.minimum(first + width, (starts + sizes)[owner])
         blocks = -(-(stop - first) // BLOCK)
         table = np.stack([owner, first, stop, np.cumsum(blocks) - blocks]).astype(np.int32)
-        return Chunks(
-            device_constant(table, device),
-            device_constant(np.stack([last - number, last]).astype(np.int32), device),
-            device_constant(quotas.astype(np.int32), device),
-            device_constant(active, device),
-            int(blocks.sum()),
-            int(quotas.sum()),
-            int(number.max(initial=0)),
-        )
+        arrays = (table, np.stack([last - number, last]).astype(np.int32), quotas.astype(np.int32), active)
+        cuts, spans, limits, places = (device_constant(array, device) for array in arrays)
+        return Chunks(cuts, spans, limits, places, int(blocks.sum()), int(quotas.sum()), int(number.max(initial=0)))
 
 
 def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:

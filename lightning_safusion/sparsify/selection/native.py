@@ -14,9 +14,8 @@ from torch import Tensor
 
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify.base import Segments, Selection
-from lightning_safusion.sparsify.selection.reference import log_sums, merged, order_floors
 from lightning_safusion.sparsify.selection.survey import UNKNOWN, History, SpanSurvey, common_floor, guessed_floor
-from lightning_safusion.sparsify.selection.view import SegmentedView
+from lightning_safusion.sparsify.selection.view import SegmentedView, log_sums, merged, order_floors
 
 _SMALL = 1 << 14  # elements of a segment that is never sampled: a floor that is sure costs less
 # Times the capacity: ranks that are guessed from samples, until enough candidates are found.

@@ -13,10 +13,9 @@ from lightning_safusion.kernels import cpu as native
 from lightning_safusion.kernels.cuda import MOST_ELEMENTS, serves
 from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier
 from lightning_safusion.sparsify.selection.native import NativeView
-from lightning_safusion.sparsify.selection.reference import NumpyView
 from lightning_safusion.sparsify.selection.survey import SpanSurvey
 from lightning_safusion.sparsify.selection.torch_view import TorchView
-from lightning_safusion.sparsify.selection.view import SegmentedView, device_constant
+from lightning_safusion.sparsify.selection.view import NumpyView, SegmentedView, device_constant
 
 __all__ = ["SegmentedView", "ThresholdSparsifier", "empty_selection", "pooled", "segmented_view"]
 
@@ -57,10 +56,7 @@ def empty_selection(device: torch.device) -> Selection:
 
 
 def pooled(
-    x: Tensor,
-    segments: Segments,
-    choose: Callable[[Tensor, Segments], Selection],
-    survey: SpanSurvey | None = None,
+    x: Tensor, segments: Segments, choose: Callable[[Tensor, Segments], Selection], survey: SpanSurvey | None = None
 ) -> Selection:
     """Selects the quota of every segment exactly, and the pool from what ``choose`` finds in the span as one segment.
 

@@ -14,9 +14,9 @@ from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify.base import Segments, span_segments
 from lightning_safusion.sparsify.basic import TopK
 from lightning_safusion.sparsify.selection.native import NativeView
-from lightning_safusion.sparsify.selection.reference import NumpyView
 from lightning_safusion.sparsify.selection.select import segmented_view
 from lightning_safusion.sparsify.selection.survey import Foresight, History, SpanSurvey
+from lightning_safusion.sparsify.selection.view import NumpyView
 
 pytestmark = pytest.mark.skipif(not native.usable(), reason="the package was installed without a C compiler")
 MAGNITUDE = 0x7FFFFFFF

@@ -18,9 +18,8 @@ from lightning_safusion.kernels.cuda.view import TritonView
 from lightning_safusion.sparsify.base import Segments, Selection
 from lightning_safusion.sparsify.registry import resolve_sparsifier
 from lightning_safusion.sparsify.selection import select
-from lightning_safusion.sparsify.selection.reference import NumpyView
 from lightning_safusion.sparsify.selection.torch_view import TorchView
-from lightning_safusion.sparsify.selection.view import SegmentedView
+from lightning_safusion.sparsify.selection.view import NumpyView, SegmentedView
 from tests.sparsify.oracle import check, cut, exact_take, exact_top
 
 pytestmark = pytest.mark.slow  # seconds each
