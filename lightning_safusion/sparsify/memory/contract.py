@@ -18,14 +18,20 @@ _KEPT_LISTS = 4  # windows whose lists of tensors are kept; each tensor is in on
 
 
 class Memory(ABC):
-    """Flat fp32 state over the whole gradient space, in the order in which gradients become ready.
+    """Flat fp32 vectors over the whole gradient space, in the order in which gradients become ready.
 
     Tensor ``i`` of the layout owns ``[edges[i], edges[i + 1])``. In a window :meth:`compensate` adds fresh, finite
     gradients, elements are selected from :meth:`accumulated`, and :meth:`commit` subtracts what was sent once the
     exchange has succeeded on all ranks. A window with an overflow is not committed: what was sent is still there.
+
+    A subclass names its vectors, and overrides what does not fit. Nothing is allocated before :meth:`bind`.
     """
 
     name: ClassVar[str]
+    #: Names of the vectors, as in checkpoints.
+    vectors: ClassVar[tuple[str, ...]]
+    #: The vector from which elements are selected.
+    pending: ClassVar[str]
     #: sum over steps of world_size * update + sum over ranks of residuals == sum of all gradients
     conserves: bool
     #: Its momentum, or what it passes to the optimizer, is part of the algorithm at density 1 too: no gradient may
@@ -44,9 +50,10 @@ class Memory(ABC):
         super().__init_subclass__(**arguments)
         cls.hands_on, cls.settles = cls.received is Memory.received, cls.settle is not Memory.settle
 
-    @abstractmethod
     def bind(self, edges: Sequence[int], device: torch.device) -> None:
         """Allocates zero state for a layout; forgets any earlier one."""
+        self._flats = {name: Flat(edges, device) for name in self.vectors}
+        self._pending = self._flats[self.pending]
 
     @abstractmethod
     def compensate(self, ids: Sequence[int], grads: Sequence[Tensor], dense: Sequence[bool], norms: Tensor) -> None:
@@ -75,11 +82,10 @@ class Memory(ABC):
         """
         return None
 
-    @abstractmethod
     def accumulated(self, start: int, stop: int) -> Tensor:
         """float32 view of the elements ``[start, stop)`` of the flat space: what selection reads, never writes."""
+        return self._pending.data[start:stop]
 
-    @abstractmethod
     def commit(self, start: int, indices: Tensor, sent: Tensor) -> None:
         """Subtracts what was sent from the state.
 
@@ -88,6 +94,8 @@ class Memory(ABC):
             indices: int64 [K] positions in the span (padding has ``sent`` 0 and must do no harm).
             sent: float32 [K] values as the receivers decoded them, so that rounding on the wire stays in the state.
         """
+        # An addition, not an assignment: padding may repeat the index of an element that was sent.
+        self._pending.data[start:].index_add_(0, indices, sent, alpha=-1)
 
     def commit_message(self, start: int, stop: int, message: Message) -> bool:
         """:meth:`commit` of a message of the span ``[start, stop)``, which takes less memory.
@@ -97,17 +105,17 @@ class Memory(ABC):
         """
         return False
 
-    @abstractmethod
     def commit_dense(self, start: int, stop: int, sent: Tensor) -> None:
         """The same for a dense piece; ``sent`` is float32 [stop - start] as decoded."""
+        self._pending.data[start:stop] -= sent
 
     @abstractmethod
     def withdraw(self, tensor: int, grad: Tensor) -> None:
         """Subtracts an uncommitted gradient of this window again (it bypasses the memory)."""
 
-    @abstractmethod
     def add(self, start: int, stop: int, error: Tensor) -> None:
         """Adds a rounding error (float32 [stop - start]) of the decoded mean, the same on all ranks."""
+        self._pending.data[start:stop] += error
 
     def received(self, start: int, stop: int, mean: Tensor) -> Tensor:
         """What the optimizer gets for ``[start, stop)``, from the decoded mean over ranks (floating [N], not changed).
@@ -145,17 +153,19 @@ class Memory(ABC):
         for state in self.state_dict().values():
             state[start : start + len(mask)].masked_fill_(mask, 0.0)
 
-    @abstractmethod
     def permute(self, order: Sequence[int], edges: Sequence[int]) -> None:
         """Moves the state to a new layout in which place ``j`` holds the tensor that was at place ``order[j]``."""
+        for flat in self._flats.values():
+            flat.permute(order, edges)
 
-    @abstractmethod
     def state_dict(self) -> dict[str, Tensor]:
         """The flat state by name (``{"residual": float32[D]}``); references, not copies."""
+        return {name: flat.data for name, flat in self._flats.items()}
 
-    @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores flat state of the same layout."""
+        for name, flat in self._flats.items():
+            flat.load(state, name)
 
 
 class Flat:
@@ -202,46 +212,6 @@ class Flat:
                 " the checkpoint was made with another memory or model"
             )
         self.data.copy_(value)
-
-
-class FlatMemory(Memory):
-    """A memory of flat vectors: elements are selected from one of them, and what was sent is subtracted from it."""
-
-    #: Names of the vectors, as in checkpoints.
-    vectors: ClassVar[tuple[str, ...]]
-    #: The vector from which elements are selected.
-    pending: ClassVar[str]
-
-    def __init__(self) -> None:
-        FlatMemory.bind(self, [0], torch.device("cpu"))
-
-    def bind(self, edges: Sequence[int], device: torch.device) -> None:
-        self._flats = {name: Flat(edges, device) for name in self.vectors}
-        self._pending = self._flats[self.pending]
-
-    def accumulated(self, start: int, stop: int) -> Tensor:
-        return self._pending.data[start:stop]
-
-    def commit(self, start: int, indices: Tensor, sent: Tensor) -> None:
-        # An addition, not an assignment: padding may repeat the index of an element that was sent.
-        self._pending.data[start:].index_add_(0, indices, sent, alpha=-1)
-
-    def commit_dense(self, start: int, stop: int, sent: Tensor) -> None:
-        self._pending.data[start:stop] -= sent
-
-    def add(self, start: int, stop: int, error: Tensor) -> None:
-        self._pending.data[start:stop] += error
-
-    def permute(self, order: Sequence[int], edges: Sequence[int]) -> None:
-        for flat in self._flats.values():
-            flat.permute(order, edges)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {name: flat.data for name, flat in self._flats.items()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, flat in self._flats.items():
-            flat.load(state, name)
 
 
 def as_float32(grads: Sequence[Tensor]) -> list[Tensor]:

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_safusion.sparsify.memory.contract import Flat, FlatMemory, as_float32
+from lightning_safusion.sparsify.memory.contract import Flat, Memory, as_float32
 
 
-class DGCMemory(FlatMemory):
+class DGCMemory(Memory):
     """Momentum correction with masking and local clipping (Lin et al., Deep Gradient Compression, ICLR 2018, 3.1-3.2).
 
     Every gradient passes through a local momentum ``u`` into the velocity ``v``, from which is selected; the optimizer
@@ -38,7 +38,6 @@ class DGCMemory(FlatMemory):
     def __init__(
         self, momentum: float = 0.9, nesterov: bool = False, masking: bool = True, clip: float | None = None
     ) -> None:
-        super().__init__()
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), got {momentum}")
         if clip is not None and not clip > 0:
@@ -90,7 +89,7 @@ class DGCMemory(FlatMemory):
             u.sub_(g).div_(self.momentum)
 
 
-class EF21Memory(FlatMemory):
+class EF21Memory(Memory):
     """Sends how a gradient has changed; the optimizer gets a running estimate of the mean gradient (EF21).
 
     Every worker averages its gradients over time, ``v <- m v + (1 - m) g``, and holds an estimate of ``v`` that all
@@ -122,7 +121,6 @@ class EF21Memory(FlatMemory):
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), got {momentum}")
         self.momentum = momentum
-        self.bind([0], torch.device("cpu"))
 
     def bind(self, edges: Sequence[int], device: torch.device) -> None:
         super().bind(edges, device)

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.lookup import look_up
-from lightning_safusion.sparsify.memory.contract import FlatMemory, Memory, as_float32
+from lightning_safusion.sparsify.memory.contract import Memory, as_float32
 from lightning_safusion.sparsify.memory.momentum import DGCMemory, EF21Memory
 
 
-class ResidualMemory(FlatMemory):
+class ResidualMemory(Memory):
     """Error feedback: the residual is added to the next gradient (Seide et al. 2014; Karimireddy et al. 2019).
 
     The residual is in units of the gradient: the learning rate acts when it is sent.
@@ -32,7 +32,6 @@ class ResidualMemory(FlatMemory):
     pending = "residual"
 
     def __init__(self, decay: float = 1.0) -> None:
-        super().__init__()
         if not 0 < decay <= 1:
             raise ValueError(f'decay must be in (0, 1], got {decay}; memory="none" forgets everything')
         self.decay = decay
@@ -134,7 +133,7 @@ class AutoMemory(ResidualMemory):
         self.conserves = momentum is None
 
 
-class NoMemory(FlatMemory):
+class NoMemory(Memory):
     """No error feedback: elements are selected from the gradients of the current window alone.
 
     The first gradient after a commit begins a new window. A tensor without a gradient in it reads as zeros.

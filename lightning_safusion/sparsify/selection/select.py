@@ -64,23 +64,15 @@ def pooled(
     """
     if segments.capacity == 0 or segments.numel == 0 or not segments.quotas.any():
         return empty_selection(x.device)
-    left_out = (segments.quotas == 0) & (segments.sizes > 0)
-    if left_out.any():
-        return _pooled_among(x, segments, ~left_out, choose)
-    floors = segmented_view(x, segments.unpooled, survey).top()
-    room = min(segments.capacity, segments.numel) - len(floors.indices)
-    return segmented_view(x, segments, survey).merge(floors, choose(x, segments.as_one), room)
-
-
-def _pooled_among(
-    x: Tensor, segments: Segments, live: np.ndarray, choose: Callable[[Tensor, Segments], Selection]
-) -> Selection:
-    """The pooled selection from the ``live`` segments (bool [M]) moved together."""
-    places = np.flatnonzero(live)
-    members = np.flatnonzero(np.repeat(live, segments.sizes))
+    live = (segments.quotas > 0) | (segments.sizes == 0)
+    if live.all():
+        floors = segmented_view(x, segments.unpooled, survey).top()
+        room = min(segments.capacity, segments.numel) - len(floors.indices)
+        return segmented_view(x, segments, survey).merge(floors, choose(x, segments.as_one), room)
+    places = np.flatnonzero(live)  # of a copy in which the live segments are moved together
     edges = np.concatenate([np.zeros(1, np.int64), np.cumsum(segments.sizes[live])])
     keys, shapes = tuple(segments.keys[i] for i in places), tuple(segments.shapes[i] for i in places)
-    index = device_constant(members, x.device)
+    index = device_constant(np.flatnonzero(np.repeat(live, segments.sizes)), x.device)
     chosen = pooled(x[index], Segments(edges, segments.quotas[live], keys, shapes, segments.pool), choose)
     return Selection(index[chosen.indices], chosen.values, chosen.count)
 
