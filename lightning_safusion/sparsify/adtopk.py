@@ -142,14 +142,9 @@ def _matrix(shape: tuple[int, ...], rule: Rule) -> tuple[tuple[int, ...], int]:
 
 
 def top_per_row(rows: Tensor, quota: int) -> Tensor:
-    """Marks exactly ``quota`` elements, shared out evenly over the rows; on ties the lowest column, the lowest row.
+    """Marks (bool [R, C]) the ``quota`` largest magnitudes (float32 [R, C], no NaN), shared out evenly over the rows.
 
-    Args:
-        rows: float32 [R, C], not negative and without NaN.
-        quota: At most ``R * C``.
-
-    Returns:
-        bool [R, C].
+    On ties the lowest column and the lowest row come first.
     """
     each, rest = divmod(quota, rows.shape[0])
     top = torch.topk(rows, each + (rest > 0), dim=1).values

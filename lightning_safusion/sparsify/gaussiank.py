@@ -78,9 +78,7 @@ class GaussianK(ThresholdSparsifier):
 def normal_thresholds(view: SegmentedView, middle: bool = False) -> Tensor:
     """Two-sided normal quantiles ``|mean| + z * std`` of every segment, float64 [M].
 
-    Args:
-        view: The span.
-        middle: Quantiles of the middle of the numbers that need no refinement, instead of the quotas.
+    Of the quotas; with ``middle``, of the middle of the numbers that need no refinement.
     """
     mean, variance = mean_and_variance(view.sizes, *view.moments())
     return mean.abs() + _normal_quantiles(view.segments, mean.device, middle) * variance.sqrt()

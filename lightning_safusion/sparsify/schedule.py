@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def check_density(density: float) -> float:
-    """Returns ``density`` if it is a share of elements that can be sent.
+    """Returns ``density`` as a float if it is a share of elements that can be sent.
 
     Raises:
         TypeError: If it is not a number.
@@ -25,12 +25,7 @@ class DensitySchedule(ABC):
 
     @abstractmethod
     def __call__(self, step: int, epoch: int) -> float:
-        """Density of a step, in (0, 1].
-
-        Args:
-            step: Optimizer steps done so far.
-            epoch: Epochs done so far.
-        """
+        """Density of a step, in (0, 1], after ``step`` optimizer steps and ``epoch`` epochs."""
 
 
 class ConstantDensity(DensitySchedule):
@@ -85,20 +80,20 @@ class DGCWarmup(DensitySchedule):
 
 
 class _Ramp(DensitySchedule):
-    """From one density to another in a number of steps."""
-
-    def __init__(self, start: float, end: float, steps: int) -> None:
-        self.start, self.end, self.steps = check_density(start), check_density(end), _check_steps(steps)
-
-
-class LinearRamp(_Ramp):
-    """From one density to another in equal differences.
+    """From one density to another in a number of steps.
 
     Args:
         start: Density of step 0, in (0, 1].
         end: Density from step ``steps`` on, in (0, 1].
         steps: Length of the ramp, at least 1.
     """
+
+    def __init__(self, start: float, end: float, steps: int) -> None:
+        self.start, self.end, self.steps = check_density(start), check_density(end), _check_steps(steps)
+
+
+class LinearRamp(_Ramp):
+    """From one density to another in a number of steps, in equal differences."""
 
     def __call__(self, step: int, epoch: int) -> float:
         done = min(step / self.steps, 1.0)
@@ -106,13 +101,7 @@ class LinearRamp(_Ramp):
 
 
 class ExponentialRamp(_Ramp):
-    """From one density to another in equal ratios.
-
-    Args:
-        start: Density of step 0, in (0, 1].
-        end: Density from step ``steps`` on, in (0, 1].
-        steps: Length of the ramp, at least 1.
-    """
+    """From one density to another in a number of steps, in equal ratios."""
 
     def __call__(self, step: int, epoch: int) -> float:
         done = min(step / self.steps, 1.0)

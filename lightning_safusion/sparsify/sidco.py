@@ -169,15 +169,11 @@ def gamma_fit(mean: Tensor, mean_log: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gamma_tail_quantile(shape: Tensor, density: Tensor) -> Tensor:
-    """The ``y`` with ``Q(shape, y) = density``, Q the upper regularised incomplete gamma function.
+    """The ``y`` with ``Q(shape, y) = density`` (in (0, 1]), Q the upper regularised incomplete gamma function.
 
     Newton's method on ``ln Q``, which is convex in ``y`` for shapes below 1 and concave above: from the lower bound of
     the root in the first case, from the upper one in the second, no step leaves the bracket but by rounding. (The paper
     approximates the quantile for shapes near 1.)
-
-    Args:
-        shape: Shape parameters, positive.
-        density: In (0, 1].
     """
     level = -torch.log(density)
     low = torch.exp((torch.lgamma(shape + 1) + torch.log1p(-density)) / shape)  # 1 - Q(y) <= y^shape / Gamma(shape + 1)

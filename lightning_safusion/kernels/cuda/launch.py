@@ -72,13 +72,9 @@ class Chunks:
 
 
 def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
-    """Starts ``programs`` programs of a kernel on the device of its first argument; none if there is nothing to do.
+    """Starts ``programs`` programs of a ``triton.jit`` kernel, if any, on the device of its first argument, a tensor.
 
-    Args:
-        kernel: A function decorated with ``triton.jit``.
-        programs: Size of the grid.
-        arguments: Tensors and numbers; the first is a tensor.
-        constants: Compile-time constants.
+    ``constants`` are its compile-time constants.
     """
     if programs == 0:
         return

@@ -50,13 +50,7 @@ def encode(layout: str, selection: Selection, fields: Sequence[Tensor], dtype: t
 
 
 def decode_block16(header: Tensor, offsets: Tensor, capacity: int) -> Tensor:
-    """int64 [capacity], the positions in a message.
-
-    Args:
-        header: int32, entries of every block of 65 536 elements.
-        offsets: int16 [capacity], positions in their blocks.
-        capacity: Entries for which there is room.
-    """
+    """int64 [capacity], positions from the entries of blocks of 65 536 (int32) and offsets in the blocks (int16)."""
     indices = torch.empty(capacity, dtype=torch.int64, device=header.device)
     regions = len(header)
     sizes = {"REGIONS": triton.next_power_of_2(regions), "BLOCK": _BLOCK}

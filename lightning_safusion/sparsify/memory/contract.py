@@ -69,16 +69,15 @@ class Memory(ABC):
     def compensate_finite(
         self, ids: Sequence[int], grads: Sequence[Tensor], wanted: Wanted | None = None
     ) -> Added | None:
-        """:meth:`compensate` for gradients that may not be finite, in one pass.
+        """:meth:`compensate` for gradients that may not be finite, in one pass that also looks for elements and sums.
 
         Args:
             ids: As there.
             grads: As there.
-            wanted: What is to be found in the new memory, with a floor for each id; None for nothing.
+            wanted: What to look for in the new memory, with a floor for each id.
 
         Returns:
-            Which gradients were left out, and what was found; None if nothing was done, because this memory or this
-            device has no such pass.
+            Which gradients were left out, and what was found; None if this memory or device has no such pass.
         """
         return None
 

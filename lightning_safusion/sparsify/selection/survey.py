@@ -141,10 +141,9 @@ class SpanSurvey:
     """What is known of one span: predicted floors, and elements and sums that were found in it already.
 
     A sparsifier whose ``select`` takes it (``survey``) passes it on to :func:`segmented_view`. It holds for the tensor
-    that was surveyed, and for other views of the same elements. Of a product, a copy, a slice or another order of them
-    nothing is known, and neither is anything once they have been written to.
-
-    As a context it ends with the block: the span will be written to by kernels that no version counter notices.
+    that was surveyed and for other views of the same elements, until they are written to; not for a product, a copy, a
+    slice or another order of them. As a context it ends with the block, after which kernels that no version counter
+    notices write to the span.
 
     Args:
         x: float32 [N].
@@ -206,12 +205,7 @@ class Foresight:
         return wanted if self._one_each else wanted._replace(floors=np.append(floors, np.int32(UNKNOWN))[self._owners])
 
     def known(self, x: Tensor, found: native.Survey | None) -> SpanSurvey:
-        """What is known of a span.
-
-        Args:
-            x: float32 [N], the memory to which the gradients were added.
-            found: What was found in it.
-        """
+        """What is known of ``x`` (float32 [N]), the memory to which gradients were added, with what was found in it."""
         if found is None:
             return SpanSurvey(x, self.history)
         if found.lists is None:
@@ -243,13 +237,9 @@ class Selector:
         self._trusted = type(sparsifier).__module__.startswith("lightning_safusion.")
 
     def select(self, x: Tensor, history: History, step: int, survey: SpanSurvey | None = None) -> Selection:
-        """Selects from a span of any device; safe to call on any thread.
+        """Selects from ``x`` (float32 [N], on any device) in window ``step``; safe to call on any thread.
 
-        Args:
-            x: float32 [N], residual plus gradient.
-            history: Its cut, and what earlier selections with that have shown.
-            step: Number of the window.
-            survey: What is known of ``x``; None for what the history predicts.
+        Without a survey only what the history predicts is known of ``x``.
         """
         select: Callable[..., Selection] = self.sparsifier.select
         known = {"survey": survey or SpanSurvey(x, history)} if self._takes_survey else {}

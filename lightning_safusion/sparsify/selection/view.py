@@ -97,10 +97,9 @@ class SegmentedView(ABC):
 
     @abstractmethod
     def tail_moments(self, thresholds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Moments of the exceedances ``y = |x| - threshold`` over the elements above ``thresholds`` (float32 [M]).
+        """Moments of the excess ``|x| - threshold`` of the elements above ``thresholds`` (float32 [M]).
 
-        Returns:
-            Their number (int64 [M]), their sum and the sum of their squares (float64 [M]).
+        Their number (int64 [M]), the sum and the sum of squares (float64 [M]).
         """
 
     @abstractmethod
@@ -130,8 +129,7 @@ class SegmentedView(ABC):
     def top_pooled(self) -> Selection | None:
         """The largest elements of every segment up to its quota, and the largest of all others up to the pool.
 
-        Returns:
-            The selection; None where it takes more than one pass over the span.
+        None where that takes more than one pass over the span.
         """
         return None
 
