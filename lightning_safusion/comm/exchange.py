@@ -146,7 +146,6 @@ class Exchange(ABC):
         bytes_sent: Bytes that this rank gave to the collectives of its last exchange; a piece for all ranks counts
             once.
         bytes_received: Bytes that it received from others, dense pieces by the closed form of the collective.
-        work: The collective, between :meth:`start` and :meth:`wait`.
     """
 
     #: The results of :meth:`sent` on all ranks add up to the delivered sum, so that nothing of a gradient is lost.
@@ -165,7 +164,6 @@ class Exchange(ABC):
         self.transport = transport
         self.device = device
         self.bytes_sent = self.bytes_received = 0
-        self.work: Work | None = None
         nonempty = [t for t in range(spec.num_tensors) if spec.edges[t] < spec.edges[t + 1]]
         self._nonempty = device_constant(np.array(nonempty, np.int64), device)
         self._firsts = device_constant(np.array([spec.edges[t] for t in nonempty], np.int64), device)
@@ -192,18 +190,16 @@ class Exchange(ABC):
         """
 
     @abstractmethod
-    def start(self) -> None:
-        """Starts the collective with the packed part."""
+    def start(self) -> Work:
+        """Starts the collective with the packed part.
 
-    def wait(self) -> None:
-        """Waits for the collective; raises the backend's error if a peer has died."""
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
+        Returns:
+            What to wait for before anything is read: it raises the backend's error if a peer has died.
+        """
 
     @abstractmethod
     def verdict(self) -> Verdict:
-        """The headers of all ranks, once :meth:`wait` has returned (waits for the device)."""
+        """The headers of all ranks, once the collective has ended (waits for the device)."""
 
     @abstractmethod
     def decode(self, scratch: Tensor) -> Tensor:

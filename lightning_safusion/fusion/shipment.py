@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from lightning_safusion.comm.exchange import Notice, Part, TensorFlag, Verdict
+from lightning_safusion.comm.transport.interface import Work
 from lightning_safusion.fusion.buffers import Buffer
 from lightning_safusion.fusion.events import Mark
 from lightning_safusion.fusion.window import Rounding, Scratch, Window, compensate, deliver, marked
@@ -57,6 +58,7 @@ class Shipment:
         self.absent: list[int] = []  #: tensors of the buffer of which nothing is sent
         self.selection: Selection | None = None  #: until it is packed
         self.sparse = False  #: the message holds selected elements
+        self.work: Work | None = None  #: the collective, from :meth:`launch` to :meth:`wait`
         self.verdict: Verdict | None = None  #: on the flags of all ranks, once the host has read them
         self.rounding: list[Rounding] = []  #: what narrow gradients cannot hold of the means
         #: A range ``SAFusion::<part>`` in the traces of ``torch.profiler``.
@@ -161,12 +163,12 @@ class Shipment:
         self.launched = window.mark()  # before: it may have ended by the time that the call returns
         try:
             with self.range("exchange"):
-                exchange.start()
+                work = self.work = exchange.start()
         except Exception as error:
             raise self._lost(error) from error
         self.issued = window.mark()
-        if exchange.work is not None and window.timed and not exchange.transport.stream_ordered:
-            exchange.work.on_done(self._finish)
+        if window.timed and not exchange.transport.stream_ordered:
+            work.on_done(self._finish)
         self.stage = Stage.LAUNCHED
 
     def _finish(self, now: float) -> None:
@@ -174,21 +176,29 @@ class Shipment:
         self.finished = now
 
     def wait(self) -> None:
-        """Waits for the collective; a second call returns at once."""
-        if self.stage is not Stage.LAUNCHED:
+        """Waits for the collective; a second call returns at once.
+
+        Raises:
+            RuntimeError: If a peer is lost, with the buffer's tensors.
+        """
+        if self.work is None:
             return
         self.awaited = self.window.mark()
         try:
-            self.buffer.exchange.wait()
+            self.work.wait()
         except Exception as error:
             raise self._lost(error) from error
         self.arrived = self.window.mark()
         if self.buffer.exchange.transport.stream_ordered:
             self.finished = self.arrived  # no later than this: the backend only tells when it was queued
-        self.stage = Stage.ARRIVED
+        self.work, self.stage = None, Stage.ARRIVED
 
     def decode(self, scratch: Scratch) -> bool:
-        """Reads the flags of all ranks, and writes the means into the gradients; returns whether these are finite."""
+        """Reads the flags of all ranks, and writes the means into the gradients; returns whether these are finite.
+
+        Raises:
+            RuntimeError: If a message is damaged, with the buffer's tensors.
+        """
         try:
             with self.range("decode"):
                 finite = self._decode_in_place()

@@ -16,6 +16,7 @@ from lightning_safusion.comm.collectives.gtopk import GTopKExchange
 from lightning_safusion.comm.collectives.hierarchical import HierarchicalExchange, NodeTransports
 from lightning_safusion.comm.collectives.ok_allreduce import OkTopkExchange
 from lightning_safusion.comm.exchange import Exchange, Notice, Part, SpanSpec, TensorFlag, Verdict
+from lightning_safusion.comm.transport.interface import Work
 from lightning_safusion.sparsify.base import Segments, Selection, span_segments
 from lightning_safusion.sparsify.basic import TopK
 
@@ -99,13 +100,12 @@ def failed_part(spec: SpanSpec) -> Part:
 def through(exchange: Exchange, x: Tensor, part: Part | None = None) -> Received:
     """One exchange, from residual plus gradient to the mean."""
     exchange.encode(x, part if part is not None else part_of(x, exchange.spec))
-    exchange.start()
-    return end(exchange, x)
+    return end(exchange, exchange.start(), x)
 
 
-def end(exchange: Exchange, x: Tensor) -> Received:
+def end(exchange: Exchange, work: Work, x: Tensor) -> Received:
     """The end of an exchange that has been started."""
-    exchange.wait()
+    work.wait()
     scratch = torch.zeros(exchange.spec.numel)
     mean = exchange.decode(scratch)
     finite = exchange.is_finite(mean)

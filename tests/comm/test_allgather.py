@@ -41,8 +41,7 @@ def both(workers: Workers, xs: Sequence[Tensor]) -> list[tuple[list[Tensor], boo
     def run(rank: int) -> tuple[list[Tensor], bool | None, Tensor, bool]:
         exchange = workers.exchanges[rank]
         exchange.encode(xs[rank], part_of(xs[rank], workers.spec))
-        exchange.start()
-        exchange.wait()
+        exchange.start().wait()
         direct, scratch = garbage(workers.spec), torch.zeros(workers.spec.numel)
         finite = exchange.decode_into(direct)
         mean = exchange.decode(scratch)

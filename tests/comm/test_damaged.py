@@ -42,8 +42,7 @@ def outcome(codec: Codec, message: Tensor, compiled: bool) -> str:
     """What becomes of a message that is received: "read", or what is said of it. Nothing else is written to."""
     (transport,) = local_transports(1)
     exchange = SparseAllGather(SpanSpec(EDGES[-1], CAPACITY, EDGES, ()), transport, torch.device("cpu"), codec)
-    exchange.start()
-    exchange.wait()
+    exchange.start().wait()
     exchange._received[exchange._selection] = message
     room = torch.full((EDGES[-1] + 2 * GUARD,), 7.0)
     span = room[GUARD:-GUARD]

@@ -22,7 +22,7 @@ from lightning_safusion.comm.exchange import (
     all_finite,
     saturated,
 )
-from lightning_safusion.comm.transport.interface import Transport
+from lightning_safusion.comm.transport.interface import Transport, Work
 from lightning_safusion.comm.wire.codec import Codec
 from lightning_safusion.kernels import cpu as native
 
@@ -106,9 +106,9 @@ class SparseAllGather(StreamOrderedExchange):
             if not self._reads_again:
                 self._sent = (selection.indices, values)
 
-    def start(self) -> None:
+    def start(self) -> Work:
         self._read = []
-        self.work = self.transport.all_gather(self._received, self._send)
+        return self.transport.all_gather(self._received, self._send)
 
     def decode(self, scratch: Tensor) -> Tensor:
         scale = 1.0 / self.transport.world_size

@@ -66,8 +66,8 @@ class DenseAllReduce(StreamOrderedExchange):
         """Of all tensors the number of ranks for each flag, and of all notices the number of ranks."""
         return headers[: -len(Notice)].view(len(_COUNTED), self.spec.num_tensors), headers[-len(Notice) :]
 
-    def start(self) -> None:
-        self.work = self.transport.all_reduce(self._buffer)
+    def start(self) -> Work:
+        return self.transport.all_reduce(self._buffer)
 
     def verdict(self, headers: Tensor | None = None) -> Verdict:
         received = self.headers if headers is None else headers

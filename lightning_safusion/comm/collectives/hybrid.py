@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_safusion.comm.collectives.allgather import SparseAllGather
 from lightning_safusion.comm.collectives.allreduce import DenseAllReduce, lane_spec
 from lightning_safusion.comm.exchange import Part, SpanSpec
-from lightning_safusion.comm.transport.interface import JoinedWork, Transport
+from lightning_safusion.comm.transport.interface import JoinedWork, Transport, Work
 from lightning_safusion.comm.wire.codec import Codec
 from lightning_safusion.sparsify.selection.view import device_constant
 
@@ -51,7 +51,7 @@ class HybridExchange(SparseAllGather):
     def begin(self, x: Tensor, part: Part) -> None:
         absent = [place for place, tensor in enumerate(self._dense_tensors) if tensor in set(part.absent)]
         self._dense.encode(torch.cat(self.dense_runs(x)), Part(None, part.flags[self._places], absent))
-        self._dense.start()
+        self._dense_work = self._dense.start()
         self._begun = True
 
     def encode(self, x: Tensor, part: Part) -> None:
@@ -60,9 +60,8 @@ class HybridExchange(SparseAllGather):
         self._begun = False
         super().encode(x, part)
 
-    def start(self) -> None:
-        super().start()
-        self.work = JoinedWork([work for work in (self._dense.work, self.work) if work is not None])
+    def start(self) -> Work:
+        return JoinedWork([self._dense_work, super().start()])
 
     def decode(self, scratch: Tensor) -> Tensor:
         mean = super().decode(scratch)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_safusion.comm.collectives.allreduce import DenseAllReduce, lane_spec
 from lightning_safusion.comm.exchange import Exchange, Part, SpanSpec, Verdict
-from lightning_safusion.comm.transport.interface import Transport, Work
+from lightning_safusion.comm.transport.interface import LaterWork, Transport, Work
 from lightning_safusion.comm.wire.codec import Codec
 from lightning_safusion.sparsify.base import Selection, span_segments
 from lightning_safusion.sparsify.basic import TopK
@@ -116,8 +116,8 @@ def message_sizes(codecs: Sequence[Codec | None]) -> list[int]:
 class MultiPhaseExchange(Exchange):
     """A sparse reduction in several phases, beside one dense all-reduce of flags, notices and dense pieces.
 
-    :meth:`start` launches the phases that need no other. All others run in :meth:`wait`, which must be called in plan
-    order on all ranks, as the end of a window does. Subclasses implement :meth:`_pack`, :meth:`_launch_first` and
+    :meth:`start` launches the phases that need no other. All others run when its work is waited for, which must be done
+    in plan order on all ranks, as at the end of a window. Subclasses implement :meth:`_pack`, :meth:`_launch_first` and
     :meth:`_finish`; the sum over ranks that the last one returns must be the same on all ranks, bit for bit.
     """
 
@@ -126,7 +126,6 @@ class MultiPhaseExchange(Exchange):
         self.lane = DenseAllReduce(lane_spec(spec, range(spec.num_tensors)), transport, device)
         self._result = Entries.none(device)
         self._offered = Entries.none(device)  # this rank's part, as others have read it
-        self._under_way = False
 
     @abstractmethod
     def _pack(self, x: Tensor, part: Part) -> None:
@@ -145,18 +144,16 @@ class MultiPhaseExchange(Exchange):
         self.lane.encode(torch.cat(pieces) if pieces else x[:0], part)
         self._pack(x, part)
 
-    def start(self) -> None:
+    def start(self) -> Work:
         self.bytes_sent, self.bytes_received = self.lane.bytes_sent, self.lane.bytes_received
-        self._under_way = True
-        self.lane.start()
+        lane = self.lane.start()
         self._launch_first()
 
-    def wait(self) -> None:
-        """Waits for what was launched and runs the other phases; raises the backend's error if a peer has died."""
-        if self._under_way:
-            self._under_way = False
-            self.lane.wait()
+        def other_phases() -> None:
+            lane.wait()
             self._result = self._finish()
+
+        return LaterWork(other_phases)
 
     def verdict(self) -> Verdict:
         return self.lane.verdict()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm.exchange import Exchange, Part, SpanSpec, Verdict, saturated
-from lightning_safusion.comm.transport.interface import Transport, Work
+from lightning_safusion.comm.transport.interface import LaterWork, Transport, Work
 from lightning_safusion.comm.wire.codec import Codec
 from lightning_safusion.comm.wire.formats import resolve_codec
 from lightning_safusion.comm.wire.values import Values
@@ -147,13 +147,14 @@ class StreamedTensor(Exchange):
             selection = Selection(torch.arange(self.spec.numel, device=self.device), x, self.spec.numel)
         self._packed = (self._nothing if selection is None else selection, int(part.flags[0]), part.notices)
 
-    def start(self) -> None:
+    def start(self) -> Work:
         selection, flag, notices = self._packed
         self._values = self.stream.append(self.place, selection, flag, notices)
         if not self.spec.dense_runs:
             self._sent = (selection.indices[: len(self._values)], self._values)
+        return LaterWork(self._finish)
 
-    def wait(self) -> None:
+    def _finish(self) -> None:
         self.stream.finish()
         if self.place == 0:  # buffers are shared by all tensors: the first one accounts for them
             self.bytes_sent = self.stream.bytes_sent

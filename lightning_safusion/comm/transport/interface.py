@@ -63,6 +63,26 @@ class FinishedWork:
         callback(time.perf_counter())
 
 
+class LaterWork:
+    """An operation that runs when it is waited for. When it has ended is not recorded.
+
+    Args:
+        run: Is called once.
+    """
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run: Callable[[], None] | None = run
+
+    def wait(self) -> None:
+        """See :meth:`Work.wait`; a second call returns at once."""
+        run, self._run = self._run, None
+        if run is not None:
+            run()
+
+    def on_done(self, callback: Callable[[float], None]) -> None:
+        """Never calls ``callback``."""
+
+
 class JoinedWork:
     """Operations as one: it has ended when all of them have.
 
