@@ -158,7 +158,11 @@ class Shipment:
         self.sparse, self.stage = buffer.exchange.selects_itself, Stage.PACKED
 
     def launch(self) -> None:
-        """Starts the collective."""
+        """Starts the collective.
+
+        Raises:
+            RuntimeError: If it cannot be started, with the buffer's tensors.
+        """
         exchange, window = self.buffer.exchange, self.window
         self.launched = window.mark()  # before: it may have ended by the time that the call returns
         try:
