@@ -201,5 +201,5 @@ def test_refusals_reach_every_worker(by_horovod: Path) -> None:
 def test_without_horovodrun_the_message_says_how_to_start(python: str, tmp_path: Path) -> None:
     script = HERE / "horovod_training.py"
     with started([python, script, tmp_path, "horovod"], tmp_path / "output") as program:
-        program.wait_for(r"Lightning trains with 2 processes, Horovod has started 1\.", 60)
+        program.wait_for(r"Lightning trains with 2 processes, Horovod has started 1\.", 180)
         assert "horovodrun -np 2 python train.py" in program.output
