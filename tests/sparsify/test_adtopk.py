@@ -93,7 +93,7 @@ def test_quota_of_nothing_is_nothing() -> None:
 
 @pytest.mark.parametrize("quota", [1, 4, 7, 11, 29])
 def test_foreign_quota_is_met_exactly_and_evenly(quota: int) -> None:
-    """A quota that is no multiple of the rows: nobody is more than one ahead, the largest next elements win."""
+    """A quota that is no multiple of the rows: they differ by one at most, the largest next elements win."""
     x = sample("laplace", 30, seed=5)
     selection = ADTopk().select(x, one_tensor((6, 5), quota), 0)
     per_row = np.bincount(selection.indices.numpy() // 5, minlength=6)

@@ -1,6 +1,6 @@
 """What is found while gradients are added, before a selection asks for it.
 
-Covers: selections with it are those without it, ahead and behind, pooled or not, over steps in which gradients grow,
+Covers: selections with it are those without it, before and after fusion, pooled or not, over steps in which gradients grow,
 shrink and vanish; it saves looks at the span; sums; a gradient that is not finite; room that does not suffice.
 """
 

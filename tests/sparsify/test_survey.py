@@ -2,7 +2,7 @@
 
 Covers: compressors that weigh, copy, slice or reorder their span before they select, with and without the survey passed
 on, over windows with learned thresholds, with and without compiled kernels, in a Trainer; spans written to, and windows
-that have ended; segments that nobody can change; subclasses with the three parameters of old.
+that have ended; immutable segments; subclasses whose `select` takes three parameters.
 """
 
 from __future__ import annotations
