@@ -1,7 +1,7 @@
 """What is found while gradients are added, before a selection asks for it.
 
-Covers: selections with it are those without it, before and after fusion, pooled or not, over steps in which gradients grow,
-shrink and vanish; it saves looks at the span; sums; a gradient that is not finite; room that does not suffice.
+Covers: selections with it are those without it, before and after fusion, pooled or not, over steps in which gradients
+grow, shrink and vanish; it saves looks at the span; sums; a gradient that is not finite; room that does not suffice.
 """
 
 from __future__ import annotations
