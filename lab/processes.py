@@ -122,6 +122,19 @@ class Ledger(Generic[Result]):
         return list({key_of(job.settings()): job for job in jobs if self.get(job.settings()) is None}.values())
 
 
+def _progress(console: Console) -> Progress:
+    """A bar that is refreshed by hand: a thread of its own would be forked with the jobs."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=console, auto_refresh=False, speed_estimate_period=_ESTIMATED_FROM)
+
+
 def run_missing(
     what: str,
     jobs: Sequence[AnyJob],
@@ -149,16 +162,7 @@ def run_missing(
     left, running = deque(ledger.missing(jobs)), dict[Connection, tuple[AnyJob, Team]]()
     total = len({key_of(job.settings()) for job in jobs})
     folder = Path(tempfile.mkdtemp(prefix="safusion-"))
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    # refreshed by hand: a thread of its own would be forked with the jobs
-    progress = Progress(*columns, console=console, auto_refresh=False, speed_estimate_period=_ESTIMATED_FROM)
+    progress = _progress(console)
     bar = progress.add_task(what, total=total, completed=total - len(left))
 
     def start(job: AnyJob) -> None:

@@ -36,7 +36,7 @@ class Averager(ABC):
     def average(self, gradients: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
         """The mean that every worker gets, by registration index; the gradients may be overwritten."""
 
-    def carry_momentum(self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> None:  # noqa: B027
+    def carry_momentum(self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> None:  # noqa: B027 - optional
         """Has memories carry the optimizer's momentum, as the strategy does.
 
         Args:
@@ -44,7 +44,7 @@ class Averager(ABC):
             params: Its parameters, by registration index.
         """
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:  # noqa: B027 - optional: most averagers have nothing to end
         """Ends threads, and leaves the optimizer as it was made."""
 
 
