@@ -52,7 +52,7 @@ def test_a_run_on_the_loopback(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     assert "saf-inter" in shown
     costs = Calibration.load(tmp_path / "calibration-loopback-0.1.json")
     assert costs.workers == 2
-    assert costs.allgather.line.per_byte > 0
+    assert costs.allgather.at(1e6).alone > 0
     assert all(cost(8, 10_000) > 0 for cost in (costs.host.ahead, costs.host.behind, costs.host.decode))
     assert 0 < costs.host.backward <= 1
     trace = Trace.load(tmp_path / "trace-loopback-0.1.json")
