@@ -124,7 +124,7 @@ class Engine:
             self.reset()  # the last backward never finished, and the model is trained on: a new window begins
             window = None
         window = window or self._begin()
-        group = window.submit(place, grad, fresh, fresh and bool(self.unstepped[index]))
+        group = window.submit(place, grad, fresh, window.repeats and fresh and bool(self.unstepped[index]))
         if self._offload is not None and self._offload.wants(place):
             with self._lane.fork():
                 self._offload.offer(window, place, grad)
@@ -158,6 +158,7 @@ class Engine:
                 self._offload.follow(plan, self.planner.costs(self.space.shape).ready)
         surveyed = self.windows < _TIMED_WINDOWS or self.windows % _TIMED_EVERY == 0 or self.planner.wants_times
         scale = self.loss_scale() if self.loss_scale is not None else None
+        repeats = bool(self.unstepped.any())
         self._window = Window(
             len(self.space.layout.specs),
             () if plan is None or ticking else plan.groups,
@@ -169,7 +170,8 @@ class Engine:
             ticking=ticking,
             hold=not self.overlap,
             # a scaler waits for the device anyway, and a tensor whose gradient was thrown away needs the host
-            deferred=self._device_drain is not None and scale is None and not self.unstepped.any(),
+            deferred=self._device_drain is not None and scale is None and not repeats,
+            repeats=repeats,
             plain=plain,
             # a copy: the scaler updates its factor in place
             scale=scale.detach().clone() if scale is not None else None,

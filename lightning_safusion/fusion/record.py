@@ -74,7 +74,8 @@ class WindowRecord:
                 events = replace(events, awaited=awaited, arrived=max(awaited, events.arrived))
                 free = events.decoded
             buffers.append(events)
-        ready = np.where(window.fresh, list(map(seconds, window.arrived)), math.nan)
+        arrived = window.arrived if clock.instant else [clock.seconds(mark) for mark in window.arrived]
+        ready = np.where(window.fresh, arrived, math.nan)
         drained = seconds(window.drained)
         return WindowEvents(
             window.step, window.density, self.layout, ready, tuple(buffers), drained, beside=not clock.instant

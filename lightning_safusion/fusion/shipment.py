@@ -140,7 +140,8 @@ class Shipment:
                 self.buffer.exchange.encode(self.buffer.span, Part(self.selection, self.flags, self.absent, notices))
                 if self.selection is not None:
                     # on the host the message holds the rest; a device would be waited for
-                    self._packed = self._counts(self.selection) if self.buffer.device.type == "cpu" else self.selection
+                    on_host = self.buffer.device.type == "cpu"
+                    self._packed = self._counts(_chosen(self.selection)) if on_host else self.selection
                 self.sparse = self.selection is not None or self.buffer.exchange.selects_itself
                 self.selection, self.stage = None, Stage.PACKED
                 return
@@ -287,24 +288,31 @@ class Shipment:
         buffer = self.buffer
         counts = np.where(buffer.dense, buffer.sizes, 0)
         if isinstance(self._packed, Selection):
-            counts += self._counts(self._packed)
+            counts += self._counts(_chosen(self._packed))
         elif self._packed is not None:
             counts += self._packed
         elif buffer.exchange.selects_itself:
-            counts += np.diff(np.searchsorted(buffer.exchange.sent()[0].cpu().numpy(), buffer.edges))
+            counts += self._counts(buffer.exchange.sent()[0])
         counts[self.absent] = 0
         return counts
 
-    def _counts(self, selection: Selection) -> np.ndarray:
-        """int64 [T], elements of each tensor that were selected."""
-        positions = selection.positions[: int(selection.count)].cpu().numpy()
-        return np.diff(np.searchsorted(positions, np.asarray(self.buffer.edges, positions.dtype)))
+    def _counts(self, positions: Tensor) -> np.ndarray:
+        """int64 [T], how many of some ascending positions lie in each tensor."""
+        buffer, found = self.buffer, positions.cpu().numpy()
+        edges = buffer.constant(("edges", found.dtype), lambda: np.asarray(buffer.edges, found.dtype))
+        ends = found.searchsorted(edges)
+        return ends[1:] - ends[:-1]
 
     def _lost(self, error: Exception) -> RuntimeError:
         rank, step = self.buffer.exchange.transport.rank, self.window.step
         return RuntimeError(
             f"rank {rank}: the exchange of the buffer with {self.buffer.title} failed in step {step}: {error}"
         )
+
+
+def _chosen(selection: Selection) -> Tensor:
+    """Its positions, without padding (waits for the device)."""
+    return selection.positions[: int(selection.count)]
 
 
 def _range(title: str, part: str) -> AbstractContextManager[object]:

@@ -39,6 +39,7 @@ class Window:
     ticking: bool  #: buffers are fused from what is ready at ticks of a clock, not by a plan
     hold: bool  #: nothing is launched before every tensor has been submitted
     deferred: bool  #: the device decides at the end; the host reads the decision one window later
+    repeats: bool  #: of some tensors a gradient was exchanged that no optimizer has used
     plain: bool  #: gradients are averaged as DDP does, at the end: nothing is launched
     scale: Tensor | None  #: factor of the loss that the gradients carry (a scalar on their device); None for 1
     grads: list[Tensor | None] = field(init=False)  #: by place; None until submitted

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from functools import cached_property, partial
 from itertools import accumulate
@@ -19,14 +18,11 @@ from lightning_safusion.comm.exchange import (
     StreamOrderedExchange,
     TensorFlag,
     Verdict,
-    all_finite,
     saturated,
 )
 from lightning_safusion.comm.transport.interface import Transport, Work
 from lightning_safusion.comm.wire.codec import Codec
 from lightning_safusion.kernels import cpu as native
-
-_AVERAGED_TOGETHER = 1 << 18  # elements of dense tensors
 
 
 def _aligned(nbytes: int) -> int:
@@ -76,7 +72,6 @@ class SparseAllGather(StreamOrderedExchange):
         self._regular, self._regular_headers = Verdict.of(regular), regular.tobytes()
         self._write = None if codec is None else codec.outbox(self._send[self._selection])
         self._inbox = codec.inbox(messages[:, self._selection]) if codec is not None and on_host else None
-        self._some_empty = len(self._nonempty) < tensors
         self._read: list[native.Message] = []  # of this window, where compiled kernels have read them
         # On the host the message can be read again: entries take several times its bytes. On an accelerator that would
         # be more launches, and a message without positions would give them for the whole span.
@@ -116,7 +111,8 @@ class SparseAllGather(StreamOrderedExchange):
         self._written = []
         for message, lanes in zip(self._messages, self._received_lanes, strict=True):
             if lanes:
-                torch._foreach_add_(runs, lanes, alpha=scale)
+                # rounded twice, as kernels do: with `alpha` it depends on the processor
+                torch._foreach_add_(runs, [lane.float() * scale for lane in lanes])
             if self.codec is not None:
                 # indices are unique within a rank, so the order of additions to an element is the order of ranks
                 indices, values = self.codec.decode(message[self._selection])
@@ -125,29 +121,22 @@ class SparseAllGather(StreamOrderedExchange):
         return scratch
 
     def decode_into(self, gradients: Sequence[Tensor]) -> bool | None:
-        if not native.serves(*gradients):
+        if not native.serves(*gradients) or any(dtype != torch.float32 for _, _, dtype in self.spec.dense_runs):
             return None
-        live = [gradient for gradient in gradients if gradient.numel()] if self._some_empty else gradients
         scale, finite = 1.0 / self.transport.world_size, True
-        if self._inbox is not None:
-            messages = self._read = self._inbox()
-            finite = native.mean_into(live, self._parts, lambda start, stop: messages, scale)
-        elif self.codec is not None:
-            finite = native.mean_into(live, self._parts, partial(self._decoded, self.codec), scale, self._piece)
-        for tensors, lanes in self._dense_parts:
-            finite &= self._average_dense(gradients, tensors, lanes)
+        if self.codec is not None:
+            tensors, parts = self._sparse_parts
+            sparse = gradients if len(tensors) == len(gradients) else [gradients[t] for t in tensors]
+            if self._inbox is None:
+                finite = native.mean_into(sparse, parts, partial(self._decoded, self.codec), scale, self._piece)
+            else:
+                messages = self._read = self._inbox()
+                finite = native.mean_into(sparse, parts, lambda start, stop: messages, scale)
+        if self._lanes:
+            tensors, parts, lanes = self._dense_parts
+            dense = gradients if len(tensors) == len(gradients) else [gradients[t] for t in tensors]
+            finite &= native.mean_into(dense, parts, lambda start, stop: lanes, scale)
         return finite
-
-    def _average_dense(self, gradients: Sequence[Tensor], tensors: range, lanes: Sequence[Tensor]) -> bool:
-        """Writes the means of some dense tensors that lie side by side; returns whether they are finite."""
-        alone = len(tensors) == 1
-        mean = gradients[tensors.start].zero_() if alone else torch.zeros(len(lanes[0]))
-        for lane in lanes:
-            mean.add_(lane, alpha=1.0 / self.transport.world_size)
-        if not alone:
-            sizes = [gradients[t].numel() for t in tensors]
-            torch._foreach_copy_([gradients[t] for t in tensors], list(mean.split(sizes)))
-        return all_finite(mean)
 
     def _decoded(self, codec: Codec, start: int, stop: int) -> list[native.Message]:
         """The entries of all messages in the elements ``[start, stop)``."""
@@ -161,26 +150,23 @@ class SparseAllGather(StreamOrderedExchange):
         return max(self.least_piece, self.decoded_together * self.spec.numel // entries)
 
     @cached_property
-    def _parts(self) -> native.Parts:
-        return native.Parts.between(self.spec.edges, self._piece)
+    def _sparse_parts(self) -> tuple[list[int], native.Parts]:
+        """Tensors with selected elements, and where they lie in the span; not the empty ones."""
+        edges = np.asarray(self.spec.edges, np.int64)
+        sizes = np.diff(edges)
+        sizes[self.spec.dense_tensors] = 0
+        tensors = np.flatnonzero(sizes)
+        return tensors.tolist(), native.Parts.of(edges[tensors], sizes[tensors], self._piece)
 
     @cached_property
-    def _dense_parts(self) -> list[tuple[range, list[Tensor]]]:
-        """Dense tensors that are averaged together, and the parts of the ranks' messages that hold them.
-
-        One operation for each of many small tensors costs more than a copy; a large one alone needs no copy.
-        """
-        edges, parts = self.spec.edges, []
-        for run, (first, last, _) in enumerate(self.spec.dense_runs):
-            start = bisect_left(edges, first)
-            while edges[start] < last:
-                stop = start + 1
-                while edges[stop] < last and edges[stop + 1] - edges[start] <= _AVERAGED_TOGETHER:
-                    stop += 1
-                inside = slice(edges[start] - first, edges[stop] - first)
-                parts.append((range(start, stop), [lanes[run][inside] for lanes in self._received_lanes]))
-                start = stop
-        return parts
+    def _dense_parts(self) -> tuple[list[int], native.Parts, list[native.Message]]:
+        """Dense tensors, where they lie in a message of float32 numbers, and the messages of all ranks as such."""
+        edges, tensors = np.asarray(self.spec.edges, np.int64), np.array(self.spec.dense_tensors, np.int64)
+        firsts = np.array([first for first, _, _ in self.spec.dense_runs], np.int64)
+        runs = firsts.searchsorted(edges[tensors], side="right") - 1
+        starts = np.array(self._offsets)[1:-1][runs] // 4 + edges[tensors] - firsts[runs]
+        messages = [native.Message.dense(message.view(torch.float32)) for message in self._messages]
+        return tensors.tolist(), native.Parts.of(starts, np.diff(edges)[tensors]), messages
 
     def verdict(self, headers: Tensor | None = None) -> Verdict:
         received = self._host_headers

@@ -16,12 +16,13 @@ from lightning_safusion.kernels.cpu.elements import (
     Survey,
     Wanted,
     add_finite,
+    follow,
     kth_largest,
     largest,
     survey,
     tail,
 )
-from lightning_safusion.kernels.cpu.library import Parts, rearranged, release, serves, unused, usable, zeros
+from lightning_safusion.kernels.cpu.library import FLOAT32, Parts, rearranged, release, serves, unused, usable, zeros
 from lightning_safusion.kernels.cpu.messages import (
     Codes,
     Message,

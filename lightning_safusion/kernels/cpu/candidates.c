@@ -54,6 +54,35 @@ int64_t safusion_keep_above(int32_t *places, int32_t *bits, const int64_t *count
     return kept;
 }
 
+/* How floors follow the number of elements above them. Elements above the last floor have been sent, so that many
+ * residuals are a little below it and few above, and the next floor may be a little lower or higher: a floor stays where
+ * it is while enough elements exceed it, and not too many. Far off, it is unknown and guessed anew. */
+#define FALLS 0.93f
+#define RISES 1.02f
+#define FAR_FROM 8 /* times the elements that are enough: it rises faster */
+#define FAR_OFF 64
+
+static int32_t next_floor(int32_t tried, double found, double enough, double most)
+{
+    /* all non-zeros exceed a floor of 0: there it stays as long as there are not too many of them */
+    if (tried < 0 || (tried == 0 && found >= most) || found >= FAR_OFF * enough) return MAGNITUDE;
+    if (most > DBL_MAX) return 0;
+    float factor = found < enough ? FALLS : found < most ? 1 : RISES;
+    if (found >= FAR_FROM * enough) factor = found < 4 * FAR_FROM * enough ? 1.5f : 2;
+    float moved = as_float((uint32_t)tried) * factor;
+    int32_t bits;
+    memcpy(&bits, &moved, sizeof bits);
+    return moved <= FLT_MAX ? bits : MAGNITUDE;
+}
+
+/* The floors that were tried become those of the next step; where one is unknown, it stays what it was. */
+void safusion_follow(int32_t *floors, const double *found, const double *enough, const double *most,
+                     const int32_t *before, int64_t number)
+{
+    for (int64_t i = 0; i < number; i++)
+        floors[i] = floors[i] == MAGNITUDE ? before[i] : next_floor(floors[i], found[i], enough[i], most[i]);
+}
+
 /* Puts longer lists in the place of some, marked. Lists move from the last to the first: there is room behind them. */
 void safusion_replace(int32_t *places, int32_t *bits, const int64_t *counts, const uint8_t *marked, int64_t lists,
                       const int32_t *others, const int32_t *other_bits, const int64_t *other_counts)

@@ -184,7 +184,7 @@ def add_finite(
     runs, given = (parts.addresses(grads), added), (decay, memory.numpy()[first:])
     read = Parts(parts.starts - first, parts.sizes, parts.firsts)
     found = _look(kernels().safusion_add, runs, given, read, wanted or _NOTHING)
-    if np.array_equal(added, parts.sizes):
+    if (added == parts.sizes).all():
         return Added([], None if wanted is None else found)
     bad = np.flatnonzero(np.add.reduceat(added != parts.sizes, parts.firsts)).tolist()
     cuts = [*parts.firsts.tolist(), len(added)]
@@ -194,6 +194,21 @@ def add_finite(
             start, size = int(parts.starts[part]), int(added[part])
             memory[start : start + size].sub_(grads[place].view(-1)[start - first :][:size]).div_(decay)
     return Added(bad, None)
+
+
+def follow(
+    tried: np.ndarray, found: np.ndarray, enough: np.ndarray, most: np.ndarray, before: np.ndarray
+) -> np.ndarray:
+    """The floors of the next step (int32 [S]): nearer to those that enough elements exceed, and not too many.
+
+    Args:
+        tried: int32 [S], is overwritten: floors, the largest int32 for one that is unknown.
+        found: float64 [S], elements above each.
+        enough, most: float64 [S], so many should exceed a floor, and less than these.
+        before: int32 [S], floors for those that are unknown.
+    """
+    kernels().safusion_follow(tried, found, enough, most, before, len(tried))
+    return tried
 
 
 class Lists(NamedTuple):

@@ -12,7 +12,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#define VERSION 8 /* of the functions and their arguments; library.py has the same number */
+#define VERSION 9 /* of the functions and their arguments; library.py has the same number */
 
 #if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__)
 #define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
@@ -44,7 +44,7 @@ static inline float as_float(uint32_t bits)
 
 /* What a rank has sent, still encoded: all addresses and numbers are int64, as messages.py writes them. */
 struct message {
-    int64_t offsets, offset_bits; /* 8 or 16, in blocks; 64: positions in the span */
+    int64_t offsets, offset_bits; /* 8 or 16, in blocks; 64: positions in the span; 0: a value for each */
     int64_t ends, blocks;         /* entries before each block, and in all */
     int64_t values, value_bits;   /* 32: float32; 16: bfloat16; 4, 2, 1: codes, the first of a byte in its lowest bits */
     int64_t scales, starts, parts; /* of codes: a bfloat16 for each part of the span, and where these begin */

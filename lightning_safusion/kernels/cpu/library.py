@@ -19,12 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-VERSION = 8  # of the compiled functions and their arguments, as in kernels.h: setup.py names the library after it
+VERSION = 9  # of the compiled functions and their arguments, as in kernels.h: setup.py names the library after it
 _PART = 1 << 20  # elements of a part
 _SHARED = 1 << 18  # elements that are worth another thread
 _LARGE = 1 << 18  # bytes of an array whose memory is kept
 
 _DTYPES = (torch.float32, torch.int32, torch.int64)
+FLOAT32 = (torch.float32,)
 
 #: Address of a writable array as a function takes it, in a quarter of the time that NumPy takes.
 address: Callable[[Any], Any] = (ctypes.c_char * 0).from_buffer
@@ -51,6 +52,7 @@ _RETURNING = {
 }
 _OTHERS = {
     "add_message": "aifa",
+    "follow": "aaaaai",
     "kth_largest": "aaaaiia",
     "largest": "aaaia",
     "mark": "aiiia",
@@ -84,12 +86,12 @@ def usable() -> bool:
     return not _switched_off and kernels() is not None
 
 
-def serves(*tensors: Tensor) -> bool:
-    """Whether there are compiled kernels for all of these: contiguous, on the CPU, of float32 or integers."""
+def serves(*tensors: Tensor, dtypes: Sequence[torch.dtype] = _DTYPES) -> bool:
+    """Whether there are compiled kernels for all of these: contiguous, on the CPU, of one of these dtypes."""
     if _switched_off or kernels() is None:
         return False
     for tensor in tensors:  # noqa: SIM110 - a generator is entered again for every tensor of every step
-        if not (tensor.is_cpu and tensor.is_contiguous() and tensor.dtype in _DTYPES):
+        if not (tensor.is_cpu and tensor.is_contiguous() and tensor.dtype in dtypes):
             return False
     return True
 

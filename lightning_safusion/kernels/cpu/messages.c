@@ -177,6 +177,7 @@ int64_t safusion_values(const int64_t *positions, int64_t size, const int64_t *s
 /* The first entry that is not before a position. */
 static int64_t first_entry(const struct message *of, int64_t position)
 {
+    if (of->offset_bits == 0) return position;
     const int64_t *ends = (const int64_t *)(intptr_t)of->ends;
     const void *offsets = (const void *)(intptr_t)of->offsets;
     int64_t block = of->offset_bits == 64 ? 0 : position >> of->offset_bits;
@@ -212,6 +213,12 @@ static float scale_of_part(const struct message *of, int64_t part)
 static int64_t end_of(const struct message *of, int64_t part)
 {
     return part + 1 < of->parts ? ((const int64_t *)(intptr_t)of->starts)[part + 1] : INT64_MAX;
+}
+
+/* A value for every position. */
+CLONES static void add_all(const float *restrict values, int64_t size, float factor, float *restrict target)
+{
+    for (int64_t i = 0; i < size; i++) target[i] += values[i] * factor;
 }
 
 /* Compiled for each kind of offsets and of values. */
@@ -259,7 +266,8 @@ void add_message(const struct message *from, int64_t start, int64_t size, float 
     if (from->value_bits == 32) add_entries(from, start, size, factor, target, OFFSETS, 32);              \
     else if (from->value_bits == 16) add_entries(from, start, size, factor, target, OFFSETS, 16);         \
     else add_entries(from, start, size, factor, target, OFFSETS, 4)
-    if (from->offset_bits == 8) { KIND(8); }
+    if (from->offset_bits == 0) add_all((const float *)(intptr_t)from->values + start, size, factor, target);
+    else if (from->offset_bits == 8) { KIND(8); }
     else if (from->offset_bits == 16) { KIND(16); }
     else { KIND(64); }
 }

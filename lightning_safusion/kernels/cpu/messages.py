@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_safusion.kernels.cpu.library import Parts, address, empty, kernels, shared
 
-_NONE, _NO_SCALES = np.empty(0, np.int64), np.empty(0, np.uint16)
+_NONE, _NO_ENDS, _NO_SCALES = np.empty(0, np.int64), np.zeros(1, np.int64), np.empty(0, np.uint16)
 _PAST_CACHES = 1 << 18  # elements that have left the caches by the time that they are read
 
 
@@ -43,6 +43,13 @@ class Message:
         where = [array.__array_interface__["data"][0] for array in self._held]
         offset_bits, blocks = 8 * offsets.itemsize, len(ends) - 1
         self.described = [where[0], offset_bits, where[1], blocks, where[2], bits, *where[3:], len(starts)]
+
+    @classmethod
+    def dense(cls, values: Tensor) -> Message:
+        """A value for every position (float32, contiguous)."""
+        dense = cls(_NONE, _NO_ENDS, values.numpy(), 32)
+        dense.described[1] = 0
+        return dense
 
     @classmethod
     def decoded(cls, indices: Tensor, values: Tensor) -> Message:

@@ -177,23 +177,23 @@ class Flat:
     def _adopt(self, data: Tensor | np.ndarray, edges: Sequence[int]) -> None:
         self._memory, self._edges = data, edges
         self.data = data if isinstance(data, Tensor) else torch.from_numpy(data)
-        #: what :meth:`parts` has returned
-        self.known: dict[Sequence[int], Parts] = {}
+        self._known: dict[Sequence[int], Parts | None] = {}
         self.views = list(self.data.split([stop - start for start, stop in pairwise(edges)]))
 
     def of(self, ids: Sequence[int]) -> list[Tensor]:
         return [self.views[i] for i in ids]
 
-    def parts(self, ids: Sequence[int]) -> Parts:
-        """Where ascending, non-empty tensors lie, as compiled kernels take it; kept for the next windows."""
+    def parts(self, ids: Sequence[int]) -> Parts | None:
+        """Where ascending tensors lie, as compiled kernels take it, None if one is empty; kept for the next windows."""
         key = ids if isinstance(ids, range) else tuple(ids)
-        if key not in self.known:
+        if key not in self._known:
             # other tensors may be missing in every window: the oldest lists make room
-            while self.known and sum(map(len, self.known)) + len(ids) > _KEPT_LISTS * len(self.views):
-                del self.known[next(iter(self.known))]
-            edges, places = np.asarray(self._edges, np.int64), np.asarray(ids)
-            self.known[key] = Parts.of(edges[places], edges[places + 1] - edges[places])
-        return self.known[key]
+            while self._known and sum(map(len, self._known)) + len(ids) > _KEPT_LISTS * len(self.views):
+                del self._known[next(iter(self._known))]
+            edges, places = np.asarray(self._edges, np.int64), np.asarray(ids, np.int64)
+            sizes = edges[places + 1] - edges[places]
+            self._known[key] = Parts.of(edges[places], sizes) if sizes.all() else None
+        return self._known[key]
 
     def permute(self, order: Sequence[int], edges: Sequence[int]) -> None:
         if isinstance(self._memory, np.ndarray):

@@ -51,14 +51,12 @@ class ResidualMemory(Memory):
     def compensate_finite(
         self, ids: Sequence[int], grads: Sequence[Tensor], wanted: native.Wanted | None = None
     ) -> native.Added | None:
-        if type(self).compensate is not ResidualMemory.compensate or not native.serves(self._pending.data, *grads):
+        parts, data = self._pending.parts(ids), self._pending.data
+        if parts is None or type(self).compensate is not ResidualMemory.compensate:
             return None
-        for grad in grads:
-            if grad.dtype != torch.float32 or not grad.numel():
-                return None
-        parts = self._pending.known.get(ids) if isinstance(ids, range) else None
-        parts = parts or self._pending.parts(ids)
-        return native.add_finite(self._pending.data, parts, grads, self.decay, wanted)
+        if not native.serves(data, *grads, dtypes=native.FLOAT32):
+            return None
+        return native.add_finite(data, parts, grads, self.decay, wanted)
 
     def commit(self, start: int, indices: Tensor, sent: Tensor) -> None:
         if native.serves(self._pending.data, indices, sent):

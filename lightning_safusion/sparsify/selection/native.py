@@ -235,9 +235,9 @@ class NativeView(SegmentedView):
     def _above(self, floors: np.ndarray) -> native.Lists:
         """The elements above the floors (int32 [A])."""
         found = self._found
-        if found is None or not np.array_equal(self._lowest, floors):
+        if found is None or (self._lowest != floors).any():
             found = self._down_to(floors)
-            if not np.array_equal(self._lowest, floors):
+            if (self._lowest != floors).any():
                 # in place: where many elements are sent, the lists are as large as the residual
                 self._found = found = found.above(floors)
                 self._lowest, self._counted = floors, None

@@ -24,12 +24,8 @@ UNKNOWN = MAGNITUDE_BITS  # a floor that no element exceeds
 # Candidates that should exceed a floor, in elements that are looked for: enough that the next step rarely finds too
 # few, which costs another pass over the segment.
 _SPARE, _SIGMAS, _MORE = 1.5, 4, 32
-# How floors follow the number of elements above them. Elements above the last floor have been sent, so that many
-# residuals are a little below it and few above, and the next floor may be a little lower or higher: a floor stays where
-# it is while enough elements exceed it, and not too many.
-_FALLS, _RISES, _TOO_MANY, _SHARE = 0.93, 1.02, 4, 0.1
-_FAR_FROM, _STEEPNESS, _HIGHER = 8, 0.2, 2
-_FAR_OFF = 64  # times the candidates that should exceed it: the floor is guessed anew
+# Candidates that are too many, times those, or as a share of the elements.
+_TOO_MANY, _SHARE = 4, 0.1
 # Room for candidates: times the quotas, and a share of the elements that is not exceeded without need.
 _ROOM, _ROOM_AT_LEAST, _ROOM_SHARE, _ROOM_NEEDED = 16, 1 << 12, 1 / 8, 4
 _LEAST = 1024  # elements of a sample
@@ -47,7 +43,7 @@ class Live:
         parts: The same runs as compiled kernels take them.
         room: For how many candidates there shall be room.
         enough: float64 [A + 1], candidates of each that should exceed its floor, and at last of all of them together.
-        many: float64 [A + 1], times ``enough``: too many.
+        most: float64 [A + 1], as many are too many; infinite where all elements are not ``enough``: the floor is 0.
     """
 
     places: np.ndarray
@@ -57,7 +53,7 @@ class Live:
     parts: native.Parts
     room: int
     enough: np.ndarray
-    many: np.ndarray
+    most: np.ndarray
 
     @staticmethod
     @constant_of_segments
@@ -69,8 +65,9 @@ class Live:
         quotas = np.minimum(segments.quotas[places], sizes)
         ranks, elements = np.append(quotas, segments.capacity), np.append(sizes, segments.numel)
         enough = _SPARE * ranks + _SIGMAS * np.sqrt(ranks) + _MORE
-        many = np.clip(_SHARE * elements / np.maximum(ranks, 1), 1, _TOO_MANY)
-        return Live(places, starts, sizes, quotas, native.Parts.of(starts, sizes), room, enough, many)
+        most = np.clip(_SHARE * elements / np.maximum(ranks, 1), 1, _TOO_MANY) * enough
+        most[enough >= elements] = np.inf
+        return Live(places, starts, sizes, quotas, native.Parts.of(starts, sizes), room, enough, most)
 
 
 class History:
@@ -116,15 +113,9 @@ class History:
             common: A floor for all of them together.
             above: Elements above it.
         """
-        tried, shares = np.append(floors, np.int32(common)), np.append(counts, above) / self.live.enough
-        factors = np.where(shares < 1, _FALLS, np.where(shares < self.live.many, 1, _RISES))
-        factors = np.where(shares < _FAR_FROM, factors, np.minimum(shares**_STEEPNESS, _HIGHER))
-        with np.errstate(invalid="ignore", over="ignore"):
-            moved = np.maximum(tried, 0).view(np.float32) * factors.astype(np.float32)
-        # all non-zeros exceed a floor of 0: there it stays as long as there are not too many of them
-        usable = ((tried > 0) & (shares < _FAR_OFF) | (tried == 0) & (shares < self.live.many)) & np.isfinite(moved)
-        learned = np.where(usable, moved.view(np.int32), np.int32(UNKNOWN))
-        self.floors = np.where(tried < UNKNOWN, learned, self.floors)
+        tried, found = np.empty_like(self.floors), np.empty(len(self.floors))
+        tried[:-1], tried[-1], found[:-1], found[-1] = floors, common, counts, above
+        self.floors = native.follow(tried, found, self.live.enough, self.live.most, self.floors)
 
     def lower(self, floors: np.ndarray, short: np.ndarray) -> None:
         """Takes lower floors (int32 [A]) for the live segments (bool [A]) in which too few elements were found."""
