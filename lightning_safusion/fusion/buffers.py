@@ -46,6 +46,9 @@ class Buffer:
         #: float32 [N]: its part of the residual, with the gradients that have been added. Read, never written.
         self.span = self.memory.accumulated(self.start, self.stop)
         self.edges = self.exchange.spec.edges
+        #: The same as an array; other integers would be converted in every search.
+        kinds = (np.int32, np.int64) if self.edges[-1] < 2**31 else (np.int64,)
+        self.edges_as = {np.dtype(kind): np.array(self.edges, kind) for kind in kinds}
         self.sizes: list[int] = np.diff(self.edges).tolist()
         self.names = layout.names(self.places)
         self.dtypes = frozenset(spec.dtype for spec in layout.specs[group.start : group.stop])

@@ -299,8 +299,7 @@ class Shipment:
     def _counts(self, positions: Tensor) -> np.ndarray:
         """int64 [T], how many of some ascending positions lie in each tensor."""
         buffer, found = self.buffer, positions.cpu().numpy()
-        edges = buffer.constant(("edges", found.dtype), lambda: np.asarray(buffer.edges, found.dtype))
-        ends = found.searchsorted(edges)
+        ends = found.searchsorted(buffer.edges_as[found.dtype])
         return ends[1:] - ends[:-1]
 
     def _lost(self, error: Exception) -> RuntimeError:

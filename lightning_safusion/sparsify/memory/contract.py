@@ -167,6 +167,26 @@ class Memory(ABC):
             flat.load(state, name)
 
 
+class _PartsOf(dict[Sequence[int], Parts | None]):
+    """Parts of ascending tensors, by their ids (a range or a tuple), None if one is empty; kept for the next windows.
+
+    Args:
+        edges: Of all tensors.
+    """
+
+    def __init__(self, edges: Sequence[int]) -> None:
+        self._edges = np.asarray(edges, np.int64)
+
+    def __missing__(self, ids: Sequence[int]) -> Parts | None:
+        # other tensors may be missing in every window: the oldest lists make room
+        while self and sum(map(len, self)) + len(ids) > _KEPT_LISTS * (len(self._edges) - 1):
+            del self[next(iter(self))]
+        places = np.asarray(ids, np.int64)
+        starts, stops = self._edges[places], self._edges[places + 1]
+        parts = self[ids] = Parts.of(starts, stops - starts) if (stops > starts).all() else None
+        return parts
+
+
 class Flat:
     """A flat fp32 vector with a view per tensor (``[edges[i], edges[i + 1])``), for one foreach call per buffer."""
 
@@ -177,23 +197,11 @@ class Flat:
     def _adopt(self, data: Tensor | np.ndarray, edges: Sequence[int]) -> None:
         self._memory, self._edges = data, edges
         self.data = data if isinstance(data, Tensor) else torch.from_numpy(data)
-        self._known: dict[Sequence[int], Parts | None] = {}
+        self.parts = _PartsOf(edges)  #: by ids: where the tensors lie, as compiled kernels take it
         self.views = list(self.data.split([stop - start for start, stop in pairwise(edges)]))
 
     def of(self, ids: Sequence[int]) -> list[Tensor]:
         return [self.views[i] for i in ids]
-
-    def parts(self, ids: Sequence[int]) -> Parts | None:
-        """Where ascending tensors lie, as compiled kernels take it, None if one is empty; kept for the next windows."""
-        key = ids if isinstance(ids, range) else tuple(ids)
-        if key not in self._known:
-            # other tensors may be missing in every window: the oldest lists make room
-            while self._known and sum(map(len, self._known)) + len(ids) > _KEPT_LISTS * len(self.views):
-                del self._known[next(iter(self._known))]
-            edges, places = np.asarray(self._edges, np.int64), np.asarray(ids, np.int64)
-            sizes = edges[places + 1] - edges[places]
-            self._known[key] = Parts.of(edges[places], sizes) if sizes.all() else None
-        return self._known[key]
 
     def permute(self, order: Sequence[int], edges: Sequence[int]) -> None:
         if isinstance(self._memory, np.ndarray):

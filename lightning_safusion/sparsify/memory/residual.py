@@ -51,7 +51,7 @@ class ResidualMemory(Memory):
     def compensate_finite(
         self, ids: Sequence[int], grads: Sequence[Tensor], wanted: native.Wanted | None = None
     ) -> native.Added | None:
-        parts, data = self._pending.parts(ids), self._pending.data
+        data, parts = self._pending.data, self._pending.parts[ids if isinstance(ids, range) else tuple(ids)]
         if parts is None or type(self).compensate is not ResidualMemory.compensate:
             return None
         if not native.serves(data, *grads, dtypes=native.FLOAT32):
