@@ -23,7 +23,7 @@ kernels = Extension(
     "lightning_safusion.kernels.cpu.libkernels",
     [f"lightning_safusion/kernels/cpu/{name}.c" for name in ("candidates", "elements", "messages")],
     depends=["lightning_safusion/kernels/cpu/kernels.h"],
-    extra_compile_args=["-O3", "-ffp-contract=off", "-fno-strict-aliasing"],
+    extra_compile_args=["-O3", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-math-errno"],
     optional=True,
 )
 

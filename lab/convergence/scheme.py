@@ -57,6 +57,7 @@ class Scheme:
     lr_scale: float = 1.0
     momentum: float | None = None
     beta2: float | None = None
+    units: float | None = None
     frozen: float = 0.0
 
     def __post_init__(self) -> None:

@@ -178,6 +178,14 @@ class Engines(Averager):
         memories = [controller.space.memory for controller in self.controllers]
         self._switches, _ = carry_momentum(memories, first.density, [optimizer], carried)
 
+    def units(self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor], least: float) -> None:
+        from lightning_safusion.sparsify.selection.units import Moment, UpdateUnits
+        def moments(index: int):
+            state = optimizer.state.get(params[index])
+            return None if not state else Moment(state["exp_avg_sq"], 1e-8)
+        for controller in self.controllers:
+            controller.space.selector.units = UpdateUnits(moments, torch.device("cpu"), least)
+
     @property
     def sparsifiers(self) -> list[Sparsifier]:
         """Of each worker."""

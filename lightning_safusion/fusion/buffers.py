@@ -17,6 +17,7 @@ from lightning_safusion.fusion.plans.plan import Group
 from lightning_safusion.sparsify.base import Segments, Selection
 from lightning_safusion.sparsify.memory.contract import Memory
 from lightning_safusion.sparsify.selection.survey import Foresight, History, Selector
+from lightning_safusion.sparsify.selection.units import SpanUnits
 from lightning_safusion.sparsify.selection.view import device_constant
 
 T = TypeVar("T")
@@ -51,6 +52,7 @@ class Buffer:
         self.edges_as = {np.dtype(kind): np.array(self.edges, kind) for kind in kinds}
         self.sizes: list[int] = np.diff(self.edges).tolist()
         self.names = layout.names(self.places)
+        self.indices = layout.indices[group.start : group.stop].tolist()  #: registration indices
         self.dtypes = frozenset(spec.dtype for spec in layout.specs[group.start : group.stop])
         #: Gradients have fewer bits than the residual, so that a mean may not fit.
         self.narrow = any(dtype.itemsize < 4 for dtype in self.dtypes)
@@ -98,7 +100,12 @@ class Buffer:
             history = self._without(history, absent, early)
             if early and not history.segments.capacity:
                 return None
-        return selector.select(x, history, step)
+        return selector.select(x, history, step, units=self.units(selector))
+
+    def units(self, selector: Selector) -> SpanUnits | None:
+        """The units in which its elements are compared; None for those of the gradient."""
+        together = self.fused or (self.segments is not None and self.segments.pool > 0)
+        return selector.span_units(self.indices, self.edges, together)
 
     def _without(self, history: History, absent: Sequence[int], early: Sequence[int]) -> History:
         """The cut without these tensors; that without early ones alone is the same in every step."""

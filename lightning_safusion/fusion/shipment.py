@@ -102,16 +102,23 @@ class Shipment:
         buffer, window, foresight = self.buffer, self.window, self.buffer.foresight
         if foresight is None or window.scale is not None:
             return False
-        wanted = foresight.wanted()
+        units = buffer.units(selector)
+        if units is None:
+            wanted = foresight.wanted()
+        elif (weights := units.weights()) is None:
+            return False
+        else:
+            wanted = foresight.wanted(weights, None if selector.lazy else units.keys.numpy())
         added = None if wanted is None else buffer.memory.compensate_finite(buffer.places, self.grads, wanted)
         if added is None:
             return False
         self.flags = marked(buffer.all_fresh, added.left_out) if added.left_out else buffer.all_fresh
         if buffer.exchange.begins_early:
             buffer.exchange.begin(buffer.span, Part(None, self.flags))
-        with foresight.known(buffer.span, added.found) as survey:
+        compared, write = (buffer.span, None) if units is None else (units.keys, partial(units.weigh, buffer.span))
+        with foresight.known(compared, added.found, write if selector.lazy else None) as survey:
             del added  # candidates are as large as the residual where many elements are sent: no longer than needed
-            self.selection = selector.select(buffer.span, foresight.history, window.step, survey)
+            self.selection = selector.select(buffer.span, foresight.history, window.step, survey, units)
         return True
 
     def _fill(self, selector: Selector, taken: np.ndarray | None, early: Sequence[int]) -> None:

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
-from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
+from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -135,6 +135,12 @@ class Selection:
         """The same as ``indices``; int32 where compiled kernels have found them."""
         return self.indices
 
+    def with_values_of(self, x: Tensor) -> Selection:
+        """The same positions with the values that ``x`` (float32 [N]) has there."""
+        values = x[self.indices]
+        # padding has a value of 0
+        return replace(self, values=values if isinstance(self.count, int) else torch.where(self.values != 0, values, 0))
+
 
 class Sparsifier(ABC):
     """Chooses the elements of each segment that are sent. Subclass it to add a compressor of your own.
@@ -144,6 +150,9 @@ class Sparsifier(ABC):
     """
 
     name: ClassVar[str]
+    #: What ``select`` reads of the span: ``"view"`` nothing but :func:`segmented_view`, ``"span"`` the elements
+    #: themselves, ``"shape"`` no element.
+    reads: ClassVar[Literal["view", "span", "shape"]] = "span"
 
     @property
     def estimates(self) -> bool:

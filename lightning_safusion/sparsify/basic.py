@@ -31,6 +31,7 @@ class TopK(Sparsifier):
     """
 
     name: ClassVar[str] = "topk"
+    reads = "view"
     estimates: ClassVar[bool] = False
 
     def select(self, x: Tensor, segments: Segments, step: int, survey: SpanSurvey | None = None) -> Selection:
@@ -49,6 +50,7 @@ class NoCompression(TopK):
     """Sends everything; the room of a tensor is its size, whatever the density."""
 
     name: ClassVar[str] = "none"
+    reads = "shape"
 
     def quota(self, numel: int, shape: tuple[int, ...], density: float) -> int:
         return numel
@@ -102,6 +104,7 @@ class RandomK(Sparsifier):
     """
 
     name: ClassVar[str] = "randomk"
+    reads = "shape"
     estimates: ClassVar[bool] = False
 
     def __init__(self, seed: int = 0) -> None:

@@ -15,12 +15,14 @@ from lightning_safusion.kernels.cpu.elements import (
     Sums,
     Survey,
     Wanted,
+    Weights,
     add_finite,
     follow,
     kth_largest,
     largest,
     survey,
     tail,
+    weigh,
 )
 from lightning_safusion.kernels.cpu.library import FLOAT32, Parts, rearranged, release, serves, unused, usable, zeros
 from lightning_safusion.kernels.cpu.messages import (

@@ -150,14 +150,40 @@ CLONES static int64_t exceed(const float *x, int64_t size, float limit, double *
     return count;
 }
 
-int64_t safusion_add(const int64_t *grads, int64_t *added, float decay, float *memory, const int64_t *starts,
+/* Keys of elements: how far the optimizer would move them. */
+CLONES static void weigh(const float *restrict x, const float *restrict moments, int64_t size, float least,
+                         float epsilon, float *restrict keys)
+{
+    for (int64_t i = 0; i < size; i++) {
+        float moment = moments[i] < least ? least : moments[i];
+        keys[i] = x[i] / (__builtin_sqrtf(moment) + epsilon);
+    }
+}
+
+void safusion_weigh(const float *x, const int64_t *moments, const float *leasts, const float *epsilons,
+                    const int64_t *starts, const int64_t *sizes, int64_t parts, float *keys)
+{
+    for (int64_t p = 0; p < parts; p++) {
+        const float *moment = (const float *)(intptr_t)moments[p];
+        if (moment) weigh(x + starts[p], moment, sizes[p], leasts[p], epsilons[p], keys + starts[p]);
+        else memcpy(keys + starts[p], x + starts[p], sizeof(float) * (size_t)sizes[p]);
+    }
+}
+
+/* Moments are addresses, 0 of parts without, and NULL if no part has any; what is looked for, and summed, is then found in the keys. These are also
+ * written, unless `keys` is NULL. */
+int64_t safusion_add(const int64_t *grads, int64_t *added, const int64_t *moments, const float *leasts,
+                     const float *epsilons, float decay, float *memory, float *keys, const int64_t *starts,
                      const int64_t *sizes, int64_t parts, const int32_t *floors, int64_t magnitudes, double *sums,
                      double *squares, int32_t *places, int32_t *bits, int64_t room, int64_t *counts)
 {
     struct places to = {places, bits, room, 0};
+    float few[BLOCK];
     for (int64_t p = 0; p < parts; p++) {
         const float *grad = (const float *)(intptr_t)grads[p];
+        const float *moment = moments ? (const float *)(intptr_t)moments[p] : 0;
         float *target = memory + starts[p];
+        int32_t floor = floors ? floors[p] : MAGNITUDE;
         int64_t checked = 0, before = to.found;
         if (sums) sums[p] = squares[p] = 0;
         for (int64_t at = 0; at < sizes[p]; at += BLOCK) {
@@ -167,8 +193,15 @@ int64_t safusion_add(const int64_t *grads, int64_t *added, float decay, float *m
                 if (largest((const int32_t *)grad + at, next) >= INFINITE) break;
                 checked += next;
             }
-            add(&to, target + at, grad + at, size, decay, floors ? floors[p] : MAGNITUDE, starts[p] + at);
-            if (sums) sum(target + at, size, magnitudes ? MAGNITUDE : -1, sums + p, squares + p);
+            const float *compared = target + at;
+            add(&to, target + at, grad + at, size, decay, moment ? MAGNITUDE : floor, starts[p] + at);
+            if (moment) {
+                float *own = keys ? keys + starts[p] + at : few;
+                weigh(compared, moment + at, size, leasts[p], epsilons[p], own);
+                if (floor < MAGNITUDE) above(&to, own, size, floor, starts[p] + at);
+                compared = own;
+            } else if (keys) memcpy(keys + starts[p] + at, compared, sizeof(float) * (size_t)size);
+            if (sums) sum(compared, size, magnitudes ? MAGNITUDE : -1, sums + p, squares + p);
         }
         added[p] = checked;
         counts[p] = to.found - before;

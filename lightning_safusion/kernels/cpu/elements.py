@@ -17,6 +17,28 @@ _SPARE = 33  # elements that are written behind the last one before the lack of 
 MOST_ELEMENTS = 1 << 31  # of a span in which elements are found: positions have 32 bits until some are selected
 
 
+class Weights(NamedTuple):
+    """Second moments of the optimizer, for keys: ``x / (sqrt(max(moment, least)) + epsilon)``.
+
+    Args:
+        moments: int64 [S], where those of each run lie in memory; 0 for a run whose elements are their own keys.
+        leasts: float32 [S].
+        epsilons: float32 [S].
+    """
+
+    moments: np.ndarray
+    leasts: np.ndarray
+    epsilons: np.ndarray
+
+    def of(self, parts: Parts) -> Weights:
+        """The weights of each part."""
+        if len(parts.firsts) == len(parts.starts):
+            return self
+        moments, leasts, epsilons = map(parts.spread, self)
+        inside = 4 * (parts.starts - parts.spread(parts.starts[parts.firsts]))
+        return Weights(np.where(moments == 0, 0, moments + inside), leasts, epsilons)
+
+
 class Wanted(NamedTuple):
     """What to find in some runs of a span in one pass.
 
@@ -24,11 +46,15 @@ class Wanted(NamedTuple):
         floors: int32 [S]: elements with bits of magnitude above the floor of their run. None for no element.
         room: Most elements that each thread may find.
         sums: Of the elements or of their magnitudes, and of squares: of a thousand in float32, of these in float64.
+        weights: What is looked for, and summed, are keys; None for the elements themselves. Gradients only.
+        keys: float32 [N], are written: the keys. None does not keep them.
     """
 
     floors: np.ndarray | None = None
     room: int = 0
     sums: Sums | None = None
+    weights: Weights | None = None
+    keys: np.ndarray | None = None
 
 
 _NOTHING = Wanted()
@@ -55,17 +81,19 @@ def survey(x: np.ndarray, parts: Parts, wanted: Wanted) -> Survey:
     return _look(kernels().safusion_survey, (), (x,), parts, wanted)
 
 
-def _look(kernel: Any, runs: tuple[np.ndarray, ...], given: tuple[Any, ...], parts: Parts, wanted: Wanted) -> Survey:
+def _look(
+    kernel: Any, runs: tuple[np.ndarray | None, ...], given: tuple[Any, ...], parts: Parts, wanted: Wanted
+) -> Survey:
     """One pass over all parts, on as many threads as it pays.
 
     Args:
         kernel: The compiled function.
-        runs: Its first arguments: arrays with one number for each part.
+        runs: Its first arguments: arrays with one number for each part, or None.
         given: Further arguments.
         parts: Runs, cut for threads.
         wanted: What to find.
     """
-    floors, room, kind = wanted
+    floors, room, kind, *_ = wanted
     number, cut = len(parts.starts), len(parts.starts) != len(parts.firsts)
     counts, sums = np.zeros(number, np.int64), None if kind is None else np.zeros((2, number))
     if floors is not None:
@@ -76,7 +104,7 @@ def _look(kernel: Any, runs: tuple[np.ndarray, ...], given: tuple[Any, ...], par
     def read(low: int, high: int) -> tuple[np.ndarray, np.ndarray, int]:
         places, bits = empty(2 * (room + _SPARE), np.int32).reshape(2, -1)
         found: int = kernel(
-            *map(itemgetter(slice(low, high)), runs),
+            *(None if run is None else address(run[low:high]) for run in runs),
             *given,
             parts.starts[low:high],
             parts.sizes[low:high],
@@ -106,6 +134,17 @@ def _look(kernel: Any, runs: tuple[np.ndarray, ...], given: tuple[Any, ...], par
 def _joined(lists: Sequence[np.ndarray]) -> np.ndarray:
     """int32 lists, one behind the other."""
     return np.concatenate(lists, out=empty(sum(map(len, lists)), np.int32))
+
+
+def weigh(x: np.ndarray, parts: Parts, weights: Weights, keys: np.ndarray) -> None:
+    """Writes the keys of runs of a span (float32 [N]); ``keys``: float32 [N]."""
+    each = weights.of(parts)
+
+    def write(low: int, high: int) -> None:
+        own = [run[low:high] for run in (*each, parts.starts, parts.sizes)]
+        kernels().safusion_weigh(x, *own, high - low, keys)
+
+    shared(write, parts.sizes)
 
 
 def largest(x: np.ndarray, parts: Parts) -> np.ndarray:
@@ -181,11 +220,14 @@ def add_finite(
         wanted: What to find in the new memory, as :func:`survey` does; positions count from the first gradient.
     """
     added, first = np.empty(len(parts.starts), np.int64), int(parts.starts[0])
-    runs, given = (parts.addresses(grads), added), (decay, memory.numpy()[first:])
+    wanted = wanted or _NOTHING
+    weights = (None, None, None) if wanted.weights is None else wanted.weights.of(parts)
+    keys = None if wanted.keys is None else address(wanted.keys)
+    given = decay, memory.numpy()[first:], keys
     read = Parts(parts.starts - first, parts.sizes, parts.firsts)
-    found = _look(kernels().safusion_add, runs, given, read, wanted or _NOTHING)
+    found = _look(kernels().safusion_add, (parts.addresses(grads), added, *weights), given, read, wanted)
     if (added == parts.sizes).all():
-        return Added([], None if wanted is None else found)
+        return Added([], None if wanted is _NOTHING else found)
     bad = np.flatnonzero(np.add.reduceat(added != parts.sizes, parts.firsts)).tolist()
     cuts = [*parts.firsts.tolist(), len(added)]
     for place in bad:

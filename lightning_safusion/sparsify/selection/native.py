@@ -32,22 +32,35 @@ class FoundSelection(Selection):
     def indices(self) -> Tensor:
         return self.positions.long()
 
+    def with_values_of(self, x: Tensor) -> Selection:
+        return FoundSelection(self.positions, x.index_select(0, self.positions))
+
 
 class NativeView(SegmentedView):
     """Reads a span with compiled kernels; see :func:`segmented_view` for the arguments."""
 
     def __init__(self, x: Tensor, segments: Segments, survey: SpanSurvey | None = None) -> None:
-        self.x, self.segments = x, segments
+        self._span, self.segments, self._survey = x, segments, survey
         history, seen = (None, None) if survey is None else survey.take(x, segments)
         self._history = history or History(segments)
         self._live = self._history.live
-        self._floats: np.ndarray = x.detach().numpy()
         self._found: native.Lists | None = None  # candidates, which exceed the floors in `_lowest`
         self._lowest: np.ndarray = self._history.floors
         self._counted: tuple[np.ndarray, np.ndarray] | None = None  # the latest floors, and elements above them
         self._summed: dict[native.Sums, tuple[np.ndarray, np.ndarray]] = {}
         if seen is not None:
             self._keep(*seen)
+
+    @property
+    def x(self) -> Tensor:
+        """float32 [N], the span."""
+        return torch.from_numpy(self._floats)
+
+    @cached_property
+    def _floats(self) -> np.ndarray:
+        if self._survey is not None:
+            self._survey.complete(self._span)
+        return self._span.detach().numpy()
 
     # -- statistics ------------------------------------------------------------------------------------------------
 

@@ -80,6 +80,8 @@ def pooled(
 class ThresholdSparsifier(Sparsifier):
     """Sends what exceeds a threshold per segment; a subclass says how the threshold is found."""
 
+    reads = "view"
+
     @abstractmethod
     def thresholds(self, view: SegmentedView, step: int) -> Tensor:
         """float32 [M], threshold on the magnitude of each segment, on the device of the span."""

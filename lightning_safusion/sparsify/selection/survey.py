@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier, check_selection, constant_of_segments
+from lightning_safusion.sparsify.selection.units import SpanUnits, UpdateUnits
 from lightning_safusion.sparsify.selection.view import MAGNITUDE_BITS
 
 UNKNOWN = MAGNITUDE_BITS  # a floor that no element exceeds
@@ -140,10 +141,13 @@ class SpanSurvey:
         x: float32 [N].
         history: Of its cut.
         seen: What was found in its elements.
+        write: Writes these, which are not known yet; called before they are read.
     """
 
-    def __init__(self, x: Tensor, history: History, seen: Seen | None = None) -> None:
-        self._x, self._history, self._seen = x, history, seen
+    def __init__(
+        self, x: Tensor, history: History, seen: Seen | None = None, write: Callable[[], object] | None = None
+    ) -> None:
+        self._x, self._history, self._seen, self._write = x, history, seen, write
         # where it lies and how often it was written to; None for a tensor that does not count that, or on a device
         counted = x.is_cpu and not x.is_inference()
         self._state = (x.data_ptr(), x.numel(), x._version) if counted else None
@@ -159,11 +163,17 @@ class SpanSurvey:
         seen, self._seen = self._seen, None
         return self._history, seen
 
+    def complete(self, x: Tensor) -> None:
+        """Writes the elements of ``x``, if it is the span that was surveyed and they are not known yet."""
+        if self._write is not None and x.data_ptr() == self._x.data_ptr():
+            write, self._write = self._write, None
+            write()
+
     def __enter__(self) -> SpanSurvey:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._state = self._seen = None
+        self._state = self._seen = self._write = None
 
 
 class Foresight:
@@ -186,19 +196,29 @@ class Foresight:
         self._one_each = np.array_equal(self._owners, np.arange(number))
         self._wanted = native.Wanted()
 
-    def wanted(self) -> native.Wanted | None:
-        """What to look for, with a floor for each non-empty tensor; None if nothing is known."""
+    def wanted(self, weights: native.Weights | None = None, keys: np.ndarray | None = None) -> native.Wanted | None:
+        """What to look for, with a floor for each non-empty tensor; None if nothing is known.
+
+        Args:
+            weights: Of each tensor, where keys are compared.
+            keys: Where these are to be written.
+        """
         history = self.history
         if not history.used or history.segments.numel >= native.MOST_ELEMENTS:
             return None
         floors = np.minimum(history.floors[:-1], history.floors[-1])
-        self._wanted = wanted = native.Wanted(floors, history.live.room, history.sums)
+        self._wanted = wanted = native.Wanted(floors, history.live.room, history.sums, weights, keys)
         return wanted if self._one_each else wanted._replace(floors=np.append(floors, np.int32(UNKNOWN))[self._owners])
 
-    def known(self, x: Tensor, found: native.Survey | None) -> SpanSurvey:
-        """What is known of ``x`` (float32 [N]), the memory to which gradients were added, with what was found in it."""
+    def known(
+        self, x: Tensor, found: native.Survey | None, write: Callable[[], object] | None = None
+    ) -> SpanSurvey:
+        """What is known of ``x`` (float32 [N]), the memory to which gradients were added, with what was found in it.
+
+        Where keys were compared, ``x`` are these, and ``write`` writes them if that was not done.
+        """
         if found is None:
-            return SpanSurvey(x, self.history)
+            return SpanSurvey(x, self.history, write=write)
         if found.lists is None:
             self.history.forget()
         if not self._one_each:
@@ -206,7 +226,7 @@ class Foresight:
             sums, squares = (None if each is None else self._per_segment(each) for each in (found.sums, found.squares))
             lists = None if found.lists is None else found.lists._replace(counts=counts)
             found = native.Survey(lists, counts, sums, squares)
-        return SpanSurvey(x, self.history, (self._wanted, found))
+        return SpanSurvey(x, self.history, (self._wanted, found), write)
 
     def _per_segment(self, per_tensor: np.ndarray) -> np.ndarray:
         """float64 [A], sums over the tensors of each live segment."""
@@ -223,19 +243,45 @@ class Selector:
 
     def __init__(self, sparsifier: Sparsifier) -> None:
         self.sparsifier = sparsifier
+        self.units: UpdateUnits | None = None  #: in which elements are compared; None: those of the gradient
         self._selecting = Lock()
         self._takes_survey = "survey" in inspect.signature(sparsifier.select).parameters
         self._trusted = type(sparsifier).__module__.startswith("lightning_safusion.")
+        #: Reads a span through a view alone, so that keys need not be written before they are read.
+        self.lazy = self._trusted and self._takes_survey and sparsifier.reads == "view"
 
-    def select(self, x: Tensor, history: History, step: int, survey: SpanSurvey | None = None) -> Selection:
-        """Selects from ``x`` (float32 [N], on any device) in window ``step``; safe to call on any thread.
+    def span_units(self, indices: Sequence[int], edges: Sequence[int], together: bool) -> SpanUnits | None:
+        """:meth:`UpdateUnits.of`; None also where no element is compared."""
+        if self.units is None or self.sparsifier.reads == "shape":
+            return None
+        return self.units.of(indices, edges, together)
 
-        Without a survey only what the history predicts is known of ``x``.
+    def select(
+        self,
+        x: Tensor,
+        history: History,
+        step: int,
+        survey: SpanSurvey | None = None,
+        units: SpanUnits | None = None,
+    ) -> Selection:
+        """Selects from a span, on any device; safe to call on any thread.
+
+        Args:
+            x: float32 [N].
+            history: Of its cut.
+            step: Number of the window.
+            survey: What is known of the elements, or of their keys; without it only what the history predicts.
+            units: Elements are compared in these; None: as they are.
         """
         select: Callable[..., Selection] = self.sparsifier.select
-        known = {"survey": survey or SpanSurvey(x, history)} if self._takes_survey else {}
+        compared = x
+        if units is not None:
+            compared = units.keys if survey is not None else units.weigh(x)
+        known = {"survey": survey or SpanSurvey(compared, history)} if self._takes_survey else {}
         with self._selecting:
-            selection = select(x, history.segments, step, **known)
+            selection = select(compared, history.segments, step, **known)
+            if units is not None:
+                selection = selection.with_values_of(x)
         if not self._trusted:  # a broken contract would train on wrong gradients, the same on all ranks
             check_selection(selection, history.segments, self.sparsifier.name)
         return selection
