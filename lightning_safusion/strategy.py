@@ -47,6 +47,7 @@ from lightning_safusion.integration.signals import DeferredSignals
 from lightning_safusion.sparsify.base import Sparsifier
 from lightning_safusion.sparsify.memory.contract import Memory
 from lightning_safusion.sparsify.schedule import DensitySchedule
+from lightning_safusion.sparsify.selection.units import SelectBy
 from lightning_safusion.systems.rows import DEFAULT
 from lightning_safusion.systems.settings import job_parts
 
@@ -94,6 +95,9 @@ class SAFusionStrategy(DDPStrategy):
         wire: ``"auto"`` (lossless), ``"bf16"``, ``"fp16"``, ``"fp32"``, a few bits per value (``"q4"``, ``"q2"``,
             ``"sign"``), or a codec such as ``"block16-bf16"``.
         offload: Select from tensors on a thread of the host, as they become ready, where that delays nothing.
+        select_by: Units in which elements are compared: ``"gradient"``; ``"update"``, how far the optimizer would move
+            them (gradients divided as by Adam, AdamW, NAdam, RAdam, RMSprop, Adagrad or Adafactor; as they are below
+            others); ``"auto"``, the latter below Adam and AdamW where the memory carries their momentum.
         transport: Library that carries the bytes: ``"torch"`` (torch.distributed: gloo, NCCL) or ``"horovod"``, in
             processes that horovodrun or mpirun has started.
         kwargs: Every argument of :class:`~lightning.pytorch.strategies.DDPStrategy` and of ``DistributedDataParallel``.
@@ -123,6 +127,7 @@ class SAFusionStrategy(DDPStrategy):
         collective: str | None = None,
         wire: str | None = None,
         offload: bool | None = None,
+        select_by: SelectBy | None = None,
         transport: Literal["torch", "horovod"] = "torch",
         **kwargs: Any,
     ) -> None:
@@ -141,6 +146,7 @@ class SAFusionStrategy(DDPStrategy):
             "collective": collective,
             "wire": wire,
             "offload": offload,
+            "select_by": select_by,
         }
         job = job_parts(system, density, parts, transport)
         if transport == "horovod":

@@ -11,6 +11,7 @@ from lightning_safusion.fusion.plans.policy import Aligned, Single
 from lightning_safusion.fusion.settings import EngineSettings
 from lightning_safusion.sparsify import Memory, Sparsifier, resolve_density, resolve_memory, resolve_sparsifier
 from lightning_safusion.sparsify.schedule import DenseStart, DensitySchedule, ExponentialRamp
+from lightning_safusion.sparsify.selection.units import SelectBy
 
 Method = Literal["dense", "behind", "ahead", "pooled", "powersgd"]
 
@@ -36,6 +37,7 @@ class Scheme:
         lr_scale: Factor on the task's learning rate.
         momentum: In place of the task's; the first beta of AdamW.
         beta2: In place of the task's, of AdamW.
+        select_by: Units in which elements are compared.
         frozen: Share of the steps after which AdamW's second moment stays as it is; 0: never.
 
     Raises:
@@ -57,7 +59,7 @@ class Scheme:
     lr_scale: float = 1.0
     momentum: float | None = None
     beta2: float | None = None
-    units: float | None = None
+    select_by: SelectBy = "gradient"
     frozen: float = 0.0
 
     def __post_init__(self) -> None:
@@ -116,6 +118,7 @@ class Scheme:
             quota="pooled" if self.method == "pooled" else "proportional",
             collective="allgather",  # sparse at any cost: compression is compared
             wire=self.wire,
+            select_by=self.select_by,
         )
 
     def _compressor(self) -> Sparsifier:

@@ -187,8 +187,6 @@ def _steps(scheme: Scheme, training: VirtualTraining, averager: Averager, statis
     task = training.task
     optimizer = make_optimizer(task, scheme, training.params)
     averager.carry_momentum(optimizer, training.params)
-    if scheme.units is not None and isinstance(averager, Engines):
-        averager.units(optimizer, training.params, scheme.units)
     frozen = FrozenSecondMoment(optimizer, round(scheme.frozen * task.steps))
     sampled_every = max(1, task.steps // _POINTS)
     for step in range(task.steps):

@@ -16,6 +16,7 @@ from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.layout import TensorSpec
 from lightning_safusion.fusion.settings import EngineSettings
 from lightning_safusion.integration.optimizer import MomentumSwitch, carry_momentum
+from lightning_safusion.integration.units import compares_updates, update_units
 from lightning_safusion.metrics.figures import TensorFigures, window_figures
 from lightning_safusion.sparsify import Sparsifier
 
@@ -113,6 +114,7 @@ class Engines(Averager):
         self.bytes_sent = 0
         self._steps = 0
         self._switches: list[MomentumSwitch] = []
+        self._settings = make_settings()
         self._pool = ThreadPoolExecutor(workers)
         transports = local_transports(workers)
         settings = [make_settings() for _ in range(workers)]
@@ -176,15 +178,11 @@ class Engines(Averager):
             return first.report is not None and index[id(param)] in first.report.selected_from
 
         memories = [controller.space.memory for controller in self.controllers]
-        self._switches, _ = carry_momentum(memories, first.density, [optimizer], carried)
-
-    def units(self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor], least: float) -> None:
-        from lightning_safusion.sparsify.selection.units import Moment, UpdateUnits
-        def moments(index: int):
-            state = optimizer.state.get(params[index])
-            return None if not state else Moment(state["exp_avg_sq"], 1e-8)
+        by_update = compares_updates(self._settings, [optimizer])
+        self._switches, _ = carry_momentum(memories, first.density, [optimizer], carried, by_update)
         for controller in self.controllers:
-            controller.space.selector.units = UpdateUnits(moments, torch.device("cpu"), least)
+            units = update_units(self._settings, [optimizer], params, bool(self._switches))
+            controller.space.selector.units = units
 
     @property
     def sparsifiers(self) -> list[Sparsifier]:

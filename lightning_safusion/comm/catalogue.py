@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from lightning_safusion.comm.collectives.allgather import SparseAllGather
@@ -43,8 +44,12 @@ class SparseBuffer:
     @property
     def codec(self) -> Codec | None:
         """The format of its messages; None if no element is selected."""
-        spec = self.spec
-        return resolve_codec(self.wire, spec.numel, spec.capacity, self.dtype, spec.edges) if spec.capacity else None
+        spec, cut = self.spec, self.segments
+        if not spec.capacity:
+            return None
+        own = cut is not None and not cut.pool and np.array_equal(cut.edges, spec.edges)  # a quota for each tensor
+        entries = cut.quotas.tolist() if own and cut is not None else None
+        return resolve_codec(self.wire, spec.numel, spec.capacity, self.dtype, spec.edges, entries)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from lightning_safusion.lookup import suggestion
 from lightning_safusion.sparsify.base import Sparsifier
 from lightning_safusion.sparsify.memory.contract import Memory
 from lightning_safusion.sparsify.schedule import ConstantDensity, DensitySchedule
+from lightning_safusion.sparsify.selection.units import SelectBy
 
 
 def _choice(name: str, value: str, allowed: Sequence[str]) -> None:
@@ -43,6 +44,8 @@ class EngineSettings:
         wire: Wire format by name.
         own_buffers: Keep the engine even if every buffer is dense: its buffers are what is compared.
         offload: Select from tensors on a thread of the host where that delays nothing.
+        select_by: Units in which elements are compared: ``"gradient"``, ``"update"`` (how far the optimizer would move
+            them), or ``"auto"``.
 
     Raises:
         ValueError: If a choice is unknown, or two do not go together.
@@ -59,14 +62,27 @@ class EngineSettings:
     wire: str = "auto"
     own_buffers: bool = False
     offload: bool = False
+    select_by: SelectBy = "gradient"
 
     def __post_init__(self) -> None:
         _choice("scope", self.scope, get_args(Scope))
         _choice("quota", self.quota, get_args(QuotaRule))
+        _choice("select_by", self.select_by, get_args(SelectBy))
         if not isinstance(self.offload, bool):
             raise TypeError(f"offload must be True or False, got {self.offload!r}")
         self._check_scope()
         self._check_collective()
+        if self.select_by == "update" and not self.knows_updates:
+            raise ValueError(
+                "select_by='update' compares elements before they are sent, with the optimizer's state at hand: it "
+                f"needs offload=False and collective='allgather', 'hybrid' or 'auto', got {self.offload} and "
+                f"{self.collective!r}; use select_by='gradient'"
+            )
+
+    @property
+    def knows_updates(self) -> bool:
+        """Elements can be compared in the units of the update: none are again, as gradients, by the collective."""
+        return find_collective(self.collective).few_bits and not self.offload
 
     def _check_scope(self) -> None:
         """Refuses parts that need selection from every tensor where it is from a buffer."""

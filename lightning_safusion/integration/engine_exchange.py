@@ -29,6 +29,7 @@ from lightning_safusion.integration.parameters import (
     refuse_double_momentum,
     sparse_parameters,
 )
+from lightning_safusion.integration.units import compares_updates, update_units
 from lightning_safusion.kernels import cpu
 from lightning_safusion.sparsify.schedule import ConstantDensity
 
@@ -70,6 +71,7 @@ class EngineExchange(GradientExchange):
         self._choice = choice
         self._hook: DDPHook | None = None
         self._static_graph = bool(options.get("static_graph"))
+        self._params: list[Tensor] = []  # by registration index
         self.switches: list[MomentumSwitch] = []  # of optimizers whose momentum the memory carries
         if choice.mode is Mode.DENSE_ENGINE:
             # a checkpoint's residual leaves with the first gradients, then this is plain DDP in all but name
@@ -104,8 +106,8 @@ class EngineExchange(GradientExchange):
 
     def register(self, ddp: DistributedDataParallel) -> None:
         ddp.bucket_bytes_cap = _COMPILE_BUCKET_BYTES
-        params = [param for _, param in dense_parameters(ddp.module)]
-        self._hook = DDPHook(self.engine, params, sparse_parameters(ddp.module), self._static_graph)
+        self._params = [param for _, param in dense_parameters(ddp.module)]
+        self._hook = DDPHook(self.engine, self._params, sparse_parameters(ddp.module), self._static_graph)
         ddp.register_comm_hook(None, self._hook.run)
 
     def bind(self, optimizers: Sequence[Optimizer], loss_scale: Callable[[], Tensor | None] | None = None) -> None:
@@ -119,9 +121,12 @@ class EngineExchange(GradientExchange):
         for optimizer in optimizers:
             self._hook.watch(optimizer)
         memories, density = [self.settings.memory], self.settings.density
-        self.switches, note = carry_momentum(memories, density, optimizers, self._hook.selected_from)
+        by_update = compares_updates(self.settings, optimizers)
+        self.switches, note = carry_momentum(memories, density, optimizers, self._hook.selected_from, by_update)
         if note:
             announce(note)
+        units = update_units(self.settings, optimizers, self._params, bool(self.switches))
+        self.engine.space.selector.units = units
 
     def caution(self, optimizers: Sequence[Optimizer]) -> None:
         memory, density = self.settings.memory, self.settings.density
@@ -152,11 +157,13 @@ class EngineExchange(GradientExchange):
         if self._hook is not None:
             self._hook.close()
         self._close_switches()
+        self._params = []
 
     def _close_switches(self) -> None:
         for switch in self.switches:
             switch.close()
         self.switches = []
+        self.engine.space.selector.units = None  # it holds the optimizers
 
 
 @dataclass

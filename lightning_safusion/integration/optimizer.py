@@ -18,6 +18,9 @@ from lightning_safusion.sparsify.schedule import ConstantDensity, DensitySchedul
 _ADAPTIVE_UP_TO, _SGD_UP_TO = 0.25, 0.02
 # At a density of 0.1 % elements wait for a thousand steps: that long a momentum would be too old.
 _LONGEST = 0.99
+# Where elements are compared in units of the update one factor serves all densities, and below one density steps are
+# larger, by this power of how far it is below: an element that is sent moves for all the steps in which it was not.
+_OF_UPDATES, _PACED_BELOW, _PACE = 0.95, 0.05, 0.25
 
 Group = dict[str, Any]
 
@@ -39,17 +42,21 @@ def _own_momentum(group: Group) -> float | Tensor:
     return momentum
 
 
-def carried_momentum(memory: Memory, density: DensitySchedule, optimizers: Sequence[Optimizer]) -> float | None:
+def carried_momentum(
+    memory: Memory, density: DensitySchedule, optimizers: Sequence[Optimizer], by_update: bool = False
+) -> float | None:
     """The factor of a momentum that the memory carries in the optimizers' place; None if it carries none.
 
     ``memory="decoupled"`` always carries it. ``memory="auto"`` where that has been measured to lose less: for Adam and
     AdamW at constant densities of up to a quarter, for SGD up to 2 %, if all optimizers are of these and have a
-    momentum. It then lasts twice as long as an element waits on average, if that is longer than the optimizer's.
+    momentum. It then lasts twice as long as an element waits on average, if that is longer than the optimizer's; where
+    elements are compared in units of the update, 20 steps.
 
     Args:
         memory: Error feedback.
         density: Share of the elements that is sent.
         optimizers: All that step with what was sent.
+        by_update: Elements are compared in units of the update.
     """
     known = [momenta_of(optimizer) for optimizer in optimizers]
     own = [momentum for momenta in known if momenta is not None for momentum in momenta]
@@ -60,7 +67,17 @@ def carried_momentum(memory: Memory, density: DensitySchedule, optimizers: Seque
     bounds = [_SGD_UP_TO if type(optimizer) is SGD else _ADAPTIVE_UP_TO for optimizer in optimizers]
     if not own or None in known or not all(own) or density.density > min(bounds):
         return None
-    return max(*own, min(1.0 - density.density / 2, _LONGEST))
+    return max(*own, _OF_UPDATES if by_update else min(1.0 - density.density / 2, _LONGEST))
+
+
+def pace_of(density: DensitySchedule) -> float:
+    """Factor on the learning rate of sparse tensors whose elements are compared in units of the update.
+
+    With it the learning rate that serves dense training serves (docs/convergence.md).
+    """
+    if not isinstance(density, ConstantDensity) or density.density >= _PACED_BELOW:
+        return 1.0
+    return float((_PACED_BELOW / density.density) ** _PACE)
 
 
 class MomentumSwitch:
@@ -73,10 +90,11 @@ class MomentumSwitch:
     Args:
         optimizer: Adam, AdamW or SGD.
         carried: Whether the memory carries the momentum of a parameter, as of the latest gradients.
+        pace: Factor on the learning rate of such parameters below Adam's kind; weight decay stays what it is.
     """
 
-    def __init__(self, optimizer: Optimizer, carried: Callable[[Tensor], bool]) -> None:
-        self._optimizer, self._carried = optimizer, carried
+    def __init__(self, optimizer: Optimizer, carried: Callable[[Tensor], bool], pace: float = 1.0) -> None:
+        self._optimizer, self._carried, self._pace = optimizer, carried, pace
         self._groups: list[Group] | None = None  # the optimizer's own, while others are in their place
         self._gone: dict[int, Tensor] = {}  # parameters whose latest step was without their own momentum
         after = optimizer.register_step_post_hook(lambda *_: self.restore())
@@ -125,9 +143,17 @@ class MomentumSwitch:
             self._complete(group, keep)
             yield {**group, "params": keep}
         if gone and "betas" in group:
-            yield {**group, "params": gone, "betas": (0.0, group["betas"][1])}
+            yield {**group, "params": gone, "betas": (0.0, group["betas"][1]), **self._paced(group)}
         elif gone:
             yield {**group, "params": gone, "momentum": 0.0, "nesterov": False, "lr": group["lr"] / (1.0 - own)}
+
+    def _paced(self, group: Group) -> Group:
+        """Learning rate and weight decay of the parameters whose momentum the memory carries."""
+        if self._pace == 1:
+            return {}
+        decoupled = group.get("decoupled_weight_decay", isinstance(self._optimizer, AdamW))
+        decay = group["weight_decay"] / self._pace if decoupled else group["weight_decay"]
+        return {"lr": group["lr"] * self._pace, "weight_decay": decay}
 
     def _forget(self, param: Tensor) -> None:
         """Empties the momentum of a parameter."""
@@ -173,6 +199,7 @@ def carry_momentum(
     density: DensitySchedule,
     optimizers: Sequence[Optimizer],
     carried: Callable[[Tensor], bool],
+    by_update: bool = False,
 ) -> tuple[list[MomentumSwitch], str]:
     """Moves the momentum of optimizers to memories, where :func:`carried_momentum` says so.
 
@@ -181,11 +208,12 @@ def carry_momentum(
         density: Share of the elements that is sent.
         optimizers: All that step with what was sent.
         carried: Whether the latest gradient of a parameter is a mean of selected elements.
+        by_update: Elements are compared in units of the update.
 
     Returns:
         A switch for every optimizer without its momentum, and a line about it; both are empty if all keep it.
     """
-    momentum = carried_momentum(memories[0], density, optimizers)
+    momentum = carried_momentum(memories[0], density, optimizers, by_update)
     for memory in memories:
         if isinstance(memory, AutoMemory):
             memory.carry(momentum)
@@ -195,4 +223,8 @@ def carry_momentum(
     names = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in known))
     note = f"{names} leaves the momentum of sparse tensors to the residual (factor {momentum:.3g}); "
     note += "memory='residual' keeps it in the optimizer"
-    return [MomentumSwitch(optimizer, carried) for optimizer in known], note
+    pace = pace_of(density) if by_update else 1.0
+    if by_update:
+        steps = f", with steps {pace:.2g} times as large" if pace > 1 else ""
+        note += f". Elements are compared by how far they would move{steps}; select_by='gradient' compares gradients"
+    return [MomentumSwitch(optimizer, carried, pace) for optimizer in known], note

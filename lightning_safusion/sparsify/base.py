@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
-from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, TypeVar
+from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -142,6 +142,9 @@ class Selection:
         return replace(self, values=values if isinstance(self.count, int) else torch.where(self.values != 0, values, 0))
 
 
+Reads: TypeAlias = Literal["view", "span", "shape"]
+
+
 class Sparsifier(ABC):
     """Chooses the elements of each segment that are sent. Subclass it to add a compressor of your own.
 
@@ -152,7 +155,7 @@ class Sparsifier(ABC):
     name: ClassVar[str]
     #: What ``select`` reads of the span: ``"view"`` nothing but :func:`segmented_view`, ``"span"`` the elements
     #: themselves, ``"shape"`` no element.
-    reads: ClassVar[Literal["view", "span", "shape"]] = "span"
+    reads: ClassVar[Reads] = "span"
 
     @property
     def estimates(self) -> bool:

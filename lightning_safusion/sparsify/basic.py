@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier, constant_of_segments, stable_hash
+from lightning_safusion.sparsify.base import Reads, Segments, Selection, Sparsifier, constant_of_segments, stable_hash
 from lightning_safusion.sparsify.selection.select import (
     SegmentedView,
     ThresholdSparsifier,
@@ -31,7 +31,7 @@ class TopK(Sparsifier):
     """
 
     name: ClassVar[str] = "topk"
-    reads = "view"
+    reads: ClassVar[Reads] = "view"
     estimates: ClassVar[bool] = False
 
     def select(self, x: Tensor, segments: Segments, step: int, survey: SpanSurvey | None = None) -> Selection:
@@ -50,7 +50,7 @@ class NoCompression(TopK):
     """Sends everything; the room of a tensor is its size, whatever the density."""
 
     name: ClassVar[str] = "none"
-    reads = "shape"
+    reads: ClassVar[Reads] = "shape"
 
     def quota(self, numel: int, shape: tuple[int, ...], density: float) -> int:
         return numel
@@ -104,7 +104,7 @@ class RandomK(Sparsifier):
     """
 
     name: ClassVar[str] = "randomk"
-    reads = "shape"
+    reads: ClassVar[Reads] = "shape"
     estimates: ClassVar[bool] = False
 
     def __init__(self, seed: int = 0) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.sparsify.base import Segments, stable_hash
+from lightning_safusion.sparsify.base import Reads, Segments, stable_hash
 from lightning_safusion.sparsify.selection.select import SegmentedView, ThresholdSparsifier, segmented_view
 
 
@@ -32,6 +32,7 @@ class DGC(ThresholdSparsifier):
     """
 
     name: ClassVar[str] = "dgc"
+    reads: ClassVar[Reads] = "span"
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ from lightning_safusion.fusion.plans.policy import FusionPolicy
 from lightning_safusion.fusion.plans.registry import resolve_fusion
 from lightning_safusion.fusion.quota import QuotaRule, Scope
 from lightning_safusion.lookup import look_up
+from lightning_safusion.sparsify.selection.units import SelectBy
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class EngineSystem(System):
         dense_below: Tensors of fewer elements are dense.
         dense_below_ndim: Tensors of fewer dimensions are dense.
         offload: Select from tensors on a thread of the host.
+        select_by: Units in which elements are compared.
         own_buffers: Keep the engine even if every buffer is dense: its buffers are compared with those of DDP.
     """
 
@@ -57,6 +59,7 @@ class EngineSystem(System):
     dense_below: int = 0
     dense_below_ndim: int = 0
     offload: bool = False
+    select_by: SelectBy = "gradient"
     own_buffers: bool = False
 
     #: No hook: the engine exchanges the gradients.
@@ -115,6 +118,7 @@ _ROWS: tuple[EngineSystem | HookSystem, ...] = (
         quota="pooled",
         memory="auto",
         wire="q4",
+        select_by="auto",
     ),
     EngineSystem(
         "safusion-paper",

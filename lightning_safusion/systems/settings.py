@@ -119,4 +119,5 @@ def engine_settings(row: EngineSystem, density: float | DensitySchedule, given: 
         wire=given.get("wire", wire),
         own_buffers=row.own_buffers and "collective" not in given,
         offload=given.get("offload", row.offload),
+        select_by=given.get("select_by", row.select_by),
     )

@@ -269,9 +269,9 @@ def test_the_hook_never_waits_for_a_cuda_device(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     in_place, on_host = Selector.select, []
 
-    def select(self: Selector, x: Tensor, history: History, step: int, *survey: Any) -> Selection:
+    def select(self: Selector, x: Tensor, history: History, step: int, *known: Any, **more: Any) -> Selection:
         if x.device.type == "cuda":
-            return in_place(self, x, history, step, *survey)
+            return in_place(self, x, history, step, *known, **more)
         on_host.append(threading.current_thread().name)
         count = history.segments.capacity
         return Selection(torch.arange(count), torch.zeros(count), count)

@@ -37,7 +37,7 @@ class Codec(ABC):
         numel: Elements of the span.
         capacity: Most elements that a selection may hold.
         values: The value format.
-        edges: Where the tensors of the span begin and end, ``0`` to ``numel``; by default it is one tensor.
+        edges: Where the parts of the span begin and end whose values share a scale; by default it is one part.
 
     Attributes:
         name: ``"<layout>-<values>"``, for example ``"block16-bf16"``.

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lightning_safusion.comm.wire.blocks import Block8Codec, Block16Codec
 from lightning_safusion.comm.wire.codec import Codec, Reader, blocks_of, check_order, positions_to_write
-from lightning_safusion.comm.wire.values import VALUES, FloatField, Values, fill, packed, unpacked
+from lightning_safusion.comm.wire.values import VALUES, FloatField, Values, fill, packed, scale_edges, unpacked
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.kernels.cuda import serves
 from lightning_safusion.lookup import look_up
@@ -201,7 +201,12 @@ def message_bytes(wire: str, numel: int, entries: int, grad_dtype: torch.dtype =
 
 
 def resolve_codec(
-    wire: str, numel: int, capacity: int, grad_dtype: torch.dtype, edges: Sequence[int] | None = None
+    wire: str,
+    numel: int,
+    capacity: int,
+    grad_dtype: torch.dtype,
+    edges: Sequence[int] | None = None,
+    entries: Sequence[int] | None = None,
 ) -> Codec:
     """Chooses the format of a span's messages, from its size and capacity only.
 
@@ -214,11 +219,14 @@ def resolve_codec(
         grad_dtype: Dtype of the gradients; 16-bit gradients are sent in their own dtype with ``"auto"``, all others in
             float32.
         edges: Where the tensors of the span begin and end; by default it is one tensor.
+        entries: Most entries of each tensor, if they are known.
 
     Raises:
         ValueError: If the name is unknown, or the format cannot carry the span.
     """
     values, layout = value_format(wire, grad_dtype), wire.rpartition("-")[0]
+    if values.few_bits:
+        edges = scale_edges((0, numel) if edges is None else edges, entries, capacity)
     if layout:
         return _CODECS[layout](numel, capacity, values, edges)
     layouts = [codec for codec in _CODECS.values() if codec is not CooCodec or numel < 2**31]

@@ -97,25 +97,24 @@ class FloatField(ValueField):
 class QuantizedField(ValueField):
     """A sign and equally spaced levels, relative to the largest magnitude in a part of a tensor.
 
-    The parts hold about 128 entries each, and none has entries of two tensors, whose gradients may differ in size by
-    orders of magnitude. With one bit there is a single level, the mean magnitude of the part. Scaled signs with error
-    feedback: Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019; levels: Alistarh et al., QSGD, NeurIPS 2017
-    (here rounded to the nearest, not at random). A part with a value that is not finite has no finite values.
+    The parts are those of :func:`scale_edges`. With one bit there is a single level, the mean magnitude of the part.
+    Scaled signs with error feedback: Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019; levels: Alistarh et
+    al., QSGD, NeurIPS 2017 (here rounded to the nearest, not at random). A part with a value that is not finite has no
+    finite values.
 
     Layout: ``[codes | scales]``, codes of several values in a byte, and a bfloat16 for each part.
 
     Args:
         bits: Of one value: 1, 2 or 4.
         capacity: Most values.
-        edges: Where the tensors of the span begin and end.
+        edges: Where the parts of the span begin and end.
     """
 
     def __init__(self, bits: int, capacity: int, edges: Sequence[int]) -> None:
         self.bits = bits
         self._levels = 1 << (bits - 1)
-        length = max(_SHARING, _SHARING * edges[-1] // max(1, capacity))
-        starts = [np.arange(start, stop, length) for start, stop in pairwise(edges)]
-        self._starts = np.concatenate([np.empty(0, np.int64), *starts])
+        starts = np.asarray(edges, np.int64)
+        self._starts = starts[:-1][np.diff(starts) > 0]
         self._on_device: Tensor | None = None
         self._code_bytes = -(-capacity * bits // 64) * 8  # whole bytes, and the scales aligned
         self.nbytes = -(-(self._code_bytes + 2 * len(self._starts)) // 4) * 4
@@ -211,6 +210,28 @@ def fill(field: Tensor, entries: Tensor) -> None:
     field.copy_(entries)
 
 
+def scale_edges(edges: Sequence[int], entries: Sequence[int] | None, capacity: int) -> Sequence[int]:
+    """Where the parts of a span begin and end whose values share a scale.
+
+    They hold about 128 entries each, and none has entries of two tensors, whose gradients may differ in size by orders
+    of magnitude. Where the entries of each tensor are known its parts do not depend on the other tensors of the span.
+
+    Args:
+        edges: Where the tensors begin and end.
+        entries: Most entries of each; None: in proportion to its elements.
+        capacity: Most entries of all.
+    """
+    runs = list(pairwise(edges))
+    ratios = (
+        [(edges[-1], capacity)] * len(runs)
+        if entries is None
+        else [(stop - start, own) for (start, stop), own in zip(runs, entries, strict=True)]
+    )
+    lengths = [max(_SHARING, _SHARING * numel // max(1, own)) for numel, own in ratios]
+    starts = [np.arange(start, stop, length) for (start, stop), length in zip(runs, lengths, strict=True)]
+    return [*np.concatenate([np.empty(0, np.int64), *starts]).tolist(), edges[-1]]
+
+
 @dataclass(frozen=True)
 class Values:
     """A value format. A new one is a :class:`ValueField` and a row in :data:`VALUES`.
@@ -219,7 +240,7 @@ class Values:
         name: In the names of wire formats.
         dtype: Of the values before they are coded; float32 for those of a few bits.
         width: Bits of a value on the wire.
-        field: Makes the field of a span, from the most entries and the edges of the tensors in the span.
+        field: Makes the field of a span, from the most entries and the edges of the parts that share a scale.
         few_bits: It rounds so much that the error must stay with the sender, and it has no zero.
     """
 

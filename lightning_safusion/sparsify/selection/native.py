@@ -40,7 +40,7 @@ class NativeView(SegmentedView):
     """Reads a span with compiled kernels; see :func:`segmented_view` for the arguments."""
 
     def __init__(self, x: Tensor, segments: Segments, survey: SpanSurvey | None = None) -> None:
-        self._span, self.segments, self._survey = x, segments, survey
+        self.x, self.segments, self._survey = x, segments, survey
         history, seen = (None, None) if survey is None else survey.take(x, segments)
         self._history = history or History(segments)
         self._live = self._history.live
@@ -51,16 +51,11 @@ class NativeView(SegmentedView):
         if seen is not None:
             self._keep(*seen)
 
-    @property
-    def x(self) -> Tensor:
-        """float32 [N], the span."""
-        return torch.from_numpy(self._floats)
-
     @cached_property
     def _floats(self) -> np.ndarray:
         if self._survey is not None:
-            self._survey.complete(self._span)
-        return self._span.detach().numpy()
+            self._survey.complete(self.x)
+        return self.x.detach().numpy()
 
     # -- statistics ------------------------------------------------------------------------------------------------
 
@@ -183,7 +178,7 @@ class NativeView(SegmentedView):
         return self._cut(found, limits, numbers)
 
     def merge(self, floors: Selection, others: Selection, room: int) -> Selection:
-        return merged(self.x, floors, others, room)
+        return merged(torch.from_numpy(self._floats), floors, others, room)
 
     # -- floors ----------------------------------------------------------------------------------------------------
 

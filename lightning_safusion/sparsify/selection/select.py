@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.kernels.cuda import MOST_ELEMENTS, serves
-from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier
+from lightning_safusion.sparsify.base import Reads, Segments, Selection, Sparsifier
 from lightning_safusion.sparsify.selection.native import NativeView
 from lightning_safusion.sparsify.selection.survey import SpanSurvey
 from lightning_safusion.sparsify.selection.torch_view import TorchView
@@ -80,7 +81,7 @@ def pooled(
 class ThresholdSparsifier(Sparsifier):
     """Sends what exceeds a threshold per segment; a subclass says how the threshold is found."""
 
-    reads = "view"
+    reads: ClassVar[Reads] = "view"
 
     @abstractmethod
     def thresholds(self, view: SegmentedView, step: int) -> Tensor:

@@ -210,9 +210,7 @@ class Foresight:
         self._wanted = wanted = native.Wanted(floors, history.live.room, history.sums, weights, keys)
         return wanted if self._one_each else wanted._replace(floors=np.append(floors, np.int32(UNKNOWN))[self._owners])
 
-    def known(
-        self, x: Tensor, found: native.Survey | None, write: Callable[[], object] | None = None
-    ) -> SpanSurvey:
+    def known(self, x: Tensor, found: native.Survey | None, write: Callable[[], object] | None = None) -> SpanSurvey:
         """What is known of ``x`` (float32 [N]), the memory to which gradients were added, with what was found in it.
 
         Where keys were compared, ``x`` are these, and ``write`` writes them if that was not done.

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_safusion.kernels import cpu as native
+
+#: Units in which elements are compared; ``"auto"``: those of the update where that has been measured to lose less.
+SelectBy: TypeAlias = Literal["auto", "gradient", "update"]
 
 
 class Moment(NamedTuple):
@@ -41,7 +44,7 @@ class UpdateUnits:
             sent are zero.
     """
 
-    def __init__(self, moments: Moments, device: torch.device, least: float) -> None:
+    def __init__(self, moments: Moments, device: torch.device, least: float = 0.0) -> None:
         self.moments, self.least = moments, least
         self._memory = torch.empty(0, device=device)
 
@@ -106,8 +109,13 @@ class SpanUnits:
                 values = moment.values.float()
                 if self._least:
                     values = values.clamp(min=self._smallest(moment))
-                torch.div(own, values.sqrt().add_(moment.epsilon), out=keys)
+                torch.div(own, _root(values).add_(moment.epsilon), out=keys)
         return self.keys
+
+
+def _root(values: Tensor) -> Tensor:
+    """The square root, float32; on the CPU rounded as kernels do, which PyTorch leaves to MKL."""
+    return torch.from_numpy(np.sqrt(values.numpy())) if values.is_cpu else values.sqrt()
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -1,0 +1,85 @@
+"""The second moments of optimizers: the units in which elements are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Adam, AdamW, Optimizer
+
+from lightning_safusion.fusion.settings import EngineSettings
+from lightning_safusion.sparsify.selection.units import Moment, UpdateUnits
+
+# In the state of Adam, AdamW, NAdam and RAdam (with amsgrad the first), RMSprop, and Adagrad.
+_NAMES = ("max_exp_avg_sq", "exp_avg_sq", "square_avg", "sum")
+_EPSILON = 1e-8  # of an optimizer that names none
+
+
+class SecondMoments:
+    """What the gradients of parameters are divided by, as the latest steps of their optimizers have left it.
+
+    Args:
+        optimizers: All that step with what was sent.
+        params: By registration index.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], params: Sequence[Tensor]) -> None:
+        owners = {
+            id(param): (optimizer, place)
+            for optimizer in optimizers
+            for place, group in enumerate(optimizer.param_groups)
+            for param in group["params"]
+        }
+        self._params = [(param, *owners.get(id(param), (None, 0))) for param in params]
+
+    def __call__(self, index: int) -> Moment | None:
+        """That of the parameter with a registration index; None before the first step, and if there is none."""
+        param, optimizer, place = self._params[index]
+        state = optimizer.state.get(param) if optimizer is not None else None
+        if not state or optimizer is None:
+            return None
+        values = next((state[name] for name in _NAMES if name in state), None)
+        if values is None and "row_var" in state:
+            values = _factored(state)
+        if not isinstance(values, Tensor) or not values.is_floating_point() or values.layout is not torch.strided:
+            return None
+        if values.shape != param.shape or values.stride() != param.stride() or values.device != param.device:
+            return None  # not in the memory order of the gradient
+        epsilon = optimizer.param_groups[place].get("eps", _EPSILON)
+        return Moment(values, epsilon if isinstance(epsilon, float) else _EPSILON)
+
+
+def _factored(state: dict[str, Any]) -> Tensor:
+    """Adafactor's second moment (Shazeer and Stern, 2018, algorithm 4), from its rows and columns."""
+    rows, columns = state["row_var"], state["col_var"]
+    moment: Tensor = rows @ columns / rows.mean(dim=-2, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny)
+    return moment
+
+
+def compares_updates(settings: EngineSettings, optimizers: Sequence[Optimizer]) -> bool:
+    """Whether elements are to be compared in units of the update; with ``"auto"`` only if the memory has the momentum.
+
+    Args:
+        settings: Of the engine.
+        optimizers: All that step with what was sent.
+    """
+    if settings.select_by == "auto":
+        return settings.knows_updates and any(type(optimizer) in (Adam, AdamW) for optimizer in optimizers)
+    return settings.select_by == "update"
+
+
+def update_units(
+    settings: EngineSettings, optimizers: Sequence[Optimizer], params: Sequence[Tensor], carries: bool
+) -> UpdateUnits | None:
+    """The units of the update, if elements are to be compared in them.
+
+    Args:
+        settings: Of the engine.
+        optimizers: All that step with what was sent.
+        params: By registration index.
+        carries: The memory carries the momentum of the optimizers.
+    """
+    compares = compares_updates(settings, optimizers) and (carries or settings.select_by == "update")
+    return UpdateUnits(SecondMoments(optimizers, params), params[0].device) if compares and params else None

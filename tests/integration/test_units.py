@@ -1,0 +1,189 @@
+"""Units of the update: whose second moments are known, what a step does then, and what training shows of it.
+
+Covers: second moments of optimizers; parameters without one, of other layouts, of several groups; the pace of
+steps; the default in a Trainer; two plans; what is left after training; what is refused.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
+
+from lightning_safusion import SAFusionStrategy
+from lightning_safusion.integration.optimizer import MomentumSwitch, pace_of
+from lightning_safusion.integration.units import SecondMoments
+from lightning_safusion.sparsify.schedule import ConstantDensity
+from tests.models import TinyClassifier, classification, trainer
+from tests.process_group import run_launched
+
+
+def stepped(make: Callable[[Any], Optimizer], *params: nn.Parameter) -> Optimizer:
+    optimizer = make(list(params))
+    for _ in range(3):
+        for param in params:
+            param.grad = torch.randn_like(param)
+        optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (Adam, "exp_avg_sq"),
+        (AdamW, "exp_avg_sq"),
+        (NAdam, "exp_avg_sq"),
+        (RAdam, "exp_avg_sq"),
+        (lambda p: AdamW(p, amsgrad=True), "max_exp_avg_sq"),
+        (lambda p: AdamW(p, fused=True, eps=1e-6), "exp_avg_sq"),
+        (RMSprop, "square_avg"),
+        (Adagrad, "sum"),
+        (SGD, None),
+        (lambda p: SGD(p, momentum=0.9), None),
+    ],
+)
+def test_second_moments_of_optimizers(make: Callable[[Any], Optimizer], name: str | None) -> None:
+    param = nn.Parameter(torch.randn(5, 7))
+    optimizer = stepped(make, param)
+    moment = SecondMoments([optimizer], [param])(0)
+    if name is None:
+        assert moment is None
+        return
+    assert moment is not None
+    assert moment.values is optimizer.state[param][name]
+    assert moment.epsilon == optimizer.param_groups[0]["eps"]
+
+
+def test_adafactor_moves_elements_as_its_second_moment_says() -> None:
+    param, vector = nn.Parameter(torch.randn(5, 7)), nn.Parameter(torch.randn(9))
+    optimizer = stepped(Adafactor, param, vector)
+    moments = SecondMoments([optimizer], [param, vector])
+    factored, whole = moments(0), moments(1)
+    assert factored is not None
+    assert whole is None  # Adafactor calls it "variance", and clips the step by its size
+    state = optimizer.state[param]
+    expected = state["row_var"] * state["col_var"] / state["row_var"].mean()
+    torch.testing.assert_close(factored.values, expected)
+
+
+def test_parameters_without_a_second_moment() -> None:
+    last = nn.Parameter(torch.randn(4, 6, 5, 5).to(memory_format=torch.channels_last))
+    other, frozen = nn.Parameter(torch.randn(8, 3)), nn.Parameter(torch.randn(3))
+    optimizer = AdamW([{"params": [last]}, {"params": [other], "eps": 1e-3}])
+    moments = SecondMoments([optimizer], [last, other, frozen])
+    assert [moments(index) for index in range(3)] == [None] * 3  # before the first step
+    last.grad, other.grad = torch.randn_like(last), torch.randn_like(other)
+    optimizer.step()
+    known = [moments(index) for index in range(3)]
+    assert known[2] is None
+    assert known[0] is not None
+    assert known[0].values.stride() == last.stride()
+    assert known[1] is not None
+    assert known[1].epsilon == 1e-3
+    optimizer.state[last]["exp_avg_sq"] = optimizer.state[last]["exp_avg_sq"].contiguous()
+    assert moments(0) is None  # its elements lie in another order than those of the gradient
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert moments(1) is not None
+    assert moments(1).values is optimizer.state[other]["exp_avg_sq"]  # type: ignore[union-attr]  # is not None
+
+
+@pytest.mark.parametrize("density", [0.5, 0.05, 0.01, 0.002])
+def test_the_pace_rises_below_one_density(density: float) -> None:
+    pace = pace_of(ConstantDensity(density))
+    assert pace == pytest.approx(max(1.0, (0.05 / density) ** 0.25))
+
+
+@pytest.mark.parametrize("make", [Adam, AdamW])
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"foreach": True}, {"capturable": False, "amsgrad": True}])
+def test_a_paced_step_is_larger_and_decays_weights_as_before(make: Any, options: dict[str, Any]) -> None:
+    def step(pace: float, decay: float, lr: float) -> Tensor:
+        torch.manual_seed(0)
+        param = nn.Parameter(torch.ones(6))
+        optimizer = make([param], lr=lr, weight_decay=decay, **options)
+        switch = MomentumSwitch(optimizer, lambda _: True, pace)
+        param.grad = torch.randn(6)
+        optimizer.step()
+        switch.close()
+        assert optimizer.param_groups[0]["lr"] == lr
+        assert optimizer.param_groups[0]["weight_decay"] == decay
+        return 1 - param.detach()
+
+    torch.testing.assert_close(step(2.0, 0.0, 0.01), step(1.0, 0.0, 0.02))
+    if make is AdamW:  # whose decay is lr x weight_decay
+        torch.testing.assert_close(
+            step(2.0, 0.1, 0.01) - step(2.0, 0.0, 0.01), step(1.0, 0.1, 0.01) - step(1.0, 0.0, 0.01)
+        )
+
+
+def adamw(**options: Any) -> TinyClassifier:
+    model = TinyClassifier()
+    model.temperature.requires_grad_(False)
+    model.configure_optimizers = lambda: AdamW(model.parameters(), 0.01, **options)  # type: ignore[method-assign]  # another optimizer for this model
+    return model
+
+
+def weights(**options: Any) -> list[Tensor]:
+    model = adamw()
+    parts: dict[str, Any] = {"density": 0.05, "collective": "allgather"}
+    trainer(SAFusionStrategy(**(parts | options)), max_epochs=2).fit(model, classification())
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def test_the_default_compares_updates_of_adamw(caplog: pytest.LogCaptureFixture) -> None:
+    def run(rank: int) -> Any:
+        with caplog.at_level(logging.INFO):
+            default = weights()
+        said = caplog.text
+        return default, weights(select_by="update"), weights(select_by="gradient"), said
+
+    first, second = run_launched(2, run)
+    for default, named, other in zip(first[0], first[1], second[0], strict=True):
+        assert torch.equal(default, named)
+        assert torch.equal(default, other)
+    assert not all(torch.equal(a, b) for a, b in zip(first[0], first[2], strict=True))
+    assert "Elements are compared by how far they would move" in first[3]
+
+
+@pytest.mark.parametrize("wire", ["fp32", "q4"])
+def test_what_is_learned_does_not_depend_on_the_plan(wire: str) -> None:
+    def run(rank: int) -> Any:
+        return [weights(fusion=fusion, quota="proportional", wire=wire) for fusion in ("single", "wfbp", "aligned")]
+
+    (single, *others), _ = run_launched(2, run)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(single, other, strict=True))
+
+
+def test_nothing_holds_an_optimizer_after_training() -> None:
+    def run(rank: int) -> bool:
+        model = adamw()
+        strategy = SAFusionStrategy(density=0.05, collective="allgather")
+        job = trainer(strategy, max_epochs=1)
+        job.fit(model, classification())
+        optimizer = weakref.ref(job.optimizers[0])
+        del job, model, strategy
+        gc.collect()
+        return optimizer() is None
+
+    assert run_launched(2, run) == [True, True]
+
+
+@pytest.mark.parametrize(
+    "options", [{"offload": True, "quota": "proportional", "wire": "auto"}, {"collective": "gtopk", "wire": "auto"}]
+)
+def test_where_updates_cannot_be_compared(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="use select_by='gradient'"):
+        SAFusionStrategy(select_by="update", **options)
+    SAFusionStrategy(**options)  # the default then compares gradients
+
+
+def test_unknown_units_are_named() -> None:
+    with pytest.raises(ValueError, match=r"select_by must be one of .*'updates'.*'update'"):
+        SAFusionStrategy(select_by="updates")  # type: ignore[arg-type]  # the mistake

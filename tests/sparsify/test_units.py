@@ -1,0 +1,214 @@
+"""Selection in the units of the optimizer's update: elements are compared by their keys, and sent as they are.
+
+Covers: the kernels' keys against PyTorch's; what the engine selects, sends and keeps against a sort, over windows, in
+one buffer and in many, with every compressor, with and without compiled kernels; tensors without a second moment, or in
+16 bits; buffers in which elements of several tensors are compared; spans that are read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_safusion.kernels import cpu as native
+from lightning_safusion.sparsify import DecoupledMomentum, History, TopK, span_segments
+from lightning_safusion.sparsify.selection.survey import Foresight
+from lightning_safusion.sparsify.selection.units import Moment, SpanUnits, UpdateUnits
+from tests.cluster import Cluster, settings, specs
+
+compiled = pytest.mark.skipif(not native.usable(), reason="no compiled kernels")
+KERNELS = [pytest.param(True, marks=compiled), False]
+SHAPES = ((40, 30), (40,), (1,), (64, 9, 3), (300, 230), (230,), (7, 11))
+EPSILON = 1e-8
+
+
+def kernels(used: bool) -> AbstractContextManager[None]:
+    return nullcontext() if used else native.unused()
+
+
+def moments_of(
+    seed: int, shapes: Sequence[tuple[int, ...]] = SHAPES, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    """Second moments over many orders of magnitude, with zeros of elements that were never sent."""
+    generator = torch.Generator().manual_seed(seed)
+    made = [
+        10.0 ** torch.randint(-12, -2, shape, generator=generator) * torch.rand(shape, generator=generator)
+        for shape in shapes
+    ]
+    return [torch.where(torch.rand(each.shape, generator=generator) < 0.2, 0.0, each).to(dtype) for each in made]
+
+
+def key(x: Tensor, moment: Tensor | None) -> Tensor:
+    if moment is None:
+        return x
+    return x / (torch.from_numpy(np.sqrt(moment.flatten().float().numpy())) + EPSILON)
+
+
+@compiled
+@pytest.mark.parametrize("least", [0.0, 0.1])
+def test_kernels_make_the_keys_of_pytorch(least: float) -> None:
+    sizes = (3_000_000, 1, 0, 37, 5000)
+    moments = moments_of(1, [(size,) for size in sizes])
+    known = [
+        Moment(moments[0], EPSILON),
+        Moment(moments[1], 1e-3),
+        Moment(moments[2], EPSILON),
+        None,
+        Moment(moments[4], EPSILON),
+    ]
+    edges = np.cumsum([0, *sizes]).tolist()
+    x = torch.randn(edges[-1])
+    fast = SpanUnits(known, edges, least, torch.empty_like(x)).weigh(x)
+    with native.unused():
+        assert torch.equal(fast, SpanUnits(known, edges, least, torch.empty_like(x)).weigh(x))
+    assert torch.equal(fast[edges[3] : edges[4]], x[edges[3] : edges[4]])
+    if not least:
+        assert torch.equal(fast[: sizes[0]], key(x[: sizes[0]], moments[0]))
+
+
+@compiled
+@pytest.mark.parametrize("written", [False, True])
+def test_one_pass_finds_the_keys_above_a_floor(written: bool) -> None:
+    sizes = (2_500_000, 40, 9000)
+    edges = np.cumsum([0, *sizes]).tolist()
+    moments = moments_of(2, [(size,) for size in sizes])
+    units = SpanUnits(
+        [Moment(moments[0], EPSILON), None, Moment(moments[2], EPSILON)], edges, 0.0, torch.zeros(edges[-1])
+    )
+    memory, grads = torch.randn(edges[-1]), [torch.randn(size) for size in sizes]
+    whole = 0.9 * memory + torch.cat(grads)
+    keys = torch.cat(
+        [key(each, moment) for each, moment in zip(whole.split(sizes), (moments[0], None, moments[2]), strict=True)]
+    )
+    floors = np.array([keys[:100].abs().max().item(), 1.0, 1e4], np.float32).view(np.int32)
+    wanted = native.Wanted(floors, len(keys), "magnitudes", units.weights(), units.keys.numpy() if written else None)
+    found = native.add_finite(memory, native.Parts.between(edges), grads, 0.9, wanted).found
+    assert found is not None
+    assert found.lists is not None
+    assert torch.equal(memory, whole)
+    bounds = torch.from_numpy(floors.view(np.float32)).repeat_interleave(torch.tensor(sizes))
+    expected = (keys.abs() > bounds).nonzero().view(-1)
+    assert found.lists.places.tolist() == expected.tolist()
+    assert torch.equal(torch.from_numpy(found.lists.bits.view(np.float32)), keys[expected])
+    assert found.sums is not None
+    sums = [float(piece.double().abs().sum()) for piece in keys.split(sizes)]
+    np.testing.assert_allclose(found.sums, sums, rtol=1e-4)
+    assert torch.equal(units.keys, keys if written else torch.zeros_like(keys))
+
+
+def largest(keys: Tensor, quota: int) -> Tensor:
+    """Positions of the largest magnitudes, the first among equals."""
+    return keys.abs().sort(descending=True, stable=True).indices[:quota].sort().values
+
+
+def trained(
+    state: Callable[[int], list[Tensor | None]], windows: int = 12, workers: int = 1, **options: Any
+) -> tuple[Cluster, list[list[Tensor]], list[list[Tensor]]]:
+    """Some windows; what went in and what came out at the first worker."""
+    cluster = Cluster(workers, lambda: settings(**({"collective": "allgather"} | options)), specs(SHAPES))
+    given, got = [], []
+    for window in range(windows):
+        known = state(window)
+
+        def moment(index: int, known: list[Tensor | None] = known) -> Moment | None:
+            own = known[index]
+            return None if own is None else Moment(own, EPSILON)
+
+        for engine in cluster.controllers:
+            engine.space.selector.units = UpdateUnits(moment, torch.device("cpu"))
+        grads = cluster.random_grads(window)
+        given.append(grads[0])
+        got.append(cluster.step(grads)[0])
+    cluster.close()
+    return cluster, given, got
+
+
+@pytest.mark.parametrize("used", KERNELS)
+@pytest.mark.parametrize("fusion", ["single", "wfbp", "aligned"])
+@pytest.mark.parametrize("momentum", [None, 0.5])
+def test_the_engine_sends_the_largest_keys(used: bool, fusion: str, momentum: float | None) -> None:
+    def state(window: int) -> list[Tensor | None]:
+        if window < 3:
+            return [None] * len(SHAPES)  # the optimizer has not stepped
+        known: list[Tensor | None] = list(moments_of(window // 3))
+        known[3] = None
+        known[0] = known[0].bfloat16() if window > 8 and known[0] is not None else known[0]
+        return known
+
+    memory: Any = "residual" if momentum is None else DecoupledMomentum(momentum)  # a half: products are exact
+    with kernels(used):
+        cluster, given, got = trained(state, fusion=fusion, memory=memory)
+    engine = cluster.controllers[0]
+    quotas = dict(zip(engine.space.layout.indices.tolist(), engine.space.quotas.counts.tolist(), strict=True))
+    residuals = [torch.zeros(spec.numel) for spec in cluster.specs]
+    for window, (grads, means) in enumerate(zip(given, got, strict=True)):
+        for index, (grad, mean) in enumerate(zip(grads, means, strict=True)):
+            held = (residuals[index] if momentum is None else momentum * residuals[index]) + grad
+            chosen = largest(key(held, state(window)[index]), quotas[index])
+            sent = torch.zeros_like(held)
+            sent[chosen] = held[chosen]
+            assert torch.equal(mean, sent), (window, index)
+            residuals[index] = held - sent
+
+
+@compiled
+@pytest.mark.parametrize(
+    "compressor", ["topk", "gaussiank", "dgc", "redsync", "sidco", "adtopk", "oktopk", "randomk", "none"]
+)
+@pytest.mark.parametrize("quota", ["proportional", "pooled"])
+def test_every_compressor_compares_keys_and_sends_values(compressor: str, quota: str) -> None:
+    state = lambda window: list(moments_of(window // 4))  # noqa: E731 - shorter than a function
+    _, _, fast = trained(state, compressor=compressor, quota=quota, workers=2)
+    with native.unused():
+        _, _, slow = trained(state, compressor=compressor, quota=quota, workers=2)
+    for a, b in zip(fast, slow, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    _, _, gradient = trained(lambda _: [None] * len(SHAPES), compressor=compressor, quota=quota, workers=2)
+    same = all(torch.equal(x, y) for a, b in zip(fast, gradient, strict=True) for x, y in zip(a, b, strict=True))
+    assert same == (compressor in ("randomk", "none"))  # these compare nothing
+
+
+@pytest.mark.parametrize("used", KERNELS)
+@pytest.mark.parametrize("options", [{"quota": "pooled"}, {"scope": "group"}])
+def test_tensors_that_compete_are_compared_in_one_unit(used: bool, options: dict[str, Any]) -> None:
+    some: list[Tensor | None] = [*moments_of(5)[:-1], None]
+    with kernels(used):
+        _, _, mixed = trained(lambda _: some, fusion="single", **options)
+        _, _, plain = trained(lambda _: [None] * len(SHAPES), fusion="single", **options)
+    for a, b in zip(mixed, plain, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@compiled
+def test_a_span_is_written_only_if_it_is_read() -> None:
+    x = torch.randn(50_000)
+    (moment,) = moments_of(7, [(50_000,)])
+    segments = span_segments(50_000, 500)
+    history = History(segments)
+    writes: list[int] = []
+    foresight = Foresight(history, [0, 50_000])
+    units = SpanUnits([Moment(moment, EPSILON)], [0, 50_000], 0.0, torch.full((50_000,), torch.nan))
+
+    for step in range(6):
+        wanted = foresight.wanted(units.weights())
+        memory = torch.zeros_like(x)
+        found = (
+            None
+            if wanted is None
+            else native.add_finite(memory, native.Parts.between([0, 50_000]), [x], 1.0, wanted).found
+        )
+
+        def write() -> None:
+            writes.append(step)  # noqa: B023 - called in this turn
+            units.weigh(x)
+
+        with foresight.known(units.keys, found, write) as survey:
+            chosen = TopK().select(units.keys, segments, step, survey)
+        assert torch.equal(chosen.indices, largest(key(x, moment), 500))
+    assert 0 < len(writes) < 6
