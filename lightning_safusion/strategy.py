@@ -68,9 +68,8 @@ class SAFusionStrategy(DDPStrategy):
             installed one, or a ``Sparsifier``.
         density: Share of the elements to send, in (0, 1], or a ``DensitySchedule``.
         system: A scheme by name; ``safusion systems`` lists and explains them all. ``"saf-pooled"``, the default, is
-            SAFusion with a quarter of its quota guaranteed for every tensor, the rest of a buffer's room for its
-            largest elements, and four bits per value. Its quota rule and wire format change where another argument
-            needs it.
+            SAFusion with four bits per value, ``quota="auto"``, ``memory="auto"`` and ``select_by="auto"``. Its quota
+            rule and wire format change where another argument needs it.
         fusion: Which tensors share a buffer: ``"adaptive"`` (measured times), ``"aligned"`` (a fixed number),
             ``"naive"`` (a fixed capacity, filled at each worker's own pace), ``"wfbp"`` (each alone), ``"single"`` (all
             in one), ``"selective"`` (a fixed number of buffers; small tensors are dense), ``"mgwfbp"`` and ``"omgs"``
@@ -79,7 +78,8 @@ class SAFusionStrategy(DDPStrategy):
             alone, dense or compressed), ``"behind"`` (aligned, with ``scope="group"``), or a ``FusionPolicy``.
         scope: ``"tensor"`` selects from every tensor, before fusion; ``"group"`` from the fused buffer, after it.
         quota: ``"proportional"`` gives every tensor the density; ``"pooled"`` a quarter of it, and the rest of a
-            buffer's room to its largest elements.
+            buffer's room to its largest elements; ``"auto"`` the former where elements are compared in units of the
+            update.
         dense: Shell patterns of parameter names that are always dense, for example ``["*.bias"]``.
         dense_below: Tensors of fewer elements than this are dense.
         dense_below_ndim: Tensors of fewer dimensions than this are dense; 2: vectors and scalars.

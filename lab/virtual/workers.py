@@ -181,8 +181,7 @@ class Engines(Averager):
         by_update = compares_updates(self._settings, [optimizer])
         self._switches, _ = carry_momentum(memories, first.density, [optimizer], carried, by_update)
         for controller in self.controllers:
-            units = update_units(self._settings, [optimizer], params, bool(self._switches))
-            controller.space.selector.units = units
+            controller.space.compare_in(update_units(self._settings, [optimizer], params, bool(self._switches)))
 
     @property
     def sparsifiers(self) -> list[Sparsifier]:

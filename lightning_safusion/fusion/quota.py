@@ -12,7 +12,8 @@ from lightning_safusion.fusion.plans.selective import selective_counts
 from lightning_safusion.sparsify.base import Segments, Sparsifier, element_quota
 
 Scope = Literal["tensor", "group"]
-QuotaRule = Literal["proportional", "pooled"]
+#: ``"auto"``: proportional where elements are compared in units of the update, else pooled.
+QuotaRule = Literal["auto", "proportional", "pooled"]
 
 # A tensor's guaranteed share under pooled quotas: a quarter of its proportional quota, the rest is for the span's
 # largest.
@@ -60,7 +61,7 @@ def selective_quotas(layout: Layout, quotas: TensorQuotas, start: int, stop: int
 
 
 def group_segments(
-    layout: Layout, quotas: TensorQuotas, start: int, stop: int, scope: Scope, rule: QuotaRule
+    layout: Layout, quotas: TensorQuotas, start: int, stop: int, scope: Scope, pooled: bool
 ) -> Segments | None:
     """Segments of the group at places ``[start, stop)``; None if every tensor of it is dense.
 
@@ -76,7 +77,7 @@ def group_segments(
         return _fused_segments(layout, quotas, start, edges, dense)
     counts = np.where(dense, 0, quotas.counts[start:stop])
     pool = 0
-    if rule == "pooled":
+    if pooled:
         floors = np.where(counts > 0, np.maximum(1, (counts * _POOLED_FLOOR).astype(np.int64)), 0)
         pool = int(counts.sum() - floors.sum())
         counts = floors

@@ -39,7 +39,7 @@ class EngineSettings:
         fusion: Cuts the ready order into buffers.
         memory: Error feedback.
         scope: ``"tensor"`` (before fusion) or ``"group"`` (after it).
-        quota: ``"proportional"`` or ``"pooled"``.
+        quota: ``"proportional"``, ``"pooled"``, or ``"auto"``.
         collective: By name (see ``comm/catalogue.py``).
         wire: Wire format by name.
         own_buffers: Keep the engine even if every buffer is dense: its buffers are what is compared.
@@ -90,7 +90,7 @@ class EngineSettings:
             raise ValueError(
                 "quota='pooled' gives every tensor a floor, which scope='group' has none of: use scope='tensor'"
             )
-        if self.offload and (self.scope == "group" or self.quota == "pooled" or self.fusion.streams):
+        if self.offload and (self.scope == "group" or self.quota != "proportional" or self.fusion.streams):
             raise ValueError(
                 "offload=True selects from each tensor alone, as soon as it is ready: it needs scope='tensor', "
                 "quota='proportional' and a fusion other than 'naive'"

@@ -28,6 +28,7 @@ from lightning_safusion.fusion.quota import group_segments, selective_quotas, te
 from lightning_safusion.fusion.settings import EngineSettings
 from lightning_safusion.sparsify.schedule import check_density
 from lightning_safusion.sparsify.selection.survey import Selector
+from lightning_safusion.sparsify.selection.units import UpdateUnits
 
 # Elements of the buffer by which bytes of an entry are measured: positions in spans of billions have other formats.
 _ENTRY_ELEMENTS = 1 << 24
@@ -61,6 +62,7 @@ class GradientSpace:
         self.quotas = tensor_quotas(layout, self.selector.sparsifier, 1.0)  #: what each may send at the present density
         self.buffers: dict[Group, Buffer] = {}  #: those that are kept
         self._settings = settings
+        self._pooled = settings.quota != "proportional"
         self._collective = find_collective(settings.collective)
         self._communicators = communicators
         self._stream_transport = stream_transport
@@ -101,6 +103,14 @@ class GradientSpace:
     def set_density(self, density: float) -> None:
         """Sets the density of the next windows; raises as :func:`check_density` does."""
         self._renew(check_density(density))
+
+    def compare_in(self, units: UpdateUnits | None) -> None:
+        """Compares elements in other units from the next window on; None: in those of the gradient."""
+        self.selector.units = units
+        pooled = self._settings.quota == "pooled" or (self._settings.quota == "auto" and units is None)
+        if pooled != self._pooled:
+            self._pooled = pooled
+            self._renew(self.quotas.density)
 
     def reorder(self, order: Sequence[int]) -> None:
         """Moves everything to a layout in which place ``j`` holds the tensor that was at place ``order[j]``."""
@@ -143,7 +153,7 @@ class GradientSpace:
         dense = np.ones(len(dtypes), bool) if group.collective == "allreduce" else quotas.dense[part]
         segments = None
         if not dense.all():
-            segments = group_segments(layout, quotas, group.start, group.stop, settings.scope, settings.quota)
+            segments = group_segments(layout, quotas, group.start, group.stop, settings.scope, self._pooled)
         runs = _dense_runs(edges.tolist(), dense.tolist(), dtypes)
         spec = SpanSpec(int(edges[-1]), segments.capacity if segments else 0, tuple(edges.tolist()), runs)
         exchange: Exchange

@@ -125,8 +125,7 @@ class EngineExchange(GradientExchange):
         self.switches, note = carry_momentum(memories, density, optimizers, self._hook.selected_from, by_update)
         if note:
             announce(note)
-        units = update_units(self.settings, optimizers, self._params, bool(self.switches))
-        self.engine.space.selector.units = units
+        self.engine.space.compare_in(update_units(self.settings, optimizers, self._params, bool(self.switches)))
 
     def caution(self, optimizers: Sequence[Optimizer]) -> None:
         memory, density = self.settings.memory, self.settings.density

@@ -38,7 +38,7 @@ class EngineSystem(System):
         fusion: Grouping policy by name.
         compressor: Sparsifier by name.
         scope: ``"tensor"`` (before fusion) or ``"group"`` (after it).
-        quota: ``"proportional"`` or ``"pooled"``.
+        quota: ``"proportional"``, ``"pooled"`` or ``"auto"``.
         memory: Error feedback.
         collective: One of ``comm.catalogue.COLLECTIVES``.
         wire: Wire format.
@@ -112,10 +112,10 @@ _ROWS: tuple[EngineSystem | HookSystem, ...] = (
     ),
     EngineSystem(
         "saf-pooled",
-        "as safusion; a tensor is guaranteed a quarter of its quota, the rest is for a buffer's largest; 4-bit values",
+        "as safusion, with 4-bit values; elements by how far Adam moves them, or pooled quotas below other optimizers",
         "this package, after SAFusion; the default, for what it does to accuracy (docs/convergence.md)",
         "adaptive",
-        quota="pooled",
+        quota="auto",
         memory="auto",
         wire="q4",
         select_by="auto",

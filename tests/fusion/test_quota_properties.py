@@ -60,8 +60,8 @@ def test_a_pool_keeps_the_sum_and_a_quarter_for_every_tensor(model: Model, data:
     layout, quotas = model
     start, stop = group(data.draw, layout)
     counts = np.where(quotas.dense, 0, quotas.counts)[start:stop]
-    plain = group_segments(layout, quotas, start, stop, "tensor", "proportional")
-    pooled = group_segments(layout, quotas, start, stop, "tensor", "pooled")
+    plain = group_segments(layout, quotas, start, stop, "tensor", False)
+    pooled = group_segments(layout, quotas, start, stop, "tensor", True)
     if plain is None or pooled is None:
         assert plain is pooled is None
         assert not counts.any()
@@ -80,7 +80,7 @@ def test_a_pool_keeps_the_sum_and_a_quarter_for_every_tensor(model: Model, data:
 def test_segments_behind_fusion_are_runs_of_sparse_tensors(model: Model, data: st.DataObject) -> None:
     layout, quotas = model
     start, stop = group(data.draw, layout)
-    segments = group_segments(layout, quotas, start, stop, "group", "proportional")
+    segments = group_segments(layout, quotas, start, stop, "group", False)
     dense = quotas.dense[start:stop]
     assert (segments is None) == bool(dense.all())
     if segments is None:
