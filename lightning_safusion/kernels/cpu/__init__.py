@@ -35,6 +35,7 @@ from lightning_safusion.kernels.cpu.messages import (
     number_marked,
     positions,
     quantize,
+    take,
     take_out,
     take_out_message,
     values,

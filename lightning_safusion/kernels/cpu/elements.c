@@ -11,6 +11,7 @@
 #define ROW 32        /* elements that are compared at once */
 #define AHEAD 1024    /* elements that are asked for before they are needed: processors stop at the end of a page */
 #define LANES 8
+#define OFTEN 16 /* more than one of so many elements is above its floor */
 
 typedef float floats __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -170,6 +171,47 @@ void safusion_weigh(const float *x, const int64_t *moments, const float *leasts,
     }
 }
 
+/* What the optimizer divides gradients by, and the floor of the keys. */
+struct weights {
+    const float *moments;
+    float least, epsilon;
+    int32_t floor;
+};
+
+/* memory = decay * memory + grad, and the keys above the floor then. Roots and quotients take longer than memory does, and
+ * most elements need none: |x| > floor * sqrt(moment), nearly, of all that are above. */
+CLONES static void add_weighed(struct places *to, float *restrict memory, const float *restrict grad, int64_t size,
+                               float decay, struct weights weights, float bound, int64_t first)
+{
+    const float *restrict moments = weights.moments;
+    for (int64_t i = 0; i < size; i += ROW) {
+        const int64_t row = size - i < ROW ? size - i : ROW;
+        uint32_t hits = 0;
+        ask_for(memory + i, 1);
+        ask_for(grad + i, 0);
+        ask_for(moments + i, 0);
+        if (row == ROW) {
+            for (int j = 0; j < ROW; j++) {
+                float x = decay * memory[i + j] + grad[i + j], moment = moments[i + j];
+                memory[i + j] = x;
+                hits |= (uint32_t)(x * x >= bound * (moment < weights.least ? weights.least : moment)) << j;
+            }
+        } else
+            for (int j = 0; j < row; j++) {
+                memory[i + j] = decay * memory[i + j] + grad[i + j];
+                hits |= 1u << j;
+            }
+        for (; hits; hits &= hits - 1) {
+            const int64_t at = i + __builtin_ctz(hits);
+            const float moment = moments[at] < weights.least ? weights.least : moments[at];
+            const float key = memory[at] / (__builtin_sqrtf(moment) + weights.epsilon);
+            int32_t bits;
+            memcpy(&bits, &key, sizeof bits);
+            keep_if_above(to, bits, weights.floor, first + at);
+        }
+    }
+}
+
 /* Moments are addresses, 0 of parts without, and NULL if no part has any; what is looked for, and summed, is then found in the keys. These are also
  * written, unless `keys` is NULL. */
 int64_t safusion_add(const int64_t *grads, int64_t *added, const int64_t *moments, const float *leasts,
@@ -184,6 +226,11 @@ int64_t safusion_add(const int64_t *grads, int64_t *added, const int64_t *moment
         const float *moment = moments ? (const float *)(intptr_t)moments[p] : 0;
         float *target = memory + starts[p];
         int32_t floor = floors ? floors[p] : MAGNITUDE;
+        /* a little lower, for what rounding does; not where keys are wanted themselves, or squares overflow */
+        const float limit = floor > 0 && floor < INFINITE ? as_float((uint32_t)floor) : 0;
+        const float bound = limit * limit * 0.9999f;
+        const int squares_tell = bound > 0 && bound <= FLT_MAX && !keys && !sums;
+        int rare = squares_tell;
         int64_t checked = 0, before = to.found;
         if (sums) sums[p] = squares[p] = 0;
         for (int64_t at = 0; at < sizes[p]; at += BLOCK) {
@@ -194,11 +241,20 @@ int64_t safusion_add(const int64_t *grads, int64_t *added, const int64_t *moment
                 checked += next;
             }
             const float *compared = target + at;
+            if (moment && rare) {
+                const struct weights weights = {moment + at, leasts[p], epsilons[p], floor};
+                const int64_t found = to.found;
+                add_weighed(&to, target + at, grad + at, size, decay, weights, bound, starts[p] + at);
+                rare = to.found - found < size / OFTEN;
+                continue;
+            }
             add(&to, target + at, grad + at, size, decay, moment ? MAGNITUDE : floor, starts[p] + at);
             if (moment) {
                 float *own = keys ? keys + starts[p] + at : few;
                 weigh(compared, moment + at, size, leasts[p], epsilons[p], own);
+                const int64_t found = to.found;
                 if (floor < MAGNITUDE) above(&to, own, size, floor, starts[p] + at);
+                rare = squares_tell && to.found - found < size / OFTEN;
                 compared = own;
             } else if (keys) memcpy(keys + starts[p] + at, compared, sizeof(float) * (size_t)size);
             if (sums) sum(compared, size, magnitudes ? MAGNITUDE : -1, sums + p, squares + p);
@@ -280,6 +336,11 @@ int64_t safusion_mean(const int64_t *grads, const int64_t *starts, const int64_t
     _mm_sfence();
 #endif
     return finite;
+}
+
+void safusion_take(const float *x, const int32_t *places, int64_t count, float *values)
+{
+    for (int64_t i = 0; i < count; i++) values[i] = x[places[i]];
 }
 
 void safusion_take_out(float *memory, const int64_t *places, const float *values, int64_t count)

@@ -98,6 +98,13 @@ def mean_into(
     return all(shared(write, parts.sizes))
 
 
+def take(x: Tensor, places: np.ndarray) -> np.ndarray:
+    """``x[places]``, float32 [K]: x float32, contiguous, places int32 [K]."""
+    values = empty(len(places), np.float32)
+    kernels().safusion_take(x.numpy(), places, len(places), values)
+    return values
+
+
 def take_out(memory: Tensor, indices: Tensor, sent: Tensor) -> None:
     """``memory[indices] -= sent``, one after the other: float32 [D], int64 [K], float32 [K], all contiguous."""
     kernels().safusion_take_out(memory.numpy(), indices.numpy(), sent.numpy(), len(indices))

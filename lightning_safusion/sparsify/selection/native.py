@@ -33,7 +33,7 @@ class FoundSelection(Selection):
         return self.positions.long()
 
     def with_values_of(self, x: Tensor) -> Selection:
-        return FoundSelection(self.positions, x.index_select(0, self.positions))
+        return FoundSelection(self.positions, torch.from_numpy(native.take(x, self.positions.numpy())))
 
 
 class NativeView(SegmentedView):
