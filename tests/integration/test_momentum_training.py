@@ -41,9 +41,9 @@ def test_the_default_carries_the_momentum_of_adamw(caplog: pytest.LogCaptureFixt
     def both(rank: int) -> Any:
         with caplog.at_level(logging.INFO):
             (default, groups), said = fitted(adamw(0.9)), caplog.text
-        parts: dict[str, Any] = {"wire": "q4", "quota": "pooled", "select_by": "update"}
+        parts: dict[str, Any] = {"wire": "q4", "quota": "auto", "select_by": "update"}
         explicit = fitted(adamw(0.0), memory=DecoupledMomentum(0.95), **parts)[0]
-        named = fitted(adamw(0.9), memory=DecoupledMomentum(0.95), wire="q4", quota="pooled")[0]
+        named = fitted(adamw(0.9), memory=DecoupledMomentum(0.95), **parts)[0]
         plain = fitted(adamw(0.9), memory="residual")[0]
         return default, explicit, named, plain, groups, said
 

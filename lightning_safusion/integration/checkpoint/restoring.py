@@ -16,7 +16,7 @@ from lightning_safusion.sparsify.memory.contract import Memory
 from lightning_safusion.sparsify.memory.residual import AutoMemory
 
 # Neither plan nor measured costs depend on the first; the engine notices a change of the second.
-_NOT_PLANNED_WITH = ("memory", "density", "select_by")
+_NOT_PLANNED_WITH = ("memory", "density", "select_by", "quota")
 _ENGINE_KEYS = ("windows", "density", "tensors", "order_known", "planner")
 _SHOWN = 8
 
