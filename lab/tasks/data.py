@@ -118,9 +118,13 @@ class Text(Data):
     def __init__(self, seed: int, batch: int, length: int = 64, held_out: int = 256) -> None:
         super().__init__(seed, batch)
         self.length = length
-        self._training, held_out_text = standard_library()
+        self._training, held_out_text = self.texts()
         starts = torch.linspace(0, len(held_out_text) - length - 1, held_out).long()
         self._held_out = self._cut(held_out_text, starts)
+
+    def texts(self) -> tuple[Tensor, Tensor]:
+        """Bytes to train on, and held-out ones."""
+        return standard_library()
 
     def _cut(self, text: Tensor, starts: Tensor) -> Batch:
         sequences = text[starts[:, None] + torch.arange(self.length + 1)].long()
@@ -135,6 +139,32 @@ class Text(Data):
 
     def validation(self) -> Batch:
         return self._held_out
+
+
+class Prose(Text):
+    """The same of English: the help topics of Python, the part of its documentation that comes with it.
+
+    Args:
+        seed: Decides where the sequences of a batch begin.
+        batch: Sequences of all workers in a step.
+    """
+
+    def texts(self) -> tuple[Tensor, Tensor]:
+        return help_topics()
+
+
+@cache
+def help_topics() -> tuple[Tensor, Tensor]:
+    """Python's help topics as uint8 vectors: to train on, and one of eight, by a hash of their names, held out."""
+    from pydoc_data.topics import topics
+
+    names = sorted(topics, key=lambda name: hashlib.sha256(name.encode()).digest())
+    held_out, training = names[::_HELD_OUT], [name for place, name in enumerate(names) if place % _HELD_OUT]
+    first, second = (
+        torch.from_numpy(np.frombuffer("\n".join(topics[name] for name in chosen).encode(), np.uint8).copy())
+        for chosen in (training, held_out)
+    )
+    return first, second
 
 
 @cache

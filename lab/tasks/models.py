@@ -123,6 +123,35 @@ class ByteTransformer(nn.Module):
         return functional.linear(self.norm(hidden), self.bytes.weight)
 
 
+class DigitsViT(nn.Module):
+    """A vision transformer for 8x8 images, in 16 patches (Dosovitskiy et al., ICLR 2021).
+
+    Args:
+        width: Of the residual stream.
+        depth: Blocks.
+        heads: Attention heads.
+    """
+
+    def __init__(self, width: int = 96, depth: int = 4, heads: int = 4) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(1, width, 2, stride=2)
+        self.places = nn.Parameter(torch.empty(16, width))
+        self.blocks = nn.Sequential(
+            *(
+                nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+                for _ in range(depth)
+            )
+        )
+        self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 10))
+        nn.init.normal_(self.places, std=0.1)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.patches(x).flatten(2).transpose(1, 2) + self.places
+        classes: Tensor = self.head(self.blocks(tokens).mean(1))
+        return classes
+
+
 class ByteLSTM(nn.Module):
     """A two-layer LSTM over bytes.
 

@@ -6,6 +6,7 @@ import math
 import platform
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -13,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lab.tasks.data import Data, Digits, DigitsTwice, Text
-from lab.tasks.models import ByteLSTM, ByteTransformer, PlainConvNet, TwoHeads
+from lab.tasks.data import Data, Digits, DigitsTwice, Prose, Text
+from lab.tasks.models import ByteLSTM, ByteTransformer, DigitsViT, PlainConvNet, TwoHeads
 from lightning_safusion.demo.digits import WIDTHS, DigitsNet
 
 # Held-out samples that are evaluated together.
@@ -67,7 +68,7 @@ class Task:
         plain = {
             f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("name", "model", "data", "metric")
         }
-        return plain | ({"python": platform.python_version()} if self.data is Text else {})
+        return plain | ({"python": platform.python_version()} if self.data in (Text, Prose) else {})
 
     def rate(self, step: int) -> float:
         """Learning rate of a step, as a share of ``lr``."""
@@ -152,5 +153,25 @@ _TASKS = (
     Task("bytes-lstm", ByteLSTM, Text, "loss", "sgd", lr=2.0, steps=400, batch=16, weight_decay=0.0, clip=0.5),
 )
 
+# Tasks on which no default was chosen. They judge: a change of the defaults that they suggest needs other judges.
+_JUDGES = (
+    Task(
+        "prose-transformer",
+        partial(ByteTransformer, width=256),
+        Prose,
+        "loss",
+        "adamw",
+        lr=1.5e-3,
+        steps=400,
+        batch=16,
+        beta2=0.999,
+        weight_decay=0.01,
+        warmup=0.1,
+        clip=1.0,
+    ),
+    Task("digits-vit", DigitsViT, Digits, "accuracy", "adamw", lr=1e-3, steps=420, batch=64, beta2=0.999, warmup=0.1),
+)
+#: Their names.
+JUDGES = tuple(task.name for task in _JUDGES)
 #: All tasks by name.
-TASKS = MappingProxyType({task.name: task for task in _TASKS})
+TASKS = MappingProxyType({task.name: task for task in (*_TASKS, *_JUDGES)})
