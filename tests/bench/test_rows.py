@@ -26,7 +26,7 @@ def test_a_strategy_gets_the_options_of_its_row() -> None:
     assert row.system == "saf-pooled"
     strategy = row.strategy(0.01)
     assert strategy.settings.wire == "q4"
-    assert strategy.settings.quota == "pooled"
+    assert strategy.settings.quota == "auto"
     assert strategy.settings.density(0, 0) == 0.25
     assert strategy.dense_rules[:2] == (["*.bias", "head.*"], 7)
     assert parse_row("ssfusion[offload=false]").strategy(0.02).settings.offload is False

@@ -152,21 +152,18 @@ CLONES static int64_t exceed(const float *x, int64_t size, float limit, double *
 }
 
 /* Keys of elements: how far the optimizer would move them. */
-CLONES static void weigh(const float *restrict x, const float *restrict moments, int64_t size, float least,
-                         float epsilon, float *restrict keys)
+CLONES static void weigh(const float *restrict x, const float *restrict moments, int64_t size, float epsilon,
+                         float *restrict keys)
 {
-    for (int64_t i = 0; i < size; i++) {
-        float moment = moments[i] < least ? least : moments[i];
-        keys[i] = x[i] / (__builtin_sqrtf(moment) + epsilon);
-    }
+    for (int64_t i = 0; i < size; i++) keys[i] = x[i] / (__builtin_sqrtf(moments[i]) + epsilon);
 }
 
-void safusion_weigh(const float *x, const int64_t *moments, const float *leasts, const float *epsilons,
-                    const int64_t *starts, const int64_t *sizes, int64_t parts, float *keys)
+void safusion_weigh(const float *x, const int64_t *moments, const float *epsilons, const int64_t *starts,
+                    const int64_t *sizes, int64_t parts, float *keys)
 {
     for (int64_t p = 0; p < parts; p++) {
         const float *moment = (const float *)(intptr_t)moments[p];
-        if (moment) weigh(x + starts[p], moment, sizes[p], leasts[p], epsilons[p], keys + starts[p]);
+        if (moment) weigh(x + starts[p], moment, sizes[p], epsilons[p], keys + starts[p]);
         else memcpy(keys + starts[p], x + starts[p], sizeof(float) * (size_t)sizes[p]);
     }
 }
@@ -174,7 +171,7 @@ void safusion_weigh(const float *x, const int64_t *moments, const float *leasts,
 /* What the optimizer divides gradients by, and the floor of the keys. */
 struct weights {
     const float *moments;
-    float least, epsilon;
+    float epsilon;
     int32_t floor;
 };
 
@@ -192,9 +189,9 @@ CLONES static void add_weighed(struct places *to, float *restrict memory, const 
         ask_for(moments + i, 0);
         if (row == ROW) {
             for (int j = 0; j < ROW; j++) {
-                float x = decay * memory[i + j] + grad[i + j], moment = moments[i + j];
+                float x = decay * memory[i + j] + grad[i + j];
                 memory[i + j] = x;
-                hits |= (uint32_t)(x * x >= bound * (moment < weights.least ? weights.least : moment)) << j;
+                hits |= (uint32_t)!(x * x < bound * moments[i + j]) << j;
             }
         } else
             for (int j = 0; j < row; j++) {
@@ -203,8 +200,7 @@ CLONES static void add_weighed(struct places *to, float *restrict memory, const 
             }
         for (; hits; hits &= hits - 1) {
             const int64_t at = i + __builtin_ctz(hits);
-            const float moment = moments[at] < weights.least ? weights.least : moments[at];
-            const float key = memory[at] / (__builtin_sqrtf(moment) + weights.epsilon);
+            const float key = memory[at] / (__builtin_sqrtf(moments[at]) + weights.epsilon);
             int32_t bits;
             memcpy(&bits, &key, sizeof bits);
             keep_if_above(to, bits, weights.floor, first + at);
@@ -214,10 +210,10 @@ CLONES static void add_weighed(struct places *to, float *restrict memory, const 
 
 /* Moments are addresses, 0 of parts without, and NULL if no part has any; what is looked for, and summed, is then found in the keys. These are also
  * written, unless `keys` is NULL. */
-int64_t safusion_add(const int64_t *grads, int64_t *added, const int64_t *moments, const float *leasts,
-                     const float *epsilons, float decay, float *memory, float *keys, const int64_t *starts,
-                     const int64_t *sizes, int64_t parts, const int32_t *floors, int64_t magnitudes, double *sums,
-                     double *squares, int32_t *places, int32_t *bits, int64_t room, int64_t *counts)
+int64_t safusion_add(const int64_t *grads, int64_t *added, const int64_t *moments, const float *epsilons, float decay,
+                     float *memory, float *keys, const int64_t *starts, const int64_t *sizes, int64_t parts,
+                     const int32_t *floors, int64_t magnitudes, double *sums, double *squares, int32_t *places,
+                     int32_t *bits, int64_t room, int64_t *counts)
 {
     struct places to = {places, bits, room, 0};
     float few[BLOCK];
@@ -242,7 +238,7 @@ int64_t safusion_add(const int64_t *grads, int64_t *added, const int64_t *moment
             }
             const float *compared = target + at;
             if (moment && rare) {
-                const struct weights weights = {moment + at, leasts[p], epsilons[p], floor};
+                const struct weights weights = {moment + at, epsilons[p], floor};
                 const int64_t found = to.found;
                 add_weighed(&to, target + at, grad + at, size, decay, weights, bound, starts[p] + at);
                 rare = to.found - found < size / OFTEN;
@@ -251,7 +247,7 @@ int64_t safusion_add(const int64_t *grads, int64_t *added, const int64_t *moment
             add(&to, target + at, grad + at, size, decay, moment ? MAGNITUDE : floor, starts[p] + at);
             if (moment) {
                 float *own = keys ? keys + starts[p] + at : few;
-                weigh(compared, moment + at, size, leasts[p], epsilons[p], own);
+                weigh(compared, moment + at, size, epsilons[p], own);
                 const int64_t found = to.found;
                 if (floor < MAGNITUDE) above(&to, own, size, floor, starts[p] + at);
                 rare = squares_tell && to.found - found < size / OFTEN;

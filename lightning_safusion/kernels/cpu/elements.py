@@ -18,25 +18,23 @@ MOST_ELEMENTS = 1 << 31  # of a span in which elements are found: positions have
 
 
 class Weights(NamedTuple):
-    """Second moments of the optimizer, for keys: ``x / (sqrt(max(moment, least)) + epsilon)``.
+    """Second moments of the optimizer, for keys: ``x / (sqrt(moment) + epsilon)``.
 
     Args:
         moments: int64 [S], where those of each run lie in memory; 0 for a run whose elements are their own keys.
-        leasts: float32 [S].
         epsilons: float32 [S].
     """
 
     moments: np.ndarray
-    leasts: np.ndarray
     epsilons: np.ndarray
 
     def of(self, parts: Parts) -> Weights:
         """The weights of each part."""
         if len(parts.firsts) == len(parts.starts):
             return self
-        moments, leasts, epsilons = map(parts.spread, self)
+        moments, epsilons = map(parts.spread, self)
         inside = 4 * (parts.starts - parts.spread(parts.starts[parts.firsts]))
-        return Weights(np.where(moments == 0, 0, moments + inside), leasts, epsilons)
+        return Weights(np.where(moments == 0, 0, moments + inside), epsilons)
 
 
 class Wanted(NamedTuple):
@@ -221,7 +219,7 @@ def add_finite(
     """
     added, first = np.empty(len(parts.starts), np.int64), int(parts.starts[0])
     wanted = wanted or _NOTHING
-    weights = (None, None, None) if wanted.weights is None else wanted.weights.of(parts)
+    weights = (None, None) if wanted.weights is None else wanted.weights.of(parts)
     keys = None if wanted.keys is None else address(wanted.keys)
     given = decay, memory.numpy()[first:], keys
     read = Parts(parts.starts - first, parts.sizes, parts.firsts)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-VERSION = 11  # of the compiled functions and their arguments, as in kernels.h: setup.py names the library after it
+VERSION = 12  # of the compiled functions and their arguments, as in kernels.h: setup.py names the library after it
 _PART = 1 << 20  # elements of a part
 _SHARED = 1 << 18  # elements that are worth another thread
 _LARGE = 1 << 18  # bytes of an array whose memory is kept
@@ -40,7 +40,7 @@ class _Array:
 _KINDS = {"a": _Array, "p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 # Of each function the parameters: arrays (a), addresses or None (p), whole numbers (i) and floats (f).
 _RETURNING = {
-    "add": "pppppfapaaipippaaia",
+    "add": "ppppfapaaipippaaia",
     "survey": "aaaipippaaia",
     "keep_above": "aaaaia",
     "keep_largest": "aaaaai",
@@ -63,7 +63,7 @@ _OTHERS = {
     "tail": "aaaiaaaa",
     "take": "aaia",
     "take_out": "aaai",
-    "weigh": "aaaaaaia",
+    "weigh": "aaaaaia",
 }
 
 _switched_off = False

@@ -40,12 +40,10 @@ class UpdateUnits:
     Args:
         moments: Of the optimizer's state, which is the same on all ranks.
         device: Where elements live.
-        least: Moments count as no less than this share of their mean over the tensor: those of elements that were never
-            sent are zero.
     """
 
-    def __init__(self, moments: Moments, device: torch.device, least: float = 0.0) -> None:
-        self.moments, self.least = moments, least
+    def __init__(self, moments: Moments, device: torch.device) -> None:
+        self.moments = moments
         self._memory = torch.empty(0, device=device)
 
     def of(self, indices: Sequence[int], edges: Sequence[int], together: bool = False) -> SpanUnits | None:
@@ -61,7 +59,7 @@ class UpdateUnits:
             return None
         if len(self._memory) < edges[-1]:
             self._memory = self._memory.new_empty(edges[-1])
-        return SpanUnits(known, edges, self.least, self._memory[: edges[-1]])
+        return SpanUnits(known, edges, self._memory[: edges[-1]])
 
 
 class SpanUnits:
@@ -70,13 +68,12 @@ class SpanUnits:
     Args:
         moments: Of its tensors (T); elements of one without are their own keys.
         edges: T + 1, where the tensors begin and end.
-        least: See :class:`UpdateUnits`.
         keys: float32 [N]; :meth:`weigh` writes into it.
     """
 
-    def __init__(self, moments: Sequence[Moment | None], edges: Sequence[int], least: float, keys: Tensor) -> None:
+    def __init__(self, moments: Sequence[Moment | None], edges: Sequence[int], keys: Tensor) -> None:
         self._moments = [None if each is None else Moment(_flat(each.values), each.epsilon) for each in moments]
-        self._edges, self._least, self.keys = edges, least, keys
+        self._edges, self.keys = edges, keys
 
     def weights(self) -> native.Weights | None:
         """What compiled kernels take; None if they cannot read the moments."""
@@ -85,12 +82,8 @@ class SpanUnits:
             return None
         return native.Weights(
             np.array([0 if moment is None else moment.values.data_ptr() for moment in self._moments], np.int64),
-            np.array([0.0 if moment is None else self._smallest(moment) for moment in self._moments], np.float32),
             np.array([0.0 if moment is None else moment.epsilon for moment in self._moments], np.float32),
         )
-
-    def _smallest(self, moment: Moment) -> float | Tensor:
-        return moment.values.mean(dtype=torch.float32) * self._least if self._least else 0.0
 
     def weigh(self, x: Tensor) -> Tensor:
         """Writes the keys of a span (float32 [N]), with the signs of its elements, and returns them."""
@@ -101,21 +94,19 @@ class SpanUnits:
             each = native.Weights(*(run[full] for run in weights))
             native.weigh(x.numpy(), native.Parts.between(self._edges), each, self.keys.numpy())
             return self.keys
-        for moment, start, stop in zip(self._moments, self._edges[:-1], self._edges[1:], strict=True):
-            own, keys = x[start:stop], self.keys[start:stop]
-            if moment is None:
-                keys.copy_(own)
-            elif stop > start:
-                values = moment.values.float()
-                if self._least:
-                    values = values.clamp(min=self._smallest(moment))
-                torch.div(own, _root(values).add_(moment.epsilon), out=keys)
+        pieces = self.keys.copy_(x).split(np.diff(self._edges).tolist())
+        known = [(moment, keys) for moment, keys in zip(self._moments, pieces, strict=True) if moment is not None]
+        roots = _roots([moment.values.float() for moment, _ in known])
+        torch._foreach_add_(roots, [moment.epsilon for moment, _ in known])
+        torch._foreach_div_([keys for _, keys in known], roots)
         return self.keys
 
 
-def _root(values: Tensor) -> Tensor:
-    """The square root, float32; on the CPU rounded as kernels do, which PyTorch leaves to MKL."""
-    return torch.from_numpy(np.sqrt(values.numpy())) if values.is_cpu else values.sqrt()
+def _roots(values: list[Tensor]) -> list[Tensor]:
+    """Square roots, float32; on the CPU rounded as kernels do, which PyTorch leaves to MKL."""
+    if values[0].is_cpu:
+        return [torch.from_numpy(np.sqrt(each.numpy())) for each in values]
+    return list(torch._foreach_sqrt(values))
 
 
 def _flat(tensor: Tensor) -> Tensor:
