@@ -151,10 +151,6 @@ _TASKS = (
         warmup=0.1,
     ),
     Task("bytes-lstm", ByteLSTM, Text, "loss", "sgd", lr=2.0, steps=400, batch=16, weight_decay=0.0, clip=0.5),
-)
-
-# Tasks on which no default was chosen. They judge: a change of the defaults that they suggest needs other judges.
-_JUDGES = (
     Task(
         "prose-transformer",
         partial(ByteTransformer, width=256),
@@ -169,6 +165,10 @@ _JUDGES = (
         warmup=0.1,
         clip=1.0,
     ),
+)
+
+# Tasks on which no default was chosen. They judge: a change of the defaults that they suggest needs other judges.
+_JUDGES = (
     Task("digits-vit", DigitsViT, Digits, "accuracy", "adamw", lr=1e-3, steps=420, batch=64, beta2=0.999, warmup=0.1),
 )
 #: Their names.

@@ -16,7 +16,7 @@ from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.layout import TensorSpec
 from lightning_safusion.fusion.settings import EngineSettings
 from lightning_safusion.integration.optimizer import MomentumSwitch, carry_momentum
-from lightning_safusion.integration.units import compares_updates, update_units
+from lightning_safusion.integration.units import DENSE_WINDOWS, compares_updates, update_units
 from lightning_safusion.metrics.figures import TensorFigures, window_figures
 from lightning_safusion.sparsify import Sparsifier
 
@@ -181,7 +181,10 @@ class Engines(Averager):
         by_update = compares_updates(self._settings, [optimizer])
         self._switches, _ = carry_momentum(memories, first.density, [optimizer], carried, by_update)
         for controller in self.controllers:
-            controller.space.compare_in(update_units(self._settings, [optimizer], params, bool(self._switches)))
+            units = update_units(self._settings, [optimizer], params, bool(self._switches))
+            controller.space.compare_in(units)
+            if units is not None:
+                controller.dense_windows = DENSE_WINDOWS
 
     @property
     def sparsifiers(self) -> list[Sparsifier]:

@@ -70,6 +70,7 @@ class Engine:
         self.transport = planner.transport
         self.density = density
         self.dense_first = dense_first
+        self.dense_windows = int(dense_first)  #: so many windows at first are averaged as DDP does; set from outside
         self.overlap = overlap
         self.ticks = ticks
         self.windows = 0  #: windows drained so far
@@ -145,7 +146,7 @@ class Engine:
         if density != self.space.quotas.density:
             self.space.set_density(density)
             self.planner.invalidate()
-        plain = self.dense_first and self.windows == 0
+        plain = self.windows < self.dense_windows
         plan = self.planner.plan(self.space.shape) if self.order_known and not plain else None
         ticking = False
         if self.ticks is not None and self.overlap and plan is not None and plan.groups:
@@ -251,7 +252,7 @@ class Engine:
             self._overflow.reset(together=True)
         window.drained = window.mark()
         self._between = True
-        planned = self.order_known and window.in_order
+        planned = self.order_known and window.in_order and not window.plain
         self.report = WindowRecord(window, shipments, self.space, self.clock, planned, self._timed)
         if self.clock.instant:
             self._observe(self.report)

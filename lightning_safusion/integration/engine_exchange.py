@@ -29,7 +29,7 @@ from lightning_safusion.integration.parameters import (
     refuse_double_momentum,
     sparse_parameters,
 )
-from lightning_safusion.integration.units import compares_updates, update_units
+from lightning_safusion.integration.units import DENSE_WINDOWS, compares_updates, update_units
 from lightning_safusion.kernels import cpu
 from lightning_safusion.sparsify.schedule import ConstantDensity
 
@@ -125,7 +125,10 @@ class EngineExchange(GradientExchange):
         self.switches, note = carry_momentum(memories, density, optimizers, self._hook.selected_from, by_update)
         if note:
             announce(note)
-        self.engine.space.compare_in(update_units(self.settings, optimizers, self._params, bool(self.switches)))
+        units = update_units(self.settings, optimizers, self._params, bool(self.switches))
+        self.engine.space.compare_in(units)
+        if units is not None:
+            self.engine.dense_windows = DENSE_WINDOWS
 
     def caution(self, optimizers: Sequence[Optimizer]) -> None:
         memory, density = self.settings.memory, self.settings.density

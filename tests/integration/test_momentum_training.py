@@ -42,14 +42,13 @@ def test_the_default_carries_the_momentum_of_adamw(caplog: pytest.LogCaptureFixt
         with caplog.at_level(logging.INFO):
             (default, groups), said = fitted(adamw(0.9)), caplog.text
         parts: dict[str, Any] = {"wire": "q4", "quota": "auto", "select_by": "update"}
-        explicit = fitted(adamw(0.0), memory=DecoupledMomentum(0.95), **parts)[0]
         named = fitted(adamw(0.9), memory=DecoupledMomentum(0.95), **parts)[0]
         plain = fitted(adamw(0.9), memory="residual")[0]
-        return default, explicit, named, plain, groups, said
+        return default, named, plain, groups, said
 
     first, second = run_launched(2, both)
-    default, explicit, named, plain, groups, said = first
-    for weights in zip(default, explicit, named, second[0], strict=True):
+    default, named, plain, groups, said = first
+    for weights in zip(default, named, second[0], strict=True):
         assert all(torch.equal(weights[0], other) for other in weights)
     assert not all(torch.equal(a, b) for a, b in zip(default, plain, strict=True))
     assert groups[0]["betas"] == (0.9, 0.99)

@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from lightning_safusion import SAFusionStrategy
 from lightning_safusion.integration.optimizer import MomentumSwitch, pace_of
-from lightning_safusion.integration.units import SecondMoments
+from lightning_safusion.integration.units import DENSE_WINDOWS, SecondMoments
 from lightning_safusion.sparsify.schedule import ConstantDensity
 from tests.models import TinyClassifier, classification, trainer
 from tests.process_group import run_launched
@@ -149,6 +150,29 @@ def test_the_default_compares_updates_of_adamw(caplog: pytest.LogCaptureFixture)
         assert torch.equal(default, other)
     assert not all(torch.equal(a, b) for a, b in zip(first[0], first[2], strict=True))
     assert "Elements are compared by how far they would move" in first[3]
+
+
+def test_the_first_windows_are_dense() -> None:
+    class Noting(Callback):
+        def __init__(self) -> None:
+            self.sparse: list[bool] = []
+
+        def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            record = trainer.strategy.record  # type: ignore[attr-defined]  # of this strategy
+            self.sparse.append(bool(record.selected_from))
+
+    def run(rank: int) -> list[list[bool]]:
+        noted = []
+        for options in ({}, {"select_by": "gradient"}):
+            noting = Noting()
+            strategy = SAFusionStrategy(density=0.05, collective="allgather", **options)  # type: ignore[arg-type]
+            trainer(strategy, max_epochs=2, callbacks=[noting]).fit(adamw(), classification())
+            noted.append(noting.sparse)
+        return noted
+
+    for update, gradient in run_launched(2, run):
+        assert update == [False] * DENSE_WINDOWS + [True] * (40 - DENSE_WINDOWS)
+        assert gradient == [True] * 40
 
 
 @pytest.mark.parametrize("wire", ["fp32", "q4"])
