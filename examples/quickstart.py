@@ -34,7 +34,7 @@ class Regression(LightningModule):
             print(f"sent {report['bytes_sent']:,} bytes per step where DDP sends {report['dense_bytes']:,}")
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        return torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9)
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         x = torch.randn(2048, 16, generator=torch.Generator().manual_seed(0))
