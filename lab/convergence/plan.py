@@ -39,8 +39,8 @@ FOUR_BITS = MappingProxyType(
 )
 RANKS = (1, 4, 16)
 POOLED, FEW_BITS = SCOPES["pooled"], SCOPES["pooled, 4 bits"]
-#: ``SAFusionStrategy()``.
-DEFAULT = Scheme("auto", memory="auto", wire="q4")
+#: ``SAFusionStrategy(select_by="gradient")``: the default but below Adam and AdamW.
+DEFAULT = replace(FEW_BITS, memory="auto")
 CONTENDERS = MappingProxyType({**SCOPES, "the default": DEFAULT})
 #: Densities of four bits per value beyond those of all contenders: the bytes of float32 values at a few per cent.
 MORE_DENSITIES = (0.25, 0.1)

@@ -36,6 +36,7 @@ class SecondMoments:
             for param in group["params"]
         }
         self._params = [(param, *owners.get(id(param), (None, 0))) for param in params]
+        self._known: dict[int, tuple[dict[str, Any], str, Tensor, Moment | None]] = {}  # while the state holds it
 
     def __call__(self, index: int) -> Moment | None:
         """That of the parameter with a registration index; None before the first step, and if there is none."""
@@ -43,15 +44,27 @@ class SecondMoments:
         state = optimizer.state.get(param) if optimizer is not None else None
         if not state or optimizer is None:
             return None
-        values = next((state[name] for name in _NAMES if name in state), None)
-        if values is None and "row_var" in state:
-            values = _factored(state)
-        if not isinstance(values, Tensor) or not values.is_floating_point() or values.layout is not torch.strided:
-            return None
-        if values.shape != param.shape or values.stride() != param.stride() or values.device != param.device:
-            return None  # not in the memory order of the gradient
+        if (known := self._known.get(index)) is not None:
+            of, name, values, moment = known
+            if of is state and state.get(name) is values:
+                return moment
         epsilon = optimizer.param_groups[place].get("eps", _EPSILON)
-        return Moment(values, epsilon if isinstance(epsilon, float) else _EPSILON)
+        epsilon = epsilon if isinstance(epsilon, float) else _EPSILON
+        found = next((name for name in _NAMES if isinstance(state.get(name), Tensor)), None)
+        if found is None:
+            return _moment(_factored(state), param, epsilon) if "row_var" in state else None
+        moment = _moment(state[found], param, epsilon)
+        self._known[index] = state, found, state[found], moment
+        return moment
+
+
+def _moment(values: Tensor, param: Tensor, epsilon: float) -> Moment | None:
+    """The second moment of a parameter; None if it is not in the memory order of the gradient."""
+    if not values.is_floating_point() or values.layout is not torch.strided or values.device != param.device:
+        return None
+    if values.shape != param.shape or values.stride() != param.stride():
+        return None
+    return Moment(values.as_strided((values.numel(),), (1,)), epsilon)
 
 
 def _factored(state: dict[str, Any]) -> Tensor:

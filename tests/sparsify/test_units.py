@@ -114,7 +114,7 @@ def trained(
 
         def moment(index: int, known: list[Tensor | None] = known) -> Moment | None:
             own = known[index]
-            return None if own is None else Moment(own, EPSILON)
+            return None if own is None else Moment(own.flatten(), EPSILON)
 
         for engine in cluster.controllers:
             engine.space.selector.units = UpdateUnits(moment, torch.device("cpu"))

@@ -19,7 +19,7 @@ class Moment(NamedTuple):
     """What an optimizer divides the gradient of one tensor by: ``sqrt(values) + epsilon``.
 
     Args:
-        values: Floating, of any shape, in the memory order of the gradient.
+        values: Floating, flat, in the memory order of the gradient.
         epsilon: Small and positive.
     """
 
@@ -72,8 +72,7 @@ class SpanUnits:
     """
 
     def __init__(self, moments: Sequence[Moment | None], edges: Sequence[int], keys: Tensor) -> None:
-        self._moments = [None if each is None else Moment(_flat(each.values), each.epsilon) for each in moments]
-        self._edges, self.keys = edges, keys
+        self._moments, self._edges, self.keys = moments, edges, keys
 
     def weights(self) -> native.Weights | None:
         """What compiled kernels take; None if they cannot read the moments."""
@@ -107,8 +106,3 @@ def _roots(values: list[Tensor]) -> list[Tensor]:
     if values[0].is_cpu:
         return [torch.from_numpy(np.sqrt(each.numpy())) for each in values]
     return list(torch._foreach_sqrt(values))
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """A dense tensor as a vector in the order of its memory; not a copy."""
-    return tensor.as_strided((tensor.numel(),), (1,))
