@@ -68,6 +68,8 @@ class MissingRateStatistics:
             The sample's own ``missing_rate``, ``missing_on_all_ranks``, ``achieved_density`` and
             ``compression_error``, without those that have no denominator.
         """
+        if not bool((figures.windows > 0).any()):
+            return {}  # averaged as DDP does: nothing could be missing
         figures = TensorFigures(figures.names, figures.sums.cpu())
         ratios = {
             "missing_rate": self.missing(figures),
