@@ -98,7 +98,7 @@ def test_a_rival_learns(workload: str, system: str, data: Callable[[str], list[s
 def test_the_commands_of_the_readme(tmp_path: Path) -> None:
     """As a user types them, with the default folders, in processes of their own."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    short = ["--trainer.limit_train_batches=25", "--trainer.limit_val_batches=1", "--trainer.max_epochs=1"]
+    short = ["--trainer.limit_train_batches=45", "--trainer.limit_val_batches=1", "--trainer.max_epochs=1"]
     tiny = [f"examples/workloads/configs/lstm_wikitext2{suffix}.yaml" for suffix in ("", "_tiny")]
     fit_tiny = ["examples.workloads", "fit", "--config", tiny[0], "--config", tiny[1], *short]
     for module in (["examples.workloads.make_tiny_data"], fit_tiny):
