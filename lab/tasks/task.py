@@ -171,7 +171,5 @@ _TASKS = (
 _JUDGES = (
     Task("digits-vit", DigitsViT, Digits, "accuracy", "adamw", lr=1e-3, steps=420, batch=64, beta2=0.999, warmup=0.1),
 )
-#: Their names.
-JUDGES = tuple(task.name for task in _JUDGES)
 #: All tasks by name.
 TASKS = MappingProxyType({task.name: task for task in (*_TASKS, *_JUDGES)})
