@@ -70,7 +70,7 @@ def measure(model: str, system: str, density: float, turns: int) -> tuple[float,
     specs = strategy_of(system, density).gradient_specs(module)
     engines = Engines(lambda: strategy_of(system, density).settings, specs, list(range(len(specs)))[::-1], 2)
     optimizer, parameters = module.configure_optimizers(), list(module.parameters())
-    engines.carry_momentum(optimizer, parameters)
+    engines.carry_momentum([optimizer], parameters)
     windows: dict[bool, list[float]] = {True: [], False: []}
     copies: list[float] = []
     target = [torch.zeros(parameter.numel()) for parameter in parameters]

@@ -83,7 +83,8 @@ class Learner(Workload):
 
     @override
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.task.make_optimizer(self.parameters(), **self._options)
+        (optimizer,) = self.task.make_optimizers(self.parameters(), **self._options)
+        return optimizer
 
 
 @dataclass(frozen=True)

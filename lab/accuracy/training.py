@@ -138,14 +138,14 @@ def train_curve(training: Training) -> Curve:
     task, options = training.task, dict(training.row.training)
     virtual = VirtualTraining(task, training.seed, training.workers)
     lr = options.pop("lr", task.lr)
-    optimizer = task.make_optimizer(virtual.params, lr, **options)
+    optimizers = task.make_optimizers(virtual.params, lr, **options)
     every = max(1, task.steps // _POINTS)
     steps: list[int] = []
     metrics: list[float | None] = []
     with closing(make_averager(training, virtual)) as averager:
-        averager.carry_momentum(optimizer, virtual.params)
+        averager.carry_momentum(optimizers, virtual.params)
         for step in range(task.steps):
-            finite = math.isfinite(virtual.step(step, averager, optimizer, lr))
+            finite = math.isfinite(virtual.step(step, averager, optimizers, lr))
             if finite and (step + 1) % every and step + 1 < task.steps:
                 continue
             metric = virtual.evaluate() if finite else math.nan

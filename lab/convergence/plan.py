@@ -8,6 +8,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+from lab.convergence import judges
 from lab.convergence.scheme import Scheme
 from lab.convergence.training import Run
 from lab.tasks import TASKS, Task
@@ -238,6 +239,10 @@ STUDIES = MappingProxyType(
         "observation-2": _observation_2(),
         "workers": _workers(),
         "length": _length(),
+        "judges": judges.judges(),
+        "optimizers": judges.optimizers(),
+        "rates": judges.rates(),
+        "rivals": judges.rivals(),
     }
 )
 

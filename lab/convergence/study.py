@@ -28,7 +28,7 @@ from lab.convergence.scheme import parse_scheme
 from lab.convergence.summary import Summary, summarize, table
 from lab.convergence.training import Run, read_results, results_of
 from lab.processes import run_missing
-from lab.tasks import TASKS
+from lab.tasks import parse_task
 from lightning_safusion.lookup import look_up
 
 
@@ -50,7 +50,7 @@ def convergence(
         preset: "full", or "short" for whether everything works.
         study: Only the configurations of one study, such as scopes, remedies or observation-1.
         only: Only configurations whose names match this pattern.
-        tasks: In place of the preset, with schemes: these tasks, such as digits-resnet.
+        tasks: In place of the preset, with schemes: these tasks, such as "digits-resnet,bytes-transformer[steps=1200]".
         schemes: With tasks: schemes of your own, as in "dense,pooled[density=0.02,memory=residual[decay=0.9]]".
         seeds: Of weights and batches.
         processes: How many runs are under way at the same time.
@@ -63,7 +63,7 @@ def convergence(
         RuntimeError: If a run has failed or was stopped.
     """
     if tasks or schemes:
-        own = [(look_up("task", name, TASKS), parse_scheme(text)) for name in tasks for text in schemes]
+        own = [(parse_task(name), parse_scheme(text)) for name in tasks for text in schemes]
         runs = [Run(task, scheme, seed) for seed in seeds for task, scheme in own]
     else:
         runs = look_up("preset", preset, PRESETS)(seeds)

@@ -160,8 +160,8 @@ def train(task: Task, scheme: Scheme, seed: int) -> Result:
     )
     statistics = _Statistics(specs)
     with closing(_averager(task, scheme, specs, training.order)) as averager:
-        _steps(scheme, training, averager, statistics)
-    metric = training.evaluate() if math.isfinite(statistics.losses[-1]) else math.nan
+        optimizers = _steps(scheme, training, averager, statistics)
+    metric = training.evaluate(optimizers) if math.isfinite(statistics.losses[-1]) else math.nan
     return Result(
         metric=metric if math.isfinite(metric) else None,
         curve=[point for point in statistics.curve() if math.isfinite(point)],
@@ -182,26 +182,29 @@ def _averager(task: Task, scheme: Scheme, specs: Sequence[TensorSpec], order: Se
     return Engines(lambda: scheme.settings(task.steps), specs, order, scheme.workers)
 
 
-def _steps(scheme: Scheme, training: VirtualTraining, averager: Averager, statistics: _Statistics) -> None:
-    """Trains until the last step, or until the loss is not finite."""
+def _steps(
+    scheme: Scheme, training: VirtualTraining, averager: Averager, statistics: _Statistics
+) -> Sequence[torch.optim.Optimizer]:
+    """Trains until the last step, or until the loss is not finite; returns the optimizers."""
     task = training.task
-    optimizer = make_optimizer(task, scheme, training.params)
-    averager.carry_momentum(optimizer, training.params)
-    frozen = FrozenSecondMoment(optimizer, round(scheme.frozen * task.steps))
+    optimizers = make_optimizers(task, scheme, training.params)
+    averager.carry_momentum(optimizers, training.params)
+    frozen = FrozenSecondMoment(optimizers[0], round(scheme.frozen * task.steps))
     sampled_every = max(1, task.steps // _POINTS)
     for step in range(task.steps):
-        statistics.losses.append(training.step(step, averager, optimizer, task.lr * scheme.lr_scale))
+        statistics.losses.append(training.step(step, averager, optimizers, task.lr * scheme.lr_scale))
         if not math.isfinite(statistics.losses[-1]):
-            return
+            break
         statistics.sent.append(averager.bytes_sent)
         if isinstance(averager, Engines) and (step + 1) % sampled_every == 0:
             statistics.sample(averager)
         frozen.after_step(step)
         for sparsifier in averager.sparsifiers if isinstance(averager, Engines) else ():
             if isinstance(sparsifier, PreconditionedTopK):
-                sparsifier.weigh(optimizer, training.params)
+                sparsifier.weigh(optimizers[0], training.params)
+    return optimizers
 
 
-def make_optimizer(task: Task, scheme: Scheme, params: Sequence[Tensor]) -> torch.optim.Optimizer:
-    """The task's optimizer with what the scheme changes of it."""
-    return task.make_optimizer(params, task.lr * scheme.lr_scale, scheme.momentum, scheme.beta2)
+def make_optimizers(task: Task, scheme: Scheme, params: Sequence[Tensor]) -> list[torch.optim.Optimizer]:
+    """The task's optimizers with what the scheme changes of them."""
+    return task.make_optimizers(params, task.lr * scheme.lr_scale, scheme.momentum, scheme.beta2)

@@ -1,6 +1,18 @@
 """Trainings that fit two cores: networks, data and optimizers, for the benchmark and the convergence laboratory."""
 
-from lab.tasks.data import Data, Digits, DigitsTwice, Text
-from lab.tasks.task import TASKS, Task, evaluate, loss
+from lab.tasks.data import Batch, Data, Digits, DigitsTwice, Text
+from lab.tasks.task import JUDGES, TASKS, Task, evaluate, loss, parse_task
 
-__all__ = ["TASKS", "Data", "Digits", "DigitsTwice", "Task", "Text", "evaluate", "loss"]
+__all__ = [
+    "JUDGES",
+    "TASKS",
+    "Batch",
+    "Data",
+    "Digits",
+    "DigitsTwice",
+    "Task",
+    "Text",
+    "evaluate",
+    "loss",
+    "parse_task",
+]

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import sysconfig
 from abc import ABC, abstractmethod
+from collections import Counter
 from functools import cache
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lab.tasks.models import NAMES
 from lightning_safusion.demo.digits import load_digits
 
 Batch = tuple[Tensor, Tensor]
@@ -30,7 +34,12 @@ class Data(ABC):
     Args:
         seed: Decides the batches.
         batch: Samples of all workers together in a step.
+
+    Attributes:
+        made_of: Packages whose version decides the data.
     """
+
+    made_of: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, seed: int, batch: int) -> None:
         self.seed = seed
@@ -115,6 +124,8 @@ class Text(Data):
         held_out: Sequences of the validation set, spread evenly over the files that are held out.
     """
 
+    made_of = ("python",)
+
     def __init__(self, seed: int, batch: int, length: int = 64, held_out: int = 256) -> None:
         super().__init__(seed, batch)
         self.length = length
@@ -153,6 +164,86 @@ class Prose(Text):
         return help_topics()
 
 
+class Headers(Text):
+    """The same of C++: the header files that come with torch.
+
+    Args:
+        seed: Decides where the sequences of a batch begin.
+        batch: Sequences of all workers in a step.
+    """
+
+    made_of = ("torch",)
+
+    def texts(self) -> tuple[Tensor, Tensor]:
+        return torch_headers()
+
+
+class Restored(Prose):
+    """English with a third of its bytes replaced by zero, and the English itself, which is to be predicted.
+
+    Inputs are int64 [batch, 2, length]: the damaged sequence, and the whole one but for its last byte, which begins
+    with a zero.
+
+    Args:
+        seed: Decides where the sequences of a batch begin, and what is replaced.
+        batch: Sequences of all workers in a step.
+    """
+
+    def _cut(self, text: Tensor, starts: Tensor) -> Batch:
+        _, whole = super()._cut(text, starts)
+        generator = torch.Generator().manual_seed(int(starts.sum()))
+        kept = torch.rand(whole.shape, generator=generator) > 1 / 3
+        before = torch.cat([torch.zeros_like(whole[:, :1]), whole[:, :-1]], 1)
+        return torch.stack([whole * kept, before], 1), whole
+
+
+class Names(Data):
+    """Names that stand together in a file of the standard library: from eight of a file, a ninth is to be predicted.
+
+    Inputs are int64 [batch, 1, 8], classes [batch, 1]: places in a vocabulary of the 4,096 most frequent names.
+
+    Args:
+        seed: Decides the names of a batch.
+        batch: Samples of all workers in a step.
+    """
+
+    made_of = ("python",)
+
+    def __init__(self, seed: int, batch: int) -> None:
+        super().__init__(seed, batch)
+        self._training, held_out = names_of_files()
+        self._held_out = self._drawn(held_out, 4096, torch.Generator().manual_seed(0))
+
+    def _drawn(self, files: list[Tensor], count: int, generator: torch.Generator) -> Batch:
+        chosen = torch.randint(len(files), (count,), generator=generator).tolist()
+        rows = torch.stack([files[i][torch.randperm(len(files[i]), generator=generator)[:9]] for i in chosen])
+        return rows[:, None, :8], rows[:, 8:]
+
+    def samples(self, step: int) -> Batch:
+        return self._drawn(self._training, self.batch, torch.Generator().manual_seed(self.seed * 1_000_003 + step))
+
+    def validation(self) -> Batch:
+        return self._held_out
+
+
+@cache
+def names_of_files() -> tuple[list[Tensor], list[Tensor]]:
+    """Distinct names of each file of the standard library, as places in a vocabulary: to train on, and held out."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    training, held_out = (
+        [set(re.findall(r"[A-Za-z_]\w{2,}", (root / name).read_text("utf-8", "replace"))) for name in names]
+        for names in _files_of(root, ".py")
+    )
+    counts = Counter(name for names in training for name in names)
+    vocabulary = {name: place for place, (name, _) in enumerate(sorted(counts.items(), key=lambda x: (-x[1], x[0])))}
+    known = {name: place for name, place in vocabulary.items() if place < NAMES}
+    first, second = (
+        [torch.tensor(sorted(known[name] for name in names & known.keys())) for names in files]
+        for files in (training, held_out)
+    )
+    return [row for row in first if len(row) > 8], [row for row in second if len(row) > 8]
+
+
 @cache
 def help_topics() -> tuple[Tensor, Tensor]:
     """Python's help topics as uint8 vectors: to train on, and one of eight, by a hash of their names, held out."""
@@ -177,14 +268,26 @@ def standard_library() -> tuple[Tensor, Tensor]:
         FileNotFoundError: If there is not so much of it.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
+    training, held_out = _files_of(root, ".py")
+    return _text(root, training, _TRAINING_BYTES), _text(root, held_out, _VALIDATION_BYTES)
+
+
+@cache
+def torch_headers() -> tuple[Tensor, Tensor]:
+    """The C++ headers that come with torch, as :func:`standard_library` has Python's sources; errors as there."""
+    root = Path(torch.__file__).parent / "include"
+    training, held_out = _files_of(root, ".h")
+    return _text(root, training, _TRAINING_BYTES), _text(root, held_out, _VALIDATION_BYTES)
+
+
+def _files_of(root: Path, suffix: str) -> tuple[list[str], list[str]]:
+    """Files to train on, and held out, in the order of a hash of their names."""
     names = []
     for folder, folders, files in os.walk(root):
         folders[:] = [each for each in folders if each not in _LEFT_OUT]
-        names += [(Path(folder) / file).relative_to(root).as_posix() for file in files if file.endswith(".py")]
+        names += [(Path(folder) / file).relative_to(root).as_posix() for file in files if file.endswith(suffix)]
     names.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
-    held_out = names[::_HELD_OUT]
-    training = [name for place, name in enumerate(names) if place % _HELD_OUT]
-    return _text(root, training, _TRAINING_BYTES), _text(root, held_out, _VALIDATION_BYTES)
+    return [name for place, name in enumerate(names) if place % _HELD_OUT], names[::_HELD_OUT]
 
 
 def _text(root: Path, names: list[str], size: int) -> Tensor:
@@ -195,7 +298,7 @@ def _text(root: Path, names: list[str], size: int) -> Tensor:
         text += (root / name).read_bytes()
     if len(text) < size:
         raise FileNotFoundError(
-            f"the sources of the standard library in {root} have {len(text)} bytes, {size} are needed: use a Python "
-            "that was installed with its sources"
+            f"the sources in {root} have {len(text)} bytes, {size} are needed: use a Python and a torch that were "
+            "installed with them"
         )
     return torch.from_numpy(np.frombuffer(bytes(text[:size]), np.uint8).copy())

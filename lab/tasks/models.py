@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -9,6 +11,8 @@ from typing_extensions import override
 
 #: Classes of a model of bytes.
 BYTES = 256
+#: Classes of a model of names.
+NAMES = 4096
 
 
 class PlainConvNet(nn.Module):
@@ -169,3 +173,74 @@ class ByteLSTM(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         scores: Tensor = self.head(self.lstm(self.bytes(x))[0])
         return scores
+
+
+class Restorer(nn.Module):
+    """An encoder and a decoder over bytes (Vaswani et al., NeurIPS 2017), normalised before each block.
+
+    Args:
+        length: Longest sequence.
+        width: Of the residual stream.
+        depth: Blocks of each half.
+        heads: Attention heads.
+    """
+
+    def __init__(self, length: int = 64, width: int = 96, depth: int = 2, heads: int = 4) -> None:
+        super().__init__()
+        self.bytes = nn.Embedding(BYTES, width)
+        self.places = nn.Parameter(torch.empty(length, width))
+        self.blocks = nn.Transformer(
+            width, heads, depth, depth, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True
+        )
+        nn.init.normal_(self.bytes.weight, std=0.1)
+        nn.init.normal_(self.places, std=0.1)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(length), persistent=False)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        damaged, before = (self.bytes(part) + self.places for part in x.unbind(1))
+        hidden = self.blocks(damaged, before, tgt_mask=self.get_buffer("mask"), tgt_is_causal=True)
+        return functional.linear(hidden, self.bytes.weight)
+
+
+class Recommender(nn.Module):
+    """Predicts a name from others by the mean of their embeddings (CBOW: Mikolov et al., 2013): few rows per batch.
+
+    Args:
+        width: Of the embeddings.
+    """
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.names = nn.EmbeddingBag(NAMES, width, mode="mean")
+        self.head = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, NAMES))
+        nn.init.normal_(self.names.weight, std=0.1)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.names(x.flatten(0, 1)))
+        return scores.unflatten(0, x.shape[:2])
+
+
+class SeparableConvNet(nn.Module):
+    """Depthwise separable convolutions with batch norms for 8x8 images (MobileNet: Howard et al., 2017).
+
+    Args:
+        widths: Channels of the blocks; every second one halves the image.
+    """
+
+    def __init__(self, widths: tuple[int, ...] = (32, 64, 128, 128, 256)) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [*_convolution(1, widths[0])]
+        for place, (channels, width) in enumerate(pairwise(widths)):
+            stride = 1 + place % 2
+            layers += [nn.Conv2d(channels, channels, 3, stride, padding=1, groups=channels, bias=False)]
+            layers += [nn.BatchNorm2d(channels), nn.ReLU()]
+            layers += [nn.Conv2d(channels, width, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+        self.features = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        self.classifier = nn.Linear(widths[-1], 10)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        classes: Tensor = self.classifier(self.features(x))
+        return classes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
@@ -13,13 +13,29 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim import Optimizer
 
-from lab.tasks.data import Data, Digits, DigitsTwice, Prose, Text
-from lab.tasks.models import ByteLSTM, ByteTransformer, DigitsViT, PlainConvNet, TwoHeads
+from lab.tasks.data import Data, Digits, DigitsTwice, Headers, Names, Prose, Restored, Text
+from lab.tasks.models import (
+    ByteLSTM,
+    ByteTransformer,
+    DigitsViT,
+    PlainConvNet,
+    Recommender,
+    Restorer,
+    SeparableConvNet,
+    TwoHeads,
+)
+from lab.tasks.optimizers import OPTIMIZERS
+from lightning_safusion.bench.rows import hints_of, read, typed
 from lightning_safusion.demo.digits import WIDTHS, DigitsNet
+from lightning_safusion.lookup import look_up
 
 # Held-out samples that are evaluated together.
 _EVALUATED = 64
+# What its name stands for in a recipe, and what is in a recipe only if it is not as usual: results of before lack it.
+_PARTS, _LATER = ("name", "model", "data", "metric"), ("clip_value", "accumulate", "precision", "sam")
+_VERSIONS = {"python": platform.python_version(), "torch": torch.__version__.split("+")[0]}
 
 
 @dataclass(frozen=True)
@@ -29,9 +45,9 @@ class Task:
     Args:
         name: In tables, and on the command line.
         model: Builds the network; torch's generator decides the weights.
-        data: Builds the batches from a seed and the samples per step.
+        data: Batches, from a seed and the samples per step.
         metric: What is measured on held-out data: ``"accuracy"``, or ``"loss"`` (cross entropy, nats).
-        optimizer: ``"sgd"`` or ``"adamw"``.
+        optimizer: One of :data:`OPTIMIZERS`.
         lr: Largest learning rate.
         steps: Optimizer steps.
         batch: Samples of all workers in a step.
@@ -39,15 +55,20 @@ class Task:
         beta2: Of AdamW.
         weight_decay: Of the optimizer.
         clip: Largest norm of the averaged gradient; None leaves it as it is.
+        clip_value: Largest magnitude of its elements.
+        accumulate: Batches whose gradients are summed before they are averaged.
+        precision: ``"bf16"``: forward passes under autocast.
+        sam: Distance of the ascent of sharpness-aware minimisation (Foret et al., ICLR 2021), by each worker's own
+            gradient; 0: plain gradients.
         warmup: Share of the steps in which the learning rate rises; then it falls to zero along a cosine.
         revision: Raised whenever network or data change, so that results of before are not taken for new ones.
     """
 
     name: str
     model: Callable[[], nn.Module]
-    data: Callable[[int, int], Data]
+    data: type[Data]
     metric: Literal["accuracy", "loss"]
-    optimizer: Literal["sgd", "adamw"]
+    optimizer: str
     lr: float
     steps: int
     batch: int
@@ -57,6 +78,14 @@ class Task:
     clip: float | None = None
     warmup: float = 0.0
     revision: int = 1
+    clip_value: float | None = None
+    accumulate: int = 1
+    precision: Literal["32", "bf16"] = "32"
+    sam: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.sam and self.accumulate > 1:
+            raise ValueError(f"sam goes with accumulate=1, got {self.accumulate}: every batch has an ascent of its own")
 
     @property
     def higher_is_better(self) -> bool:
@@ -66,33 +95,35 @@ class Task:
     def recipe(self) -> dict[str, Any]:
         """What a result depends on besides the scheme and the seed; plain values."""
         plain = {
-            f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("name", "model", "data", "metric")
+            f.name: getattr(self, f.name)
+            for f in fields(self)
+            if f.name not in _PARTS and (f.name not in _LATER or getattr(self, f.name) != f.default)
         }
-        return plain | ({"python": platform.python_version()} if self.data in (Text, Prose) else {})
+        return plain | {package: _VERSIONS[package] for package in self.data.made_of}
 
     def rate(self, step: int) -> float:
         """Learning rate of a step, as a share of ``lr``."""
+        if self.optimizer == "schedule-free":
+            return 1.0  # warms up by itself
         rising = round(self.warmup * self.steps)
         if step < rising:
             return (step + 1) / rising
         return 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1, self.steps - rising)))
 
-    def make_optimizer(
+    def make_optimizers(
         self, params: Iterable[Tensor], lr: float, momentum: float | None = None, beta2: float | None = None
-    ) -> torch.optim.Optimizer:
-        """The optimizer.
+    ) -> list[Optimizer]:
+        """The optimizer, or several for parameters of their own.
 
         Args:
-            params: What it trains.
-            lr: Its learning rate.
-            momentum: In place of the task's; the first beta of AdamW.
-            beta2: In place of the task's, of AdamW.
+            params: What is trained.
+            lr: Learning rate.
+            momentum: In place of the task's; the first beta of Adam's kind.
+            beta2: In place of the task's.
         """
-        momentum = self.momentum if momentum is None else momentum
-        options: dict[str, Any] = {"lr": lr, "weight_decay": self.weight_decay, "foreach": True}
-        if self.optimizer == "sgd":
-            return torch.optim.SGD(params, momentum=momentum, **options)
-        return torch.optim.AdamW(params, betas=(momentum, self.beta2 if beta2 is None else beta2), **options)
+        make = look_up("optimizer", self.optimizer, OPTIMIZERS)
+        momentum, beta2 = self.momentum if momentum is None else momentum, self.beta2 if beta2 is None else beta2
+        return make(self, list(params), lr, momentum, beta2)
 
 
 def loss(model: nn.Module, inputs: Tensor, classes: Tensor) -> Tensor:
@@ -170,6 +201,79 @@ _TASKS = (
 # Tasks on which no default was chosen. They judge: a change of the defaults that they suggest needs other judges.
 _JUDGES = (
     Task("digits-vit", DigitsViT, Digits, "accuracy", "adamw", lr=1e-3, steps=420, batch=64, beta2=0.999, warmup=0.1),
+    Task(
+        "headers-transformer",
+        ByteTransformer,
+        Headers,
+        "loss",
+        "adamw",
+        lr=3e-3,
+        steps=400,
+        batch=16,
+        weight_decay=0.1,
+        warmup=0.1,
+    ),
+    Task(
+        "restoring-transformer",
+        Restorer,
+        Restored,
+        "loss",
+        "adamw",
+        lr=2e-3,
+        steps=400,
+        batch=16,
+        beta2=0.98,
+        weight_decay=0.01,
+        warmup=0.1,
+        clip=1.0,
+    ),
+    Task("names-recommender", Recommender, Names, "loss", "adamw", lr=1e-2, steps=400, batch=512, warmup=0.1),
+    Task("digits-separable", SeparableConvNet, Digits, "accuracy", "sgd", lr=0.05, steps=420, batch=64, warmup=0.1),
+)
+_FRESH = {task.name: task for task in (*_TASKS, *_JUDGES)}
+
+
+def _trained(name: str) -> nn.Module:
+    """The network of a task after plain training by one worker; torch's seed decides its weights."""
+    task, seed = _FRESH[name], torch.initial_seed()
+    model, data = task.model(), task.data(seed, task.batch)
+    (optimizer,) = task.make_optimizers(model.parameters(), task.lr)
+    for step in range(task.steps):
+        loss(model, *data.samples(step)).backward()
+        for group in optimizer.param_groups:
+            group["lr"] = task.lr * task.rate(step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+_FINE_TUNED = Task(
+    "prose-fine-tuning",
+    partial(_trained, "bytes-transformer"),
+    Prose,
+    "loss",
+    "adamw",
+    lr=1e-3,
+    steps=400,
+    batch=16,
+    beta2=0.999,
+    weight_decay=0.01,
+    warmup=0.1,
 )
 #: All tasks by name.
-TASKS = MappingProxyType({task.name: task for task in (*_TASKS, *_JUDGES)})
+TASKS = MappingProxyType({**_FRESH, _FINE_TUNED.name: _FINE_TUNED})
+#: Those that judge the defaults.
+JUDGES = (*_JUDGES, _FINE_TUNED)
+
+
+def parse_task(text: str) -> Task:
+    """Reads a task, with changes in brackets: ``bytes-transformer[steps=1200,optimizer=lion,lr=0.0003]``.
+
+    Raises:
+        ValueError: If there is no such task, or no such change.
+    """
+    name, options = read(text)
+    task = look_up("task", name, TASKS)
+    changes = typed(text, options, hints_of(Task.__init__, without=_PARTS))
+    look_up("optimizer", changes.get("optimizer", task.optimizer), OPTIMIZERS)
+    return replace(task, name=text, **changes)

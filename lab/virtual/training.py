@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import fmean
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from lab.tasks import Data, Task, evaluate, loss
+from lab.tasks import Batch, Data, Task, evaluate, loss
+from lab.tasks.optimizers import for_use
 from lab.virtual.workers import Averager
 
 
@@ -37,24 +39,22 @@ class VirtualTraining:
         self.params = [param for param in self.model.parameters() if param.requires_grad]
         self.order = ready_order(self.model, self.params, self._data)
 
-    def step(self, number: int, averager: Averager, optimizer: torch.optim.Optimizer, lr: float) -> float:
+    def step(self, number: int, averager: Averager, optimizers: Sequence[Optimizer], lr: float) -> float:
         """Trains for one step, unless the loss is not finite.
 
         Args:
             number: Of the step, from 0; decides its batch and its share of the learning rate.
             averager: Makes the mean of the workers' gradients.
-            optimizer: Of ``params``.
+            optimizers: Of ``params``.
             lr: Largest learning rate of the whole training.
 
         Returns:
             The loss before the step, mean over workers.
         """
         gradients, losses = [], []
-        for inputs, classes in self._data.shards(number, self.workers):
-            worker_loss = loss(self.model, inputs, classes)
-            worker_loss.backward()
+        for batches in self._shards(number):
+            losses.append(sum(self._backward(batch) for batch in batches))
             gradients.append(taken_gradients(self.params))
-            losses.append(float(worker_loss.detach()))
         mean_loss = fmean(losses)
         if not math.isfinite(mean_loss):
             return mean_loss
@@ -62,16 +62,56 @@ class VirtualTraining:
             param.grad = mean.view_as(param)
         if self.task.clip is not None:
             nn.utils.clip_grad_norm_(self.params, self.task.clip)
-        for group in optimizer.param_groups:
-            group["lr"] = lr * self.task.rate(number)
-        optimizer.step()
+        if self.task.clip_value is not None:
+            nn.utils.clip_grad_value_(self.params, self.task.clip_value)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr * self.task.rate(number)
+            optimizer.step()
         for param in self.params:
             param.grad = None
         return mean_loss
 
-    def evaluate(self) -> float:
-        """The task's metric on the held-out samples; not finite if the weights are not."""
-        return evaluate(self.task, self.model, self._data)
+    def _shards(self, number: int) -> Iterable[Sequence[Batch]]:
+        """The batches of every worker in a step."""
+        parts = self.task.accumulate
+        return zip(*(self._data.shards(number * parts + part, self.workers) for part in range(parts)), strict=True)
+
+    def _backward(self, batch: Batch) -> float:
+        """Adds the gradients of a batch, with SAM those beside the weights; its loss there."""
+        before = [param.detach().clone() for param in self.params] if self.task.sam else []
+        if before:
+            self._ascend(batch)
+        value = self._loss(batch)
+        value.backward()
+        with torch.no_grad():
+            for param, was in zip(self.params, before, strict=False):
+                param.copy_(was)
+        return float(value.detach())
+
+    def _ascend(self, batch: Batch) -> None:
+        """Moves the weights along their gradient, by the task's distance."""
+        self._loss(batch).backward()
+        own = [param.grad for param in self.params if param.grad is not None]
+        scale = self.task.sam / max(1e-12, float(torch.stack([each.norm() for each in own]).norm()))
+        with torch.no_grad():
+            for param in self.params:
+                if param.grad is not None:
+                    param.add_(param.grad, alpha=scale)
+                param.grad = None
+
+    def _loss(self, batch: Batch) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.task.precision == "bf16"):
+            return loss(self.model, *batch) / self.task.accumulate
+
+    def evaluate(self, optimizers: Sequence[Optimizer] = ()) -> float:
+        """The task's metric on the held-out samples; not finite if the weights are not.
+
+        Args:
+            optimizers: Schedule-free ones hold other weights for training than for use.
+        """
+        with for_use(optimizers):
+            return evaluate(self.task, self.model, self._data)
 
 
 def taken_gradients(params: Sequence[nn.Parameter]) -> list[Tensor]:

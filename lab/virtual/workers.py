@@ -9,6 +9,7 @@ from functools import reduce
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lab.virtual.transport import local_transports
 from lightning_safusion.fusion.build import build_engine
@@ -37,12 +38,12 @@ class Averager(ABC):
     def average(self, gradients: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
         """The mean that every worker gets, by registration index; the gradients may be overwritten."""
 
-    def carry_momentum(self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> None:  # noqa: B027 - optional
-        """Has memories carry the optimizer's momentum, as the strategy does.
+    def carry_momentum(self, optimizers: Sequence[Optimizer], params: Sequence[Tensor]) -> None:  # noqa: B027 - optional
+        """Has memories carry the momentum of optimizers, as the strategy does.
 
         Args:
-            optimizer: Steps with what the workers get.
-            params: Its parameters, by registration index.
+            optimizers: Step with what the workers get.
+            params: By registration index.
         """
 
     def close(self) -> None:  # noqa: B027 - optional: most averagers have nothing to end
@@ -170,7 +171,7 @@ class Engines(Averager):
                         "diverge"
                     )
 
-    def carry_momentum(self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> None:
+    def carry_momentum(self, optimizers: Sequence[Optimizer], params: Sequence[Tensor]) -> None:
         index = {id(param): place for place, param in enumerate(params)}
         first = self.controllers[0]
 
@@ -178,10 +179,10 @@ class Engines(Averager):
             return first.report is not None and index[id(param)] in first.report.selected_from
 
         memories = [controller.space.memory for controller in self.controllers]
-        by_update = compares_updates(self._settings, [optimizer])
-        self._switches, _ = carry_momentum(memories, first.density, [optimizer], carried, by_update)
+        by_update = (lambda: first.windows) if compares_updates(self._settings, optimizers) else None
+        self._switches, _ = carry_momentum(memories, first.density, optimizers, carried, by_update)
         for controller in self.controllers:
-            units = update_units(self._settings, [optimizer], params, bool(self._switches))
+            units = update_units(self._settings, optimizers, params, bool(self._switches))
             controller.space.compare_in(units)
             if units is not None:
                 controller.dense_windows = DENSE_WINDOWS

@@ -121,7 +121,7 @@ class EngineExchange(GradientExchange):
         for optimizer in optimizers:
             self._hook.watch(optimizer)
         memories, density = [self.settings.memory], self.settings.density
-        by_update = compares_updates(self.settings, optimizers)
+        by_update = (lambda: self.engine.windows) if compares_updates(self.settings, optimizers) else None
         self.switches, note = carry_momentum(memories, density, optimizers, self._hook.selected_from, by_update)
         if note:
             announce(note)

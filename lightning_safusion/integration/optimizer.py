@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from lightning_safusion.integration.units import DENSE_WINDOWS
 from lightning_safusion.sparsify.memory.contract import Memory
 from lightning_safusion.sparsify.memory.residual import AutoMemory, DecoupledMomentum
 from lightning_safusion.sparsify.schedule import ConstantDensity, DensitySchedule
@@ -21,6 +24,11 @@ _LONGEST = 0.99
 # Where elements are compared in units of the update one factor serves all densities, and below one density steps are
 # larger, by this power of how far it is below: an element that is sent moves for all the steps in which it was not.
 _OF_UPDATES, _PACED_BELOW, _PACE = 0.95, 0.05, 0.25
+# After the dense windows steps begin at this share, and rise for so many windows: without the optimizer's momentum they
+# are several times as large from one window to the next.
+_FIRST_SHARE, _RISING = 0.25, 50
+# Share of the optimizer's momentum that stays: all of it at density 1, falling with the logarithm to none at 2 %.
+_NONE_KEPT_AT = 0.02
 
 Group = dict[str, Any]
 
@@ -70,14 +78,37 @@ def carried_momentum(
     return max(*own, _OF_UPDATES if by_update else min(1.0 - density.density / 2, _LONGEST))
 
 
-def pace_of(density: DensitySchedule) -> float:
-    """Factor on the learning rate of sparse tensors whose elements are compared in units of the update.
+@dataclass(frozen=True)
+class Pace:
+    """How Adam and AdamW step with elements that were compared in units of the update (docs/convergence.md).
 
-    With it the learning rate that serves dense training serves (docs/convergence.md).
+    Args:
+        factor: On the learning rate, once it has risen: with it the learning rate that serves dense training serves.
+        kept: Share of the optimizer's momentum that stays. The more often elements are sent, the more do steps without
+            a momentum shake the weights; the less often, the less do they need one.
+        windows: Windows so far.
     """
-    if not isinstance(density, ConstantDensity) or density.density >= _PACED_BELOW:
-        return 1.0
-    return float((_PACED_BELOW / density.density) ** _PACE)
+
+    factor: float = 1.0
+    kept: float = 0.0
+    windows: Callable[[], int] | None = None
+
+    @staticmethod
+    def of(density: DensitySchedule, windows: Callable[[], int]) -> Pace:
+        """That of a density."""
+        if not isinstance(density, ConstantDensity):
+            return Pace(windows=windows)
+        share = density.density
+        factor = max(1.0, (_PACED_BELOW / share) ** _PACE)
+        return Pace(factor, max(0.0, 1.0 - math.log(share) / math.log(_NONE_KEPT_AT)), windows)
+
+    @property
+    def now(self) -> float:
+        """Factor on the learning rate of the step that follows the latest window."""
+        if self.windows is None:
+            return self.factor
+        risen = (self.windows() - DENSE_WINDOWS) / _RISING
+        return self.factor * min(1.0, _FIRST_SHARE + (1.0 - _FIRST_SHARE) * risen)
 
 
 class MomentumSwitch:
@@ -90,10 +121,10 @@ class MomentumSwitch:
     Args:
         optimizer: Adam, AdamW or SGD.
         carried: Whether the memory carries the momentum of a parameter, as of the latest gradients.
-        pace: Factor on the learning rate of such parameters below Adam's kind; weight decay stays what it is.
+        pace: How Adam's kind steps with such parameters; weight decay stays what it is.
     """
 
-    def __init__(self, optimizer: Optimizer, carried: Callable[[Tensor], bool], pace: float = 1.0) -> None:
+    def __init__(self, optimizer: Optimizer, carried: Callable[[Tensor], bool], pace: Pace = Pace()) -> None:
         self._optimizer, self._carried, self._pace = optimizer, carried, pace
         self._groups: list[Group] | None = None  # the optimizer's own, while others are in their place
         self._gone: dict[int, Tensor] = {}  # parameters whose latest step was without their own momentum
@@ -143,20 +174,23 @@ class MomentumSwitch:
             self._complete(group, keep)
             yield {**group, "params": keep}
         if gone and "betas" in group:
-            yield {**group, "params": gone, "betas": (0.0, group["betas"][1]), **self._paced(group)}
+            betas = own * self._pace.kept, group["betas"][1]
+            yield {**group, "params": gone, "betas": betas, **self._paced(group)}
         elif gone:
             yield {**group, "params": gone, "momentum": 0.0, "nesterov": False, "lr": group["lr"] / (1.0 - own)}
 
     def _paced(self, group: Group) -> Group:
         """Learning rate and weight decay of the parameters whose momentum the memory carries."""
-        if self._pace == 1:
+        if (pace := self._pace.now) == 1:
             return {}
         decoupled = group.get("decoupled_weight_decay", isinstance(self._optimizer, AdamW))
-        decay = group["weight_decay"] / self._pace if decoupled else group["weight_decay"]
-        return {"lr": group["lr"] * self._pace, "weight_decay": decay}
+        decay = group["weight_decay"] / pace if decoupled else group["weight_decay"]
+        return {"lr": group["lr"] * pace, "weight_decay": decay}
 
     def _forget(self, param: Tensor) -> None:
-        """Empties the momentum of a parameter."""
+        """Empties the momentum of a parameter, unless it keeps some."""
+        if self._pace.kept:
+            return
         state = self._optimizer.state.get(param, {})
         for name in ("exp_avg", "momentum_buffer"):
             if isinstance(state.get(name), Tensor):
@@ -199,7 +233,7 @@ def carry_momentum(
     density: DensitySchedule,
     optimizers: Sequence[Optimizer],
     carried: Callable[[Tensor], bool],
-    by_update: bool = False,
+    by_update: Callable[[], int] | None = None,
 ) -> tuple[list[MomentumSwitch], str]:
     """Moves the momentum of optimizers to memories, where :func:`carried_momentum` says so.
 
@@ -208,12 +242,12 @@ def carry_momentum(
         density: Share of the elements that is sent.
         optimizers: All that step with what was sent.
         carried: Whether the latest gradient of a parameter is a mean of selected elements.
-        by_update: Elements are compared in units of the update.
+        by_update: Windows so far, if elements are compared in units of the update.
 
     Returns:
         A switch for every optimizer without its momentum, and a line about it; both are empty if all keep it.
     """
-    momentum = carried_momentum(memories[0], density, optimizers, by_update)
+    momentum = carried_momentum(memories[0], density, optimizers, by_update is not None)
     for memory in memories:
         if isinstance(memory, AutoMemory):
             memory.carry(momentum)
@@ -223,8 +257,9 @@ def carry_momentum(
     names = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in known))
     note = f"{names} leaves the momentum of sparse tensors to the residual (factor {momentum:.3g}); "
     note += "memory='residual' keeps it in the optimizer"
-    pace = pace_of(density) if by_update else 1.0
-    if by_update:
-        steps = f", with steps {pace:.2g} times as large" if pace > 1 else ""
+    pace = Pace()
+    if by_update is not None:
+        pace = Pace.of(density, by_update)
+        steps = f", with steps {pace.factor:.2g} times as large" if pace.factor > 1 else ""
         note += f". Elements are compared by how far they would move{steps}; select_by='gradient' compares gradients"
     return [MomentumSwitch(optimizer, carried, pace) for optimizer in known], note

@@ -1,7 +1,7 @@
 """Units of the update: whose second moments are known, what a step does then, and what training shows of it.
 
 Covers: second moments of optimizers; parameters without one, of other layouts, of several groups; the pace of
-steps; the default in a Trainer; two plans; what is left after training; what is refused.
+steps, and the momentum that stays; the default in a Trainer; two plans; what is left after training; what is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from lightning_safusion import SAFusionStrategy
-from lightning_safusion.integration.optimizer import MomentumSwitch, pace_of
+from lightning_safusion.integration.optimizer import MomentumSwitch, Pace
 from lightning_safusion.integration.units import DENSE_WINDOWS, SecondMoments
 from lightning_safusion.sparsify.schedule import ConstantDensity
 from tests.models import TinyClassifier, classification, trainer
@@ -101,8 +101,61 @@ def test_parameters_without_a_second_moment() -> None:
 
 @pytest.mark.parametrize("density", [0.5, 0.05, 0.01, 0.002])
 def test_the_pace_rises_below_one_density(density: float) -> None:
-    pace = pace_of(ConstantDensity(density))
-    assert pace == pytest.approx(max(1.0, (0.05 / density) ** 0.25))
+    pace = Pace.of(ConstantDensity(density), lambda: 1000)
+    assert pace.now == pace.factor == pytest.approx(max(1.0, (0.05 / density) ** 0.25))
+
+
+def test_steps_rise_after_the_dense_windows() -> None:
+    windows = DENSE_WINDOWS
+    pace = Pace.of(ConstantDensity(0.01), lambda: windows)
+    shares = []
+    while windows < DENSE_WINDOWS + 60:
+        shares.append(pace.now / pace.factor)
+        windows += 1
+    assert shares[0] == 0.25
+    assert all(a < b for a, b in zip(shares[:50], shares[1:51], strict=True))
+    assert shares[50:] == [1.0] * 10
+
+
+@pytest.mark.parametrize(("density", "kept"), [(1.0, 1.0), (0.1, 0.41), (0.02, 0.0), (0.001, 0.0)])
+def test_the_momentum_that_stays_falls_with_the_density(density: float, kept: float) -> None:
+    assert Pace.of(ConstantDensity(density), lambda: 0).kept == pytest.approx(kept, abs=0.005)
+
+
+@pytest.mark.parametrize("make", [Adam, AdamW])
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"foreach": True}, {"amsgrad": True}])
+def test_some_momentum_stays(make: Any, options: dict[str, Any]) -> None:
+    def steps(beta: float, switched: bool) -> Tensor:
+        torch.manual_seed(0)
+        param = nn.Parameter(torch.ones(6))
+        optimizer = make([param], lr=0.1, betas=(beta, 0.99), **options)
+        switch = MomentumSwitch(optimizer, lambda _: True, Pace(kept=0.5)) if switched else None
+        for _ in range(5):
+            param.grad = torch.randn(6)
+            optimizer.step()
+        assert optimizer.param_groups[0]["betas"] == (beta, 0.99)
+        state = optimizer.state[param]["exp_avg"].clone()
+        if switch is not None:
+            switch.close()
+            assert torch.equal(optimizer.state[param]["exp_avg"], state)  # a checkpoint has it too
+        return param.detach()
+
+    torch.testing.assert_close(steps(0.8, True), steps(0.4, False))
+
+
+def test_at_density_one_a_step_is_the_optimizers_own() -> None:
+    def steps(switched: bool) -> Tensor:
+        torch.manual_seed(0)
+        param = nn.Parameter(torch.ones(6))
+        optimizer = AdamW([param], lr=0.1)
+        if switched:
+            MomentumSwitch(optimizer, lambda _: True, Pace.of(ConstantDensity(1.0), lambda: 1000))
+        for _ in range(5):
+            param.grad = torch.randn(6)
+            optimizer.step()
+        return param.detach()
+
+    assert torch.equal(steps(True), steps(False))
 
 
 @pytest.mark.parametrize("make", [Adam, AdamW])
@@ -112,7 +165,7 @@ def test_a_paced_step_is_larger_and_decays_weights_as_before(make: Any, options:
         torch.manual_seed(0)
         param = nn.Parameter(torch.ones(6))
         optimizer = make([param], lr=lr, weight_decay=decay, **options)
-        switch = MomentumSwitch(optimizer, lambda _: True, pace)
+        switch = MomentumSwitch(optimizer, lambda _: True, Pace(pace))
         param.grad = torch.randn(6)
         optimizer.step()
         switch.close()

@@ -9,7 +9,7 @@ import torch
 
 from lab.convergence.plan import PRESETS
 from lab.convergence.scheme import Scheme, parse_scheme
-from lab.convergence.training import make_optimizer
+from lab.convergence.training import make_optimizers
 from lab.processes import key_of
 from lab.tasks import TASKS
 from lightning_safusion.fusion.plans.policy import Aligned, Single
@@ -67,12 +67,13 @@ def test_options_make_the_scheme_again() -> None:
 
 def test_a_scheme_may_change_the_optimizer() -> None:
     params = [torch.nn.Parameter(torch.zeros(2))]
-    adamw = make_optimizer(TASKS["bytes-transformer"], Scheme("pooled", beta2=0.95, lr_scale=2.0), params)
+    (adamw,) = make_optimizers(TASKS["bytes-transformer"], Scheme("pooled", beta2=0.95, lr_scale=2.0), params)
     assert adamw.defaults["betas"] == (0.9, 0.95)
     assert adamw.defaults["lr"] == 2 * TASKS["bytes-transformer"].lr
-    sgd = make_optimizer(TASKS["digits-resnet"], Scheme("ahead", memory="dgc", momentum=0.0), params)
+    (sgd,) = make_optimizers(TASKS["digits-resnet"], Scheme("ahead", memory="dgc", momentum=0.0), params)
     assert sgd.defaults["momentum"] == 0.0
-    assert make_optimizer(TASKS["digits-resnet"], Scheme("ahead"), params).defaults["momentum"] == 0.9
+    (own,) = make_optimizers(TASKS["digits-resnet"], Scheme("ahead"), params)
+    assert own.defaults["momentum"] == 0.9
 
 
 @pytest.mark.parametrize("preset", list(PRESETS))

@@ -1,0 +1,63 @@
+"""What judges the default: tasks on which it was not chosen, other optimizers, other learning rates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lab.convergence.scheme import Scheme
+from lab.tasks import JUDGES, TASKS, Task, parse_task
+
+Configs = Sequence[tuple[Task, Scheme]]
+
+DENSE = Scheme("dense")
+#: ``SAFusionStrategy()``.
+DEFAULT = Scheme("auto", memory="auto", wire="q4")
+#: Densities at which the tasks judge, and those of long trainings only.
+DENSITIES, SPARSER = (0.1, 0.05, 0.02, 0.01), (0.005, 0.002)
+#: Steps of the trainings of several lengths.
+LENGTHS = (400, 1200, 4000)
+RATES = (0.5, 1.0, 1.5, 2.0)
+#: Optimizers, with learning rates that suit them, of the transformer over bytes.
+OPTIMIZERS = (
+    "optimizer=nadam",
+    "optimizer=radam",
+    "optimizer=rmsprop,lr=0.001",
+    "optimizer=adagrad,lr=0.02",
+    "optimizer=adafactor,lr=0.02",
+    "optimizer=muon",
+    "optimizer=lion,lr=0.0005",
+    "optimizer=schedule-free,lr=0.005",
+    "sam=0.05",
+)
+#: What else a training may have.
+OPTIONS = ("clip=1.0", "clip_value=0.01", "weight_decay=0.1", "accumulate=4,batch=8", "precision=bf16")
+
+
+def _at(densities: Sequence[float]) -> list[Scheme]:
+    return [DENSE, *(replace(DEFAULT, density=density) for density in densities)]
+
+
+def judges() -> Configs:
+    """Every judging task, and trainings of several lengths."""
+    lengths = [parse_task(f"headers-transformer[steps={steps}]") for steps in LENGTHS[1:]]
+    longest = [(lengths[-1], replace(DEFAULT, density=density)) for density in SPARSER]
+    return [*((task, scheme) for task in (*JUDGES, *lengths) for scheme in _at(DENSITIES)), *longest]
+
+
+def optimizers() -> Configs:
+    """Other optimizers, and other options of a training, on the transformer over bytes."""
+    tasks = [parse_task(f"bytes-transformer[{changes}]") for changes in (*OPTIMIZERS, *OPTIONS)]
+    return [(task, scheme) for task in tasks for scheme in _at(DENSITIES[:2])]
+
+
+def rates() -> Configs:
+    """Learning rates from half to twice the task's."""
+    task = TASKS["headers-transformer"]
+    return [(task, replace(scheme, lr_scale=rate)) for rate in RATES for scheme in _at((0.1, 0.05, 0.02, 0.01))]
+
+
+def rivals() -> Configs:
+    """What sends as many bytes in other ways."""
+    schemes = [Scheme("powersgd", rank=rank) for rank in (1, 4)]
+    return [(TASKS["headers-transformer"], scheme) for scheme in schemes]
