@@ -13,7 +13,7 @@ from lightning_safusion.sparsify import Memory, Sparsifier, resolve_density, res
 from lightning_safusion.sparsify.schedule import DenseStart, DensitySchedule, ExponentialRamp
 from lightning_safusion.sparsify.selection.units import SelectBy
 
-Method = Literal["dense", "behind", "ahead", "pooled", "auto", "powersgd"]
+Method = Literal["dense", "behind", "ahead", "shared", "pooled", "auto", "powersgd"]
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Scheme:
 
     Args:
         method: ``"dense"`` averages plainly; ``"behind"``, ``"ahead"`` and ``"pooled"`` select from the fused buffer,
-            from every tensor, and from every tensor with pooled quotas; ``"auto"`` as ``quota="auto"`` and
-            ``select_by="auto"`` do; ``"powersgd"`` is the reference.
+            from every tensor, and from every tensor with pooled quotas; ``"shared"`` with shared quotas; ``"auto"``
+            as ``quota="auto"`` and ``select_by="auto"`` do; ``"powersgd"`` is the reference.
         density: Share of the elements that is sent.
         memory: Error feedback.
         compressor: Chooses the elements; ``"preconditioned"``: in units of AdamW's steps.
@@ -116,7 +116,7 @@ class Scheme:
             fusion=Aligned(self.degree) if self.degree else Single(),
             memory=make_part(self.memory, _memory),
             scope="group" if self.method == "behind" else "tensor",
-            quota=self.method if self.method in ("auto", "pooled") else "proportional",
+            quota=self.method if self.method in ("auto", "shared", "pooled") else "proportional",
             collective="allgather",  # sparse at any cost: compression is compared
             wire=self.wire,
             select_by="auto" if self.method == "auto" else self.select_by,

@@ -150,7 +150,9 @@ class Engines(Averager):
         """
         controller = self.controllers[0]
         density = controller.density(controller.windows, controller.epoch)
-        return self._waiting or controller.planner.current is None or density != controller.space.quotas.density
+        reviews = controller.space.shares_due(controller.windows)
+        planned = controller.planner.current is not None and density == controller.space.quotas.density
+        return self._waiting or reviews or not planned
 
     def _window(self, rank: int, gradients: Sequence[Tensor]) -> None:
         self._push(rank, gradients)

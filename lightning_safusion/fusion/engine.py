@@ -97,6 +97,7 @@ class Engine:
         self._lane = Lane(space.device)  # selection and packing run beside the backward pass
         self._drain = Drain(space, self.transport)
         self._device_drain = DeviceDrain(space.device) if deferred else None
+        self._counts: Tensor | None = None  # what this rank says in a review of shared quotas
         self._offload = offload
         self._overflow = OverflowGuard(space, self.transport)
 
@@ -141,6 +142,7 @@ class Engine:
         self.settle()
         if self._overflow.pending:
             self._overflow.reset(together=True)
+        self._review_shares()
         self._between = False
         density = self._constant if self._constant is not None else self.density(self.windows, self.epoch)
         if density != self.space.quotas.density:
@@ -238,6 +240,8 @@ class Engine:
             self._offload.forget()  # what an error has left
         if not self.clock.instant:
             self._lane.join()
+        if not window.plain and self.space.shares_due(self.windows):
+            self._counts = self.space.count_largest()
         if self._device_drain is not None and window.deferred and not window.plain:
             good, notices = self._device_drain.run(window, shipments)
         else:
@@ -248,6 +252,7 @@ class Engine:
             exchanged = self._exchanged(window)
             self.unstepped[exchanged] = self.tracked[exchanged]
         else:
+            self._counts = None
             self._overflow.pending = True
             self._overflow.reset(together=True)
         window.drained = window.mark()
@@ -263,6 +268,14 @@ class Engine:
         self.order_known |= self.windows > 0 and not self._first
         self._first = False
         self.windows += 1
+        if self.clock.instant:
+            self._review_shares()
+
+    def _review_shares(self) -> None:
+        """Reviews shared quotas, if a window has counted for it; on accelerators when the next one begins."""
+        counts, self._counts = self._counts, None
+        if counts is not None:
+            self.space.review_shares(counts)
 
     def drop_gradients(self) -> None:
         """Drops the gradients of the first window: DDP is about to make other buckets, in place of theirs."""

@@ -12,12 +12,12 @@ from lightning_safusion.fusion.plans.selective import selective_counts
 from lightning_safusion.sparsify.base import Segments, Sparsifier, element_quota
 
 Scope = Literal["tensor", "group"]
-#: ``"auto"``: proportional where elements are compared in units of the update, else pooled.
-QuotaRule = Literal["auto", "proportional", "pooled"]
+#: ``"auto"``: proportional where elements are compared in units of the update, else shared.
+QuotaRule = Literal["auto", "proportional", "shared", "pooled"]
 
-# A tensor's guaranteed share under pooled quotas: a quarter of its proportional quota, the rest is for the span's
-# largest.
-_POOLED_FLOOR = 0.25
+# A tensor's guaranteed share under shared and pooled quotas: a quarter of its proportional quota; the rest is for the
+# largest elements, of the model or of the span.
+_GUARANTEED = 0.25
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +33,11 @@ class TensorQuotas:
     density: float
     counts: np.ndarray
     dense: np.ndarray
+
+
+def guaranteed(counts: np.ndarray) -> np.ndarray:
+    """int64 [L]: what is left of proportional quotas where tensors compete for the rest."""
+    return np.maximum(1, (counts * _GUARANTEED).astype(np.int64))
 
 
 def tensor_quotas(layout: Layout, sparsifier: Sparsifier, density: float) -> TensorQuotas:
@@ -78,7 +83,7 @@ def group_segments(
     counts = np.where(dense, 0, quotas.counts[start:stop])
     pool = 0
     if pooled:
-        floors = np.where(counts > 0, np.maximum(1, (counts * _POOLED_FLOOR).astype(np.int64)), 0)
+        floors = np.where(counts > 0, guaranteed(counts), 0)
         pool = int(counts.sum() - floors.sum())
         counts = floors
     return Segments(edges, counts, tuple(s.index for s in specs), tuple(s.shape for s in specs), pool)

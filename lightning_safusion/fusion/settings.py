@@ -39,7 +39,7 @@ class EngineSettings:
         fusion: Cuts the ready order into buffers.
         memory: Error feedback.
         scope: ``"tensor"`` (before fusion) or ``"group"`` (after it).
-        quota: ``"proportional"``, ``"pooled"``, or ``"auto"``.
+        quota: ``"proportional"``, ``"shared"``, ``"pooled"``, or ``"auto"``.
         collective: By name (see ``comm/catalogue.py``).
         wire: Wire format by name.
         own_buffers: Keep the engine even if every buffer is dense: its buffers are what is compared.
@@ -86,9 +86,9 @@ class EngineSettings:
 
     def _check_scope(self) -> None:
         """Refuses parts that need selection from every tensor where it is from a buffer."""
-        if self.quota == "pooled" and self.scope == "group":
+        if self.quota in ("shared", "pooled") and self.scope == "group":
             raise ValueError(
-                "quota='pooled' gives every tensor a floor, which scope='group' has none of: use scope='tensor'"
+                f"quota={self.quota!r} gives every tensor a floor, which scope='group' has none of: use scope='tensor'"
             )
         if self.offload and (self.scope == "group" or self.quota != "proportional" or self.fusion.streams):
             raise ValueError(

@@ -24,8 +24,9 @@ from lightning_safusion.fusion.layout import Layout
 from lightning_safusion.fusion.plans.costs import JobShape
 from lightning_safusion.fusion.plans.plan import Group
 from lightning_safusion.fusion.plans.policy import Naive
-from lightning_safusion.fusion.quota import group_segments, selective_quotas, tensor_quotas
+from lightning_safusion.fusion.quota import QuotaRule, TensorQuotas, group_segments, selective_quotas, tensor_quotas
 from lightning_safusion.fusion.settings import EngineSettings
+from lightning_safusion.fusion.shares import Shares, largest_counts
 from lightning_safusion.sparsify.schedule import check_density
 from lightning_safusion.sparsify.selection.survey import Selector
 from lightning_safusion.sparsify.selection.units import UpdateUnits
@@ -62,7 +63,8 @@ class GradientSpace:
         self.quotas = tensor_quotas(layout, self.selector.sparsifier, 1.0)  #: what each may send at the present density
         self.buffers: dict[Group, Buffer] = {}  #: those that are kept
         self._settings = settings
-        self._pooled = settings.quota != "proportional"
+        self._rule: QuotaRule = "shared" if settings.quota == "auto" else settings.quota
+        self.shares = Shares()  #: of shared quotas
         self._collective = find_collective(settings.collective)
         self._communicators = communicators
         self._stream_transport = stream_transport
@@ -107,10 +109,29 @@ class GradientSpace:
     def compare_in(self, units: UpdateUnits | None) -> None:
         """Compares elements in other units from the next window on; None: in those of the gradient."""
         self.selector.units = units
-        pooled = self._settings.quota == "pooled" or (self._settings.quota == "auto" and units is None)
-        if pooled != self._pooled:
-            self._pooled = pooled
+        if self._settings.quota != "auto":
+            return
+        rule: QuotaRule = "shared" if units is None else "proportional"
+        if rule != self._rule:
+            self._rule = rule
             self._renew(self.quotas.density)
+
+    def shares_due(self, window: int) -> bool:
+        """Whether all ranks review shared quotas in a window."""
+        return self._rule == "shared" and self._settings.scope == "tensor" and self.shares.due(window)
+
+    def count_largest(self) -> Tensor:
+        """What this rank says in a review, before anything of the window is taken out of the residual."""
+        return largest_counts(self.accumulated(), self.layout, self._proportional(self.quotas.density))
+
+    def review_shares(self, counts: Tensor) -> None:
+        """Lets shared quotas follow what all ranks have counted. Collective."""
+        quotas = self._proportional(self.quotas.density)
+        if self.shares.review(counts, self.layout, quotas, self.transport):
+            self._renew(self.quotas.density)
+
+    def _proportional(self, density: float) -> TensorQuotas:
+        return tensor_quotas(self.layout, self.selector.sparsifier, density)
 
     def reorder(self, order: Sequence[int]) -> None:
         """Moves everything to a layout in which place ``j`` holds the tensor that was at place ``order[j]``."""
@@ -119,7 +140,9 @@ class GradientSpace:
         self._renew(self.quotas.density)
 
     def _renew(self, density: float) -> None:
-        self.quotas = tensor_quotas(self.layout, self.selector.sparsifier, density)
+        self.quotas = self._proportional(density)
+        if self._rule == "shared" and self._settings.scope == "tensor":
+            self.quotas = self.shares.apply(self.layout, self.quotas)
         self.__dict__.pop("shape", None)
         self.restore_exchanges(())
 
@@ -153,7 +176,7 @@ class GradientSpace:
         dense = np.ones(len(dtypes), bool) if group.collective == "allreduce" else quotas.dense[part]
         segments = None
         if not dense.all():
-            segments = group_segments(layout, quotas, group.start, group.stop, settings.scope, self._pooled)
+            segments = group_segments(layout, quotas, group.start, group.stop, settings.scope, self._rule == "pooled")
         runs = _dense_runs(edges.tolist(), dense.tolist(), dtypes)
         spec = SpanSpec(int(edges[-1]), segments.capacity if segments else 0, tuple(edges.tolist()), runs)
         exchange: Exchange

@@ -26,6 +26,7 @@ def common_state(engine: Engine) -> dict[str, Any]:
         "order_known": engine.order_known,
         "planner": engine.planner.state_dict(),
         "exchanges": engine.space.exchange_state(),
+        "shares": engine.space.shares.state_dict(engine.space.layout),
     }
 
 
@@ -47,6 +48,8 @@ def restore_common(engine: Engine, state: Mapping[str, Any], same_job: bool = Tr
         return
     engine.adopt_order([places[name] for name in state["tensors"]])
     engine.order_known = bool(state["order_known"])
+    if "shares" in state:  # older checkpoints have none
+        space.shares.load_state_dict(space.layout, state["shares"])
     if same_job:
         space.set_density(float(state["density"]))
         engine.planner.load_state_dict(state["planner"], space.shape)

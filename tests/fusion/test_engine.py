@@ -77,7 +77,9 @@ def test_nothing_is_lost_on_any_wire(make: Callable[..., Cluster], wire: str, co
 
 
 @pytest.mark.parametrize("wire", ["q4", "q2", "sign", "bitmap-sign", "block16-q2"])
-@pytest.mark.parametrize("options", [{}, {"quota": "pooled", "density": 0.5}, {"collective": "hybrid"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"quota": "pooled", "density": 0.5}, {"quota": "shared"}, {"collective": "hybrid"}]
+)
 def test_nothing_is_lost_in_a_few_bits(make: Callable[..., Cluster], wire: str, options: dict[str, Any]) -> None:
     tensors = specs(dense=(1, 4))
     assert_conserved(make(3, **({"tensors": tensors, "wire": wire, "collective": "allgather"} | options)))
@@ -125,8 +127,14 @@ def test_nothing_is_lost_in_any_combination(
 GROUPINGS = [
     (fusion, scope, quota)
     for fusion in ("wfbp", "single", "aligned", "adaptive", "naive")
-    for scope, quota in (("tensor", "proportional"), ("tensor", "pooled"), ("group", "proportional"))
-    if (fusion, scope) != ("naive", "group")  # refused: it fills buffers with selected elements
+    for scope, quota in (
+        ("tensor", "proportional"),
+        ("tensor", "pooled"),
+        ("tensor", "shared"),
+        ("group", "proportional"),
+    )
+    # refused: a buffer that is filled with selected elements, and tensors that compete where there are none
+    if scope == "tensor" or (fusion != "naive" and quota == "proportional")
 ]
 
 

@@ -41,6 +41,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "topk": SPARSE | {"compressor": "topk"},
     "auto": {"density": 0.05},
     "pooled": SPARSE | SMALL | {"compressor": "topk", "quota": "pooled"},
+    "shared": SPARSE | SMALL | {"compressor": "topk", "quota": "shared"},
     "behind": SPARSE | {"system": "behind"},
     "gaussiank": SPARSE | {"compressor": "gaussiank", "wire": "bf16"},
     "sidco": SPARSE | SMALL | {"compressor": SIDCo("gpareto", 1, 0.25, True, True, 3, 0.01), "scope": "group"},
@@ -62,7 +63,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "ramp": SPARSE | SMALL | {"density": LinearRamp(0.3, 0.05, 7), "quota": "pooled"},
     "unused": SPARSE | {"find_unused_parameters": True},
 }
-QUICK = ("ddp", "auto", "pooled", "gaussiank", "oktopk all-reduce", "horovod", "decoupled")
+QUICK = ("ddp", "auto", "pooled", "shared", "gaussiank", "oktopk all-reduce", "horovod", "decoupled")
 OTHERS = tuple(name for name in JOBS if name not in QUICK)
 
 

@@ -1,0 +1,117 @@
+"""Quotas that the tensors of a model share, whatever buffers they are in: agreed by all ranks in reviews."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_safusion.comm.transport.interface import Transport
+from lightning_safusion.fusion.layout import Layout
+from lightning_safusion.fusion.quota import TensorQuotas, guaranteed
+
+# Windows with a review: these, and one of so many.
+_FIRST, _EVERY = (1, 2, 4, 8), 16
+# Elements of a tensor that a review looks at, evenly spread.
+_SAMPLED = 4096
+# Weight of the latest review: one window's gradients, and samples, say little.
+_WEIGHT = 0.25
+# Share of the elements that must change places before buffers are built anew.
+_WORTH = 0.05
+
+
+class Shares:
+    """How many of the model's largest elements each tensor has, as a mean over ranks and reviews.
+
+    A tensor's quota follows from it: a quarter of its proportional one is guaranteed, the rest is shared.
+    """
+
+    def __init__(self) -> None:
+        # the order of the layout changes, for one after a window has been counted
+        self._known: dict[int, float] = {}  # by registration index
+        self._followed: dict[int, float] = {}  # what quotas follow, until enough of it has changed
+
+    @staticmethod
+    def due(window: int) -> bool:
+        """Whether a window has a review; the same on all ranks."""
+        return window in _FIRST or (window > 0 and window % _EVERY == 0)
+
+    def review(self, counts: Tensor, layout: Layout, quotas: TensorQuotas, transport: Transport) -> bool:
+        """Learns the mean over ranks of what :func:`largest_counts` has found. Collective.
+
+        Args:
+            counts: float32 [L], this rank's; overwritten.
+            layout: The tensors.
+            quotas: In proportion to sizes.
+            transport: Communicator of the agreement.
+
+        Returns:
+            Whether quotas change so much that buffers should follow; the same on all ranks.
+        """
+        transport.all_reduce(counts).wait()
+        if not (sums := counts.tolist()) or not any(sums):
+            return False  # no gradient has a value
+        for index, total in enumerate(sums):
+            mean = total / transport.world_size
+            self._known[index] = mean + (1 - _WEIGHT) * (self._known.get(index, mean) - mean)
+        wanted, sparse = _counts(self._known, layout, quotas), ~quotas.dense
+        change = np.abs(wanted - self.apply(layout, quotas).counts)[sparse].sum()
+        if change <= 2 * _WORTH * quotas.counts[sparse].sum():
+            return False
+        self._followed = dict(self._known)
+        return True
+
+    def apply(self, layout: Layout, quotas: TensorQuotas) -> TensorQuotas:
+        """The quotas that follow, from those in proportion to sizes; as many elements, but for rounding."""
+        return replace(quotas, counts=_counts(self._followed, layout, quotas)) if self._followed else quotas
+
+    def state_dict(self, layout: Layout) -> list[list[float]]:
+        """Plain values in the order of the layout, the same on all ranks: what is known, and what quotas follow."""
+        return [[shares[i] for i in layout.indices.tolist() if i in shares] for shares in (self._known, self._followed)]
+
+    def load_state_dict(self, layout: Layout, state: Sequence[Sequence[float]]) -> None:
+        """Restores what :meth:`state_dict` returned of a layout in the same order."""
+        # each holds all tensors or none
+        self._known, self._followed = (dict(zip(layout.indices.tolist(), each, strict=False)) for each in state)
+
+
+def _counts(shares: Mapping[int, float], layout: Layout, quotas: TensorQuotas) -> np.ndarray:
+    """int64 [L]: quotas that follow shares."""
+    sparse, counts = ~quotas.dense, quotas.counts.copy()
+    if not sparse.any():
+        return counts
+    sizes, own = np.diff(layout.edges)[sparse], counts[sparse]
+    floors = guaranteed(own)
+    wanted = np.array([shares[index] for index in layout.indices[sparse].tolist()])
+    above = np.clip(wanted, floors, sizes - 1) - floors  # a tensor that becomes dense has another format
+    room = own.sum() - floors.sum()
+    counts[sparse] = floors + (above * min(1.0, room / max(above.sum(), 1e-9))).astype(np.int64)
+    return counts
+
+
+def largest_counts(accumulated: Tensor, layout: Layout, quotas: TensorQuotas) -> Tensor:
+    """float32 [L], by registration index: how many of the largest elements of all sparse tensors each has.
+
+    Of as many as all of them may send. Estimated from evenly spread elements; what is not finite counts for nothing.
+
+    Args:
+        accumulated: float32 [D], what is selected from, in the order of the layout.
+        layout: The tensors.
+        quotas: In proportion to sizes.
+    """
+    edges, sparse = layout.edges.tolist(), np.flatnonzero(~quotas.dense).tolist()
+    counts = np.zeros(len(layout.specs))
+    if not sparse:
+        return torch.from_numpy(counts).to(accumulated)
+    spread = [-(-(edges[i + 1] - edges[i]) // _SAMPLED) for i in sparse]
+    samples = [accumulated[edges[i] : edges[i + 1] : step] for i, step in zip(sparse, spread, strict=True)]
+    magnitudes = torch.cat(samples).abs().nan_to_num_(0.0, 0.0, 0.0).cpu().numpy()
+    owners = np.repeat(np.arange(len(sparse)), [len(each) for each in samples])
+    weights = np.array(spread, np.float64)[owners] * (magnitudes > 0)
+    largest = np.argsort(-magnitudes, kind="stable")
+    taken = largest[weights[largest].cumsum() <= quotas.counts[sparse].sum()]
+    counts[layout.indices[sparse]] = np.bincount(owners[taken], weights[taken], len(sparse))
+    return torch.from_numpy(counts).to(accumulated)

@@ -1,0 +1,150 @@
+"""Shared quotas: what they follow, that no plan changes them, and that they outlive a job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_safusion.fusion.layout import Layout
+from lightning_safusion.fusion.quota import guaranteed, tensor_quotas
+from lightning_safusion.fusion.shares import Shares, largest_counts
+from lightning_safusion.integration import checkpoint
+from lightning_safusion.sparsify import resolve_sparsifier
+from lightning_safusion.sparsify.schedule import DenseStart
+from tests.cluster import Cluster, settings, specs
+
+Make = Callable[..., Cluster]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    clusters: list[Cluster] = []
+
+    def build(workers: int, **options: Any) -> Cluster:
+        clusters.append(Cluster(workers, lambda: settings(**options)))
+        return clusters[-1]
+
+    yield build
+    for cluster in clusters:
+        cluster.close()
+
+
+OPTIONS: dict[str, Any] = {"quota": "shared", "collective": "allgather"}
+
+
+def train(cluster: Cluster, first: int, last: int) -> list[list[Tensor]]:
+    means = []
+    for step in range(first, last):
+        means = cluster.step(cluster.random_grads(step))
+    return means
+
+
+def test_the_largest_of_small_tensors_are_counted_exactly() -> None:
+    layout = Layout(tuple(specs(((40, 30), (500,), (1,), (0,), (7, 11)))))
+    quotas = tensor_quotas(layout, resolve_sparsifier("topk"), 0.05)
+    x = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0))
+    counts = largest_counts(x, layout, quotas).numpy()
+    sparse = np.flatnonzero(~quotas.dense)
+    places = np.concatenate([np.arange(layout.edges[i], layout.edges[i + 1]) for i in sparse])
+    largest = places[x[places].abs().topk(int(quotas.counts[sparse].sum())).indices.numpy()]
+    expected = np.histogram(largest, layout.edges)[0]
+    assert counts[sparse].tolist() == expected[sparse].tolist()
+    assert not counts[quotas.dense].any()
+
+
+def test_those_of_large_tensors_are_estimated() -> None:
+    layout = Layout(tuple(specs(((300, 1000), (100, 1000)))))
+    quotas = tensor_quotas(layout, resolve_sparsifier("topk"), 0.1)
+    x = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0))
+    x[layout.edges[1] :] *= 3
+    counts = largest_counts(x, layout, quotas)
+    exact = np.histogram(x.abs().topk(int(quotas.counts.sum())).indices.numpy(), layout.edges)[0]
+    torch.testing.assert_close(counts.double(), torch.from_numpy(exact).double(), rtol=0.15, atol=0)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
+def test_what_is_not_finite_or_zero_counts_for_nothing(value: float) -> None:
+    layout = Layout(tuple(specs(((40, 30), (50, 50)))))
+    quotas = tensor_quotas(layout, resolve_sparsifier("topk"), 0.05)
+    x = torch.ones(layout.numel)
+    x[: layout.edges[1]] = value
+    first, second = largest_counts(x, layout, quotas).tolist()
+    assert first == 0
+    assert second > 0
+
+
+def test_quotas_follow_the_largest_elements(make: Make) -> None:
+    cluster = make(3, density=0.02, **OPTIONS)
+    train(cluster, 0, 40)
+    for controller in cluster.controllers:
+        space = controller.space
+        own = tensor_quotas(space.layout, space.selector.sparsifier, 0.02)
+        sparse = ~own.dense
+        assert (space.quotas.dense == own.dense).all()
+        counts, proportional = space.quotas.counts[sparse], own.counts[sparse]
+        assert (counts >= guaranteed(proportional)).all()
+        assert (counts < np.diff(space.layout.edges)[sparse]).all()
+        assert proportional.sum() - len(counts) <= counts.sum() <= proportional.sum()
+        assert (space.quotas.counts == cluster.controllers[0].space.quotas.counts).all()  # as on the other ranks
+        scales = {spec.index: 10.0 ** (spec.index % 4 - 2) for spec in space.layout.specs}
+        by_index = dict(zip(space.layout.indices.tolist(), space.quotas.counts - own.counts, strict=True))
+        assert by_index[3] > 0  # of gradients ten times as large as most
+        assert by_index[6] < by_index[3] or scales[6] > scales[3]
+
+
+@pytest.mark.parametrize("wire", ["fp32", "q4"])
+def test_what_is_learned_does_not_depend_on_the_plan(make: Make, wire: str) -> None:
+    found = [train(make(2, fusion=fusion, wire=wire, **OPTIONS), 0, 40)[0] for fusion in ("single", "wfbp", "aligned")]
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_quotas_do_not_follow_gradients_of_nothing(make: Make) -> None:
+    cluster = make(2, **OPTIONS)
+    zeros = [[torch.zeros(spec.numel) for spec in cluster.specs] for _ in range(2)]
+    for _ in range(20):
+        means = cluster.step(zeros)
+    assert not any(mean.any() for mean in means[0])
+    space = cluster.controllers[0].space
+    assert (space.quotas.counts == tensor_quotas(space.layout, space.selector.sparsifier, 0.05).counts).all()
+
+
+def test_a_change_of_the_density_keeps_the_shares(make: Make) -> None:
+    cluster = make(2, density=DenseStart(0.05, 3), **OPTIONS)
+    train(cluster, 0, 30)
+    space = cluster.controllers[0].space
+    shared = space.quotas.counts.copy()
+    space.set_density(0.1)
+    assert space.quotas.counts.sum() > shared.sum()
+    space.set_density(0.05)
+    assert (space.quotas.counts == shared).mean() > 0.5
+
+
+@pytest.mark.parametrize("windows", [0, 2, 3, 5, 21, 33])
+def test_shares_outlive_a_job(make: Make, tmp_path: Path, windows: int) -> None:
+    whole, resumed = make(2, **OPTIONS), make(2, **OPTIONS)
+    train(whole, 0, windows)
+    text = whole.settings[0].describe()
+    path = tmp_path / "a.ckpt"
+    entry = whole.each(lambda rank: checkpoint.save(whole.controllers[rank], text, path))[0]
+    resumed.each(lambda rank: checkpoint.restore(resumed.controllers[rank], text, entry, path))
+    for a, b in zip(train(whole, windows, 40)[0], train(resumed, windows, 40)[0], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_order_of_the_tensors_does_not_matter(make: Make) -> None:
+    first, second = make(2, **OPTIONS), make(2, **OPTIONS)
+    second.order = second.order[::2] + second.order[1::2]
+    for a, b in zip(train(first, 0, 40)[0], train(second, 0, 40)[0], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_windows_with_a_review() -> None:
+    windows = [window for window in range(50) if Shares.due(window)]
+    assert windows == [1, 2, 4, 8, 16, 32, 48]
