@@ -66,7 +66,8 @@ class SAFusionStrategy(DDPStrategy):
         compressor: Chooses the elements to send: ``"topk"``, ``"randomk"``, ``"threshold"``, ``"dgc"``,
             ``"gaussiank"``, ``"redsync"``, ``"sidco"``, ``"adtopk"``, ``"oktopk"``, ``"none"``, the name of an
             installed one, or a ``Sparsifier``.
-        density: Share of the elements to send, in (0, 1], or a ``DensitySchedule``.
+        density: Share of the elements to send, in (0, 1], or a ``DensitySchedule``. None: 0.02 where the residual
+            carries the momentum of Adam, AdamW or SGD (``memory="auto"``), else 0.1.
         system: A scheme by name; ``safusion systems`` lists and explains them all. ``"saf-pooled"``, the default, is
             SAFusion with four bits per value, ``quota="auto"``, ``memory="auto"`` and ``select_by="auto"``. Its quota
             rule and wire format change where another argument needs it.
@@ -77,9 +78,10 @@ class SAFusionStrategy(DDPStrategy):
             ``"horovod"`` (what is ready on all workers at a tick of the clock), ``"hipress"`` and ``"espresso"`` (each
             alone, dense or compressed), ``"behind"`` (aligned, with ``scope="group"``), or a ``FusionPolicy``.
         scope: ``"tensor"`` selects from every tensor, before fusion; ``"group"`` from the fused buffer, after it.
-        quota: ``"proportional"`` gives every tensor the density; ``"pooled"`` a quarter of it, and the rest of a
-            buffer's room to its largest elements; ``"auto"`` the former where elements are compared in units of the
-            update.
+        quota: ``"proportional"`` gives every tensor the density; ``"shared"`` a quarter of it, and the rest to tensors
+            with the largest elements of the model, which all ranks agree on from time to time; ``"pooled"`` a quarter
+            of it, and the rest of a buffer's room to its largest elements; ``"auto"``: proportional where elements are
+            compared in units of the update, else shared.
         dense: Shell patterns of parameter names that are always dense, for example ``["*.bias"]``.
         dense_below: Tensors of fewer elements than this are dense.
         dense_below_ndim: Tensors of fewer dimensions than this are dense; 2: vectors and scalars.
@@ -115,7 +117,7 @@ class SAFusionStrategy(DDPStrategy):
     def __init__(
         self,
         compressor: str | Sparsifier | None = None,
-        density: float | DensitySchedule = 0.1,
+        density: float | DensitySchedule | None = None,
         system: str = DEFAULT,
         fusion: str | FusionPolicy | None = None,
         scope: Scope | None = None,

@@ -86,7 +86,7 @@ class Engine:
         # gradient that was exchanged before has been thrown away, and this one may be. By registration index:
         self.tracked = np.zeros(len(space.layout), bool)  #: [L]: an optimizer that uses the gradient is watched
         self.unstepped = np.zeros(len(space.layout), bool)  #: [L]: exchanged, and its optimizer has not stepped yet
-        self._constant = density.density if isinstance(density, ConstantDensity) else None
+        self._constant = density if isinstance(density, ConstantDensity) else None
         self._unobserved: WindowRecord | None = None  # its times are not known yet
         self._timed: WindowEvents | None = None  # of the latest window that recorded everything
         self._followed: Plan | None = None  # the space has no buffers but those of this plan
@@ -144,7 +144,8 @@ class Engine:
             self._overflow.reset(together=True)
         self._review_shares()
         self._between = False
-        density = self._constant if self._constant is not None else self.density(self.windows, self.epoch)
+        constant = self._constant
+        density = constant.density if constant is not None else self.density(self.windows, self.epoch)
         if density != self.space.quotas.density:
             self.space.set_density(density)
             self.planner.invalidate()

@@ -22,7 +22,7 @@ from lightning_safusion.fusion.record import nothing_exchanged
 from lightning_safusion.fusion.replan import Decision
 from lightning_safusion.fusion.settings import EngineSettings
 from lightning_safusion.integration.exchange import Choice, GradientExchange, Mode
-from lightning_safusion.integration.optimizer import MomentumSwitch, carry_momentum
+from lightning_safusion.integration.optimizer import MomentumSwitch, carried_momentum, carry_momentum
 from lightning_safusion.integration.parameters import (
     caution,
     dense_parameters,
@@ -31,7 +31,7 @@ from lightning_safusion.integration.parameters import (
 )
 from lightning_safusion.integration.units import DENSE_WINDOWS, compares_updates, update_units
 from lightning_safusion.kernels import cpu
-from lightning_safusion.sparsify.schedule import ConstantDensity
+from lightning_safusion.sparsify.schedule import ConstantDensity, SuitedDensity
 
 # What torch.compile takes for the bucket size when it splits graphs; the real buckets hold one parameter each.
 _COMPILE_BUCKET_BYTES = 25 * 1024 * 1024
@@ -122,6 +122,9 @@ class EngineExchange(GradientExchange):
             self._hook.watch(optimizer)
         memories, density = [self.settings.memory], self.settings.density
         by_update = (lambda: self.engine.windows) if compares_updates(self.settings, optimizers) else None
+        if isinstance(density, SuitedDensity):
+            density.suit(True)
+            density.suit(carried_momentum(memories[0], density, optimizers) is not None)
         self.switches, note = carry_momentum(memories, density, optimizers, self._hook.selected_from, by_update)
         if note:
             announce(note)

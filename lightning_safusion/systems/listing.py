@@ -56,8 +56,6 @@ def _engine_cells(row: EngineSystem) -> dict[str, str]:
     dense = [f"< {row.dense_below} elements"] if row.dense_below else []
     dense += [f"< {row.dense_below_ndim} dimensions"] if row.dense_below_ndim else []
     scope = {"tensor": "each tensor", "group": "the buffer"}[row.scope]
-    if row.quota != "proportional":
-        scope = "each tensor, then the buffer"
     return {
         "system": f"`{row.name}`" + (" (the default)" if row.name == DEFAULT else ""),
         "what it decides": row.summary,

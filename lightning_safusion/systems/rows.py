@@ -38,7 +38,7 @@ class EngineSystem(System):
         fusion: Grouping policy by name.
         compressor: Sparsifier by name.
         scope: ``"tensor"`` (before fusion) or ``"group"`` (after it).
-        quota: ``"proportional"``, ``"pooled"`` or ``"auto"``.
+        quota: ``"proportional"``, ``"shared"``, ``"pooled"`` or ``"auto"``.
         memory: Error feedback.
         collective: One of ``comm.catalogue.COLLECTIVES``.
         wire: Wire format.
@@ -112,7 +112,7 @@ _ROWS: tuple[EngineSystem | HookSystem, ...] = (
     ),
     EngineSystem(
         "saf-pooled",
-        "as safusion, with 4-bit values; elements by how far Adam moves them, or pooled quotas below other optimizers",
+        "as safusion, with 4-bit values; elements by how far Adam moves them, or shared quotas below other optimizers",
         "this package, after SAFusion; the default, for what it does to accuracy (docs/convergence.md)",
         "adaptive",
         quota="auto",

@@ -14,7 +14,7 @@ from lightning_safusion.fusion.plans.registry import resolve_fusion
 from lightning_safusion.fusion.settings import EngineSettings
 from lightning_safusion.sparsify.memory.residual import resolve_memory
 from lightning_safusion.sparsify.registry import resolve_sparsifier
-from lightning_safusion.sparsify.schedule import DensitySchedule, resolve_density
+from lightning_safusion.sparsify.schedule import DensitySchedule, SuitedDensity, resolve_density
 from lightning_safusion.systems.rows import DEFAULT, EngineSystem, HookSystem, resolve_system
 
 # DDP with a hook has no parts; the strategy reads a plain memory and a constant density of its settings.
@@ -37,13 +37,13 @@ class JobParts:
 
 
 def job_parts(
-    system: str, density: float | DensitySchedule, parts: Mapping[str, Any], transport: str = "torch"
+    system: str, density: float | DensitySchedule | None, parts: Mapping[str, Any], transport: str = "torch"
 ) -> JobParts:
     """The parts of a job, from the arguments of the strategy.
 
     Args:
         system: Name of the system.
-        density: Share of the elements that is sent, or its schedule.
+        density: Share of the elements that is sent, or its schedule; None: one that suits the optimizers.
         parts: Given parts by name; those of the system take the place of None.
         transport: Library that carries the bytes.
 
@@ -87,7 +87,9 @@ def _check_dense_rules(dense: Sequence[str], dense_below: int, dense_below_ndim:
             raise ValueError(f"{name} is a number of {of}, 0 or more, got {count}")
 
 
-def engine_settings(row: EngineSystem, density: float | DensitySchedule, given: Mapping[str, Any]) -> EngineSettings:
+def engine_settings(
+    row: EngineSystem, density: float | DensitySchedule | None, given: Mapping[str, Any]
+) -> EngineSettings:
     """The parts of a system, replaced by the given parts of the same names.
 
     Where the default system's own quota rule or wire format does not go with a given part, it is replaced by the plain
@@ -110,7 +112,7 @@ def engine_settings(row: EngineSystem, density: float | DensitySchedule, given: 
             wire = "auto"
     return EngineSettings(
         compressor=resolve_sparsifier(given.get("compressor", row.compressor)),
-        density=resolve_density(density),
+        density=SuitedDensity() if density is None else resolve_density(density),
         fusion=fusion,
         memory=memory,
         scope=given.get("scope", row.scope),
