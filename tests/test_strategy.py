@@ -246,6 +246,11 @@ def test_which_momentum_comes_twice() -> None:
 
 def test_error_feedback_below_adam_is_cautioned_against() -> None:
     weights = [torch.nn.Parameter(torch.ones(2))]
+    if hasattr(torch.optim, "Muon"):
+        matrices = [torch.nn.Parameter(torch.ones(2, 2))]
+        assert "Muon may end with a higher loss at a density of 0.1" in str(
+            caution(ResidualMemory(), 0.1, torch.optim.Muon(matrices))
+        )
     said = caution(ResidualMemory(), 0.01, nadam(weights))
     assert said is not None
     assert "density of 0.01" in said

@@ -127,7 +127,7 @@ def refuse_double_momentum(memory: Memory, optimizer: torch.optim.Optimizer) -> 
 
 
 def caution(memory: Memory, density: float, optimizer: torch.optim.Optimizer, carried: bool = False) -> str | None:
-    """What error feedback costs below an adaptive optimizer with a momentum; None if nothing is known.
+    """What error feedback costs below an optimizer with a momentum, other than SGD; None if nothing is known.
 
     Measured in ``docs/convergence.md``.
 
@@ -139,12 +139,17 @@ def caution(memory: Memory, density: float, optimizer: torch.optim.Optimizer, ca
     """
     if memory.lives_on_sparsity and density >= 1:
         return f"memory={memory.name!r} is the momentum of the residual: at density 1 training has none"
-    adaptive = any(group.get("betas", (0,))[0] for group in optimizer.param_groups)
+    groups, has_betas = optimizer.param_groups, any(group.get("betas", (0,))[0] for group in optimizer.param_groups)
+    adaptive = has_betas or (
+        not isinstance(optimizer, torch.optim.SGD) and any(group.get("momentum") for group in groups)
+    )
     if not adaptive or carried or memory.name not in ("residual", "auto") or density >= _DENSE_ENOUGH:
         return None
     name = type(optimizer).__name__
     remedy = "memory='decoupled'"
-    if momenta_of(optimizer) is None:
+    if not has_betas:  # Muon's momentum is that of its matrices
+        remedy = "AdamW"
+    elif momenta_of(optimizer) is None:
         remedy += f" with betas=(0.0, ...) for {name}"
     return (
         f"{name} may end with a higher loss at a density of {density:.2g} than without compression, since the "

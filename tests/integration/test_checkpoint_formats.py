@@ -41,7 +41,7 @@ def test_a_checkpoint_of_format_1_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert [(result["complaints"], result["windows"]) for result in results] == [([], 9)] * 2
     old, again, whole = (torch.load(folder / f"{name}.ckpt", weights_only=True) for name in ("old", "again", "whole"))
     assert old["safusion"]["format"] == 1
-    assert again["safusion"]["engine"] == old["safusion"]["engine"]
+    assert again["safusion"]["engine"] == old["safusion"]["engine"] | {"shares": [[], []]}
     for rank in range(2):
         part = torch.load(OLD / "old.ckpt.safusion" / f"rank_{rank:05d}.pt", weights_only=True)
         restored = held_back(folder / "again.ckpt.safusion", rank)

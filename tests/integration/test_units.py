@@ -180,6 +180,62 @@ def test_a_paced_step_is_larger_and_decays_weights_as_before(make: Any, options:
         )
 
 
+class Seen(Callback):
+    """The density of the last window."""
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.density = trainer.strategy.report()["density"]  # type: ignore[attr-defined]  # of this strategy
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (AdamW, 0.02),
+        (lambda params: AdamW(params, betas=(0.0, 0.99)), 0.1),
+        (lambda params: SGD(params, 0.1, momentum=0.9), 0.02),
+        (lambda params: SGD(params, 0.1), 0.1),
+        (Adagrad, 0.1),
+    ],
+)
+def test_the_density_suits_the_optimizers(make: Callable[[Any], Optimizer], expected: float) -> None:
+    def run(rank: int) -> list[float]:
+        found = []
+        for options in ({}, {"density": 0.05}, {"memory": "residual"}):
+            model, seen = adamw(), Seen()
+            model.configure_optimizers = lambda net=model: make(net.parameters())  # type: ignore[method-assign]  # another optimizer
+            strategy = SAFusionStrategy(collective="allgather", **options)  # type: ignore[arg-type]
+            trainer(strategy, max_epochs=2, callbacks=[seen]).fit(model, classification())
+            assert strategy.settings.density(0, 0) == pytest.approx(seen.density)
+            found.append(seen.density)
+        return found
+
+    assert run_launched(2, run) == [[expected, 0.05, 0.1]] * 2
+
+
+def test_a_schedule_of_the_momentum_is_followed() -> None:
+    def steps(switched: bool) -> tuple[Tensor, list[float]]:
+        torch.manual_seed(0)
+        param = nn.Parameter(torch.ones(6))
+        optimizer = AdamW([param], 0.1, betas=(0.9 if switched else 0.45, 0.99))
+        bounds = (0.85, 0.95) if switched else (0.425, 0.475)
+        options = {"base_momentum": bounds[0], "max_momentum": bounds[1], "cycle_momentum": True}
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=12, **options)
+        if switched:
+            MomentumSwitch(optimizer, lambda _: True, Pace(kept=0.5))
+        seen = []
+        for _ in range(10):
+            param.grad = torch.randn(6)
+            optimizer.step()
+            schedule.step()
+            seen.append(optimizer.param_groups[0]["betas"][0])
+        return param.detach(), seen
+
+    ours, seen = steps(True)
+    plain, halves = steps(False)
+    assert seen == pytest.approx([2 * beta for beta in halves])  # as the schedule has set it
+    torch.testing.assert_close(ours, plain)
+
+
 def adamw(**options: Any) -> TinyClassifier:
     model = TinyClassifier()
     model.temperature.requires_grad_(False)
