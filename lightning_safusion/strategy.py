@@ -66,8 +66,8 @@ class SAFusionStrategy(DDPStrategy):
         compressor: Chooses the elements to send: ``"topk"``, ``"randomk"``, ``"threshold"``, ``"dgc"``,
             ``"gaussiank"``, ``"redsync"``, ``"sidco"``, ``"adtopk"``, ``"oktopk"``, ``"none"``, the name of an
             installed one, or a ``Sparsifier``.
-        density: Share of the elements to send, in (0, 1], or a ``DensitySchedule``. None: 0.02 where the residual
-            carries the momentum of Adam, AdamW or SGD (``memory="auto"``), else 0.1.
+        density: Share of the elements to send, in (0, 1], or a ``DensitySchedule``. None: 0.05 where the residual
+            carries the momentum of Adam or AdamW (``memory="auto"``), else 0.1.
         system: A scheme by name; ``safusion systems`` lists and explains them all. ``"saf-pooled"``, the default, is
             SAFusion with four bits per value, ``quota="auto"``, ``memory="auto"`` and ``select_by="auto"``. Its quota
             rule and wire format change where another argument needs it.

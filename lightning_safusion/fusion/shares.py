@@ -21,6 +21,8 @@ _SAMPLED = 4096
 _WEIGHT = 0.25
 # Share of the elements that must change places before buffers are built anew.
 _WORTH = 0.05
+# Rounds in which the room that full tensors leave is shared again.
+_ROUNDS = 8
 
 
 class Shares:
@@ -86,8 +88,12 @@ def _counts(shares: Mapping[int, float], layout: Layout, quotas: TensorQuotas) -
     sizes, own = np.diff(layout.edges)[sparse], counts[sparse]
     floors = guaranteed(own)
     wanted = np.array([shares[index] for index in layout.indices[sparse].tolist()])
-    above = np.clip(wanted, floors, sizes - 1) - floors  # a tensor that becomes dense has another format
-    room = own.sum() - floors.sum()
+    most = np.maximum(sizes - 1 - floors, 0)  # a tensor that becomes dense has another format
+    above, room = np.clip(wanted - floors, 0, most), float(own.sum() - floors.sum())
+    for _ in range(_ROUNDS):  # what a full tensor cannot take goes to the others
+        if not 0 < above.sum() < room:
+            break
+        above = np.minimum(above * (room / above.sum()), most)
     counts[sparse] = floors + (above * min(1.0, room / max(above.sum(), 1e-9))).astype(np.int64)
     return counts
 

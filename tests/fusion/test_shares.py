@@ -105,6 +105,17 @@ def test_what_is_learned_does_not_depend_on_the_plan(make: Make, wire: str) -> N
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
+def test_what_full_tensors_cannot_take_goes_to_the_others() -> None:
+    layout = Layout(tuple(specs(((10, 10), (100, 100), (100, 100)))))
+    own = tensor_quotas(layout, resolve_sparsifier("topk"), 0.1)
+    shares = Shares()
+    shares.load_state_dict(layout, [[1500.0, 400.0, 100.0]] * 2)
+    full, larger, smaller = shares.apply(layout, own).counts.tolist()
+    assert full == 99
+    assert larger > smaller
+    assert own.counts.sum() - 3 <= full + larger + smaller <= own.counts.sum()
+
+
 def test_quotas_do_not_follow_gradients_of_nothing(make: Make) -> None:
     cluster = make(2, **OPTIONS)
     zeros = [[torch.zeros(spec.numel) for spec in cluster.specs] for _ in range(2)]
