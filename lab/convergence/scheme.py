@@ -13,7 +13,11 @@ from lightning_safusion.sparsify import Memory, Sparsifier, resolve_density, res
 from lightning_safusion.sparsify.schedule import DenseStart, DensitySchedule, ExponentialRamp
 from lightning_safusion.sparsify.selection.units import SelectBy
 
-Method = Literal["dense", "behind", "ahead", "shared", "pooled", "auto", "powersgd"]
+Method = Literal["dense", "behind", "ahead", "shared", "pooled", "auto", "powersgd", "demo", "sparseloco"]
+#: Methods that are not the engine's.
+REFERENCES = ("dense", "powersgd", "demo", "sparseloco")
+#: Those among them that make steps, not gradients.
+STEPPING = ("demo", "sparseloco")
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,8 @@ class Scheme:
     Args:
         method: ``"dense"`` averages plainly; ``"behind"``, ``"ahead"`` and ``"pooled"`` select from the fused buffer,
             from every tensor, and from every tensor with pooled quotas; ``"shared"`` with shared quotas; ``"auto"``
-            as ``quota="auto"`` and ``select_by="auto"`` do; ``"powersgd"`` is the reference.
+            as ``quota="auto"`` and ``select_by="auto"`` do; ``"powersgd"``, ``"demo"`` and
+            ``"sparseloco"`` are references.
         density: Share of the elements that is sent.
         memory: Error feedback.
         compressor: Chooses the elements; ``"preconditioned"``: in units of AdamW's steps.
@@ -36,7 +41,7 @@ class Scheme:
         workers: Virtual workers; they share the global batch.
         rank: Of PowerSGD's approximations.
         lr_scale: Factor on the task's learning rate.
-        momentum: In place of the task's; the first beta of AdamW.
+        momentum: In place of the task's; the first beta of AdamW, and the decay of DeMo's momentum (usually 0.999).
         beta2: In place of the task's, of AdamW.
         select_by: Units in which elements are compared.
         frozen: Share of the steps after which AdamW's second moment stays as it is; 0: never.
@@ -78,8 +83,8 @@ class Scheme:
 
     @property
     def sparse(self) -> bool:
-        """Whether the engine compresses; otherwise averaging is dense, or PowerSGD's."""
-        return self.method not in ("dense", "powersgd")
+        """Whether the engine compresses; otherwise averaging is dense, or a reference's."""
+        return self.method not in REFERENCES
 
     def options(self) -> dict[str, Any]:
         """The fields that differ from their defaults, method first; from them the scheme can be made again."""

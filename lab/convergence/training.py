@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from lab.convergence.adaptive import FrozenSecondMoment, PreconditionedTopK
-from lab.convergence.scheme import Scheme
+from lab.convergence.scheme import STEPPING, Scheme
 from lab.processes import Ledger
 from lab.tasks import Task
+from lab.virtual.chunks import DEMO_DECAY, DeMo, SparseLoCo
 from lab.virtual.powersgd import PowerSGD
 from lab.virtual.training import VirtualTraining
 from lab.virtual.workers import Averager, Dense, Engines
@@ -179,6 +180,11 @@ def _averager(task: Task, scheme: Scheme, specs: Sequence[TensorSpec], order: Se
         return Dense(specs)
     if scheme.method == "powersgd":
         return PowerSGD(specs, order, scheme.workers, scheme.rank, POWERSGD_START)
+    if scheme.method == "demo":
+        return DeMo(specs, scheme.workers, scheme.density, scheme.momentum or DEMO_DECAY)
+    if scheme.method == "sparseloco":
+        betas = task.momentum if scheme.momentum is None else scheme.momentum, scheme.beta2 or task.beta2
+        return SparseLoCo(specs, scheme.workers, scheme.density, betas=betas)
     return Engines(lambda: scheme.settings(task.steps), specs, order, scheme.workers)
 
 
@@ -206,5 +212,13 @@ def _steps(
 
 
 def make_optimizers(task: Task, scheme: Scheme, params: Sequence[Tensor]) -> list[torch.optim.Optimizer]:
-    """The task's optimizers with what the scheme changes of them."""
+    """The task's optimizers with what the scheme changes of them; plain descent along steps that others have made.
+
+    Raises:
+        ValueError: If such steps would be clipped as gradients are.
+    """
+    if scheme.method in STEPPING:
+        if task.clip is not None or task.clip_value is not None:
+            raise ValueError(f"{scheme.method} makes steps, which task {task.name!r} would clip as gradients")
+        return replace(task, optimizer="sgd").make_optimizers(params, task.lr * scheme.lr_scale, momentum=0.0)
     return task.make_optimizers(params, task.lr * scheme.lr_scale, scheme.momentum, scheme.beta2)
