@@ -23,6 +23,7 @@ from lightning_safusion.fusion.replan import Decision
 from lightning_safusion.fusion.settings import EngineSettings
 from lightning_safusion.integration.exchange import Choice, GradientExchange, Mode
 from lightning_safusion.integration.optimizer import MomentumSwitch, carried_momentum, carry_momentum
+from lightning_safusion.integration.pace import Pace
 from lightning_safusion.integration.parameters import (
     caution,
     dense_parameters,
@@ -121,11 +122,11 @@ class EngineExchange(GradientExchange):
         for optimizer in optimizers:
             self._hook.watch(optimizer)
         memories, density = [self.settings.memory], self.settings.density
-        by_update = (lambda: self.engine.windows) if compares_updates(self.settings, optimizers) else None
+        pace = Pace.of(self.engine) if compares_updates(self.settings, optimizers) else None
         if isinstance(density, SuitedDensity):
             density.suit(True)
             density.suit(carried_momentum(memories[0], density, optimizers) is not None)
-        self.switches, note = carry_momentum(memories, density, optimizers, self._hook.selected_from, by_update)
+        self.switches, note = carry_momentum(memories, density, optimizers, self._hook.selected_from, pace)
         if note:
             announce(note)
         units = update_units(self.settings, optimizers, self._params, bool(self.switches))

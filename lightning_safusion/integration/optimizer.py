@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from lightning_safusion.integration.units import DENSE_WINDOWS
+from lightning_safusion.integration.pace import Pace
 from lightning_safusion.sparsify.memory.contract import Memory
 from lightning_safusion.sparsify.memory.residual import AutoMemory, DecoupledMomentum
-from lightning_safusion.sparsify.schedule import ConstantDensity, DensitySchedule
+from lightning_safusion.sparsify.schedule import DensitySchedule
 
 # Densities up to which the memory carries the momentum better than the optimizer does (docs/convergence.md).
 _ADAPTIVE_UP_TO, _SGD_UP_TO = 0.25, 0.02
 # At a density of 0.1 % elements wait for a thousand steps: that long a momentum would be too old.
 _LONGEST = 0.99
-# Where elements are compared in units of the update one factor serves all densities, and below one density steps are
-# larger, by this power of how far it is below: an element that is sent moves for all the steps in which it was not.
-_OF_UPDATES, _PACED_BELOW, _PACE = 0.95, 0.05, 0.25
-# After the dense windows steps begin at this share, and rise for so many windows: without the optimizer's momentum they
-# are several times as large from one window to the next.
-_FIRST_SHARE, _RISING = 0.25, 50
-# Share of the optimizer's momentum that stays: all of it at density 1, falling with the logarithm to none at 2 %.
-_NONE_KEPT_AT = 0.02
 
 Group = dict[str, Any]
 
@@ -51,64 +41,33 @@ def _own_momentum(group: Group) -> float | Tensor:
 
 
 def carried_momentum(
-    memory: Memory, density: DensitySchedule, optimizers: Sequence[Optimizer], by_update: bool = False
-) -> float | None:
+    memory: Memory, density: DensitySchedule, optimizers: Sequence[Optimizer], pace: Pace | None = None
+) -> Callable[[], float] | None:
     """The factor of a momentum that the memory carries in the optimizers' place; None if it carries none.
 
     ``memory="decoupled"`` always carries it. ``memory="auto"`` where that has been measured to lose less: for Adam and
-    AdamW at constant densities of up to a quarter, for SGD up to 2 %, if all optimizers are of these and have a
-    momentum. It then lasts twice as long as an element waits on average, if that is longer than the optimizer's; where
-    elements are compared in units of the update, 20 steps.
+    AdamW at densities of up to a quarter, for SGD up to 2 %, if all optimizers are of these and have a momentum. It
+    then lasts twice as long as an element waits on average, if that is longer than the optimizer's; where elements are
+    compared in units of the update, as long as the pace says.
 
     Args:
         memory: Error feedback.
-        density: Share of the elements that is sent.
+        density: Share of the elements that is sent; of a schedule that which lasts.
         optimizers: All that step with what was sent.
-        by_update: Elements are compared in units of the update.
+        pace: Where elements are compared in units of the update.
     """
     known = [momenta_of(optimizer) for optimizer in optimizers]
     own = [momentum for momenta in known if momenta is not None for momentum in momenta]
     if isinstance(memory, DecoupledMomentum):
-        return memory.momentum if any(own) else None
-    if not isinstance(memory, AutoMemory) or not isinstance(density, ConstantDensity):
+        return (lambda: memory.momentum) if any(own) else None
+    lasting = density.lasting()
+    if not isinstance(memory, AutoMemory) or lasting is None:
         return None
     bounds = [_SGD_UP_TO if type(optimizer) is SGD else _ADAPTIVE_UP_TO for optimizer in optimizers]
-    if not own or None in known or not all(own) or density.density > min(bounds):
+    if not own or None in known or not all(own) or lasting > min(bounds):
         return None
-    return max(*own, _OF_UPDATES if by_update else min(1.0 - density.density / 2, _LONGEST))
-
-
-@dataclass(frozen=True)
-class Pace:
-    """How Adam and AdamW step with elements that were compared in units of the update (docs/convergence.md).
-
-    Args:
-        factor: On the learning rate, once it has risen: with it the learning rate that serves dense training serves.
-        kept: Share of the optimizer's momentum that stays. The more often elements are sent, the more do steps without
-            a momentum shake the weights; the less often, the less do they need one.
-        windows: Windows so far.
-    """
-
-    factor: float = 1.0
-    kept: float = 0.0
-    windows: Callable[[], int] | None = None
-
-    @staticmethod
-    def of(density: DensitySchedule, windows: Callable[[], int]) -> Pace:
-        """That of a density."""
-        if not isinstance(density, ConstantDensity):
-            return Pace(windows=windows)
-        share = density.density
-        factor = max(1.0, (_PACED_BELOW / share) ** _PACE)
-        return Pace(factor, max(0.0, 1.0 - math.log(share) / math.log(_NONE_KEPT_AT)), windows)
-
-    @property
-    def now(self) -> float:
-        """Factor on the learning rate of the step that follows the latest window."""
-        if self.windows is None:
-            return self.factor
-        risen = (self.windows() - DENSE_WINDOWS) / _RISING
-        return self.factor * min(1.0, _FIRST_SHARE + (1.0 - _FIRST_SHARE) * risen)
+    least = max(own) if pace is not None else max(*own, min(1.0 - lasting / 2, _LONGEST))
+    return lambda: max(least, pace.momentum) if pace is not None else least
 
 
 class MomentumSwitch:
@@ -121,10 +80,10 @@ class MomentumSwitch:
     Args:
         optimizer: Adam, AdamW or SGD.
         carried: Whether the memory carries the momentum of a parameter, as of the latest gradients.
-        pace: How Adam's kind steps with such parameters; weight decay stays what it is.
+        pace: How Adam's kind steps with such parameters, if not as without a momentum; weight decay stays what it is.
     """
 
-    def __init__(self, optimizer: Optimizer, carried: Callable[[Tensor], bool], pace: Pace = Pace()) -> None:
+    def __init__(self, optimizer: Optimizer, carried: Callable[[Tensor], bool], pace: Pace | None = None) -> None:
         self._optimizer, self._carried, self._pace = optimizer, carried, pace
         self._groups: list[Group] | None = None  # the optimizer's own, while others are in their place
         self._gone: dict[int, Tensor] = {}  # parameters whose latest step was without their own momentum
@@ -174,14 +133,19 @@ class MomentumSwitch:
             self._complete(group, keep)
             yield {**group, "params": keep}
         if gone and "betas" in group:
-            betas = own * self._pace.kept, group["betas"][1]
+            betas = own * self._kept, group["betas"][1]
             yield {**group, "params": gone, "betas": betas, **self._paced(group)}
         elif gone:
             yield {**group, "params": gone, "momentum": 0.0, "nesterov": False, "lr": group["lr"] / (1.0 - own)}
 
+    @property
+    def _kept(self) -> float:
+        """Share of the momentum that stays."""
+        return 0.0 if self._pace is None else self._pace.kept
+
     def _paced(self, group: Group) -> Group:
         """Learning rate and weight decay of the parameters whose momentum the memory carries."""
-        if (pace := self._pace.now) == 1:
+        if self._pace is None or (pace := self._pace.now) == 1:
             return {}
         decoupled = group.get("decoupled_weight_decay", isinstance(self._optimizer, AdamW))
         decay = group["weight_decay"] / pace if decoupled else group["weight_decay"]
@@ -189,7 +153,7 @@ class MomentumSwitch:
 
     def _forget(self, param: Tensor) -> None:
         """Empties the momentum of a parameter, unless it keeps some."""
-        if self._pace.kept:
+        if self._kept:
             return
         state = self._optimizer.state.get(param, {})
         for name in ("exp_avg", "momentum_buffer"):
@@ -233,7 +197,7 @@ def carry_momentum(
     density: DensitySchedule,
     optimizers: Sequence[Optimizer],
     carried: Callable[[Tensor], bool],
-    by_update: Callable[[], int] | None = None,
+    pace: Pace | None = None,
 ) -> tuple[list[MomentumSwitch], str]:
     """Moves the momentum of optimizers to memories, where :func:`carried_momentum` says so.
 
@@ -242,12 +206,12 @@ def carry_momentum(
         density: Share of the elements that is sent.
         optimizers: All that step with what was sent.
         carried: Whether the latest gradient of a parameter is a mean of selected elements.
-        by_update: Windows so far, if elements are compared in units of the update.
+        pace: If elements are compared in units of the update.
 
     Returns:
         A switch for every optimizer without its momentum, and a line about it; both are empty if all keep it.
     """
-    momentum = carried_momentum(memories[0], density, optimizers, by_update is not None)
+    momentum = carried_momentum(memories[0], density, optimizers, pace)
     for memory in memories:
         if isinstance(memory, AutoMemory):
             memory.carry(momentum)
@@ -255,11 +219,9 @@ def carry_momentum(
         return [], ""
     known = [optimizer for optimizer in optimizers if any(momenta_of(optimizer) or ())]
     names = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in known))
-    note = f"{names} leaves the momentum of sparse tensors to the residual (factor {momentum:.3g}); "
+    note = f"{names} leaves the momentum of sparse tensors to the residual (factor {momentum():.3g}); "
     note += "memory='residual' keeps it in the optimizer"
-    pace = Pace()
-    if by_update is not None:
-        pace = Pace.of(density, by_update)
+    if pace is not None:
         steps = f", with steps {pace.factor:.2g} times as large" if pace.factor > 1 else ""
         note += f". Elements are compared by how far they would move{steps}; select_by='gradient' compares gradients"
     return [MomentumSwitch(optimizer, carried, pace) for optimizer in known], note

@@ -27,6 +27,10 @@ class DensitySchedule(ABC):
     def __call__(self, step: int, epoch: int) -> float:
         """Density of a step, in (0, 1], after ``step`` optimizer steps and ``epoch`` epochs."""
 
+    def lasting(self) -> float | None:
+        """The density that it comes to and keeps; None if it keeps none, or that is not known."""
+        return None
+
 
 class ConstantDensity(DensitySchedule):
     """The same density in every step.
@@ -39,6 +43,9 @@ class ConstantDensity(DensitySchedule):
         self.density = check_density(density)
 
     def __call__(self, step: int, epoch: int) -> float:
+        return self.density
+
+    def lasting(self) -> float:
         return self.density
 
 
@@ -98,6 +105,9 @@ class DGCWarmup(DensitySchedule):
     def __call__(self, step: int, epoch: int) -> float:
         return self.values[epoch] if epoch < len(self.values) else self.density
 
+    def lasting(self) -> float:
+        return self.density
+
 
 class _Ramp(DensitySchedule):
     """From one density to another in a number of steps.
@@ -110,6 +120,9 @@ class _Ramp(DensitySchedule):
 
     def __init__(self, start: float, end: float, steps: int) -> None:
         self.start, self.end, self.steps = check_density(start), check_density(end), _check_steps(steps)
+
+    def lasting(self) -> float:
+        return self.end
 
 
 class LinearRamp(_Ramp):
@@ -143,6 +156,9 @@ class DenseStart(DensitySchedule):
 
     def __call__(self, step: int, epoch: int) -> float:
         return 1.0 if step < self.steps else self.schedule(step, epoch)
+
+    def lasting(self) -> float | None:
+        return self.schedule.lasting()
 
 
 def resolve_density(density: float | DensitySchedule) -> DensitySchedule:

@@ -15,13 +15,20 @@ from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 from lightning_safusion.integration.optimizer import MomentumSwitch, carried_momentum
 from lightning_safusion.integration.parameters import caution, refuse_double_momentum
 from lightning_safusion.sparsify import AutoMemory, DecoupledMomentum, DGCMemory, Memory, ResidualMemory
-from lightning_safusion.sparsify.schedule import ConstantDensity, DensitySchedule, LinearRamp
+from lightning_safusion.sparsify.schedule import ConstantDensity, DenseStart, DensitySchedule, LinearRamp
 
 Make = Callable[[Any], Optimizer]
 
 
 class Derived(Adam):
     """Of a class that may do anything in its step."""
+
+
+class Unknown(DensitySchedule):
+    """Nobody knows what comes."""
+
+    def __call__(self, step: int, epoch: int) -> float:
+        return 0.05
 
 
 def of(make: Make) -> Optimizer:
@@ -57,7 +64,11 @@ def groups(*betas: float) -> Make:
         (AutoMemory(), 0.1, [Derived], None),
         (AutoMemory(), 0.1, [AdamW, NAdam], None),
         (AutoMemory(), 0.1, [], None),
-        (AutoMemory(), LinearRamp(0.3, 0.05, 7), [AdamW], None),
+        (AutoMemory(), Unknown(), [AdamW], None),
+        (AutoMemory(), LinearRamp(0.05, 0.3, 7), [AdamW], None),
+        # the density that lasts decides
+        (AutoMemory(), LinearRamp(0.3, 0.05, 7), [AdamW], 0.975),
+        (AutoMemory(), DenseStart(0.05, 7), [AdamW], 0.975),
         (ResidualMemory(), 0.1, [AdamW], None),
         (DGCMemory(), 0.1, [lambda p: SGD(p, 0.1)], None),
         # asked for by name
@@ -70,7 +81,8 @@ def test_whose_momentum_it_is(
     memory: Memory, density: float | DensitySchedule, makes: list[Make], factor: float | None
 ) -> None:
     schedule = ConstantDensity(density) if isinstance(density, float) else density
-    assert carried_momentum(memory, schedule, [of(make) for make in makes]) == factor
+    carried = carried_momentum(memory, schedule, [of(make) for make in makes])
+    assert (carried and carried()) == factor
 
 
 def test_a_capturable_momentum_stays_with_its_optimizer() -> None:

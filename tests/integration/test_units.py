@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from lightning_safusion import SAFusionStrategy
-from lightning_safusion.integration.optimizer import MomentumSwitch, Pace
+from lightning_safusion.integration.optimizer import MomentumSwitch
+from lightning_safusion.integration.pace import Pace
 from lightning_safusion.integration.units import DENSE_WINDOWS, SecondMoments
-from lightning_safusion.sparsify.schedule import ConstantDensity
 from tests.models import TinyClassifier, classification, trainer
 from tests.process_group import run_launched
 
@@ -99,15 +99,25 @@ def test_parameters_without_a_second_moment() -> None:
     assert again.values.data_ptr() == optimizer.state[other]["exp_avg_sq"].data_ptr()
 
 
+def keeping(share: float) -> Pace:
+    """Steps with a share of the momentum."""
+    return Pace(lambda: 0.02 ** (1.0 - share), lambda: 1000)
+
+
+def pacing(factor: float) -> Pace:
+    """Steps so many times as large."""
+    return Pace(lambda: 0.05 / factor**4, lambda: 1000)
+
+
 @pytest.mark.parametrize("density", [0.5, 0.05, 0.01, 0.002])
 def test_the_pace_rises_below_one_density(density: float) -> None:
-    pace = Pace.of(ConstantDensity(density), lambda: 1000)
+    pace = Pace(lambda: density, lambda: 1000)
     assert pace.now == pace.factor == pytest.approx(max(1.0, (0.05 / density) ** 0.25))
 
 
 def test_steps_rise_after_the_dense_windows() -> None:
     windows = DENSE_WINDOWS
-    pace = Pace.of(ConstantDensity(0.01), lambda: windows)
+    pace = Pace(lambda: 0.01, lambda: windows)
     shares = []
     while windows < DENSE_WINDOWS + 60:
         shares.append(pace.now / pace.factor)
@@ -117,9 +127,25 @@ def test_steps_rise_after_the_dense_windows() -> None:
     assert shares[50:] == [1.0] * 10
 
 
+@pytest.mark.parametrize(
+    ("density", "windows", "steps"),
+    [
+        (0.01, 0, 20),  # at first
+        (0.01, 800, 20),
+        (0.01, 1200, 30),  # a fortieth of the time
+        (0.01, 100_000, 50),  # half of what an element waits
+        (0.002, 100_000, 250),
+        (0.1, 100_000, 20),
+        (1.0, 100_000, 20),
+    ],
+)
+def test_the_momentum_lasts_longer_with_time_and_where_elements_wait(density: float, windows: int, steps: int) -> None:
+    assert 1 / (1 - Pace(lambda: density, lambda: windows).momentum) == pytest.approx(steps)
+
+
 @pytest.mark.parametrize(("density", "kept"), [(1.0, 1.0), (0.1, 0.41), (0.02, 0.0), (0.001, 0.0)])
 def test_the_momentum_that_stays_falls_with_the_density(density: float, kept: float) -> None:
-    assert Pace.of(ConstantDensity(density), lambda: 0).kept == pytest.approx(kept, abs=0.005)
+    assert Pace(lambda: density, lambda: 0).kept == pytest.approx(kept, abs=0.005)
 
 
 @pytest.mark.parametrize("make", [Adam, AdamW])
@@ -129,7 +155,7 @@ def test_some_momentum_stays(make: Any, options: dict[str, Any]) -> None:
         torch.manual_seed(0)
         param = nn.Parameter(torch.ones(6))
         optimizer = make([param], lr=0.1, betas=(beta, 0.99), **options)
-        switch = MomentumSwitch(optimizer, lambda _: True, Pace(kept=0.5)) if switched else None
+        switch = MomentumSwitch(optimizer, lambda _: True, keeping(0.5)) if switched else None
         for _ in range(5):
             param.grad = torch.randn(6)
             optimizer.step()
@@ -149,7 +175,7 @@ def test_at_density_one_a_step_is_the_optimizers_own() -> None:
         param = nn.Parameter(torch.ones(6))
         optimizer = AdamW([param], lr=0.1)
         if switched:
-            MomentumSwitch(optimizer, lambda _: True, Pace.of(ConstantDensity(1.0), lambda: 1000))
+            MomentumSwitch(optimizer, lambda _: True, Pace(lambda: 1.0, lambda: 1000))
         for _ in range(5):
             param.grad = torch.randn(6)
             optimizer.step()
@@ -165,7 +191,7 @@ def test_a_paced_step_is_larger_and_decays_weights_as_before(make: Any, options:
         torch.manual_seed(0)
         param = nn.Parameter(torch.ones(6))
         optimizer = make([param], lr=lr, weight_decay=decay, **options)
-        switch = MomentumSwitch(optimizer, lambda _: True, Pace(pace))
+        switch = MomentumSwitch(optimizer, lambda _: True, pacing(pace))
         param.grad = torch.randn(6)
         optimizer.step()
         switch.close()
@@ -221,7 +247,7 @@ def test_a_schedule_of_the_momentum_is_followed() -> None:
         options = {"base_momentum": bounds[0], "max_momentum": bounds[1], "cycle_momentum": True}
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=12, **options)
         if switched:
-            MomentumSwitch(optimizer, lambda _: True, Pace(kept=0.5))
+            MomentumSwitch(optimizer, lambda _: True, keeping(0.5))
         seen = []
         for _ in range(10):
             param.grad = torch.randn(6)

@@ -8,6 +8,7 @@ import pytest
 from lightning_safusion.sparsify import (
     ConstantDensity,
     DenseStart,
+    DensitySchedule,
     DGCWarmup,
     ExponentialRamp,
     LinearRamp,
@@ -55,6 +56,20 @@ def test_dense_start() -> None:
     schedule = DenseStart(LinearRamp(0.5, 0.1, 10), 3)
     assert [schedule(step, 0) for step in (0, 2, 3, 10)] == [1.0, 1.0, pytest.approx(0.38), 0.1]
     assert DenseStart(0.05, 2)(2, 0) == 0.05
+
+
+@pytest.mark.parametrize(
+    ("schedule", "lasting"),
+    [
+        (ConstantDensity(0.1), 0.1),
+        (DGCWarmup(0.02), 0.02),
+        (LinearRamp(0.5, 0.1, 7), 0.1),
+        (ExponentialRamp(0.5, 0.1, 7), 0.1),
+        (DenseStart(LinearRamp(0.5, 0.1, 7), 9), 0.1),
+    ],
+)
+def test_what_lasts(schedule: DensitySchedule, lasting: float) -> None:
+    assert schedule.lasting() == schedule(10**6, 10**6) == lasting
 
 
 def test_resolve_density() -> None:
