@@ -8,16 +8,17 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 from lightning_safusion.integration.pace import Pace
+from lightning_safusion.integration.units import ADAPTIVE
 from lightning_safusion.sparsify.memory.contract import Memory
 from lightning_safusion.sparsify.memory.residual import AutoMemory, DecoupledMomentum
 from lightning_safusion.sparsify.schedule import DensitySchedule
 
 # Densities up to which the memory carries the momentum better than the optimizer does (docs/convergence.md).
 _ADAPTIVE_UP_TO, _SGD_UP_TO = 0.25, 0.02
-# At a density of 0.1 % elements wait for a thousand steps: that long a momentum would be too old.
+# At a density of 0.1 % elements wait for a thousand steps: that long a momentum would be too old (docs/convergence.md).
 _LONGEST = 0.99
 
 Group = dict[str, Any]
@@ -26,10 +27,10 @@ Group = dict[str, Any]
 def momenta_of(optimizer: Optimizer) -> list[float] | None:
     """The momentum of each of an optimizer's groups, 0 without one; None if a memory cannot carry it in its place.
 
-    It can for Adam, AdamW and SGD without dampening, but not for classes derived from them.
+    It can for Adam, AdamW, RAdam and SGD without dampening, but not for classes derived from them.
     """
     groups = optimizer.param_groups
-    if type(optimizer) not in (Adam, AdamW, SGD) or any(group.get("dampening") for group in groups):
+    if type(optimizer) not in (*ADAPTIVE, SGD) or any(group.get("dampening") for group in groups):
         return None
     momenta = [momentum for momentum in map(_own_momentum, groups) if not isinstance(momentum, Tensor)]
     return momenta if len(momenta) == len(groups) and all(0 <= momentum < 1 for momentum in momenta) else None
@@ -40,34 +41,29 @@ def _own_momentum(group: Group) -> float | Tensor:
     return momentum
 
 
-def carried_momentum(
-    memory: Memory, density: DensitySchedule, optimizers: Sequence[Optimizer], pace: Pace | None = None
-) -> Callable[[], float] | None:
+def carried_momentum(memory: Memory, density: DensitySchedule, optimizers: Sequence[Optimizer]) -> float | None:
     """The factor of a momentum that the memory carries in the optimizers' place; None if it carries none.
 
-    ``memory="decoupled"`` always carries it. ``memory="auto"`` where that has been measured to lose less: for Adam and
-    AdamW at densities of up to a quarter, for SGD up to 2 %, if all optimizers are of these and have a momentum. It
-    then lasts twice as long as an element waits on average, if that is longer than the optimizer's; where elements are
-    compared in units of the update, as long as the pace says.
+    ``memory="decoupled"`` always carries it. ``memory="auto"`` where that has been measured to lose less: for Adam,
+    AdamW and RAdam at densities of up to a quarter, for SGD up to 2 %, if all optimizers are of these and have a momentum. It
+    then lasts twice as long as an element waits on average, at most 100 steps, if that is longer than the optimizer's.
 
     Args:
         memory: Error feedback.
         density: Share of the elements that is sent; of a schedule that which lasts.
         optimizers: All that step with what was sent.
-        pace: Where elements are compared in units of the update.
     """
     known = [momenta_of(optimizer) for optimizer in optimizers]
     own = [momentum for momenta in known if momenta is not None for momentum in momenta]
     if isinstance(memory, DecoupledMomentum):
-        return (lambda: memory.momentum) if any(own) else None
+        return memory.momentum if any(own) else None
     lasting = density.lasting()
     if not isinstance(memory, AutoMemory) or lasting is None:
         return None
     bounds = [_SGD_UP_TO if type(optimizer) is SGD else _ADAPTIVE_UP_TO for optimizer in optimizers]
     if not own or None in known or not all(own) or lasting > min(bounds):
         return None
-    least = max(own) if pace is not None else max(*own, min(1.0 - lasting / 2, _LONGEST))
-    return lambda: max(least, pace.momentum) if pace is not None else least
+    return max(*own, min(1.0 - lasting / 2, _LONGEST))
 
 
 class MomentumSwitch:
@@ -78,7 +74,7 @@ class MomentumSwitch:
     that much larger meanwhile. A momentum that is switched on again begins from zero.
 
     Args:
-        optimizer: Adam, AdamW or SGD.
+        optimizer: Adam, AdamW, RAdam or SGD.
         carried: Whether the memory carries the momentum of a parameter, as of the latest gradients.
         pace: How Adam's kind steps with such parameters, if not as without a momentum; weight decay stays what it is.
     """
@@ -211,7 +207,7 @@ def carry_momentum(
     Returns:
         A switch for every optimizer without its momentum, and a line about it; both are empty if all keep it.
     """
-    momentum = carried_momentum(memories[0], density, optimizers, pace)
+    momentum = carried_momentum(memories[0], density, optimizers)
     for memory in memories:
         if isinstance(memory, AutoMemory):
             memory.carry(momentum)
@@ -219,7 +215,7 @@ def carry_momentum(
         return [], ""
     known = [optimizer for optimizer in optimizers if any(momenta_of(optimizer) or ())]
     names = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in known))
-    note = f"{names} leaves the momentum of sparse tensors to the residual (factor {momentum():.3g}); "
+    note = f"{names} leaves the momentum of sparse tensors to the residual (factor {momentum:.3g}); "
     note += "memory='residual' keeps it in the optimizer"
     if pace is not None:
         steps = f", with steps {pace.factor:.2g} times as large" if pace.factor > 1 else ""

@@ -1,4 +1,4 @@
-"""How fast: the momentum of the residual and the steps of Adam's kind, by density and by time."""
+"""How large the steps of Adam's kind are without their momentum, by density and by time."""
 
 from __future__ import annotations
 
@@ -16,13 +16,10 @@ _PACED_BELOW, _PACE = 0.05, 0.25
 _FIRST_SHARE, _RISING = 0.25, 50
 # Share of the optimizer's momentum that stays: all of it at density 1, falling with the logarithm to none at 2 %.
 _NONE_KEPT_AT = 0.02
-# Steps that the residual's momentum lasts at first; then this share of the windows so far, up to this share of the
-# steps that an element waits on average.
-_FIRST_STEPS, _OF_TIME, _OF_WAIT = 20.0, 1 / 40, 0.5
 
 
 class Pace:
-    """What follows from the density where elements are compared in units of the update (docs/convergence.md).
+    """Steps of Adam's kind where elements are compared in units of the update (docs/convergence.md).
 
     Args:
         density: Of the latest window.
@@ -36,15 +33,6 @@ class Pace:
     def of(engine: Engine) -> Pace:
         """That of the engine's windows."""
         return Pace(lambda: engine.space.quotas.density, lambda: engine.windows)
-
-    @property
-    def momentum(self) -> float:
-        """Factor on the residual.
-
-        A gradient that an element waits with should count, but early in a training an old one misleads.
-        """
-        longest = max(_FIRST_STEPS, _OF_WAIT / self._density())
-        return 1.0 - 1.0 / min(max(_FIRST_STEPS, self._windows() * _OF_TIME), longest)
 
     @property
     def factor(self) -> float:

@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import Adam, AdamW, Optimizer, RAdam
 
 from lightning_safusion.fusion.settings import EngineSettings
 from lightning_safusion.sparsify.selection.units import Moment, UpdateUnits
 
+#: Optimizers that divide gradients by their second moment, and whose momentum a memory can carry.
+ADAPTIVE = (Adam, AdamW, RAdam)
 # In the state of Adam, AdamW, NAdam and RAdam (with amsgrad the first), RMSprop, and Adagrad.
 _NAMES = ("max_exp_avg_sq", "exp_avg_sq", "square_avg", "sum")
 _EPSILON = 1e-8  # of an optimizer that names none
@@ -82,7 +84,7 @@ def compares_updates(settings: EngineSettings, optimizers: Sequence[Optimizer]) 
         optimizers: All that step with what was sent.
     """
     if settings.select_by == "auto":
-        return settings.knows_updates and any(type(optimizer) in (Adam, AdamW) for optimizer in optimizers)
+        return settings.knows_updates and any(type(optimizer) in ADAPTIVE for optimizer in optimizers)
     return settings.select_by == "update"
 
 

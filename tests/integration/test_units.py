@@ -127,22 +127,6 @@ def test_steps_rise_after_the_dense_windows() -> None:
     assert shares[50:] == [1.0] * 10
 
 
-@pytest.mark.parametrize(
-    ("density", "windows", "steps"),
-    [
-        (0.01, 0, 20),  # at first
-        (0.01, 800, 20),
-        (0.01, 1200, 30),  # a fortieth of the time
-        (0.01, 100_000, 50),  # half of what an element waits
-        (0.002, 100_000, 250),
-        (0.1, 100_000, 20),
-        (1.0, 100_000, 20),
-    ],
-)
-def test_the_momentum_lasts_longer_with_time_and_where_elements_wait(density: float, windows: int, steps: int) -> None:
-    assert 1 / (1 - Pace(lambda: density, lambda: windows).momentum) == pytest.approx(steps)
-
-
 @pytest.mark.parametrize(("density", "kept"), [(1.0, 1.0), (0.1, 0.41), (0.02, 0.0), (0.001, 0.0)])
 def test_the_momentum_that_stays_falls_with_the_density(density: float, kept: float) -> None:
     assert Pace(lambda: density, lambda: 0).kept == pytest.approx(kept, abs=0.005)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -34,13 +34,8 @@ class ResidualMemory(Memory):
     def __init__(self, decay: float = 1.0) -> None:
         if not 0 < decay <= 1:
             raise ValueError(f'decay must be in (0, 1], got {decay}; memory="none" forgets everything')
-        self._decay = decay
+        self.decay = decay
         self.conserves = decay == 1
-
-    @property
-    def decay(self) -> float:
-        """Factor on the residual before a fresh gradient is added."""
-        return self._decay
 
     def compensate(self, ids: Sequence[int], grads: Sequence[Tensor], dense: Sequence[bool], norms: Tensor) -> None:
         views, added = self._pending.of(ids), as_float32(grads)
@@ -125,19 +120,15 @@ class AutoMemory(ResidualMemory):
 
     def __init__(self) -> None:
         super().__init__()
-        self._momentum: Callable[[], float] | None = None
 
     def bind(self, edges: Sequence[int], device: torch.device) -> None:
         super().bind(edges, device)
         self.carry(None)
 
-    def carry(self, momentum: Callable[[], float] | None) -> None:
-        """Multiplies the residual by a momentum factor in every step, that of its window; None keeps it."""
-        self._momentum, self.conserves = momentum, momentum is None
-
-    @property
-    def decay(self) -> float:
-        return 1.0 if self._momentum is None else self._momentum()
+    def carry(self, momentum: float | None) -> None:
+        """Multiplies the residual by a momentum factor in every step; None keeps it."""
+        self.decay = 1.0 if momentum is None else momentum
+        self.conserves = momentum is None
 
 
 class NoMemory(Memory):
