@@ -22,13 +22,14 @@ from lightning_safusion.fusion.record import nothing_exchanged
 from lightning_safusion.fusion.replan import Decision
 from lightning_safusion.fusion.settings import EngineSettings
 from lightning_safusion.integration.exchange import Choice, GradientExchange, Mode
-from lightning_safusion.integration.optimizer import MomentumSwitch, carried_momentum, carry_momentum
+from lightning_safusion.integration.optimizer import MomentumSwitch, carry_momentum
 from lightning_safusion.integration.pace import Pace
 from lightning_safusion.integration.parameters import (
     caution,
     dense_parameters,
     refuse_double_momentum,
     sparse_parameters,
+    suit_density,
 )
 from lightning_safusion.integration.units import DENSE_WINDOWS, compares_updates, update_units
 from lightning_safusion.kernels import cpu
@@ -74,6 +75,7 @@ class EngineExchange(GradientExchange):
         self._static_graph = bool(options.get("static_graph"))
         self._params: list[Tensor] = []  # by registration index
         self.switches: list[MomentumSwitch] = []  # of optimizers whose momentum the memory carries
+        self._fades = False  # the residual has a momentum
         if choice.mode is Mode.DENSE_ENGINE:
             # a checkpoint's residual leaves with the first gradients, then this is plain DDP in all but name
             announce(f"all gradients and the residual of a checkpoint are sent dense, because {choice.reason}")
@@ -124,12 +126,12 @@ class EngineExchange(GradientExchange):
         memories, density = [self.settings.memory], self.settings.density
         pace = Pace.of(self.engine) if compares_updates(self.settings, optimizers) else None
         if isinstance(density, SuitedDensity):
-            density.suit(True)
-            density.suit(carried_momentum(memories[0], density, optimizers) is not None)
+            suit_density(density, memories[0], optimizers, pace is not None)
         self.switches, note = carry_momentum(memories, density, optimizers, self._hook.selected_from, pace)
+        self._fades = bool(note)
         if note:
             announce(note)
-        units = update_units(self.settings, optimizers, self._params, bool(self.switches))
+        units = update_units(self.settings, optimizers, self._params, self._fades)
         self.engine.space.compare_in(units)
         if units is not None:
             self.engine.dense_windows = DENSE_WINDOWS
@@ -137,7 +139,7 @@ class EngineExchange(GradientExchange):
     def caution(self, optimizers: Sequence[Optimizer]) -> None:
         memory, density = self.settings.memory, self.settings.density
         if self._choice.mode is Mode.ENGINE and isinstance(density, ConstantDensity):
-            notes = [caution(memory, density.density, optimizer, bool(self.switches)) for optimizer in optimizers]
+            notes = [caution(memory, density.density, optimizer, self._fades) for optimizer in optimizers]
             for note in dict.fromkeys(filter(None, notes)):
                 announce(note)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 
 from lightning_safusion.integration.pace import Pace
-from lightning_safusion.integration.units import ADAPTIVE
+from lightning_safusion.integration.units import ADAPTIVE, divides
 from lightning_safusion.sparsify.memory.contract import Memory
 from lightning_safusion.sparsify.memory.residual import AutoMemory, DecoupledMomentum
 from lightning_safusion.sparsify.schedule import DensitySchedule
@@ -41,29 +41,36 @@ def _own_momentum(group: Group) -> float | Tensor:
     return momentum
 
 
-def carried_momentum(memory: Memory, density: DensitySchedule, optimizers: Sequence[Optimizer]) -> float | None:
-    """The factor of a momentum that the memory carries in the optimizers' place; None if it carries none.
+def carried_momentum(
+    memory: Memory, density: DensitySchedule, optimizers: Sequence[Optimizer], by_update: bool = False
+) -> float | None:
+    """The factor of a momentum that the residual has; None if it has none.
 
-    ``memory="decoupled"`` always carries it. ``memory="auto"`` where that has been measured to lose less: for Adam,
-    AdamW and RAdam at densities of up to a quarter, for SGD up to 2 %, if all optimizers are of these and have a momentum. It
-    then lasts twice as long as an element waits on average, at most 100 steps, if that is longer than the optimizer's.
+    ``memory="decoupled"`` always carries that of optimizers. ``memory="auto"`` where that has been measured to lose
+    less: at densities of up to a quarter for Adam, AdamW and RAdam, and, where elements are compared in units of the
+    update, for all that divide gradients by their second moment; up to 2 % for SGD with a momentum; if all optimizers
+    are of these. It then lasts twice as long as an element waits on average, at most 100 steps, if that is longer than
+    that of the optimizers whose place it takes.
 
     Args:
         memory: Error feedback.
         density: Share of the elements that is sent; of a schedule that which lasts.
         optimizers: All that step with what was sent.
+        by_update: Elements are compared in units of the update.
     """
     known = [momenta_of(optimizer) for optimizer in optimizers]
     own = [momentum for momenta in known if momenta is not None for momentum in momenta]
     if isinstance(memory, DecoupledMomentum):
         return memory.momentum if any(own) else None
     lasting = density.lasting()
-    if not isinstance(memory, AutoMemory) or lasting is None:
+    if not isinstance(memory, AutoMemory) or lasting is None or not optimizers:
         return None
-    bounds = [_SGD_UP_TO if type(optimizer) is SGD else _ADAPTIVE_UP_TO for optimizer in optimizers]
-    if not own or None in known or not all(own) or lasting > min(bounds):
-        return None
-    return max(*own, min(1.0 - lasting / 2, _LONGEST))
+    for optimizer, momenta in zip(optimizers, known, strict=True):
+        carried = momenta is not None and all(momenta)
+        bound = _SGD_UP_TO if type(optimizer) is SGD else _ADAPTIVE_UP_TO
+        if lasting > bound or not (carried or (by_update and divides(optimizer))):
+            return None
+    return max(*own, min(1.0 - lasting / 2, _LONGEST), 0.0)
 
 
 class MomentumSwitch:
@@ -195,7 +202,7 @@ def carry_momentum(
     carried: Callable[[Tensor], bool],
     pace: Pace | None = None,
 ) -> tuple[list[MomentumSwitch], str]:
-    """Moves the momentum of optimizers to memories, where :func:`carried_momentum` says so.
+    """Gives memories a momentum, and takes that of optimizers away, where :func:`carried_momentum` says so.
 
     Args:
         memories: Error feedback, of one worker or of several, all alike.
@@ -205,19 +212,19 @@ def carry_momentum(
         pace: If elements are compared in units of the update.
 
     Returns:
-        A switch for every optimizer without its momentum, and a line about it; both are empty if all keep it.
+        A switch for every optimizer without its momentum, and a line about all; it is empty if the residual has none.
     """
-    momentum = carried_momentum(memories[0], density, optimizers)
+    momentum = carried_momentum(memories[0], density, optimizers, pace is not None)
     for memory in memories:
         if isinstance(memory, AutoMemory):
             memory.carry(momentum)
     if momentum is None:
         return [], ""
-    known = [optimizer for optimizer in optimizers if any(momenta_of(optimizer) or ())]
-    names = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in known))
-    note = f"{names} leaves the momentum of sparse tensors to the residual (factor {momentum:.3g}); "
-    note += "memory='residual' keeps it in the optimizer"
+    leaving = [optimizer for optimizer in optimizers if any(momenta_of(optimizer) or ())]
+    names = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in leaving))
+    note = f"{names} leaves the momentum of sparse tensors to the residual" if leaving else "the residual fades"
+    note += f" (factor {momentum:.3g}); memory='residual' " + ("keeps it in the optimizer" if leaving else "keeps it")
     if pace is not None:
-        steps = f", with steps {pace.factor:.2g} times as large" if pace.factor > 1 else ""
+        steps = f", with steps {pace.factor:.2g} times as large" if leaving and pace.factor > 1 else ""
         note += f". Elements are compared by how far they would move{steps}; select_by='gradient' compares gradients"
-    return [MomentumSwitch(optimizer, carried, pace) for optimizer in known], note
+    return [MomentumSwitch(optimizer, carried, pace) for optimizer in leaving], note

@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Adam, AdamW, Optimizer, RAdam
+from torch.optim import Adafactor, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from lightning_safusion.fusion.settings import EngineSettings
 from lightning_safusion.sparsify.selection.units import Moment, UpdateUnits
 
 #: Optimizers that divide gradients by their second moment, and whose momentum a memory can carry.
 ADAPTIVE = (Adam, AdamW, RAdam)
+# Those whose momentum, if they have one, stays with them; and the package of others.
+_DIVIDING, _SCHEDULE_FREE = (NAdam, RMSprop, Adagrad, Adafactor), "schedulefree"
 # In the state of Adam, AdamW, NAdam and RAdam (with amsgrad the first), RMSprop, and Adagrad.
 _NAMES = ("max_exp_avg_sq", "exp_avg_sq", "square_avg", "sum")
 _EPSILON = 1e-8  # of an optimizer that names none
@@ -76,15 +78,26 @@ def _factored(state: dict[str, Any]) -> Tensor:
     return moment
 
 
+def divides(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is known to divide gradients by their second moment; classes derived from such are not."""
+    free = is_schedule_free(optimizer) and "Adam" in type(optimizer).__name__
+    return free or type(optimizer) in (*ADAPTIVE, *_DIVIDING)
+
+
+def is_schedule_free(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is of the package schedulefree: it trains an average (Defazio et al., NeurIPS 2024)."""
+    return type(optimizer).__module__.partition(".")[0] == _SCHEDULE_FREE
+
+
 def compares_updates(settings: EngineSettings, optimizers: Sequence[Optimizer]) -> bool:
-    """Whether elements are to be compared in units of the update; with ``"auto"`` only if the memory has the momentum.
+    """Whether elements are to be compared in units of the update; with ``"auto"`` only if the residual has a momentum.
 
     Args:
         settings: Of the engine.
         optimizers: All that step with what was sent.
     """
     if settings.select_by == "auto":
-        return settings.knows_updates and any(type(optimizer) in ADAPTIVE for optimizer in optimizers)
+        return settings.knows_updates and any(map(divides, optimizers))
     return settings.select_by == "update"
 
 
@@ -97,7 +110,7 @@ def update_units(
         settings: Of the engine.
         optimizers: All that step with what was sent.
         params: By registration index.
-        carries: The memory carries the momentum of the optimizers.
+        carries: The residual has a momentum.
     """
     compares = compares_updates(settings, optimizers) and (carries or settings.select_by == "update")
     return UpdateUnits(SecondMoments(optimizers, params), params[0].device) if compares and params else None

@@ -52,21 +52,18 @@ class ConstantDensity(DensitySchedule):
 class SuitedDensity(ConstantDensity):
     """A constant density that follows from the optimizers: what ``density=None`` stands for.
 
-    5 % where the residual carries their momentum, which ended level with dense training on the tasks that judge it
-    (``docs/convergence.md``), else 10 %.
+    5 % where the residual has a momentum (Adam and its kind), which ended level with dense training on the tasks that
+    judge it (``docs/convergence.md``); 25 % below optimizers with another momentum than SGD's, such as Lion; 10 % below
+    SGD and schedule-free optimizers.
 
     Attributes:
         density: 5 % until the optimizers are known.
     """
 
-    _CARRIED, _PLAIN = 0.05, 0.1
+    WITH_MOMENTUM, PLAIN, CAUTIOUS = 0.05, 0.1, 0.25
 
     def __init__(self) -> None:
-        super().__init__(self._CARRIED)
-
-    def suit(self, carried: bool) -> None:
-        """Follows the optimizers; ``carried``: the residual carries their momentum."""
-        self.density = self._CARRIED if carried else self._PLAIN
+        super().__init__(self.WITH_MOMENTUM)
 
 
 class DGCWarmup(DensitySchedule):

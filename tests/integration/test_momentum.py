@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lion_pytorch import Lion
+from schedulefree import AdamWScheduleFree
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
+from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from lightning_safusion.integration.optimizer import MomentumSwitch, carried_momentum
 from lightning_safusion.integration.parameters import caution, refuse_double_momentum
@@ -63,6 +65,7 @@ def groups(*betas: float) -> Make:
         (AutoMemory(), 0.01, [lambda p: SGD(p, 0.1, momentum=1.0)], None),  # it never ends
         (AutoMemory(), 0.1, [Derived], None),
         (AutoMemory(), 0.1, [AdamW, NAdam], None),
+        (AutoMemory(), 0.1, [RAdam], 0.95),
         (AutoMemory(), 0.1, [], None),
         (AutoMemory(), Unknown(), [AdamW], None),
         (AutoMemory(), LinearRamp(0.05, 0.3, 7), [AdamW], None),
@@ -82,6 +85,30 @@ def test_whose_momentum_it_is(
 ) -> None:
     schedule = ConstantDensity(density) if isinstance(density, float) else density
     assert carried_momentum(memory, schedule, [of(make) for make in makes]) == factor
+
+
+@pytest.mark.parametrize(
+    ("density", "makes", "factor"),
+    [
+        (0.1, [AdamW], 0.95),
+        (0.05, [NAdam], 0.975),  # its own momentum stays
+        (0.05, [lambda p: RMSprop(p, momentum=0.5)], 0.975),
+        (0.01, [Adagrad, Adafactor], 0.99),
+        (0.1, [AdamWScheduleFree], 0.95),
+        (0.1, [lambda p: AdamW(p, betas=(0.0, 0.999))], 0.95),
+        (0.1, [AdamW, NAdam], 0.95),
+        (0.3, [NAdam], None),
+        (0.1, [NAdam, lambda p: SGD(p, 0.1, momentum=0.9)], None),
+        (0.1, [lambda p: Lion(p, 1e-4)], None),
+        (0.1, [Derived], None),
+        (0.01, [lambda p: SGD(p, 0.1)], None),
+    ],
+)
+def test_residuals_fade_where_gradients_are_divided_and_compared_so(
+    density: float, makes: list[Make], factor: float | None
+) -> None:
+    optimizers = [of(make) for make in makes]
+    assert carried_momentum(AutoMemory(), ConstantDensity(density), optimizers, by_update=True) == factor
 
 
 def test_a_capturable_momentum_stays_with_its_optimizer() -> None:

@@ -15,13 +15,19 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lion_pytorch import Lion
+from schedulefree import AdamWScheduleFree
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from lightning_safusion import SAFusionStrategy
 from lightning_safusion.integration.optimizer import MomentumSwitch
 from lightning_safusion.integration.pace import Pace
+from lightning_safusion.integration.parameters import suit_density
 from lightning_safusion.integration.units import DENSE_WINDOWS, SecondMoments
+from lightning_safusion.sparsify import AutoMemory
+from lightning_safusion.sparsify.schedule import SuitedDensity
 from tests.models import TinyClassifier, classification, trainer
 from tests.process_group import run_launched
 
@@ -197,17 +203,28 @@ class Seen(Callback):
         self.density = trainer.strategy.report()["density"]  # type: ignore[attr-defined]  # of this strategy
 
 
+def schedule_free(params: Any) -> Optimizer:
+    """Ready to step."""
+    optimizer = AdamWScheduleFree(params)
+    optimizer.train()
+    return optimizer
+
+
 @pytest.mark.parametrize(
-    ("make", "expected"),
+    ("make", "expected", "plain"),
     [
-        (AdamW, 0.05),
-        (lambda params: AdamW(params, betas=(0.0, 0.99)), 0.1),
-        (lambda params: SGD(params, 0.1, momentum=0.9), 0.1),
-        (lambda params: SGD(params, 0.1), 0.1),
-        (Adagrad, 0.1),
+        (AdamW, 0.05, 0.25),
+        (RAdam, 0.05, 0.25),
+        (NAdam, 0.05, 0.25),
+        (lambda params: AdamW(params, betas=(0.0, 0.99)), 0.05, 0.1),
+        (lambda params: SGD(params, 0.1, momentum=0.9), 0.1, 0.1),
+        (lambda params: SGD(params, 0.1), 0.1, 0.1),
+        (Adagrad, 0.05, 0.1),
+        (lambda params: Lion(params, 1e-4), 0.25, 0.25),
+        (schedule_free, 0.1, 0.25),
     ],
 )
-def test_the_density_suits_the_optimizers(make: Callable[[Any], Optimizer], expected: float) -> None:
+def test_the_density_suits_the_optimizers(make: Callable[[Any], Optimizer], expected: float, plain: float) -> None:
     def run(rank: int) -> list[float]:
         found = []
         for options in ({}, {"density": 0.02}, {"memory": "residual"}):
@@ -219,7 +236,15 @@ def test_the_density_suits_the_optimizers(make: Callable[[Any], Optimizer], expe
             found.append(seen.density)
         return found
 
-    assert run_launched(2, run) == [[expected, 0.02, 0.1]] * 2
+    assert run_launched(2, run) == [[expected, 0.02, plain]] * 2
+
+
+def test_muon_is_refused_unless_a_density_is_named() -> None:
+    """No density that saves much ends level with dense training (docs/convergence.md)."""
+    params = [nn.Parameter(torch.ones(4, 4))]
+    muon = torch.optim.Muon(params)
+    with pytest.raises(MisconfigurationException, match=r"below Muon .* density=0.5"):
+        suit_density(SuitedDensity(), AutoMemory(), [muon], by_update=False)
 
 
 def test_a_schedule_of_the_momentum_is_followed() -> None:
