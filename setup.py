@@ -21,8 +21,8 @@ class BuildLibrary(build_ext):
 # vectors, the package is installed without the kernels (optional).
 kernels = Extension(
     "lightning_safusion.kernels.cpu.libkernels",
-    [f"lightning_safusion/kernels/cpu/{name}.c" for name in ("candidates", "elements", "messages")],
-    depends=["lightning_safusion/kernels/cpu/kernels.h"],
+    [f"lightning_safusion/kernels/cpu/{name}.c" for name in ("candidates", "eliasfano", "elements", "messages")],
+    depends=[f"lightning_safusion/kernels/cpu/{name}.h" for name in ("kernels", "messages")],
     extra_compile_args=["-O3", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-math-errno"],
     optional=True,
 )

@@ -127,7 +127,10 @@ class BlockCodec(Codec):
         headers, values, offsets, _ = messages.split(self._split_sizes, dim=1)
         counts, every = self._counts(headers).numpy(), self._offsets(offsets)
         ends = np.zeros((len(messages), self.blocks + 1), np.int64)
-        found = [self.field.compiled(*message) for message in zip(values, every, ends, strict=True)]
+        found = [
+            self.field.compiled(field, native.Places.in_blocks(own, before))
+            for field, own, before in zip(values, every, ends, strict=True)
+        ]
         known = [message for message in found if message is not None]
 
         def read() -> list[native.Message]:

@@ -38,6 +38,7 @@ class Codec(ABC):
         capacity: Most elements that a selection may hold.
         values: The value format.
         edges: Where the parts of the span begin and end whose values share a scale; by default it is one part.
+        runs: Where each tensor that may have entries begins and ends, ascending; by default the span is one.
 
     Attributes:
         name: ``"<layout>-<values>"``, for example ``"block16-bf16"``.
@@ -50,13 +51,21 @@ class Codec(ABC):
     #: One launch of a Triton kernel writes a message of floats.
     has_kernel: ClassVar[bool] = True
 
-    def __init__(self, numel: int, capacity: int, values: Values, edges: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        numel: int,
+        capacity: int,
+        values: Values,
+        edges: Sequence[int] | None = None,
+        runs: Sequence[tuple[int, int]] | None = None,
+    ) -> None:
         if not 0 <= capacity <= numel:
             raise ValueError(f"capacity must be between 0 and the {numel} elements of the span, got {capacity}")
         self.numel = numel
         self.capacity = capacity
         self.values = values
         self.field = values.field(capacity, (0, numel) if edges is None else edges)
+        self.runs = [(0, numel)] if runs is None else list(runs)
         self.name = f"{self.layout}-{values.name}"
 
     @property
@@ -178,6 +187,19 @@ def check_order(positions: np.ndarray, start: int, stop: int) -> None:
             f"a message has positions of the elements {start} to {stop} that are not in ascending order among them: "
             "it is damaged"
         )
+
+
+def check_damage(sound: bool, what: str) -> None:
+    """Raises ValueError if a message is not sound."""
+    if not sound:
+        raise ValueError(f"a message {what}: it is damaged")
+
+
+def marked(bitmap: np.ndarray) -> np.ndarray:
+    """int64, ascending places of the bits that are set in bytes, of which the lowest comes first."""
+    if native.usable():
+        return native.marked(bitmap)
+    return np.flatnonzero(np.unpackbits(bitmap, bitorder="little").view(np.bool_))
 
 
 def blocks_of(count: int, length: int) -> int:

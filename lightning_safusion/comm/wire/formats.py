@@ -1,14 +1,15 @@
 """Wire formats: how a selection becomes bytes of a fixed size.
 
-======== ================================================ ===================================
-layout   positions                                        header
-======== ================================================ ===================================
-dense    none, the value of every element is sent         none
-block16  16-bit offset in a block of 65 536 elements      int32, entries of every block
-block8   8-bit offset in a block of 256 elements          int16, entries of every block
-coo      int32 position in the span                       int32, entries
-bitmap   one bit for every element of the span            none
-======== ================================================ ===================================
+========= ================================================ ===================================
+layout    positions                                        header
+========= ================================================ ===================================
+dense     none, the value of every element is sent         none
+eliasfano quotients in unary, remainders in binary         uint32, entries before every region
+block16   16-bit offset in a block of 65 536 elements      int32, entries of every block
+block8    8-bit offset in a block of 256 elements          int16, entries of every block
+coo       int32 position in the span                       int32, entries
+bitmap    one bit for every element of the span            none
+========= ================================================ ===================================
 
 Coordinate lists are the common format of sparse gradients (Aji and Heafield, EMNLP 2017, section 3); bitmaps and
 shorter index codes are compared by Xu et al. (DeepReduce, NeurIPS 2021, section 4). All formats here have a fixed rate:
@@ -25,7 +26,8 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm.wire.blocks import Block8Codec, Block16Codec
-from lightning_safusion.comm.wire.codec import Codec, Reader, blocks_of, check_order, positions_to_write
+from lightning_safusion.comm.wire.codec import Codec, Reader, blocks_of, check_order, marked, positions_to_write
+from lightning_safusion.comm.wire.elias_fano import EliasFanoCodec
 from lightning_safusion.comm.wire.values import VALUES, FloatField, Values, fill, packed, scale_edges, unpacked
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.kernels.cuda import serves
@@ -39,8 +41,15 @@ class DenseCodec(Codec):
     layout = "dense"
     has_kernel = False
 
-    def __init__(self, numel: int, capacity: int, values: Values, edges: Sequence[int] | None = None) -> None:
-        super().__init__(numel, capacity, values, edges)
+    def __init__(
+        self,
+        numel: int,
+        capacity: int,
+        values: Values,
+        edges: Sequence[int] | None = None,
+        runs: Sequence[tuple[int, int]] | None = None,
+    ) -> None:
+        super().__init__(numel, capacity, values, edges, runs)
         if values.few_bits:
             raise ValueError(f"dense messages have zeros, which {values.name!r} has not: use bitmap-{values.name}")
         self._floats = FloatField(values.dtype, numel)
@@ -80,8 +89,15 @@ class CooCodec(Codec):
 
     layout = "coo"
 
-    def __init__(self, numel: int, capacity: int, values: Values, edges: Sequence[int] | None = None) -> None:
-        super().__init__(numel, capacity, values, edges)
+    def __init__(
+        self,
+        numel: int,
+        capacity: int,
+        values: Values,
+        edges: Sequence[int] | None = None,
+        runs: Sequence[tuple[int, int]] | None = None,
+    ) -> None:
+        super().__init__(numel, capacity, values, edges, runs)
         if numel >= 2**31:
             raise ValueError(f"coo cannot address {numel} elements (2^31 or more): use block16 or split the span")
 
@@ -148,7 +164,7 @@ class BitmapCodec(Codec):
             if low < known[0]:
                 known = (0, 0)
             known = low, known[1] + _number_marked(every[known[0] : low])
-            indices = _marked(every[low:high])
+            indices = marked(every[low:high])
             native.check_entries(known[1] + len(indices), self.capacity)
             indices += low << 3
             first, last = indices.searchsorted([start, stop]).tolist()
@@ -174,7 +190,8 @@ class BitmapCodec(Codec):
 
 _LOSSLESS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _CODECS: dict[str, type[Codec]] = {
-    codec.layout: codec for codec in (DenseCodec, Block16Codec, Block8Codec, BitmapCodec, CooCodec)
+    codec.layout: codec
+    for codec in (DenseCodec, EliasFanoCodec, Block16Codec, Block8Codec, BitmapCodec, CooCodec)
 }
 
 
@@ -225,21 +242,17 @@ def resolve_codec(
         ValueError: If the name is unknown, or the format cannot carry the span.
     """
     values, layout = value_format(wire, grad_dtype), wire.rpartition("-")[0]
+    edges = (0, numel) if edges is None else edges
+    some = itertools.repeat(1) if entries is None else entries
+    runs = [run for run, own in zip(itertools.pairwise(edges), some, strict=False) if own and run[0] < run[1]]
     if values.few_bits:
-        edges = scale_edges((0, numel) if edges is None else edges, entries, capacity)
+        edges = scale_edges(edges, entries, capacity)
     if layout:
-        return _CODECS[layout](numel, capacity, values, edges)
+        return _CODECS[layout](numel, capacity, values, edges, runs)
     layouts = [codec for codec in _CODECS.values() if codec is not CooCodec or numel < 2**31]
     # block8 saves little next to values of 16 and 32 bits, and has no kernel
     layouts.remove(Block8Codec if not values.few_bits else DenseCodec)
-    return min((codec(numel, capacity, values, edges) for codec in layouts), key=lambda codec: codec.nbytes)
-
-
-def _marked(bitmap: np.ndarray) -> np.ndarray:
-    """int64, places of the bits that are set."""
-    if native.usable():
-        return native.marked(bitmap)
-    return np.flatnonzero(np.unpackbits(bitmap, bitorder="little").view(np.bool_))
+    return min((codec(numel, capacity, values, edges, runs) for codec in layouts), key=lambda codec: codec.nbytes)
 
 
 def _number_marked(bitmap: np.ndarray) -> int:

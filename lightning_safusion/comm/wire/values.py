@@ -46,7 +46,7 @@ class ValueField(ABC):
     def read(self, indices: Tensor, field: Tensor, first: int = 0) -> Tensor:
         """float32 [K], the values of positions (int64 [K]) that follow each other in the field, from ``first`` on."""
 
-    def compiled(self, field: Tensor, offsets: np.ndarray, ends: np.ndarray) -> native.Message | None:
+    def compiled(self, field: Tensor, places: native.Places) -> native.Message | None:
         """The message with this field as compiled kernels read it; None if they cannot."""
         return None
 
@@ -86,12 +86,12 @@ class FloatField(ValueField):
     def read(self, indices: Tensor, field: Tensor, first: int = 0) -> Tensor:
         return field.view(self.dtype)[first : first + len(indices)].float()
 
-    def compiled(self, field: Tensor, offsets: np.ndarray, ends: np.ndarray) -> native.Message | None:
+    def compiled(self, field: Tensor, places: native.Places) -> native.Message | None:
         if self.dtype == torch.float16:
             return None
         values = field.view(self.dtype)
         bits = 8 * self.dtype.itemsize
-        return native.Message(offsets, ends, (values if bits == 32 else values.view(torch.uint16)).numpy(), bits)
+        return native.Message(places, (values if bits == 32 else values.view(torch.uint16)).numpy(), bits)
 
 
 class QuantizedField(ValueField):
@@ -151,9 +151,9 @@ class QuantizedField(ValueField):
         codes = unpacked(written, self.bits)[skipped : skipped + len(indices)]
         return self._values(codes, self._coarse(field).float()[self._parts(indices)])
 
-    def compiled(self, field: Tensor, offsets: np.ndarray, ends: np.ndarray) -> native.Message | None:
+    def compiled(self, field: Tensor, places: native.Places) -> native.Message | None:
         codes = self.codes(field)
-        return native.Message(offsets, ends, codes.codes, self.bits, codes.scales, self._starts)
+        return native.Message(places, codes.codes, self.bits, codes.scales, self._starts)
 
     def _coarse(self, field: Tensor) -> Tensor:
         """bfloat16, the scales in a field."""

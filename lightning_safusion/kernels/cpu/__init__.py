@@ -27,7 +27,9 @@ from lightning_safusion.kernels.cpu.elements import (
 from lightning_safusion.kernels.cpu.library import FLOAT32, Parts, rearranged, release, serves, unused, usable, zeros
 from lightning_safusion.kernels.cpu.messages import (
     Codes,
+    EliasFano,
     Message,
+    Places,
     check_entries,
     mark,
     marked,
@@ -39,5 +41,6 @@ from lightning_safusion.kernels.cpu.messages import (
     take_out,
     take_out_message,
     values,
+    write_elias_fano,
     write_offsets,
 )

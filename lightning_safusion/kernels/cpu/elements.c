@@ -316,13 +316,13 @@ int64_t safusion_mean(const int64_t *grads, const int64_t *starts, const int64_t
     float bound = 0;
     int64_t from = parts ? starts[0] : 0, to = parts ? starts[parts - 1] + sizes[parts - 1] : 0;
     for (int64_t r = 0; r < ranks; r++) bound += largest_value(messages + r, from, to) * scale;
-    int certain = bound <= FLT_MAX, finite = 1; /* no sum is larger than that of the largest */
+    int certain = bound <= FLT_MAX, finite = 1, sound = 1; /* no sum is larger than that of the largest */
     for (int64_t p = 0; p < parts; p++) {
         float *grad = (float *)(intptr_t)grads[p];
         for (int64_t at = 0; at < sizes[p]; at += DECODED) {
             int64_t size = sizes[p] - at < DECODED ? sizes[p] - at : DECODED;
             memset(block, 0, sizeof(float) * (size_t)size);
-            for (int64_t r = 0; r < ranks; r++) add_message(messages + r, starts[p] + at, size, scale, block);
+            for (int64_t r = 0; r < ranks; r++) sound &= add_message(messages + r, starts[p] + at, size, scale, block);
             finite &= certain || all_finite(block, size);
             if (past_caches) stream(grad + at, block, size);
             else memcpy(grad + at, block, sizeof(float) * (size_t)size);
@@ -331,7 +331,7 @@ int64_t safusion_mean(const int64_t *grads, const int64_t *starts, const int64_t
 #if defined(__SSE2__)
     _mm_sfence();
 #endif
-    return finite;
+    return sound ? finite : -1;
 }
 
 void safusion_take(const float *x, const int32_t *places, int64_t count, float *values)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-VERSION = 12  # of the compiled functions and their arguments, as in kernels.h: setup.py names the library after it
+VERSION = 13  # of the compiled functions and their arguments, as in kernels.h: setup.py names the library after it
 _PART = 1 << 20  # elements of a part
 _SHARED = 1 << 18  # elements that are worth another thread
 _LARGE = 1 << 18  # bytes of an array whose memory is kept
@@ -41,6 +41,7 @@ _KINDS = {"a": _Array, "p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_
 # Of each function the parameters: arrays (a), addresses or None (p), whole numbers (i) and floats (f).
 _RETURNING = {
     "add": "ppppfapaaipippaaia",
+    "add_message": "aifa",
     "survey": "aaaipippaaia",
     "keep_above": "aaaaia",
     "keep_largest": "aaaaai",
@@ -51,7 +52,7 @@ _RETURNING = {
     "values": "aiaiiaiaa",
 }
 _OTHERS = {
-    "add_message": "aifa",
+    "elias_fano": "aiiaiiaiaiai",
     "follow": "aaaaai",
     "kth_largest": "aaaaiia",
     "largest": "aaaia",

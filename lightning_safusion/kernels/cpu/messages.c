@@ -1,15 +1,7 @@
 /* Wire formats: positions as offsets in blocks, values as codes of a few bits. */
-#include "kernels.h"
+#include "messages.h"
 
 #define FEW_CODES 256 /* that are made before they are packed */
-
-/* Offsets of 8 or 16 bits, positions of 32 or 64. */
-static inline int64_t position_of(const void *positions, int64_t bits, int64_t entry)
-{
-    if (bits == 8) return ((const uint8_t *)positions)[entry];
-    if (bits == 16) return ((const uint16_t *)positions)[entry];
-    return bits == 32 ? ((const int32_t *)positions)[entry] : ((const int64_t *)positions)[entry];
-}
 
 void safusion_positions(const void *offsets, int64_t offset_bits, const int64_t *counts, int64_t blocks,
                         int64_t first_block, int64_t *positions)
@@ -95,15 +87,6 @@ static float scale_of(const float *values, int64_t size, int64_t bits)
         present += values[i] != 0;
     }
     return present ? (float)(2 * sum / (double)present) : 0;
-}
-
-static void level_table(int64_t bits, float table[16])
-{
-    const int levels = 1 << (bits - 1);
-    for (int code = 0; code < 2 * levels; code++) {
-        float level = ((float)(code & (levels - 1)) + 0.5f) / (float)levels;
-        table[code] = code < levels ? level : -level;
-    }
 }
 
 /* Codes (a level, and the sign in the highest bit) of values that share a scale, one in each byte, and what they stand
@@ -192,29 +175,6 @@ static int64_t first_entry(const struct message *of, int64_t position)
     return entry;
 }
 
-/* The last part that begins at a position, or before it. */
-static int64_t part_of(const struct message *of, int64_t position)
-{
-    const int64_t *starts = (const int64_t *)(intptr_t)of->starts;
-    int64_t low = 0, high = of->parts - 1;
-    while (low < high) {
-        int64_t middle = low + (high - low + 1) / 2;
-        if (starts[middle] <= position) low = middle;
-        else high = middle - 1;
-    }
-    return low;
-}
-
-static float scale_of_part(const struct message *of, int64_t part)
-{
-    return as_float((uint32_t)((const uint16_t *)(intptr_t)of->scales)[part] << 16);
-}
-
-static int64_t end_of(const struct message *of, int64_t part)
-{
-    return part + 1 < of->parts ? ((const int64_t *)(intptr_t)of->starts)[part + 1] : INT64_MAX;
-}
-
 /* A value for every position. */
 CLONES static void add_all(const float *restrict values, int64_t size, float factor, float *restrict target)
 {
@@ -260,8 +220,9 @@ static inline __attribute__((always_inline)) void add_entries(const struct messa
     }
 }
 
-void add_message(const struct message *from, int64_t start, int64_t size, float factor, float *target)
+int add_message(const struct message *from, int64_t start, int64_t size, float factor, float *target)
 {
+    if (from->offset_bits == 1) return add_elias_fano(from, start, size, factor, target);
 #define KIND(OFFSETS)                                                                                     \
     if (from->value_bits == 32) add_entries(from, start, size, factor, target, OFFSETS, 32);              \
     else if (from->value_bits == 16) add_entries(from, start, size, factor, target, OFFSETS, 16);         \
@@ -270,19 +231,23 @@ void add_message(const struct message *from, int64_t start, int64_t size, float 
     else if (from->offset_bits == 8) { KIND(8); }
     else if (from->offset_bits == 16) { KIND(16); }
     else { KIND(64); }
+    return 1;
 }
 
 float largest_value(const struct message *of, int64_t start, int64_t stop)
 {
     const void *values = (const void *)(intptr_t)of->values;
-    int64_t first = first_entry(of, start), last = first_entry(of, stop);
+    if (start >= stop) return 0;
+    const int in_order = of->offset_bits == 1;
+    int64_t first = in_order ? near_entry(of, start, 0) : first_entry(of, start);
+    const int64_t last = in_order ? near_entry(of, stop - 1, 1) : first_entry(of, stop);
     uint32_t bits = 0;
     if (of->value_bits == 32) bits = (uint32_t)largest((const int32_t *)values + first, last - first);
     for (; of->value_bits == 16 && first < last; first++) {
         uint32_t magnitude = (uint32_t)(((const uint16_t *)values)[first] & 0x7FFF) << 16;
         bits = magnitude > bits ? magnitude : bits;
     }
-    if (of->value_bits < 16 && of->parts && start < stop)
+    if (of->value_bits < 16 && of->parts)
         for (int64_t part = part_of(of, start), end = part_of(of, stop - 1); part <= end; part++) {
             uint32_t scale = (uint32_t)((const uint16_t *)(intptr_t)of->scales)[part] << 16 & MAGNITUDE;
             bits = scale > bits ? scale : bits;
@@ -290,7 +255,7 @@ float largest_value(const struct message *of, int64_t start, int64_t stop)
     return bits >= INFINITE ? as_float(INFINITE) : as_float(bits);
 }
 
-void safusion_add_message(const struct message *from, int64_t size, float factor, float *target)
+int64_t safusion_add_message(const struct message *from, int64_t size, float factor, float *target)
 {
-    add_message(from, 0, size, factor, target);
+    return add_message(from, 0, size, factor, target);
 }

@@ -12,15 +12,51 @@ from torch import Tensor
 from lightning_safusion.kernels.cpu.library import Parts, address, empty, kernels, shared
 
 _NONE, _NO_ENDS, _NO_SCALES = np.empty(0, np.int64), np.zeros(1, np.int64), np.empty(0, np.uint16)
+_DENSE, _ELIAS_FANO = 0, 1  # in place of the bits of an offset
 _PAST_CACHES = 1 << 18  # elements that have left the caches by the time that they are read
+
+
+class Places:
+    """Where the entries of a message are, in arrays that stay where they are.
+
+    Args:
+        described: The first members of ``struct message``: offsets, their kind, ends, and their number.
+        more: Its last members.
+        held: The arrays whose addresses these are.
+    """
+
+    def __init__(self, described: Sequence[int], held: Sequence[np.ndarray], more: Sequence[int] = (0,) * 5) -> None:
+        self.described, self.held, self.more = described, held, more
+
+    @classmethod
+    def in_blocks(cls, offsets: np.ndarray, ends: np.ndarray) -> Places:
+        """Offsets in blocks.
+
+        Args:
+            offsets: uint8 or uint16 [K or more], in blocks of 256 or 65536 elements; int64: positions in the span.
+            ends: int64 [blocks + 1], entries before each block, and in all.
+        """
+        return cls([_at(offsets), 8 * offsets.itemsize, _at(ends), len(ends) - 1], [offsets, ends])
+
+    @classmethod
+    def elias_fano(cls, fields: EliasFano, runs: np.ndarray, low_bits: int, room: int) -> Places:
+        """Positions as :func:`write_elias_fano` writes them.
+
+        Args:
+            fields: Of the message.
+            runs: As there.
+            low_bits: As there.
+            room: For entries.
+        """
+        described = [_at(fields.high), _ELIAS_FANO, _at(fields.ranks), len(fields.ranks) - 1]
+        return cls(described, [*fields, runs], [_at(fields.low), low_bits, _at(runs), len(runs), room])
 
 
 class Message:
     """A rank's message, still encoded, in arrays that stay where they are.
 
     Args:
-        offsets: uint8 or uint16 [K or more], in blocks of 256 or 65536 elements; int64: positions in the span.
-        ends: int64 [blocks + 1], entries before each block, and in all.
+        places: Of its entries.
         values: float32 or uint16 (the bits of bfloat16) [K or more], or uint8, codes as :func:`quantize` writes them.
         bits: Of a value.
         scales: uint16 [P], of codes: bits of a bfloat16 for each part.
@@ -32,29 +68,32 @@ class Message:
 
     def __init__(
         self,
-        offsets: np.ndarray,
-        ends: np.ndarray,
+        places: Places,
         values: np.ndarray,
         bits: int,
         scales: np.ndarray = _NO_SCALES,
         starts: np.ndarray = _NONE,
     ) -> None:
-        self._held = offsets, ends, values, scales, starts
-        where = [array.__array_interface__["data"][0] for array in self._held]
-        offset_bits, blocks = 8 * offsets.itemsize, len(ends) - 1
-        self.described = [where[0], offset_bits, where[1], blocks, where[2], bits, *where[3:], len(starts)]
+        self._held = places, values, scales, starts
+        coded = [_at(values), bits, _at(scales), _at(starts), len(starts)]
+        self.described = [*places.described, *coded, *places.more]
 
     @classmethod
     def dense(cls, values: Tensor) -> Message:
         """A value for every position (float32, contiguous)."""
-        dense = cls(_NONE, _NO_ENDS, values.numpy(), 32)
-        dense.described[1] = 0
-        return dense
+        return cls(Places([_at(_NONE), _DENSE, _at(_NO_ENDS), 0], []), values.numpy(), 32)
 
     @classmethod
     def decoded(cls, indices: Tensor, values: Tensor) -> Message:
         """Ascending positions (int64 [K]) and values (float32 [K])."""
-        return cls(indices.numpy(), np.array([0, len(indices)]), values.contiguous().numpy(), 32)
+        places = Places.in_blocks(indices.numpy(), np.array([0, len(indices)]))
+        return cls(places, values.contiguous().numpy(), 32)
+
+
+def _at(array: np.ndarray) -> int:
+    """Where an array lies in memory."""
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 def mean_into(
@@ -76,6 +115,9 @@ def mean_into(
 
     Returns:
         Whether all sums are finite.
+
+    Raises:
+        ValueError: If a message is damaged.
     """
     if not grads:
         return True
@@ -91,7 +133,9 @@ def mean_into(
             messages = read(int(parts.starts[low]), int(ends[stop - 1]))
             described = np.array(list(map(attrgetter("described"), messages)), np.int64)
             runs = addresses[low:stop], parts.starts[low:stop], parts.sizes[low:stop], stop - low
-            finite &= bool(kernels().safusion_mean(*runs, described, len(messages), scale, past_caches))
+            result = kernels().safusion_mean(*runs, described, len(messages), scale, past_caches)
+            check_sound(result >= 0)
+            finite &= bool(result)
             low = stop
         return finite
 
@@ -111,8 +155,15 @@ def take_out(memory: Tensor, indices: Tensor, sent: Tensor) -> None:
 
 
 def take_out_message(memory: Tensor, message: Message) -> None:
-    """``memory[position] -= value`` for all entries of a message: float32 [D], contiguous."""
-    kernels().safusion_add_message(np.array(message.described, np.int64), len(memory), -1, memory.numpy())
+    """``memory[position] -= value`` for all entries of a message: float32 [D], contiguous; errors as of the mean."""
+    described = np.array(message.described, np.int64)
+    check_sound(bool(kernels().safusion_add_message(described, len(memory), -1, memory.numpy())))
+
+
+def check_sound(sound: bool) -> None:
+    """Raises ValueError unless a message is sound."""
+    if not sound:
+        raise ValueError("a message's positions do not ascend, or are not those of its tensors: it is damaged")
 
 
 def check_entries(number: int, room: int) -> None:
@@ -148,6 +199,34 @@ def write_offsets(positions: np.ndarray, counts: np.ndarray, offsets: np.ndarray
     counts[:] = 0
     described = positions, 8 * positions.itemsize, len(positions)
     kernels().safusion_offsets(*described, 8 * offsets.itemsize, len(counts), counts, offsets)
+
+
+class EliasFano(NamedTuple):
+    """Fields of a message.
+
+    Args:
+        ranks: uint32 [R + 1], entries before each region, and in all.
+        high: uint64, for each bucket a 1 for every entry, then a 0; the lowest bit comes first.
+        low: uint32, the places of entries in their buckets, one behind the other.
+    """
+
+    ranks: np.ndarray
+    high: np.ndarray
+    low: np.ndarray
+
+
+def write_elias_fano(positions: np.ndarray, runs: np.ndarray, low_bits: int, into: EliasFano) -> None:
+    """Writes every byte of the fields.
+
+    Args:
+        positions: int32 or int64 [K], ascending, each in a run.
+        runs: int64 [T, 4], where each begins and ends, and the buckets and regions before it.
+        low_bits: Of a position in its bucket.
+        into: Fields.
+    """
+    described = positions, 8 * positions.itemsize, len(positions), runs, len(runs), low_bits
+    ranks, high, low = into
+    kernels().safusion_elias_fano(*described, ranks, len(ranks), high, len(high), low, len(low))
 
 
 def number_marked(bitmap: np.ndarray) -> int:

@@ -183,7 +183,7 @@ def test_a_mean_that_overflows_is_noticed(threads: int) -> None:
 
 
 @pytest.mark.parametrize("values", ["fp32", "bf16", "q4", "q2", "sign"])
-@pytest.mark.parametrize("layout", ["block8", "block16"])
+@pytest.mark.parametrize("layout", ["eliasfano", "block8", "block16"])
 def test_messages_are_read_as_they_are_decoded(layout: str, values: str, threads: int) -> None:
     torch.manual_seed(0)
     edges = [0, 300, 300, 301, 150_000, 200_000]
@@ -227,6 +227,36 @@ def test_damaged_messages_write_nowhere_else(values: str) -> None:
     message[:4] = 255
     with pytest.raises(ValueError, match="damaged"):
         read()
+
+
+@pytest.mark.parametrize("values", ["fp32", "bf16", "q4"])
+@pytest.mark.parametrize("field", ["high", "low"])
+def test_damaged_positions_are_refused_and_write_nowhere_else(values: str, field: str) -> None:
+    edges = [0, 60_000, 60_003, 100_000]
+    codec = resolve_codec(f"eliasfano-{values}", edges[-1], 9_000, torch.float32, edges)
+    whole = torch.zeros(codec.nbytes, dtype=torch.uint8)
+    indices = torch.randperm(100_000, generator=torch.Generator().manual_seed(0))[:8_000].sort().values
+    codec.encode(Selection(indices, torch.ones(8_000), 8_000), whole)
+    begin = sum(codec.field_bytes[: 1 + (field == "low")])
+    size = codec.field_bytes[1 + (field == "low")]
+    refused = 0
+    for seed in range(50):
+        generator = torch.Generator().manual_seed(seed)
+        message = whole.clone()
+        places = begin + torch.randint(0, size, (40,), generator=generator)
+        message[places] = torch.randint(0, 256, (40,), generator=generator, dtype=torch.uint8)
+        read = codec.inbox(message[None])
+        assert read is not None
+        room = torch.full((100_064,), 7.0)
+        grads = list(room[32:-32].split([60_000, 3, 39_997]))
+        try:
+            native.mean_into(grads, Parts.between(edges), reading(read()), 1.0)
+        except ValueError as error:
+            assert "damaged" in str(error)
+            refused += 1
+        assert (room[:32] == 7).all()
+        assert (room[-32:] == 7).all()
+    assert refused > 40 or field == "low"
 
 
 def test_what_was_sent_is_taken_out_in_turn() -> None:

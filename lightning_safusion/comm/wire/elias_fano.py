@@ -1,0 +1,264 @@
+"""Positions by Elias and Fano: within half a bit of their entropy, in a size that no gradient changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_safusion.comm.wire.codec import (
+    Codec,
+    Inbox,
+    Outbox,
+    Reader,
+    blocks_of,
+    check_damage,
+    check_order,
+    marked,
+    positions_to_write,
+)
+from lightning_safusion.comm.wire.values import Values, fill, packed, unpacked
+from lightning_safusion.kernels import cpu as native
+from lightning_safusion.sparsify.base import Selection
+from lightning_safusion.sparsify.selection.view import device_constant
+
+# Buckets of a region, as a power of two, and most bits of a position in its bucket.
+_REGION, _MOST_BITS = 9, 24
+
+
+class _Tables(NamedTuple):
+    """The buckets of a span on one device.
+
+    Args:
+        starts: int64 [T], first element of each tensor.
+        firsts: int64 [T], buckets before each tensor.
+        regions: int64 [R + 1], buckets before each region, and in all.
+    """
+
+    starts: Tensor
+    firsts: Tensor
+    regions: Tensor
+
+
+class EliasFanoCodec(Codec):
+    """Quotients in unary, remainders in binary (Elias, JACM 1974; Vigna, WSDM 2013, section 3).
+
+    A bucket is 2^l elements of one tensor, a region 512 buckets of one tensor. With K entries, H buckets and R regions:
+
+    ====== ==================== ===========================================================
+    field  32-bit words         content
+    ====== ==================== ===========================================================
+    ranks  R + 1                entries before each region, and in all
+    high   ceil((K + H) / 32)   for each bucket a 1 for every entry, then a 0
+    low    l ceil(K / 32) + 1   l bits for each entry: its place in its bucket
+    values                      as they are in every format
+    ====== ==================== ===========================================================
+
+    The first of several bits is the lowest, each field fills a multiple of 16 bytes, and l takes the fewest bits. Ranks
+    let both directions begin anywhere: entry e of bucket b is bit e + b of ``high``, and field e of ``low``.
+    """
+
+    layout = "eliasfano"
+    has_kernel = False
+
+    def __init__(
+        self,
+        numel: int,
+        capacity: int,
+        values: Values,
+        edges: Sequence[int] | None = None,
+        runs: Sequence[tuple[int, int]] | None = None,
+    ) -> None:
+        super().__init__(numel, capacity, values, edges, runs)
+        self._ends = np.array([stop for _, stop in self.runs], np.int64)
+        self._starts = np.array([start for start, _ in self.runs], np.int64)
+        self.low = min(range(_MOST_BITS + 1), key=lambda low: sum(self._words(low)))
+        self._buckets = _summed(self._blocks(self.low))
+        self._regions = _summed(self._blocks(self.low + _REGION))
+        self._on_device: dict[torch.device, _Tables] = {}
+
+    def _blocks(self, bits: int) -> np.ndarray:
+        """Blocks of 2^bits elements of each tensor."""
+        return -(-(self._ends - self._starts) >> bits)
+
+    def _words(self, low: int) -> tuple[int, int, int]:
+        """Words of ranks, high and low."""
+        buckets, regions = (int(self._blocks(bits).sum()) for bits in (low, low + _REGION))
+        return regions + 1, blocks_of(self.capacity + buckets, 32), low * blocks_of(self.capacity, 32) + 1
+
+    @property
+    def field_bytes(self) -> tuple[int, ...]:
+        return tuple(blocks_of(size, 16) * 16 for size in (*(4 * n for n in self._words(self.low)), self.field.nbytes))
+
+    @cached_property
+    def _described(self) -> np.ndarray:
+        """int64 [T, 4] for compiled kernels: where each tensor begins and ends, buckets and regions before it."""
+        return np.stack([self._starts, self._ends, self._buckets[:-1], self._regions[:-1]], axis=1)
+
+    @cached_property
+    def _bucket_of_region(self) -> np.ndarray:
+        """int64 [R + 1], buckets before each region, and in all."""
+        own = np.arange(self._regions[-1]) - np.repeat(self._regions[:-1], np.diff(self._regions))
+        firsts = np.repeat(self._buckets[:-1], np.diff(self._regions))
+        return np.append(firsts + (own << _REGION), self._buckets[-1])
+
+    def _tables(self, device: torch.device) -> _Tables:
+        if device not in self._on_device:
+            arrays = self._starts, self._buckets[:-1].copy(), self._bucket_of_region
+            self._on_device[device] = _Tables(*(device_constant(array, device) for array in arrays))
+        return self._on_device[device]
+
+    def write(self, selection: Selection, fields: Sequence[Tensor], echo: bool) -> Tensor:
+        ranks, high, low, values = fields
+        positions = positions_to_write(selection, padding=self.numel)
+        if native.serves(positions):
+            native.write_elias_fano(positions.numpy(), self._described, self.low, self._arrays(fields))
+            return self._write_values(selection, values, echo)
+        tables, positions = self._tables(positions.device), positions.long()
+        run = torch.searchsorted(tables.starts, positions, right=True).sub_(1).clamp_(min=0)
+        inside = positions - tables.starts[run]
+        # padding lies in a bucket behind the last, and its 1 in a bit behind the field
+        bucket = torch.where(positions < self.numel, tables.firsts[run] + (inside >> self.low), tables.regions[-1])
+        bits = torch.arange(len(positions), device=positions.device) + bucket
+        places = 8 * high.numel()
+        mask = torch.zeros(places + 1, dtype=torch.uint8, device=positions.device)
+        mask.index_fill_(0, torch.where(positions < self.numel, bits, places), 1)
+        high.copy_(packed(mask[:places], 1))
+        fill(ranks.view(torch.int32), torch.searchsorted(bucket, tables.regions))
+        inside.masked_fill_(positions >= self.numel, 0)
+        each = (inside[:, None] >> torch.arange(self.low, device=positions.device) & 1).to(torch.uint8).view(-1)
+        fill(low, packed(torch.nn.functional.pad(each, (0, -len(each) % 8)), 1))
+        return self._write_values(selection, values, echo)
+
+    def _arrays(self, fields: Sequence[Tensor]) -> native.EliasFano:
+        ranks, high, low = (field.numpy() for field in fields[:3])
+        return native.EliasFano(ranks.view(np.uint32), high.view(np.uint64), low.view(np.uint32))
+
+    def _places(self, fields: Sequence[Tensor]) -> native.Places:
+        arrays = self._arrays(fields)
+        arrays = arrays._replace(ranks=arrays.ranks[: len(self._bucket_of_region)])
+        return native.Places.elias_fano(arrays, self._described, self.low, self.capacity)
+
+    def outbox(self, memory: Tensor) -> Outbox:
+        if not memory.is_cpu:
+            return super().outbox(memory)
+        # the views of the fields are made once
+        *fields, values, rest = self._fields(memory)
+        arrays, codes = self._arrays(fields), self.field.codes(values)
+
+        def write(selection: Selection, echo: bool) -> Tensor:
+            positions, entries, count = selection.positions, len(selection.positions), selection.count
+            exact = isinstance(count, int) and count == entries <= self.capacity
+            if echo or not exact or not native.serves(positions, selection.values):
+                return self.encode(selection, memory, echo=echo)
+            native.write_elias_fano(positions.numpy(), self._described, self.low, arrays)
+            rest.zero_()
+            if codes is not None:
+                values.zero_()
+                if native.quantize(positions.numpy(), selection.values.numpy(), codes):
+                    return selection.values
+            return self.field.write(positions, selection.values, values, False)
+
+        return write
+
+    def reader(self, message: Tensor) -> Reader:
+        *fields, values, _ = self._fields(message)
+        arrays = self._arrays(fields)
+        ranks = self._checked(arrays.ranks[: len(self._bucket_of_region)].astype(np.int64))
+
+        def between(start: int, stop: int) -> tuple[Tensor, Tensor]:
+            first, last = max(self._region_of(start), 0), self._region_of(stop - 1) + 1
+            if start >= stop or first >= last:
+                nothing = torch.empty(0, dtype=torch.int64)
+                return nothing, self.field.read(nothing, values)
+            found = self._positions(arrays, ranks, first, last)
+            low, high = found.searchsorted([start, stop]).tolist()
+            positions = torch.from_numpy(found[low:high])
+            return positions, self.field.read(positions, values, int(ranks[first]) + low)
+
+        return between
+
+    def _region_of(self, position: int) -> int:
+        """The region of a position, or, if it is in none, the last before it; -1 if there is none."""
+        run = int(self._starts.searchsorted(position, side="right")) - 1
+        if run < 0:
+            return -1
+        inside = min(position, int(self._ends[run]) - 1) - int(self._starts[run])
+        return int(self._regions[run]) + (inside >> self.low + _REGION)
+
+    def _positions(self, arrays: native.EliasFano, ranks: np.ndarray, first: int, last: int) -> np.ndarray:
+        """int64, the positions in the regions from ``first`` to before ``last``.
+
+        Raises:
+            ValueError: If the message is damaged.
+        """
+        begin, end = (int(ranks[region] + self._bucket_of_region[region]) for region in (first, last))
+        aligned = begin >> 3
+        places = marked(arrays.high.view(np.uint8)[aligned : blocks_of(end, 8)]) + (aligned << 3)
+        places = places[(places >= begin) & (places < end)]
+        entries = np.arange(ranks[first], ranks[last])
+        check_damage(len(places) == len(entries), f"has {len(places)} of {len(entries)} entries")
+        bucket = places - entries
+        run = self._buckets.searchsorted(bucket, side="right") - 1
+        found = self._starts[run] + (bucket - self._buckets[run] << self.low) + self._low_bits(arrays.low, entries)
+        check_damage(bool((found < self._ends[run]).all()), "has entries between its tensors")
+        check_order(found, 0, self.numel)
+        return found
+
+    def _low_bits(self, low: np.ndarray, entries: np.ndarray) -> np.ndarray:
+        """int64 [K], the places of entries in their buckets."""
+        words, bits = low.astype(np.uint64), entries.astype(np.uint64) * np.uint64(self.low)
+        at, shift = (bits >> np.uint64(5)).astype(np.int64), bits & np.uint64(31)
+        both = words[at] | words[np.minimum(at + 1, len(words) - 1)] << np.uint64(32)
+        return (both >> shift & np.uint64((1 << self.low) - 1)).astype(np.int64)
+
+    def _checked(self, ranks: np.ndarray) -> np.ndarray:
+        """Ranks (int64 [..., R + 1]) as they are.
+
+        Raises:
+            ValueError: If they do not ascend, or there are more entries than there is room for.
+        """
+        native.check_entries(int(ranks[..., -1].max()), self.capacity)
+        check_damage(not ranks[..., 0].any() and bool((np.diff(ranks) >= 0).all()), "has fewer entries after more")
+        return ranks
+
+    def inbox(self, messages: Tensor) -> Inbox | None:
+        *fields, values, _ = messages.split(self._split_sizes, dim=1)
+        found = [
+            self.field.compiled(field, self._places(own)) for *own, field in zip(*fields, values, strict=True)
+        ]
+        known = [message for message in found if message is not None]
+        ranks = fields[0].numpy().view(np.uint32)[:, : len(self._bucket_of_region)]
+
+        def read() -> list[native.Message]:
+            self._checked(ranks.astype(np.int64))
+            return known
+
+        return read if len(known) == len(messages) else None
+
+    def decode_padded(self, message: Tensor) -> tuple[Tensor, Tensor]:
+        ranks, high, low, field, _ = self._fields(message)
+        tables = self._tables(message.device)
+        mask = unpacked(high, 1).bool()
+        # The k-th bit that is set writes its place to entry k; all others write behind the last.
+        places = torch.where(mask, mask.cumsum(0) - 1, self.capacity).clamp_(max=self.capacity)
+        bits = torch.zeros(self.capacity + 1, dtype=torch.int64, device=message.device)
+        bits = bits.scatter_(0, places, torch.arange(len(mask), device=message.device))[:-1]
+        entries = torch.arange(self.capacity, device=message.device)
+        bucket = bits - entries
+        run = torch.searchsorted(tables.firsts, bucket, right=True).sub_(1).clamp_(min=0)
+        each = unpacked(low, 1)[: self.capacity * self.low].view(self.capacity, self.low).long()
+        inside = (each << torch.arange(self.low, device=message.device)).sum(1)
+        indices = tables.starts[run] + (bucket - tables.firsts[run] << self.low) + inside
+        count = ranks.view(torch.int32)[len(tables.regions) - 1]
+        indices = torch.where(entries < count, indices, 0).clamp_(0, max(self.numel - 1, 0))
+        return indices, self._without_padding(self.field.read(indices, field), lambda: count)
+
+
+def _summed(numbers: np.ndarray) -> np.ndarray:
+    """int64 [N + 1], the sums of the first 0, 1, ... of the numbers."""
+    return np.concatenate([np.zeros(1, np.int64), numbers.cumsum()])

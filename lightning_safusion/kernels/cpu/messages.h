@@ -1,0 +1,48 @@
+/* What the sources share that read and write messages. */
+#include "kernels.h"
+
+/* Offsets of 8 or 16 bits, positions of 32 or 64. */
+static inline int64_t position_of(const void *positions, int64_t bits, int64_t entry)
+{
+    if (bits == 8) return ((const uint8_t *)positions)[entry];
+    if (bits == 16) return ((const uint16_t *)positions)[entry];
+    return bits == 32 ? ((const int32_t *)positions)[entry] : ((const int64_t *)positions)[entry];
+}
+
+static inline void level_table(int64_t bits, float table[16])
+{
+    const int levels = 1 << (bits - 1);
+    for (int code = 0; code < 2 * levels; code++) {
+        float level = ((float)(code & (levels - 1)) + 0.5f) / (float)levels;
+        table[code] = code < levels ? level : -level;
+    }
+}
+
+/* The last part that begins at a position, or before it. */
+static inline int64_t part_of(const struct message *of, int64_t position)
+{
+    const int64_t *starts = (const int64_t *)(intptr_t)of->starts;
+    int64_t low = 0, high = of->parts - 1;
+    while (low < high) {
+        int64_t middle = low + (high - low + 1) / 2;
+        if (starts[middle] <= position) low = middle;
+        else high = middle - 1;
+    }
+    return low;
+}
+
+static inline float scale_of_part(const struct message *of, int64_t part)
+{
+    return as_float((uint32_t)((const uint16_t *)(intptr_t)of->scales)[part] << 16);
+}
+
+static inline int64_t end_of(const struct message *of, int64_t part)
+{
+    return part + 1 < of->parts ? ((const int64_t *)(intptr_t)of->starts)[part + 1] : INT64_MAX;
+}
+
+/* What a message with Elias and Fano's positions has of a run of elements; whether it is sound. */
+HIDDEN int add_elias_fano(const struct message *from, int64_t start, int64_t size, float factor, float *target);
+
+/* An entry not behind the first that is not before a position, or, `behind`, not before the last that is not behind it. */
+HIDDEN int64_t near_entry(const struct message *of, int64_t position, int behind);
