@@ -108,6 +108,17 @@ CLONES static void code(const float *restrict values, int64_t size, int64_t bits
     }
 }
 
+/* Of codes of four bits those that fill bytes, and one before them. Returns how many that are. */
+CLONES static int64_t pack_pairs(const uint8_t *restrict few, int64_t number, int64_t entry, uint8_t *restrict codes)
+{
+    const int64_t odd = entry & 1 && number;
+    if (odd) codes[entry >> 1] |= (uint8_t)(few[0] << 4);
+    uint8_t *bytes = codes + ((entry + odd) >> 1);
+    const int64_t pairs = (number - odd) >> 1;
+    for (int64_t i = 0; i < pairs; i++) bytes[i] = (uint8_t)(few[odd + 2 * i] | few[odd + 2 * i + 1] << 4);
+    return odd + 2 * pairs;
+}
+
 /* The first code of a byte is in its lowest bits. Codes are zero at first. What is sent may be NULL. */
 int64_t safusion_quantize(const void *positions, int64_t position_bits, int64_t size, const float *values,
                           const int64_t *starts, int64_t parts, int64_t bits, uint8_t *codes, uint16_t *scales,
@@ -126,7 +137,8 @@ int64_t safusion_quantize(const void *positions, int64_t position_bits, int64_t 
         while (entry < last) {
             int64_t number = last - entry < FEW_CODES ? last - entry : FEW_CODES;
             code(values + entry, number, bits, scale, few, sent ? sent + entry : few_sent);
-            for (int64_t i = 0; i < number;) { /* byte by byte: to write to memory code by code takes longer */
+            for (int64_t i = bits == 4 ? pack_pairs(few, number, entry, codes) : 0; i < number;) {
+                /* byte by byte: to write to memory code by code takes longer */
                 int64_t bit = (entry + i) * bits;
                 uint32_t together = codes[bit >> 3];
                 for (int64_t at = bit & 7; at < 8 && i < number; at += bits) together |= (uint32_t)few[i++] << at;
