@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ from torch.nn.functional import pad
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify.selection.view import device_constant
 
-_SHARING = 128  # entries, about, that share a scale of 16 bits: an eighth of a bit for each
+# So many entries, as a power of two and about, share a scale of 16 bits: an eighth of a bit for each.
+_SHARING = 7
 
 
 class ValueField(ABC):
@@ -116,7 +118,7 @@ class QuantizedField(ValueField):
         starts = np.asarray(edges, np.int64)
         self._starts = starts[:-1][np.diff(starts) > 0]
         self._on_device: Tensor | None = None
-        self._code_bytes = -(-capacity * bits // 64) * 8  # whole bytes, and the scales aligned
+        self._code_bytes = -(-capacity * bits // 128) * 16  # the scales aligned as devices read best
         self.nbytes = -(-(self._code_bytes + 2 * len(self._starts)) // 4) * 4
 
     def write(self, indices: Tensor, values: Tensor, field: Tensor, echo: bool = True) -> Tensor:
@@ -213,8 +215,9 @@ def fill(field: Tensor, entries: Tensor) -> None:
 def scale_edges(edges: Sequence[int], entries: Sequence[int] | None, capacity: int) -> Sequence[int]:
     """Where the parts of a span begin and end whose values share a scale.
 
-    They hold about 128 entries each, and none has entries of two tensors, whose gradients may differ in size by orders
-    of magnitude. Where the entries of each tensor are known its parts do not depend on the other tensors of the span.
+    They are a power of two of elements, so that devices find the part of an element with a shift, hold about 128 entries
+    each, and none has entries of two tensors, whose gradients may differ in size by orders of magnitude. Where the
+    entries of each tensor are known its parts do not depend on the other tensors of the span.
 
     Args:
         edges: Where the tensors begin and end.
@@ -227,7 +230,7 @@ def scale_edges(edges: Sequence[int], entries: Sequence[int] | None, capacity: i
         if entries is None
         else [(stop - start, own) for (start, stop), own in zip(runs, entries, strict=True)]
     )
-    lengths = [max(_SHARING, _SHARING * numel // max(1, own)) for numel, own in ratios]
+    lengths = [1 << max(_SHARING, round(_SHARING + math.log2(max(numel, 1) / max(own, 1)))) for numel, own in ratios]
     starts = [np.arange(start, stop, length) for (start, stop), length in zip(runs, lengths, strict=True)]
     return [*np.concatenate([np.empty(0, np.int64), *starts]).tolist(), edges[-1]]
 
