@@ -25,8 +25,12 @@ from lightning_safusion.comm.wire.codec import Codec
 from lightning_safusion.kernels import cpu as native
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // 8) * 8  # a float64 lane can only be viewed at a multiple of its size
+# Fields begin where devices read 16 bytes at once, messages where a line of their caches does.
+_FIELD, _MESSAGE = 16, 128
+
+
+def _aligned(nbytes: int, to: int = _FIELD) -> int:
+    return -(-nbytes // to) * to
 
 
 class SparseAllGather(StreamOrderedExchange):
@@ -55,7 +59,7 @@ class SparseAllGather(StreamOrderedExchange):
         self._offsets = list(accumulate(sizes, initial=0))
         coded = 0 if codec is None else codec.nbytes
         self._selection = slice(self._offsets[-1], self._offsets[-1] + coded)
-        self.bytes_sent = self._offsets[-1] + _aligned(coded)
+        self.bytes_sent = _aligned(self._offsets[-1] + coded, _MESSAGE)
         self.bytes_received = self.bytes_sent * (workers - 1)
         # zeros, not empty: alignment gaps are sent too, and every byte that is sent is written
         self._send = torch.zeros(self.bytes_sent, dtype=torch.uint8, device=device)
