@@ -1,6 +1,6 @@
 /* Positions by Elias and Fano: quotients in unary (the high bits), remainders in binary (the low ones). A bucket is 2^l
- * elements of one tensor, and has a 1 for each of its entries, then a 0: entry e of bucket b is bit e + b. A region is 512
- * buckets of one tensor; ranks are the entries before each. */
+ * elements of one tensor, and has a 1 for each of its entries, then a 0: entry e of bucket b is bit e + b. A region is
+ * 512 buckets of one tensor; ranks are the entries before each. */
 #include "messages.h"
 
 #define REGION 9 /* buckets of a region, as a power of two */
@@ -67,22 +67,25 @@ static inline uint64_t joined(const uint8_t *four, int64_t bits)
     return (word & two) | (uint64_t)(word >> 16 & two) << 2 * bits;
 }
 
-/* The entries of a run up to `end`; compiled for each kind of positions. */
-static inline __attribute__((always_inline)) void write_run(struct written *to, const void *positions, int64_t end,
-                                                            const struct run *run, int64_t low_bits, uint64_t *high,
-                                                            uint32_t *low, const int64_t position_bits)
+/* The entries of a run up to `end`, and whether they ascend in it; compiled for each kind of positions. */
+static inline __attribute__((always_inline)) int write_run(struct written *to, const void *positions, int64_t end,
+                                                           const struct run *run, int64_t low_bits, uint64_t *high,
+                                                           uint32_t *low, const int64_t position_bits)
 {
-    const int64_t mask = (INT64_C(1) << low_bits) - 1;
+    const int64_t mask = (INT64_C(1) << low_bits) - 1, last = run->stop - run->start - 1;
     struct written now = *to;
-    int64_t at[FEW];
+    int64_t at[FEW], xs[FEW + 1], wrong = 0; /* of elements of the run, the first is that before */
     uint8_t narrow[FEW];
+    xs[0] = -1;
     while (now.entry < end) {
         const int64_t number = end - now.entry < FEW ? end - now.entry : FEW, first = now.entry + run->bucket;
         for (int64_t i = 0; i < number; i++) {
-            const int64_t x = position_of(positions, position_bits, now.entry + i) - run->start;
+            const int64_t x = xs[i + 1] = position_of(positions, position_bits, now.entry + i) - run->start;
             at[i] = first + i + (x >> low_bits);
             narrow[i] = (uint8_t)(x & mask);
         }
+        for (int64_t i = 0; i < number; i++) wrong |= (xs[i + 1] - 1 - xs[i]) | (last - xs[i + 1]); /* negative */
+        if (wrong < 0) return 0;
         for (int64_t i = 0; i < number; i++) {
             if (at[i] >> 6 != now.word_at) {
                 high[now.word_at] = now.word;
@@ -93,24 +96,24 @@ static inline __attribute__((always_inline)) void write_run(struct written *to, 
         }
         int64_t i = 0;
         for (; low_bits <= 8 && i + 4 <= number; i += 4) append(&now, low, joined(narrow + i, low_bits), 4 * low_bits);
-        for (; i < number; i++) {
-            const int64_t x = position_of(positions, position_bits, now.entry + i) - run->start;
-            append(&now, low, (uint64_t)(x & mask), low_bits);
-        }
+        for (; i < number; i++) append(&now, low, (uint64_t)(xs[i + 1] & mask), low_bits);
         now.entry += number;
+        xs[0] = xs[number];
     }
     *to = now;
+    return 1;
 }
 
-/* Positions ascend, and lie in runs. Fields are whole words, of 64 bits and of 32. */
-CLONES void safusion_elias_fano(const void *positions, int64_t position_bits, int64_t size, const struct run *runs,
-                                int64_t run_count, int64_t low_bits, uint32_t *ranks, int64_t rank_words,
-                                uint64_t *high, int64_t high_words, uint32_t *low, int64_t low_words)
+/* Fields are whole words, of 64 bits and of 32. Returns whether positions ascend and lie in runs. */
+CLONES int64_t safusion_elias_fano(const void *positions, int64_t position_bits, int64_t size, const struct run *runs,
+                                   int64_t run_count, int64_t low_bits, uint32_t *ranks, int64_t rank_words,
+                                   uint64_t *high, int64_t high_words, uint32_t *low, int64_t low_words)
 {
     struct written to = {0};
+    int sound = 1;
     memset(high, 0, sizeof *high * (size_t)high_words);
     memset(ranks, 0, sizeof *ranks * (size_t)rank_words);
-    for (const struct run *run = runs; run < runs + run_count; run++) {
+    for (const struct run *run = runs; sound && run < runs + run_count; run++) {
         const int64_t regions = regions_of(run, low_bits);
         int64_t end = to.entry;
         for (int64_t region = 0; region < regions; region++) {
@@ -119,11 +122,12 @@ CLONES void safusion_elias_fano(const void *positions, int64_t position_bits, in
             end = entry_at(positions, position_bits, end, size, next < run->stop ? next : run->stop);
         }
         ranks[run->region + regions] = (uint32_t)end;
-        if (position_bits == 32) write_run(&to, positions, end, run, low_bits, high, low, 32);
-        else write_run(&to, positions, end, run, low_bits, high, low, 64);
+        if (position_bits == 32) sound = write_run(&to, positions, end, run, low_bits, high, low, 32);
+        else sound = write_run(&to, positions, end, run, low_bits, high, low, 64);
     }
     if (to.entry) high[to.word_at] = to.word;
     for (; to.low_at < low_words; to.bits >>= 32) low[to.low_at++] = (uint32_t)to.bits;
+    return sound && to.entry == size;
 }
 
 /* The last run that begins at a position, or before it. */
@@ -165,79 +169,100 @@ static void go_to_part(struct products *products, const struct message *from, in
         products->of[code] = products->levels[code] * scale * factor;
 }
 
-/* What a message has of the elements [from_x, to_x) of a run; compiled for each kind of values, and for so many entries
- * at once that their low bits are in one word. Here y are elements from from_x on. */
-static inline __attribute__((always_inline)) int add_run(const struct message *from, const struct run *run,
-                                                         int64_t from_x, int64_t to_x, float factor,
-                                                         float *restrict target, struct products *products,
-                                                         const int64_t value_bits, const int64_t together)
+/* Where the decoding of a run is. Elements count from the first that is wanted, `from_x` of the run. */
+struct reading {
+    const struct message *from;
+    const struct run *run;
+    float *target, factor;
+    struct products *products;
+    int64_t from_x, size;     /* of what is wanted */
+    int64_t limit;            /* elements that need no other part's scale, and are wanted */
+    int64_t entry, bucket;    /* the next entry, and the bucket that a 1 in the first bit of the word would mean */
+    int64_t before, disorder; /* the latest element; negative as soon as one was not behind that before it */
+    uint64_t word;            /* high bits of the next entries */
+};
+
+/* The next entries. Returns 0 behind what is wanted. */
+static inline __attribute__((always_inline)) int add_entries(struct reading *at, int64_t number,
+                                                             const int64_t value_bits)
 {
-    const uint32_t *ranks = (const uint32_t *)(intptr_t)from->ends;
-    const void *high = (const void *)(intptr_t)from->offsets, *low = (const void *)(intptr_t)from->low;
+    const struct message *from = at->from;
     const void *values = (const void *)(intptr_t)from->values;
-    const int64_t low_bits = from->low_bits, buckets = buckets_of(run, low_bits), bits = from->value_bits & 7;
-    const int64_t origin = run->start + from_x, size = to_x - from_x;
+    const int64_t low_bits = from->low_bits, bits = value_bits == 4 ? 4 : from->value_bits & 7;
     const uint64_t mask = (UINT64_C(1) << low_bits) - 1, codes = (UINT64_C(1) << bits) - 1;
-    const float *own = products->of;
-    int64_t limit = value_bits < 16 ? up_to(products->next - origin, size) : size;
-    for (int64_t region = from_x >> (low_bits + REGION); region <= (to_x - 1) >> (low_bits + REGION); region++) {
-        const int64_t first_bucket = region << REGION, last = ranks[run->region + region + 1];
-        const int64_t stop = buckets - first_bucket < 1 << REGION ? buckets : first_bucket + (1 << REGION);
-        int64_t entry = ranks[run->region + region], bit = entry + run->bucket + first_bucket;
-        int64_t before = (first_bucket << low_bits) - from_x - 1, disorder = 0;
-        const int64_t end = last + run->bucket + stop;
-        if (last > from->room) return 0;
-        while (entry < last) {
-            const int64_t width = up_to(end - bit, STEP);
-            uint64_t word = bits_from(high, bit) & ((UINT64_C(1) << width) - 1);
-            const int64_t found = __builtin_popcountll(word);
-            int64_t bucket = bit - run->bucket - entry; /* that of a 1 in the first bit */
-            if (width == 0 || entry + found > last) return 0; /* not as many as the ranks say */
-            /* all of them lie before the bucket of the first element */
-            if (bucket + width - found < from_x >> low_bits || found == 0) {
-                entry += found;
-                bit += width;
-                continue;
-            }
-            uint64_t lows = bits_from(low, entry * low_bits);
-            uint64_t coded = value_bits < 16 ? bits_from(values, entry * bits) : 0;
-#define ENTRIES(NUMBER)                                                                                             \
-    for (int64_t i = 0; i < NUMBER; i++, entry++, word &= word - 1, lows >>= low_bits, coded >>= bits) {            \
-        const int64_t y = ((bucket-- + __builtin_ctzll(word)) << low_bits) + (int64_t)(lows & mask) - from_x;       \
-        disorder |= y - 1 - before; /* negative if y is not larger */                                               \
-        before = y;                                                                                                 \
-        if ((uint64_t)y >= (uint64_t)limit) {                                                                       \
-            if (y < 0) continue;                                                                                    \
-            if (y >= size) return disorder >= 0 && y < run->stop - origin;                                          \
-            go_to_part(products, from, origin + y, factor);                                                         \
-            limit = up_to(products->next - origin, size);                                                           \
-        }                                                                                                           \
-        if (value_bits == 32) target[y] += ((const float *)values)[entry] * factor;                                 \
-        else if (value_bits == 16)                                                                                  \
-            target[y] += as_float((uint32_t)((const uint16_t *)values)[entry] << 16) * factor;                      \
-        else target[y] += own[coded & codes];                                                                       \
-    }
-            const uint64_t all = word;
-            if (found >= together) { ENTRIES(together) }
-            else { ENTRIES(found) }
-            bit += word ? 64 - __builtin_clzll(all ^ word) : width;
+    uint64_t lows = bits_from((const void *)(intptr_t)from->low, at->entry * low_bits);
+    uint64_t coded = value_bits < 16 ? bits_from(values, at->entry * bits) : 0;
+    for (int64_t i = 0; i < number; i++, at->word &= at->word - 1, lows >>= low_bits, coded >>= bits) {
+        const int64_t entry = at->entry++, bucket = at->bucket-- + __builtin_ctzll(at->word);
+        const int64_t y = (bucket << low_bits) + (int64_t)(lows & mask) - at->from_x;
+        at->disorder |= y - 1 - at->before;
+        at->before = y;
+        if ((uint64_t)y >= (uint64_t)at->limit) {
+            const int64_t origin = at->run->start + at->from_x;
+            if (y < 0) continue;
+            if (y >= at->size) return 0;
+            go_to_part(at->products, from, origin + y, at->factor);
+            at->limit = up_to(at->products->next - origin, at->size);
         }
-        if (disorder < 0) return 0;
+        if (value_bits == 32) at->target[y] += ((const float *)values)[entry] * at->factor;
+        else if (value_bits == 16)
+            at->target[y] += as_float((uint32_t)((const uint16_t *)values)[entry] << 16) * at->factor;
+        else at->target[y] += at->products->of[coded & codes];
     }
     return 1;
 }
 
-#define TOGETHER(VALUES)                                                                               \
-    if (from->low_bits <= STEP / 8) return add_run(from, run, from_x, to_x, factor, target, products, VALUES, 8);  \
-    if (from->low_bits <= STEP / 4) return add_run(from, run, from_x, to_x, factor, target, products, VALUES, 4);  \
-    return add_run(from, run, from_x, to_x, factor, target, products, VALUES, 2)
-
-CLONES static int add_values(const struct message *from, const struct run *run, int64_t from_x, int64_t to_x,
-                             float factor, float *target, struct products *products)
+/* What a message has of a run, and whether it is sound; compiled for each kind of values, and for so many entries at once
+ * that their low bits are in one word. */
+static inline __attribute__((always_inline)) int add_run(struct reading *shared, const int64_t value_bits,
+                                                         const int64_t together)
 {
-    if (from->value_bits == 32) { TOGETHER(32); }
-    if (from->value_bits == 16) { TOGETHER(16); }
-    TOGETHER(4);
+    struct reading at = *shared;
+    const struct run *run = at.run;
+    const uint32_t *ranks = (const uint32_t *)(intptr_t)at.from->ends;
+    const int64_t low_bits = at.from->low_bits, buckets = buckets_of(run, low_bits), origin = run->start + at.from_x;
+    const int64_t last_region = (at.from_x + at.size - 1) >> (low_bits + REGION);
+    at.limit = value_bits < 16 ? up_to(at.products->next - origin, at.size) : at.size;
+    for (int64_t region = at.from_x >> (low_bits + REGION); region <= last_region; region++) {
+        const int64_t first_bucket = region << REGION, last = ranks[run->region + region + 1];
+        const int64_t stop = buckets - first_bucket < 1 << REGION ? buckets : first_bucket + (1 << REGION);
+        const int64_t end = last + run->bucket + stop;
+        if (last > at.from->room) return 0;
+        at.entry = ranks[run->region + region];
+        at.before = (first_bucket << low_bits) - at.from_x - 1;
+        at.disorder = 0;
+        for (int64_t bit = at.entry + run->bucket + first_bucket; at.entry < last;) {
+            const int64_t width = up_to(end - bit, STEP);
+            const uint64_t all = bits_from((const void *)(intptr_t)at.from->offsets, bit) & ((UINT64_C(1) << width) - 1);
+            const int64_t found = __builtin_popcountll(all);
+            if (width == 0 || at.entry + found > last) return 0; /* not as many as the ranks say */
+            at.word = all;
+            at.bucket = bit - run->bucket - at.entry;
+            if (found == 0 || at.bucket + width - found < at.from_x >> low_bits) { /* none is wanted */
+                at.entry += found;
+                bit += width;
+                continue;
+            }
+            if (!add_entries(&at, found < together ? found : together, value_bits))
+                return at.disorder >= 0 && at.before < run->stop - origin;
+            bit += at.word ? 64 - __builtin_clzll(all ^ at.word) : width;
+        }
+        if (at.disorder < 0) return 0;
+    }
+    return 1;
+}
+
+#define ADD_RUN(VALUE_BITS)                                               \
+    return at->from->low_bits <= STEP / 8   ? add_run(at, VALUE_BITS, 8) \
+           : at->from->low_bits <= STEP / 4 ? add_run(at, VALUE_BITS, 4) \
+                                            : add_run(at, VALUE_BITS, 2)
+
+CLONES static int add_any_run(struct reading *at)
+{
+    if (at->from->value_bits == 32) ADD_RUN(32);
+    if (at->from->value_bits == 16) ADD_RUN(16);
+    if (at->from->value_bits == 4) ADD_RUN(4); /* the usual ones: shifts by a constant take less time */
+    ADD_RUN(1);
 }
 
 int add_elias_fano(const struct message *from, int64_t start, int64_t size, float factor, float *target)
@@ -255,8 +280,9 @@ int add_elias_fano(const struct message *from, int64_t start, int64_t size, floa
     for (const struct run *run = run_of(from, start); run < end && run->start < start + size; run++) {
         const int64_t from_x = start > run->start ? start - run->start : 0;
         const int64_t to_x = (start + size < run->stop ? start + size : run->stop) - run->start;
-        if (from_x >= to_x) continue;
-        if (!add_values(from, run, from_x, to_x, factor, target + (run->start + from_x - start), &products)) return 0;
+        struct reading at = {
+            from, run, target + (run->start + from_x - start), factor, &products, from_x, to_x - from_x, 0, 0, 0, 0, 0, 0};
+        if (at.size > 0 && !add_any_run(&at)) return 0;
     }
     return 1;
 }

@@ -42,6 +42,7 @@ _KINDS = {"a": _Array, "p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_
 _RETURNING = {
     "add": "ppppfapaaipippaaia",
     "add_message": "aifa",
+    "elias_fano": "aiiaiiaiaiai",
     "survey": "aaaipippaaia",
     "keep_above": "aaaaia",
     "keep_largest": "aaaaai",
@@ -52,7 +53,6 @@ _RETURNING = {
     "values": "aiaiiaiaa",
 }
 _OTHERS = {
-    "elias_fano": "aiiaiiaiaiai",
     "follow": "aaaaai",
     "kth_largest": "aaaaiia",
     "largest": "aaaia",

@@ -223,10 +223,14 @@ def write_elias_fano(positions: np.ndarray, runs: np.ndarray, low_bits: int, int
         runs: int64 [T, 4], where each begins and ends, and the buckets and regions before it.
         low_bits: Of a position in its bucket.
         into: Fields.
+
+    Raises:
+        ValueError: If positions do not ascend, or lie in no run.
     """
     described = positions, 8 * positions.itemsize, len(positions), runs, len(runs), low_bits
     ranks, high, low = into
-    kernels().safusion_elias_fano(*described, ranks, len(ranks), high, len(high), low, len(low))
+    if not kernels().safusion_elias_fano(*described, ranks, len(ranks), high, len(high), low, len(low)):
+        raise ValueError("a selection's positions do not ascend, or lie in tensors that have no quota")
 
 
 def number_marked(bitmap: np.ndarray) -> int:
