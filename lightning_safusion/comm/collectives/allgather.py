@@ -24,7 +24,6 @@ from lightning_safusion.comm.transport.interface import Transport, Work
 from lightning_safusion.comm.wire.codec import Codec
 from lightning_safusion.kernels import cpu as native
 
-
 # Fields begin where devices read 16 bytes at once, messages where a line of their caches does.
 _FIELD, _MESSAGE = 16, 128
 

@@ -116,7 +116,7 @@ class EliasFanoCodec(Codec):
         ranks, high, low, values = fields
         positions = positions_to_write(selection, padding=self.numel)
         if native.serves(positions):
-            native.write_elias_fano(positions.numpy(), self._described, self.low, self._arrays(fields))
+            native.write_elias_fano(positions.numpy(), self.numel, self._described, self.low, self._arrays(fields))
             return self._write_values(selection, values, echo)
         tables, positions = self._tables(positions.device), positions.long()
         run = torch.searchsorted(tables.starts, positions, right=True).sub_(1).clamp_(min=0)
@@ -155,7 +155,7 @@ class EliasFanoCodec(Codec):
             exact = isinstance(count, int) and count == entries <= self.capacity
             if echo or not exact or not native.serves(positions, selection.values):
                 return self.encode(selection, memory, echo=echo)
-            native.write_elias_fano(positions.numpy(), self._described, self.low, arrays)
+            native.write_elias_fano(positions.numpy(), self.numel, self._described, self.low, arrays)
             rest.zero_()
             if codes is not None:
                 values.zero_()

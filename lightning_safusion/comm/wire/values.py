@@ -215,7 +215,7 @@ def fill(field: Tensor, entries: Tensor) -> None:
 def scale_edges(edges: Sequence[int], entries: Sequence[int] | None, capacity: int) -> Sequence[int]:
     """Where the parts of a span begin and end whose values share a scale.
 
-    They are a power of two of elements, so that devices find the part of an element with a shift, hold about 128 entries
+    They are a power of two of elements, so that devices find that of an element with a shift, hold about 128 entries
     each, and none has entries of two tensors, whose gradients may differ in size by orders of magnitude. Where the
     entries of each tensor are known its parts do not depend on the other tensors of the span.
 

@@ -104,9 +104,10 @@ static inline __attribute__((always_inline)) int write_run(struct written *to, c
     return 1;
 }
 
-/* Fields are whole words, of 64 bits and of 32. Returns whether positions ascend and lie in runs. */
-CLONES int64_t safusion_elias_fano(const void *positions, int64_t position_bits, int64_t size, const struct run *runs,
-                                   int64_t run_count, int64_t low_bits, uint32_t *ranks, int64_t rank_words,
+/* Fields are whole words, of 64 bits and of 32. Returns whether positions below a number ascend and lie in runs; what is
+ * behind it is left out. */
+CLONES int64_t safusion_elias_fano(const void *positions, int64_t position_bits, int64_t size, int64_t below,
+                                   const struct run *runs, int64_t run_count, int64_t low_bits, uint32_t *ranks, int64_t rank_words,
                                    uint64_t *high, int64_t high_words, uint32_t *low, int64_t low_words)
 {
     struct written to = {0};
@@ -127,7 +128,7 @@ CLONES int64_t safusion_elias_fano(const void *positions, int64_t position_bits,
     }
     if (to.entry) high[to.word_at] = to.word;
     for (; to.low_at < low_words; to.bits >>= 32) low[to.low_at++] = (uint32_t)to.bits;
-    return sound && to.entry == size;
+    return sound && (to.entry == size || position_of(positions, position_bits, to.entry) >= below);
 }
 
 /* The last run that begins at a position, or before it. */

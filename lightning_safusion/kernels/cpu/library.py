@@ -42,7 +42,7 @@ _KINDS = {"a": _Array, "p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_
 _RETURNING = {
     "add": "ppppfapaaipippaaia",
     "add_message": "aifa",
-    "elias_fano": "aiiaiiaiaiai",
+    "elias_fano": "aiiiaiiaiaiai",
     "survey": "aaaipippaaia",
     "keep_above": "aaaaia",
     "keep_largest": "aaaaai",

@@ -215,11 +215,12 @@ class EliasFano(NamedTuple):
     low: np.ndarray
 
 
-def write_elias_fano(positions: np.ndarray, runs: np.ndarray, low_bits: int, into: EliasFano) -> None:
+def write_elias_fano(positions: np.ndarray, below: int, runs: np.ndarray, low_bits: int, into: EliasFano) -> None:
     """Writes every byte of the fields.
 
     Args:
         positions: int32 or int64 [K], ascending, each in a run.
+        below: Positions from this number on are padding.
         runs: int64 [T, 4], where each begins and ends, and the buckets and regions before it.
         low_bits: Of a position in its bucket.
         into: Fields.
@@ -227,7 +228,7 @@ def write_elias_fano(positions: np.ndarray, runs: np.ndarray, low_bits: int, int
     Raises:
         ValueError: If positions do not ascend, or lie in no run.
     """
-    described = positions, 8 * positions.itemsize, len(positions), runs, len(runs), low_bits
+    described = positions, 8 * positions.itemsize, len(positions), below, runs, len(runs), low_bits
     ranks, high, low = into
     if not kernels().safusion_elias_fano(*described, ranks, len(ranks), high, len(high), low, len(low)):
         raise ValueError("a selection's positions do not ascend, or lie in tensors that have no quota")

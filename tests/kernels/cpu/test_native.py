@@ -239,7 +239,7 @@ def test_damaged_positions_are_refused_and_write_nowhere_else(values: str, field
     codec.encode(Selection(indices, torch.ones(8_000), 8_000), whole)
     begin = sum(codec.field_bytes[: 1 + (field == "low")])
     size = codec.field_bytes[1 + (field == "low")]
-    refused = 0
+    refused: list[str] = []
     for seed in range(50):
         generator = torch.Generator().manual_seed(seed)
         message = whole.clone()
@@ -252,11 +252,11 @@ def test_damaged_positions_are_refused_and_write_nowhere_else(values: str, field
         try:
             native.mean_into(grads, Parts.between(edges), reading(read()), 1.0)
         except ValueError as error:
-            assert "damaged" in str(error)
-            refused += 1
+            refused.append(str(error))
         assert (room[:32] == 7).all()
         assert (room[-32:] == 7).all()
-    assert refused > 40 or field == "low"
+    assert all("damaged" in each for each in refused)
+    assert len(refused) > (10 if field == "low" else 40)
 
 
 def test_what_was_sent_is_taken_out_in_turn() -> None:
