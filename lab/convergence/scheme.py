@@ -45,6 +45,7 @@ class Scheme:
         beta2: In place of the task's, of AdamW.
         select_by: Units in which elements are compared.
         frozen: Share of the steps after which AdamW's second moment stays as it is; 0: never.
+        collective: How selections reach all workers; sparse at any cost, since compression is compared.
 
     Raises:
         ValueError: If a value is out of its range, or the parts do not go together.
@@ -67,6 +68,7 @@ class Scheme:
     beta2: float | None = None
     select_by: SelectBy = "gradient"
     frozen: float = 0.0
+    collective: str = "allgather"
 
     def __post_init__(self) -> None:
         if self.method not in get_args(Method):
@@ -122,7 +124,7 @@ class Scheme:
             memory=make_part(self.memory, _memory),
             scope="group" if self.method == "behind" else "tensor",
             quota=self.method if self.method in ("auto", "shared", "pooled") else "proportional",
-            collective="allgather",  # sparse at any cost: compression is compared
+            collective=self.collective,
             wire=self.wire,
             select_by="auto" if self.method == "auto" else self.select_by,
         )

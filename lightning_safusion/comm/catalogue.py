@@ -14,6 +14,7 @@ from lightning_safusion.comm.collectives.gtopk import GTopKExchange
 from lightning_safusion.comm.collectives.hierarchical import HierarchicalExchange, NodeTransports
 from lightning_safusion.comm.collectives.hybrid import HybridExchange
 from lightning_safusion.comm.collectives.ok_allreduce import OkTopkExchange
+from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.cost import CollectiveChoice
 from lightning_safusion.comm.exchange import Exchange, SpanSpec, StreamOrderedExchange
 from lightning_safusion.comm.transport.interface import Transport
@@ -142,6 +143,10 @@ def _oktopk(buffer: SparseBuffer, over: Communicators) -> Exchange:
     return OkTopkExchange(buffer.spec, over.main, buffer.device, buffer.wire, buffer.dtype)
 
 
+def _sharded(buffer: SparseBuffer, over: Communicators) -> Exchange:
+    return ShardedExchange(buffer.spec, over.main, buffer.device, buffer.wire, buffer.dtype, buffer.segments)
+
+
 def _gtopk(buffer: SparseBuffer, over: Communicators) -> Exchange:
     return GTopKExchange(buffer.spec, over.main, buffer.device, buffer.codec)
 
@@ -153,6 +158,7 @@ COLLECTIVES: dict[str, Collective] = {
     "hybrid": Collective(HybridExchange, _hybrid, dense_lane=True),
     "hierarchical": Collective(HierarchicalExchange, _hierarchical, levels=True),
     "allreduce": Collective(SparseAllGather, _allgather, choice="allreduce"),
+    "sharded": Collective(ShardedExchange, _sharded),
     "oktopk": Collective(OkTopkExchange, _oktopk),
     "gtopk": Collective(GTopKExchange, _gtopk),
 }

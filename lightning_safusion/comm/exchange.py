@@ -16,7 +16,8 @@ from torch import Tensor
 
 from lightning_safusion.comm.transport.interface import Transport, Work
 from lightning_safusion.kernels import cpu as native
-from lightning_safusion.sparsify.base import Selection
+from lightning_safusion.sparsify.base import Segments, Selection
+from lightning_safusion.sparsify.selection.units import SpanUnits
 from lightning_safusion.sparsify.selection.view import device_constant
 
 #: Zeroing only what was written is cheaper than zeroing the span until about a quarter of it was written.
@@ -76,12 +77,14 @@ class Part:
         flags: uint8 [T] of :class:`TensorFlag`, on the span's device.
         absent: Tensors of which this rank sends nothing, 0 to T - 1.
         notices: Bits of :class:`Notice` for all ranks.
+        units: Elements are compared in these; None: as they are. For collectives that select again.
     """
 
     selection: Selection | None
     flags: Tensor
     absent: Sequence[int] = ()
     notices: int = 0
+    units: SpanUnits | None = None
 
 
 @dataclass(frozen=True)
@@ -143,6 +146,7 @@ class Exchange(ABC):
         device: Where the span lives.
 
     Attributes:
+        segments: The cut that it needs in place of the buffer's own; None: that of the buffer.
         bytes_sent: Bytes that this rank gave to the collectives of its last exchange; a piece for all ranks counts
             once.
         bytes_received: Bytes that it received from others, dense pieces by the closed form of the collective.
@@ -163,6 +167,7 @@ class Exchange(ABC):
         self.spec = spec
         self.transport = transport
         self.device = device
+        self.segments: Segments | None = None
         self.bytes_sent = self.bytes_received = 0
         nonempty = [t for t in range(spec.num_tensors) if spec.edges[t] < spec.edges[t + 1]]
         self._nonempty = device_constant(np.array(nonempty, np.int64), device)

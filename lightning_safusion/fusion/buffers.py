@@ -72,6 +72,8 @@ class Buffer:
         """Finds elements while gradients are added; None where nothing is selected from what is in host memory."""
         if self.history is None or self.exchange.selects_itself or self.device.type != "cpu":
             return None
+        if self.exchange.segments is not None:  # tensors are cut
+            return None
         return Foresight(self.history, self.edges)
 
     @cached_property
@@ -111,8 +113,11 @@ class Buffer:
         """The cut without these tensors; that without early ones alone is the same in every step."""
 
         def cut() -> History:
-            skip = np.zeros(len(history.segments), bool)
+            skip = np.zeros(len(self.sizes), bool)
             skip[[*absent, *early]] = True
+            if self.exchange.segments is not None:
+                starts = history.segments.edges[:-1]
+                skip = skip[np.searchsorted(self.edges, starts, side="right") - 1]
             return History(history.segments.skipping(skip))
 
         return cut() if absent else self.constant(("without", *sorted(early)), cut)

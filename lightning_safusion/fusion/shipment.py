@@ -20,6 +20,7 @@ from lightning_safusion.fusion.events import Mark
 from lightning_safusion.fusion.window import Rounding, Scratch, Window, compensate, deliver, marked
 from lightning_safusion.sparsify.base import Selection
 from lightning_safusion.sparsify.selection.survey import Selector
+from lightning_safusion.sparsify.selection.units import SpanUnits
 from lightning_safusion.sparsify.selection.view import device_constant
 
 _FRESH, _BYPASS = int(TensorFlag.FRESH), int(TensorFlag.BYPASS)
@@ -65,6 +66,7 @@ class Shipment:
         self.range: Callable[[str], AbstractContextManager[object]] = nullcontext
         if window.profiled:
             self.range = partial(_range, buffer.title)
+        self.units: SpanUnits | None = None  #: in which elements are compared
         self._packed: np.ndarray | Selection | None = None
         # the moments of BufferEvents; NaN while unknown
         self.closed: Mark = window.mark()
@@ -85,6 +87,7 @@ class Shipment:
             known: uint8 [T], their flags.
         """
         self.stage = Stage.FILLED
+        self.units = self.buffer.units(selector)
         if self.window.error is not None:
             return
         try:
@@ -102,7 +105,7 @@ class Shipment:
         buffer, window, foresight = self.buffer, self.window, self.buffer.foresight
         if foresight is None or window.scale is not None:
             return False
-        units = buffer.units(selector)
+        units = self.units
         if units is None:
             wanted = foresight.wanted()
         elif (weights := units.weights()) is None:
@@ -144,7 +147,8 @@ class Shipment:
         if self.flags is not None:
             try:
                 self.selected = self.window.mark()
-                self.buffer.exchange.encode(self.buffer.span, Part(self.selection, self.flags, self.absent, notices))
+                part = Part(self.selection, self.flags, self.absent, notices, self.units)
+                self.buffer.exchange.encode(self.buffer.span, part)
                 if self.selection is not None:
                     # on the host the message holds the rest; a device would be waited for
                     on_host = self.buffer.device.type == "cpu"

@@ -190,6 +190,7 @@ class GradientSpace:
             exchange = self._collective.build(sparse, self._communicators)
         if group in self._restored:
             exchange.load_state_dict(self._restored.pop(group))
+        segments = exchange.segments or segments
         return Buffer(group, layout, self.memory, segments, exchange, dense, settings.scope == "group")
 
     def _opened_stream(self) -> Stream:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import ClassVar
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.wire.codec import Codec, Inbox, Outbox, Reader, blocks_of, check_order, positions_to_write
+from lightning_safusion.comm.wire.codec import Codec, Inbox, Reader, blocks_of, check_order, positions_to_write
 from lightning_safusion.comm.wire.values import fill
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.kernels.cuda import serves
@@ -23,6 +23,7 @@ class BlockCodec(Codec):
     Ascending positions are already in the order of the blocks, so that both directions are a few element-wise passes.
     """
 
+    value_field = 1
     offset_bits: ClassVar[int]
     offset_dtype: ClassVar[torch.dtype]
     count_dtype: ClassVar[torch.dtype]
@@ -42,9 +43,7 @@ class BlockCodec(Codec):
         # Padding lies behind the last block: it is counted in no block, and its low bits are 0.
         positions = positions_to_write(selection, padding=self.blocks << self.offset_bits)
         if native.serves(positions):
-            counts, every = header.view(self.count_dtype).numpy(), self._offsets(offsets)
-            native.write_offsets(positions.numpy(), counts[: self.blocks], every)
-            counts[self.blocks :], every[len(positions) :] = 0, 0
+            self.placer(fields)(positions.numpy())
         else:
             edges = torch.arange(self.blocks + 1, device=positions.device) << self.offset_bits
             fill(header.view(self.count_dtype), torch.searchsorted(positions.long(), edges).diff())
@@ -97,31 +96,15 @@ class BlockCodec(Codec):
             native.check_entries(int(ends[..., -1].max()), self.capacity)
             native.check_entries(int(counts.min()), self.capacity)
 
-    def outbox(self, memory: Tensor) -> Outbox:
-        if not memory.is_cpu:
-            return super().outbox(memory)
-        # the views of the fields are made once
-        header, field, offsets, rest = self._fields(memory)
-        counts, every, codes = header.view(self.count_dtype).numpy(), self._offsets(offsets), self.field.codes(field)
+    def placer(self, fields: Sequence[Tensor]) -> Callable[[np.ndarray], None]:
+        counts, every = fields[0].view(self.count_dtype).numpy(), self._offsets(fields[2])
         numbers, unused = counts[: self.blocks], counts[self.blocks :]
 
-        def write(selection: Selection, echo: bool) -> Tensor:
-            positions, values, count = selection.positions, selection.values, selection.count
-            entries = len(positions)
-            exact = isinstance(count, int) and count == entries <= self.capacity
-            if echo or not exact or not native.serves(positions, values):
-                return self.encode(selection, memory, echo=echo)
-            host = positions.numpy()
-            native.write_offsets(host, numbers, every)
-            unused[:], every[entries:] = 0, 0
-            rest.zero_()
-            if codes is not None:
-                field.zero_()
-                if native.quantize(host, values.numpy(), codes):
-                    return values
-            return self.field.write(positions, values, field, False)
+        def place(positions: np.ndarray) -> None:
+            native.write_offsets(positions, numbers, every)
+            unused[:], every[len(positions) :] = 0, 0
 
-        return write
+        return place
 
     def inbox(self, messages: Tensor) -> Inbox | None:
         headers, values, offsets, _ = messages.split(self._split_sizes, dim=1)

@@ -48,6 +48,8 @@ class Codec(ABC):
     """
 
     layout: ClassVar[str]
+    #: Which of the fields has the values.
+    value_field: ClassVar[int]
     #: One launch of a Triton kernel writes a message of floats.
     has_kernel: ClassVar[bool] = True
 
@@ -151,7 +153,32 @@ class Codec(ABC):
 
     def outbox(self, memory: Tensor) -> Outbox:
         """Writes messages into uint8 [nbytes] (4-byte aligned), again in every step."""
-        return lambda selection, echo: self.encode(selection, memory, echo=echo)
+        fields = self._fields(memory)
+        place = self.placer(fields) if memory.is_cpu else None
+        if place is None:
+            return lambda selection, echo: self.encode(selection, memory, echo=echo)
+        values, rest = fields[self.value_field], fields[-1]
+        codes = self.field.codes(values)
+
+        def write(selection: Selection, echo: bool) -> Tensor:
+            positions, count = selection.positions, selection.count
+            exact = isinstance(count, int) and count == len(positions) <= self.capacity
+            if echo or not exact or not native.serves(positions, selection.values):
+                return self.encode(selection, memory, echo=echo)
+            host = positions.numpy()
+            place(host)
+            rest.zero_()
+            if codes is not None:
+                values.zero_()
+                if native.quantize(host, selection.values.numpy(), codes):
+                    return selection.values
+            return self.field.write(positions, selection.values, values, False)
+
+        return write
+
+    def placer(self, fields: Sequence[Tensor]) -> Callable[[np.ndarray], None] | None:
+        """Writes ascending positions into fields on the host, whose views are made once; None if kernels cannot."""
+        return None
 
     @abstractmethod
     def decode_padded(self, message: Tensor) -> tuple[Tensor, Tensor]:

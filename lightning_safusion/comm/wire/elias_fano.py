@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -13,7 +13,6 @@ from torch import Tensor
 from lightning_safusion.comm.wire.codec import (
     Codec,
     Inbox,
-    Outbox,
     Reader,
     blocks_of,
     check_damage,
@@ -63,6 +62,7 @@ class EliasFanoCodec(Codec):
     """
 
     layout = "eliasfano"
+    value_field = 3
     has_kernel = False
 
     def __init__(
@@ -76,7 +76,8 @@ class EliasFanoCodec(Codec):
         super().__init__(numel, capacity, values, edges, runs)
         self._ends = np.array([stop for _, stop in self.runs], np.int64)
         self._starts = np.array([start for start, _ in self.runs], np.int64)
-        self.low = min(range(_MOST_BITS + 1), key=lambda low: sum(self._words(low)))
+        longest = (numel // max(1, capacity)).bit_length() + 2
+        self.low = min(range(min(longest, _MOST_BITS) + 1), key=lambda low: sum(self._words(low)))
         self._buckets = _summed(self._blocks(self.low))
         self._regions = _summed(self._blocks(self.low + _REGION))
         self._on_device: dict[torch.device, _Tables] = {}
@@ -116,7 +117,7 @@ class EliasFanoCodec(Codec):
         ranks, high, low, values = fields
         positions = positions_to_write(selection, padding=self.numel)
         if native.serves(positions):
-            native.write_elias_fano(positions.numpy(), self.numel, self._described, self.low, self._arrays(fields))
+            self.placer(fields)(positions.numpy())
             return self._write_values(selection, values, echo)
         tables, positions = self._tables(positions.device), positions.long()
         run = torch.searchsorted(tables.starts, positions, right=True).sub_(1).clamp_(min=0)
@@ -143,27 +144,9 @@ class EliasFanoCodec(Codec):
         arrays = arrays._replace(ranks=arrays.ranks[: len(self._bucket_of_region)])
         return native.Places.elias_fano(arrays, self._described, self.low, self.capacity)
 
-    def outbox(self, memory: Tensor) -> Outbox:
-        if not memory.is_cpu:
-            return super().outbox(memory)
-        # the views of the fields are made once
-        *fields, values, rest = self._fields(memory)
-        arrays, codes = self._arrays(fields), self.field.codes(values)
-
-        def write(selection: Selection, echo: bool) -> Tensor:
-            positions, entries, count = selection.positions, len(selection.positions), selection.count
-            exact = isinstance(count, int) and count == entries <= self.capacity
-            if echo or not exact or not native.serves(positions, selection.values):
-                return self.encode(selection, memory, echo=echo)
-            native.write_elias_fano(positions.numpy(), self.numel, self._described, self.low, arrays)
-            rest.zero_()
-            if codes is not None:
-                values.zero_()
-                if native.quantize(positions.numpy(), selection.values.numpy(), codes):
-                    return selection.values
-            return self.field.write(positions, selection.values, values, False)
-
-        return write
+    def placer(self, fields: Sequence[Tensor]) -> Callable[[np.ndarray], None]:
+        arrays = self._arrays(fields)
+        return lambda positions: native.write_elias_fano(positions, self.numel, self._described, self.low, arrays)
 
     def reader(self, message: Tensor) -> Reader:
         *fields, values, _ = self._fields(message)

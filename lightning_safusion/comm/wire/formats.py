@@ -39,6 +39,7 @@ class DenseCodec(Codec):
     """The value of every element and no positions: the smallest message at high density."""
 
     layout = "dense"
+    value_field = 0
     has_kernel = False
 
     def __init__(
@@ -88,6 +89,7 @@ class CooCodec(Codec):
     """
 
     layout = "coo"
+    value_field = 2
 
     def __init__(
         self,
@@ -136,6 +138,7 @@ class BitmapCodec(Codec):
     """One bit for every element of the span: smaller than 16-bit offsets above a density of 1/16."""
 
     layout = "bitmap"
+    value_field = 1
 
     @property
     def field_bytes(self) -> tuple[int, ...]:

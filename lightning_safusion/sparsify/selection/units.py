@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -73,6 +74,17 @@ class SpanUnits:
 
     def __init__(self, moments: Sequence[Moment | None], edges: Sequence[int], keys: Tensor) -> None:
         self._moments, self._edges, self.keys = moments, edges, keys
+
+    def within(self, runs: Sequence[tuple[int, int]]) -> SpanUnits:
+        """The units of parts of tensors (where they begin and end in the span), put one behind the other."""
+        moments, edges = [], [0]
+        for start, stop in runs:
+            tensor = bisect_right(self._edges, start) - 1
+            moment, first = self._moments[tensor], start - self._edges[tensor]
+            part = None if moment is None else Moment(moment.values[first : first + stop - start], moment.epsilon)
+            moments.append(part)
+            edges.append(edges[-1] + stop - start)
+        return SpanUnits(moments, edges, self.keys.new_empty(edges[-1]))
 
     def weights(self) -> native.Weights | None:
         """What compiled kernels take; None if they cannot read the moments."""
