@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lion_pytorch import Lion
 from torch import nn
 
 from lightning_safusion import SAFusionStrategy
@@ -294,12 +296,11 @@ def test_what_plain_ddp_would_send_of_wide_gradients_is_counted() -> None:
         assert (reason is not None) == aside
 
 
-@pytest.mark.parametrize("optimizer", ["NAdam", "SGD"])
-def test_that_is_said_once_before_training(optimizer: str) -> None:
+@pytest.mark.parametrize("optimizer", [Lion, torch.optim.NAdam, torch.optim.SGD])
+def test_that_is_said_once_before_training(optimizer: Callable[..., torch.optim.Optimizer]) -> None:
     class Model(TinyClassifier):
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            kind: type[torch.optim.Optimizer] = getattr(torch.optim, optimizer)
-            return kind(self.parameters(), lr=0.01)  # type: ignore[call-arg]  # each takes it
+            return optimizer(self.parameters(), lr=0.01)
 
     def run(rank: int) -> list[str]:
         said: list[str] = []
@@ -309,7 +310,7 @@ def test_that_is_said_once_before_training(optimizer: str) -> None:
         trainer(SAFusionStrategy(density=0.05), max_steps=2).fit(Model(), classification())
         return [text for text in said if "may end with a higher loss" in text]
 
-    assert [len(said) for said in run_launched(2, run)] == [int(optimizer == "NAdam"), 0]
+    assert [len(said) for said in run_launched(2, run)] == [int(optimizer is Lion), 0]
 
 
 class Different(SAFusionStrategy):

@@ -166,7 +166,7 @@ def test_another_optimizer_beside_it_keeps_what_it_has() -> None:
 
         def configure_optimizers(self) -> Any:
             first, *others = self.parameters()
-            return [AdamW([first]), torch.optim.Adagrad(others)]
+            return [AdamW([first]), torch.optim.SGD(others, 0.01)]
 
     def fit(rank: int) -> tuple[int, int]:
         counts = []

@@ -48,10 +48,10 @@ def test_every_system_of_the_strategy_is_a_row() -> None:
     assert set(SYSTEMS) <= set(SIMULATED)
 
 
-def test_four_bits_are_half_a_byte_beside_a_position_of_one() -> None:
+def test_four_bits_are_half_a_byte_beside_a_position_of_five() -> None:
     job = replace(lstm(), density=0.1)
     entry = run("saf-pooled", job).nbytes / (3 * job.entries.sum())
-    assert entry == pytest.approx(1.5, rel=0.1)  # scales, and where blocks begin
+    assert 8 * entry == pytest.approx(4 + 5.25, rel=0.05)  # scales, and ranks
 
 
 @pytest.mark.parametrize("name", ["ddp", "wfbp-dense", "horovod-dense", "mgwfbp", "dear", "easgd"])
