@@ -67,7 +67,8 @@ class SAFusionStrategy(DDPStrategy):
             ``"gaussiank"``, ``"redsync"``, ``"sidco"``, ``"adtopk"``, ``"oktopk"``, ``"none"``, the name of an
             installed one, or a ``Sparsifier``.
         density: Share of the elements to send, in (0, 1], or a ``DensitySchedule``. None: 0.05 where the residual
-            carries the momentum of Adam or AdamW (``memory="auto"``), else 0.1.
+            has a momentum (Adam and its kind with ``memory="auto"``), 0.25 below Lion and others with a momentum of
+            their own, else 0.1; Muon needs a number.
         system: A scheme by name; ``safusion systems`` lists and explains them all. ``"saf-pooled"``, the default, is
             SAFusion with four bits per value, ``quota="auto"``, ``memory="auto"`` and ``select_by="auto"``. Its quota
             rule and wire format change where another argument needs it.
@@ -86,20 +87,20 @@ class SAFusionStrategy(DDPStrategy):
         dense_below: Tensors of fewer elements than this are dense.
         dense_below_ndim: Tensors of fewer dimensions than this are dense; 2: vectors and scalars.
         memory: Error feedback: ``"residual"``, ``"decoupled"`` (the residual is the momentum as well, in place of that
-            of Adam, AdamW or SGD), ``"auto"`` (the latter where that loses less: below Adam and AdamW up to a density
-            of 0.25, below SGD up to 0.02), ``"dgc"`` (momentum correction; plain SGD with it), ``"ef21"`` (the
+            of Adam, AdamW, RAdam or SGD), ``"auto"`` (the latter where that loses less: below Adam and its kind up to a
+            density of 0.25, below SGD up to 0.02), ``"dgc"`` (momentum correction; plain SGD with it), ``"ef21"`` (the
             optimizer gets a dense estimate of the gradient; use Adam with betas=(0.0, ...)), ``"none"``, or a
             ``Memory``.
         collective: ``"auto"`` (dense where that is predicted to be cheaper), ``"allgather"`` (always sparse),
             ``"hybrid"`` (the same, with an all-reduce beside it for dense tensors), ``"hierarchical"`` (dense inside
-            every node, the largest sums of each to the others), ``"allreduce"``, ``"oktopk"`` (sparse all-reduce) or
-            ``"gtopk"`` (tree).
+            every node, the largest sums of each to the others), ``"sharded"`` (sparse to owners and back, whose volume
+            does not grow with the workers), ``"allreduce"``, ``"oktopk"`` (sparse all-reduce) or ``"gtopk"`` (tree).
         wire: ``"auto"`` (lossless), ``"bf16"``, ``"fp16"``, ``"fp32"``, a few bits per value (``"q4"``, ``"q2"``,
             ``"sign"``), or a codec such as ``"block16-bf16"``.
         offload: Select from tensors on a thread of the host, as they become ready, where that delays nothing.
         select_by: Units in which elements are compared: ``"gradient"``; ``"update"``, how far the optimizer would move
             them (gradients divided as by Adam, AdamW, NAdam, RAdam, RMSprop, Adagrad or Adafactor; as they are below
-            others); ``"auto"``, the latter below Adam and AdamW where the memory carries their momentum.
+            others); ``"auto"``, the latter below these and schedule-free ones, where the residual has a momentum.
         transport: Library that carries the bytes: ``"torch"`` (torch.distributed: gloo, NCCL) or ``"horovod"``, in
             processes that horovodrun or mpirun has started.
         kwargs: Every argument of :class:`~lightning.pytorch.strategies.DDPStrategy` and of ``DistributedDataParallel``.

@@ -158,6 +158,8 @@ class Exchange(ABC):
     few_bits: ClassVar[bool] = False
     #: It selects from sums that only it sees: a selection from one rank's part would be thrown away.
     selects_itself: ClassVar[bool] = False
+    #: It cuts tensors into parts with quotas of their own: :attr:`segments`.
+    cuts_tensors: ClassVar[bool] = False
     #: It has a part that needs no selection: :meth:`begin` is called before it.
     begins_early: ClassVar[bool] = False
     #: :meth:`decode` builds its result in the scratch; otherwise that may be empty.

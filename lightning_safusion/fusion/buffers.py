@@ -72,7 +72,7 @@ class Buffer:
         """Finds elements while gradients are added; None where nothing is selected from what is in host memory."""
         if self.history is None or self.exchange.selects_itself or self.device.type != "cpu":
             return None
-        if self.exchange.segments is not None:  # tensors are cut
+        if self.exchange.cuts_tensors:
             return None
         return Foresight(self.history, self.edges)
 
@@ -115,7 +115,7 @@ class Buffer:
         def cut() -> History:
             skip = np.zeros(len(self.sizes), bool)
             skip[[*absent, *early]] = True
-            if self.exchange.segments is not None:
+            if self.exchange.cuts_tensors:
                 starts = history.segments.edges[:-1]
                 skip = skip[np.searchsorted(self.edges, starts, side="right") - 1]
             return History(history.segments.skipping(skip))

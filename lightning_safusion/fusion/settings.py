@@ -75,8 +75,8 @@ class EngineSettings:
         if self.select_by == "update" and not self.knows_updates:
             raise ValueError(
                 "select_by='update' compares elements before they are sent, with the optimizer's state at hand: it "
-                f"needs offload=False and collective='allgather', 'hybrid' or 'auto', got {self.offload} and "
-                f"{self.collective!r}; use select_by='gradient'"
+                f"needs offload=False and collective='allgather', 'hybrid', 'sharded' or 'auto', got {self.offload} "
+                f"and {self.collective!r}; use select_by='gradient'"
             )
 
     @property
@@ -110,8 +110,8 @@ class EngineSettings:
         if value_format(self.wire).few_bits and (self.fusion.streams or not collective.few_bits):
             raise ValueError(
                 f"wire={self.wire!r} rounds so much that the rounding error must stay in the sender's residual, which "
-                "only messages of one worker to all others allow: use collective='allgather', 'hybrid' or 'auto', and "
-                "a fusion other than 'naive'"
+                "only messages that arrive as they were sent allow: use collective='allgather', 'hybrid', 'sharded' or "
+                "'auto', and a fusion other than 'naive'"
             )
         if self.fusion.streams and (collective.dense_lane or collective.levels):
             raise ValueError(
@@ -122,6 +122,12 @@ class EngineSettings:
             raise ValueError(
                 f"collective={self.collective!r} selects the largest sums of a node itself: it needs "
                 f"compressor='topk' and offload=False, got {self.compressor.name!r} and {self.offload}"
+            )
+        if collective.exchange.cuts_tensors and (self.quota == "pooled" or self.offload or self.fusion.streams):
+            raise ValueError(
+                f"collective={self.collective!r} gives every worker's part of a tensor a number of entries of its own: "
+                f"it needs offload=False, a quota other than 'pooled' and a fusion other than 'naive', got "
+                f"{self.offload}, {self.quota!r} and {self.fusion.name!r}"
             )
         several_phases = not collective.stream_ordered
         if isinstance(self.fusion, Horovod) and (self.scope == "group" or several_phases or self.offload):

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from lightning_safusion.comm import Transport, resolve_codec
 from lightning_safusion.comm.collectives.gtopk import GTopKExchange
 from lightning_safusion.comm.collectives.hierarchical import HierarchicalExchange, NodeTransports
 from lightning_safusion.comm.collectives.ok_allreduce import OkTopkExchange
+from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.exchange import Exchange, Notice, Part, SpanSpec, TensorFlag, Verdict
 from lightning_safusion.comm.transport.interface import Work
 from lightning_safusion.sparsify.base import Segments, Selection, span_segments
@@ -59,6 +61,25 @@ def hierarchical(nodes: Sequence[int] | None = None, wire: str = "auto", segment
         names = nodes_of(transport.world_size) if nodes is None else nodes
         made = NodeTransports.make(transport, names[transport.rank])
         return HierarchicalExchange(spec, made, CPU, wire, torch.float32, segments)
+
+    return build
+
+
+def sharded(wire: str = "auto", **options: Any) -> Build:
+    class Sharded(ShardedExchange):
+        """With other numbers."""
+
+    for name, value in options.items():
+        setattr(Sharded, name, value)
+
+    def build(spec: SpanSpec, transport: Transport) -> Exchange:
+        if not spec.capacity:
+            return Sharded(spec, transport, CPU, wire, torch.float32, None)
+        sizes = np.diff(spec.edges)
+        sizes[spec.dense_tensors] = 0
+        quotas = -(-sizes * spec.capacity // sizes.sum())
+        segments = Segments(np.array(spec.edges), quotas, tuple(range(len(sizes))), tuple((n,) for n in sizes.tolist()))
+        return Sharded(spec, transport, CPU, wire, torch.float32, segments)
 
     return build
 

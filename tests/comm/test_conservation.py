@@ -13,18 +13,21 @@ from tests.cluster import Cluster, settings, specs
 from tests.comm.exchanges import Build, gtopk, hierarchical, oktopk
 from tests.quick import quick_of
 
-BUILDS: dict[str, Build] = {
+BUILDS: dict[str, Build | None] = {
     "oktopk": oktopk(refresh=3, repartition=2),
     "oktopk-bf16": oktopk(refresh=3, wire="bf16", balance=1.0),
     "hierarchical": hierarchical(),
     "hierarchical-bf16": hierarchical(wire="bf16"),
     "gtopk": gtopk(),
+    "sharded": None,  # as it is in the catalogue
 }
 
 
-def drift(monkeypatch: pytest.MonkeyPatch, build: Build, world_size: int, **options: Any) -> float:
+def drift(monkeypatch: pytest.MonkeyPatch, build: Build | None, world_size: int, **options: Any) -> float:
     """Largest share of all gradients of a tensor that was neither delivered nor in the residual, in eight windows."""
-    row = Collective(SparseAllGather, lambda buffer, over: build(buffer.spec, over.main))
+    row = COLLECTIVES["sharded"]
+    if build is not None:
+        row = Collective(SparseAllGather, lambda buffer, over: build(buffer.spec, over.main))
     monkeypatch.setitem(COLLECTIVES, "tested", row)
     cluster = Cluster(world_size, lambda: settings(collective="tested", density=0.05, **options), specs(dense=(1, 4)))
     given = [torch.zeros(spec.numel, dtype=torch.float64) for spec in cluster.specs]
@@ -66,6 +69,6 @@ def test_nothing_is_lost_in_training_but_by_gtopk(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.filterwarnings("ignore:.* tensors .* were computed on some ranks only")
-@pytest.mark.parametrize("name", ["oktopk", "hierarchical"])
+@pytest.mark.parametrize("name", ["oktopk", "hierarchical", "sharded"])
 def test_nothing_is_lost_with_selection_behind_fusion(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     assert drift(monkeypatch, BUILDS[name], 3, scope="group") < 2e-6

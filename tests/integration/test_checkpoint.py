@@ -48,6 +48,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "oktopk": SPARSE | {"compressor": OkTopk(refresh=5)},
     "oktopk all-reduce": {"density": 0.1, "system": "oktopk"},
     "gtopk": {"density": 0.1, "system": "gtopk"},
+    "sharded": {"density": 0.1, "collective": "sharded"},
     "randomk": SPARSE | {"compressor": "randomk"},
     "naive": SPARSE | {"system": "saf-naive"},
     "horovod": SPARSE | {"system": "horovod"},
@@ -63,7 +64,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "ramp": SPARSE | SMALL | {"density": LinearRamp(0.3, 0.05, 7), "quota": "pooled"},
     "unused": SPARSE | {"find_unused_parameters": True},
 }
-QUICK = ("ddp", "auto", "pooled", "shared", "gaussiank", "oktopk all-reduce", "horovod", "decoupled")
+QUICK = ("ddp", "auto", "pooled", "shared", "gaussiank", "oktopk all-reduce", "sharded", "horovod", "decoupled")
 OTHERS = tuple(name for name in JOBS if name not in QUICK)
 
 

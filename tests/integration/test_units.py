@@ -323,10 +323,12 @@ def test_the_first_windows_are_dense() -> None:
         assert gradient == [True] * 40
 
 
+@pytest.mark.parametrize("collective", ["allgather", "sharded"])
 @pytest.mark.parametrize("wire", ["fp32", "q4"])
-def test_what_is_learned_does_not_depend_on_the_plan(wire: str) -> None:
+def test_what_is_learned_does_not_depend_on_the_plan(wire: str, collective: str) -> None:
     def run(rank: int) -> Any:
-        return [weights(fusion=fusion, quota="proportional", wire=wire) for fusion in ("single", "wfbp", "aligned")]
+        options = {"quota": "proportional", "wire": wire, "collective": collective}
+        return [weights(fusion=fusion, **options) for fusion in ("single", "wfbp", "aligned")]
 
     (single, *others), _ = run_launched(2, run)
     for other in others:

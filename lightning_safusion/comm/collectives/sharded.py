@@ -63,7 +63,8 @@ class Pieces:
                 quotas.append(quota * (i + 1) // number - quota * i // number)
                 owners.append((first + i) % workers)
                 keys.append((key, i) if number > 1 else key)
-        return cls(np.array(runs).reshape(-1, 2), np.array(quotas), np.array(owners), tuple(keys))
+        numbers = np.array(quotas, np.int64), np.array(owners, np.int64)
+        return cls(np.array(runs, np.int64).reshape(-1, 2), *numbers, tuple(keys))
 
     def owned(self, owner: int) -> Pieces:
         """Those of a worker with entries."""
@@ -128,6 +129,7 @@ class ShardedExchange(MultiPhaseExchange):
     """
 
     few_bits = True
+    cuts_tensors = True
     #: Entries that owners deliver, in entries that a worker sends.
     again = 3.0
 
@@ -158,7 +160,7 @@ class ShardedExchange(MultiPhaseExchange):
         # int64 [M], where its pieces begin in the span, and how far they are from their place in the shard
         edges = self._history.segments.edges
         self._starts = device_constant(own.runs[:, 0].copy(), device)
-        self._firsts = device_constant(edges[:-1].copy(), device)
+        self._begins = device_constant(edges[:-1].copy(), device)
         self._shifts = device_constant(own.runs[:, 0] - edges[:-1], device)
         self._held = torch.zeros(int(edges[-1]), device=device)  # residual and gradient in its shard
         self._units: SpanUnits | None = None
@@ -193,6 +195,7 @@ class ShardedExchange(MultiPhaseExchange):
         for members, codec, out in zip(self._members, self._out, message.split(sizes), strict=True):
             if codec is not None:
                 part = joined([self._local[places[piece] : places[piece + 1]] for piece in members])
+                part = part.largest(codec.capacity)  # a selection that keeps to the cut has no more
                 values = codec.encode(Selection(part.indices, part.values, len(part)), out)
                 self._sent_parts.append(Entries(part.indices, values))
         self._scattering = self._all_to_all(self.transport, message, sizes, incoming)
@@ -242,7 +245,7 @@ class ShardedExchange(MultiPhaseExchange):
         compared = held if self._units is None else self._units.within(self._runs).weigh(held)
         selection = _TOP.select(compared, self._history.segments, 0, SpanSurvey(compared, self._history))
         chosen = Entries.of(selection, self.device)
-        piece = torch.searchsorted(self._firsts, chosen.indices, right=True).sub_(1)
+        piece = torch.searchsorted(self._begins, chosen.indices, right=True).sub_(1)
         return Entries(chosen.indices + self._shifts[piece], held[chosen.indices])
 
     def _record(self, sums: Tensor, delivered: Entries) -> None:
@@ -252,7 +255,7 @@ class ShardedExchange(MultiPhaseExchange):
         if len(change):
             change.index_add_(0, delivered.indices - self._shifts[piece], delivered.values)
         places = change.nonzero().view(-1)
-        piece = torch.searchsorted(self._firsts, places, right=True).sub_(1)
+        piece = torch.searchsorted(self._begins, places, right=True).sub_(1)
         own = Entries(places + self._shifts[piece], change[places])
         parts = joined([*self._sent_parts, own])
         self._sent = parts.indices, parts.values
