@@ -59,12 +59,12 @@ class Communicators:
 
     Args:
         main: All ranks.
-        dense: All ranks, for dense tensors: another one where the collective has a lane for them.
+        beside: All ranks: another one where dense tensors have a lane, or later phases an order, of their own.
         nodes: Inside and between nodes; only where the collective has two levels.
     """
 
     main: Transport
-    dense: Transport
+    beside: Transport
     nodes: NodeTransports | None
 
 
@@ -78,6 +78,7 @@ class Collective:
         choice: What a plan may take for a buffer: this collective (``"allgather"``: to planners all sparse exchanges
             are alike), the dense all-reduce, or the cheaper one (``"auto"``).
         dense_lane: Dense tensors of a sparse buffer have an all-reduce on a communicator of their own.
+        phases: Later phases are launched as soon as they can be, on a communicator of their own.
         levels: It needs communicators inside and between nodes.
     """
 
@@ -85,6 +86,7 @@ class Collective:
     build: Callable[[SparseBuffer, Communicators], Exchange]
     choice: CollectiveChoice = "allgather"
     dense_lane: bool = False
+    phases: bool = False
     levels: bool = False
 
     @property
@@ -117,7 +119,7 @@ class Collective:
         """
         nodes = NodeTransports.make(main, node) if self.levels else None
         buffers = main.subgroup() if own else main
-        return Communicators(buffers, main.subgroup() if self.dense_lane else buffers, nodes)
+        return Communicators(buffers, main.subgroup() if self.dense_lane or self.phases else buffers, nodes)
 
 
 def _allgather(buffer: SparseBuffer, over: Communicators) -> Exchange:
@@ -129,8 +131,8 @@ def _hybrid(buffer: SparseBuffer, over: Communicators) -> Exchange:
     if not buffer.spec.dense_runs:
         return SparseAllGather(buffer.spec, over.main, buffer.device, codec)
     if codec is None:
-        return DenseAllReduce(buffer.spec, over.dense, buffer.device)
-    return HybridExchange(buffer.spec, over.main, over.dense, buffer.device, codec)
+        return DenseAllReduce(buffer.spec, over.beside, buffer.device)
+    return HybridExchange(buffer.spec, over.main, over.beside, buffer.device, codec)
 
 
 def _hierarchical(buffer: SparseBuffer, over: Communicators) -> Exchange:
@@ -144,7 +146,9 @@ def _oktopk(buffer: SparseBuffer, over: Communicators) -> Exchange:
 
 
 def _sharded(buffer: SparseBuffer, over: Communicators) -> Exchange:
-    return ShardedExchange(buffer.spec, over.main, buffer.device, buffer.wire, buffer.dtype, buffer.segments)
+    return ShardedExchange(
+        buffer.spec, over.main, over.beside, buffer.device, buffer.wire, buffer.dtype, buffer.segments
+    )
 
 
 def _gtopk(buffer: SparseBuffer, over: Communicators) -> Exchange:
@@ -158,7 +162,7 @@ COLLECTIVES: dict[str, Collective] = {
     "hybrid": Collective(HybridExchange, _hybrid, dense_lane=True),
     "hierarchical": Collective(HierarchicalExchange, _hierarchical, levels=True),
     "allreduce": Collective(SparseAllGather, _allgather, choice="allreduce"),
-    "sharded": Collective(ShardedExchange, _sharded),
+    "sharded": Collective(ShardedExchange, _sharded, phases=True),
     "oktopk": Collective(OkTopkExchange, _oktopk),
     "gtopk": Collective(GTopKExchange, _gtopk),
 }

@@ -204,6 +204,17 @@ class Exchange(ABC):
             What to wait for before anything is read: it raises the backend's error if a peer has died.
         """
 
+    def advance(self, wait: bool) -> bool:
+        """Launches phases that need the result of an earlier one; called in plan order, while others are under way.
+
+        Args:
+            wait: For the earlier phase; otherwise only if it has ended.
+
+        Returns:
+            Whether there is nothing left to launch.
+        """
+        return True
+
     @abstractmethod
     def verdict(self) -> Verdict:
         """The headers of all ranks, once the collective has ended (waits for the device)."""

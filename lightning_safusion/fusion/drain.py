@@ -53,6 +53,8 @@ class Drain:
             return self._average_all(window), 0
         irregular: list[int] = []
         notices, workers = 0, self._transport.world_size
+        for shipment in shipments:
+            shipment.advance(wait=True)
         good = window.scale is None or self._kept_by_scaler(window, shipments)
         for shipment in shipments:
             shipment.wait()

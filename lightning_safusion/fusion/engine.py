@@ -94,6 +94,7 @@ class Engine:
         self._between = True  # no window is open, and the last one has ended: exchanges have equal states on all ranks
         self._window: Window | None = None
         self._shipments: list[Shipment] = []  # of the open window, launched, in order
+        self._advanced = 0  # so many of them have launched all their phases
         self._lane = Lane(space.device)  # selection and packing run beside the backward pass
         self._drain = Drain(space, self.transport)
         self._device_drain = DeviceDrain(space.device) if deferred else None
@@ -201,6 +202,8 @@ class Engine:
         if self._device_drain is not None and shipment.window.deferred:
             self._device_drain.launched(shipment)
         self._shipments.append(shipment)
+        while self._advanced < len(self._shipments) and self._shipments[self._advanced].advance(wait=False):
+            self._advanced += 1
 
     def _fuse(self, window: Window, ready: int) -> None:
         """Launches what a tick has found ready on all ranks."""
@@ -236,7 +239,7 @@ class Engine:
                 self._fuse(window, ready)
             # the next window has other buffers
             self.space.keep_only([shipment.buffer.group for shipment in self._shipments])
-        shipments, self._shipments, self._window = self._shipments, [], None
+        shipments, self._shipments, self._window, self._advanced = self._shipments, [], None, 0
         if self._offload is not None:
             self._offload.forget()  # what an error has left
         if not self.clock.instant:
@@ -348,7 +351,7 @@ class Engine:
             self._offload.forget()
         if self._window is not None and not self.clock.instant:
             self._lane.synchronize()
-        self._window, self._shipments, self._unobserved = None, [], None
+        self._window, self._shipments, self._unobserved, self._advanced = None, [], None, 0
         if self._device_drain is not None:
             self._device_drain.forget()
         # the state of an exchange that was abandoned may differ between ranks

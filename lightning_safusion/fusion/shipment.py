@@ -191,6 +191,13 @@ class Shipment:
         """Callback of the transport at the end of the collective, on any thread."""
         self.finished = now
 
+    def advance(self, wait: bool) -> bool:
+        """See :meth:`Exchange.advance`; raises as :meth:`wait` does."""
+        try:
+            return self.work is None or self.buffer.exchange.advance(wait)
+        except Exception as error:
+            raise self._lost(error) from error
+
     def wait(self) -> None:
         """Waits for the collective; a second call returns at once.
 

@@ -74,12 +74,12 @@ def sharded(wire: str = "auto", **options: Any) -> Build:
 
     def build(spec: SpanSpec, transport: Transport) -> Exchange:
         if not spec.capacity:
-            return Sharded(spec, transport, CPU, wire, torch.float32, None)
+            return Sharded(spec, transport, transport.subgroup(), CPU, wire, torch.float32, None)
         sizes = np.diff(spec.edges)
         sizes[spec.dense_tensors] = 0
         quotas = -(-sizes * spec.capacity // sizes.sum())
         segments = Segments(np.array(spec.edges), quotas, tuple(range(len(sizes))), tuple((n,) for n in sizes.tolist()))
-        return Sharded(spec, transport, CPU, wire, torch.float32, segments)
+        return Sharded(spec, transport, transport.subgroup(), CPU, wire, torch.float32, segments)
 
     return build
 

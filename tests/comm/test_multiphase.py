@@ -86,6 +86,8 @@ def moved(workers: Workers, rank: int) -> float:
     exchange = workers.exchanges[rank]
     if isinstance(exchange, HierarchicalExchange):
         transports += [exchange.transports.inside, exchange.transports.between]
+    if isinstance(exchange, ShardedExchange):
+        transports.append(exchange._beside)
     return sum(transport.bytes_received for transport in transports)
 
 

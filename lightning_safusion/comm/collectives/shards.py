@@ -1,0 +1,176 @@
+"""Shards: the parts of tensors that each worker owns, and what their owner does with them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_safusion.comm.collectives.multiphase import Entries
+from lightning_safusion.comm.wire.codec import Codec
+from lightning_safusion.comm.wire.formats import resolve_codec
+from lightning_safusion.kernels import cpu as native
+from lightning_safusion.sparsify.base import Segments
+from lightning_safusion.sparsify.basic import TopK
+from lightning_safusion.sparsify.selection.survey import History, SpanSurvey
+from lightning_safusion.sparsify.selection.units import SpanUnits
+from lightning_safusion.sparsify.selection.view import device_constant
+
+_TOP = TopK()
+# Tensors whose quota has so many entries for each worker are cut into pieces, one for each; others have one owner.
+_LEAST = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """Parts of segments, in order, and who owns them.
+
+    Args:
+        runs: int64 [M, 2], where each begins and ends in the span.
+        quotas: int64 [M], entries that each worker selects from it.
+        owners: int64 [M].
+        keys: Names of the pieces.
+    """
+
+    runs: np.ndarray
+    quotas: np.ndarray
+    owners: np.ndarray
+    keys: tuple[Hashable, ...]
+
+    @classmethod
+    def of(cls, segments: Segments, workers: int) -> Pieces:
+        """A function of each segment alone, so that no plan changes what is learned.
+
+        Raises:
+            ValueError: If segments compete for a pool: the entries of a shard would have no fixed number.
+        """
+        if segments.pool:
+            raise ValueError("collective='sharded' needs a fixed number of entries for each shard: no quota='pooled'")
+        runs, quotas, owners, keys = [], [], [], []
+        for (start, stop), quota, key in zip(
+            pairwise(segments.edges.tolist()), segments.quotas.tolist(), segments.keys, strict=True
+        ):
+            number = workers if quota >= _LEAST * workers else 1
+            first = key if isinstance(key, int) else start
+            for i in range(number):
+                size = stop - start
+                runs.append((start + size * i // number, start + size * (i + 1) // number))
+                quotas.append(quota * (i + 1) // number - quota * i // number)
+                owners.append((first + i) % workers)
+                keys.append((key, i) if number > 1 else key)
+        numbers = np.array(quotas, np.int64), np.array(owners, np.int64)
+        return cls(np.array(runs, np.int64).reshape(-1, 2), *numbers, tuple(keys))
+
+    def owned(self, owner: int) -> Pieces:
+        """Those of a worker with entries."""
+        mine = (self.owners == owner) & (self.quotas > 0)
+        keys = tuple(key for key, own in zip(self.keys, mine, strict=True) if own)
+        return Pieces(self.runs[mine], self.quotas[mine], self.owners[mine], keys)
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """int64 [M], elements of each."""
+        return self.runs[:, 1] - self.runs[:, 0]
+
+    def times(self, factor: float) -> Pieces:
+        """The same with larger quotas."""
+        return replace(self, quotas=np.minimum(self.sizes, np.ceil(self.quotas * factor).astype(np.int64)))
+
+    def segments(self) -> Segments:
+        """A cut of the pieces, one behind the other."""
+        edges = np.concatenate([np.zeros(1, np.int64), self.sizes.cumsum()])
+        return Segments(edges, self.quotas, self.keys, tuple((size,) for size in self.sizes.tolist()))
+
+    def codec(self, values: str, numel: int, dtype: torch.dtype) -> Codec | None:
+        """The format of their entries at positions in a span of ``numel`` elements; None if there are none."""
+        if not self.quotas.sum():
+            return None
+        # gaps between pieces have no entries
+        edges, entries = [0], []
+        for (start, stop), quota in zip(self.runs.tolist(), self.quotas.tolist(), strict=True):
+            if start > edges[-1]:
+                edges.append(start)
+                entries.append(0)
+            edges.append(stop)
+            entries.append(quota)
+        if edges[-1] < numel:
+            edges.append(numel)
+            entries.append(0)
+        return resolve_codec(f"eliasfano-{values}", numel, int(self.quotas.sum()), dtype, edges, entries)
+
+
+class Shard:
+    """What one worker owns of a span, put together.
+
+    Args:
+        pieces: Where it lies.
+        again: Entries that it delivers, in entries that each worker selects from it.
+        device: Where it is kept.
+    """
+
+    def __init__(self, pieces: Pieces, again: float, device: torch.device) -> None:
+        self.runs: list[tuple[int, int]] = [(start, stop) for start, stop in pieces.runs.tolist()]
+        self.device = device
+        self._history = History(pieces.times(again).segments())
+        edges = self._history.segments.edges
+        self._pieces = list(pairwise(edges.tolist()))
+        # int64 [M]: where pieces begin in the span and in the shard, and how far apart that is
+        self._starts = device_constant(pieces.runs[:, 0].copy(), device)
+        self._begins = device_constant(edges[:-1].copy(), device)
+        self._shifts = device_constant(pieces.runs[:, 0] - edges[:-1], device)
+        self._held = torch.zeros(int(edges[-1]), device=device)  # residual and gradient
+        self._parts = native.Parts.of(pieces.runs[:, 0].copy(), pieces.sizes)
+
+    def take(self, x: Tensor, absent: Sequence[tuple[int, int]]) -> None:
+        """Copies its elements of a span (float32 [N]); zeros in place of what is absent."""
+        for (start, stop), (low, high) in zip(self.runs, self._pieces, strict=True):
+            if any(first <= start and stop <= last for first, last in absent):
+                self._held[low:high] = 0
+            else:
+                self._held[low:high] = x[start:stop]
+
+    def summed(self, received: Tensor, codec: Codec | None) -> Tensor:
+        """Adds what others have sent (uint8 [world_size - 1, nbytes]) and returns it, float32, in rank order."""
+        sums = torch.zeros_like(self._held)
+        if codec is None or not len(received):
+            return sums
+        messages = received.view(-1, codec.nbytes)
+        inbox = codec.inbox(messages) if native.serves(self._held) else None
+        if inbox is not None:
+            known, pieces = inbox(), sums.split(self._history.segments.sizes.tolist())
+            native.mean_into(list(pieces), self._parts, lambda start, stop: known, 1.0)
+        else:
+            for message in messages:
+                indices, values = codec.decode(message)
+                # padding has value 0, and may lie beside the shard
+                sums.index_add_(0, self._places(indices).clamp_(0, len(sums) - 1), values)
+        self._held += sums
+        return sums
+
+    def largest(self, units: SpanUnits | None) -> Entries:
+        """Its largest elements, at positions in the span."""
+        if not len(self._held):
+            return Entries.none(self.device)
+        compared = self._held if units is None else units.within(self.runs).weigh(self._held)
+        selection = _TOP.select(compared, self._history.segments, 0, SpanSurvey(compared, self._history))
+        return self._in_span(Entries.of(selection, self.device).indices, self._held)
+
+    def leaving(self, sums: Tensor, delivered: Entries) -> Entries:
+        """What leaves the residual: what is delivered, without what is of others."""
+        change = -sums
+        if len(change):
+            change.index_add_(0, self._places(delivered.indices), delivered.values)
+        return self._in_span(change.nonzero().view(-1), change)
+
+    def _places(self, indices: Tensor) -> Tensor:
+        """Where positions of the span are in the shard."""
+        return indices - self._shifts[torch.searchsorted(self._starts, indices, right=True).sub_(1).clamp_(min=0)]
+
+    def _in_span(self, places: Tensor, values: Tensor) -> Entries:
+        """The values at places in the shard, at positions in the span."""
+        piece = torch.searchsorted(self._begins, places, right=True).sub_(1)
+        return Entries(places + self._shifts[piece], values[places])
