@@ -35,6 +35,7 @@ def test_the_default_is_a_row_of_the_table() -> None:
         ({"collective": "hierarchical"}, "auto", "auto"),
         ({"collective": "allgather"}, "auto", "q4"),
         ({"collective": "hybrid"}, "auto", "q4"),
+        ({"collective": "sharded"}, "auto", "q4"),
         ({"memory": "none"}, "auto", "auto"),
         ({"memory": "ef21"}, "auto", "q4"),
         ({"memory": "none", "wire": "q2"}, "auto", "q2"),
@@ -54,6 +55,15 @@ def test_the_defaults_parts_give_way_where_they_do_not_fit(given: dict[str, Any]
 def test_a_part_that_was_given_never_gives_way(given: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="needs scope='tensor'|gives every tensor a floor|rounds so much"):
         SAFusionStrategy(**given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"quota": "pooled"}, {"offload": True}, {"fusion": "naive"}, {"wire": "block16-bf16"}, {"fusion": "horovod"}],
+)
+def test_what_does_not_go_with_shards_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="collective='sharded'|collective='allgather'"):
+        SAFusionStrategy(collective="sharded", **given)
 
 
 def test_parts_of_other_systems_do_not_give_way() -> None:

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from lightning_safusion.comm.catalogue import find_collective
 from lightning_safusion.comm.cost import allgather_bytes, ring_allreduce_bytes
+from lightning_safusion.comm.wire.elias_fano import EliasFanoCodec
 from lightning_safusion.comm.wire.formats import message_bytes, value_format
 from lightning_safusion.fusion.layout import Layout, TensorSpec
 from lightning_safusion.fusion.plans.cadence import Cadence
@@ -128,6 +129,12 @@ class EngineSettings:
                 f"collective={self.collective!r} gives every worker's part of a tensor a number of entries of its own: "
                 f"it needs offload=False, a quota other than 'pooled' and a fusion other than 'naive', got "
                 f"{self.offload}, {self.quota!r} and {self.fusion.name!r}"
+            )
+        layout = self.wire.rpartition("-")[0]
+        if collective.exchange.cuts_tensors and layout not in ("", EliasFanoCodec.layout):
+            raise ValueError(
+                f"collective={self.collective!r} sends positions as {EliasFanoCodec.layout!r} does, got "
+                f"wire={self.wire!r}: name the values alone, as in wire='bf16'"
             )
         several_phases = not collective.stream_ordered
         if isinstance(self.fusion, Horovod) and (self.scope == "group" or several_phases or self.offload):

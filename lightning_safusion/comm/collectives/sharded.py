@@ -10,14 +10,16 @@ from torch import Tensor
 
 from lightning_safusion.comm.collectives.multiphase import Entries, MultiPhaseExchange, joined, message_sizes
 from lightning_safusion.comm.collectives.shards import Pieces, Shard
-from lightning_safusion.comm.exchange import Part, SpanSpec
-from lightning_safusion.comm.transport.interface import Transport, Work
+from lightning_safusion.comm.exchange import Part, SpanSpec, Verdict
+from lightning_safusion.comm.transport.interface import FinishedWork, LaterWork, Transport, Work
 from lightning_safusion.comm.wire.codec import Inbox
 from lightning_safusion.comm.wire.formats import value_format
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify.base import Segments, Selection
 from lightning_safusion.sparsify.selection.units import SpanUnits
 from lightning_safusion.sparsify.selection.view import device_constant
+
+_FIELD = 16  # bytes at a multiple of which fields of messages begin
 
 
 class ShardedExchange(MultiPhaseExchange):
@@ -71,12 +73,17 @@ class ShardedExchange(MultiPhaseExchange):
         shards = [pieces.owned(owner) for owner in range(workers)]
         codecs = [shard.codec(values, spec.numel, dtype) for shard in shards]
         self._incoming = codecs[transport.rank]
-        # what it selects in its own shard is there
-        self._out = [None if owner == transport.rank else codec for owner, codec in enumerate(codecs)]
-        self._in_sizes = message_sizes([self._incoming] * workers)
-        self._in_sizes[transport.rank] = 0
-        self._first = self._memory(sum(message_sizes(self._out)))
+        self._out = codecs
+        # flags and notices go with every message; what it selects in its own shard is there
+        self._header = -(-(spec.num_tensors + 1) // _FIELD) * _FIELD
+        self._out_sizes, self._in_sizes = (
+            [self._header + size for size in message_sizes(each)] for each in (codecs, [self._incoming] * workers)
+        )
+        self._out_sizes[transport.rank] = self._in_sizes[transport.rank] = 0
+        self._first = self._memory(sum(self._out_sizes))
         self._received = self._memory(sum(self._in_sizes))
+        self._rows = self._received.view(workers - 1, self._header + sum(message_sizes([self._incoming])))
+        self._headers = np.zeros((workers, spec.num_tensors + 1), np.uint8)
         self._delivered = [shard.times(self.again).codec(values, spec.numel, dtype) for shard in shards]
         self._size = max(message_sizes(self._delivered))
         self._second = self._memory(self._size)
@@ -104,26 +111,56 @@ class ShardedExchange(MultiPhaseExchange):
     def sent(self) -> tuple[Tensor, Tensor]:
         return self._sent
 
+    def verdict(self) -> Verdict:
+        rows = self._rows[:, : self.spec.num_tensors + 1].cpu().numpy()
+        rank = self.transport.rank
+        self._headers[:rank], self._headers[rank + 1 :] = rows[:rank], rows[rank:]
+        return Verdict.of(self._headers)
+
+    def encode(self, x: Tensor, part: Part) -> None:
+        if self.spec.dense_runs:
+            self.lane.encode(torch.cat(self.dense_runs(x)), part)
+        own = torch.cat([part.flags.cpu(), torch.tensor([part.notices], dtype=torch.uint8)])
+        self._headers[self.transport.rank] = own.numpy()
+        for out in self._first.split(self._out_sizes):
+            if len(out):
+                out[: len(own)] = own
+        self._pack(x, part)
+
+    def start(self) -> Work:
+        self.bytes_sent = self.bytes_received = 0
+        lane: Work = FinishedWork()
+        if self.spec.dense_runs:
+            self.bytes_sent, self.bytes_received = self.lane.bytes_sent, self.lane.bytes_received
+            lane = self.lane.start()
+        self._launch_first()
+
+        def other_phases() -> None:
+            lane.wait()
+            self._result = self._finish()
+
+        return LaterWork(other_phases)
+
     def _pack(self, x: Tensor, part: Part) -> None:
         self._local, self._units = Entries.of(part.selection, self.device), part.units
         edges = self.spec.edges
         self._shard.take(x, [(edges[tensor], edges[tensor + 1]) for tensor in part.absent])
 
     def _launch_first(self) -> None:
-        self._scattering, self._arrived = None, False
-        if not self.spec.capacity:
-            return
+        self._arrived = False
         places = torch.searchsorted(self._local.indices, self._edges).tolist()
-        sizes, self._sent_parts = message_sizes(self._out), []
-        for members, codec, out in zip(self._members, self._out, self._first.split(sizes), strict=True):
-            if codec is not None:
+        self._sent_parts = []
+        pieces = zip(self._members, self._out, self._first.split(self._out_sizes), strict=True)
+        for members, codec, out in pieces:
+            if codec is not None and len(out):
                 part = joined([self._local[places[piece] : places[piece + 1]] for piece in members])
                 part = part.largest(codec.capacity)  # a selection that keeps to the cut has no more
-                values = codec.encode(Selection(part.indices, part.values, len(part)), out)
+                values = codec.encode(Selection(part.indices, part.values, len(part)), out[self._header :])
                 self._sent_parts.append(Entries(part.indices, values))
-        self.bytes_sent += len(self._first) + len(self._second)
+        self.bytes_sent += len(self._first) + self._size
         self.bytes_received += len(self._received) + self._size * (self.transport.world_size - 1)
-        work = self._scattering = self.transport.all_to_all(self._received, self._first, self._in_sizes, sizes)
+        sizes = self._in_sizes, self._out_sizes
+        work = self._scattering = self.transport.all_to_all(self._received, self._first, *sizes)
         work.on_done(self._note_arrival)
 
     def _note_arrival(self, _: float) -> None:
@@ -137,7 +174,9 @@ class ShardedExchange(MultiPhaseExchange):
             return False
         work.wait()
         self._scattering, shard = None, self._shard
-        sums = shard.summed(self._received, self._incoming)
+        if not self._size:
+            return True  # the whole span is dense
+        sums = shard.summed(self._rows[:, self._header :], self._incoming)
         delivered = shard.largest(self._units)
         self._second.zero_()
         if (codec := self._delivered[self.transport.rank]) is not None:

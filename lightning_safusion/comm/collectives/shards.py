@@ -133,12 +133,11 @@ class Shard:
             else:
                 self._held[low:high] = x[start:stop]
 
-    def summed(self, received: Tensor, codec: Codec | None) -> Tensor:
+    def summed(self, messages: Tensor, codec: Codec | None) -> Tensor:
         """Adds what others have sent (uint8 [world_size - 1, nbytes]) and returns it, float32, in rank order."""
         sums = torch.zeros_like(self._held)
-        if codec is None or not len(received):
+        if codec is None or not len(messages):
             return sums
-        messages = received.view(-1, codec.nbytes)
         inbox = codec.inbox(messages) if native.serves(self._held) else None
         if inbox is not None:
             known, pieces = inbox(), sums.split(self._history.segments.sizes.tolist())
