@@ -145,8 +145,7 @@ class MultiPhaseExchange(Exchange):
         self._pack(x, part)
 
     def start(self) -> Work:
-        self.bytes_sent, self.bytes_received = self.lane.bytes_sent, self.lane.bytes_received
-        lane = self.lane.start()
+        lane = self._start_lane()
         self._launch_first()
 
         def other_phases() -> None:
@@ -154,6 +153,10 @@ class MultiPhaseExchange(Exchange):
             self._result = self._finish()
 
         return LaterWork(other_phases)
+
+    def _start_lane(self) -> Work:
+        self.bytes_sent, self.bytes_received = self.lane.bytes_sent, self.lane.bytes_received
+        return self.lane.start()
 
     def verdict(self) -> Verdict:
         return self.lane.verdict()

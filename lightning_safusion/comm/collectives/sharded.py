@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_safusion.comm.collectives.multiphase import Entries, MultiPhaseExchange, joined, message_sizes
 from lightning_safusion.comm.collectives.shards import Pieces, Shard
 from lightning_safusion.comm.exchange import Part, SpanSpec, Verdict
-from lightning_safusion.comm.transport.interface import FinishedWork, LaterWork, Transport, Work
+from lightning_safusion.comm.transport.interface import FinishedWork, Transport, Work
 from lightning_safusion.comm.wire.codec import Inbox
 from lightning_safusion.comm.wire.formats import value_format
 from lightning_safusion.kernels import cpu as native
@@ -127,19 +127,11 @@ class ShardedExchange(MultiPhaseExchange):
                 out[: len(own)] = own
         self._pack(x, part)
 
-    def start(self) -> Work:
-        self.bytes_sent = self.bytes_received = 0
-        lane: Work = FinishedWork()
+    def _start_lane(self) -> Work:
         if self.spec.dense_runs:
-            self.bytes_sent, self.bytes_received = self.lane.bytes_sent, self.lane.bytes_received
-            lane = self.lane.start()
-        self._launch_first()
-
-        def other_phases() -> None:
-            lane.wait()
-            self._result = self._finish()
-
-        return LaterWork(other_phases)
+            return super()._start_lane()
+        self.bytes_sent = self.bytes_received = 0
+        return FinishedWork()
 
     def _pack(self, x: Tensor, part: Part) -> None:
         self._local, self._units = Entries.of(part.selection, self.device), part.units

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, TypeAlias
 
@@ -25,6 +26,25 @@ Inbox: TypeAlias = Callable[[], list[native.Message]]
 Outbox: TypeAlias = Callable[[Selection, bool], Tensor]
 
 
+@dataclass(frozen=True, eq=False)
+class Shape:
+    """What a message is made for.
+
+    Args:
+        numel: Elements of the span.
+        capacity: Most elements that a selection may hold.
+        values: The value format.
+        edges: Where the parts of the span begin and end whose values share a scale.
+        runs: Where each tensor that may have entries begins and ends, ascending.
+    """
+
+    numel: int
+    capacity: int
+    values: Values
+    edges: Sequence[int]
+    runs: Sequence[tuple[int, int]]
+
+
 class Codec(ABC):
     """Encodes the selection of one span into exactly ``nbytes`` bytes.
 
@@ -34,11 +54,7 @@ class Codec(ABC):
     unchanged.
 
     Args:
-        numel: Elements of the span.
-        capacity: Most elements that a selection may hold.
-        values: The value format.
-        edges: Where the parts of the span begin and end whose values share a scale; by default it is one part.
-        runs: Where each tensor that may have entries begins and ends, ascending; by default the span is one.
+        shape: Of the span.
 
     Attributes:
         name: ``"<layout>-<values>"``, for example ``"block16-bf16"``.
@@ -53,21 +69,12 @@ class Codec(ABC):
     #: One launch of a Triton kernel writes a message of floats.
     has_kernel: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        numel: int,
-        capacity: int,
-        values: Values,
-        edges: Sequence[int] | None = None,
-        runs: Sequence[tuple[int, int]] | None = None,
-    ) -> None:
+    def __init__(self, shape: Shape) -> None:
+        numel, capacity, values = shape.numel, shape.capacity, shape.values
         if not 0 <= capacity <= numel:
             raise ValueError(f"capacity must be between 0 and the {numel} elements of the span, got {capacity}")
-        self.numel = numel
-        self.capacity = capacity
-        self.values = values
-        self.field = values.field(capacity, (0, numel) if edges is None else edges)
-        self.runs = [(0, numel)] if runs is None else list(runs)
+        self.numel, self.capacity, self.values = numel, capacity, values
+        self.field = values.field(capacity, shape.edges)
         self.name = f"{self.layout}-{values.name}"
 
     @property

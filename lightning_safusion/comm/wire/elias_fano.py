@@ -14,13 +14,14 @@ from lightning_safusion.comm.wire.codec import (
     Codec,
     Inbox,
     Reader,
+    Shape,
     blocks_of,
     check_damage,
     check_order,
     marked,
     positions_to_write,
 )
-from lightning_safusion.comm.wire.values import Values, fill, packed, unpacked
+from lightning_safusion.comm.wire.values import fill, packed, unpacked
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify.base import Selection
 from lightning_safusion.sparsify.selection.view import device_constant
@@ -65,18 +66,11 @@ class EliasFanoCodec(Codec):
     value_field = 3
     has_kernel = False
 
-    def __init__(
-        self,
-        numel: int,
-        capacity: int,
-        values: Values,
-        edges: Sequence[int] | None = None,
-        runs: Sequence[tuple[int, int]] | None = None,
-    ) -> None:
-        super().__init__(numel, capacity, values, edges, runs)
-        self._ends = np.array([stop for _, stop in self.runs], np.int64)
-        self._starts = np.array([start for start, _ in self.runs], np.int64)
-        longest = (numel // max(1, capacity)).bit_length() + 2
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        self._ends = np.array([stop for _, stop in shape.runs], np.int64)
+        self._starts = np.array([start for start, _ in shape.runs], np.int64)
+        longest = (shape.numel // max(1, shape.capacity)).bit_length() + 2
         self.low = min(range(min(longest, _MOST_BITS) + 1), key=lambda low: sum(self._words(low)))
         self._buckets = _summed(self._blocks(self.low))
         self._regions = _summed(self._blocks(self.low + _REGION))

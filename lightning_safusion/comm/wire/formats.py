@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm.wire.blocks import Block8Codec, Block16Codec
-from lightning_safusion.comm.wire.codec import Codec, Reader, blocks_of, check_order, marked, positions_to_write
+from lightning_safusion.comm.wire.codec import Codec, Reader, Shape, blocks_of, check_order, marked, positions_to_write
 from lightning_safusion.comm.wire.elias_fano import EliasFanoCodec
 from lightning_safusion.comm.wire.values import VALUES, FloatField, Values, fill, packed, scale_edges, unpacked
 from lightning_safusion.kernels import cpu as native
@@ -42,18 +42,12 @@ class DenseCodec(Codec):
     value_field = 0
     has_kernel = False
 
-    def __init__(
-        self,
-        numel: int,
-        capacity: int,
-        values: Values,
-        edges: Sequence[int] | None = None,
-        runs: Sequence[tuple[int, int]] | None = None,
-    ) -> None:
-        super().__init__(numel, capacity, values, edges, runs)
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        values = shape.values
         if values.few_bits:
             raise ValueError(f"dense messages have zeros, which {values.name!r} has not: use bitmap-{values.name}")
-        self._floats = FloatField(values.dtype, numel)
+        self._floats = FloatField(values.dtype, shape.numel)
 
     @property
     def field_bytes(self) -> tuple[int, ...]:
@@ -91,17 +85,10 @@ class CooCodec(Codec):
     layout = "coo"
     value_field = 2
 
-    def __init__(
-        self,
-        numel: int,
-        capacity: int,
-        values: Values,
-        edges: Sequence[int] | None = None,
-        runs: Sequence[tuple[int, int]] | None = None,
-    ) -> None:
-        super().__init__(numel, capacity, values, edges, runs)
-        if numel >= 2**31:
-            raise ValueError(f"coo cannot address {numel} elements (2^31 or more): use block16 or split the span")
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        if shape.numel >= 2**31:
+            raise ValueError(f"coo cannot address {shape.numel} elements (2^31 or more): use block16 or split the span")
 
     @property
     def field_bytes(self) -> tuple[int, ...]:
@@ -248,14 +235,14 @@ def resolve_codec(
     edges = (0, numel) if edges is None else edges
     some = itertools.repeat(1) if entries is None else entries
     runs = [run for run, own in zip(itertools.pairwise(edges), some, strict=False) if own and run[0] < run[1]]
-    if values.few_bits:
-        edges = scale_edges(edges, entries, capacity)
+    shared = scale_edges(edges, entries, capacity) if values.few_bits else edges
+    shape = Shape(numel, capacity, values, shared, runs)
     if layout:
-        return _CODECS[layout](numel, capacity, values, edges, runs)
+        return _CODECS[layout](shape)
     layouts = [codec for codec in _CODECS.values() if codec is not CooCodec or numel < 2**31]
     # block8 saves little next to values of 16 and 32 bits, and has no kernel
     layouts.remove(Block8Codec if not values.few_bits else DenseCodec)
-    return min((codec(numel, capacity, values, edges, runs) for codec in layouts), key=lambda codec: codec.nbytes)
+    return min((codec(shape) for codec in layouts), key=lambda codec: codec.nbytes)
 
 
 def _number_marked(bitmap: np.ndarray) -> int:
