@@ -173,6 +173,21 @@ class Cluster:
         entering = (n - g) / n * (g * 2 * message + message + refresh)
         return self._flat(2 * n + 2 * log2_ceil(n), received, entering)
 
+    def sharded(self, message: float, again: float) -> CollectiveCost:
+        """An all-to-all of ``message`` bytes of each worker, a part to each owner, then an all-gather of what these send.
+
+        In the first every worker of a node receives from every worker outside, in the second each message of another
+        node enters a node once.
+
+        Args:
+            message: Bytes that a worker has for all owners.
+            again: Bytes that all owners deliver, in these.
+        """
+        n, g = self.workers, self.gpus_per_node
+        received = (n - 1) / n * (1 + again) * message
+        entering = (n - g) / n * (g + again) * message
+        return self._flat(n + log2_ceil(n), received, entering)
+
     def hierarchical(self, message: float, nbytes: float) -> CollectiveCost:
         """Dense inside the node (``nbytes``), sparse between nodes (a ``message`` of each): reduce-scatter, all-gather
         of each shard, all-gather inside."""

@@ -14,6 +14,7 @@ from itertools import pairwise
 
 from lightning_safusion.baselines.hooks import POWERSGD_RANKS
 from lightning_safusion.comm.catalogue import find_collective
+from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.wire.formats import message_bytes
 from lightning_safusion.fusion.plans.adaptive import plan_optimal
 from lightning_safusion.fusion.plans.costs import DDP_BUCKET, DDP_FIRST_BUCKET, ddp_buckets
@@ -46,8 +47,22 @@ _VARIANT = EngineSystem(
     dense_below=SMALL,
 )
 
-#: All systems that the simulator knows, by name: those of the strategy, and a variant of one.
-SIMULATED: Mapping[str, EngineSystem | HookSystem] = ChainMap({_VARIANT.name: _VARIANT}, SYSTEMS)
+_SHARDED = EngineSystem(
+    "saf-sharded",
+    "as saf-pooled, sparse to owners and back",
+    SYSTEMS["saf-pooled"].source,
+    "adaptive",
+    quota="auto",
+    memory="auto",
+    wire="q4",
+    select_by="auto",
+    collective="sharded",
+)
+
+#: All systems that the simulator knows, by name: those of the strategy, and variants of two.
+SIMULATED: Mapping[str, EngineSystem | HookSystem] = ChainMap(
+    {_VARIANT.name: _VARIANT, _SHARDED.name: _SHARDED}, SYSTEMS
+)
 
 
 def run_system(name: str, job: Job, iterations: int = 20) -> Iteration:
@@ -206,12 +221,33 @@ def _hierarchical(job: Job) -> Schedule:
     return Schedule(messages)
 
 
+def _sharded(job: Job) -> Schedule:
+    """The exact programme's groups over an exchange in two phases; between them each worker selects from its shard, on
+    the link's stream."""
+    cluster, again = job.cluster, ShardedExchange.again
+    density = float(job.sparse_bytes.sum()) / max(1, int(job.numels.sum()))
+
+    def local(nbytes: float) -> float:
+        decode = (1 + again) * nbytes / job.entry_bytes * cluster.device.decode
+        return float(job.select_cost(nbytes / density / cluster.workers)) + decode
+
+    cost = line(lambda nbytes: cluster.sharded(nbytes, again).seconds + local(nbytes))
+    messages = []
+    for group in plan_optimal(replace(job.group_costs(), sparse=(cost.fixed, cost.per_byte))).groups:
+        places = range(group.start, group.stop)
+        nbytes = float(job.sparse_bytes[places].sum())
+        select = job.select_seconds(places)
+        messages.append(Message(places, cluster.sharded(nbytes, again), select, local(nbytes), collectives=2))
+    return Schedule(messages)
+
+
 # By the collective, compressor or grouping that asks for it. Only these do what no plan expresses: several phases,
 # streams, searches by trial, choices for each tensor.
 _SPECIAL: Mapping[str, Callable[[Job], Schedule]] = {
     "gtopk": _gtopk,
     "oktopk": _oktopk,
     "hierarchical": _hierarchical,
+    "sharded": _sharded,
     "adtopk": adtopk,
     "cupcake": _cupcake,
     "naive": _stream,

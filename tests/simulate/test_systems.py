@@ -238,3 +238,15 @@ def test_jobs_refuse_senseless_numbers(field: str, value: float) -> None:
 def test_unknown_selections_are_named() -> None:
     with pytest.raises(ValueError, match=r"'best'.*'exact'"):
         replace(lstm(), selection="best")
+
+
+@pytest.mark.parametrize(("nodes", "fewer"), [(2, False), (3, False), (8, True), (64, True)])
+def test_shards_receive_as_much_from_many_workers_as_from_few(nodes: int, fewer: bool) -> None:
+    job = Job(load("bert-base"), Cluster(nodes, 1, LINKS["10gbit"]), 0.05)
+    sharded, gathered = run("saf-sharded", job), run("saf-pooled", job)
+    entries = job.entries.sum()
+    # a message to each owner, and three times as many entries back
+    assert sharded.nbytes / (4 * entries * (nodes - 1) / nodes) == pytest.approx(10.5 / 8, rel=0.05)
+    assert (sharded.nbytes < gathered.nbytes) == fewer
+    if nodes == 64:
+        assert sharded.seconds < gathered.seconds
