@@ -174,7 +174,7 @@ class Cluster:
         return self._flat(2 * n + 2 * log2_ceil(n), received, entering)
 
     def sharded(self, message: float, again: float) -> CollectiveCost:
-        """An all-to-all of ``message`` bytes of each worker, a part to each owner, then an all-gather of what these send.
+        """An all-to-all of ``message`` bytes of each worker, a part to each owner; then they gather what these send.
 
         In the first every worker of a node receives from every worker outside, in the second each message of another
         node enters a node once.

@@ -75,9 +75,8 @@ def recommend(rows: Sequence[PlanRow], density: float) -> tuple[list[str], str]:
     )
     accuracy = (
         f"Times say nothing about accuracy, which depends on the density ({density:g} here) and on the optimizer. In "
-        "short trainings with the default system (docs/convergence.md), a small transformer with AdamW ended level "
-        "with dense training at density 0.05, and with a loss 5.7 % above it at 0.01; vision models with SGD stayed "
-        "within half a point at both."
+        "short trainings with the default system (docs/convergence.md), small networks with AdamW ended level with "
+        "dense training at densities from 0.01 to 0.1, and vision models with SGD within a point."
     )
     if density < _SAFE_DENSITY:
         accuracy += f" With Adam or AdamW begin at density {_SAFE_DENSITY:g} or more, and compare with a dense run."
