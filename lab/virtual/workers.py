@@ -16,9 +16,7 @@ from lightning_safusion.fusion.build import build_engine
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.layout import TensorSpec
 from lightning_safusion.fusion.settings import EngineSettings
-from lightning_safusion.integration.optimizer import MomentumSwitch, carry_momentum
-from lightning_safusion.integration.pace import Pace
-from lightning_safusion.integration.units import DENSE_WINDOWS, compares_updates, update_units
+from lightning_safusion.integration.optimizer import MomentumSwitch, fit_to_optimizers
 from lightning_safusion.metrics.figures import TensorFigures, window_figures
 from lightning_safusion.sparsify import Sparsifier
 
@@ -181,14 +179,7 @@ class Engines(Averager):
         def carried(param: Tensor) -> bool:
             return first.report is not None and index[id(param)] in first.report.selected_from
 
-        memories = [controller.space.memory for controller in self.controllers]
-        pace = Pace.of(first) if compares_updates(self._settings, optimizers) else None
-        self._switches, _ = carry_momentum(memories, first.density, optimizers, carried, pace)
-        for controller in self.controllers:
-            units = update_units(self._settings, optimizers, params, bool(self._switches))
-            controller.space.compare_in(units)
-            if units is not None:
-                controller.dense_windows = DENSE_WINDOWS
+        self._switches, _ = fit_to_optimizers(self.controllers, self._settings, optimizers, params, carried)
 
     @property
     def sparsifiers(self) -> list[Sparsifier]:

@@ -22,8 +22,7 @@ from lightning_safusion.fusion.record import nothing_exchanged
 from lightning_safusion.fusion.replan import Decision
 from lightning_safusion.fusion.settings import EngineSettings
 from lightning_safusion.integration.exchange import Choice, GradientExchange, Mode
-from lightning_safusion.integration.optimizer import MomentumSwitch, carry_momentum
-from lightning_safusion.integration.pace import Pace
+from lightning_safusion.integration.optimizer import MomentumSwitch, fit_to_optimizers
 from lightning_safusion.integration.parameters import (
     caution,
     dense_parameters,
@@ -31,7 +30,7 @@ from lightning_safusion.integration.parameters import (
     sparse_parameters,
     suit_density,
 )
-from lightning_safusion.integration.units import DENSE_WINDOWS, compares_updates, update_units
+from lightning_safusion.integration.units import compares_updates
 from lightning_safusion.kernels import cpu
 from lightning_safusion.sparsify.schedule import ConstantDensity, SuitedDensity
 
@@ -123,18 +122,15 @@ class EngineExchange(GradientExchange):
             self.engine.loss_scale = loss_scale
         for optimizer in optimizers:
             self._hook.watch(optimizer)
-        memories, density = [self.settings.memory], self.settings.density
-        pace = Pace.of(self.engine) if compares_updates(self.settings, optimizers) else None
-        if isinstance(density, SuitedDensity):
-            suit_density(density, memories[0], optimizers, pace is not None)
-        self.switches, note = carry_momentum(memories, density, optimizers, self._hook.selected_from, pace)
+        settings = self.settings
+        if isinstance(settings.density, SuitedDensity):
+            suit_density(settings.density, settings.memory, optimizers, compares_updates(settings, optimizers))
+        self.switches, note = fit_to_optimizers(
+            [self.engine], settings, optimizers, self._params, self._hook.selected_from
+        )
         self._fades = bool(note)
         if note:
             announce(note)
-        units = update_units(self.settings, optimizers, self._params, self._fades)
-        self.engine.space.compare_in(units)
-        if units is not None:
-            self.engine.dense_windows = DENSE_WINDOWS
 
     def caution(self, optimizers: Sequence[Optimizer]) -> None:
         memory, density = self.settings.memory, self.settings.density

@@ -10,8 +10,16 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 
+from lightning_safusion.fusion.engine import Engine
+from lightning_safusion.fusion.settings import EngineSettings
 from lightning_safusion.integration.pace import Pace
-from lightning_safusion.integration.units import ADAPTIVE, divides
+from lightning_safusion.integration.units import (
+    ADAPTIVE,
+    DENSE_WINDOWS,
+    compares_updates,
+    divides,
+    update_units,
+)
 from lightning_safusion.sparsify.memory.contract import Memory
 from lightning_safusion.sparsify.memory.residual import AutoMemory, DecoupledMomentum
 from lightning_safusion.sparsify.schedule import DensitySchedule
@@ -228,3 +236,33 @@ def carry_momentum(
         steps = f", with steps {pace.factor:.2g} times as large" if leaving and pace.factor > 1 else ""
         note += f". Elements are compared by how far they would move{steps}; select_by='gradient' compares gradients"
     return [MomentumSwitch(optimizer, carried, pace) for optimizer in leaving], note
+
+
+def fit_to_optimizers(
+    engines: Sequence[Engine],
+    settings: EngineSettings,
+    optimizers: Sequence[Optimizer],
+    params: Sequence[Tensor],
+    carried: Callable[[Tensor], bool],
+) -> tuple[list[MomentumSwitch], str]:
+    """Has engines treat gradients as suits the optimizers: a momentum in the residual, units, first windows.
+
+    Args:
+        engines: Of one worker or of several, all alike.
+        settings: Theirs.
+        optimizers: All that step with what was sent.
+        params: By registration index.
+        carried: Whether the latest gradient of a parameter is a mean of selected elements.
+
+    Returns:
+        As :func:`carry_momentum`.
+    """
+    pace = Pace.of(engines[0]) if compares_updates(settings, optimizers) else None
+    memories = [engine.space.memory for engine in engines]
+    switches, note = carry_momentum(memories, settings.density, optimizers, carried, pace)
+    for engine in engines:
+        units = update_units(settings, optimizers, params, bool(note))
+        engine.space.compare_in(units)
+        if units is not None:
+            engine.dense_windows = DENSE_WINDOWS
+    return switches, note

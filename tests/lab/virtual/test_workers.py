@@ -139,3 +139,16 @@ def test_training_at_density_one_is_dense_training() -> None:
 def test_training_that_diverges_has_no_metric() -> None:
     result = train(replace(TASKS["bytes-lstm"], steps=10, clip=None, lr=1e38), Scheme("dense"), 0)
     assert result.metric is None
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.RMSprop, torch.optim.SGD])
+def test_engines_suit_the_optimizer(make: Callable[..., Engines], optimizer: Any) -> None:
+    """As the strategy has them."""
+    engines = make(Scheme("auto", density=0.05, memory="auto", wire="q4"))
+    params = [torch.nn.Parameter(torch.zeros(spec.shape)) for spec in SPECS]
+    engines.carry_momentum([optimizer(params, lr=0.1)], params)
+    divides = optimizer is not torch.optim.SGD
+    for controller in engines.controllers:
+        assert (controller.space.selector.units is not None) == divides
+        assert (controller.space.memory.decay < 1) == divides
+        assert (controller.dense_windows > 0) == divides
