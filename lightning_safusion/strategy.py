@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
@@ -25,7 +26,7 @@ from typing_extensions import override
 from lightning_safusion.baselines import hook_exchange
 from lightning_safusion.comm.transport.horovod import HorovodTransport
 from lightning_safusion.comm.transport.interface import Transport, during
-from lightning_safusion.comm.transport.torch_backend import TorchTransport, default_transport
+from lightning_safusion.comm.transport.torch_backend import TorchTransport, default_transport, end_groups_at_exit
 from lightning_safusion.fusion.build import check_equal, fingerprint
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.events import Clock, Observer, clock_for
@@ -183,6 +184,13 @@ class SAFusionStrategy(DDPStrategy):
                     strategy_registry.register(name, cls, description, start_method=start, **options)
 
     # Setting up
+
+    @override
+    def setup_distributed(self) -> None:
+        given = dist.is_available() and dist.is_initialized()
+        super().setup_distributed()
+        if not given:  # it is ours to end
+            end_groups_at_exit()
 
     @override
     def setup(self, trainer: Trainer) -> None:

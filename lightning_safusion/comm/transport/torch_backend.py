@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -221,3 +223,18 @@ class TorchTransport(Transport):
 def default_transport(timeout: timedelta | None = None) -> Transport:
     """The default process group, or a single worker where there is none; ``timeout`` as in :class:`TorchTransport`."""
     return TorchTransport(timeout=timeout) if dist.is_available() and dist.is_initialized() else SoloTransport()
+
+
+@cache
+def end_groups_at_exit() -> None:
+    """Has all process groups end before the interpreter does, of which Lightning takes care for NCCL alone.
+
+    A process that leaves it to the interpreter may be aborted by gloo's threads, after a training that went well
+    (https://github.com/pytorch/pytorch/issues/190489).
+    """
+    atexit.register(_end_groups)
+
+
+def _end_groups() -> None:
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
