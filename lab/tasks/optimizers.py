@@ -26,7 +26,7 @@ def _of_adams_kind(
     kind: type[Optimizer], task: Task, params: Sequence[Tensor], lr: float, momentum: float, beta2: float
 ) -> list[Optimizer]:
     options: dict[str, Any] = {"betas": (momentum, beta2), "weight_decay": task.weight_decay, "foreach": True}
-    return [kind(params, lr=lr, **options)]  # type: ignore[call-arg]
+    return [kind(params, lr=lr, **options)]  # type: ignore[call-arg]  # each of Adam's kind takes them
 
 
 def _rmsprop(task: Task, params: Sequence[Tensor], lr: float, momentum: float, beta2: float) -> list[Optimizer]:

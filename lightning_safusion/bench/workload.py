@@ -94,7 +94,7 @@ class Workload(LightningModule):
 
     def batch(self) -> Any:
         """The batch of one worker."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no batch: a workload must make one")
 
 
 class Classifier(Workload):

@@ -82,7 +82,14 @@ class Buffer:
         more = f" and {len(self.names) - _SHOWN_TENSORS} more" if len(self.names) > _SHOWN_TENSORS else ""
         return ", ".join(self.names[:_SHOWN_TENSORS]) + more
 
-    def select(self, selector: Selector, step: int, absent: Sequence[int], early: Sequence[int]) -> Selection | None:
+    def select(
+        self,
+        selector: Selector,
+        step: int,
+        absent: Sequence[int],
+        early: Sequence[int],
+        units: SpanUnits | None = None,
+    ) -> Selection | None:
         """Selects from the span; None if there is nothing to select from.
 
         Args:
@@ -90,6 +97,7 @@ class Buffer:
             step: Number of the window.
             absent: Tensors of which nothing is sent.
             early: Tensors from which the offloader selects.
+            units: Elements are compared in these; None: as they are.
         """
         history, x = self.history, self.span
         if history is None or self.exchange.selects_itself:
@@ -102,7 +110,7 @@ class Buffer:
             history = self._without(history, absent, early)
             if early and not history.segments.capacity:
                 return None
-        return selector.select(x, history, step, units=self.units(selector))
+        return selector.select(x, history, step, units=units)
 
     def units(self, selector: Selector) -> SpanUnits | None:
         """The units in which its elements are compared; None for those of the gradient."""

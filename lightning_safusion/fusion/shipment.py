@@ -87,11 +87,11 @@ class Shipment:
             known: uint8 [T], their flags.
         """
         self.stage = Stage.FILLED
-        self.units = self.buffer.units(selector)
         if self.window.error is not None:
             return
         try:
             with self.range("select"):
+                self.units = self.buffer.units(selector)
                 taken = self.window.taken(self.buffer.group)
                 if taken is not None or early or not self._fill_in_one_pass(selector):
                     self._fill(selector, taken, early)
@@ -140,7 +140,7 @@ class Shipment:
         self.flags = flags
         if buffer.exchange.begins_early:
             buffer.exchange.begin(buffer.span, Part(None, flags, self.absent))
-        self.selection = buffer.select(selector, window.step, self.absent, early)
+        self.selection = buffer.select(selector, window.step, self.absent, early, self.units)
 
     def pack(self, notices: int) -> None:
         """Writes the message; ``notices``: bits of :class:`Notice` for all ranks."""
@@ -154,7 +154,7 @@ class Shipment:
                     on_host = self.buffer.device.type == "cpu"
                     self._packed = self._counts(_chosen(self.selection)) if on_host else self.selection
                 self.sparse = self.selection is not None or self.buffer.exchange.selects_itself
-                self.selection, self.stage = None, Stage.PACKED
+                self.selection, self.units, self.stage = None, None, Stage.PACKED
                 return
             except Exception as error:
                 self.window.error = error

@@ -145,9 +145,8 @@ def suit_density(
     """
     if any(type(optimizer).__name__ == "Muon" for optimizer in optimizers):
         raise MisconfigurationException(
-            "below Muon no density that saves much ends level with dense training: at 0.5 the loss was 1.1 % higher, "
-            "at 0.25 2.3 %. Below AdamW 0.05 ends level. Name a density, as in SAFusionStrategy(density=0.5), to train "
-            "so all the same."
+            "below Muon no density that saves much has ended level with dense training (docs/convergence.md). Use "
+            "AdamW or plain DDP, or name a density, as in SAFusionStrategy(density=0.5), to train so all the same."
         )
     if carried_momentum(memory, density, optimizers, by_update) is not None:
         averaging = any(map(is_schedule_free, optimizers))

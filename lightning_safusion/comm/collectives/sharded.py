@@ -72,8 +72,7 @@ class ShardedExchange(MultiPhaseExchange):
         self._members = [np.flatnonzero(pieces.owners == owner).tolist() for owner in range(workers)]
         shards = [pieces.owned(owner) for owner in range(workers)]
         codecs = [shard.codec(values, spec.numel, dtype) for shard in shards]
-        self._incoming = codecs[transport.rank]
-        self._out = codecs
+        self._out, self._incoming = codecs, codecs[transport.rank]
         # flags and notices go with every message; what it selects in its own shard is there
         self._header = -(-(spec.num_tensors + 1) // _FIELD) * _FIELD
         self._out_sizes, self._in_sizes = (
@@ -169,7 +168,8 @@ class ShardedExchange(MultiPhaseExchange):
         if not self._size:
             return True  # the whole span is dense
         sums = shard.summed(self._rows[:, self._header :], self._incoming)
-        delivered = shard.largest(self._units)
+        units, self._units = self._units, None  # nothing holds an optimizer's state after the window
+        delivered = shard.largest(units)
         self._second.zero_()
         if (codec := self._delivered[self.transport.rank]) is not None:
             out = self._second[: codec.nbytes]
