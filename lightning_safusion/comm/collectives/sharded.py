@@ -27,10 +27,11 @@ class ShardedExchange(MultiPhaseExchange):
 
     1. *Scatter*: each worker sends its selection in a shard to the owner of the shard: an all-to-all.
     2. *Select*: the owner adds these, in rank order, to the whole of its own residual and gradient there, and selects
-       ``again`` times as many entries as each worker has sent.
+       from the sums.
     3. *Gather*: every worker gets the selections of all owners.
 
-    About ``(1 + again) k`` entries are received, whatever the number of workers; an all-gather brings ``(P - 1) k``.
+    Of a quota of k entries k / 2 are scattered and 7 k / 2 gathered (``docs/convergence.md`` says what chose these).
+    So about 4 k are received, whatever the number of workers; an all-gather brings ``(P - 1) k``.
 
     What an owner does not deliver stays in its own residual, what others have sent it included: there is no second
     residual, and nothing is lost. Shards are pieces of tensors, the same in every plan. Both messages may have few
@@ -49,8 +50,8 @@ class ShardedExchange(MultiPhaseExchange):
 
     few_bits = True
     cuts_tensors = True
-    #: Entries that owners deliver, in entries that a worker sends.
-    again = 3.0
+    #: Entries that a worker sends to owners, and entries that owners deliver, for each of the quota.
+    scattered, gathered = 0.5, 3.5
 
     def __init__(
         self,
@@ -67,11 +68,11 @@ class ShardedExchange(MultiPhaseExchange):
         workers, values = transport.world_size, value_format(wire, dtype).name
         empty = Segments(np.zeros(1, np.int64), np.zeros(0, np.int64), (), ())
         pieces = Pieces.of(segments or empty, workers)
-        self.segments = None if segments is None else pieces.segments()
+        scattered, gathered = pieces.times(self.scattered), pieces.times(self.gathered)
+        self.segments = None if segments is None else scattered.segments()
         self._edges = device_constant(np.append(pieces.runs[:, 0], spec.numel), device)
         self._members = [np.flatnonzero(pieces.owners == owner).tolist() for owner in range(workers)]
-        shards = [pieces.owned(owner) for owner in range(workers)]
-        codecs = [shard.codec(values, spec.numel, dtype) for shard in shards]
+        codecs = [scattered.owned(owner).codec(values, spec.numel, dtype) for owner in range(workers)]
         self._out, self._incoming = codecs, codecs[transport.rank]
         # flags and notices go with every message; what it selects in its own shard is there
         self._header = -(-(spec.num_tensors + 1) // _FIELD) * _FIELD
@@ -83,11 +84,11 @@ class ShardedExchange(MultiPhaseExchange):
         self._received = self._memory(sum(self._in_sizes))
         self._rows = self._received.view(workers - 1, self._header + sum(message_sizes([self._incoming])))
         self._headers = np.zeros((workers, spec.num_tensors + 1), np.uint8)
-        self._delivered = [shard.times(self.again).codec(values, spec.numel, dtype) for shard in shards]
+        self._delivered = [gathered.owned(owner).codec(values, spec.numel, dtype) for owner in range(workers)]
         self._size = max(message_sizes(self._delivered))
         self._second = self._memory(self._size)
         self._gathered = self._memory(self._size * workers)
-        self._shard = Shard(shards[transport.rank], self.again, device)
+        self._shard = Shard(gathered.owned(transport.rank), device)
         self._inbox = self._inboxes() if device.type == "cpu" else None
         self._units: SpanUnits | None = None
         self._local = Entries.none(device)

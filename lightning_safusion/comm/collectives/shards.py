@@ -31,7 +31,7 @@ class Pieces:
 
     Args:
         runs: int64 [M, 2], where each begins and ends in the span.
-        quotas: int64 [M], entries that each worker selects from it.
+        quotas: int64 [M], entries of each.
         owners: int64 [M].
         keys: Names of the pieces.
     """
@@ -107,15 +107,14 @@ class Shard:
     """What one worker owns of a span, put together.
 
     Args:
-        pieces: Where it lies.
-        again: Entries that it delivers, in entries that each worker selects from it.
+        pieces: Where it lies, with the entries that it delivers.
         device: Where it is kept.
     """
 
-    def __init__(self, pieces: Pieces, again: float, device: torch.device) -> None:
+    def __init__(self, pieces: Pieces, device: torch.device) -> None:
         self.runs: list[tuple[int, int]] = [(start, stop) for start, stop in pieces.runs.tolist()]
         self.device = device
-        self._history = History(pieces.times(again).segments())
+        self._history = History(pieces.segments())
         edges = self._history.segments.edges
         self._pieces = list(pairwise(edges.tolist()))
         # int64 [M]: where pieces begin in the span and in the shard, and how far apart that is
