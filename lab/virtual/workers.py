@@ -119,7 +119,7 @@ class Engines(Averager):
         transports = local_transports(workers)
         settings = [make_settings() for _ in range(workers)]
         # exchanges in several phases wait for each other while they are launched
-        self._waiting = settings[0].collective not in ("auto", "allgather", "allreduce")
+        self._waiting = not settings[0].collective_over(workers).stream_ordered
         self.controllers: list[Engine] = list(
             self._pool.map(
                 lambda rank: build_engine(settings[rank], specs, transports[rank], torch.device("cpu"), measure=False),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -166,6 +166,9 @@ COLLECTIVES: dict[str, Collective] = {
     "oktopk": Collective(OkTopkExchange, _oktopk),
     "gtopk": Collective(GTopKExchange, _gtopk),
 }
+
+#: What ``"auto"`` is among many workers.
+AUTO_SHARDED = replace(COLLECTIVES["sharded"], choice="auto")
 
 
 def find_collective(name: str) -> Collective:

@@ -160,6 +160,8 @@ class Exchange(ABC):
     selects_itself: ClassVar[bool] = False
     #: It cuts tensors into parts with quotas of their own: :attr:`segments`.
     cuts_tensors: ClassVar[bool] = False
+    #: Share of a quota that a worker sends of what it has selected itself.
+    scattered: ClassVar[float] = 1.0
     #: It has a part that needs no selection: :meth:`begin` is called before it.
     begins_early: ClassVar[bool] = False
     #: :meth:`decode` builds its result in the scratch; otherwise that may be empty.

@@ -8,7 +8,7 @@ import torch
 
 from lightning_safusion.__about__ import __version__
 from lightning_safusion.comm.calibrate import calibrate
-from lightning_safusion.comm.catalogue import find_collective
+from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.transport.interface import Transport, during
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.layout import Layout, TensorSpec
@@ -90,7 +90,7 @@ def build_engine(
     layout = Layout(tuple(specs))
     settings.memory.world_size = transport.world_size
     settings.memory.bind(layout.edges.tolist(), device)
-    collective = find_collective(settings.collective)
+    collective = settings.collective_over(transport.world_size)
     choice = "allgather" if collective.choice == "auto" and settings.memory.lives_on_sparsity else collective.choice
     timer = settings.fusion if isinstance(settings.fusion, Horovod) else None
     ticks = Ticks(transport.host_subgroup(), timer.cycle_s) if timer else None
@@ -104,6 +104,8 @@ def build_engine(
     space = GradientSpace(layout, settings, communicators, device, own_pace)
     wanted = settings.fusion.needs_costs or choice == "auto"
     prior = calibrate(transport, device) if measure and wanted else None
+    if prior is not None and collective.exchange is ShardedExchange:
+        prior["allgather"] = ShardedExchange.cost(prior["allgather"], transport.world_size)
     # narrow gradients cannot represent a mean exactly: the rest stays in the residual; DDP sends wide ones as float64
     yields = yields and settings.replaceable and all(spec.dtype == torch.float32 for spec in specs)
     planner = Planner(settings.fusion, transport, choice, prior, announce, yields)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, get_args
 
-from lightning_safusion.comm.catalogue import find_collective
+from lightning_safusion.comm.catalogue import AUTO_SHARDED, Collective, find_collective
+from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.cost import allgather_bytes, ring_allreduce_bytes
 from lightning_safusion.comm.wire.elias_fano import EliasFanoCodec
 from lightning_safusion.comm.wire.formats import message_bytes, value_format
@@ -22,6 +23,10 @@ from lightning_safusion.sparsify.base import Sparsifier
 from lightning_safusion.sparsify.memory.contract import Memory
 from lightning_safusion.sparsify.schedule import ConstantDensity, DensitySchedule
 from lightning_safusion.sparsify.selection.units import SelectBy
+
+#: Workers from which on ``collective="auto"`` takes shards: a sparse all-gather brings each of so many more than three
+#: times as many bytes, and pays for no second selection.
+SHARDED_FROM = 16
 
 
 def _choice(name: str, value: str, allowed: Sequence[str]) -> None:
@@ -85,6 +90,30 @@ class EngineSettings:
         """Elements can be compared in the units of the update: none are again, as gradients, by the collective."""
         return find_collective(self.collective).few_bits and not self.offload
 
+    def collective_over(self, world_size: int) -> Collective:
+        """What carries the buffers of so many workers; from :data:`SHARDED_FROM` on shards, where ``"auto"`` may choose.
+
+        No measured time has a part in it, since the choice changes what is learned.
+        """
+        if self.collective == "auto" and world_size >= SHARDED_FROM and self._against_shards() is None:
+            return AUTO_SHARDED
+        return find_collective(self.collective)
+
+    def _against_shards(self) -> str | None:
+        """Why tensors cannot be cut into shards; None if they can."""
+        if self.quota == "pooled" or self.offload or self.fusion.streams or isinstance(self.fusion, Horovod):
+            return (
+                "gives every worker's part of a tensor a number of entries of its own: it needs offload=False, a quota "
+                f"other than 'pooled' and a fusion other than 'naive' or 'horovod', got {self.offload}, {self.quota!r} and "
+                f"{self.fusion.name!r}"
+            )
+        if self.wire.rpartition("-")[0] not in ("", EliasFanoCodec.layout):
+            return (
+                f"sends positions as {EliasFanoCodec.layout!r} does, got wire={self.wire!r}: name the values alone, as "
+                "in wire='bf16'"
+            )
+        return None
+
     def _check_scope(self) -> None:
         """Refuses parts that need selection from every tensor where it is from a buffer."""
         if self.quota in ("shared", "pooled") and self.scope == "group":
@@ -124,18 +153,9 @@ class EngineSettings:
                 f"collective={self.collective!r} selects the largest sums of a node itself: it needs "
                 f"compressor='topk' and offload=False, got {self.compressor.name!r} and {self.offload}"
             )
-        if collective.exchange.cuts_tensors and (self.quota == "pooled" or self.offload or self.fusion.streams):
-            raise ValueError(
-                f"collective={self.collective!r} gives every worker's part of a tensor a number of entries of its own: "
-                f"it needs offload=False, a quota other than 'pooled' and a fusion other than 'naive', got "
-                f"{self.offload}, {self.quota!r} and {self.fusion.name!r}"
-            )
-        layout = self.wire.rpartition("-")[0]
-        if collective.exchange.cuts_tensors and layout not in ("", EliasFanoCodec.layout):
-            raise ValueError(
-                f"collective={self.collective!r} sends positions as {EliasFanoCodec.layout!r} does, got "
-                f"wire={self.wire!r}: name the values alone, as in wire='bf16'"
-            )
+        problem = self._against_shards()
+        if collective.exchange.cuts_tensors and problem is not None:
+            raise ValueError(f"collective={self.collective!r} {problem}")
         several_phases = not collective.stream_ordered
         if isinstance(self.fusion, Horovod) and (self.scope == "group" or several_phases or self.offload):
             raise ValueError(
@@ -167,7 +187,7 @@ class EngineSettings:
     def dense_reason(self, specs: Sequence[TensorSpec], world_size: int) -> str | None:
         """Why plain DDP does this job at least as well; None if it does not.
 
-        The bytes of a sparse all-gather grow with the number of workers, those of a dense all-reduce hardly.
+        The bytes of a sparse all-gather grow with the number of workers, those of others hardly.
         """
         if (self.own_buffers and world_size > 1) or self.memory.shapes_updates:  # the memory is part of the algorithm
             return None
@@ -189,12 +209,14 @@ class EngineSettings:
             number * (numel * dtype.itemsize if dense else message_bytes(self.wire, numel, count, dtype))
             for (numel, dtype, count, dense), number in alike.items()
         )
-        by_gather, by_reduce = allgather_bytes(world_size, gathered), ring_allreduce_bytes(world_size, reduced)
-        if by_gather < by_reduce:
+        sharded = self.collective_over(world_size).exchange is ShardedExchange
+        received = ShardedExchange.received if sharded else allgather_bytes
+        by_sparse, by_reduce = received(world_size, gathered), ring_allreduce_bytes(world_size, reduced)
+        if by_sparse < by_reduce:
             return None
         return (
-            f"at density {density:g} each of {world_size} workers would receive {by_gather:,.0f} bytes per step by "
-            f"sparse all-gather, {by_reduce:,.0f} by dense all-reduce"
+            f"at density {density:g} each of {world_size} workers would receive {by_sparse:,.0f} bytes per step by "
+            f"sparse {'shards' if sharded else 'all-gather'}, {by_reduce:,.0f} by dense all-reduce"
         )
 
 

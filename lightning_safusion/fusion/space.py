@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.catalogue import Communicators, SparseBuffer, find_collective
+from lightning_safusion.comm.catalogue import Communicators, SparseBuffer
 from lightning_safusion.comm.collectives.allreduce import DenseAllReduce
 from lightning_safusion.comm.collectives.negotiated import Stream, StreamedTensor
 from lightning_safusion.comm.exchange import Exchange, SpanSpec
@@ -65,7 +65,7 @@ class GradientSpace:
         self._settings = settings
         self._rule: QuotaRule = "shared" if settings.quota == "auto" else settings.quota
         self.shares = Shares()  #: of shared quotas
-        self._collective = find_collective(settings.collective)
+        self._collective = settings.collective_over(communicators.main.world_size)
         self._communicators = communicators
         self._stream_transport = stream_transport
         self._stream: Stream | None = None
@@ -90,6 +90,11 @@ class GradientSpace:
             hybrid=self._collective.dense_lane,
             device=str(self.device),
         )
+
+    @property
+    def scattered(self) -> float:
+        """Share of the quotas that a worker sends of what it has selected itself."""
+        return self._collective.exchange.scattered
 
     def accumulated(self) -> Tensor:
         """float32 [D]: what the error feedback holds of each element, in the order of ``layout``; not a copy."""

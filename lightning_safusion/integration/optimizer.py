@@ -50,7 +50,11 @@ def _own_momentum(group: Group) -> float | Tensor:
 
 
 def carried_momentum(
-    memory: Memory, density: DensitySchedule, optimizers: Sequence[Optimizer], by_update: bool = False
+    memory: Memory,
+    density: DensitySchedule,
+    optimizers: Sequence[Optimizer],
+    by_update: bool = False,
+    scattered: float = 1.0,
 ) -> float | None:
     """The factor of a momentum that the residual has; None if it has none.
 
@@ -65,6 +69,7 @@ def carried_momentum(
         density: Share of the elements that is sent; of a schedule that which lasts.
         optimizers: All that step with what was sent.
         by_update: Elements are compared in units of the update.
+        scattered: Share of that which a worker selects itself.
     """
     known = [momenta_of(optimizer) for optimizer in optimizers]
     own = [momentum for momenta in known if momenta is not None for momentum in momenta]
@@ -78,7 +83,7 @@ def carried_momentum(
         bound = _SGD_UP_TO if type(optimizer) is SGD else _ADAPTIVE_UP_TO
         if lasting > bound or not (carried or (by_update and divides(optimizer))):
             return None
-    return max(*own, min(1.0 - lasting / 2, _LONGEST), 0.0)
+    return max(*own, min(1.0 - scattered * lasting / 2, _LONGEST), 0.0)
 
 
 class MomentumSwitch:
@@ -209,6 +214,7 @@ def carry_momentum(
     optimizers: Sequence[Optimizer],
     carried: Callable[[Tensor], bool],
     pace: Pace | None = None,
+    scattered: float = 1.0,
 ) -> tuple[list[MomentumSwitch], str]:
     """Gives memories a momentum, and takes that of optimizers away, where :func:`carried_momentum` says so.
 
@@ -218,11 +224,12 @@ def carry_momentum(
         optimizers: All that step with what was sent.
         carried: Whether the latest gradient of a parameter is a mean of selected elements.
         pace: If elements are compared in units of the update.
+        scattered: As in :func:`carried_momentum`.
 
     Returns:
         A switch for every optimizer without its momentum, and a line about all; it is empty if the residual has none.
     """
-    momentum = carried_momentum(memories[0], density, optimizers, pace is not None)
+    momentum = carried_momentum(memories[0], density, optimizers, pace is not None, scattered)
     for memory in memories:
         if isinstance(memory, AutoMemory):
             memory.carry(momentum)
@@ -259,7 +266,9 @@ def fit_to_optimizers(
     """
     pace = Pace.of(engines[0]) if compares_updates(settings, optimizers) else None
     memories = [engine.space.memory for engine in engines]
-    switches, note = carry_momentum(memories, settings.density, optimizers, carried, pace)
+    switches, note = carry_momentum(
+        memories, settings.density, optimizers, carried, pace, engines[0].space.scattered
+    )
     for engine in engines:
         units = update_units(settings, optimizers, params, bool(note))
         engine.space.compare_in(units)

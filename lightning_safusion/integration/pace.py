@@ -22,7 +22,7 @@ class Pace:
     """Steps of Adam's kind where elements are compared in units of the update (docs/convergence.md).
 
     Args:
-        density: Of the latest window.
+        density: Share of the elements that a worker selected in the latest window.
         windows: So far.
     """
 
@@ -32,7 +32,7 @@ class Pace:
     @staticmethod
     def of(engine: Engine) -> Pace:
         """That of the engine's windows."""
-        return Pace(lambda: engine.space.quotas.density, lambda: engine.windows)
+        return Pace(lambda: engine.space.scattered * engine.space.quotas.density, lambda: engine.windows)
 
     @property
     def factor(self) -> float:

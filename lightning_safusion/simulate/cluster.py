@@ -173,19 +173,19 @@ class Cluster:
         entering = (n - g) / n * (g * 2 * message + message + refresh)
         return self._flat(2 * n + 2 * log2_ceil(n), received, entering)
 
-    def sharded(self, message: float, again: float) -> CollectiveCost:
-        """An all-to-all of ``message`` bytes of each worker, a part to each owner; then they gather what these send.
+    def sharded(self, scattered: float, gathered: float) -> CollectiveCost:
+        """An all-to-all, a part of each worker's message to each owner; then workers gather what the owners send.
 
         In the first every worker of a node receives from every worker outside, in the second each message of another
         node enters a node once.
 
         Args:
-            message: Bytes that a worker has for all owners.
-            again: Bytes that all owners deliver, in these.
+            scattered: Bytes that a worker has for all owners.
+            gathered: Bytes that all owners deliver.
         """
         n, g = self.workers, self.gpus_per_node
-        received = (n - 1) / n * (1 + again) * message
-        entering = (n - g) / n * (g + again) * message
+        received = (n - 1) / n * (scattered + gathered)
+        entering = (n - g) / n * (g * scattered + gathered)
         return self._flat(n + log2_ceil(n), received, entering)
 
     def hierarchical(self, message: float, nbytes: float) -> CollectiveCost:

@@ -224,20 +224,23 @@ def _hierarchical(job: Job) -> Schedule:
 def _sharded(job: Job) -> Schedule:
     """The exact programme's groups over an exchange in two phases; between them each worker selects from its shard, on
     the link's stream."""
-    cluster, again = job.cluster, ShardedExchange.again
+    cluster = job.cluster
     density = float(job.sparse_bytes.sum()) / max(1, int(job.numels.sum()))
 
-    def local(nbytes: float) -> float:
-        decode = (1 + again) * nbytes / job.entry_bytes * cluster.device.decode
-        return float(job.select_cost(nbytes / density / cluster.workers)) + decode
+    def exchange(nbytes: float) -> CollectiveCost:
+        return cluster.sharded(ShardedExchange.scattered * nbytes, ShardedExchange.gathered * nbytes)
 
-    cost = line(lambda nbytes: cluster.sharded(nbytes, again).seconds + local(nbytes))
+    def local(nbytes: float) -> float:
+        entries = (ShardedExchange.scattered + ShardedExchange.gathered) * nbytes / job.entry_bytes
+        return float(job.select_cost(nbytes / density / cluster.workers)) + entries * cluster.device.decode
+
+    cost = line(lambda nbytes: exchange(nbytes).seconds + local(nbytes))
     messages = []
     for group in plan_optimal(replace(job.group_costs(), sparse=(cost.fixed, cost.per_byte))).groups:
         places = range(group.start, group.stop)
         nbytes = float(job.sparse_bytes[places].sum())
         select = job.select_seconds(places)
-        messages.append(Message(places, cluster.sharded(nbytes, again), select, local(nbytes), collectives=2))
+        messages.append(Message(places, exchange(nbytes), select, local(nbytes), collectives=2))
     return Schedule(messages)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_safusion.comm.collectives.multiphase import Entries, MultiPhaseExchange, joined, message_sizes
 from lightning_safusion.comm.collectives.shards import Pieces, Shard
+from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.comm.exchange import Part, SpanSpec, Verdict
 from lightning_safusion.comm.transport.interface import FinishedWork, Transport, Work
 from lightning_safusion.comm.wire.codec import Inbox
@@ -50,8 +51,9 @@ class ShardedExchange(MultiPhaseExchange):
 
     few_bits = True
     cuts_tensors = True
-    #: Entries that a worker sends to owners, and entries that owners deliver, for each of the quota.
-    scattered, gathered = 0.5, 3.5
+    scattered = 0.5
+    #: Entries that owners deliver, for each of the quota.
+    gathered = 3.5
 
     def __init__(
         self,
@@ -96,6 +98,17 @@ class ShardedExchange(MultiPhaseExchange):
         self._scattering: Work | None = None
         self._gathering: Work | None = None
         self._arrived = False  # the first phase has ended, as far as another thread has said
+
+    @classmethod
+    def received(cls, world_size: int, message: float) -> float:
+        """Bytes that a worker receives where its whole quota would fill a message of so many."""
+        return (world_size - 1) / world_size * (cls.scattered + cls.gathered) * message
+
+    @classmethod
+    def cost(cls, gather: LinearCost, world_size: int) -> LinearCost:
+        """Seconds by the bytes of one rank's message, from those of an all-gather."""
+        per_byte = gather.per_byte / max(1, world_size - 1)
+        return LinearCost(2 * gather.fixed, cls.received(world_size, per_byte))
 
     def _memory(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.uint8, device=self.device)
