@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from lightning_safusion import SAFusionStrategy
+from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.systems import DEFAULT, SYSTEMS
+from tests.cluster import specs
 
 
 def test_the_default_is_a_row_of_the_table() -> None:
@@ -64,6 +66,41 @@ def test_a_part_that_was_given_never_gives_way(given: dict[str, Any]) -> None:
 def test_what_does_not_go_with_shards_is_refused(given: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="collective='sharded'|collective='allgather'"):
         SAFusionStrategy(collective="sharded", **given)
+
+
+@pytest.mark.parametrize(
+    ("workers", "given", "shards"),
+    [
+        (2, {}, False),
+        (15, {}, False),
+        (16, {}, True),
+        (16, {"compressor": "gaussiank", "density": 0.01, "wire": "bf16", "memory": "residual"}, True),
+        (16, {"collective": "sharded"}, True),
+        (64, {"collective": "allgather"}, False),
+        (64, {"collective": "hierarchical"}, False),
+        (64, {"quota": "pooled"}, False),
+        (64, {"offload": True}, False),
+        (64, {"wire": "block16-bf16"}, False),
+        (64, {"fusion": "horovod"}, False),
+        (64, {"fusion": "naive"}, False),
+        (64, {"system": "safusion"}, False),
+        (64, {"system": "fgbuff"}, False),
+    ],
+)
+def test_the_default_takes_shards_among_many_workers(workers: int, given: dict[str, Any], shards: bool) -> None:
+    collective = SAFusionStrategy(**given).settings.collective_over(workers)
+    assert (collective.exchange is ShardedExchange) is shards
+
+
+def test_the_default_is_sparse_among_thousands_of_workers() -> None:
+    tensors = specs([(1000, 1000)])
+    assert SAFusionStrategy(density=0.05).settings.dense_reason(tensors, 4096) is None
+    reason = SAFusionStrategy(density=0.6, wire="fp32").settings.dense_reason(tensors, 4096)
+    assert reason is not None
+    assert "by sparse shards" in reason
+    gathered = SAFusionStrategy(density=0.05, quota="pooled").settings.dense_reason(tensors, 4096)
+    assert gathered is not None
+    assert "by sparse all-gather" in gathered
 
 
 def test_parts_of_other_systems_do_not_give_way() -> None:

@@ -91,11 +91,13 @@ class EngineSettings:
         return find_collective(self.collective).few_bits and not self.offload
 
     def collective_over(self, world_size: int) -> Collective:
-        """What carries the buffers of so many workers; from :data:`SHARDED_FROM` on shards, where ``"auto"`` may choose.
+        """What carries the buffers of so many workers: from :data:`SHARDED_FROM` on shards, if the quotas are
+        ``"auto"`` too; other quotas are those of a paper.
 
         No measured time has a part in it, since the choice changes what is learned.
         """
-        if self.collective == "auto" and world_size >= SHARDED_FROM and self._against_shards() is None:
+        free = self.collective == self.quota == "auto" and self._against_shards() is None
+        if free and world_size >= SHARDED_FROM:
             return AUTO_SHARDED
         return find_collective(self.collective)
 
@@ -104,8 +106,8 @@ class EngineSettings:
         if self.quota == "pooled" or self.offload or self.fusion.streams or isinstance(self.fusion, Horovod):
             return (
                 "gives every worker's part of a tensor a number of entries of its own: it needs offload=False, a quota "
-                f"other than 'pooled' and a fusion other than 'naive' or 'horovod', got {self.offload}, {self.quota!r} and "
-                f"{self.fusion.name!r}"
+                "other than 'pooled' and a fusion other than 'naive' or 'horovod', got "
+                f"{self.offload}, {self.quota!r} and {self.fusion.name!r}"
             )
         if self.wire.rpartition("-")[0] not in ("", EliasFanoCodec.layout):
             return (

@@ -266,9 +266,7 @@ def fit_to_optimizers(
     """
     pace = Pace.of(engines[0]) if compares_updates(settings, optimizers) else None
     memories = [engine.space.memory for engine in engines]
-    switches, note = carry_momentum(
-        memories, settings.density, optimizers, carried, pace, engines[0].space.scattered
-    )
+    switches, note = carry_momentum(memories, settings.density, optimizers, carried, pace, engines[0].space.scattered)
     for engine in engines:
         units = update_units(settings, optimizers, params, bool(note))
         engine.space.compare_in(units)

@@ -22,6 +22,7 @@ from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.fusion.plans.policy import Naive
 from lightning_safusion.fusion.plans.searching import Cupcake
 from lightning_safusion.fusion.plans.ticking import Horovod
+from lightning_safusion.fusion.settings import SHARDED_FROM
 from lightning_safusion.lookup import look_up
 from lightning_safusion.simulate.cluster import CollectiveCost
 from lightning_safusion.simulate.engine import mean_iteration
@@ -85,6 +86,8 @@ def build_schedule(name: str, job: Job) -> Schedule:
         return ssfusion(job, row.offload, collective.dense_lane)
     if row.fusion == "horovod":
         return _horovod(job, row.sparse)
+    if row.collective == row.quota == "auto" and job.cluster.workers >= SHARDED_FROM:
+        return _sharded(job, dense=True)
     for part in (row.collective, row.compressor, row.fusion):
         if part in _SPECIAL:
             return _SPECIAL[part](job)
@@ -221,9 +224,9 @@ def _hierarchical(job: Job) -> Schedule:
     return Schedule(messages)
 
 
-def _sharded(job: Job) -> Schedule:
+def _sharded(job: Job, dense: bool = False) -> Schedule:
     """The exact programme's groups over an exchange in two phases; between them each worker selects from its shard, on
-    the link's stream."""
+    the link's stream. ``dense``: groups may be dense."""
     cluster = job.cluster
     density = float(job.sparse_bytes.sum()) / max(1, int(job.numels.sum()))
 
@@ -236,8 +239,11 @@ def _sharded(job: Job) -> Schedule:
 
     cost = line(lambda nbytes: exchange(nbytes).seconds + local(nbytes))
     messages = []
-    for group in plan_optimal(replace(job.group_costs(), sparse=(cost.fixed, cost.per_byte))).groups:
+    for group in plan_optimal(replace(job.group_costs(dense=dense), sparse=(cost.fixed, cost.per_byte))).groups:
         places = range(group.start, group.stop)
+        if group.collective == "allreduce":
+            messages.append(job.dense_message(places))
+            continue
         nbytes = float(job.sparse_bytes[places].sum())
         select = job.select_seconds(places)
         messages.append(Message(places, exchange(nbytes), select, local(nbytes), collectives=2))

@@ -41,7 +41,7 @@ EXACT: dict[str, Build] = {
     "hierarchical-bf16": hierarchical(wire="bf16"),
     "hierarchical-fp16": hierarchical(wire="fp16"),
     "sharded": sharded(),
-    "sharded-bf16": sharded("bf16", again=1.0),
+    "sharded-bf16": sharded("bf16", scattered=1.0, gathered=1.0),
     "sharded-q4": sharded("q4"),
 }
 ALL: dict[str, Build] = {**EXACT, "gtopk": gtopk(), "gtopk-bf16": gtopk("bf16")}

@@ -57,7 +57,7 @@ def test_a_pool_has_no_pieces() -> None:
 
 def test_an_owner_keeps_what_it_does_not_deliver() -> None:
     pieces = Pieces.of(segments(sizes=(100,)), 1)
-    shard = Shard(pieces.owned(0), 1.0, torch.device("cpu"))
+    shard = Shard(pieces.owned(0), torch.device("cpu"))
     x = torch.arange(100.0)
     shard.take(x, [])
     sums = shard.summed(torch.zeros(0, 0, dtype=torch.uint8), None)

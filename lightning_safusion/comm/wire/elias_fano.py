@@ -205,9 +205,7 @@ class EliasFanoCodec(Codec):
 
     def inbox(self, messages: Tensor) -> Inbox | None:
         *fields, values, _ = messages.split(self._split_sizes, dim=1)
-        found = [
-            self.field.compiled(field, self._places(own)) for *own, field in zip(*fields, values, strict=True)
-        ]
+        found = [self.field.compiled(field, self._places(own)) for *own, field in zip(*fields, values, strict=True)]
         known = [message for message in found if message is not None]
         ranks = fields[0].numpy().view(np.uint32)[:, : len(self._bucket_of_region)]
 

@@ -180,8 +180,7 @@ class BitmapCodec(Codec):
 
 _LOSSLESS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _CODECS: dict[str, type[Codec]] = {
-    codec.layout: codec
-    for codec in (DenseCodec, EliasFanoCodec, Block16Codec, Block8Codec, BitmapCodec, CooCodec)
+    codec.layout: codec for codec in (DenseCodec, EliasFanoCodec, Block16Codec, Block8Codec, BitmapCodec, CooCodec)
 }
 
 
