@@ -61,7 +61,7 @@ def carried_momentum(
     ``memory="decoupled"`` always carries that of optimizers. ``memory="auto"`` where that has been measured to lose
     less: at densities of up to a quarter for Adam, AdamW and RAdam, and, where elements are compared in units of the
     update, for all that divide gradients by their second moment; up to 2 % for SGD with a momentum; if all optimizers
-    are of these. It then lasts twice as long as an element waits on average, at most 100 steps, if that is longer than
+    are of these. It then lasts four times as long as an element waits on average, at most 100 steps, if that is longer than
     that of the optimizers whose place it takes.
 
     Args:
@@ -83,7 +83,7 @@ def carried_momentum(
         bound = _SGD_UP_TO if type(optimizer) is SGD else _ADAPTIVE_UP_TO
         if lasting > bound or not (carried or (by_update and divides(optimizer))):
             return None
-    return max(*own, min(1.0 - scattered * lasting / 2, _LONGEST), 0.0)
+    return max(*own, min(1.0 - scattered * lasting / 4, _LONGEST), 0.0)
 
 
 class MomentumSwitch:

@@ -10,12 +10,12 @@ from lightning_safusion.integration.units import DENSE_WINDOWS
 
 # Below one density steps are larger, by this power of how far it is below: an element that is sent moves for all the
 # steps in which it was not.
-_PACED_BELOW, _PACE = 0.05, 0.25
+_PACED_BELOW, _PACE = 0.1, 0.175
 # After the dense windows steps begin at this share, and rise for so many windows: without the optimizer's momentum they
 # are several times as large from one window to the next.
 _FIRST_SHARE, _RISING = 0.25, 50
-# Share of the optimizer's momentum that stays: all of it at density 1, falling with the logarithm to none at 2 %.
-_NONE_KEPT_AT = 0.02
+# Share of the optimizer's momentum that stays: all of it at density 1, falling with the logarithm to none at 4 %.
+_NONE_KEPT_AT = 0.04
 
 
 class Pace:
