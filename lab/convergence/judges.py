@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from lab.convergence.scheme import Scheme
 from lab.tasks import JUDGES, TASKS, Task, parse_task
+from lightning_safusion.sparsify.schedule import SuitedDensity
 
 Configs = Sequence[tuple[Task, Scheme]]
 
@@ -29,6 +30,13 @@ OPTIMIZERS = (
     "optimizer=lion,lr=0.0005",
     "optimizer=schedule-free,lr=0.005",
     "sam=0.05",
+)
+SHARDED_TASKS = (
+    "bytes-transformer",
+    "headers-transformer",
+    "restoring-transformer",
+    "names-recommender",
+    "digits-vit",
 )
 #: What else a training may have.
 OPTIONS = ("clip=1.0", "clip_value=0.01", "weight_decay=0.1", "accumulate=4,batch=8", "precision=bf16")
@@ -62,3 +70,14 @@ def rivals() -> Configs:
     schemes = [Scheme("powersgd", rank=rank) for rank in (1, 4)]
     schemes += [Scheme("demo", density=0.02), Scheme("sparseloco", density=0.04, lr_scale=2.0)]
     return [(TASKS["headers-transformer"], scheme) for scheme in schemes]
+
+
+def shards() -> Configs:
+    """Shards beside a sparse all-gather: eight workers on several tasks, and other numbers of them on one."""
+
+    def both(workers: int) -> list[Scheme]:
+        gathered = replace(DEFAULT, density=SuitedDensity.WITH_MOMENTUM, workers=workers)
+        return [gathered, replace(gathered, collective="sharded")]
+
+    several = [(TASKS[name], scheme) for name in SHARDED_TASKS for scheme in both(8)]
+    return [*several, *((TASKS[SHARDED_TASKS[0]], scheme) for workers in (2, 4, 16) for scheme in both(workers))]

@@ -243,6 +243,7 @@ STUDIES = MappingProxyType(
         "optimizers": judges.optimizers(),
         "rates": judges.rates(),
         "rivals": judges.rivals(),
+        "shards": judges.shards(),
     }
 )
 

@@ -19,6 +19,7 @@ CASES: dict[str, dict[str, Any]] = {
     "sparse": {"density": 0.05, "collective": "allgather"},
     "auto": {"density": 0.01},
     "naive": {"density": 0.05, "fusion": "naive", "collective": "allgather"},
+    "sharded": {"density": 0.05, "collective": "sharded"},
     "dense": {"density": 1.0},
 }
 
