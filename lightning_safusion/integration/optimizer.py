@@ -61,8 +61,8 @@ def carried_momentum(
     ``memory="decoupled"`` always carries that of optimizers. ``memory="auto"`` where that has been measured to lose
     less: at densities of up to a quarter for Adam, AdamW and RAdam, and, where elements are compared in units of the
     update, for all that divide gradients by their second moment; up to 2 % for SGD with a momentum; if all optimizers
-    are of these. It then lasts four times as long as an element waits on average, at most 100 steps, if that is longer than
-    that of the optimizers whose place it takes.
+    are of these. It then lasts four times as long as an element waits on average, at most 100 steps, if that is longer
+    than that of the optimizers whose place it takes.
 
     Args:
         memory: Error feedback.

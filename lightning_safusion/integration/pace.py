@@ -10,7 +10,7 @@ from lightning_safusion.integration.units import DENSE_WINDOWS
 
 # Below one density steps are larger, by this power of how far it is below: an element that is sent moves for all the
 # steps in which it was not.
-_PACED_BELOW, _PACE = 0.1, 0.175
+_PACED_BELOW, _PACE = 0.05, 0.25
 # After the dense windows steps begin at this share, and rise for so many windows: without the optimizer's momentum they
 # are several times as large from one window to the next.
 _FIRST_SHARE, _RISING = 0.25, 50
