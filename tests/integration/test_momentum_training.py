@@ -42,7 +42,7 @@ def test_the_default_carries_the_momentum_of_adamw(caplog: pytest.LogCaptureFixt
         with caplog.at_level(logging.INFO):
             (default, groups), said = fitted(adamw(0.9)), caplog.text
         parts: dict[str, Any] = {"wire": "q4", "quota": "auto", "select_by": "update"}
-        named = fitted(adamw(0.9), memory=DecoupledMomentum(0.95), **parts)[0]
+        named = fitted(adamw(0.9), memory=DecoupledMomentum(0.975), **parts)[0]
         plain = fitted(adamw(0.9), memory="residual")[0]
         return default, named, plain, groups, said
 
@@ -52,7 +52,7 @@ def test_the_default_carries_the_momentum_of_adamw(caplog: pytest.LogCaptureFixt
         assert all(torch.equal(weights[0], other) for other in weights)
     assert not all(torch.equal(a, b) for a, b in zip(default, plain, strict=True))
     assert groups[0]["betas"] == (0.9, 0.99)
-    assert "AdamW leaves the momentum of sparse tensors to the residual (factor 0.95)" in said
+    assert "AdamW leaves the momentum of sparse tensors to the residual (factor 0.975)" in said
     assert said.count("leaves the momentum") == 1
 
 
