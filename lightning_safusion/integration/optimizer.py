@@ -26,6 +26,8 @@ from lightning_safusion.sparsify.schedule import DensitySchedule
 
 # Densities up to which the memory carries the momentum better than the optimizer does (docs/convergence.md).
 _ADAPTIVE_UP_TO, _SGD_UP_TO = 0.25, 0.02
+# How long the residual's momentum lasts, in times that an element waits on average (docs/convergence.md).
+_BY_GRADIENT, _BY_UPDATE = 2, 4
 # At a density of 0.1 % elements wait for a thousand steps: that long a momentum would be too old (docs/convergence.md).
 _LONGEST = 0.99
 
@@ -61,8 +63,8 @@ def carried_momentum(
     ``memory="decoupled"`` always carries that of optimizers. ``memory="auto"`` where that has been measured to lose
     less: at densities of up to a quarter for Adam, AdamW and RAdam, and, where elements are compared in units of the
     update, for all that divide gradients by their second moment; up to 2 % for SGD with a momentum; if all optimizers
-    are of these. It then lasts four times as long as an element waits on average, at most 100 steps, if that is longer
-    than that of the optimizers whose place it takes.
+    are of these. It then lasts twice as long as an element waits on average, by update four times as long, at most 100
+    steps, if that is longer than that of the optimizers whose place it takes.
 
     Args:
         memory: Error feedback.
@@ -83,7 +85,8 @@ def carried_momentum(
         bound = _SGD_UP_TO if type(optimizer) is SGD else _ADAPTIVE_UP_TO
         if lasting > bound or not (carried or (by_update and divides(optimizer))):
             return None
-    return max(*own, min(1.0 - scattered * lasting / 4, _LONGEST), 0.0)
+    waits = _BY_UPDATE if by_update else _BY_GRADIENT
+    return max(*own, min(1.0 - scattered * lasting / waits, _LONGEST), 0.0)
 
 
 class MomentumSwitch:

@@ -44,13 +44,13 @@ def groups(*betas: float) -> Make:
 @pytest.mark.parametrize(
     ("memory", "density", "makes", "factor"),
     [
-        (AutoMemory(), 0.1, [AdamW], 0.975),  # four times as long as an element waits
-        (AutoMemory(), 0.05, [Adam], 0.9875),
-        (AutoMemory(), 0.25, [groups(0.95)], 0.95),  # its own is longer
+        (AutoMemory(), 0.1, [AdamW], 0.95),  # twice as long as an element waits
+        (AutoMemory(), 0.05, [Adam], 0.975),
+        (AutoMemory(), 0.25, [Adam], 0.9),  # its own is longer
         (AutoMemory(), 0.001, [AdamW], 0.99),  # and no longer than has been tried
-        (AutoMemory(), 0.25, [lambda p: AdamW(p, betas=(0.5, 0.999))], 0.9375),
-        (AutoMemory(), 0.1, [lambda p: AdamW(p, betas=(0.98, 0.999)), Adam], 0.98),
-        (AutoMemory(), 0.1, [groups(0.9, 0.97)], 0.975),
+        (AutoMemory(), 0.25, [lambda p: AdamW(p, betas=(0.5, 0.999))], 0.875),
+        (AutoMemory(), 0.1, [lambda p: AdamW(p, betas=(0.95, 0.999)), Adam], 0.95),
+        (AutoMemory(), 0.1, [groups(0.9, 0.97)], 0.97),
         (AutoMemory(), 0.01, [lambda p: SGD(p, 0.1, momentum=0.9, nesterov=True)], 0.99),
         (AutoMemory(), 0.01, [AdamW, lambda p: SGD(p, 0.1, momentum=0.9)], 0.99),
         # where it stays with the optimizer
@@ -65,13 +65,13 @@ def groups(*betas: float) -> Make:
         (AutoMemory(), 0.01, [lambda p: SGD(p, 0.1, momentum=1.0)], None),  # it never ends
         (AutoMemory(), 0.1, [Derived], None),
         (AutoMemory(), 0.1, [AdamW, NAdam], None),
-        (AutoMemory(), 0.1, [RAdam], 0.975),
+        (AutoMemory(), 0.1, [RAdam], 0.95),
         (AutoMemory(), 0.1, [], None),
         (AutoMemory(), Unknown(), [AdamW], None),
         (AutoMemory(), LinearRamp(0.05, 0.3, 7), [AdamW], None),
         # the density that lasts decides
-        (AutoMemory(), LinearRamp(0.3, 0.05, 7), [AdamW], 0.9875),
-        (AutoMemory(), DenseStart(0.05, 7), [AdamW], 0.9875),
+        (AutoMemory(), LinearRamp(0.3, 0.05, 7), [AdamW], 0.975),
+        (AutoMemory(), DenseStart(0.05, 7), [AdamW], 0.975),
         (ResidualMemory(), 0.1, [AdamW], None),
         (DGCMemory(), 0.1, [lambda p: SGD(p, 0.1)], None),
         # asked for by name

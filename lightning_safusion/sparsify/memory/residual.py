@@ -87,8 +87,8 @@ class DecoupledMomentum(ResidualMemory):
     sign are not part of this); Sarfi et al., Communication Efficient LLM Pre-training with SparseLoCo, 2025.
 
     Args:
-        momentum: Momentum factor, in (0, 1). Memories should last about twice as long as elements wait: 0.95 serves a
-            density of 10 % well, 0.98 one of 5 % and less.
+        momentum: Momentum factor, in (0, 1). Memories should last two to four times as long as elements wait: 0.95 to
+            0.975 serve a density of 10 %, 0.99 one of 2 % and less.
 
     Raises:
         ValueError: If ``momentum`` is outside (0, 1).
