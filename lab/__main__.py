@@ -17,6 +17,7 @@ STUDIES = {
     "window": ("lab.window:window", "What one steady window passes through: modules, functions and Python calls."),
     "numerics": ("lab.numerics:numerics", "Hashes of trained parameters, for every system: what must not change."),
     "native": ("lab.native:compiled", "What the engine costs the CPU with and without compiled kernels."),
+    "formats": ("lab.formats:formats", "Size of messages by layout, and the time to write and to read them."),
     "selection": ("lab.selection:selection", "Time of selection before fusion against selection after it."),
     "gpu": ("lab.gpu:gpu", "Selection and packing on a CUDA device against a copy of the same bytes."),
     "callbacks": ("lab.callbacks:callbacks", "What the callbacks cost."),
