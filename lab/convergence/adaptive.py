@@ -1,47 +1,13 @@
-"""Remedies of the laboratory's own: selection in units of Adam's steps, a frozen second moment, clipped residuals."""
+"""Remedies of the laboratory's own: a frozen second moment, and clipped residuals."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_safusion.sparsify import ResidualMemory, Segments, Selection, Sparsifier, TopK
-
-# Of the mean root of the second moment: bounds the weight of elements that hardly ever had a gradient.
-_SMALLEST = 1e-2
-
-
-class PreconditionedTopK(Sparsifier):
-    """Top-k by ``|x| / sqrt(v)``: by the size of the step that Adam would take, not of the gradient.
-
-    All workers hold the same optimizer state, so that all weigh alike.
-
-    Attributes:
-        weights: float32 by registration index of a tensor; where there is none, every element weighs the same.
-    """
-
-    name = "preconditioned"
-
-    def __init__(self) -> None:
-        self.weights: dict[Hashable, Tensor] = {}
-
-    @property
-    def estimates(self) -> bool:
-        return False
-
-    def select(self, x: Tensor, segments: Segments, step: int) -> Selection:
-        sizes = segments.sizes.tolist()
-        weights = [self.weights.get(key, torch.ones(size)) for key, size in zip(segments.keys, sizes, strict=True)]
-        chosen = TopK().select(x * torch.cat(weights), segments, step)
-        return Selection(chosen.indices, x[chosen.indices], chosen.count)
-
-    def weigh(self, optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter]) -> None:
-        """Takes the weights from Adam's second moments."""
-        for index, param in enumerate(params):
-            root = optimizer.state[param]["exp_avg_sq"].sqrt().view(-1)
-            self.weights[index] = 1 / (root + _SMALLEST * root.mean() + torch.finfo(torch.float32).tiny)
+from lightning_safusion.sparsify import ResidualMemory
 
 
 class FrozenSecondMoment:

@@ -137,7 +137,7 @@ def _remedies() -> Configs:
         replace(POOLED, ramp=0.3),
         replace(POOLED, dense_start=0.1),
         replace(POOLED, dense_start=0.1, frozen=0.1),
-        replace(POOLED, compressor="preconditioned"),
+        replace(SCOPES["ahead"], select_by="update"),
         replace(SCOPES["ahead"], compressor="adtopk"),  # the largest of every row: chunks of a tensor
         # momentum before the selection, in place of the optimizer's: momentum correction, and decoupled momentum
         replace(POOLED, **CORRECTED),

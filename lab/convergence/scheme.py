@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from lab.convergence.adaptive import ClippedResidual, PreconditionedTopK
+from lab.convergence.adaptive import ClippedResidual
 from lightning_safusion.bench.rows import hints_of, make_part, read, typed
 from lightning_safusion.fusion.plans.policy import Aligned, Single
 from lightning_safusion.fusion.settings import EngineSettings
-from lightning_safusion.sparsify import Memory, Sparsifier, resolve_density, resolve_memory, resolve_sparsifier
+from lightning_safusion.sparsify import Memory, resolve_density, resolve_memory, resolve_sparsifier
 from lightning_safusion.sparsify.schedule import DenseStart, DensitySchedule, ExponentialRamp
 from lightning_safusion.sparsify.selection.units import SelectBy
 
@@ -31,7 +31,7 @@ class Scheme:
             ``"sparseloco"`` are references.
         density: Share of the elements that is sent.
         memory: Error feedback.
-        compressor: Chooses the elements; ``"preconditioned"``: in units of AdamW's steps.
+        compressor: Chooses the elements.
         degree: Tensors in a buffer; 0 puts all into one.
         dense_below: Tensors of fewer elements are dense.
         wire: Format of the messages.
@@ -118,7 +118,7 @@ class Scheme:
             steps: Of the whole training.
         """
         return EngineSettings(
-            compressor=self._compressor(),
+            compressor=make_part(self.compressor, resolve_sparsifier),
             density=self.schedule(steps),
             fusion=Aligned(self.degree) if self.degree else Single(),
             memory=make_part(self.memory, _memory),
@@ -128,11 +128,6 @@ class Scheme:
             wire=self.wire,
             select_by="auto" if self.method == "auto" else self.select_by,
         )
-
-    def _compressor(self) -> Sparsifier:
-        if self.compressor == PreconditionedTopK.name:
-            return PreconditionedTopK()
-        return make_part(self.compressor, resolve_sparsifier)
 
 
 def _memory(name: str) -> Memory:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.convergence.adaptive import FrozenSecondMoment, PreconditionedTopK
+from lab.convergence.adaptive import FrozenSecondMoment
 from lab.convergence.scheme import STEPPING, Scheme
 from lab.processes import Ledger
 from lab.tasks import Task
@@ -205,9 +205,6 @@ def _steps(
         if isinstance(averager, Engines) and (step + 1) % sampled_every == 0:
             statistics.sample(averager)
         frozen.after_step(step)
-        for sparsifier in averager.sparsifiers if isinstance(averager, Engines) else ():
-            if isinstance(sparsifier, PreconditionedTopK):
-                sparsifier.weigh(optimizers[0], training.params)
     return optimizers
 
 

@@ -18,7 +18,6 @@ from lightning_safusion.fusion.layout import TensorSpec
 from lightning_safusion.fusion.settings import EngineSettings
 from lightning_safusion.integration.optimizer import MomentumSwitch, fit_to_optimizers
 from lightning_safusion.metrics.figures import TensorFigures, window_figures
-from lightning_safusion.sparsify import Sparsifier
 
 # Steps from one comparison of all workers' results to the next.
 _COMPARED_EVERY = 50
@@ -180,11 +179,6 @@ class Engines(Averager):
             return first.report is not None and index[id(param)] in first.report.selected_from
 
         self._switches, _ = fit_to_optimizers(self.controllers, self._settings, optimizers, params, carried)
-
-    @property
-    def sparsifiers(self) -> list[Sparsifier]:
-        """Of each worker."""
-        return [controller.space.selector.sparsifier for controller in self.controllers]
 
     def figures(self) -> TensorFigures:
         """What the latest step did to every tensor, summed over workers."""

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from lab.convergence.adaptive import ClippedResidual, FrozenSecondMoment, PreconditionedTopK
+from lab.convergence.adaptive import ClippedResidual, FrozenSecondMoment
 from lab.convergence.scheme import Scheme
 from lab.convergence.training import train
 from lab.tasks import TASKS
-from lightning_safusion.sparsify import Segments
 
 TASK = replace(TASKS["bytes-transformer"], steps=4, batch=4)
 
@@ -29,18 +27,6 @@ def stepped(gradients: list[torch.Tensor]) -> tuple[list[nn.Parameter], torch.op
         param.grad = gradient
     optimizer.step()
     return params, optimizer
-
-
-def test_an_element_is_taken_for_the_step_that_it_makes() -> None:
-    params, optimizer = stepped([torch.tensor([100.0, 1.0, 1.0, 1.0]), torch.ones(2)])
-    sparsifier = PreconditionedTopK()
-    x = torch.tensor([50.0, 3.0, -2.0, 1.0, 7.0, 8.0])
-    cut = Segments(np.array([0, 4, 6]), np.array([2, 1]), (0, 1), ((4,), (2,)))
-    assert sparsifier.select(x, cut, 0).indices.tolist() == [0, 1, 5]  # nothing is known yet
-    sparsifier.weigh(optimizer, params)
-    chosen = sparsifier.select(x, cut, 0)
-    assert chosen.indices.tolist() == [1, 2, 5]
-    assert chosen.values.tolist() == [3.0, -2.0, 8.0]
 
 
 def test_the_second_moment_stays_from_a_step_on() -> None:
@@ -61,7 +47,7 @@ def test_they_are_part_of_a_run() -> None:
     plain = Scheme("pooled", density=0.05, dense_below=512)
     metrics = {
         scheme.name: train(TASK, scheme, 0).metric
-        for scheme in (plain, replace(plain, compressor="preconditioned"), replace(plain, frozen=0.5))
+        for scheme in (plain, replace(plain, frozen=0.5))
     }
     assert len(set(metrics.values())) == len(metrics)
 
