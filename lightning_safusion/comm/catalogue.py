@@ -167,7 +167,9 @@ COLLECTIVES: dict[str, Collective] = {
     "gtopk": Collective(GTopKExchange, _gtopk),
 }
 
-#: What ``"auto"`` is among many workers.
+#: What ``"auto"`` is from so many workers on: a sparse all-gather would bring each of them more than three times as many
+#: bytes, but has no second selection.
+SHARDED_FROM = 16
 AUTO_SHARDED = replace(COLLECTIVES["sharded"], choice="auto")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, get_args
 
-from lightning_safusion.comm.catalogue import AUTO_SHARDED, Collective, find_collective
+from lightning_safusion.comm.catalogue import AUTO_SHARDED, SHARDED_FROM, Collective, find_collective
 from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.cost import allgather_bytes, ring_allreduce_bytes
 from lightning_safusion.comm.wire.elias_fano import EliasFanoCodec
@@ -23,10 +23,6 @@ from lightning_safusion.sparsify.base import Sparsifier
 from lightning_safusion.sparsify.memory.contract import Memory
 from lightning_safusion.sparsify.schedule import ConstantDensity, DensitySchedule
 from lightning_safusion.sparsify.selection.units import SelectBy
-
-#: Workers from which on ``collective="auto"`` takes shards: a sparse all-gather brings each of so many more than three
-#: times as many bytes, and pays for no second selection.
-SHARDED_FROM = 16
 
 
 def _choice(name: str, value: str, allowed: Sequence[str]) -> None:

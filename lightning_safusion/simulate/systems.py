@@ -13,7 +13,7 @@ from functools import partial
 from itertools import pairwise
 
 from lightning_safusion.baselines.hooks import POWERSGD_RANKS
-from lightning_safusion.comm.catalogue import find_collective
+from lightning_safusion.comm.catalogue import SHARDED_FROM, find_collective
 from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.wire.formats import message_bytes
 from lightning_safusion.fusion.plans.adaptive import plan_optimal
@@ -22,7 +22,6 @@ from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.fusion.plans.policy import Naive
 from lightning_safusion.fusion.plans.searching import Cupcake
 from lightning_safusion.fusion.plans.ticking import Horovod
-from lightning_safusion.fusion.settings import SHARDED_FROM
 from lightning_safusion.lookup import look_up
 from lightning_safusion.simulate.cluster import CollectiveCost
 from lightning_safusion.simulate.engine import mean_iteration
