@@ -48,10 +48,19 @@ class Unguarded(TorchFunctionMode):
         if func is Tensor.__getitem__ and args[0].device.type == "cuda":
             return self._view(args[0], args[1])
         if func is Tensor.__setitem__ and args[0].device.type == "cuda":
-            view, value = self._view(args[0], args[1]), args[2]
-            return torch.ops.aten.copy_(view, value) if isinstance(value, Tensor) else view.fill_(value)
+            return self._store(*args)
         func = {Tensor.copy_: torch.ops.aten.copy_, Tensor.__invert__: torch.ops.aten.bitwise_not}.get(func, func)
         return func(*args, **(kwargs or {}))
+
+    def _store(self, tensor: Tensor, index: Any, value: Any) -> Tensor:
+        view = self._view(tensor, index)
+        if isinstance(value, Tensor):
+            return torch.ops.aten.copy_(view, value)
+        # a number is copied from pageable memory to one element, and to elements chosen by a tensor; it fills a slice
+        parts = index if isinstance(index, tuple) else (index,)
+        if view.dim() == 0 or any(isinstance(part, Tensor) for part in parts):
+            raise AssertionError(f"storing {value!r} at {index!r} makes the host wait: fill a slice")
+        return view.fill_(value)
 
     def _view(self, tensor: Tensor, index: Any) -> Tensor:
         dim = 0

@@ -87,7 +87,7 @@ class Offloader:
         buffer, tensor = self._space.buffer(group), place - group.start
         known = self._flags.get(group)
         flags = torch.zeros_like(buffer.all_fresh)
-        flags[tensor] = int(TensorFlag.FRESH)
+        flags[tensor : tensor + 1] = int(TensorFlag.FRESH)  # a slice: for one element the host would wait for a device
         flags = compensate(buffer, [grad], [tensor], flags, window.scale)
         self._flags[group] = flags if known is None else known | flags
         x = buffer.span[buffer.edges[tensor] : buffer.edges[tensor + 1]]

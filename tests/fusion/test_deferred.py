@@ -21,6 +21,7 @@ from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.planning import Planner
 from lightning_safusion.sparsify import available_sparsifiers
 from lightning_safusion.sparsify.selection.survey import Selector
+from lightning_safusion.sparsify.sidco import SIDCo
 from tests.cluster import Cluster, settings, specs
 from tests.cuda import Stream, fake_cuda
 from tests.fusion.test_controller import Failing
@@ -197,6 +198,7 @@ def windows(controller: Engine, device: torch.device, dtype: torch.dtype = torch
             )
             for name in available_sparsifiers()
         ),
+        (torch.float32, {"compressor": SIDCo(adapt=True)}),
         (torch.float32, {"memory": "dgc"}),
         (torch.float32, {"memory": "ef21"}),
         (torch.float32, {"scope": "group"}),
@@ -216,6 +218,27 @@ def test_the_host_never_waits_for_a_cuda_device(
     with fake_cuda(monkeypatch) as device:
         chosen = settings(**({"collective": "allgather"} | options))
         windows(build_engine(chosen, described, SoloTransport(), device, False, deferred=True), device, dtype)
+
+
+@pytest.mark.parametrize("collective", ["allgather", "allreduce", "hybrid"])
+def test_the_host_does_not_wait_where_this_rank_has_a_notice(monkeypatch: pytest.MonkeyPatch, collective: str) -> None:
+    monkeypatch.setattr(Planner, "verify", lambda *_: None)
+    monkeypatch.setattr("lightning_safusion.fusion.device_drain.DeviceDrain.read", lambda _: None)
+    with fake_cuda(monkeypatch) as device:
+        chosen = settings(collective=collective)
+        engine = build_engine(chosen, specs(dense=(1, 4)), SoloTransport(), device, False, deferred=True)
+        engine.notices = int(Notice.TERMINATE | Notice.REQUEUE)
+        windows(engine, device)
+
+
+def test_a_number_for_one_element_is_seen_to_make_the_host_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_cuda(monkeypatch) as device:
+        x, places = torch.zeros(4, 3, device=device), torch.zeros(2, dtype=torch.int64, device=device)
+        x[1] = 1.0
+        x[0, 1:2] = 1.0
+        for index in ((0, 1), places):
+            with pytest.raises(AssertionError, match="makes the host wait"):
+                x[index] = 1.0
 
 
 def test_the_drain_where_the_host_decides_does_wait(monkeypatch: pytest.MonkeyPatch) -> None:

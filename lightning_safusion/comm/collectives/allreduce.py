@@ -59,8 +59,10 @@ class DenseAllReduce(StreamOrderedExchange):
         counts, notices = self._counts(self.headers)
         for row, flag in zip(counts, _COUNTED, strict=True):
             row.copy_((part.flags & flag) != 0)
+        notices.zero_()
         for place, notice in enumerate(Notice):
-            notices[place] = float(bool(part.notices & notice))
+            if part.notices & notice:
+                notices[place : place + 1] = 1  # a slice: for one element the host would wait for a device
 
     def _counts(self, headers: Tensor) -> tuple[Tensor, Tensor]:
         """Of all tensors the number of ranks for each flag, and of all notices the number of ranks."""
