@@ -80,15 +80,17 @@ class Unguarded(TorchFunctionMode):
 
 
 class Stream:
-    """Stands in for torch.cuda.Stream; notes who waited for whom."""
+    """Stands in for torch.cuda.Stream; notes who waited for whom. Its clock moves only where a test moves it."""
 
     log: list[tuple[Any, ...]] = []
 
     def __init__(self, device: Any = None, priority: int = 0) -> None:
         self.device = device
+        self.now = 0.0  #: seconds
 
     def wait_stream(self, other: Stream) -> None:
         Stream.log.append((self, "waits for", other))
+        self.now = max(self.now, other.now)
 
     def synchronize(self) -> None:
         raise AssertionError("the host waits for a stream")
@@ -99,9 +101,10 @@ class Event:
 
     def __init__(self, enable_timing: bool = False) -> None:
         self.recorded = False
+        self.at = 0.0
 
-    def record(self, stream: Any = None) -> None:
-        self.recorded = True
+    def record(self, stream: Stream | None = None) -> None:
+        self.recorded, self.at = True, (stream or torch.cuda.current_stream()).now
 
     def query(self) -> bool:
         return self.recorded
@@ -112,7 +115,7 @@ class Event:
     def elapsed_time(self, end: Event) -> float:
         assert self.recorded
         assert end.recorded
-        return 0.0
+        return 1e3 * (end.at - self.at)
 
 
 @contextmanager

@@ -140,6 +140,8 @@ class Engine:
         return window.complete
 
     def _begin(self) -> Window:
+        if self._device_drain is not None:
+            self._device_drain.finish()
         self.settle()
         if self._overflow.pending:
             self._overflow.reset(together=True)
@@ -346,7 +348,11 @@ class Engine:
         return not holds
 
     def reset(self) -> None:
-        """Forgets an open window. Nothing is lost: what it had added to the residual stays there."""
+        """Forgets an open window. Nothing is lost: what it had added to the residual stays there.
+
+        The host waits for the selection, never for another worker: what a device still exchanges and decodes is waited
+        for when the next window begins.
+        """
         if self._offload is not None:
             self._offload.forget()
         if self._window is not None and not self.clock.instant:
@@ -364,7 +370,7 @@ class Engine:
         self.report = None
         self._drain.scratch.release()
         if self._device_drain is not None:
-            self._device_drain.scratch.release()
+            self._device_drain.release()
         if self._offload is not None:
             self._offload.release()
         native.release()

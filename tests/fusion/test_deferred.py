@@ -2,23 +2,32 @@
 
 Covers: gradients and residuals bitwise equal to those of the other drain; bad numbers; an error on one rank; a tensor
     without a gradient on one rank; notices; a rolled-back and a forgotten window; no waiting, on a CUDA device of fake
-    tensors; the order of streams there.
+    tensors; the order of streams, the times of exchanges and the memory of an abandoned window there.
 """
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from lightning_safusion.comm.exchange import Notice
+from lightning_safusion.comm.transport.interface import LaterWork, Work
 from lightning_safusion.comm.transport.torch_backend import SoloTransport
 from lightning_safusion.fusion.build import build_engine
+from lightning_safusion.fusion.device_drain import DeviceDrain
 from lightning_safusion.fusion.engine import Engine
+from lightning_safusion.fusion.events import WindowEvents
 from lightning_safusion.fusion.planning import Planner
+from lightning_safusion.fusion.recorder import service_seconds
+from lightning_safusion.fusion.shipment import Shipment
 from lightning_safusion.sparsify import available_sparsifiers
 from lightning_safusion.sparsify.selection.survey import Selector
 from lightning_safusion.sparsify.sidco import SIDCo
@@ -39,6 +48,16 @@ def make() -> Iterator[Callable[..., Cluster]]:
     yield build
     for cluster in clusters:
         cluster.close()
+
+
+@pytest.fixture
+def device_ends_windows(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    """A CUDA device of fake tensors."""
+    monkeypatch.setattr(Planner, "verify", lambda *_: None)  # waits, once for every new plan
+    # the numbers that the host reads one window later do not exist here
+    monkeypatch.setattr("lightning_safusion.fusion.device_drain.DeviceDrain.read", lambda _: None)
+    with fake_cuda(monkeypatch) as device:
+        yield device
 
 
 def snapshot(cluster: Cluster) -> list[torch.Tensor]:
@@ -209,26 +228,19 @@ def windows(controller: Engine, device: torch.device, dtype: torch.dtype = torch
     ],
 )
 def test_the_host_never_waits_for_a_cuda_device(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, options: dict[str, Any]
+    device_ends_windows: torch.device, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(Planner, "verify", lambda *_: None)  # waits, once for every new plan
-    # the numbers that the host reads one window later do not exist here
-    monkeypatch.setattr("lightning_safusion.fusion.device_drain.DeviceDrain.read", lambda _: None)
-    described = specs(dtype=dtype, dense=(1, 4))
-    with fake_cuda(monkeypatch) as device:
-        chosen = settings(**({"collective": "allgather"} | options))
-        windows(build_engine(chosen, described, SoloTransport(), device, False, deferred=True), device, dtype)
+    device, described = device_ends_windows, specs(dtype=dtype, dense=(1, 4))
+    chosen = settings(**({"collective": "allgather"} | options))
+    windows(build_engine(chosen, described, SoloTransport(), device, False, deferred=True), device, dtype)
 
 
 @pytest.mark.parametrize("collective", ["allgather", "allreduce", "hybrid"])
-def test_the_host_does_not_wait_where_this_rank_has_a_notice(monkeypatch: pytest.MonkeyPatch, collective: str) -> None:
-    monkeypatch.setattr(Planner, "verify", lambda *_: None)
-    monkeypatch.setattr("lightning_safusion.fusion.device_drain.DeviceDrain.read", lambda _: None)
-    with fake_cuda(monkeypatch) as device:
-        chosen = settings(collective=collective)
-        engine = build_engine(chosen, specs(dense=(1, 4)), SoloTransport(), device, False, deferred=True)
-        engine.notices = int(Notice.TERMINATE | Notice.REQUEUE)
-        windows(engine, device)
+def test_the_host_does_not_wait_to_send_a_notice(device_ends_windows: torch.device, collective: str) -> None:
+    device, chosen = device_ends_windows, settings(collective=collective)
+    engine = build_engine(chosen, specs(dense=(1, 4)), SoloTransport(), device, False, deferred=True)
+    engine.notices = int(Notice.TERMINATE | Notice.REQUEUE)
+    windows(engine, device)
 
 
 def test_a_number_for_one_element_is_seen_to_make_the_host_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,19 +260,87 @@ def test_the_drain_where_the_host_decides_does_wait(monkeypatch: pytest.MonkeyPa
         windows(build_engine(chosen, specs(), SoloTransport(), device, measure=False), device)
 
 
-def test_each_stream_waits_for_the_one_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Planner, "verify", lambda *_: None)
-    monkeypatch.setattr("lightning_safusion.fusion.device_drain.DeviceDrain.read", lambda _: None)
-    with fake_cuda(monkeypatch) as device:
-        chosen = settings(collective="allgather")
-        controller = build_engine(chosen, specs(), SoloTransport(), device, measure=False, deferred=True)
-        windows(controller, device)
-        backward = torch.cuda.current_stream()
-        waits = [(who, whom) for who, _, whom in Stream.log]
-    select, decode = waits[0][0], waits[1][0]
+def test_each_stream_waits_for_the_one_before_it(device_ends_windows: torch.device) -> None:
+    chosen = settings(collective="allgather")
+    controller = build_engine(chosen, specs(), SoloTransport(), device_ends_windows, measure=False, deferred=True)
+    windows(controller, device_ends_windows)
+    backward = torch.cuda.current_stream()
+    waits = [(who, whom) for who, _, whom in Stream.log]
+    select, arrivals, decode = waits[0][0], waits[1][0], waits[2][0]
     plan = controller.planner.current
     assert plan is not None
     buffers = len(plan.groups)
-    one_window = [(select, backward), (decode, select)] * buffers + [(backward, select), (backward, decode)]
-    assert len({backward, select, decode}) == 3
+    one_window = [(select, backward), (arrivals, select), (decode, arrivals)] * buffers
+    one_window += [(backward, select), (backward, decode)]
+    assert len({backward, select, arrivals, decode}) == 4
     assert waits[-len(one_window) :] == one_window
+
+
+class OneLink(SoloTransport):
+    """A link that carries one message after the other, each in a second of the streams' clocks."""
+
+    def __init__(self) -> None:
+        self.free = 0.0
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
+        self.free = ended = max(self.free, torch.cuda.current_stream().now) + 1.0
+
+        def wait() -> None:
+            stream = torch.cuda.current_stream()
+            stream.now = max(stream.now, ended)
+
+        return LaterWork(wait)
+
+
+def test_exchanges_are_timed_without_the_decoding_of_the_buffer_before(
+    monkeypatch: pytest.MonkeyPatch, device_ends_windows: torch.device
+) -> None:
+    decode = DeviceDrain._decode
+
+    def slow(drain: DeviceDrain, shipment: Shipment) -> None:
+        decode(drain, shipment)
+        torch.cuda.current_stream().now += 10.0
+
+    monkeypatch.setattr(DeviceDrain, "_decode", slow)
+    seen: list[WindowEvents] = []
+    chosen = settings(collective="allgather", fusion="wfbp")
+    engine = build_engine(chosen, specs(), OneLink(), device_ends_windows, measure=False, deferred=True)
+    engine.observers.append(SimpleNamespace(observe=seen.append))
+    windows(engine, device_ends_windows)
+    buffers = seen[-1].buffers
+    assert len(buffers) > 4
+    service = service_seconds([each.launched for each in buffers], [each.finished for each in buffers])
+    assert service == pytest.approx([1.0] * len(buffers))
+    assert [each.decoded - each.arrived for each in buffers] == pytest.approx([10.0] * len(buffers))
+
+
+def test_memory_that_an_abandoned_window_still_uses_is_kept_until_the_next_begins(
+    monkeypatch: pytest.MonkeyPatch, device_ends_windows: torch.device
+) -> None:
+    awaited: list[Stream] = []
+    monkeypatch.setattr(Stream, "synchronize", lambda stream: awaited.append(stream))
+    chosen = settings(collective="allgather", fusion="wfbp")
+    engine = build_engine(chosen, specs(), SoloTransport(), device_ends_windows, measure=False, deferred=True)
+    windows(engine, device_ends_windows)
+    Stream.log, engine.report = [], None
+    *pushed, last = [(spec.index, torch.zeros(spec.numel, device=device_ends_windows)) for spec in reversed(specs())]
+    for gradient in pushed:
+        engine.push(*gradient)
+    select, arrivals, decode = (who for who, _, _ in Stream.log[:3])
+    buffers = [weakref.ref(buffer) for buffer in engine.space.buffers.values()]
+    engine.reset()
+    assert awaited == [select]  # the others may wait for a worker that is lost
+    gc.collect()
+    assert sum(buffer() is not None for buffer in buffers) == len(pushed)
+    engine.release()
+    gc.collect()
+    assert sum(buffer() is not None for buffer in buffers) == len(pushed)
+    for gradient in (*pushed, last):
+        engine.push(*gradient)
+    assert awaited == [select, arrivals, decode]
+    gc.collect()
+    assert not any(buffer() is not None for buffer in buffers)
+    engine.drain()
+    engine.reset()
+    windows(engine, device_ends_windows)
+    assert awaited == [select, arrivals, decode]
