@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from time import perf_counter
 
 import numpy as np
 from torch import Tensor
@@ -121,6 +122,7 @@ class Engine:
             fresh: Whether it was computed since the last window. A stale tensor sends nothing, and if it is stale on
                 all ranks it is left exactly as it is.
         """
+        begin = perf_counter()
         place = self.space.layout.places[index]
         window = self._window
         if window is not None and window.grads[place] is not None:
@@ -128,6 +130,8 @@ class Engine:
             window = None
         window = window or self._begin()
         group = window.submit(place, grad, fresh, window.repeats and fresh and bool(self.unstepped[index]))
+        if not self.clock.instant:
+            window.note_call(place, begin)
         if self._offload is not None and self._offload.wants(place):
             with self._lane.fork():
                 self._offload.offer(window, place, grad)
@@ -137,6 +141,7 @@ class Engine:
             self._fuse(window, self.ticks.poll(window.ready))
         elif window.complete and not window.plain:
             self._launch_rest(window)
+        window.calls += perf_counter() - begin
         return window.complete
 
     def _begin(self) -> Window:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm.cost import ring_allreduce_bytes
-from lightning_safusion.fusion.events import BufferEvents, Clock, WindowEvents
+from lightning_safusion.fusion.events import BufferEvents, Clock, WindowEvents, host_delays
 from lightning_safusion.sparsify.memory.residual import NoMemory, ResidualMemory
 
 if TYPE_CHECKING:
@@ -71,14 +71,18 @@ class WindowRecord:
             if not clock.instant:
                 # decoded beside the backward pass: exposed is what was left after its end and after the buffer before
                 awaited = max(events.awaited, free)
-                events = replace(events, awaited=awaited, arrived=max(awaited, events.arrived))
+                begins = events.arrived
+                events = replace(events, awaited=awaited, arrived=max(awaited, begins), decoding=begins)
                 free = events.decoded
             buffers.append(events)
         arrived = window.arrived if clock.instant else [clock.seconds(mark) for mark in window.arrived]
         ready = np.where(window.fresh, arrived, math.nan)
+        delays = None
+        if not clock.instant and window.in_order:
+            delays = host_delays(ready, np.array(window.submitted), np.array(window.worked))
         drained = seconds(window.drained)
         return WindowEvents(
-            window.step, window.density, self.layout, ready, tuple(buffers), drained, beside=not clock.instant
+            window.step, window.density, self.layout, ready, tuple(buffers), drained, not clock.instant, delays
         )
 
     def drop_gradients(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from math import nan
+from time import perf_counter
 from typing import cast
 
 import numpy as np
@@ -55,6 +56,9 @@ class Window:
     profiled: bool = field(init=False)  #: torch.profiler is active: shipments mark their ranges
     mark: Callable[[], Mark] = field(init=False)  #: the present moment; NaN if that costs something and is not needed
     arrived: list[Mark] = field(init=False)  #: when each tensor was submitted [L]
+    submitted: list[float] = field(init=False)  #: the same by the host's clock, where the device has one of its own
+    worked: list[float] = field(init=False)  #: seconds of the engine's calls before that
+    calls: float = 0.0  #: seconds of the engine's calls so far
     drained: Mark = nan  #: gradients and residual are final
     _sequential: int = 0  # places below this one were submitted in their order
 
@@ -64,7 +68,7 @@ class Window:
         self.bypass = np.full(self.length, self.plain)
         self.regular = not self.plain
         self.complete = self.length == 0
-        self.arrived = [nan] * self.length
+        self.arrived, self.submitted, self.worked = ([nan] * self.length for _ in range(3))
         self.mark = self.clock.mark if self.clock.instant or self.timed else lambda: nan
         self.profiled = torch.autograd._profiler_enabled()
 
@@ -95,6 +99,11 @@ class Window:
             return None
         self.next_group += 1
         return group
+
+    def note_call(self, place: int, begin: float) -> None:
+        """Notes when the host has submitted a tensor, in a call of the engine that began at a moment of its clock."""
+        now = perf_counter()
+        self.submitted[place], self.worked[place] = now, self.calls + now - begin
 
     def taken(self, group: Group) -> np.ndarray | None:
         """bool [T]: tensors of a group that are fresh and do not bypass the residual; None if all are."""

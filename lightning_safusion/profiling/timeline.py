@@ -104,7 +104,8 @@ class BufferTimeline:
     @property
     def decode(self) -> Interval:
         """Reading what arrived, and writing the means into the gradients."""
-        return self.events.finished if self.beside else self.events.arrived, self.events.decoded
+        begins = self.events.arrived if isnan(self.events.decoding) else self.events.decoding
+        return begins, self.events.decoded
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; :meth:`from_dict` reads them."""
@@ -115,7 +116,8 @@ class BufferTimeline:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> BufferTimeline:
         """The buffer that :meth:`to_dict` wrote."""
-        events = from_row(BufferEvents, {**values, "places": range(*values["places"])})
+        # files of earlier versions do not say when decoding begins
+        events = from_row(BufferEvents, {"decoding": None, **values, "places": range(*values["places"])})
         ready = tuple(nan if moment is None else float(moment) for moment in values["ready"])
         return cls(events, tuple(values["tensors"]), ready, bool(values["beside"]))
 

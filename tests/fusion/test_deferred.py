@@ -26,7 +26,7 @@ from lightning_safusion.fusion.device_drain import DeviceDrain
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.events import WindowEvents
 from lightning_safusion.fusion.planning import Planner
-from lightning_safusion.fusion.recorder import service_seconds
+from lightning_safusion.fusion.recorder import ProfileRecorder, service_seconds
 from lightning_safusion.fusion.shipment import Shipment
 from lightning_safusion.sparsify import available_sparsifiers
 from lightning_safusion.sparsify.selection.survey import Selector
@@ -276,6 +276,15 @@ def test_each_stream_waits_for_the_one_before_it(device_ends_windows: torch.devi
     assert waits[-len(one_window) :] == one_window
 
 
+class Clock:
+    """Seconds, which move only where a test moves them."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 class OneLink(SoloTransport):
     """A link that carries one message after the other, each in a second of the streams' clocks."""
 
@@ -312,6 +321,38 @@ def test_exchanges_are_timed_without_the_decoding_of_the_buffer_before(
     service = service_seconds([each.launched for each in buffers], [each.finished for each in buffers])
     assert service == pytest.approx([1.0] * len(buffers))
     assert [each.decoded - each.arrived for each in buffers] == pytest.approx([10.0] * len(buffers))
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_arrivals_are_those_without_the_engine_where_the_host_is_the_bottleneck(
+    monkeypatch: pytest.MonkeyPatch, device_ends_windows: torch.device, behind: bool
+) -> None:
+    host = Clock()
+    for module in ("engine", "window"):
+        monkeypatch.setattr(f"lightning_safusion.fusion.{module}.perf_counter", host)
+    fill = Shipment.fill
+
+    def slow(shipment: Shipment, *args: Any) -> None:
+        fill(shipment, *args)
+        host.now += 0.5
+
+    monkeypatch.setattr(Shipment, "fill", slow)
+    seen: list[WindowEvents] = []
+    chosen = settings(collective="allgather", fusion="wfbp")
+    engine = build_engine(chosen, specs(), SoloTransport(), device_ends_windows, measure=False, deferred=True)
+    engine.observers.append(SimpleNamespace(observe=seen.append))
+    backward = torch.cuda.current_stream()
+    for _ in range(4):
+        for spec in reversed(specs()):
+            host.now += 1.0
+            backward.now = max(host.now, backward.now + 2.5 * behind)
+            engine.push(spec.index, torch.zeros(spec.numel, device=device_ends_windows))
+        engine.drain()
+    engine.settle()
+    recorder = ProfileRecorder(len(specs()))
+    recorder.record(seen[-1])
+    arrivals = -recorder.to_vector()[: len(specs())]
+    assert arrivals.tolist() == pytest.approx([(2.5 if behind else 1.0) * place for place in range(len(specs()))])
 
 
 def test_memory_that_an_abandoned_window_still_uses_is_kept_until_the_next_begins(
