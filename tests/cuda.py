@@ -41,6 +41,19 @@ class NoWaiting(TorchDispatchMode):
             raise AssertionError(f"{func} from {source} to {target} makes the host wait")
 
 
+class Launches(TorchDispatchMode):
+    """Counts operations that a device would be given, while it is active; grouped ones are one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if not func.is_view and not func.name().startswith(("aten::empty", "prim::")):
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
 class Unguarded(TorchFunctionMode):
     """Does by way of the dispatcher what Python bindings do under a device guard, which asks for a driver."""
 

@@ -1,8 +1,9 @@
 """Windows that the device ends by itself: the same numbers as where the host decides, and the host never waits.
 
-Covers: gradients and residuals bitwise equal to those of the other drain; bad numbers; an error on one rank; a tensor
-    without a gradient on one rank; notices; a rolled-back and a forgotten window; no waiting, on a CUDA device of fake
-    tensors; the order of streams, the times of exchanges and the memory of an abandoned window there.
+Covers: gradients and residuals bitwise equal to those of the other drain; bad numbers, huge ones and narrow ones; an
+    error on one rank; a tensor without a gradient on one rank; notices; a rolled-back and a forgotten window; no
+    waiting, on a CUDA device of fake tensors; the order of streams, the times of exchanges and the memory of an
+    abandoned window there.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ from lightning_safusion.fusion.events import WindowEvents
 from lightning_safusion.fusion.planning import Planner
 from lightning_safusion.fusion.recorder import ProfileRecorder, service_seconds
 from lightning_safusion.fusion.shipment import Shipment
+from lightning_safusion.fusion.window import deliver, zeroed
 from lightning_safusion.sparsify import available_sparsifiers
 from lightning_safusion.sparsify.selection.survey import Selector
 from lightning_safusion.sparsify.sidco import SIDCo
 from tests.cluster import Cluster, settings, specs
-from tests.cuda import Stream, fake_cuda
+from tests.cuda import Launches, Stream, fake_cuda
 from tests.fusion.test_controller import Failing
 
 
@@ -251,6 +253,51 @@ def test_a_number_for_one_element_is_seen_to_make_the_host_wait(monkeypatch: pyt
         for index in ((0, 1), places):
             with pytest.raises(AssertionError, match="makes the host wait"):
                 x[index] = 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("memory", ["residual", "dgc"])
+def test_means_of_narrow_gradients_take_as_many_launches_for_many_tensors_as_for_few(
+    monkeypatch: pytest.MonkeyPatch, device_ends_windows: torch.device, dtype: torch.dtype, memory: str
+) -> None:
+    counts = []
+    for number in (3, 30):
+        launches = Launches()
+
+        def counted(call: Callable[..., Any], launches: Launches = launches) -> Callable[..., Any]:
+            def inside(*args: Any, **options: Any) -> Any:
+                with launches:
+                    return call(*args, **options)
+
+            return inside
+
+        with monkeypatch.context() as patched:
+            patched.setattr("lightning_safusion.fusion.device_drain.deliver", counted(deliver))
+            patched.setattr(Shipment, "commit", counted(Shipment.commit))
+            tensors = specs(((64, 3),) * number, dtype=dtype)
+            chosen = settings(collective="allgather", memory=memory)
+            engine = build_engine(chosen, tensors, SoloTransport(), device_ends_windows, False, deferred=True)
+            for spec in reversed(tensors):
+                engine.push(spec.index, torch.zeros(spec.numel, device=device_ends_windows, dtype=dtype))
+            engine.drain()
+        counts.append(launches.names)
+    assert counts[0] == counts[1]
+    assert any("_foreach_copy" in name for name in counts[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [1.0, 2e19, 1e30])
+def test_a_gradient_is_bad_only_if_an_element_is_not_finite(dtype: torch.dtype, scale: float) -> None:
+    scale = min(scale, torch.finfo(dtype).max / 2)
+    bad = torch.tensor([1.0, torch.nan, 2.0]), torch.tensor([torch.inf, 0.0]), torch.tensor([-torch.inf, torch.inf])
+    good = torch.tensor([scale, -scale, 0.5]), torch.zeros(4), torch.full((9,), -scale), torch.zeros(0)
+    grads = [grad.to(dtype) for grad in (*bad, *good)]
+    kept, norms, finite = zeroed(grads)
+    assert finite.tolist() == [False] * 3 + [True] * 4
+    assert not any(grad.any() for grad in kept[:3])
+    assert all(torch.equal(grad, same) for grad, same in zip(kept[3:], grads[3:], strict=True))
+    assert norms.dtype == torch.float32
+    assert norms[3:].tolist() == pytest.approx([float(grad.double().norm()) for grad in grads[3:]])
 
 
 def test_the_drain_where_the_host_decides_does_wait(monkeypatch: pytest.MonkeyPatch) -> None:
