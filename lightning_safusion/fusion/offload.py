@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_safusion.comm.cost import LinearCost, fit_linear
 from lightning_safusion.comm.exchange import TensorFlag
+from lightning_safusion.comm.wire.codec import spread
 from lightning_safusion.fusion.buffers import Buffer
 from lightning_safusion.fusion.device_drain import HostCopy, Lane
 from lightning_safusion.fusion.plans.plan import Group, Plan
@@ -179,7 +180,7 @@ def _merged(parts: Sequence[Selection], numel: int) -> Selection:
     values = torch.cat([part.values for part in parts])[order]
     if isinstance(total, int):
         return Selection(ascending[:total], values[:total], total)
-    return Selection(ascending.clamp(max=numel - 1), values, total)
+    return Selection(spread(ascending, total), values, total)
 
 
 def selection_costs(sparsifier: Sparsifier, device: torch.device, measure: bool) -> tuple[LinearCost, LinearCost]:

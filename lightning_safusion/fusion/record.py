@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm.cost import ring_allreduce_bytes
+from lightning_safusion.comm.wire.codec import spread
 from lightning_safusion.fusion.events import BufferEvents, Clock, WindowEvents, host_delays
 from lightning_safusion.sparsify.memory.residual import NoMemory, ResidualMemory
 
@@ -176,9 +177,9 @@ class WindowRecord:
             segments, span = shipment.buffer.segments, slice(shipment.buffer.start, shipment.buffer.stop)
             if segments is not None:
                 selection = sparsifier.select(x[span].contiguous(), segments, self.step)
-                count = torch.as_tensor(selection.count, device=x.device)
-                valid = torch.arange(len(selection.indices), device=x.device) < count
-                compressed[span].index_add_(0, selection.indices, torch.where(valid, selection.values, 0.0))
+                valid = torch.arange(len(selection.indices), device=x.device) < selection.count
+                indices = spread(selection.indices, selection.count)
+                compressed[span].index_add_(0, indices, torch.where(valid, selection.values, 0.0))
         return compressed
 
     def mean(self, x: Tensor) -> Tensor:

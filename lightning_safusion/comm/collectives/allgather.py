@@ -23,7 +23,7 @@ from lightning_safusion.comm.exchange import (
     saturated,
 )
 from lightning_safusion.comm.transport.interface import Transport, Work
-from lightning_safusion.comm.wire.codec import Codec
+from lightning_safusion.comm.wire.codec import Codec, spread
 from lightning_safusion.kernels import cpu as native
 
 
@@ -97,7 +97,7 @@ class SparseAllGather(StreamOrderedExchange):
             selection = self._nothing if part.selection is None else part.selection
             values = self._write(selection, not self._reads_again)
             if not self._reads_again:
-                self._sent = (selection.indices, values)
+                self._sent = (spread(selection.indices, selection.count), values)
 
     def start(self) -> Work:
         self._read = []
