@@ -138,8 +138,8 @@ class Codec(ABC):
 
         Returns:
             ``(indices int64 [L], values float32 [L])``: positions in the span, and values; entries that are padding
-            have value 0 and an index inside the span, each at most twice. Valid indices are unique and ascending. On the
-            CPU padding is cut off. Values may share the memory of the message.
+            have value 0 and an index inside the span; no index is there more than twice. Valid ones are unique and
+            ascending. On the CPU padding is cut off. Values may share the memory of the message.
 
         Raises:
             ValueError: If the message has another size or, on the CPU, is damaged.
