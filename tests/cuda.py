@@ -14,8 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lightning_safusion.kernels import cuda as kernels
 
@@ -52,6 +54,32 @@ class Launches(TorchDispatchMode):
         if not func.is_view and not func.name().startswith(("aten::empty", "prim::")):
             self.names.append(func.name())
         return func(*args, **(kwargs or {}))
+
+
+class Allocated(TorchDispatchMode):
+    """Counts the bytes of the tensors of a fake device that are alive; of those made while it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    @property
+    def now(self) -> int:
+        """Bytes."""
+        self._alive = {key: held for key, held in self._alive.items() if not held[0].expired()}
+        return sum(nbytes for _, nbytes in self._alive.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(results):
+            if isinstance(tensor, Tensor) and tensor.device.type == "cuda":
+                storage = tensor.untyped_storage()
+                known = self._alive.get(storage._cdata)
+                if known is None or known[0].expired():
+                    self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        return results
 
 
 class Unguarded(TorchFunctionMode):

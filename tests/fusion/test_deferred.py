@@ -32,9 +32,10 @@ from lightning_safusion.fusion.shipment import Shipment
 from lightning_safusion.fusion.window import deliver, zeroed
 from lightning_safusion.sparsify import available_sparsifiers
 from lightning_safusion.sparsify.selection.survey import Selector
+from lightning_safusion.sparsify.selection.units import Moment, UpdateUnits
 from lightning_safusion.sparsify.sidco import SIDCo
 from tests.cluster import Cluster, settings, specs
-from tests.cuda import Launches, Stream, fake_cuda
+from tests.cuda import Allocated, Launches, Stream, fake_cuda
 from tests.fusion.test_controller import Failing
 
 
@@ -283,6 +284,34 @@ def test_means_of_narrow_gradients_take_as_many_launches_for_many_tensors_as_for
         counts.append(launches.names)
     assert counts[0] == counts[1]
     assert any("_foreach_copy" in name for name in counts[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("by_update", "persistent", "temporary"), [(False, 18, 36), (True, 22, 52)])
+def test_memory_of_a_device_is_what_the_documents_say(
+    device_ends_windows: torch.device, dtype: torch.dtype, by_update: bool, persistent: int, temporary: int
+) -> None:
+    """Bytes per element, where torch's operations select: see "Memory on CUDA" in docs/limits.md."""
+    tensors = specs(((256, 64),) * 40, dtype=dtype)
+    numel = sum(spec.numel for spec in tensors)
+    grads = [torch.zeros(spec.numel, device=device_ends_windows, dtype=dtype) for spec in tensors]
+    moments = [Moment(torch.zeros(spec.numel, device=device_ends_windows), 1e-8) for spec in tensors]
+    with Allocated() as memory:
+        chosen = settings(collective="allgather", density=0.1, wire="q4")
+        engine = build_engine(chosen, tensors, SoloTransport(), device_ends_windows, False, deferred=True)
+        if by_update:
+            engine.space.compare_in(UpdateUnits(moments.__getitem__, device_ends_windows))
+        for _ in range(4):
+            memory.peak = 0
+            for spec in reversed(tensors):
+                engine.push(spec.index, grads[spec.index])
+            engine.drain()
+        gc.collect()
+        largest = max(buffer.stop - buffer.start for buffer in engine.space.buffers.values())
+        assert largest < numel / 2
+        assert memory.now <= persistent * numel
+        rounding = 4 * numel if dtype.itemsize < 4 else 0
+        assert memory.peak - memory.now <= temporary * largest + rounding
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
