@@ -110,7 +110,6 @@ class DeviceDrain:
             shipment.wait()
             shipment.finished = shipment.arrived
             with self._lane.fork():
-                shipment.arrived = shipment.window.mark()  # after the decoding of the buffer before
                 with shipment.range("decode"):
                     self._decode(shipment)
                 shipment.decoded = shipment.window.mark()

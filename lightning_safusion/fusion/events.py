@@ -104,7 +104,7 @@ class BufferEvents:
     awaited: float  #: the backward pass begins to wait for the collective
     arrived: float  #: the backward pass has waited; decoding begins
     decoded: float  #: the means are in the gradients
-    decoding: float = nan  #: decoding begins, where it runs beside the backward pass
+    decoding: float = nan  #: decoding begins, on a device; NaN elsewhere: at ``arrived``
 
     @property
     def exposed(self) -> float:

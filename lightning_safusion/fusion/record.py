@@ -70,10 +70,10 @@ class WindowRecord:
                 *map(seconds, _moments(shipment)),
             )
             if not clock.instant:
-                # decoded beside the backward pass: exposed is what was left after its end and after the buffer before
-                awaited = max(events.awaited, free)
-                begins = events.arrived
-                events = replace(events, awaited=awaited, arrived=max(awaited, begins), decoding=begins)
+                # decoded beside the backward pass, one after the other: exposed is what was left after its end and
+                # after the buffer before
+                awaited, decoding = max(events.awaited, free), max(events.arrived, free)
+                events = replace(events, awaited=awaited, arrived=max(awaited, events.arrived), decoding=decoding)
                 free = events.decoded
             buffers.append(events)
         arrived = window.arrived if clock.instant else [clock.seconds(mark) for mark in window.arrived]

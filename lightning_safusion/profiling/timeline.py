@@ -116,8 +116,7 @@ class BufferTimeline:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> BufferTimeline:
         """The buffer that :meth:`to_dict` wrote."""
-        # files of earlier versions do not say when decoding begins
-        events = from_row(BufferEvents, {"decoding": None, **values, "places": range(*values["places"])})
+        events = from_row(BufferEvents, {**values, "places": range(*values["places"])})
         ready = tuple(nan if moment is None else float(moment) for moment in values["ready"])
         return cls(events, tuple(values["tensors"]), ready, bool(values["beside"]))
 
