@@ -14,8 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lightning_safusion.kernels import cuda as kernels
 
@@ -41,6 +43,45 @@ class NoWaiting(TorchDispatchMode):
             raise AssertionError(f"{func} from {source} to {target} makes the host wait")
 
 
+class Launches(TorchDispatchMode):
+    """Counts operations that a device would be given, while it is active; grouped ones are one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if not func.is_view and not func.name().startswith(("aten::empty", "prim::")):
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+class Allocated(TorchDispatchMode):
+    """Counts the bytes of the tensors of a fake device that are alive; of those made while it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    @property
+    def now(self) -> int:
+        """Bytes."""
+        self._alive = {key: held for key, held in self._alive.items() if not held[0].expired()}
+        return sum(nbytes for _, nbytes in self._alive.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(results):
+            if isinstance(tensor, Tensor) and tensor.device.type == "cuda":
+                storage = tensor.untyped_storage()
+                known = self._alive.get(storage._cdata)
+                if known is None or known[0].expired():
+                    self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        return results
+
+
 class Unguarded(TorchFunctionMode):
     """Does by way of the dispatcher what Python bindings do under a device guard, which asks for a driver."""
 
@@ -48,10 +89,19 @@ class Unguarded(TorchFunctionMode):
         if func is Tensor.__getitem__ and args[0].device.type == "cuda":
             return self._view(args[0], args[1])
         if func is Tensor.__setitem__ and args[0].device.type == "cuda":
-            view, value = self._view(args[0], args[1]), args[2]
-            return torch.ops.aten.copy_(view, value) if isinstance(value, Tensor) else view.fill_(value)
+            return self._store(*args)
         func = {Tensor.copy_: torch.ops.aten.copy_, Tensor.__invert__: torch.ops.aten.bitwise_not}.get(func, func)
         return func(*args, **(kwargs or {}))
+
+    def _store(self, tensor: Tensor, index: Any, value: Any) -> Tensor:
+        view = self._view(tensor, index)
+        if isinstance(value, Tensor):
+            return torch.ops.aten.copy_(view, value)
+        # a number is copied from pageable memory to one element, and to elements chosen by a tensor; it fills a slice
+        parts = index if isinstance(index, tuple) else (index,)
+        if view.dim() == 0 or any(isinstance(part, Tensor) for part in parts):
+            raise AssertionError(f"storing {value!r} at {index!r} makes the host wait: fill a slice")
+        return view.fill_(value)
 
     def _view(self, tensor: Tensor, index: Any) -> Tensor:
         dim = 0
@@ -71,15 +121,17 @@ class Unguarded(TorchFunctionMode):
 
 
 class Stream:
-    """Stands in for torch.cuda.Stream; notes who waited for whom."""
+    """Stands in for torch.cuda.Stream; notes who waited for whom. Its clock moves only where a test moves it."""
 
     log: list[tuple[Any, ...]] = []
 
     def __init__(self, device: Any = None, priority: int = 0) -> None:
         self.device = device
+        self.now = 0.0  #: seconds
 
     def wait_stream(self, other: Stream) -> None:
         Stream.log.append((self, "waits for", other))
+        self.now = max(self.now, other.now)
 
     def synchronize(self) -> None:
         raise AssertionError("the host waits for a stream")
@@ -90,9 +142,10 @@ class Event:
 
     def __init__(self, enable_timing: bool = False) -> None:
         self.recorded = False
+        self.at = 0.0
 
-    def record(self, stream: Any = None) -> None:
-        self.recorded = True
+    def record(self, stream: Stream | None = None) -> None:
+        self.recorded, self.at = True, (stream or torch.cuda.current_stream()).now
 
     def query(self) -> bool:
         return self.recorded
@@ -103,7 +156,7 @@ class Event:
     def elapsed_time(self, end: Event) -> float:
         assert self.recorded
         assert end.recorded
-        return 0.0
+        return 1e3 * (end.at - self.at)
 
 
 @contextmanager

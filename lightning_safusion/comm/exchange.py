@@ -20,6 +20,10 @@ from lightning_safusion.sparsify.base import Segments, Selection
 from lightning_safusion.sparsify.selection.units import SpanUnits
 from lightning_safusion.sparsify.selection.view import device_constant
 
+#: Bytes at a multiple of which fields begin in messages, and messages in memory: where these begin elsewhere than at a
+#: multiple of 16, NCCL moves single bytes, and 128 are a line of a device's caches.
+FIELD_BYTES, MESSAGE_BYTES = 16, 128
+
 #: Zeroing only what was written is cheaper than zeroing the span until about a quarter of it was written.
 SPARSE_CLEAR_SHARE = 4
 
@@ -121,6 +125,16 @@ class Verdict:
         """bool [T]: tensors that a second pass averages uncompressed: they bypass compression on some rank, or are
         fresh on some ranks only."""
         return self.bypass | ((self.fresh > 0) & (self.fresh < world_size))
+
+
+def aligned(nbytes: int, to: int = MESSAGE_BYTES) -> int:
+    """The next multiple."""
+    return -(-nbytes // to) * to
+
+
+def padded(numel: int, dtype: torch.dtype) -> int:
+    """Elements of a message with room for so many."""
+    return aligned(numel * dtype.itemsize) // dtype.itemsize
 
 
 def saturated(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -76,27 +76,48 @@ class DeviceDrain:
 
     def __init__(self, device: torch.device) -> None:
         self._lane = Lane(device)
-        self.scratch = Scratch(device)
+        # It has no work of its own: a moment that is recorded there is not behind the decoding of another buffer.
+        self._arrivals = Lane(device)
+        self._scratch = Scratch(device)
         self._good: Tensor | None = None  # bool: the shipments of the open window so far
+        self._queued: list[Shipment] = []  # in the lanes: their memory is in use
         self._unread: tuple[Window, Sequence[Shipment], HostCopy] | None = None
 
     def forget(self) -> None:
-        """Forgets an open window, and what was not read."""
+        """Forgets an open window, and what was not read.
+
+        The lanes go on with it, and may wait for a worker that is lost: the host does not wait for them here, after an
+        error. What they use is kept until :meth:`finish`.
+        """
         self._good = self._unread = None
+
+    def finish(self) -> None:
+        """The host waits for what the lanes still do for a window that was forgotten, before another one begins."""
+        if self._queued:
+            self._arrivals.synchronize()
+            self._lane.synchronize()
+            self._queued = []
+
+    def release(self) -> None:
+        """Frees the memory, unless the lanes may still use it."""
+        if not self._queued:
+            self._scratch.release()
 
     def launched(self, shipment: Shipment) -> None:
         """Queues everything that follows the exchange of a shipment: decoding, judging, writing the gradients."""
-        with self._lane.fork():
+        self._queued.append(shipment)
+        with self._arrivals.fork():
             shipment.wait()
             shipment.finished = shipment.arrived
-            with shipment.range("decode"):
-                self._decode(shipment)
-            shipment.decoded = shipment.window.mark()
-            shipment.stage = Stage.DECODED
+            with self._lane.fork():
+                with shipment.range("decode"):
+                    self._decode(shipment)
+                shipment.decoded = shipment.window.mark()
+        shipment.stage = Stage.DECODED
 
     def _decode(self, shipment: Shipment) -> None:
         buffer, exchange = shipment.buffer, _stream_ordered(shipment)
-        scratch = self.scratch.of(buffer)
+        scratch = self._scratch.of(buffer)
         mean = exchange.decode(scratch)
         bad, regular = exchange.standing()
         good = regular & ~bad.any() & torch.isfinite(mean).all()
@@ -119,6 +140,7 @@ class DeviceDrain:
         for shipment in shipments:
             shipment.awaited = awaited
         self._lane.join()
+        self._queued = []
         good, self._good = self._good, None
         if good is not None:  # None: a model without tensors
             for shipment in shipments:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from time import perf_counter
 
 import numpy as np
 from torch import Tensor
@@ -121,6 +122,7 @@ class Engine:
             fresh: Whether it was computed since the last window. A stale tensor sends nothing, and if it is stale on
                 all ranks it is left exactly as it is.
         """
+        begin = perf_counter()
         place = self.space.layout.places[index]
         window = self._window
         if window is not None and window.grads[place] is not None:
@@ -128,6 +130,8 @@ class Engine:
             window = None
         window = window or self._begin()
         group = window.submit(place, grad, fresh, window.repeats and fresh and bool(self.unstepped[index]))
+        if not self.clock.instant:
+            window.note_call(place, begin)
         if self._offload is not None and self._offload.wants(place):
             with self._lane.fork():
                 self._offload.offer(window, place, grad)
@@ -137,9 +141,12 @@ class Engine:
             self._fuse(window, self.ticks.poll(window.ready))
         elif window.complete and not window.plain:
             self._launch_rest(window)
+        window.calls += perf_counter() - begin
         return window.complete
 
     def _begin(self) -> Window:
+        if self._device_drain is not None:
+            self._device_drain.finish()
         self.settle()
         if self._overflow.pending:
             self._overflow.reset(together=True)
@@ -346,7 +353,11 @@ class Engine:
         return not holds
 
     def reset(self) -> None:
-        """Forgets an open window. Nothing is lost: what it had added to the residual stays there."""
+        """Forgets an open window. Nothing is lost: what it had added to the residual stays there.
+
+        The host waits for the selection, never for another worker: what a device still exchanges and decodes is waited
+        for when the next window begins.
+        """
         if self._offload is not None:
             self._offload.forget()
         if self._window is not None and not self.clock.instant:
@@ -364,7 +375,7 @@ class Engine:
         self.report = None
         self._drain.scratch.release()
         if self._device_drain is not None:
-            self._device_drain.scratch.release()
+            self._device_drain.release()
         if self._offload is not None:
             self._offload.release()
         native.release()

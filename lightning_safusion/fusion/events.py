@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import nan
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 Mark = Any
 
 _ANCHOR_SECONDS = 5.0
+# A device gets to work within less of its submission if it has no other.
+_PACE_SECONDS = 100e-6
 
 
 class Clock:
@@ -101,6 +104,7 @@ class BufferEvents:
     awaited: float  #: the backward pass begins to wait for the collective
     arrived: float  #: the backward pass has waited; decoding begins
     decoded: float  #: the means are in the gradients
+    decoding: float = nan  #: decoding begins, on a device; NaN elsewhere: at ``arrived``
 
     @property
     def exposed(self) -> float:
@@ -119,6 +123,28 @@ class WindowEvents:
     buffers: tuple[BufferEvents, ...]  #: in launch order
     drained: float  #: gradients and residual are final
     beside: bool = False  #: selection and decoding ran beside the backward pass, on streams of their own
+    delays: np.ndarray | None = None  #: see :func:`host_delays`; None where the host itself computes
+
+
+def host_delays(ready: np.ndarray, submitted: np.ndarray, worked: np.ndarray) -> np.ndarray:
+    """Seconds by which the engine's own calls on the host have delayed each gradient of a device [L].
+
+    A device that keeps pace with the host waits for it: all calls before a gradient have delayed it. Where the device
+    is behind, only what has delayed an earlier gradient counts. It keeps pace where a gradient is ready as soon after
+    its submission as any other of the window (the two clocks drift apart, so that the distance itself says nothing).
+
+    Args:
+        ready: When the device had computed each gradient, NaN where it was not computed, in order of submission.
+        submitted: When the host submitted each.
+        worked: Seconds of the engine's calls before that, since the window began.
+    """
+    lag = ready - submitted
+    known = lag[np.isfinite(lag)]
+    if not len(known):
+        return np.zeros(len(lag))
+    paced = np.where(lag - known.min() < _PACE_SECONDS, np.arange(len(lag)), -1)
+    latest = np.maximum.accumulate(paced)
+    return np.where(latest >= 0, worked[latest] - worked[0], 0.0)
 
 
 class Observer(Protocol):

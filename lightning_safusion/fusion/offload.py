@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_safusion.comm.cost import LinearCost, fit_linear
 from lightning_safusion.comm.exchange import TensorFlag
+from lightning_safusion.comm.wire.codec import spread
 from lightning_safusion.fusion.buffers import Buffer
 from lightning_safusion.fusion.device_drain import HostCopy, Lane
 from lightning_safusion.fusion.plans.plan import Group, Plan
@@ -87,7 +88,7 @@ class Offloader:
         buffer, tensor = self._space.buffer(group), place - group.start
         known = self._flags.get(group)
         flags = torch.zeros_like(buffer.all_fresh)
-        flags[tensor] = int(TensorFlag.FRESH)
+        flags[tensor : tensor + 1] = int(TensorFlag.FRESH)  # a slice: for one element the host would wait for a device
         flags = compensate(buffer, [grad], [tensor], flags, window.scale)
         self._flags[group] = flags if known is None else known | flags
         x = buffer.span[buffer.edges[tensor] : buffer.edges[tensor + 1]]
@@ -179,7 +180,7 @@ def _merged(parts: Sequence[Selection], numel: int) -> Selection:
     values = torch.cat([part.values for part in parts])[order]
     if isinstance(total, int):
         return Selection(ascending[:total], values[:total], total)
-    return Selection(ascending.clamp(max=numel - 1), values, total)
+    return Selection(spread(ascending, total), values, total)
 
 
 def selection_costs(sparsifier: Sparsifier, device: torch.device, measure: bool) -> tuple[LinearCost, LinearCost]:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm.cost import ring_allreduce_bytes
-from lightning_safusion.fusion.events import BufferEvents, Clock, WindowEvents
+from lightning_safusion.comm.wire.codec import spread
+from lightning_safusion.fusion.events import BufferEvents, Clock, WindowEvents, host_delays
 from lightning_safusion.sparsify.memory.residual import NoMemory, ResidualMemory
 
 if TYPE_CHECKING:
@@ -69,16 +70,20 @@ class WindowRecord:
                 *map(seconds, _moments(shipment)),
             )
             if not clock.instant:
-                # decoded beside the backward pass: exposed is what was left after its end and after the buffer before
-                awaited = max(events.awaited, free)
-                events = replace(events, awaited=awaited, arrived=max(awaited, events.arrived))
+                # decoded beside the backward pass, one after the other: exposed is what was left after its end and
+                # after the buffer before
+                awaited, decoding = max(events.awaited, free), max(events.arrived, free)
+                events = replace(events, awaited=awaited, arrived=max(awaited, events.arrived), decoding=decoding)
                 free = events.decoded
             buffers.append(events)
         arrived = window.arrived if clock.instant else [clock.seconds(mark) for mark in window.arrived]
         ready = np.where(window.fresh, arrived, math.nan)
+        delays = None
+        if not clock.instant and window.in_order:
+            delays = host_delays(ready, np.array(window.submitted), np.array(window.worked))
         drained = seconds(window.drained)
         return WindowEvents(
-            window.step, window.density, self.layout, ready, tuple(buffers), drained, beside=not clock.instant
+            window.step, window.density, self.layout, ready, tuple(buffers), drained, not clock.instant, delays
         )
 
     def drop_gradients(self) -> None:
@@ -172,9 +177,9 @@ class WindowRecord:
             segments, span = shipment.buffer.segments, slice(shipment.buffer.start, shipment.buffer.stop)
             if segments is not None:
                 selection = sparsifier.select(x[span].contiguous(), segments, self.step)
-                count = torch.as_tensor(selection.count, device=x.device)
-                valid = torch.arange(len(selection.indices), device=x.device) < count
-                compressed[span].index_add_(0, selection.indices, torch.where(valid, selection.values, 0.0))
+                valid = torch.arange(len(selection.indices), device=x.device) < selection.count
+                indices = spread(selection.indices, selection.count)
+                compressed[span].index_add_(0, indices, torch.where(valid, selection.values, 0.0))
         return compressed
 
     def mean(self, x: Tensor) -> Tensor:

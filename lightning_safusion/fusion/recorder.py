@@ -55,12 +55,14 @@ class ProfileRecorder:
         """Adds a window; the rounds of a stream, which belong to no buffer, are left out."""
         buffers = [buffer for buffer in events.buffers if buffer.collective != "stream"]
         selections = [(each.places.stop, each.elements, each.issued - each.closed) for each in buffers]
-        self.record_window(events.ready, selections, delays=not events.beside)
+        ready = events.ready if events.delays is None else events.ready - events.delays
+        self.record_window(ready, selections, delays=not events.beside)
         seconds = service_seconds([each.launched for each in buffers], [each.finished for each in buffers])
         for each, duration in zip(buffers, seconds, strict=True):
             self.record_exchange(each.collective, each.bytes_sent, duration)
             if each.collective == "allgather":
-                self.record_decode(each.bytes_sent, each.decoded - each.arrived)
+                begins = each.arrived if math.isnan(each.decoding) else each.decoding
+                self.record_decode(each.bytes_sent, each.decoded - begins)
 
     def record_window(
         self,

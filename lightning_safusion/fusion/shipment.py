@@ -292,6 +292,7 @@ class Shipment:
             memory.settle(start, buffer.stop, good)
         for start, stop, error in self.rounding:
             memory.add(start, stop, error if good is None else torch.where(good, error, 0.0))
+        self.rounding = []  # as large as the buffer, and the record of the window keeps this shipment
         self.stage = Stage.COMMITTED
 
     def _sent(self, withdrawn: Sequence[int], good: Tensor | None) -> tuple[Tensor, Tensor]:

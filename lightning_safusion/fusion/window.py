@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from math import nan
+from time import perf_counter
 from typing import cast
 
 import numpy as np
@@ -16,7 +17,7 @@ from lightning_safusion.comm.exchange import TensorFlag, all_finite, saturated
 from lightning_safusion.fusion.buffers import Buffer
 from lightning_safusion.fusion.events import Clock, Mark
 from lightning_safusion.fusion.plans.plan import Group
-from lightning_safusion.sparsify.memory.contract import Memory
+from lightning_safusion.sparsify.memory.contract import Memory, as_float32
 from lightning_safusion.sparsify.selection.view import device_constant
 
 _BAD = int(TensorFlag.BAD)
@@ -55,6 +56,9 @@ class Window:
     profiled: bool = field(init=False)  #: torch.profiler is active: shipments mark their ranges
     mark: Callable[[], Mark] = field(init=False)  #: the present moment; NaN if that costs something and is not needed
     arrived: list[Mark] = field(init=False)  #: when each tensor was submitted [L]
+    submitted: list[float] = field(init=False)  #: the same by the host's clock, where the device has one of its own
+    worked: list[float] = field(init=False)  #: seconds of the engine's calls before that
+    calls: float = 0.0  #: seconds of the engine's calls so far
     drained: Mark = nan  #: gradients and residual are final
     _sequential: int = 0  # places below this one were submitted in their order
 
@@ -64,7 +68,7 @@ class Window:
         self.bypass = np.full(self.length, self.plain)
         self.regular = not self.plain
         self.complete = self.length == 0
-        self.arrived = [nan] * self.length
+        self.arrived, self.submitted, self.worked = ([nan] * self.length for _ in range(3))
         self.mark = self.clock.mark if self.clock.instant or self.timed else lambda: nan
         self.profiled = torch.autograd._profiler_enabled()
 
@@ -95,6 +99,11 @@ class Window:
             return None
         self.next_group += 1
         return group
+
+    def note_call(self, place: int, begin: float) -> None:
+        """Notes when the host has submitted a tensor, in a call of the engine that began at a moment of its clock."""
+        now = perf_counter()
+        self.submitted[place], self.worked[place] = now, self.calls + now - begin
 
     def taken(self, group: Group) -> np.ndarray | None:
         """bool [T]: tensors of a group that are fresh and do not bypass the residual; None if all are."""
@@ -131,14 +140,10 @@ def compensate(
     narrowed = list(grads)
     if torch.float64 in buffer.dtypes:  # added as the memory holds it
         narrowed = [grad.float() if grad.dtype == torch.float64 else grad for grad in grads]
-    norms = torch.stack(torch._foreach_norm(narrowed, 2, dtype=torch.float32))
-    if norms.device.type != "cpu":
-        # deciding on the host would wait for the device: what is not finite is replaced by zeros there
-        finite = torch.isfinite(norms)
+    if grads[0].device.type != "cpu":
+        narrowed, norms, finite = zeroed(narrowed)
         flags = flags | _spread((~finite).to(torch.uint8) * _BAD, tensors, len(flags))
-        narrowed = [torch.where(ok, grad, 0) for ok, grad in zip(finite, narrowed, strict=True)]
-        norms = torch.where(finite, norms, 0.0)
-    elif not all_finite(norms):
+    elif not all_finite(norms := torch.stack(torch._foreach_norm(narrowed, 2, dtype=torch.float32))):
         # the norm of finite numbers can overflow: look at the elements before calling a tensor bad
         usable = [all_finite(grad) for grad in narrowed]
         flags = marked(flags, [t for t, good in zip(tensors, usable, strict=True) if not good])
@@ -150,6 +155,19 @@ def compensate(
         ids, dense = [buffer.places[t] for t in tensors], [bool(buffer.dense[t]) for t in tensors]
         memory.compensate(ids, narrowed, dense, norms)
     return flags
+
+
+def zeroed(grads: Sequence[Tensor]) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Replaces gradients that are not finite by zeros, on their device: to decide on the host would wait for it.
+
+    Returns:
+        The gradients; their norms, float32 (infinite where that has no such number); and bool, which were finite.
+    """
+    # in double precision: the squares of finite numbers overflow float32 from a norm of 1.8e19 on
+    norms = torch.stack(torch._foreach_norm(list(grads), 2, dtype=torch.float64))
+    finite = torch.isfinite(norms)
+    kept = [torch.where(good, grad, 0) for good, grad in zip(finite, grads, strict=True)]
+    return kept, torch.where(finite, norms, 0.0).float(), finite
 
 
 def marked(flags: Tensor, bad: list[int]) -> Tensor:
@@ -170,7 +188,7 @@ def _spread(values: Tensor, positions: Sequence[int], length: int) -> Tensor:
 
 def unscaled(grads: Sequence[Tensor], scale: Tensor) -> list[Tensor]:
     """Gradients without the factor of the loss; float32, since the factor keeps 16-bit ones from underflow."""
-    return list(torch._foreach_mul([grad.float() for grad in grads], scale.reciprocal()))
+    return list(torch._foreach_mul(as_float32(grads), scale.reciprocal()))
 
 
 def withdraw(memory: Memory, window: Window, places: Iterable[int]) -> None:
@@ -212,22 +230,22 @@ def deliver(window: Window, buffer: Buffer, mean: Tensor, chosen: np.ndarray | N
     Returns:
         What narrow gradients cannot hold.
     """
-    means, targets = list(mean.split(buffer.sizes)), window.grads_of(buffer.group.start, buffer.group.stop)
-    tensors = list(range(len(targets)))
-    if chosen is not None:
-        tensors = np.flatnonzero(chosen).tolist()
-        means, targets = [means[t] for t in tensors], [targets[t] for t in tensors]
+    if window.scale is not None:
+        mean = mean * window.scale
+    targets = window.grads_of(buffer.group.start, buffer.group.stop)
+    tensors = list(range(len(targets))) if chosen is None else np.flatnonzero(chosen).tolist()
     if not tensors:
         return []
-    if window.scale is not None:
-        means = list(torch._foreach_mul(means, window.scale))
-    if not buffer.narrow:
-        torch._foreach_copy_(targets, means)
+    written = [targets[t] for t in tensors]
+    fitting = {dtype: saturated(mean, dtype).split(buffer.sizes) for dtype in buffer.dtypes}
+    torch._foreach_copy_(written, [fitting[targets[t].dtype][t] for t in tensors])
+    if not buffer.narrow or not any(target.itemsize < mean.itemsize for target in written):
         return []
-    torch._foreach_copy_(targets, [saturated(m, g.dtype) for m, g in zip(means, targets, strict=True)])
-    errors = []
-    for t, exact, held in zip(tensors, means, targets, strict=True):
-        if held.itemsize < mean.itemsize:
-            error = exact - held if window.scale is None else unscaled([exact - held], window.scale)[0]
-            errors.append((buffer.start + buffer.edges[t], buffer.start + buffer.edges[t + 1], error))
-    return errors
+    # of all tensors at once: a few launches for each of hundreds would take longer than the rest of the window
+    error = mean.to(torch.float32, copy=True)
+    pieces = error.split(buffer.sizes)
+    torch._foreach_copy_([pieces[t] for t in tensors], written)
+    torch.sub(mean, error, out=error)
+    if window.scale is not None:
+        error *= window.scale.reciprocal()
+    return [(buffer.start, buffer.stop, error)]

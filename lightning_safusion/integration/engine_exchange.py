@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +23,7 @@ from lightning_safusion.fusion.record import nothing_exchanged
 from lightning_safusion.fusion.replan import Decision
 from lightning_safusion.fusion.settings import EngineSettings
 from lightning_safusion.integration.exchange import Choice, GradientExchange, Mode
+from lightning_safusion.integration.hindrances import hindrances
 from lightning_safusion.integration.optimizer import MomentumSwitch, fit_to_optimizers
 from lightning_safusion.integration.parameters import (
     caution,
@@ -82,6 +84,8 @@ class EngineExchange(GradientExchange):
         self.settings = settings
         if device.type == "cpu" and not cpu.usable():
             announce("there are no compiled kernels, so NumPy selects; installed with a C compiler it is faster")
+        if device.type == "cuda" and (hindered := hindrances(os.environ)) is not None:
+            announce(hindered)
         overlap = not options.get("find_unused_parameters")
         # every tensor has a gradient on all ranks in each step: the host need not wait for an exchange
         never_waits = device.type == "cuda" and transport.stream_ordered and automatic

@@ -104,7 +104,8 @@ class BufferTimeline:
     @property
     def decode(self) -> Interval:
         """Reading what arrived, and writing the means into the gradients."""
-        return self.events.finished if self.beside else self.events.arrived, self.events.decoded
+        begins = self.events.arrived if isnan(self.events.decoding) else self.events.decoding
+        return begins, self.events.decoded
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; :meth:`from_dict` reads them."""

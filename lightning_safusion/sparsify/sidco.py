@@ -10,11 +10,12 @@ import math
 from collections.abc import Hashable
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_safusion.sparsify.selection.select import SegmentedView, ThresholdSparsifier
-from lightning_safusion.sparsify.selection.view import mean_and_variance
+from lightning_safusion.sparsify.selection.view import device_constant, mean_and_variance
 
 
 class SIDCo(ThresholdSparsifier):
@@ -74,7 +75,7 @@ class SIDCo(ThresholdSparsifier):
         """Thresholds of the last stage, float32 [M]."""
         if not self.adapt:
             return self._estimate(view, torch.full_like(view.sizes, self.stages), self.stages)
-        fresh = torch.tensor([self.stages, 0, 0], dtype=torch.float64, device=view.x.device)
+        fresh = device_constant(np.array([self.stages, 0, 0], np.float64), view.x.device)
         state = torch.stack([self._state.get(key, fresh).to(view.x.device) for key in view.segments.keys])
         most_stages = max(self.stages, _most_stages(view))
         tau = self._estimate(view, state[:, 0].clamp(max=most_stages), most_stages)

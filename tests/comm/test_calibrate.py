@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from lab.virtual.transport import LocalTransport, local_transports
+from lightning_safusion.comm import calibrate as calibration
 from lightning_safusion.comm.calibrate import calibrate
 from lightning_safusion.comm.cost import LinearCost
-from lightning_safusion.comm.transport.interface import ReduceOp, Work
+from lightning_safusion.comm.transport.interface import LaterWork, ReduceOp, Work
 from lightning_safusion.comm.transport.torch_backend import SoloTransport, default_transport
 from tests.process_group import run_ranks
 
@@ -115,6 +116,45 @@ def test_the_budget_of_rank_0_bounds_the_time(clock: Clock) -> None:
     assert ranks[0].sizes == ranks[1].sizes
     assert len(ranks[0].sizes) * 0.03 <= 0.3 + 0.03  # the warm-up is not part of the budget
     assert len(set(ranks[0].sizes)) >= 2
+
+
+class LatencyBound(SlowTransport):
+    """A library that takes as long for any message up to a MiB, as NCCL nearly does."""
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
+        return super().all_gather(output, tensor) if tensor.nbytes > 1 << 20 else self._at_once(tensor)
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+        if tensor.nbytes <= 1 << 20:
+            self.clock.now += self.cost.fixed
+            return LocalTransport.all_reduce(self, tensor, op)
+        return super().all_reduce(tensor, op)
+
+    def _at_once(self, tensor: Tensor) -> Work:
+        self.sizes.append(tensor.nbytes)
+        self.clock.now += self.cost.fixed
+        return LaterWork(lambda: None)
+
+
+def test_devices_are_timed_beyond_the_sizes_that_show_latency_alone(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = calibration._sizes(torch.device("cuda"))
+    assert (sizes[-1], calibration._sizes(CPU)[-1]) == (64 << 20, 1 << 20)
+    monkeypatch.setattr(calibration, "_sizes", lambda _: sizes)
+    ranks = [LatencyBound(transport, clock, LinearCost(1e-4, 1e-10)) for transport in local_transports(2)]
+    (result, _) = calibrate_all(ranks, budget_s=0.1)
+    assert max(ranks[0].sizes) == 64 << 20
+    assert result["allgather"](100e6) == pytest.approx(100e6 * 1e-10, rel=0.1)
+    assert result["allreduce"](100e6) == pytest.approx(100e6 * 2e-10, rel=0.1)
+    assert result["allgather"](1e5) == pytest.approx(1e-4, rel=0.2)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8, 64, 1000])
+def test_many_workers_gather_shorter_messages(world_size: int) -> None:
+    messages = [calibration._message(size, world_size) for size in calibration._sizes(torch.device("cuda"))]
+    assert messages[0] == 4 << 10
+    assert all(message % 128 == 0 and message * world_size <= 256 << 20 for message in messages)
 
 
 def test_one_worker() -> None:

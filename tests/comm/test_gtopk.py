@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lightning_safusion.comm.collectives.gtopk import GTopKExchange, tree_rounds
+from lightning_safusion.comm.exchange import aligned
 from tests.comm.exchanges import Workers, gradients, gtopk, lost, part_of, same, span
 
 WORLDS = [1, 2, 3, 5, 8]
@@ -75,7 +76,7 @@ def test_real_gradients_lose_mass_too(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_bytes_are_those_of_the_formula(world_size: int) -> None:
-    n, size = world_size, 4 + 8 * 25
+    n, size = world_size, aligned(4 + 8 * 25)
     workers = Workers(n, span(1000, 25), gtopk("coo-fp32"))
     workers.step(gradients(n, 1000))
     received = [e.bytes_received - e.lane.bytes_received for e in workers.exchanges]

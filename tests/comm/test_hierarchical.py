@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_safusion import SAFusionStrategy
 from lightning_safusion.comm import SoloTransport
 from lightning_safusion.comm.collectives.hierarchical import HierarchicalExchange, NodeTransports
-from lightning_safusion.comm.exchange import Part, SpanSpec
+from lightning_safusion.comm.exchange import Part, SpanSpec, aligned, padded
 from lightning_safusion.sparsify.base import Segments, Selection
 from lightning_safusion.sparsify.basic import TopK
 from tests.cluster import Cluster, settings
@@ -93,7 +93,7 @@ def test_bytes_are_those_of_the_formulas(cluster: list[int]) -> None:
     width = min(map(len, nodes))
     workers = Workers(n, span(numel, capacity), hierarchical(cluster, wire="coo-bf16"))
     workers.step(gradients(n, numel))
-    shard, message = numel // width, 4 + 6 * capacity // width
+    shard, message = padded(numel // width, torch.bfloat16), aligned(4 + 6 * capacity // width)
     for node in nodes:
         into_node = sum(workers.exchanges[rank].transports.between.bytes_received for rank in node)
         assert into_node == (len(nodes) - 1) * width * message  # (nodes - 1) * S, whatever the workers of the node

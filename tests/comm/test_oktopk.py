@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm import resolve_codec
-from lightning_safusion.comm.exchange import SpanSpec
+from lightning_safusion.comm.exchange import SpanSpec, aligned
 from tests.comm.exchanges import Received, Workers, conserved, gradients, oktopk, part_of, same, span
 from tests.quick import quick_of
 
@@ -93,7 +93,7 @@ def test_the_threshold_follows_the_number_found() -> None:
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_bytes_are_those_of_the_formula(world_size: int) -> None:
-    """Messages of ``4 + 8 c`` bytes (coo-fp32), 8 bytes for every number."""
+    """Messages of ``4 + 8 c`` bytes (coo-fp32), in whole lines; 8 bytes for every number."""
     n = world_size
     spec = span(6000, 120)
     workers = Workers(n, spec, oktopk(refresh=4, wire="coo-fp32"))
@@ -109,8 +109,8 @@ def test_bytes_are_those_of_the_formula(world_size: int) -> None:
         for rank, exchange in enumerate(workers.exchanges):
             low, high = edges[rank : rank + 2]
             parts = [int(((i >= low) & (i < high)).sum()) for j, i in enumerate(received) if j != rank]
-            split = sum(4 + 8 * c for c in parts if c)
-            gather = sum(4 + 8 * c for j, c in enumerate(lists) if j != rank and c)
+            split = sum(aligned(4 + 8 * c) for c in parts if c)
+            gather = sum(aligned(4 + 8 * c) for j, c in enumerate(lists) if j != rank and c)
             numbers = 2 * 8 * (n - 1) + (round(2 * (n - 1) / n * 8 * (n + 1)) if step == 0 else 0)
             assert exchange.bytes_received == exchange.lane.bytes_received + numbers + split + gather
 

@@ -1,28 +1,41 @@
 """Windows that the device ends by itself: the same numbers as where the host decides, and the host never waits.
 
-Covers: gradients and residuals bitwise equal to those of the other drain; bad numbers; an error on one rank; a tensor
-    without a gradient on one rank; notices; a rolled-back and a forgotten window; no waiting, on a CUDA device of fake
-    tensors; the order of streams there.
+Covers: gradients and residuals bitwise equal to those of the other drain; bad numbers, huge ones and narrow ones; an
+    error on one rank; a tensor without a gradient on one rank; notices; a rolled-back and a forgotten window; no
+    waiting, on a CUDA device of fake tensors; the order of streams, the times of exchanges and the memory of an
+    abandoned window there.
 """
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from lightning_safusion.comm.exchange import Notice
+from lightning_safusion.comm.transport.interface import LaterWork, Work
 from lightning_safusion.comm.transport.torch_backend import SoloTransport
 from lightning_safusion.fusion.build import build_engine
+from lightning_safusion.fusion.device_drain import DeviceDrain
 from lightning_safusion.fusion.engine import Engine
+from lightning_safusion.fusion.events import WindowEvents
 from lightning_safusion.fusion.planning import Planner
+from lightning_safusion.fusion.recorder import ProfileRecorder, service_seconds
+from lightning_safusion.fusion.shipment import Shipment
+from lightning_safusion.fusion.window import deliver, zeroed
 from lightning_safusion.sparsify import available_sparsifiers
 from lightning_safusion.sparsify.selection.survey import Selector
+from lightning_safusion.sparsify.selection.units import Moment, UpdateUnits
+from lightning_safusion.sparsify.sidco import SIDCo
 from tests.cluster import Cluster, settings, specs
-from tests.cuda import Stream, fake_cuda
+from tests.cuda import Allocated, Launches, Stream, fake_cuda
 from tests.fusion.test_controller import Failing
 
 
@@ -38,6 +51,16 @@ def make() -> Iterator[Callable[..., Cluster]]:
     yield build
     for cluster in clusters:
         cluster.close()
+
+
+@pytest.fixture
+def device_ends_windows(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    """A CUDA device of fake tensors."""
+    monkeypatch.setattr(Planner, "verify", lambda *_: None)  # waits, once for every new plan
+    # the numbers that the host reads one window later do not exist here
+    monkeypatch.setattr("lightning_safusion.fusion.device_drain.DeviceDrain.read", lambda _: None)
+    with fake_cuda(monkeypatch) as device:
+        yield device
 
 
 def snapshot(cluster: Cluster) -> list[torch.Tensor]:
@@ -197,6 +220,7 @@ def windows(controller: Engine, device: torch.device, dtype: torch.dtype = torch
             )
             for name in available_sparsifiers()
         ),
+        (torch.float32, {"compressor": SIDCo(adapt=True)}),
         (torch.float32, {"memory": "dgc"}),
         (torch.float32, {"memory": "ef21"}),
         (torch.float32, {"scope": "group"}),
@@ -207,15 +231,102 @@ def windows(controller: Engine, device: torch.device, dtype: torch.dtype = torch
     ],
 )
 def test_the_host_never_waits_for_a_cuda_device(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, options: dict[str, Any]
+    device_ends_windows: torch.device, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(Planner, "verify", lambda *_: None)  # waits, once for every new plan
-    # the numbers that the host reads one window later do not exist here
-    monkeypatch.setattr("lightning_safusion.fusion.device_drain.DeviceDrain.read", lambda _: None)
-    described = specs(dtype=dtype, dense=(1, 4))
+    device, described = device_ends_windows, specs(dtype=dtype, dense=(1, 4))
+    chosen = settings(**({"collective": "allgather"} | options))
+    windows(build_engine(chosen, described, SoloTransport(), device, False, deferred=True), device, dtype)
+
+
+@pytest.mark.parametrize("collective", ["allgather", "allreduce", "hybrid"])
+def test_the_host_does_not_wait_to_send_a_notice(device_ends_windows: torch.device, collective: str) -> None:
+    device, chosen = device_ends_windows, settings(collective=collective)
+    engine = build_engine(chosen, specs(dense=(1, 4)), SoloTransport(), device, False, deferred=True)
+    engine.notices = int(Notice.TERMINATE | Notice.REQUEUE)
+    windows(engine, device)
+
+
+def test_a_number_for_one_element_is_seen_to_make_the_host_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_cuda(monkeypatch) as device:
-        chosen = settings(**({"collective": "allgather"} | options))
-        windows(build_engine(chosen, described, SoloTransport(), device, False, deferred=True), device, dtype)
+        x, places = torch.zeros(4, 3, device=device), torch.zeros(2, dtype=torch.int64, device=device)
+        x[1] = 1.0
+        x[0, 1:2] = 1.0
+        for index in ((0, 1), places):
+            with pytest.raises(AssertionError, match="makes the host wait"):
+                x[index] = 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("memory", ["residual", "dgc"])
+def test_means_of_narrow_gradients_take_as_many_launches_for_many_tensors_as_for_few(
+    monkeypatch: pytest.MonkeyPatch, device_ends_windows: torch.device, dtype: torch.dtype, memory: str
+) -> None:
+    counts = []
+    for number in (3, 30):
+        launches = Launches()
+
+        def counted(call: Callable[..., Any], launches: Launches = launches) -> Callable[..., Any]:
+            def inside(*args: Any, **options: Any) -> Any:
+                with launches:
+                    return call(*args, **options)
+
+            return inside
+
+        with monkeypatch.context() as patched:
+            patched.setattr("lightning_safusion.fusion.device_drain.deliver", counted(deliver))
+            patched.setattr(Shipment, "commit", counted(Shipment.commit))
+            tensors = specs(((64, 3),) * number, dtype=dtype)
+            chosen = settings(collective="allgather", memory=memory)
+            engine = build_engine(chosen, tensors, SoloTransport(), device_ends_windows, False, deferred=True)
+            for spec in reversed(tensors):
+                engine.push(spec.index, torch.zeros(spec.numel, device=device_ends_windows, dtype=dtype))
+            engine.drain()
+        counts.append(launches.names)
+    assert counts[0] == counts[1]
+    assert any("_foreach_copy" in name for name in counts[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("by_update", "persistent", "temporary"), [(False, 18, 36), (True, 22, 52)])
+def test_memory_of_a_device_is_what_the_documents_say(
+    device_ends_windows: torch.device, dtype: torch.dtype, by_update: bool, persistent: int, temporary: int
+) -> None:
+    """Bytes per element, where torch's operations select: see "Memory on CUDA" in docs/limits.md."""
+    tensors = specs(((256, 64),) * 40, dtype=dtype)
+    numel = sum(spec.numel for spec in tensors)
+    grads = [torch.zeros(spec.numel, device=device_ends_windows, dtype=dtype) for spec in tensors]
+    moments = [Moment(torch.zeros(spec.numel, device=device_ends_windows), 1e-8) for spec in tensors]
+    with Allocated() as memory:
+        chosen = settings(collective="allgather", density=0.1, wire="q4")
+        engine = build_engine(chosen, tensors, SoloTransport(), device_ends_windows, False, deferred=True)
+        if by_update:
+            engine.space.compare_in(UpdateUnits(moments.__getitem__, device_ends_windows))
+        for _ in range(4):
+            memory.peak = 0
+            for spec in reversed(tensors):
+                engine.push(spec.index, grads[spec.index])
+            engine.drain()
+        gc.collect()
+        largest = max(buffer.stop - buffer.start for buffer in engine.space.buffers.values())
+        assert largest < numel / 2
+        assert memory.now <= persistent * numel
+        rounding = 4 * numel if dtype.itemsize < 4 else 0
+        assert memory.peak - memory.now <= temporary * largest + rounding
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [1.0, 2e19, 1e30])
+def test_a_gradient_is_bad_only_if_an_element_is_not_finite(dtype: torch.dtype, scale: float) -> None:
+    scale = min(scale, torch.finfo(dtype).max / 2)
+    bad = torch.tensor([1.0, torch.nan, 2.0]), torch.tensor([torch.inf, 0.0]), torch.tensor([-torch.inf, torch.inf])
+    good = torch.tensor([scale, -scale, 0.5]), torch.zeros(4), torch.full((9,), -scale), torch.zeros(0)
+    grads = [grad.to(dtype) for grad in (*bad, *good)]
+    kept, norms, finite = zeroed(grads)
+    assert finite.tolist() == [False] * 3 + [True] * 4
+    assert not any(grad.any() for grad in kept[:3])
+    assert all(torch.equal(grad, same) for grad, same in zip(kept[3:], grads[3:], strict=True))
+    assert norms.dtype == torch.float32
+    assert norms[3:].tolist() == pytest.approx([float(grad.double().norm()) for grad in grads[3:]])
 
 
 def test_the_drain_where_the_host_decides_does_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,19 +336,128 @@ def test_the_drain_where_the_host_decides_does_wait(monkeypatch: pytest.MonkeyPa
         windows(build_engine(chosen, specs(), SoloTransport(), device, measure=False), device)
 
 
-def test_each_stream_waits_for_the_one_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Planner, "verify", lambda *_: None)
-    monkeypatch.setattr("lightning_safusion.fusion.device_drain.DeviceDrain.read", lambda _: None)
-    with fake_cuda(monkeypatch) as device:
-        chosen = settings(collective="allgather")
-        controller = build_engine(chosen, specs(), SoloTransport(), device, measure=False, deferred=True)
-        windows(controller, device)
-        backward = torch.cuda.current_stream()
-        waits = [(who, whom) for who, _, whom in Stream.log]
-    select, decode = waits[0][0], waits[1][0]
+def test_each_stream_waits_for_the_one_before_it(device_ends_windows: torch.device) -> None:
+    chosen = settings(collective="allgather")
+    controller = build_engine(chosen, specs(), SoloTransport(), device_ends_windows, measure=False, deferred=True)
+    windows(controller, device_ends_windows)
+    backward = torch.cuda.current_stream()
+    waits = [(who, whom) for who, _, whom in Stream.log]
+    select, arrivals, decode = waits[0][0], waits[1][0], waits[2][0]
     plan = controller.planner.current
     assert plan is not None
     buffers = len(plan.groups)
-    one_window = [(select, backward), (decode, select)] * buffers + [(backward, select), (backward, decode)]
-    assert len({backward, select, decode}) == 3
+    one_window = [(select, backward), (arrivals, select), (decode, arrivals)] * buffers
+    one_window += [(backward, select), (backward, decode)]
+    assert len({backward, select, arrivals, decode}) == 4
     assert waits[-len(one_window) :] == one_window
+
+
+class Clock:
+    """Seconds, which move only where a test moves them."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class OneLink(SoloTransport):
+    """A link that carries one message after the other, each in a second of the streams' clocks."""
+
+    def __init__(self) -> None:
+        self.free = 0.0
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
+        self.free = ended = max(self.free, torch.cuda.current_stream().now) + 1.0
+
+        def wait() -> None:
+            stream = torch.cuda.current_stream()
+            stream.now = max(stream.now, ended)
+
+        return LaterWork(wait)
+
+
+def test_exchanges_are_timed_without_the_decoding_of_the_buffer_before(
+    monkeypatch: pytest.MonkeyPatch, device_ends_windows: torch.device
+) -> None:
+    decode = DeviceDrain._decode
+
+    def slow(drain: DeviceDrain, shipment: Shipment) -> None:
+        decode(drain, shipment)
+        torch.cuda.current_stream().now += 10.0
+
+    monkeypatch.setattr(DeviceDrain, "_decode", slow)
+    seen: list[WindowEvents] = []
+    chosen = settings(collective="allgather", fusion="wfbp")
+    engine = build_engine(chosen, specs(), OneLink(), device_ends_windows, measure=False, deferred=True)
+    engine.observers.append(SimpleNamespace(observe=seen.append))
+    windows(engine, device_ends_windows)
+    buffers = seen[-1].buffers
+    assert len(buffers) > 4
+    service = service_seconds([each.launched for each in buffers], [each.finished for each in buffers])
+    assert service == pytest.approx([1.0] * len(buffers))
+    assert [each.decoded - each.decoding for each in buffers] == pytest.approx([10.0] * len(buffers))
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_arrivals_are_those_without_the_engine_where_the_host_is_the_bottleneck(
+    monkeypatch: pytest.MonkeyPatch, device_ends_windows: torch.device, behind: bool
+) -> None:
+    host = Clock()
+    for module in ("engine", "window"):
+        monkeypatch.setattr(f"lightning_safusion.fusion.{module}.perf_counter", host)
+    fill = Shipment.fill
+
+    def slow(shipment: Shipment, *args: Any) -> None:
+        fill(shipment, *args)
+        host.now += 0.5
+
+    monkeypatch.setattr(Shipment, "fill", slow)
+    seen: list[WindowEvents] = []
+    chosen = settings(collective="allgather", fusion="wfbp")
+    engine = build_engine(chosen, specs(), SoloTransport(), device_ends_windows, measure=False, deferred=True)
+    engine.observers.append(SimpleNamespace(observe=seen.append))
+    backward = torch.cuda.current_stream()
+    for _ in range(4):
+        for spec in reversed(specs()):
+            host.now += 1.0
+            backward.now = max(host.now, backward.now + 2.5 * behind)
+            engine.push(spec.index, torch.zeros(spec.numel, device=device_ends_windows))
+        engine.drain()
+    engine.settle()
+    recorder = ProfileRecorder(len(specs()))
+    recorder.record(seen[-1])
+    arrivals = -recorder.to_vector()[: len(specs())]
+    assert arrivals.tolist() == pytest.approx([(2.5 if behind else 1.0) * place for place in range(len(specs()))])
+
+
+def test_memory_that_an_abandoned_window_still_uses_is_kept_until_the_next_begins(
+    monkeypatch: pytest.MonkeyPatch, device_ends_windows: torch.device
+) -> None:
+    awaited: list[Stream] = []
+    monkeypatch.setattr(Stream, "synchronize", lambda stream: awaited.append(stream))
+    chosen = settings(collective="allgather", fusion="wfbp")
+    engine = build_engine(chosen, specs(), SoloTransport(), device_ends_windows, measure=False, deferred=True)
+    windows(engine, device_ends_windows)
+    Stream.log, engine.report = [], None
+    *pushed, last = [(spec.index, torch.zeros(spec.numel, device=device_ends_windows)) for spec in reversed(specs())]
+    for gradient in pushed:
+        engine.push(*gradient)
+    select, arrivals, decode = (who for who, _, _ in Stream.log[:3])
+    buffers = [weakref.ref(buffer) for buffer in engine.space.buffers.values()]
+    engine.reset()
+    assert awaited == [select]  # the others may wait for a worker that is lost
+    gc.collect()
+    assert sum(buffer() is not None for buffer in buffers) == len(pushed)
+    engine.release()
+    gc.collect()
+    assert sum(buffer() is not None for buffer in buffers) == len(pushed)
+    for gradient in (*pushed, last):
+        engine.push(*gradient)
+    assert awaited == [select, arrivals, decode]
+    gc.collect()
+    assert not any(buffer() is not None for buffer in buffers)
+    engine.drain()
+    engine.reset()
+    windows(engine, device_ends_windows)
+    assert awaited == [select, arrivals, decode]

@@ -11,6 +11,7 @@ import torch
 
 from lab.virtual.transport import LocalTransport, local_transports
 from lightning_safusion.comm.cost import LINKS, LinearCost
+from lightning_safusion.fusion.events import host_delays
 from lightning_safusion.fusion.plans.adaptive import plan_optimal
 from lightning_safusion.fusion.plans.costs import JobShape
 from lightning_safusion.fusion.plans.profile import AgreedProfile, fit_exchanges, fit_or_scale, job_costs
@@ -77,6 +78,19 @@ def test_profile_does_not_depend_on_the_plan_it_was_measured_with() -> None:
         recorder.record_window(arrivals, selections)
         profiles.append(alone(recorder).arrivals)
     assert profiles == [(0.0, 1.0, 2.0, 3.0)] * 3
+
+
+def test_calls_on_the_host_delay_what_a_device_that_keeps_pace_computes() -> None:
+    submitted, worked = np.array([1.0, 2.5, 4.5, 5.0, 5.5]), np.array([0.1, 0.6, 1.6, 1.9, 2.2])
+    paced = submitted + 3.0  # by another clock
+    assert host_delays(paced, submitted, worked) == pytest.approx(worked - 0.1)
+    behind = paced + [0.0, 0.0, 0.0, 0.7, 0.9]  # the device computes longer than the host from the fourth one on
+    assert host_delays(behind, submitted, worked) == pytest.approx([0.0, 0.5, 1.5, 1.5, 1.5])
+    late = paced + [0.9, 0.7, 0.4, 0.0, 0.0]  # the host is ahead at first
+    assert host_delays(late, submitted, worked) == pytest.approx([0.0, 0.0, 0.0, 1.8, 2.1])
+    assert not host_delays(np.full(5, math.nan), submitted, worked).any()
+    absent = np.where([False, True, False, False, False], math.nan, paced)
+    assert host_delays(absent, submitted, worked) == pytest.approx([0.0, 0.0, 1.5, 1.8, 2.1])
 
 
 def test_a_window_without_gradients_on_this_rank_counts_as_it_does_on_the_others() -> None:

@@ -65,8 +65,8 @@ def cpu_step(number: int = 7) -> StepTimeline:
 def cuda_step() -> StepTimeline:
     """The same on CUDA: the first buffer is decoded at 10 to 11, beside the backward pass, which waits from 16 on."""
     buffers = (
-        buffer(0, 2, (6.0, 7.0, 10.0, 16.0, 16.0, 11.0), beside=True),
-        buffer(2, 3, (12.0, 13.0, 18.0, 16.0, 18.0, 19.0), beside=True),
+        buffer(0, 2, (6.0, 7.0, 10.0, 16.0, 16.0, 11.0), beside=True, decoding=10.0),
+        buffer(2, 3, (12.0, 13.0, 18.0, 16.0, 18.0, 19.0), beside=True, decoding=18.0),
     )
     return StepTimeline(7, 0.0, 23.0, cpu_step().phases, (WindowTimeline(buffers, 20.0, True),))
 

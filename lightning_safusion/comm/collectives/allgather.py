@@ -12,24 +12,19 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm.exchange import (
+    FIELD_BYTES,
     Notice,
     Part,
     SpanSpec,
     StreamOrderedExchange,
     TensorFlag,
     Verdict,
+    aligned,
     saturated,
 )
 from lightning_safusion.comm.transport.interface import Transport, Work
-from lightning_safusion.comm.wire.codec import Codec
+from lightning_safusion.comm.wire.codec import Codec, spread
 from lightning_safusion.kernels import cpu as native
-
-# Fields begin where devices read 16 bytes at once, messages where a line of their caches does.
-_FIELD, _MESSAGE = 16, 128
-
-
-def _aligned(nbytes: int, to: int = _FIELD) -> int:
-    return -(-nbytes // to) * to
 
 
 class SparseAllGather(StreamOrderedExchange):
@@ -53,12 +48,12 @@ class SparseAllGather(StreamOrderedExchange):
         super().__init__(spec, transport, device)
         self.codec = codec
         workers, tensors = transport.world_size, spec.num_tensors
-        sizes = [_aligned(tensors + 1)]
-        sizes += [_aligned((stop - start) * dtype.itemsize) for start, stop, dtype in spec.dense_runs]
+        sizes = [tensors + 1, *((stop - start) * dtype.itemsize for start, stop, dtype in spec.dense_runs)]
+        sizes = [aligned(size, FIELD_BYTES) for size in sizes]
         self._offsets = list(accumulate(sizes, initial=0))
         coded = 0 if codec is None else codec.nbytes
         self._selection = slice(self._offsets[-1], self._offsets[-1] + coded)
-        self.bytes_sent = _aligned(self._offsets[-1] + coded, _MESSAGE)
+        self.bytes_sent = aligned(self._offsets[-1] + coded)
         self.bytes_received = self.bytes_sent * (workers - 1)
         # zeros, not empty: alignment gaps are sent too, and every byte that is sent is written
         self._send = torch.zeros(self.bytes_sent, dtype=torch.uint8, device=device)
@@ -102,7 +97,7 @@ class SparseAllGather(StreamOrderedExchange):
             selection = self._nothing if part.selection is None else part.selection
             values = self._write(selection, not self._reads_again)
             if not self._reads_again:
-                self._sent = (selection.indices, values)
+                self._sent = (spread(selection.indices, selection.count), values)
 
     def start(self) -> Work:
         self._read = []

@@ -15,6 +15,7 @@ from lightning_safusion.comm.exchange import (
     StreamOrderedExchange,
     TensorFlag,
     Verdict,
+    padded,
     saturated,
 )
 from lightning_safusion.comm.transport.interface import Transport, Work
@@ -45,8 +46,8 @@ class DenseAllReduce(StreamOrderedExchange):
         if self.dtype == torch.float32 and half and counts:
             self.dtype = torch.float16
         length = spec.numel + len(_COUNTED) * spec.num_tensors + len(Notice)
-        self._buffer = torch.zeros(length, dtype=self.dtype, device=device)
-        self.headers = self._buffer[spec.numel :]
+        self._buffer = torch.zeros(padded(length, self.dtype), dtype=self.dtype, device=device)
+        self.headers = self._buffer[spec.numel : length]
         self.bytes_sent = self._buffer.nbytes
         self.bytes_received = round(2 * (transport.world_size - 1) / transport.world_size * self.bytes_sent)
 
@@ -59,8 +60,10 @@ class DenseAllReduce(StreamOrderedExchange):
         counts, notices = self._counts(self.headers)
         for row, flag in zip(counts, _COUNTED, strict=True):
             row.copy_((part.flags & flag) != 0)
+        notices.zero_()
         for place, notice in enumerate(Notice):
-            notices[place] = float(bool(part.notices & notice))
+            if part.notices & notice:
+                notices[place : place + 1] = 1  # a slice: for one element the host would wait for a device
 
     def _counts(self, headers: Tensor) -> tuple[Tensor, Tensor]:
         """Of all tensors the number of ranks for each flag, and of all notices the number of ranks."""
@@ -117,7 +120,7 @@ class TwoPhaseSum:
     ring all-reduce does.
 
     Args:
-        numel: Elements of the buffer; padded to a multiple of the number of workers.
+        numel: Elements of the buffer; padded to equal shares of all workers, whole messages.
         dtype: Their dtype.
         transport: Communicator.
         device: Where the buffer lives.
@@ -127,7 +130,7 @@ class TwoPhaseSum:
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, transport: Transport, device: torch.device) -> None:
-        share = -(-numel // transport.world_size)
+        share = padded(-(-numel // transport.world_size), dtype)
         self._transport = transport
         self._padded = torch.zeros(share * transport.world_size, dtype=dtype, device=device)
         self._share = torch.zeros(share, dtype=dtype, device=device)

@@ -7,7 +7,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.collectives.multiphase import Entries, MultiPhaseExchange, decoded, encoded
+from lightning_safusion.comm.collectives.multiphase import (
+    Entries,
+    MultiPhaseExchange,
+    decoded,
+    encoded,
+    message_sizes,
+)
 from lightning_safusion.comm.exchange import Part, SpanSpec
 from lightning_safusion.comm.transport.interface import FinishedWork, Transport, Work
 from lightning_safusion.comm.wire.codec import Codec
@@ -44,7 +50,7 @@ class GTopKExchange(MultiPhaseExchange):
         super().__init__(spec, transport, device)
         self.codec = codec
         self._rounds = tree_rounds(transport.world_size)
-        self._message = torch.zeros(0 if codec is None else codec.nbytes, dtype=torch.uint8, device=device)
+        self._message = torch.zeros(*message_sizes([codec]), dtype=torch.uint8, device=device)
         self._received = torch.zeros_like(self._message)
         self._kept = Entries.none(device)
         self._work: Work = FinishedWork()

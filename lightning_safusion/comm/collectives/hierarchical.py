@@ -19,7 +19,7 @@ from lightning_safusion.comm.collectives.multiphase import (
     message_sizes,
     summed,
 )
-from lightning_safusion.comm.exchange import Part, SpanSpec, saturated
+from lightning_safusion.comm.exchange import Part, SpanSpec, padded, saturated
 from lightning_safusion.comm.transport.interface import Transport, Work
 from lightning_safusion.comm.wire.formats import resolve_codec, value_format
 from lightning_safusion.sparsify.base import Segments, span_segments
@@ -125,11 +125,14 @@ class HierarchicalExchange(MultiPhaseExchange):
             resolve_codec(wire, shard.numel, shard.capacity, dtype) if shard.capacity else None
             for shard in self._segments
         ]
-        # of each worker of the node: elements of its shard, and bytes of its message
-        beyond = [0] * (transports.inside.world_size - width)
-        self._sizes = [shard.numel for shard in self._segments] + beyond
+        # of each worker of the node: elements of its shard, with and without padding, and bytes of its message
+        beyond, inner = [0] * (transports.inside.world_size - width), value_format(wire).dtype
+        self._numels = [shard.numel for shard in self._segments] + beyond
+        self._sizes = [padded(numel, inner) for numel in self._numels]
         self._message_sizes = message_sizes(self._codecs) + beyond
-        self._x = torch.zeros(spec.numel if spec.capacity else 0, dtype=value_format(wire).dtype, device=device)
+        self._x = torch.zeros(sum(self._sizes) if spec.capacity else 0, dtype=inner, device=device)
+        pairs = zip(self._x.split(self._sizes), self._numels, strict=True) if spec.capacity else ()
+        self._shards = [piece[:numel] for piece, numel in pairs][:width]
         self._absent: Sequence[int] = ()
         self._scattering: tuple[Tensor, Work] | None = None
         (mine,) = (ranks for ranks in transports.nodes if transports.world.rank in ranks)
@@ -143,11 +146,12 @@ class HierarchicalExchange(MultiPhaseExchange):
             return
         self._absent = part.absent
         # an infinity must be seen by all ranks; what is finite and does not fit stays in the residual
-        self._x.copy_(torch.where(x.isinf(), x, saturated(x, self._x.dtype)))
+        x = torch.where(x.isinf(), x, saturated(x, self._x.dtype))
         for start, stop, _ in self.spec.dense_runs:
-            self._x[start:stop] = 0
+            x[start:stop] = 0
         for tensor in part.absent:
-            self._x[self.spec.edges[tensor] : self.spec.edges[tensor + 1]] = 0
+            x[self.spec.edges[tensor] : self.spec.edges[tensor + 1]] = 0
+        torch._foreach_copy_(self._shards, [x[low:high] for low, high in pairwise(self._edges)])
 
     def _launch_first(self) -> None:
         inside = self.transports.inside
@@ -161,9 +165,9 @@ class HierarchicalExchange(MultiPhaseExchange):
         (pieces, work), self._scattering = self._scattering, None
         work.wait()
         inside = self.transports.inside
-        total = torch.zeros(self._sizes[inside.rank], device=self.device)
+        total = torch.zeros(self._numels[inside.rank], device=self.device)
         for piece in pieces.view(inside.world_size, -1):
-            total += piece
+            total += piece[: len(total)]
         sizes = [len(self.transports.nodes) * size for size in self._message_sizes]
         received = self._all_gather(inside, self._between(total), sizes)
         return self._added(received.split(sizes), total)
@@ -189,7 +193,7 @@ class HierarchicalExchange(MultiPhaseExchange):
             lists = decoded(received[shard], [self._codecs[shard]] * len(self.transports.nodes))
             sums.append(summed(lists, high - low, self.device).shifted(low))
             own = lists[self._own_messages[shard]]
-            values = self._x[low:high][own.indices].float()
+            values = self._shards[shard][own.indices].float()
             if shard == self.transports.inside.rank:
                 values += own.values - total[own.indices]
             sent.append(Entries(own.indices, values).shifted(low))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm.collectives.allreduce import DenseAllReduce, lane_spec
-from lightning_safusion.comm.exchange import Exchange, Part, SpanSpec, Verdict
+from lightning_safusion.comm.exchange import Exchange, Part, SpanSpec, Verdict, aligned
 from lightning_safusion.comm.transport.interface import LaterWork, Transport, Work
 from lightning_safusion.comm.wire.codec import Codec
 from lightning_safusion.sparsify.base import Selection, span_segments
@@ -87,14 +87,14 @@ def encoded(parts: Sequence[Entries], codecs: Sequence[Codec | None], device: to
     """Messages one behind the other; where the codec is None there is nothing to send and no message.
 
     Returns:
-        uint8 [sum of the codecs' sizes]; and all entries with the values that will be decoded, at the positions given.
+        uint8 [sum of :func:`message_sizes`]; and all entries, at their positions, with the values that will be decoded.
     """
     message = torch.zeros(sum(message_sizes(codecs)), dtype=torch.uint8, device=device)
     sent = []
     for part, codec, out in zip(parts, codecs, message.split(message_sizes(codecs)), strict=True):
         values = part.values
         if codec is not None:
-            values = codec.encode(Selection(part.indices, part.values, len(part)), out)
+            values = codec.encode(Selection(part.indices, part.values, len(part)), out[: codec.nbytes])
         sent.append(Entries(part.indices, values))
     return message, joined(sent)
 
@@ -103,14 +103,14 @@ def decoded(message: Tensor, codecs: Sequence[Codec | None]) -> list[Entries]:
     """Reads what :func:`encoded` has written; zeros are left out, since padding looks the same."""
     lists = []
     for codec, part in zip(codecs, message.split(message_sizes(codecs)), strict=True):
-        entries = Entries.none(message.device) if codec is None else Entries(*codec.decode(part))
+        entries = Entries.none(message.device) if codec is None else Entries(*codec.decode(part[: codec.nbytes]))
         lists.append(entries[entries.values != 0])
     return lists
 
 
 def message_sizes(codecs: Sequence[Codec | None]) -> list[int]:
-    """Bytes of the messages."""
-    return [0 if codec is None else codec.nbytes for codec in codecs]
+    """Bytes of the messages, each of which begins where a device reads best; none where there is no codec."""
+    return [0 if codec is None else aligned(codec.nbytes) for codec in codecs]
 
 
 class MultiPhaseExchange(Exchange):

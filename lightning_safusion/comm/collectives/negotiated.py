@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.exchange import Exchange, Part, SpanSpec, Verdict, saturated
+from lightning_safusion.comm.exchange import FIELD_BYTES, Exchange, Part, SpanSpec, Verdict, aligned, saturated
 from lightning_safusion.comm.transport.interface import LaterWork, Transport, Work
 from lightning_safusion.comm.wire.codec import Codec
 from lightning_safusion.comm.wire.formats import resolve_codec
@@ -43,8 +43,8 @@ class Stream:
         self.device = device
         self._codec: Codec = resolve_codec(f"coo-{values.name}", int(edges[-1]), capacity, values.dtype)
         self._tensors = len(edges) - 1
-        self._entries_at = -(-(self._tensors + 2) // 4) * 4
-        self._nbytes = self._entries_at + self._codec.nbytes
+        self._entries_at = aligned(self._tensors + 2, FIELD_BYTES)
+        self._nbytes = aligned(self._entries_at + self._codec.nbytes)
         self._mean = torch.zeros(int(edges[-1]), device=device)
         self._pool: list[Tensor] = []  # uint8 [1 + world_size, bytes] of each round: what is sent, and received
         self.bytes_sent = 0  # by this rank in the last window
@@ -96,7 +96,7 @@ class Stream:
         send, received = self._pool[number][0], self._pool[number][1:]
         header = np.concatenate([self._flags, np.array([done and self._waiting == 0, self._notices], np.uint8)])
         send[: self._tensors + 2].copy_(torch.from_numpy(header))
-        self._codec.encode(Selection(indices[:taken], values[:taken], taken), send[self._entries_at :], echo=False)
+        self._codec.encode(Selection(indices[:taken], values[:taken], taken), self._entries(send), echo=False)
         self._rounds.append((received, self.transport.all_gather(received.view(-1), send)))
 
     def finish(self) -> np.ndarray:
@@ -112,13 +112,16 @@ class Stream:
             received, work = self._rounds[number]
             work.wait()
             for message in received:
-                indices, values = self._codec.decode(message[self._entries_at :])
+                indices, values = self._codec.decode(self._entries(message))
                 self._mean.scatter_add_(0, indices, values * scale)
             headers = received[:, : self._tensors + 2].cpu().numpy()
             number += 1
             if headers[:, -2].all():
                 self._verdict, self.bytes_sent = headers.copy(), number * self._nbytes
         return self._verdict
+
+    def _entries(self, message: Tensor) -> Tensor:
+        return message[self._entries_at : self._entries_at + self._codec.nbytes]
 
     def mean(self, tensor: int) -> Tensor:
         """float32 view of one tensor's mean."""

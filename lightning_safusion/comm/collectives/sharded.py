@@ -11,16 +11,14 @@ from torch import Tensor
 from lightning_safusion.comm.collectives.multiphase import Entries, MultiPhaseExchange, joined, message_sizes
 from lightning_safusion.comm.collectives.shards import Pieces, Shard
 from lightning_safusion.comm.cost import LinearCost
-from lightning_safusion.comm.exchange import Part, SpanSpec, Verdict
+from lightning_safusion.comm.exchange import FIELD_BYTES, Part, SpanSpec, Verdict, aligned
 from lightning_safusion.comm.transport.interface import FinishedWork, Transport, Work
-from lightning_safusion.comm.wire.codec import Inbox
+from lightning_safusion.comm.wire.codec import Codec, Inbox
 from lightning_safusion.comm.wire.formats import value_format
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify.base import Segments, Selection
 from lightning_safusion.sparsify.selection.units import SpanUnits
 from lightning_safusion.sparsify.selection.view import device_constant
-
-_FIELD = 16  # bytes at a multiple of which fields of messages begin
 
 
 class ShardedExchange(MultiPhaseExchange):
@@ -77,14 +75,14 @@ class ShardedExchange(MultiPhaseExchange):
         codecs = [scattered.owned(owner).codec(values, spec.numel, dtype) for owner in range(workers)]
         self._out, self._incoming = codecs, codecs[transport.rank]
         # flags and notices go with every message; what it selects in its own shard is there
-        self._header = -(-(spec.num_tensors + 1) // _FIELD) * _FIELD
+        self._header = aligned(spec.num_tensors + 1, FIELD_BYTES)
         self._out_sizes, self._in_sizes = (
-            [self._header + size for size in message_sizes(each)] for each in (codecs, [self._incoming] * workers)
+            [aligned(self._header + _nbytes(codec)) for codec in each] for each in (codecs, [self._incoming] * workers)
         )
         self._out_sizes[transport.rank] = self._in_sizes[transport.rank] = 0
         self._first = self._memory(sum(self._out_sizes))
         self._received = self._memory(sum(self._in_sizes))
-        self._rows = self._received.view(workers - 1, self._header + sum(message_sizes([self._incoming])))
+        self._rows = self._received.view(workers - 1, aligned(self._header + _nbytes(self._incoming)))
         self._headers = np.zeros((workers, spec.num_tensors + 1), np.uint8)
         self._delivered = [gathered.owned(owner).codec(values, spec.numel, dtype) for owner in range(workers)]
         self._size = max(message_sizes(self._delivered))
@@ -160,7 +158,8 @@ class ShardedExchange(MultiPhaseExchange):
             if codec is not None and len(out):
                 part = joined([self._local[places[piece] : places[piece + 1]] for piece in members])
                 part = part.largest(codec.capacity)  # a selection that keeps to the cut has no more
-                values = codec.encode(Selection(part.indices, part.values, len(part)), out[self._header :])
+                place = out[self._header : self._header + codec.nbytes]
+                values = codec.encode(Selection(part.indices, part.values, len(part)), place)
                 self._sent_parts.append(Entries(part.indices, values))
         self.bytes_sent += len(self._first) + self._size
         self.bytes_received += len(self._received) + self._size * (self.transport.world_size - 1)
@@ -181,7 +180,7 @@ class ShardedExchange(MultiPhaseExchange):
         self._scattering, shard = None, self._shard
         if not self._size:
             return True  # the whole span is dense
-        sums = shard.summed(self._rows[:, self._header :], self._incoming)
+        sums = shard.summed(self._rows[:, self._header : self._header + _nbytes(self._incoming)], self._incoming)
         units, self._units = self._units, None  # nothing holds an optimizer's state after the window
         delivered = shard.largest(units)
         self._second.zero_()
@@ -214,3 +213,8 @@ class ShardedExchange(MultiPhaseExchange):
         filled = [gradient for gradient in gradients if len(gradient)]
         parts = native.Parts.between(self.spec.edges)
         return native.mean_into(filled, parts, lambda start, stop: messages, 1.0 / self.transport.world_size)
+
+
+def _nbytes(codec: Codec | None) -> int:
+    """Bytes of a message without its header and padding."""
+    return 0 if codec is None else codec.nbytes

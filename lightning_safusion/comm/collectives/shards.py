@@ -143,9 +143,9 @@ class Shard:
             native.mean_into(list(pieces), self._parts, lambda start, stop: known, 1.0)
         else:
             for message in messages:
-                indices, values = codec.decode(message)
-                # padding has value 0, and may lie beside the shard
-                sums.index_add_(0, self._places(indices).clamp_(0, len(sums) - 1), values)
+                entries = Entries(*codec.decode(message))
+                entries = entries[entries.values != 0]  # padding may lie beside the shard
+                sums.index_add_(0, self._places(entries.indices), entries.values)
         self._held += sums
         return sums
 

@@ -133,10 +133,9 @@ class BlockCodec(Codec):
         else:
             entries = torch.arange(self.capacity, device=message.device)
             block = torch.searchsorted(counts.cumsum(0), entries, right=True)
-            # Padding is past the last end; as its offset is 0 it becomes the first element of the last block.
-            block.clamp_(max=max(self.blocks - 1, 0))
+            block.clamp_(max=max(self.blocks - 1, 0))  # padding is past the last end
             indices = (block << self.offset_bits) + (every.long() & ((1 << self.offset_bits) - 1))
-        return indices, self._without_padding(self.field.read(indices, field), lambda: counts.sum(dtype=torch.int64))
+        return self._padded(indices, field, counts.sum(dtype=torch.int64))
 
 
 class Block16Codec(BlockCodec):

@@ -138,8 +138,8 @@ class Codec(ABC):
 
         Returns:
             ``(indices int64 [L], values float32 [L])``: positions in the span, and values; entries that are padding
-            have value 0 and an index inside the span. Valid indices are unique and ascending. On the CPU padding is
-            cut off. Values may share the memory of the message.
+            have value 0 and an index inside the span; no index is there more than twice. Valid ones are unique and
+            ascending. On the CPU padding is cut off. Values may share the memory of the message.
 
         Raises:
             ValueError: If the message has another size or, on the CPU, is damaged.
@@ -204,14 +204,23 @@ class Codec(ABC):
 
     def _write_values(self, selection: Selection, field: Tensor, echo: bool) -> Tensor:
         """Fills the field of values; returns the decoded values as :meth:`encode` does."""
-        sent, count = self.field.write(selection.positions, selection.values, field, echo), selection.count
-        return sent if isinstance(count, int) else self._without_padding(sent, lambda: count)
+        positions, count = selection.positions, selection.count
+        if isinstance(count, int):
+            return self.field.write(positions, selection.values, field, echo)
+        if self.values.few_bits:  # those of a part are added up
+            positions = spread(positions, count)
+        return self._without_padding(self.field.write(positions, selection.values, field, echo), count)
 
-    def _without_padding(self, values: Tensor, count: Callable[[], Tensor]) -> Tensor:
+    def _without_padding(self, values: Tensor, count: Tensor) -> Tensor:
         """Zeros behind the first ``count`` (one element on the device): values of a few bits have no zero."""
         if not self.values.few_bits:
             return values
-        return torch.where(torch.arange(len(values), device=values.device) < count(), values, 0.0)
+        return torch.where(torch.arange(len(values), device=values.device) < count, values, 0.0)
+
+    def _padded(self, indices: Tensor, field: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+        """The result of :meth:`decode_padded` from what it has found; ``count``: entries, one element."""
+        indices = spread(indices, count)
+        return indices, self._without_padding(self.field.read(indices, field), count)
 
 
 def check_order(positions: np.ndarray, start: int, stop: int) -> None:
@@ -239,6 +248,30 @@ def marked(bitmap: np.ndarray) -> np.ndarray:
 def blocks_of(count: int, length: int) -> int:
     """Blocks of ``length`` that ``count`` elements fill, the last one in part."""
     return -(-count // length)
+
+
+def spread(indices: Tensor, count: int | Tensor) -> Tensor:
+    """Positions (int64 [L]) with those of padding, behind the first ``count``, replaced by 0, 1, ...
+
+    No position is there more than twice then. Additions to one element follow each other: to a hundred thousand they
+    would, where each gets the same padding and algorithms are deterministic, take seconds.
+    """
+    if isinstance(count, int) and count == len(indices):
+        return indices
+    places = torch.arange(len(indices), device=indices.device)
+    return torch.where(places < count, indices, places)
+
+
+def find_marked(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    """On any device, without waiting for it.
+
+    Returns:
+        int64 [capacity], ascending positions where ``mask`` (bool [N]) is true, then N; and how many there are, int64
+        [1].
+    """
+    # searched for, not scattered: all elements that are not marked would go to one place
+    upto, entries = mask.cumsum(0), torch.arange(capacity, device=mask.device)
+    return torch.searchsorted(upto, entries, right=True), upto[-1:]
 
 
 def positions_to_write(selection: Selection, padding: int) -> Tensor:

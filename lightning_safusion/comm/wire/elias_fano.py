@@ -18,6 +18,7 @@ from lightning_safusion.comm.wire.codec import (
     blocks_of,
     check_damage,
     check_order,
+    find_marked,
     marked,
     positions_to_write,
 )
@@ -218,11 +219,7 @@ class EliasFanoCodec(Codec):
     def decode_padded(self, message: Tensor) -> tuple[Tensor, Tensor]:
         ranks, high, low, field, _ = self._fields(message)
         tables = self._tables(message.device)
-        mask = unpacked(high, 1).bool()
-        # The k-th bit that is set writes its place to entry k; all others write behind the last.
-        places = torch.where(mask, mask.cumsum(0) - 1, self.capacity).clamp_(max=self.capacity)
-        bits = torch.zeros(self.capacity + 1, dtype=torch.int64, device=message.device)
-        bits = bits.scatter_(0, places, torch.arange(len(mask), device=message.device))[:-1]
+        bits, _ = find_marked(unpacked(high, 1).bool(), self.capacity)
         entries = torch.arange(self.capacity, device=message.device)
         bucket = bits - entries
         run = torch.searchsorted(tables.firsts, bucket, right=True).sub_(1).clamp_(min=0)
@@ -230,8 +227,7 @@ class EliasFanoCodec(Codec):
         inside = (each << torch.arange(self.low, device=message.device)).sum(1)
         indices = tables.starts[run] + (bucket - tables.firsts[run] << self.low) + inside
         count = ranks.view(torch.int32)[len(tables.regions) - 1]
-        indices = torch.where(entries < count, indices, 0).clamp_(0, max(self.numel - 1, 0))
-        return indices, self._without_padding(self.field.read(indices, field), lambda: count)
+        return self._padded(indices.clamp_(0, max(self.numel - 1, 0)), field, count)
 
 
 def _summed(numbers: np.ndarray) -> np.ndarray:

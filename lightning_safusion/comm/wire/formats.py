@@ -26,7 +26,16 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm.wire.blocks import Block8Codec, Block16Codec
-from lightning_safusion.comm.wire.codec import Codec, Reader, Shape, blocks_of, check_order, marked, positions_to_write
+from lightning_safusion.comm.wire.codec import (
+    Codec,
+    Reader,
+    Shape,
+    blocks_of,
+    check_order,
+    find_marked,
+    marked,
+    positions_to_write,
+)
 from lightning_safusion.comm.wire.elias_fano import EliasFanoCodec
 from lightning_safusion.comm.wire.values import VALUES, FloatField, Values, fill, packed, scale_edges, unpacked
 from lightning_safusion.kernels import cpu as native
@@ -55,10 +64,15 @@ class DenseCodec(Codec):
 
     def write(self, selection: Selection, fields: Sequence[Tensor], echo: bool) -> Tensor:
         coded = self._floats.cast(selection.values)
-        # The place behind the span takes the padding, whose own positions are those of other entries.
-        span = torch.zeros(self.numel + 1, dtype=self.values.dtype, device=selection.values.device)
-        span.index_copy_(0, positions_to_write(selection, padding=self.numel).long(), coded)
-        fields[0].view(self.values.dtype).copy_(span[:-1])
+        # The padding, whose own positions are those of other entries, gets places behind the span.
+        positions, padding = selection.indices, 0
+        if not isinstance(selection.count, int):
+            padding = len(positions)
+            places = torch.arange(padding, device=positions.device)
+            positions = torch.where(places < selection.count, positions, self.numel + places)
+        span = torch.zeros(self.numel + padding, dtype=self.values.dtype, device=coded.device)
+        span.index_copy_(0, positions, coded)
+        fields[0].view(self.values.dtype).copy_(span[: self.numel])
         return coded.float() if echo else selection.values
 
     def reader(self, message: Tensor) -> Reader:
@@ -117,8 +131,7 @@ class CooCodec(Codec):
 
     def decode_padded(self, message: Tensor) -> tuple[Tensor, Tensor]:
         header, indices, values, _ = self._fields(message)
-        positions = indices.view(torch.int32).long()
-        return positions, self._without_padding(self.field.read(positions, values), lambda: header.view(torch.int32))
+        return self._padded(indices.view(torch.int32).long(), values, header.view(torch.int32))
 
 
 class BitmapCodec(Codec):
@@ -168,14 +181,10 @@ class BitmapCodec(Codec):
         if serves(bits.device):
             from lightning_safusion.kernels.cuda import wire  # imports Triton
 
-            indices = wire.decode_bitmap(bits.view(torch.int32), self.capacity)
+            indices, count = wire.decode_bitmap(bits.view(torch.int32), self.capacity), unpacked(bits, 1).sum()
         else:
-            mask = unpacked(bits, 1).bool()
-            # The k-th set bit writes its position to place k; all others write to the place behind the last.
-            places = torch.where(mask, mask.cumsum(0) - 1, self.capacity).clamp_(max=self.capacity)
-            indices = torch.zeros(self.capacity + 1, dtype=torch.int64, device=bits.device)
-            indices = indices.scatter_(0, places, torch.arange(mask.numel(), device=bits.device))[:-1]
-        return indices, self._without_padding(self.field.read(indices, field), lambda: unpacked(bits, 1).sum())
+            indices, count = find_marked(unpacked(bits, 1).bool(), self.capacity)
+        return self._padded(indices, field, count)
 
 
 _LOSSLESS = {torch.bfloat16: "bf16", torch.float16: "fp16"}

@@ -1,0 +1,69 @@
+"""Environment variables that take overlap away are noticed, in one line, where a CUDA device is used."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_safusion.comm.transport.torch_backend import SoloTransport
+from lightning_safusion.integration import engine_exchange
+from lightning_safusion.integration.engine_exchange import EngineExchange
+from lightning_safusion.integration.exchange import Choice, Mode
+from lightning_safusion.integration.hindrances import _HINDRANCES, hindrances
+from tests.cluster import settings, specs
+from tests.cuda import fake_cuda
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "harmless"),
+    [
+        ("CUDA_DEVICE_MAX_CONNECTIONS", ("1", "2", " 4"), ("5", "8", "32", "", "many")),
+        ("CUDA_LAUNCH_BLOCKING", ("1",), ("0", "")),
+        ("TORCH_NCCL_BLOCKING_WAIT", ("1", "true", "Yes"), ("0", "false", "")),
+        ("NCCL_BLOCKING_WAIT", ("1",), ("0",)),
+        ("TORCH_DISTRIBUTED_DEBUG", ("DETAIL", "detail"), ("INFO", "OFF", "")),
+        ("PYTORCH_NO_CUDA_MEMORY_CACHING", ("1",), ("0",)),
+    ],
+)
+def test_values_that_hinder_are_named(name: str, values: tuple[str, ...], harmless: tuple[str, ...]) -> None:
+    for value in values:
+        line = hindrances({"PATH": "/bin", name: value})
+        assert line is not None
+        assert f"{name}={value} (" in line
+        assert "unset" in line
+    assert not any(hindrances({"PATH": "/bin", name: value}) for value in harmless)
+
+
+def build(device: torch.device) -> None:
+    choice, options = Choice(Mode.ENGINE), {"static_graph": False}
+    chosen = settings(collective="allgather")
+    EngineExchange(chosen, specs(), choice, SoloTransport(), device, 0, options, True, True, [])
+
+
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    said: list[str] = []
+    monkeypatch.setattr(engine_exchange, "rank_zero_info", said.append)
+    monkeypatch.setattr(engine_exchange, "build_engine", lambda *_, **__: EngineExchange)
+    for name in _HINDRANCES:
+        monkeypatch.delenv(name, raising=False)
+    return said
+
+
+def test_the_strategy_says_so_in_one_line_on_cuda(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
+    with fake_cuda(monkeypatch) as device:
+        build(device)
+    (line,) = lines
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=1" in line
+    assert "TORCH_NCCL_BLOCKING_WAIT=1" in line
+    assert "\n" not in line
+
+
+def test_it_says_nothing_elsewhere(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_cuda(monkeypatch) as device:
+        build(device)
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
+    build(torch.device("cpu"))
+    assert not any("NCCL" in line for line in lines)
