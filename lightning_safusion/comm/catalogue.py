@@ -167,8 +167,8 @@ COLLECTIVES: dict[str, Collective] = {
     "gtopk": Collective(GTopKExchange, _gtopk),
 }
 
-#: What ``"auto"`` is from so many workers on: a sparse all-gather would bring each of them more than three times as many
-#: bytes, but has no second selection.
+#: From so many workers on ``"auto"`` takes shards: a sparse all-gather would bring each more than three times as
+#: many bytes, but has no second selection.
 SHARDED_FROM = 16
 AUTO_SHARDED = replace(COLLECTIVES["sharded"], choice="auto")
 
