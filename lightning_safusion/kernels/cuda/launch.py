@@ -15,6 +15,7 @@ from lightning_safusion.sparsify.base import Segments, constant_of_segments
 from lightning_safusion.sparsify.selection.view import device_constant
 
 NUM_WARPS = 8
+_WARPS = dict.fromkeys(("compensate", "share", "narrow", "write", "pack", "decode", "commit"), 4)
 BLOCK = 8192  # elements that a program holds at a time
 PROGRAMS = 2048  # about as many as a large device runs in a few waves; bounds what a program adds up of the others
 
@@ -71,6 +72,11 @@ class Chunks:
         return Chunks(cuts, spans, limits, places, int(blocks.sum()), int(quotas.sum()), int(number.max(initial=0)))
 
 
+def warps_of(kernel: Any) -> int:
+    """Warps of a program: so many that no register is spilled."""
+    return _WARPS.get(kernel.fn.__name__, NUM_WARPS)
+
+
 def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
     """Starts ``programs`` programs of a ``triton.jit`` kernel, if any, on the device of its first argument, a tensor.
 
@@ -80,7 +86,12 @@ def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> Non
         return
     # Multiply-adds are not fused: products are rounded as PyTorch rounds them.
     with torch.cuda.device_of(arguments[0]):
-        kernel[(programs,)](*arguments, **constants, num_warps=NUM_WARPS, enable_fp_fusion=False)
+        kernel[(programs,)](*arguments, **constants, num_warps=warps_of(kernel), enable_fp_fusion=False)
+
+
+def address_of(tensor: Tensor) -> int:
+    """Where a tensor lies in the memory of its device."""
+    return tensor.data_ptr()
 
 
 @triton.jit
