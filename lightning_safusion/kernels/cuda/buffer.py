@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_safusion.kernels.cuda import accumulate as accumulating
 from lightning_safusion.kernels.cuda import commit, decode, digits, encode
 from lightning_safusion.kernels.cuda.launch import address_of, launch
-from lightning_safusion.kernels.cuda.tables import KINDS, TILE, WIDTH, Tables
+from lightning_safusion.kernels.cuda.tables import KINDS, WIDTH, Tables
 from lightning_safusion.sparsify.selection.view import device_constant
 
 #: Elements that a program of the kernels holds at a time, and entries, in groups of 32, and bits of a message.
@@ -223,7 +223,7 @@ class BufferKernels:
         for kind, tiles, count in self._tiles:
             arrays = received, self.memory, tiles, constants.tensors, self.addresses, constants.shape, status
             sizes = decay, 1.0 / self.world, self.world, self.rank, number, count
-            launch(decode.decode, count, *arrays, *sizes, KIND=kind, TILE=TILE, BITS=BITS)
+            launch(decode.decode, count, *arrays, *sizes, KIND=kind, BITS=BITS)
 
     def headers(self) -> int:
         """Bytes of the headers of all messages."""
@@ -276,7 +276,7 @@ class WindowKernels:
         count = self._tiles.shape[1]
         arrays = self._tiles, self._buffers, self._status, self.verdicts
         sizes = self._turn, buffers[0].world, count
-        launch(commit.commit, count + len(buffers), *arrays, *sizes, TILE=TILE, BITS=BITS)
+        launch(commit.commit, count + len(buffers), *arrays, *sizes, BITS=BITS)
         self._turn = 1 - self._turn
 
     def read(self, copy: Tensor, buffers: Sequence[BufferKernels]) -> tuple[int, list[Tensor]]:

@@ -13,6 +13,8 @@ from lightning_safusion.kernels.cuda.elements import EDGES, KINDS, LANES, MESSAG
 _MESSAGE, _SHAPE, _TENSORS, _ADDRESSES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 _MEMORY, _RECEIVED, _NUMBER, _HEADERS = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
 _COLUMNS = tl.constexpr(8)
+# Elements of a tile that are in registers at a time.
+_PIECE = tl.constexpr(1024)
 # The row of the table of tiles behind those of a buffer's own.
 _BUFFER = tl.constexpr(8)
 
@@ -32,7 +34,7 @@ def _load_kind(address: tl.tensor, offsets: tl.tensor, inside: tl.tensor, kind: 
 
 @triton.jit
 def _take_out(
-    tiles: tl.tensor, row: tl.tensor, tile: tl.tensor, count: tl.tensor, TILE: tl.constexpr, BITS: tl.constexpr
+    tiles: tl.tensor, row: tl.tensor, tile: tl.tensor, count: tl.tensor, BITS: tl.constexpr
 ) -> None:
     """Subtracts what a tile has in this rank's message, and adds what a narrow gradient could not hold of the mean."""
     message = tl.load(row + _MESSAGE).to(tl.pointer_type(tl.int32))
@@ -44,16 +46,18 @@ def _take_out(
     first = tl.load(tensors + EDGES * (number + 1) + tensor) + offset
     memory = tl.load(row + _MEMORY).to(tl.pointer_type(tl.float32)) + first
     kind = tl.load(tensors + KINDS * (number + 1) + tensor)
-    lane, lanes = tl.load(addresses + LANES * number + tensor), tl.arange(0, TILE)
+    lane = tl.load(addresses + LANES * number + tensor)
     if lane >= 0:
-        sent = _load_kind(tl.load(row + _MESSAGE) + lane, offset + lanes, lanes < size, kind)
-        old = tl.load(memory + lanes, mask=lanes < size, other=0.0)
-        tl.store(memory + lanes, old - sent, mask=lanes < size)
+        for at in range(0, size, _PIECE):
+            elements = at + tl.arange(0, _PIECE)
+            sent = _load_kind(tl.load(row + _MESSAGE) + lane, offset + elements, elements < size, kind)
+            old = tl.load(memory + elements, mask=elements < size, other=0.0)
+            tl.store(memory + elements, old - sent, mask=elements < size)
     else:
-        before, behind, length, _ = read_region(message, shape, tiles, tile, count)
+        before, behind, length, _wrong = read_region(message, shape, tiles, tile, count)
         seen = before
         for at in range(0, length, BITS):
-            value, place, hit, marked, _ = read_entries(
+            value, place, hit, marked, _outside = read_entries(
                 message, shape, tensors, tiles, tile, number, count, before, seen, behind, at, length, BITS
             )
             old = tl.load(memory + place, mask=hit, other=0.0)
@@ -62,9 +66,11 @@ def _take_out(
     if kind != 0:
         tl.debug_barrier()
         errors = tl.load(addresses + SUMS * number + tensor).to(tl.pointer_type(tl.float32)) + offset
-        old = tl.load(memory + lanes, mask=lanes < size, other=0.0)
-        error = tl.load(errors + lanes, mask=lanes < size, other=0.0)
-        tl.store(memory + lanes, old + error, mask=lanes < size)
+        for at in range(0, size, _PIECE):
+            elements = at + tl.arange(0, _PIECE)
+            old = tl.load(memory + elements, mask=elements < size, other=0.0)
+            error = tl.load(errors + elements, mask=elements < size, other=0.0)
+            tl.store(memory + elements, old + error, mask=elements < size)
 
 
 @triton.jit
@@ -92,7 +98,6 @@ def commit(
     turn: tl.tensor,
     world: tl.tensor,
     count: tl.tensor,
-    TILE: tl.constexpr,
     BITS: tl.constexpr,
 ) -> None:
     """Takes what all buffers have sent out of the residual if the window is good: one program a tile.
@@ -104,7 +109,7 @@ def commit(
     if program < count:
         if tl.load(status + turn) == 0:
             row = buffers + _COLUMNS * tl.load(tiles + _BUFFER * count + program)
-            _take_out(tiles, row, program, count, TILE, BITS)
+            _take_out(tiles, row, program, count, BITS)
     else:
         if program == count:
             tl.store(verdicts.to(tl.pointer_type(tl.int32)), tl.load(status + turn))

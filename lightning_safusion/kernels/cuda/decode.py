@@ -34,6 +34,8 @@ from lightning_safusion.kernels.cuda.elements import (
     store_float,
 )
 
+# Elements of a tile that are in registers at a time.
+_PIECE = tl.constexpr(1024)
 # Bits of the status of a window. Any of them, and nothing of it leaves the residual.
 DAMAGED, NOT_FINITE, IRREGULAR = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
 
@@ -100,15 +102,15 @@ def read_entries(
 
 @triton.jit
 def _undo(
-    memory: tl.tensor, grads: tl.tensor, offset: tl.tensor, size: tl.tensor, decay: tl.tensor, KIND: tl.constexpr,
-    TILE: tl.constexpr,
+    memory: tl.tensor, grads: tl.tensor, offset: tl.tensor, size: tl.tensor, decay: tl.tensor, KIND: tl.constexpr
 ) -> None:
     """Takes the elements of a bad gradient that were added out of the residual of a tile."""
-    lanes = tl.arange(0, TILE)
-    g = load_float(grads, offset + lanes, lanes < size, KIND)
-    added = (lanes < size) & (magnitudes(g) < INFINITE)
-    r = tl.load(memory + lanes, mask=added, other=0.0)
-    tl.store(memory + lanes, tl.div_rn(r - g, tl.zeros([TILE], tl.float32) + decay), mask=added)
+    for at in range(0, size, _PIECE):
+        lanes = at + tl.arange(0, _PIECE)
+        g = load_float(grads, offset + lanes, lanes < size, KIND)
+        added = (lanes < size) & (magnitudes(g) < INFINITE)
+        r = tl.load(memory + lanes, mask=added, other=0.0)
+        tl.store(memory + lanes, tl.div_rn(r - g, tl.zeros([_PIECE], tl.float32) + decay), mask=added)
 
 
 @triton.jit
@@ -129,22 +131,35 @@ def _judge(
 
 @triton.jit
 def _deliver(
-    mean: tl.tensor, bad: tl.tensor, grads: tl.tensor, sums: tl.tensor, offset: tl.tensor, size: tl.tensor,
-    status: tl.tensor, damaged: tl.tensor, KIND: tl.constexpr, WRITTEN: tl.constexpr, TILE: tl.constexpr,
-) -> None:
-    """Writes the mean of a tile into its gradient, and what that cannot hold where the means were added up."""
-    lanes = tl.arange(0, TILE)
+    mean: tl.tensor,
+    bad: tl.tensor,
+    grads: tl.tensor,
+    sums: tl.tensor,
+    place: tl.tensor,
+    lanes: tl.tensor,
+    size: tl.tensor,
+    KIND: tl.constexpr,
+    WRITTEN: tl.constexpr,
+) -> tl.tensor:
+    """Writes means into their gradient, and what that cannot hold where the means were added up; whether all are finite.
+
+    Args:
+        mean: float32, of some lanes of a tile.
+        bad: Whether the tensor is not finite on some rank: its first element becomes so.
+        grads, sums: Where the gradient is, and where the means of the tile were added up.
+        place: Of the tile in its tensor.
+        lanes, size: Some elements of the tile, and how many it has.
+        KIND: Of the gradient.
+        WRITTEN: The means were added up in the gradient itself: all but the poison is there.
+    """
     inside = lanes < size
-    poisoned = offset + lanes == tl.where(bad != 0, 0, -1)
+    poisoned = place + lanes == tl.where(bad != 0, 0, -1)
     mean = tl.where(poisoned, float("nan"), mean)
-    largest = tl.max(tl.where(inside, magnitudes(mean), 0), 0)
-    damaged |= tl.where(largest >= INFINITE, NOT_FINITE, 0)
-    tl.atomic_or(status, damaged, mask=damaged != 0, sem="relaxed")
-    # where means are added up in the gradient itself, all but the poison is there
-    there = poisoned if WRITTEN else inside
-    held = store_float(grads, offset + lanes, mean, inside & there, KIND)
+    wanted = (poisoned if WRITTEN else inside) & inside
+    held = store_float(grads, place + lanes, mean, wanted, KIND)
     if KIND != 0:
         tl.store(sums + lanes, mean - held, mask=inside)
+    return tl.max(tl.where(inside, magnitudes(mean), 0), 0)
 
 
 @triton.jit(do_not_specialize=["world", "rank", "number", "count"])
@@ -163,7 +178,6 @@ def decode(
     number: tl.tensor,
     count: tl.tensor,
     KIND: tl.constexpr,
-    TILE: tl.constexpr,
     BITS: tl.constexpr,
 ) -> None:
     """Writes the mean of all messages (int32 [world, words]) into gradients of one kind, and judges the window.
@@ -177,26 +191,30 @@ def decode(
     grads = tl.load(addresses + GRADS * number + tensor)
     sums = tl.load(addresses + SUMS * number + tensor).to(tl.pointer_type(tl.float32)) + offset
     lane, stride = tl.load(addresses + LANES * number + tensor), tl.load(shape + MESSAGE_WORDS)
-    lanes = tl.arange(0, TILE)
     if tile == 0:
         _judge(received, shape, status, number, world, 256)
     own = tl.load((received + rank.to(tl.int64) * stride).to(tl.pointer_type(tl.uint8)) + tensor)
     if (own & BAD) != 0:
         first = tl.load(tensors + EDGES * (number + 1) + tensor) + offset
-        _undo(memory + first, grads, offset, size, decay, KIND, TILE)
+        _undo(memory + first, grads, offset, size, decay, KIND)
         tl.debug_barrier()
-    bad, damaged = tile * 0, tile * 0
+    bad, damaged, largest = tile * 0, tile * 0, tile * 0
     message = received
     if lane >= 0:
-        mean = tl.zeros([TILE], tl.float32)
-        for _ in range(world):
-            bad |= tl.load(message.to(tl.pointer_type(tl.uint8)) + tensor).to(tl.int32) & BAD
-            sent = (message.to(tl.pointer_type(tl.uint8)) + lane).to(tl.int64)
-            mean += load_float(sent, offset + lanes, lanes < size, KIND) * factor
-            message += stride
-        _deliver(mean, bad, grads, sums, offset, size, status, damaged, KIND, False, TILE)
+        for at in range(0, size, _PIECE):
+            lanes, mean = at + tl.arange(0, _PIECE), tl.zeros([_PIECE], tl.float32)
+            message = received
+            for _ in range(world):
+                bad |= tl.load(message.to(tl.pointer_type(tl.uint8)) + tensor).to(tl.int32) & BAD
+                sent = (message.to(tl.pointer_type(tl.uint8)) + lane).to(tl.int64)
+                mean += load_float(sent, offset + lanes, lanes < size, KIND) * factor
+                message += stride
+            most = _deliver(mean, bad, grads, sums, offset, lanes, size, KIND, False)
+            largest = tl.maximum(largest, most)
     else:
-        tl.store(sums + lanes, tl.zeros([TILE], tl.float32), mask=lanes < size)
+        for at in range(0, size, _PIECE):
+            lanes = at + tl.arange(0, _PIECE)
+            tl.store(sums + lanes, tl.zeros([_PIECE], tl.float32), mask=lanes < size)
         tl.debug_barrier()
         for _ in range(world):
             bad |= tl.load(message.to(tl.pointer_type(tl.uint8)) + tensor).to(tl.int32) & BAD
@@ -213,5 +231,10 @@ def decode(
             damaged |= (wrong | (seen != behind)).to(tl.int32)
             message += stride
             tl.debug_barrier()
-        mean = tl.load(sums + lanes, mask=lanes < size, other=0.0)
-        _deliver(mean, bad, grads, sums, offset, size, status, damaged, KIND, KIND == 0, TILE)
+        for at in range(0, size, _PIECE):
+            lanes = at + tl.arange(0, _PIECE)
+            mean = tl.load(sums + lanes, mask=lanes < size, other=0.0)
+            most = _deliver(mean, bad, grads, sums, offset, lanes, size, KIND, KIND == 0)
+            largest = tl.maximum(largest, most)
+    damaged |= tl.where(largest >= INFINITE, NOT_FINITE, 0)
+    tl.atomic_or(status, damaged, mask=damaged != 0, sem="relaxed")

@@ -165,11 +165,10 @@ def write(
 
 
 @triton.jit
-def _scale(bits: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The scale of a part from its largest magnitude: bfloat16 bits (int32), float32, and whether it is finite."""
-    coarse = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    coarse = tl.where(bits > INFINITE, 0x7FC0, coarse)
-    return coarse, (coarse << 16).to(tl.float32, bitcast=True), (coarse << 16) < INFINITE
+def _scale(bits: tl.tensor) -> tl.tensor:
+    """The scale of a part from its largest magnitude, both as bits of a float32: rounded to bfloat16."""
+    coarse = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+    return tl.where(bits > INFINITE, 0x7FC00000, coarse)
 
 
 @triton.jit
@@ -220,9 +219,10 @@ def pack(
         valid = entry < room
         own = tl.load(entries + entry, mask=valid, other=0)
         raw = tl.load(entries + capacity + entry, mask=valid, other=0)
-        _, scale, usable = _scale(tl.load(largest + (own >> low_bits), mask=valid, other=0))
-        usable = usable & (scale > 0)
-        factor = tl.where(usable, tl.div_rn(tl.full([SIZE], 8.0, tl.float32), tl.where(usable, scale, 1.0)), 0.0)
+        scale = _scale(tl.load(largest + (own >> low_bits), mask=valid, other=0))
+        usable = (scale > 0) & (scale < INFINITE)
+        eight = tl.full([SIZE], 8.0, tl.float32)
+        factor = tl.div_rn(eight, tl.where(usable, scale.to(tl.float32, bitcast=True), 1.0))
         level = (raw & MAGNITUDE).to(tl.float32, bitcast=True) * factor
         whole = tl.where(usable, tl.where(level < 7.0, level, 7.0), 0.0).to(tl.int32)
         code = tl.where(valid, whole | (((raw >> 31) & 1) << 3), 0)
@@ -238,7 +238,7 @@ def pack(
             tl.store(message + group + word, tl.sum(left | right, 1), mask=group + word < codes)
         for at in range(program * SIZE, parts, tl.num_programs(0) * SIZE):
             part = at + tl.arange(0, SIZE)
-            coarse, _, _ = _scale(tl.load(largest + part, mask=part < parts, other=0))
+            coarse = _scale(tl.load(largest + part, mask=part < parts, other=0)) >> 16
             tl.store(scales + 2 * scale_words + part, coarse.to(tl.int16), mask=part < parts)
         _pad(message, scales, shape, parts, program)
 

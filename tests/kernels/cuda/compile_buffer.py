@@ -1,0 +1,116 @@
+"""Compiles the kernels of a buffer for a GPU that need not be there: ``python compile_buffer.py 90``.
+
+Prints a JSON object: for each kernel and variant registers, bytes of spills, instructions, and what its code has. A
+process of its own: kernels are made for the interpreter or the compiler when Triton is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from lightning_safusion.kernels.cuda import buffer
+from lightning_safusion.kernels.cuda.launch import warps_of
+from lightning_safusion.kernels.cuda.tables import KINDS, Message, Runs, Tables
+
+TYPES = {
+    torch.uint8: "u8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.float32: "fp32",
+}  # fmt: skip
+BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+FOUND: dict[str, dict[str, Any]] = {}
+
+
+def type_of(given: Any) -> str:
+    """Of an argument, as the compiler writes it."""
+    if isinstance(given, Tensor):
+        return "*" + TYPES[given.dtype]
+    return "fp32" if isinstance(given, float) else "i32"
+
+
+def compile_only(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
+    """Takes the place of a launch."""
+    named = ",".join(f"{name}={value}" for name, value in constants.items() if name not in ("BLOCK", "TILE", "GROUPS"))
+    label = f"{kernel.fn.__name__}[{named}]"
+    if label in FOUND:
+        return
+    types = dict(zip([name for name in kernel.arg_names if name not in constants], map(type_of, arguments), strict=True))
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    # memory of the allocator, and tables, are aligned; positions in them are not
+    aligned = {
+        (place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names) if signature[name][0] == "*"
+    }
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
+    options = {"num_warps": warps_of(kernel), "enable_fp_fusion": False}
+    compiled = triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32), options=options)
+    FOUND[label] = described(compiled.asm["ptx"], compiled.asm["cubin"], 32 * warps_of(kernel))
+
+
+def described(ptx: str, cubin: bytes, threads: int) -> dict[str, Any]:
+    """What the binary needs, and what the code has."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = subprocess.run([BINARIES / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True)
+        code = subprocess.run([BINARIES / "nvdisasm", "-c", "-hex", file.name], capture_output=True, text=True, check=False).stdout
+    registers, stack = (int(re.search(rf"{name}:(\d+)", usage.stdout)[1]) for name in ("REG", "STACK"))
+    shared = re.search(r"SHARED:(\d+)", usage.stdout)
+    return {
+        "registers": registers,
+        "stack": stack,
+        "shared": int(shared[1]) if shared else 0,
+        "blocks": 65536 // (-(-registers // 8) * 8 * threads),
+        "instructions": len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s", code, re.M)),
+        "fused": len(re.findall(r"\bfma\.(?:rn|rz)\.f32", ptx)),
+        "flushed": len(re.findall(r"\.ftz\b", ptx)),
+        "float atomics": len(re.findall(r"\b(?:atom|red)\S*\.f(?:16|32|64)", ptx)),
+        "barriers": ptx.count("bar.sync") + ptx.count("barrier.sync"),
+        "divisions": len(re.findall(r"\bdiv\.rn\.f32", ptx)),
+        "roots": len(re.findall(r"\bsqrt\.rn\.f32", ptx)),
+    }
+
+
+def tables(pool: int, kinds: list[int]) -> Tables:
+    """A buffer of three tensors, the last of them dense."""
+    edges = np.array([0, 60_000, 70_000, 71_000])
+    quotas, number = np.array([6000, 1000, 0]), np.arange(4)
+    runs = Runs(number * 1000, number * 3, number[:3] * 60, np.full(3, 10))
+    message = Message(7000 + pool, 3, 180, (16, 32, 800, 1600, 2600), 12_800, 16, runs)
+    return Tables(edges, quotas, pool, np.array(kinds), np.array([-1, -1, 11_000]), message)
+
+
+def main() -> None:
+    buffer.launch = compile_only
+    for pool in (0, 200):
+        for kind, moment in ((0, None), (0, 0), (1, 1), (2, 0)):
+            own = tables(pool, [kind] * 3)
+            memory, workspace = torch.zeros(own.numel), buffer.Workspace(torch.device("cpu"))
+            sent, received = torch.zeros(12_800, dtype=torch.uint8), torch.zeros(25_600, dtype=torch.uint8)
+            kernels = buffer.BufferKernels(own, memory, sent, received, 0, workspace)
+            grads = [torch.zeros(size, dtype=KINDS[kind]) for size in own.sizes.tolist()]
+            weighing = None
+            if moment is not None:
+                moments = [grad.to(KINDS[moment]) for grad in grads]
+                weighing = buffer.Weighing(moments, [1e-8] * 3, memory.view(torch.int32))
+            kernels.locate(grads, weighing)
+            kernels.select(0.9, weighing)
+            kernels.pack(0)
+            window = buffer.WindowKernels(torch.device("cpu"))
+            kernels.decode(0.9, window.status)
+            window.commit([kernels])
+    print(json.dumps(FOUND))
+
+
+if __name__ == "__main__":
+    main()
