@@ -14,7 +14,7 @@ _MESSAGE, _SHAPE, _TENSORS, _ADDRESSES = tl.constexpr(0), tl.constexpr(1), tl.co
 _MEMORY, _RECEIVED, _NUMBER, _HEADERS = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
 _COLUMNS = tl.constexpr(8)
 # Elements of a tile that are in registers at a time.
-_PIECE = tl.constexpr(1024)
+_PIECE = tl.constexpr(512)
 # The row of the table of tiles behind those of a buffer's own.
 _BUFFER = tl.constexpr(8)
 

@@ -35,7 +35,7 @@ from lightning_safusion.kernels.cuda.elements import (
 )
 
 # Elements of a tile that are in registers at a time.
-_PIECE = tl.constexpr(1024)
+_PIECE = tl.constexpr(512)
 # Bits of the status of a window. Any of them, and nothing of it leaves the residual.
 DAMAGED, NOT_FINITE, IRREGULAR = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
 
