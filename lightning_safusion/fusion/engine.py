@@ -186,7 +186,11 @@ class Engine:
     def _launch(self, window: Window, group: Group) -> None:
         """Fills the buffer of a group and sends it; one that waits for the host's selections is sent with the next."""
         with self._lane.fork():
-            shipment = Shipment(self.space.buffers.get(group) or self.space.buffer(group), window)
+            buffer, drain = self.space.buffers.get(group) or self.space.buffer(group), self._device_drain
+            if drain is None or self._offload is not None:
+                shipment = Shipment(buffer, window)
+            else:
+                shipment = drain.shipment(buffer, window, self.space.selector)
             if self._offload is None:
                 shipment.fill(self.space.selector)
                 self._send(shipment)
@@ -364,7 +368,7 @@ class Engine:
         self.report = None
         self._drain.scratch.release()
         if self._device_drain is not None:
-            self._device_drain.scratch.release()
+            self._device_drain.release()
         if self._offload is not None:
             self._offload.release()
         native.release()

@@ -113,6 +113,11 @@ class SparseAllGather(StreamOrderedExchange):
         """This rank's message and those of all ranks, uint8."""
         return self._send, self._received
 
+    @property
+    def selection(self) -> Tensor:
+        """uint8, what this rank's message has of selected elements."""
+        return self._send[self._selection]
+
     def _lane_views(self, message: Tensor) -> list[Tensor]:
         return [
             message[offset : offset + (stop - start) * dtype.itemsize].view(dtype)

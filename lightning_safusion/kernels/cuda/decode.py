@@ -125,7 +125,7 @@ def _judge(
             place = at + tl.arange(0, WIDE)
             byte = tl.load(message + place, mask=place <= number, other=0).to(tl.int32)
             wrong |= tl.where(place < number, byte ^ FRESH, byte & FAILED)
-        message += 4 * tl.load(shape + MESSAGE_WORDS)
+        message += 4 * tl.load(shape + MESSAGE_WORDS).to(tl.int64)
     tl.atomic_or(status, IRREGULAR, mask=tl.max((wrong != 0).to(tl.int32), 0) > 0, sem="relaxed")
 
 
