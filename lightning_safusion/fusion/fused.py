@@ -13,7 +13,7 @@ from lightning_safusion.comm.collectives.allgather import SparseAllGather
 from lightning_safusion.fusion.buffers import Buffer
 from lightning_safusion.fusion.shipment import Shipment, Stage
 from lightning_safusion.fusion.window import Window
-from lightning_safusion.kernels.cuda import MOST_ELEMENTS, serves
+from lightning_safusion.kernels.cuda import MOST_ELEMENTS, serves_buffers
 from lightning_safusion.kernels.cuda.tables import KINDS, Tables
 from lightning_safusion.sparsify.basic import TopK
 from lightning_safusion.sparsify.memory.residual import AutoMemory, DecoupledMomentum, ResidualMemory
@@ -173,7 +173,7 @@ def _tables(buffer: Buffer, exchange: SparseAllGather, selector: Selector) -> Ta
     ):
         return None
     message = exchange.message_format()
-    if message is None or not 0 < edges[-1] <= MOST_ELEMENTS or not serves(buffer.device):
+    if message is None or not 0 < edges[-1] <= MOST_ELEMENTS or not serves_buffers(buffer.device):
         return None
     quotas, pool = (np.zeros(len(edges) - 1, np.int64), 0) if segments is None else (segments.quotas, segments.pool)
     kinds = np.array([KINDS.index(dtype) for dtype in buffer.each_dtype])

@@ -41,7 +41,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Cluster]]:
             launch(*arguments, **constants)
 
     monkeypatch.setattr(buffer, "launch", alone)
-    monkeypatch.setattr(fused, "serves", lambda device: True)
+    monkeypatch.setattr(fused, "serves_buffers", lambda device: True)
 
     def build(world_size: int = 2, deferred: bool = True, tensors: Any = None, **options: Any) -> Cluster:
         options = {"collective": "allgather", "wire": "eliasfano-q4"} | options

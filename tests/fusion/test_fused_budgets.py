@@ -64,7 +64,7 @@ class Device:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, specs: list[TensorSpec], **options: Any) -> None:
         monkeypatch.setattr(Planner, "verify", lambda *_: None)
         monkeypatch.setattr("lightning_safusion.fusion.device_drain.DeviceDrain.read", lambda _: None)
-        monkeypatch.setattr(fused, "serves", lambda device: True)
+        monkeypatch.setattr(fused, "serves_buffers", lambda device: True)
         monkeypatch.setattr(buffer, "launch", self.launch)
         monkeypatch.setattr(buffer, "address_of", id)
         self.counting, self.specs = Counting(), specs

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_safusion.kernels.cuda import accumulate as accumulating
 from lightning_safusion.kernels.cuda import commit, decode, digits, encode
 from lightning_safusion.kernels.cuda.launch import address_of, launch
-from lightning_safusion.kernels.cuda.tables import KINDS, WIDTH, Tables
+from lightning_safusion.kernels.cuda.tables import KINDS, WIDTH, Message, Runs, Tables
 from lightning_safusion.sparsify.selection.view import device_constant
 
 #: Elements that a program of the kernels holds at a time, and entries, in groups of 32, and bits of a message.
@@ -287,3 +287,18 @@ class WindowKernels:
             for buffer, place in zip(buffers, places, strict=False)
         ]
         return int(copy[:4].view(torch.int32)), headers
+
+
+def probe(device: torch.device) -> None:
+    """Compiles and starts the kernels; raises what the toolchain raises where that is not possible."""
+    fields, edges = (4, 8, 12, 20, 24), np.array([0, 64])
+    runs = Runs(np.array([0, 8]), np.array([0, 1]), np.array([0]), np.array([7]))
+    message = Message(6, 3, 1, fields, 128, 16, runs)
+    tables = Tables(edges, np.array([6]), 0, np.array([0]), np.array([-1]), message)
+    sent, memory = torch.zeros(128, dtype=torch.uint8, device=device), torch.zeros(64, device=device)
+    kernels, windows = BufferKernels(tables, memory, sent, sent, 0, Workspace(device)), WindowKernels(device)
+    kernels.locate([torch.ones_like(memory)], None)
+    kernels.select(1.0, None)
+    kernels.pack(0)
+    kernels.decode(1.0, windows.status)
+    windows.commit([kernels])
