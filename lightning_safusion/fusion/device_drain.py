@@ -22,7 +22,6 @@ from lightning_safusion.fusion.shipment import Shipment, Stage
 from lightning_safusion.fusion.window import Scratch, Window, deliver
 from lightning_safusion.sparsify.selection.survey import Selector
 
-
 # In the status of a window with fused shipments: one that is not fused has found something wrong.
 _SPOILED = 8
 

@@ -168,9 +168,7 @@ def _tables(buffer: Buffer, exchange: SparseAllGather, selector: Selector) -> Ta
     segments, edges = buffer.segments, np.asarray(buffer.edges, np.int64)
     if type(buffer.memory) not in _RESIDUALS or type(exchange) is not SparseAllGather or not buffer.dtypes <= {*KINDS}:
         return None
-    if segments is not None and (
-        type(selector.sparsifier) is not TopK or not np.array_equal(segments.edges, edges)
-    ):
+    if segments is not None and (type(selector.sparsifier) is not TopK or not np.array_equal(segments.edges, edges)):
         return None
     message = exchange.message_format()
     if message is None or not 0 < edges[-1] <= MOST_ELEMENTS or not serves_buffers(buffer.device):

@@ -1,8 +1,8 @@
 """Windows in fused kernels: the same bits as where the host decides and the CPU's kernels work, and no host work.
 
 Covers: gradients and residuals over several windows, for quotas by tensor and pooled, keys in units of the update,
-    dense tensors, gradients of 16 bits, buffers that are not fused beside fused ones; numbers that are not finite; a rank
-    that fails; notices; a forgotten window; what was sent; which parts the kernels serve.
+    dense tensors, gradients of 16 bits, buffers that are not fused beside fused ones; numbers that are not finite; a
+    rank that fails; notices; a forgotten window; what was sent; which parts the kernels serve.
 """
 
 from __future__ import annotations
@@ -143,7 +143,9 @@ def test_buffers_that_are_not_fused_are_beside_fused_ones(make: Callable[..., Cl
     grads[1][5][17] = torch.nan
     before = residuals(cluster)
     cluster.step(grads)
-    added = [torch.zeros_like(g) if i == 5 and rank else g for rank, mine in enumerate(grads) for i, g in enumerate(mine)]
+    added = [
+        torch.zeros_like(g) if i == 5 and rank else g for rank, mine in enumerate(grads) for i, g in enumerate(mine)
+    ]
     for old, new, grad in zip(before, residuals(cluster), added, strict=True):
         torch.testing.assert_close(new, old + grad.double(), rtol=1e-5, atol=1e-5)
 

@@ -20,8 +20,8 @@ from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.layout import TensorSpec
 from lightning_safusion.fusion.planning import Planner
 from lightning_safusion.kernels.cuda import buffer
-from lightning_safusion.sparsify.selection.units import Moment, UpdateUnits
 from lightning_safusion.simulate.trace import resolve_trace
+from lightning_safusion.sparsify.selection.units import Moment, UpdateUnits
 from tests.cluster import settings
 from tests.cuda import fake_cuda
 

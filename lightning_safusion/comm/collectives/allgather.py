@@ -94,9 +94,9 @@ class SparseAllGather(StreamOrderedExchange):
         if runs is None:
             return None
         ranks, high, low, codes = accumulate((self._offsets[-1], *sizes[:3]))
-        words = [start // 4 for start in (ranks, high, low, codes, codes + field.code_bytes)]
+        words = (ranks // 4, high // 4, low // 4, codes // 4, (codes + field.code_bytes) // 4)
         parts = len(field.starts)
-        return Message(self.codec.capacity, self.codec.low, parts, tuple(words), self.bytes_sent, header, runs)
+        return Message(self.codec.capacity, self.codec.low, parts, words, self.bytes_sent, header, runs)
 
     def lane_places(self) -> np.ndarray:
         """int64 [T], bytes of a message before the values of each dense tensor, -1 for others."""

@@ -5,9 +5,9 @@ cannot be used, and for other parts than the kernels know, the PyTorch operation
 :mod:`lightning_safusion.sparsify.selection.torch_view` and :mod:`lightning_safusion.comm.wire` give the same results.
 
 ``buffer.BufferKernels`` takes a buffer from gradients to a message in 7 launches, or 10 where tensors share a pool, and
-from the messages of all ranks to means in 1; ``buffer.WindowKernels`` ends a window of all buffers in 1. ``tables`` says
-how a buffer is described to them. ``wire.encode`` writes values, positions, counts and padding of other formats in 1
-launch, ``wire.decode_*`` reads them in 1 or 2.
+from the messages of all ranks to means in 1; ``buffer.WindowKernels`` ends a window of all buffers in 1. ``tables``
+says how a buffer is described to them. ``wire.encode`` writes values, positions, counts and padding of other formats in
+1 launch, ``wire.decode_*`` reads them in 1 or 2.
 
 Nothing here waits for the device, everything can be captured in a CUDA graph, and every result is the same bits in
 every run: atomics add integers only, and floating sums have a fixed order.
@@ -34,7 +34,7 @@ def serves(device: torch.device) -> bool:
 
 
 def serves_buffers(device: torch.device) -> bool:
-    """Whether those of whole buffers run on ``device`` too; compiles all of them on the first call for a CUDA device."""
+    """Whether those of whole buffers run on ``device`` too; compiles them on the first call for a CUDA device."""
     return serves(device) and _try("buffer", device)
 
 

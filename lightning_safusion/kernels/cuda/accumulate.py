@@ -86,7 +86,7 @@ def compensate(
             digits = tl.where(inside, magnitudes(compared) >> (31 - BITS), 0)
             outside = BLOCK - tl.minimum(stop - at, BLOCK)  # counted in bin 0
             counts += tl.histogram(digits, BINS) - tl.where(bins == 0, outside, 0)
-    if BITS > 0:
+    if BITS > 0:  # noqa: SIM102 - one is known to the compiler, the other to the device
         if tl.load(tensors + QUOTAS * (number + 1) + tensor) > 0:
             tl.atomic_add(histogram + tensor * BINS + bins, counts, mask=counts > 0, sem="relaxed")
     tl.atomic_or(flags + tensor, BAD, mask=tl.max(bad, 0) > 0, sem="relaxed")

@@ -268,7 +268,9 @@ class WindowKernels:
         known = tuple(map(tuple, rows))
         if known != self._known:
             self._known = known
-            tiles = [np.vstack([b.tables.tiles, np.full((1, b.tables.tiles.shape[1]), i)]) for i, b in enumerate(buffers)]
+            tiles = [
+                np.vstack([b.tables.tiles, np.full((1, b.tables.tiles.shape[1]), i)]) for i, b in enumerate(buffers)
+            ]
             joined = np.ascontiguousarray(np.concatenate(tiles, axis=1), np.int32)
             self._tiles = device_constant(joined, self._device)
             self._buffers = device_constant(np.array(rows, np.int64), self._device)

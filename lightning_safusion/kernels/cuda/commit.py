@@ -1,4 +1,4 @@
-"""The kernel that ends a window: what was sent leaves the residual, and the host gets what it reads one window later."""
+"""The kernel that ends a window: what was sent leaves the residual, and the host gets what it reads later."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_safusion.kernels.cuda.decode import TILE_OFFSET, TILE_SIZE, read_
 from lightning_safusion.kernels.cuda.elements import EDGES, KINDS, LANES, MESSAGE_WORDS, SUMS, load_float
 
 # Columns of the table of buffers, int64 [B, 8]: addresses of its own message, of the descriptions of message, tensors
-# and gradients, of its span of the residual and of the messages of all ranks; its tensors; and the place of its headers.
+# and gradients, of its span of the residual and of the messages of all ranks; its tensors; the place of its headers.
 _MESSAGE, _SHAPE, _TENSORS, _ADDRESSES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 _MEMORY, _RECEIVED, _NUMBER, _HEADERS = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
 _COLUMNS = tl.constexpr(8)
@@ -33,9 +33,7 @@ def _load_kind(address: tl.tensor, offsets: tl.tensor, inside: tl.tensor, kind: 
 
 
 @triton.jit
-def _take_out(
-    tiles: tl.tensor, row: tl.tensor, tile: tl.tensor, count: tl.tensor, BITS: tl.constexpr
-) -> None:
+def _take_out(tiles: tl.tensor, row: tl.tensor, tile: tl.tensor, count: tl.tensor, BITS: tl.constexpr) -> None:
     """Subtracts what a tile has in this rank's message, and adds what a narrow gradient could not hold of the mean."""
     message = tl.load(row + _MESSAGE).to(tl.pointer_type(tl.int32))
     shape = tl.load(row + _SHAPE).to(tl.pointer_type(tl.int32))

@@ -39,8 +39,9 @@ _PIECE = tl.constexpr(512)
 # Bits of the status of a window. Any of them, and nothing of it leaves the residual.
 DAMAGED, NOT_FINITE, IRREGULAR = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
 
-# Rows of the table of tiles, int32 [8, n]: first the tensor, then ...
-TILE_REGION, _BEGIN, TILE_SIZE = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+# Rows of the table of tiles, int32 [8, n], behind that of tensors: the region, elements of it before the tile, elements
+# of the tile, of the tensor before it, buckets before the region, its buckets, and its elements.
+_REGION, _BEGIN, TILE_SIZE = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 TILE_OFFSET, _BUCKET, _BUCKETS, _ELEMENTS = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
 
 
@@ -49,7 +50,7 @@ def read_region(
     message: tl.tensor, shape: tl.tensor, tiles: tl.tensor, tile: tl.tensor, count: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Entries before the region of a tile and behind it, bits that it has, and whether the ranks are impossible."""
-    region, buckets = tl.load(tiles + TILE_REGION * count + tile), tl.load(tiles + _BUCKETS * count + tile)
+    region, buckets = tl.load(tiles + _REGION * count + tile), tl.load(tiles + _BUCKETS * count + tile)
     ranks = message + tl.load(shape + RANKS) + region
     before, behind = tl.load(ranks), tl.load(ranks + 1)
     wrong = (before < 0) | (behind < before) | (behind > tl.load(shape + CAPACITY)) | ((region == 0) & (before != 0))
@@ -141,7 +142,7 @@ def _deliver(
     KIND: tl.constexpr,
     WRITTEN: tl.constexpr,
 ) -> tl.tensor:
-    """Writes means into their gradient, and what that cannot hold where the means were added up; whether all are finite.
+    """Writes means into their gradient, and what that cannot hold where they were added up; their largest magnitude.
 
     Args:
         mean: float32, of some lanes of a tile.
@@ -186,7 +187,7 @@ def decode(
     before its gradient is overwritten.
     """
     tile = tl.program_id(0)
-    tensor, region = tl.load(tiles + tile), tl.load(tiles + TILE_REGION * count + tile)
+    tensor = tl.load(tiles + tile)
     offset, size = tl.load(tiles + TILE_OFFSET * count + tile), tl.load(tiles + TILE_SIZE * count + tile)
     grads = tl.load(addresses + GRADS * number + tensor)
     sums = tl.load(addresses + SUMS * number + tensor).to(tl.pointer_type(tl.float32)) + offset

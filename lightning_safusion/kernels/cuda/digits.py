@@ -160,9 +160,7 @@ def count_chunks(
     tensor = tl.load(chunks + chunk)
     if tl.load(tensors + QUOTAS * (number + 1) + tensor) > 0:
         start, stop = tl.load(chunks + count + chunk), tl.load(chunks + 2 * count + chunk)
-        limit, above, pinned, equal = _resolve(
-            before, pool, tensors, states, tensor, room, number, BITS, False, POOLED
-        )
+        limit, above, pinned, equal = _resolve(before, pool, tensors, states, tensor, room, number, BITS, False, POOLED)
         leads = tl.load(tensors + SPANS * (number + 1) + tensor) == chunk
         tl.store(found + tensor, limit, mask=leads)
         tl.store(found + number + tensor, above, mask=leads)

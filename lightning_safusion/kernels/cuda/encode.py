@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 
 from lightning_safusion.kernels.cuda.elements import (
+    BUCKETS,
     CAPACITY,
     CODES,
     EDGES,
-    BUCKETS,
     FRESH,
     HEADER_BYTES,
     HIGH,

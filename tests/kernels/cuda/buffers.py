@@ -163,7 +163,9 @@ class Rank:
         if self.moments is None:
             return accumulated, accumulated
         moments = [None if m is None else Moment(m.cpu().float(), 1e-8) for m in self.moments]
-        return accumulated, SpanUnits(moments, self.case.edges.tolist(), torch.empty_like(accumulated)).weigh(accumulated)
+        return accumulated, SpanUnits(moments, self.case.edges.tolist(), torch.empty_like(accumulated)).weigh(
+            accumulated
+        )
 
     def message(self, accumulated: Tensor, keys: Tensor, bad: Sequence[int] = (), notices: int = 0) -> Tensor:
         """The message as the CPU writes it."""

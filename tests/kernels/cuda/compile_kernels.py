@@ -53,7 +53,9 @@ def compile_only(kernel: Any, programs: int, *arguments: Any, **constants: Any) 
     label = f"{kernel.fn.__name__}[{named}]"
     if label in FOUND:
         return
-    types = dict(zip([name for name in kernel.arg_names if name not in constants], map(type_of, arguments), strict=True))
+    types = dict(
+        zip([name for name in kernel.arg_names if name not in constants], map(type_of, arguments), strict=True)
+    )
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     # memory of the allocator, and tables, are aligned; positions in them are not
     aligned = {
@@ -65,19 +67,23 @@ def compile_only(kernel: Any, programs: int, *arguments: Any, **constants: Any) 
     FOUND[label] = described(compiled.asm["ptx"], compiled.asm["cubin"], 32 * warps_of(kernel))
 
 
+def output_of(*command: str) -> str:
+    """What one of the compiler's tools prints."""
+    return subprocess.run([BINARIES / command[0], *command[1:]], capture_output=True, text=True, check=True).stdout
+
+
 def described(ptx: str, cubin: bytes, threads: int) -> dict[str, Any]:
     """What the binary needs, and what the code has."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        usage = subprocess.run([BINARIES / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True)
-        code = subprocess.run([BINARIES / "nvdisasm", "-c", "-hex", file.name], capture_output=True, text=True, check=False).stdout
-    registers, stack = (int(re.search(rf"{name}:(\d+)", usage.stdout)[1]) for name in ("REG", "STACK"))
-    shared = re.search(r"SHARED:(\d+)", usage.stdout)
+        usage = output_of("cuobjdump", "-res-usage", file.name)
+        code = output_of("nvdisasm", "-c", "-hex", file.name)
+    registers, stack, shared = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK", "SHARED"))
     return {
         "registers": registers,
         "stack": stack,
-        "shared": int(shared[1]) if shared else 0,
+        "shared": shared,
         "spills": len(re.findall(r"\s(?:STL|LDL)\b", code)),
         "blocks": 65536 // (-(-registers // 8) * 8 * threads),
         "instructions": len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s", code, re.M)),

@@ -59,7 +59,8 @@ def left(rank: Rank, mean: Tensor) -> Tensor:
         residual[positions] -= values
     for start, stop, dtype in spec.dense_runs:
         residual[start:stop] -= saturated(residual[start:stop], dtype).to(dtype).float()
-    narrow = torch.cat([torch.full((s,), d != torch.float32) for s, d in zip(rank.case.sizes, rank.case.dtypes)])
+    kinds = zip(rank.case.sizes, rank.case.dtypes, strict=True)
+    narrow = torch.cat([torch.full((s,), d != torch.float32) for s, d in kinds])
     return torch.where(narrow, residual + (mean - held(rank, mean)), residual)
 
 
@@ -174,10 +175,10 @@ def fields(rank: Rank) -> Sequence[int]:
     return rank.kernels.tables.message.fields
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(st.integers(0, 10**6), st.integers(0, 2**32 - 1), st.sampled_from([0.1, 0.003]))
 def test_damaged_messages_do_no_harm(place: int, word: int, density: float) -> None:
-    rank = sent(Case((2500, 9000), density=density), 5)[0]
+    rank = sent(Case((2500, 4200), density=density), 5)[0]
     guard = rank.memory.clone()
     words = rank.kernels.received.view(torch.int32).view(2, -1)
     first = fields(rank)[0]
@@ -187,8 +188,8 @@ def test_damaged_messages_do_no_harm(place: int, word: int, density: float) -> N
 
 
 def test_damage_is_noticed() -> None:
-    case = Case((2500, 9000))
-    ranks, high, low, _, _ = 0, 1, 2, 3, 4
+    case = Case((2500, 2100))
+    ranks, high, low = 0, 1, 2
 
     def status_with(field: int, word: int, change: int) -> int:
         rank = sent(case, 5)[0]
