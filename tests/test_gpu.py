@@ -29,7 +29,6 @@ from lightning_safusion.fusion.layout import specs_from_parameters
 from lightning_safusion.kernels.cuda import serves
 from lightning_safusion.sparsify.base import Segments, Selection
 from lightning_safusion.sparsify.registry import resolve_sparsifier
-from lightning_safusion.sparsify.selection.select import segmented_view
 from tests.cluster import settings
 from tests.models import TinyClassifier, classification, trainer
 
@@ -151,12 +150,9 @@ def many_tensors() -> tuple[Tensor, Segments]:
     return torch.randn(segments.numel, generator=torch.Generator().manual_seed(7)), segments
 
 
-def test_spans_on_the_device_are_read_by_the_kernels() -> None:
+def test_kernels_serve_the_device() -> None:
     pytest.importorskip("triton")
-    x, segments = many_tensors()
     assert serves(DEVICE)
-    assert type(segmented_view(x.to(DEVICE), segments)).__name__ == "TritonView"
-    assert type(segmented_view(x, segments)).__name__ in ("NativeView", "NumpyView")
 
 
 @pytest.mark.parametrize("wire", ["block16-bf16", "coo-fp32", "bitmap-fp16"])

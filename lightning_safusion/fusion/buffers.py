@@ -53,7 +53,8 @@ class Buffer:
         self.sizes: list[int] = np.diff(self.edges).tolist()
         self.names = layout.names(self.places)
         self.indices = layout.indices[group.start : group.stop].tolist()  #: registration indices
-        self.dtypes = frozenset(spec.dtype for spec in layout.specs[group.start : group.stop])
+        self.each_dtype = tuple(spec.dtype for spec in layout.specs[group.start : group.stop])
+        self.dtypes = frozenset(self.each_dtype)
         #: Gradients have fewer bits than the residual, so that a mean may not fit.
         self.narrow = any(dtype.itemsize < 4 for dtype in self.dtypes)
         #: All gradients are float32, as the residual is.

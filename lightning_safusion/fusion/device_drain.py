@@ -9,15 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.exchange import Notice, StreamOrderedExchange
+from lightning_safusion.comm.exchange import Notice, StreamOrderedExchange, Verdict
+from lightning_safusion.fusion.buffers import Buffer
+from lightning_safusion.fusion.fused import FusedPath, FusedShipment
 from lightning_safusion.fusion.shipment import Shipment, Stage
 from lightning_safusion.fusion.window import Scratch, Window, deliver
+from lightning_safusion.sparsify.selection.survey import Selector
+
+# In the status of a window with fused shipments: one that is not fused has found something wrong.
+_SPOILED = 8
 
 
 class Lane:
@@ -71,6 +77,14 @@ class HostCopy:
         return self._copies
 
 
+class _Unread(NamedTuple):
+    """A window whose end the host has not read yet, and what it will read."""
+
+    window: Window
+    shipments: Sequence[Shipment]
+    copies: HostCopy
+
+
 class DeviceDrain:
     """Decodes every shipment as soon as its exchange ends, beside the backward pass, without the host."""
 
@@ -78,10 +92,15 @@ class DeviceDrain:
         self._lane = Lane(device)
         # It has no work of its own: a moment that is recorded there is not behind the decoding of another buffer.
         self._arrivals = Lane(device)
+        self._fused = FusedPath(device)
         self._scratch = Scratch(device)
-        self._good: Tensor | None = None  # bool: the shipments of the open window so far
+        self._good: Tensor | None = None  # bool: the shipments of the open window so far, without fused ones
         self._queued: list[Shipment] = []  # in the lanes: their memory is in use
-        self._unread: tuple[Window, Sequence[Shipment], HostCopy] | None = None
+        self._unread: _Unread | None = None
+
+    def shipment(self, buffer: Buffer, window: Window, selector: Selector) -> Shipment:
+        """One buffer in one window that this drain ends."""
+        return self._fused.shipment(buffer, window, selector)
 
     def forget(self) -> None:
         """Forgets an open window, and what was not read.
@@ -90,6 +109,7 @@ class DeviceDrain:
         error. What they use is kept until :meth:`finish`.
         """
         self._good = self._unread = None
+        self._fused.forget()
 
     def finish(self) -> None:
         """The host waits for what the lanes still do for a window that was forgotten, before another one begins."""
@@ -102,6 +122,7 @@ class DeviceDrain:
         """Frees the memory, unless the lanes may still use it."""
         if not self._queued:
             self._scratch.release()
+            self._fused.release()
 
     def launched(self, shipment: Shipment) -> None:
         """Queues everything that follows the exchange of a shipment: decoding, judging, writing the gradients."""
@@ -111,7 +132,10 @@ class DeviceDrain:
             shipment.finished = shipment.arrived
             with self._lane.fork():
                 with shipment.range("decode"):
-                    self._decode(shipment)
+                    if isinstance(shipment, FusedShipment):
+                        shipment.decode_means(self._fused.windows.status)
+                    else:
+                        self._decode(shipment)
                 shipment.decoded = shipment.window.mark()
         shipment.stage = Stage.DECODED
 
@@ -142,14 +166,27 @@ class DeviceDrain:
         self._lane.join()
         self._queued = []
         good, self._good = self._good, None
-        if good is not None:  # None: a model without tensors
-            for shipment in shipments:
-                shipment.commit(good=good)
-            copies = HostCopy([good, *(_stream_ordered(shipment).headers for shipment in shipments)])
-            self._unread = window, shipments, copies
+        if shipments:  # none: a model without tensors
+            self._unread = self._commit(window, shipments, good)
         if window.error is not None:
             raise window.error
         return True, 0
+
+    def _commit(self, window: Window, shipments: Sequence[Shipment], good: Tensor | None) -> _Unread:
+        """Commits all shipments; ``good``: bool on the device, what those that are not fused say of the window."""
+        fused = [shipment for shipment in shipments if isinstance(shipment, FusedShipment)]
+        others = [shipment for shipment in shipments if not isinstance(shipment, FusedShipment)]
+        if fused and good is not None:
+            status = self._fused.windows.status
+            status.bitwise_or_(torch.where(good, 0, _SPOILED))
+            good = (status == 0).all()
+        for shipment in others:
+            shipment.commit(good=good)
+        decided = [] if good is None else [good]
+        if fused:
+            self._fused.commit(fused)
+            decided = [self._fused.windows.verdicts]
+        return _Unread(window, shipments, HostCopy([*decided, *(_stream_ordered(s).headers for s in others)]))
 
     def read(self) -> tuple[Window, bool, int] | None:
         """What the device has decided about the last window; waits for that.
@@ -162,11 +199,11 @@ class DeviceDrain:
         """
         if self._unread is None:
             return None
-        (window, shipments, copies), self._unread = self._unread, None
-        good, *headers = copies.read()
+        unread, self._unread = self._unread, None
+        window, shipments, good = unread.window, unread.shipments, self._read(unread)
         notices, irregular = 0, []
-        for shipment, copy in zip(shipments, headers, strict=True):
-            shipment.verdict = verdict = _stream_ordered(shipment).verdict(copy)
+        for shipment in shipments:
+            verdict = cast(Verdict, shipment.verdict)
             notices |= verdict.notices
             missing = (verdict.fresh < shipment.buffer.exchange.transport.world_size) | verdict.bypass
             irregular += [shipment.buffer.names[t] for t in np.flatnonzero(missing).tolist()]
@@ -176,7 +213,21 @@ class DeviceDrain:
                 f"{window.step}: the gradients of that step were wrong. Pass find_unused_parameters=True to the "
                 "strategy (by name: 'safusion_find_unused_parameters_true')."
             )
-        return window, bool(good), notices
+        return window, good, notices
+
+    def _read(self, unread: _Unread) -> bool:
+        """Whether the window was good; gives all shipments their verdicts."""
+        fused = [shipment for shipment in unread.shipments if isinstance(shipment, FusedShipment)]
+        others = [shipment for shipment in unread.shipments if not isinstance(shipment, FusedShipment)]
+        decided, *headers = unread.copies.read()
+        good, found = bool(decided.view(-1)[0]), dict(zip(others, headers, strict=True))
+        if fused:
+            status, own = self._fused.windows.read(decided, [shipment.kernels for shipment in fused])
+            good = status == 0
+            found |= dict(zip(fused, own, strict=True))
+        for shipment, headers_of in found.items():
+            shipment.verdict = _stream_ordered(shipment).verdict(headers_of)
+        return good
 
 
 def _stream_ordered(shipment: Shipment) -> StreamOrderedExchange:

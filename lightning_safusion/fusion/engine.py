@@ -193,7 +193,11 @@ class Engine:
     def _launch(self, window: Window, group: Group) -> None:
         """Fills the buffer of a group and sends it; one that waits for the host's selections is sent with the next."""
         with self._lane.fork():
-            shipment = Shipment(self.space.buffers.get(group) or self.space.buffer(group), window)
+            buffer, drain = self.space.buffers.get(group) or self.space.buffer(group), self._device_drain
+            if drain is None or self._offload is not None:
+                shipment = Shipment(buffer, window)
+            else:
+                shipment = drain.shipment(buffer, window, self.space.selector)
             if self._offload is None:
                 shipment.fill(self.space.selector)
                 self._send(shipment)

@@ -144,7 +144,7 @@ class WindowRecord:
 
     def sent(self) -> tuple[Tensor, Tensor]:
         """``(int64 [K], float32 [K])``: elements that this rank sent sparse, as the receivers decoded them."""
-        pieces = [(s.buffer.exchange.sent(), s.buffer.start) for s in self._shipments]
+        pieces = [(shipment.sent(), shipment.buffer.start) for shipment in self._shipments]
         if not pieces:
             empty = torch.zeros(0, device=self.device)
             return empty.long(), empty

@@ -296,11 +296,15 @@ class Shipment:
         self.stage = Stage.COMMITTED
 
     def _sent(self, withdrawn: Sequence[int], good: Tensor | None) -> tuple[Tensor, Tensor]:
-        indices, sent = self.buffer.exchange.sent()
+        indices, sent = self.sent()
         for tensor in withdrawn:
             inside = (indices >= self.buffer.edges[tensor]) & (indices < self.buffer.edges[tensor + 1])
             sent = torch.where(inside, 0.0, sent)
         return indices, sent if good is None else torch.where(good, sent, 0.0)
+
+    def sent(self) -> tuple[Tensor, Tensor]:
+        """Positions in the buffer (int64 [K]) and values (float32 [K]) that were sent of selected elements."""
+        return self.buffer.exchange.sent()
 
     def sent_counts(self) -> np.ndarray:
         """int64 [T]: elements that each tensor sent (waits for the device)."""

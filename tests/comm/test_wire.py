@@ -443,7 +443,7 @@ def test_zeros_in_few_bits_stay_zeros() -> None:
 def test_few_bits_have_no_dense_messages() -> None:
     with pytest.raises(ValueError, match="unknown wire format 'dense-q2'"):
         resolve_codec("dense-q2", 10, 10, torch.float32)
-    assert resolve_codec("sign", 100, 100, torch.float32).layout == "bitmap"
+    assert resolve_codec("sign", 10_000, 10_000, torch.float32).layout == "bitmap"
 
 
 # --- Elias and Fano ------------------------------------------------------------------------------------------------

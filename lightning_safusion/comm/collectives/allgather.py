@@ -24,7 +24,10 @@ from lightning_safusion.comm.exchange import (
 )
 from lightning_safusion.comm.transport.interface import Transport, Work
 from lightning_safusion.comm.wire.codec import Codec, spread
+from lightning_safusion.comm.wire.elias_fano import EliasFanoCodec
+from lightning_safusion.comm.wire.values import QuantizedField
 from lightning_safusion.kernels import cpu as native
+from lightning_safusion.kernels.cuda.tables import Message
 
 
 class SparseAllGather(StreamOrderedExchange):
@@ -74,6 +77,41 @@ class SparseAllGather(StreamOrderedExchange):
         # On the host the message can be read again: entries take several times its bytes. On an accelerator that would
         # be more launches, and a message without positions would give them for the whole span.
         self._reads_again = codec is not None and codec.layout != "dense" and on_host
+
+    def message_format(self) -> Message | None:
+        """The fields of a message, for kernels that write and read all of it; None if they cannot."""
+        header = self._offsets[1]
+        if self.codec is None:
+            return Message(0, 0, 0, (0, 0, 0, 0, 0), self.bytes_sent, header, None)
+        if not isinstance(self.codec, EliasFanoCodec) or not isinstance(self.codec.field, QuantizedField):
+            return None
+        runs, field, sizes = self.codec.runs(self.spec.edges), self.codec.field, self.codec.field_bytes
+        if runs is None:
+            return None
+        ranks, high, low, codes = accumulate((self._offsets[-1], *sizes[:3]))
+        words = (ranks // 4, high // 4, low // 4, codes // 4, (codes + field.code_bytes) // 4)
+        parts = len(field.starts)
+        return Message(self.codec.capacity, self.codec.low, parts, words, self.bytes_sent, header, runs)
+
+    def lane_places(self) -> np.ndarray:
+        """int64 [T], bytes of a message before the values of each dense tensor, -1 for others."""
+        places = np.full(self.spec.num_tensors, -1)
+        for tensor in self.spec.dense_tensors:
+            first = self.spec.edges[tensor]
+            run = next(i for i, (start, stop, _) in enumerate(self.spec.dense_runs) if start <= first < stop)
+            start, _, dtype = self.spec.dense_runs[run]
+            places[tensor] = self._offsets[1 + run] + (first - start) * dtype.itemsize
+        return places
+
+    @property
+    def messages(self) -> tuple[Tensor, Tensor]:
+        """This rank's message and those of all ranks, uint8."""
+        return self._send, self._received
+
+    @property
+    def selection(self) -> Tensor:
+        """uint8, what this rank's message has of selected elements."""
+        return self._send[self._selection]
 
     def _lane_views(self, message: Tensor) -> list[Tensor]:
         return [

@@ -22,8 +22,9 @@ from lightning_safusion.comm.wire.codec import (
     marked,
     positions_to_write,
 )
-from lightning_safusion.comm.wire.values import fill, packed, unpacked
+from lightning_safusion.comm.wire.values import QuantizedField, fill, packed, unpacked
 from lightning_safusion.kernels import cpu as native
+from lightning_safusion.kernels.cuda.tables import Runs
 from lightning_safusion.sparsify.base import Selection
 from lightning_safusion.sparsify.selection.view import device_constant
 
@@ -101,6 +102,20 @@ class EliasFanoCodec(Codec):
         own = np.arange(self._regions[-1]) - np.repeat(self._regions[:-1], np.diff(self._regions))
         firsts = np.repeat(self._buckets[:-1], np.diff(self._regions))
         return np.append(firsts + (own << _REGION), self._buckets[-1])
+
+    def runs(self, edges: Sequence[int]) -> Runs | None:
+        """Where the tensors of the span lie in a message; None unless kernels can read its values."""
+        if not isinstance(self.field, QuantizedField) or self.field.bits != 4:
+            return None
+        bounds, scales = np.asarray(edges, np.int64), self.field.starts
+        starts, sizes = bounds[:-1], np.diff(bounds)
+        run, parts = self._starts.searchsorted(starts), scales.searchsorted(starts)
+        # the first part of a tensor is as long as its others, or has all of it
+        ends = np.append(scales, bounds[-1])[np.minimum(parts + 1, len(scales))]
+        lengths = np.maximum(np.minimum(ends - starts, sizes), 1)
+        bits = np.array([(length - 1).bit_length() for length in lengths.tolist()], np.int64)
+        buckets, regions = (np.append(own[run], own[-1]) for own in (self._buckets, self._regions))
+        return Runs(buckets, regions, parts, bits)
 
     def _tables(self, device: torch.device) -> _Tables:
         if device not in self._on_device:

@@ -187,6 +187,8 @@ class BitmapCodec(Codec):
         return self._padded(indices, field, count)
 
 
+# Bytes of which a message is a multiple.
+_MESSAGE = 128
 _LOSSLESS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _CODECS: dict[str, type[Codec]] = {
     codec.layout: codec for codec in (DenseCodec, EliasFanoCodec, Block16Codec, Block8Codec, BitmapCodec, CooCodec)
@@ -250,7 +252,9 @@ def resolve_codec(
     layouts = [codec for codec in _CODECS.values() if codec is not CooCodec or numel < 2**31]
     # block8 saves little next to values of 16 and 32 bits, and has no kernel
     layouts.remove(Block8Codec if not values.few_bits else DenseCodec)
-    return min((codec(shape) for codec in layouts), key=lambda codec: codec.nbytes)
+    # what a message is rounded up to anyway is no reason to leave the format that has kernels on devices
+    unit = _MESSAGE if values.few_bits else 1
+    return min((codec(shape) for codec in layouts), key=lambda codec: blocks_of(codec.nbytes, unit))
 
 
 def _number_marked(bitmap: np.ndarray) -> int:

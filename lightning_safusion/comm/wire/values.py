@@ -116,10 +116,11 @@ class QuantizedField(ValueField):
         self.bits = bits
         self._levels = 1 << (bits - 1)
         starts = np.asarray(edges, np.int64)
-        self._starts = starts[:-1][np.diff(starts) > 0]
+        self.starts = starts[:-1][np.diff(starts) > 0]  #: int64 [P], where the parts begin
         self._on_device: Tensor | None = None
-        self._code_bytes = -(-capacity * bits // 128) * 16  # the scales aligned as devices read best
-        self.nbytes = -(-(self._code_bytes + 2 * len(self._starts)) // 4) * 4
+        #: bytes before the scales, which are aligned as devices read best
+        self.code_bytes = -(-capacity * bits // 128) * 16
+        self.nbytes = -(-(self.code_bytes + 2 * len(self.starts)) // 4) * 4
 
     def write(self, indices: Tensor, values: Tensor, field: Tensor, echo: bool = True) -> Tensor:
         if native.serves(indices, values):
@@ -141,9 +142,9 @@ class QuantizedField(ValueField):
         if native.serves(indices) and len(indices):
             # the parts that the positions lie in
             places, coded = indices.numpy(), self.codes(field)
-            low, high = self._starts.searchsorted(places[[0, -1]], side="right")
+            low, high = self.starts.searchsorted(places[[0, -1]], side="right")
             parts = slice(max(low - 1, 0), high)
-            some = coded._replace(starts=self._starts[parts], scales=coded.scales[parts])
+            some = coded._replace(starts=self.starts[parts], scales=coded.scales[parts])
             values = native.values(places, some, first)
             if values is not None:
                 return torch.from_numpy(values)
@@ -155,31 +156,31 @@ class QuantizedField(ValueField):
 
     def compiled(self, field: Tensor, places: native.Places) -> native.Message | None:
         codes = self.codes(field)
-        return native.Message(places, codes.codes, self.bits, codes.scales, self._starts)
+        return native.Message(places, codes.codes, self.bits, codes.scales, self.starts)
 
     def _coarse(self, field: Tensor) -> Tensor:
         """bfloat16, the scales in a field."""
-        return field[self._code_bytes :][: 2 * len(self._starts)].view(torch.bfloat16)
+        return field[self.code_bytes :][: 2 * len(self.starts)].view(torch.bfloat16)
 
     def codes(self, field: Tensor) -> native.Codes:
         """A field as compiled kernels see it."""
         scales = self._coarse(field).view(torch.uint16).numpy()
-        return native.Codes(field[: self._code_bytes].numpy(), scales, self._starts, self.bits)
+        return native.Codes(field[: self.code_bytes].numpy(), scales, self.starts, self.bits)
 
     def _parts(self, indices: Tensor) -> Tensor:
         """int64 [K], the part that each position lies in."""
         if self._on_device is None:
-            self._on_device = device_constant(self._starts, indices.device)
+            self._on_device = device_constant(self.starts, indices.device)
         return torch.searchsorted(self._on_device, indices, right=True).sub_(1)
 
     def _scales(self, part: Tensor, magnitudes: Tensor) -> Tensor:
         """float32, one for each part."""
         if self.bits > 1:
-            scales = torch.zeros(len(self._starts), device=magnitudes.device)
+            scales = torch.zeros(len(self.starts), device=magnitudes.device)
             return scales.scatter_reduce_(0, part, magnitudes, "amax")
         # twice the mean: the only level is in the middle; padding is zeros. On the host, as compiled kernels add
         sums = magnitudes.double() if magnitudes.is_cpu else magnitudes
-        scales = sums.new_zeros(len(self._starts))
+        scales = sums.new_zeros(len(self.starts))
         present = torch.zeros_like(scales).index_add_(0, part, (sums > 0).to(sums.dtype))
         return scales.index_add_(0, part, sums).mul_(2 / present.clamp_(min=1)).float()
 

@@ -1,11 +1,13 @@
-"""Triton kernels for selection and the wire, on CUDA devices.
+"""Triton kernels on CUDA devices.
 
-Triton is imported with the first selection from a CUDA tensor, never by ``import lightning_safusion``. Where it cannot
-be used, the PyTorch operations of :mod:`lightning_safusion.sparsify.selection.torch_view` and
-:mod:`lightning_safusion.comm.wire` give the same results.
+Triton is imported with the first buffer or message on a CUDA device, never by ``import lightning_safusion``. Where it
+cannot be used, and for other parts than the kernels know, the PyTorch operations of
+:mod:`lightning_safusion.sparsify.selection.torch_view` and :mod:`lightning_safusion.comm.wire` give the same results.
 
-``TritonView.top`` and ``take`` select exactly from all segments of a buffer in 6 launches, sums of all segments take 2;
-``wire.encode`` writes values, positions, counts and padding of a message in 1, ``wire.decode_*`` reads it in 1 or 2.
+``buffer.BufferKernels`` takes a buffer from gradients to a message in 7 launches, or 10 where tensors share a pool, and
+from the messages of all ranks to means in 1; ``buffer.WindowKernels`` ends a window of all buffers in 1. ``tables``
+says how a buffer is described to them. ``wire.encode`` writes values, positions, counts and padding of other formats in
+1 launch, ``wire.decode_*`` reads them in 1 or 2.
 
 Nothing here waits for the device, everything can be captured in a CUDA graph, and every result is the same bits in
 every run: atomics add integers only, and floating sums have a fixed order.
@@ -13,16 +15,16 @@ every run: atomics add integers only, and floating sums have a fixed order.
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 
 import torch
 
-__all__ = ["MOST_ELEMENTS", "serves"]
+__all__ = ["MOST_ELEMENTS", "serves", "serves_buffers"]
 
-#: Elements of the longest span that is selected from: int32 addresses them, and the end of the last block too.
+#: Elements of the longest buffer: int32 addresses them, and the end of the last block too.
 MOST_ELEMENTS = 2**31 - 2**13
 
 
@@ -31,23 +33,27 @@ def serves(device: torch.device) -> bool:
     return device.type == "cuda" and usable(device)
 
 
+def serves_buffers(device: torch.device) -> bool:
+    """Whether those of whole buffers run on ``device`` too; compiles them on the first call for a CUDA device."""
+    return serves(device) and _try("buffer", device)
+
+
 @cache
 def usable(device: torch.device) -> bool:
     """Whether the kernels can be compiled for ``device`` and run there; tried once."""
     if not torch.cuda.is_available() or find_spec("triton") is None:
         return False
+    return _try("launch", device)
+
+
+@cache
+def _try(module: str, device: torch.device) -> bool:
+    """Whether the kernels that a module's ``probe`` starts run on ``device``; warns if not."""
     try:
-        from triton import language
-
-        # With masks came histograms that are counted in shared memory; before, a pass cost more than PyTorch's.
-        if "mask" not in inspect.signature(language.histogram).parameters:
-            return False
-        from lightning_safusion.kernels.cuda.launch import probe
-
-        probe(device)
+        import_module(f"{__name__}.{module}").probe(device)
     except Exception as error:  # whatever a toolchain can fail with: no compiler, an old driver, an unknown chip
         warnings.warn(
-            f"Triton is installed but cannot run here ({type(error).__name__}: {error}); selection uses PyTorch "
+            f"Triton is installed but cannot run here ({type(error).__name__}: {error}); buffers use PyTorch "
             "operations, which give the same results more slowly. Triton needs a C compiler and a driver of its CUDA "
             "version.",
             stacklevel=2,

@@ -8,22 +8,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lightning_safusion.kernels.cuda.elements import as_bfloat16
+
 
 @triton.jit
 def _valid_entries(count: tl.tensor, known: tl.tensor, KNOWN: tl.constexpr) -> tl.tensor:
     return known if KNOWN else tl.load(count).to(tl.int32)
-
-
-@triton.jit
-def _as_bfloat16(value: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """The bits (int16) of float32 numbers in bfloat16, rounded to nearest even, and the same as float32.
-
-    In integers, so that every chip, old ones without the instruction too, writes the bits that PyTorch writes.
-    """
-    bits = value.to(tl.int32, bitcast=True)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    rounded = tl.where(value != value, 0x7FC0, rounded)
-    return rounded.to(tl.int16), (rounded << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -48,7 +38,7 @@ def _write_values(
         value = tl.where(finite & (value > LIMIT), LIMIT, value)
         value = tl.where(finite & (value < -LIMIT), -LIMIT, value)
     if field.dtype.element_ty == tl.int16:
-        coded, decoded = _as_bfloat16(value)
+        coded, decoded = as_bfloat16(value)
     else:
         coded = value.to(field.dtype.element_ty)
         decoded = coded.to(tl.float32)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.kernels import cpu as native
-from lightning_safusion.kernels.cuda import MOST_ELEMENTS, serves
 from lightning_safusion.sparsify.base import Reads, Segments, Selection, Sparsifier
 from lightning_safusion.sparsify.selection.native import NativeView
 from lightning_safusion.sparsify.selection.survey import SpanSurvey
@@ -22,7 +21,7 @@ __all__ = ["SegmentedView", "ThresholdSparsifier", "empty_selection", "pooled", 
 
 
 def segmented_view(x: Tensor, segments: Segments, survey: SpanSurvey | None = None) -> SegmentedView:
-    """Reads ``x`` segment by segment: with compiled kernels or NumPy on the CPU, Triton on CUDA devices, or PyTorch.
+    """Reads ``x`` segment by segment: with compiled kernels or NumPy on the CPU, elsewhere with PyTorch.
 
     Args:
         x: float32 [N], contiguous.
@@ -44,10 +43,6 @@ def segmented_view(x: Tensor, segments: Segments, survey: SpanSurvey | None = No
     if x.device.type == "cpu":
         compiled = native.usable() and x.numel() < native.MOST_ELEMENTS
         return NativeView(x, segments, survey) if compiled else NumpyView(x, segments)
-    if serves(x.device) and x.numel() <= MOST_ELEMENTS:
-        from lightning_safusion.kernels.cuda.view import TritonView  # imports Triton
-
-        return TritonView(x, segments)
     return TorchView(x, segments)
 
 

@@ -69,18 +69,18 @@ class SpanUnits:
     Args:
         moments: Of its tensors (T); elements of one without are their own keys.
         edges: T + 1, where the tensors begin and end.
-        keys: float32 [N]; :meth:`weigh` writes into it.
+        keys: float32 [N]; :meth:`weigh` writes into it, or kernels do.
     """
 
     def __init__(self, moments: Sequence[Moment | None], edges: Sequence[int], keys: Tensor) -> None:
-        self._moments, self._edges, self.keys = moments, edges, keys
+        self.moments, self._edges, self.keys = moments, edges, keys
 
     def within(self, runs: Sequence[tuple[int, int]]) -> SpanUnits:
         """The units of parts of tensors (where they begin and end in the span), put one behind the other."""
         moments, edges = [], [0]
         for start, stop in runs:
             tensor = bisect_right(self._edges, start) - 1
-            moment, first = self._moments[tensor], start - self._edges[tensor]
+            moment, first = self.moments[tensor], start - self._edges[tensor]
             part = None if moment is None else Moment(moment.values[first : first + stop - start], moment.epsilon)
             moments.append(part)
             edges.append(edges[-1] + stop - start)
@@ -88,12 +88,12 @@ class SpanUnits:
 
     def weights(self) -> native.Weights | None:
         """What compiled kernels take; None if they cannot read the moments."""
-        known = [moment for moment in self._moments if moment is not None]
+        known = [moment for moment in self.moments if moment is not None]
         if not native.serves(*(moment.values for moment in known), dtypes=native.FLOAT32):
             return None
         return native.Weights(
-            np.array([0 if moment is None else moment.values.data_ptr() for moment in self._moments], np.int64),
-            np.array([0.0 if moment is None else moment.epsilon for moment in self._moments], np.float32),
+            np.array([0 if moment is None else moment.values.data_ptr() for moment in self.moments], np.int64),
+            np.array([0.0 if moment is None else moment.epsilon for moment in self.moments], np.float32),
         )
 
     def weigh(self, x: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class SpanUnits:
             native.weigh(x.numpy(), native.Parts.between(self._edges), each, self.keys.numpy())
             return self.keys
         pieces = self.keys.copy_(x).split(np.diff(self._edges).tolist())
-        known = [(moment, keys) for moment, keys in zip(self._moments, pieces, strict=True) if moment is not None]
+        known = [(moment, keys) for moment, keys in zip(self.moments, pieces, strict=True) if moment is not None]
         roots = _roots([moment.values.float() for moment, _ in known])
         torch._foreach_add_(roots, [moment.epsilon for moment, _ in known])
         torch._foreach_div_([keys for _, keys in known], roots)

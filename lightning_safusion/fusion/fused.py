@@ -1,0 +1,178 @@
+"""Buffers from gradients to means in a few kernels of a device, where the parts are those that the kernels know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_safusion.comm.collectives.allgather import SparseAllGather
+from lightning_safusion.fusion.buffers import Buffer
+from lightning_safusion.fusion.shipment import Shipment, Stage
+from lightning_safusion.fusion.window import Window
+from lightning_safusion.kernels.cuda import MOST_ELEMENTS, serves_buffers
+from lightning_safusion.kernels.cuda.tables import KINDS, Tables
+from lightning_safusion.sparsify.basic import TopK
+from lightning_safusion.sparsify.memory.residual import AutoMemory, DecoupledMomentum, ResidualMemory
+from lightning_safusion.sparsify.selection.survey import Selector
+from lightning_safusion.sparsify.selection.units import SpanUnits
+
+if TYPE_CHECKING:  # imports Triton
+    from lightning_safusion.kernels.cuda.buffer import BufferKernels, Weighing, WindowKernels, Workspace
+
+_RESIDUALS = (ResidualMemory, AutoMemory, DecoupledMomentum)
+
+
+class FusedShipment(Shipment):
+    """One buffer in one window, in a few kernels: the same messages, means and residuals as a :class:`Shipment` has.
+
+    What was sent leaves the residual in one launch for all buffers of a window: :meth:`FusedPath.commit`.
+
+    Args:
+        buffer, window: See :class:`Shipment`.
+        memory: Of the buffer.
+        exchange: Of the buffer.
+        kernels: Of the buffer.
+    """
+
+    def __init__(
+        self,
+        buffer: Buffer,
+        window: Window,
+        memory: ResidualMemory,
+        exchange: SparseAllGather,
+        kernels: BufferKernels,
+    ) -> None:
+        super().__init__(buffer, window)
+        self.kernels, self._exchange, self._decay = kernels, exchange, memory.decay
+
+    def fill(self, selector: Selector, early: Sequence[int] = (), known: Tensor | None = None) -> None:
+        self.stage = Stage.FILLED
+        if self.window.error is not None:
+            return
+        try:
+            with self.range("select"):
+                weighing = _weighing(self.buffer.units(selector))
+                self.kernels.locate(self.grads, weighing)
+                self.kernels.select(self._decay, weighing)
+            self.flags = self.buffer.all_fresh  # those of the message are on the device
+        except Exception as error:
+            self.window.error = error
+
+    def pack(self, notices: int) -> None:
+        if self.flags is not None:
+            try:
+                self.selected = self.window.mark()
+                self.kernels.pack(notices)
+                self.sparse, self.stage = self.buffer.segments is not None, Stage.PACKED
+                return
+            except Exception as error:
+                self.flags, self.window.error = None, error
+        self._leave_empty(notices)
+
+    def decode_means(self, status: Tensor) -> None:
+        """Writes the means into the gradients, and what is wrong into the status (int32 [1])."""
+        if self.flags is None:
+            self.kernels.locate(self.grads, None)
+        self.kernels.decode(self._decay, status)
+
+    def sent(self) -> tuple[Tensor, Tensor]:
+        codec, message = self._exchange.codec, self._exchange.selection
+        return super().sent() if codec is None else codec.decode(message)
+
+    def sent_counts(self) -> np.ndarray:
+        counts = np.where(self.buffer.dense, self.buffer.sizes, 0)
+        if self.buffer.segments is None:
+            return counts
+        indices, values = self.sent()
+        # padding has no value, but what is sent has one, unless its whole part is zero
+        found = indices[: self.kernels.tables.room].cpu().numpy()
+        ends = found.searchsorted(self.buffer.edges_as[found.dtype])
+        return counts + ends[1:] - ends[:-1]
+
+
+def _weighing(units: SpanUnits | None) -> Weighing | None:
+    """What the kernels take of the units."""
+    from lightning_safusion.kernels.cuda.buffer import Weighing  # imports Triton
+
+    if units is None:
+        return None
+    moments = [None if moment is None else moment.values for moment in units.moments]
+    known = [values if values is None or values.dtype in KINDS else values.float() for values in moments]
+    epsilons = [0.0 if moment is None else moment.epsilon for moment in units.moments]
+    return Weighing(known, epsilons, units.keys.view(torch.int32))
+
+
+class FusedPath:
+    """The kernels of all buffers of one device, and of the windows there.
+
+    Args:
+        device: Where the buffers live.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._workspace: Workspace | None = None
+        self._windows: WindowKernels | None = None
+
+    @property
+    def windows(self) -> WindowKernels:
+        """Those of the windows; made when they are needed first."""
+        if self._windows is None:
+            from lightning_safusion.kernels.cuda.buffer import WindowKernels  # imports Triton
+
+            self._windows = WindowKernels(self._device)
+        return self._windows
+
+    def shipment(self, buffer: Buffer, window: Window, selector: Selector) -> Shipment:
+        """A buffer in a window; fused where kernels serve all of its parts, and every tensor takes part."""
+        memory, exchange = buffer.memory, buffer.exchange
+        fused = window.deferred and window.taken(buffer.group) is None
+        if fused and isinstance(memory, ResidualMemory) and isinstance(exchange, SparseAllGather):
+            kernels = buffer.constant("kernels", lambda: self._kernels(buffer, exchange, selector))
+            if kernels is not None:
+                return FusedShipment(buffer, window, memory, exchange, kernels)
+        return Shipment(buffer, window)
+
+    def _kernels(self, buffer: Buffer, exchange: SparseAllGather, selector: Selector) -> BufferKernels | None:
+        tables = _tables(buffer, exchange, selector)
+        if tables is None:
+            return None
+        from lightning_safusion.kernels.cuda.buffer import BufferKernels, Workspace  # imports Triton
+
+        if self._workspace is None:
+            self._workspace = Workspace(self._device)
+        return BufferKernels(tables, buffer.span, *exchange.messages, exchange.transport.rank, self._workspace)
+
+    def commit(self, shipments: Sequence[FusedShipment]) -> None:
+        """Takes what fused shipments have sent out of the residual, if nothing is wrong with the window."""
+        self.windows.commit([shipment.kernels for shipment in shipments])
+        for shipment in shipments:
+            shipment.stage = Stage.COMMITTED
+
+    def forget(self) -> None:
+        """Forgets an open window."""
+        if self._windows is not None:
+            self._windows.forget()
+
+    def release(self) -> None:
+        """Frees the memory of selections."""
+        self._workspace = None
+
+
+def _tables(buffer: Buffer, exchange: SparseAllGather, selector: Selector) -> Tables | None:
+    """What kernels are told of a buffer; None if they do not serve it."""
+    segments, edges = buffer.segments, np.asarray(buffer.edges, np.int64)
+    if type(buffer.memory) not in _RESIDUALS or type(exchange) is not SparseAllGather or not buffer.dtypes <= {*KINDS}:
+        return None
+    if segments is not None and (type(selector.sparsifier) is not TopK or not np.array_equal(segments.edges, edges)):
+        return None
+    message = exchange.message_format()
+    if message is None or not 0 < edges[-1] <= MOST_ELEMENTS or not serves_buffers(buffer.device):
+        return None
+    quotas, pool = (np.zeros(len(edges) - 1, np.int64), 0) if segments is None else (segments.quotas, segments.pool)
+    kinds = np.array([KINDS.index(dtype) for dtype in buffer.each_dtype])
+    return Tables(edges, quotas, pool, kinds, exchange.lane_places(), message)

@@ -1,0 +1,92 @@
+"""The kernel that adds gradients to the residual and prepares the selection, in one pass over both."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lightning_safusion.kernels.cuda.elements import (
+    BAD,
+    EDGES,
+    GRADS,
+    INFINITE,
+    LANES,
+    MOMENTS,
+    QUOTAS,
+    load_float,
+    magnitudes,
+    store_float,
+)
+
+
+@triton.jit
+def _keys(
+    x: tl.tensor, moments: tl.tensor, epsilon: tl.tensor, offsets: tl.tensor, inside: tl.tensor, MOMENT: tl.constexpr
+) -> tl.tensor:
+    """How far the optimizer would move elements, with every operation rounded as on the CPU; without moments x."""
+    roots = tl.zeros_like(x) + 1.0
+    if moments != 0:
+        roots = tl.sqrt_rn(load_float(moments, offsets, inside, MOMENT)) + epsilon
+    return tl.div_rn(x, roots)
+
+
+@triton.jit(do_not_specialize=["number", "count"])
+def compensate(
+    memory: tl.tensor,
+    keys: tl.tensor,
+    chunks: tl.tensor,
+    tensors: tl.tensor,
+    addresses: tl.tensor,
+    epsilons: tl.tensor,
+    flags: tl.tensor,
+    histogram: tl.tensor,
+    message: tl.tensor,
+    decay: tl.tensor,
+    number: tl.tensor,
+    count: tl.tensor,
+    GRAD: tl.constexpr,
+    MOMENT: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Residual times decay plus gradient, product and sum rounded apart; elements that are not finite add nothing.
+
+    Writes the flag of a tensor that has such elements, its dense lane in the message, the keys (int32 [N], only with
+    ``MOMENT`` of 0 or more, the kind of the moments), and counts the first digit of the keys (int32 [T, 2^BITS]).
+    ``GRAD`` is the kind of the gradients. One program for each chunk (int32 [3, count]: tensor, first, end).
+    """
+    chunk = tl.program_id(0)
+    tensor = tl.load(chunks + chunk)
+    start, stop = tl.load(chunks + count + chunk), tl.load(chunks + 2 * count + chunk)
+    first = tl.load(tensors + EDGES * (number + 1) + tensor)
+    grads = tl.load(addresses + GRADS * number + tensor)
+    moments = tl.load(addresses + MOMENTS * number + tensor)
+    lane = tl.load(addresses + LANES * number + tensor)
+    epsilon = tl.load(epsilons + tensor)
+    BINS: tl.constexpr = 1 << BITS
+    bins = tl.arange(0, BINS)
+    counts = tl.zeros([BINS], tl.int32)
+    bad = tl.zeros([BLOCK], tl.int32)
+    for at in range(start, stop, BLOCK):
+        offsets = at + tl.arange(0, BLOCK)
+        inside = offsets < stop
+        g = load_float(grads, offsets - first, inside, GRAD)
+        r = tl.load(memory + offsets, mask=inside, other=0.0)
+        finite = magnitudes(g) < INFINITE
+        x = tl.where(finite, decay * r + g, r)
+        tl.store(memory + offsets, x, mask=inside)
+        bad |= (~finite).to(tl.int32)
+        if lane >= 0:
+            store_float((message + lane).to(tl.int64), offsets - first, x, inside, GRAD)
+        compared = x
+        if MOMENT >= 0:
+            compared = _keys(x, moments, epsilon, offsets - first, inside, MOMENT)
+            tl.store(keys + offsets, magnitudes(compared), mask=inside)
+        if BITS > 0:
+            digits = tl.where(inside, magnitudes(compared) >> (31 - BITS), 0)
+            outside = BLOCK - tl.minimum(stop - at, BLOCK)  # counted in bin 0
+            counts += tl.histogram(digits, BINS) - tl.where(bins == 0, outside, 0)
+    if BITS > 0:  # noqa: SIM102 - one is known to the compiler, the other to the device
+        if tl.load(tensors + QUOTAS * (number + 1) + tensor) > 0:
+            tl.atomic_add(histogram + tensor * BINS + bins, counts, mask=counts > 0, sem="relaxed")
+    tl.atomic_or(flags + tensor, BAD, mask=tl.max(bad, 0) > 0, sem="relaxed")

@@ -1,0 +1,91 @@
+"""What the kernels of a buffer share: numbers of several widths, and where the parts of a buffer are described.
+
+Every buffer has tables on its device (:mod:`tables`): of its tensors, of the pieces that programs take, and of the
+fields of its messages. Kernels read sizes from them, so that no size costs a compilation.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+#: The bits of a float32 without its sign order magnitudes as integers; from the second number on it is not finite.
+MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+INFINITE = tl.constexpr(0x7F800000)
+
+#: Bits of a tensor's flag in the header of a message, and of the notices of its sender.
+FRESH, BAD = tl.constexpr(1), tl.constexpr(2)
+FAILED = tl.constexpr(1)
+
+#: Rows of the table of tensors, int32 [9, T + 1]: its first element; how many of them are sent; how many chunks,
+#: buckets, regions and parts there are before it; the elements of a part, as a power of two; how many entries there are
+#: before it where every tensor fills its quota; and the kind of its gradient, as in :func:`load_float`.
+EDGES, QUOTAS, SPANS, BUCKETS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+REGIONS, PARTS, PART_BITS = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
+SLOTS, KINDS = tl.constexpr(7), tl.constexpr(8)
+
+#: Rows of the table of addresses, int64 [4, T]: of the gradient; of the optimizer's second moment, or 0; of the
+#: tensor's dense lane, in bytes from the beginning of a message, or -1; and of what means are added up in.
+GRADS, MOMENTS, LANES, SUMS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+
+#: Places in the description of a message, int32 [11]: most entries; bits of a position in its bucket; regions; parts;
+#: words before the ranks, the high bits, the low bits, the codes and the scales; words in all; bytes of the header.
+CAPACITY, LOW_BITS, REGION_COUNT, PART_COUNT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+RANKS, HIGH, LOW, CODES, SCALES = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7), tl.constexpr(8)
+MESSAGE_WORDS, HEADER_BYTES = tl.constexpr(9), tl.constexpr(10)
+
+
+@triton.jit
+def as_bfloat16(value: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """The bits (int16) of float32 numbers in bfloat16, rounded to nearest even, and the same as float32.
+
+    In integers, so that every chip, old ones without the instruction too, writes the bits that PyTorch writes.
+    """
+    bits = value.to(tl.int32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    rounded = tl.where(value != value, 0x7FC0, rounded)
+    return rounded.to(tl.int16), (rounded << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def as_float16(value: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """float32 numbers cut to the range of float16, in float16, and the same as float32."""
+    cut = tl.where(value > 65504.0, 65504.0, tl.where(value < -65504.0, -65504.0, value))
+    narrow = cut.to(tl.float16)
+    return narrow, narrow.to(tl.float32)
+
+
+@triton.jit
+def load_float(address: tl.tensor, offsets: tl.tensor, inside: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+    """Numbers at an address as float32. ``KIND`` 0: float32, 1: bfloat16, 2: float16."""
+    if KIND == 0:
+        found = tl.load(address.to(tl.pointer_type(tl.float32)) + offsets, mask=inside, other=0.0)
+    elif KIND == 1:
+        narrow = tl.load(address.to(tl.pointer_type(tl.int16)) + offsets, mask=inside, other=0)
+        found = (narrow.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        found = tl.load(address.to(tl.pointer_type(tl.float16)) + offsets, mask=inside, other=0.0).to(tl.float32)
+    return found
+
+
+@triton.jit
+def store_float(
+    address: tl.tensor, offsets: tl.tensor, value: tl.tensor, inside: tl.tensor, KIND: tl.constexpr
+) -> tl.tensor:
+    """Writes float32 numbers as :func:`load_float` reads them; returns what they have become."""
+    held = value
+    if KIND == 0:
+        tl.store(address.to(tl.pointer_type(tl.float32)) + offsets, value, mask=inside)
+    elif KIND == 1:
+        bits, held = as_bfloat16(value)
+        tl.store(address.to(tl.pointer_type(tl.int16)) + offsets, bits, mask=inside)
+    else:
+        narrow, held = as_float16(value)
+        tl.store(address.to(tl.pointer_type(tl.float16)) + offsets, narrow, mask=inside)
+    return held
+
+
+@triton.jit
+def magnitudes(value: tl.tensor) -> tl.tensor:
+    """int32, the bits of float32 numbers without their signs."""
+    return value.to(tl.int32, bitcast=True) & MAGNITUDE

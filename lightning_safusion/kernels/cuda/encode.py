@@ -1,0 +1,257 @@
+"""Kernels that write a message: positions by Elias and Fano, values in four bits.
+
+:func:`write` visits the elements and gives every selected one its place among the entries; :func:`pack` visits the
+entries, and owns whole words of the fields in which an entry has less than one. Places come from sums of counts, never
+from the order in which programs run: every run writes the same bytes.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lightning_safusion.kernels.cuda.elements import (
+    BUCKETS,
+    CAPACITY,
+    CODES,
+    EDGES,
+    FRESH,
+    HEADER_BYTES,
+    HIGH,
+    INFINITE,
+    LOW,
+    LOW_BITS,
+    MAGNITUDE,
+    MESSAGE_WORDS,
+    PART_BITS,
+    PART_COUNT,
+    PARTS,
+    QUOTAS,
+    RANKS,
+    REGION_COUNT,
+    REGIONS,
+    SCALES,
+    SLOTS,
+    SPANS,
+)
+
+_REGION = tl.constexpr(9)  # buckets of a region, as a power of two
+_WIDE = tl.constexpr(512)  # tensors or chunks that are looked at together
+
+
+@triton.jit
+def _taken(
+    found: tl.tensor, tensors: tl.tensor, at: tl.tensor, number: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Of some tensors: how many keys are above the limit, how many at it are theirs, and how many are open to all."""
+    every = at + tl.arange(0, _WIDE)
+    quota = tl.load(tensors + QUOTAS * (number + 1) + every, mask=every < number, other=0)
+    live = quota > 0
+    above = tl.load(found + number + every, mask=live, other=0)
+    pinned = tl.load(found + 2 * number + every, mask=live, other=1)
+    equal = tl.load(found + 3 * number + every, mask=live, other=0)
+    sure = tl.where(live, tl.maximum(quota - above, 0), 0)
+    return above, sure, tl.where(pinned != 0, 0, equal - sure)
+
+
+@triton.jit
+def _pooled_start(
+    found: tl.tensor, tensors: tl.tensor, tensor: tl.tensor, room: tl.tensor, number: tl.tensor
+) -> tuple[tl.tensor, tl.tensor]:
+    """The first entry of a tensor that shares a pool, and how many keys at its limit it sends."""
+    left = room
+    for at in range(0, number, _WIDE):
+        above, sure, _ = _taken(found, tensors, at, number)
+        left -= tl.sum(above + sure, 0)
+    slot, mine, opened = tensor * 0, tensor * 0, tensor * 0
+    for at in range(0, number, _WIDE):
+        above, sure, free = _taken(found, tensors, at, number)
+        every = at + tl.arange(0, _WIDE)
+        earlier = opened + tl.cumsum(free, 0) - free
+        allowed = sure + tl.minimum(tl.maximum(left - earlier, 0), free)
+        slot += tl.sum(tl.where(every < tensor, above + allowed, 0), 0)
+        mine += tl.sum(tl.where(every == tensor, allowed, 0), 0)
+        opened += tl.sum(free, 0)
+    return slot, mine
+
+
+@triton.jit
+def _in_earlier_chunks(counts: tl.tensor, first: tl.tensor, chunk: tl.tensor) -> tl.tensor:
+    """Sum of the counts of the chunks of a tensor that are before one."""
+    total = chunk * 0
+    for at in range(first, chunk, _WIDE):
+        place = at + tl.arange(0, _WIDE)
+        total += tl.sum(tl.load(counts + place, mask=place < chunk, other=0), 0)
+    return total
+
+
+@triton.jit(do_not_specialize=["room", "number", "count"])
+def write(
+    keys: tl.tensor,
+    values: tl.tensor,
+    chunks: tl.tensor,
+    tensors: tl.tensor,
+    shape: tl.tensor,
+    found: tl.tensor,
+    counts: tl.tensor,
+    message: tl.tensor,
+    entries: tl.tensor,
+    largest: tl.tensor,
+    room: tl.tensor,
+    number: tl.tensor,
+    count: tl.tensor,
+    POOLED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Sets the high bits of all entries, writes the ranks, and leaves the rest of the entries to :func:`pack`.
+
+    ``entries`` is int32 [2, K]: the part and the low bits in one number, and the value; ``largest`` int32 [P] gets the
+    largest magnitude of each part. A program for each chunk.
+    """
+    chunk = tl.program_id(0)
+    tensor = tl.load(chunks + chunk)
+    start, stop = tl.load(chunks + count + chunk), tl.load(chunks + 2 * count + chunk)
+    row = tensors + tensor
+    origin, quota = tl.load(row + EDGES * (number + 1)), tl.load(row + QUOTAS * (number + 1))
+    limit, equal_before, mine = tensor * 0 + MAGNITUDE, tensor * 0, tensor * 0
+    if POOLED:
+        slot, mine = _pooled_start(found, tensors, tensor, room, number)
+    else:
+        slot = tl.load(row + SLOTS * (number + 1))
+    if quota > 0:
+        limit = tl.load(found + tensor)
+        first = tl.load(row + SPANS * (number + 1))
+        slot += _in_earlier_chunks(counts, first, chunk)
+        equal_before = _in_earlier_chunks(counts + count, first, chunk)
+        if not POOLED:
+            mine = tl.maximum(quota - tl.load(found + number + tensor), 0)
+        slot += tl.minimum(equal_before, mine)
+    low_bits, ranks, high = tl.load(shape + LOW_BITS), tl.load(shape + RANKS), tl.load(shape + HIGH)
+    bucket, part = tl.load(row + BUCKETS * (number + 1)), tl.load(row + PARTS * (number + 1))
+    part_bits, region = tl.load(row + PART_BITS * (number + 1)), tl.load(row + REGIONS * (number + 1))
+    regions = tl.load(row + REGIONS * (number + 1) + 1) - region
+    inside_region = (1 << (low_bits + _REGION)) - 1
+    room_for = tl.load(shape + CAPACITY)
+    # of a tensor from which nothing is selected only the ranks are written
+    end, ranked = tl.where(quota > 0, stop, start), tl.where(regions > 0, stop, start)
+    for at in range(start, stop, BLOCK):
+        offsets = at + tl.arange(0, BLOCK)
+        inside = offsets < end
+        key = tl.load(keys + offsets, mask=inside, other=0) & MAGNITUDE
+        tied, larger = inside & (key == limit), inside & (key > limit)
+        both = tl.cumsum((tied.to(tl.int32) << 16) | larger.to(tl.int32), 0)
+        order = equal_before + (both >> 16)
+        kept = larger | (tied & (order <= mine))
+        local = offsets - origin
+        # entries up to this element
+        upto = slot + (both & 0xFFFF) + tl.minimum(order, mine) - tl.minimum(equal_before, mine)
+        if (((at - origin) & inside_region) == 0) | (inside_region < BLOCK):
+            begins = (offsets < ranked) & ((local & inside_region) == 0)
+            place = ranks + region + (local >> (low_bits + _REGION))
+            tl.store(message + place, upto - kept.to(tl.int32), mask=begins)
+        unary = upto - 1 + bucket + (local >> low_bits)
+        tl.atomic_or(message + high + (unary >> 5), 1 << (unary & 31), mask=kept, sem="relaxed")
+        raw = tl.load(values + offsets, mask=kept, other=0)
+        own = ((part + (local >> part_bits)) << low_bits) | (local & ((1 << low_bits) - 1))
+        tl.store(entries + upto - 1, own, mask=kept)
+        tl.store(entries + room_for + upto - 1, raw, mask=kept)
+        few = tl.max(tl.reshape(tl.where(kept, raw & MAGNITUDE, 0), [BLOCK // 128, 128]), 1)
+        place = (at - origin + 128 * tl.arange(0, BLOCK // 128)) >> part_bits
+        tl.atomic_max(largest + part + place, few, mask=few > 0, sem="relaxed")
+        last = tl.max(both, 0)
+        slot += (last & 0xFFFF) + tl.minimum(equal_before + (last >> 16), mine) - tl.minimum(equal_before, mine)
+        equal_before += last >> 16
+    tl.store(message + ranks + tl.load(shape + REGION_COUNT), room, mask=chunk == 0)
+
+
+@triton.jit
+def _scale(bits: tl.tensor) -> tl.tensor:
+    """The scale of a part from its largest magnitude, both as bits of a float32: rounded to bfloat16."""
+    coarse = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+    return tl.where(bits > INFINITE, 0x7FC00000, coarse)
+
+
+@triton.jit
+def _zero_words(message: tl.tensor, start: tl.tensor, stop: tl.tensor, wanted: tl.tensor) -> None:
+    """Zeros in fewer than 64 words."""
+    place = start + tl.arange(0, 64)
+    tl.store(message + place, tl.zeros([64], tl.int32), mask=place < tl.where(wanted, stop, start))
+
+
+@triton.jit
+def _write_header(
+    message: tl.tensor, flags: tl.tensor, notices: tl.tensor, number: tl.tensor, bytes: tl.tensor, SIZE: tl.constexpr
+) -> None:
+    """The flags of all tensors, the notices, and zeros: the first bytes of a message (uint8)."""
+    for at in range(tl.program_id(0) * SIZE, bytes, tl.num_programs(0) * SIZE):
+        place = at + tl.arange(0, SIZE)
+        flag = FRESH | tl.load(flags + place, mask=place < number, other=0)
+        byte = tl.where(place < number, flag, tl.where(place == number, notices, 0))
+        tl.store(message + place, byte.to(tl.uint8), mask=place < bytes)
+
+
+@triton.jit(do_not_specialize=["notices", "room", "number"])
+def pack(
+    entries: tl.tensor,
+    largest: tl.tensor,
+    flags: tl.tensor,
+    shape: tl.tensor,
+    message: tl.tensor,
+    header: tl.tensor,
+    scales: tl.tensor,
+    notices: tl.tensor,
+    room: tl.tensor,
+    number: tl.tensor,
+    SELECTED: tl.constexpr,
+    GROUPS: tl.constexpr,
+) -> None:
+    """Writes low bits, codes, scales, header and padding. A program for ``GROUPS`` times 32 entries.
+
+    ``message``, ``header`` and ``scales`` are one message as int32, uint8 and int16.
+    """
+    SIZE: tl.constexpr = GROUPS * 32
+    program = tl.program_id(0)
+    _write_header(header, flags, notices, number, tl.load(shape + HEADER_BYTES), SIZE)
+    if SELECTED:
+        low_bits, capacity, parts = tl.load(shape + LOW_BITS), tl.load(shape + CAPACITY), tl.load(shape + PART_COUNT)
+        low, codes, scale_words = tl.load(shape + LOW), tl.load(shape + CODES), tl.load(shape + SCALES)
+        entry = program * SIZE + tl.arange(0, SIZE)
+        valid = entry < room
+        own = tl.load(entries + entry, mask=valid, other=0)
+        raw = tl.load(entries + capacity + entry, mask=valid, other=0)
+        scale = _scale(tl.load(largest + (own >> low_bits), mask=valid, other=0))
+        usable = (scale > 0) & (scale < INFINITE)
+        eight = tl.full([SIZE], 8.0, tl.float32)
+        factor = tl.div_rn(eight, tl.where(usable, scale.to(tl.float32, bitcast=True), 1.0))
+        level = (raw & MAGNITUDE).to(tl.float32, bitcast=True) * factor
+        whole = tl.where(usable, tl.where(level < 7.0, level, 7.0), 0.0).to(tl.int32)
+        code = tl.where(valid, whole | (((raw >> 31) & 1) << 3), 0)
+        words = tl.sum(tl.reshape(code, [GROUPS * 4, 8]) << (4 * tl.arange(0, 8))[None, :], 1)
+        place = codes + program * GROUPS * 4 + tl.arange(0, GROUPS * 4)
+        tl.store(message + place, words, mask=place < scale_words)
+        fields = tl.reshape(own & ((1 << low_bits) - 1), [GROUPS, 32])
+        group = low + (program * GROUPS + tl.arange(0, GROUPS)) * low_bits
+        for word in range(0, low_bits):
+            shift = tl.arange(0, 32)[None, :] * low_bits - 32 * word
+            left = tl.where((shift >= 0) & (shift < 32), fields << (shift & 31), 0)
+            right = tl.where((shift < 0) & (shift > -32), fields >> (-shift & 31), 0)
+            tl.store(message + group + word, tl.sum(left | right, 1), mask=group + word < codes)
+        for at in range(program * SIZE, parts, tl.num_programs(0) * SIZE):
+            part = at + tl.arange(0, SIZE)
+            coarse = _scale(tl.load(largest + part, mask=part < parts, other=0)) >> 16
+            tl.store(scales + 2 * scale_words + part, coarse.to(tl.int16), mask=part < parts)
+        _pad(message, scales, shape, parts, program)
+
+
+@triton.jit
+def _pad(message: tl.tensor, scales: tl.tensor, shape: tl.tensor, parts: tl.tensor, program: tl.tensor) -> None:
+    """The first program zeroes what rounds fields up."""
+    capacity, low_bits = tl.load(shape + CAPACITY), tl.load(shape + LOW_BITS)
+    first = program == 0
+    _zero_words(message, tl.load(shape + RANKS) + tl.load(shape + REGION_COUNT) + 1, tl.load(shape + HIGH), first)
+    used = tl.load(shape + LOW) + ((capacity + 31) >> 5) * low_bits
+    _zero_words(message, used, tl.load(shape + CODES), first)
+    scale_words = tl.load(shape + SCALES)
+    if first & ((parts & 1) != 0):
+        tl.store(scales + 2 * scale_words + parts, tl.zeros([], tl.int16))
+    _zero_words(message, scale_words + ((parts + 1) >> 1), tl.load(shape + MESSAGE_WORDS), first)

@@ -1,0 +1,184 @@
+"""How a buffer is described to its kernels: tensors, the pieces that programs take, and the fields of messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+#: Kinds of gradients and second moments, in the order of their numbers in kernels.
+KINDS = (torch.float32, torch.bfloat16, torch.float16)
+#: Elements of the largest block of a chunk, which begins at a multiple of them in its tensor; and how many chunks a
+#: buffer has, about: a few waves of a large device.
+WIDTH, CHUNKS = 2048, 2048
+#: Elements of a tile.
+TILE = 4096
+# Buckets of a region, as a power of two.
+_REGION = 9
+# Bits of the digits of a key. Short tensors have no room for wide histograms: an element less than so many bytes.
+_WIDE_DIGITS, _SHORT_DIGITS = (8, 11, 12), (8, 8, 8, 7)
+_FEW_ELEMENTS = 6400
+
+
+class Runs(NamedTuple):
+    """Where tensors lie in a message; a tensor without entries has no buckets, regions or parts, or none that is read.
+
+    Args:
+        buckets, regions: int64 [T + 1], before each, and in all.
+        parts: int64 [T], before each.
+        part_bits: int64 [T], elements of a part, as a power of two.
+    """
+
+    buckets: np.ndarray
+    regions: np.ndarray
+    parts: np.ndarray
+    part_bits: np.ndarray
+
+
+@dataclass(frozen=True)
+class Message:
+    """The fields of a message. Words have 32 bits, and are counted from its first.
+
+    Args:
+        capacity: Most entries.
+        low_bits: Of a position in its bucket.
+        parts: That share a scale.
+        fields: Words before ranks, high bits, low bits, codes and scales.
+        nbytes: In all.
+        header: Bytes of flags, notices and padding.
+        runs: Where tensors lie in it; None if nothing is selected.
+    """
+
+    capacity: int
+    low_bits: int
+    parts: int
+    fields: tuple[int, int, int, int, int]
+    nbytes: int
+    header: int
+    runs: Runs | None
+
+    def described(self) -> np.ndarray:
+        """int32 [11], as kernels read it."""
+        regions = 0 if self.runs is None else int(self.runs.regions[-1])
+        numbers = [self.capacity, self.low_bits, regions, self.parts, *self.fields, self.nbytes // 4, self.header]
+        return np.array(numbers, np.int32)
+
+
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """A buffer's constants in host memory.
+
+    Args:
+        edges: int64 [T + 1], where its tensors begin and end.
+        quotas: int64 [T], elements that each may send; 0 for one that is dense, or from which nothing is selected.
+        pool: Room for further elements, the largest of all tensors with a quota.
+        kinds: int64 [T], of gradients.
+        lanes: int64 [T], bytes of a message before the values of a dense tensor, -1 for others.
+        message: Its format.
+    """
+
+    edges: np.ndarray
+    quotas: np.ndarray
+    pool: int
+    kinds: np.ndarray
+    lanes: np.ndarray
+    message: Message
+
+    @property
+    def number(self) -> int:
+        """Tensors (T)."""
+        return len(self.quotas)
+
+    @property
+    def numel(self) -> int:
+        """Elements (N)."""
+        return int(self.edges[-1])
+
+    @cached_property
+    def sizes(self) -> np.ndarray:
+        """int64 [T], elements of each tensor."""
+        return np.diff(self.edges)
+
+    @cached_property
+    def limited(self) -> np.ndarray:
+        """int64 [T], quotas that are no more than the elements."""
+        return np.minimum(self.quotas, self.sizes)
+
+    @cached_property
+    def room(self) -> int:
+        """Entries of every message."""
+        return min(int(self.limited.sum()) + self.pool, int(self.sizes[self.limited > 0].sum()))
+
+    @cached_property
+    def digits(self) -> tuple[int, ...]:
+        """Bits of the digits of a key, the highest first."""
+        return _WIDE_DIGITS if self.numel >= _FEW_ELEMENTS * self.number else _SHORT_DIGITS
+
+    @cached_property
+    def chunks(self) -> np.ndarray:
+        """int32 [3, C]: tensor, first element, the one behind the last; none has elements of two tensors."""
+        width = -(-self.numel // (CHUNKS * WIDTH)) * WIDTH or WIDTH
+        return _cut(self.edges[:-1], self.sizes, width)
+
+    def chunks_of(self, tensors: Sequence[int]) -> np.ndarray:
+        """int32 [3, c], the chunks of some tensors."""
+        return np.ascontiguousarray(self.chunks[:, np.isin(self.chunks[0], tensors)])
+
+    @cached_property
+    def tensors(self) -> np.ndarray:
+        """int32 [9, T + 1], as kernels read it."""
+        number, runs = self.number, self.message.runs
+        spans = np.searchsorted(self.chunks[0], np.arange(number + 1))
+        rows = [self.edges, _padded(self.limited), spans]
+        if runs is None:
+            rows += [np.zeros(number + 1, np.int64)] * 4
+        else:
+            rows += [runs.buckets, runs.regions, _padded(runs.parts), _padded(runs.part_bits)]
+        slots = np.concatenate([[0], self.limited.cumsum()])
+        return np.stack([*rows, slots, _padded(self.kinds)]).astype(np.int32)
+
+    @cached_property
+    def tiles(self) -> np.ndarray:
+        """int32 [8, n]: tensor, region (-1 for a lane), elements of the region before it, elements, elements of the
+        tensor before it, buckets before the region, its buckets, and its elements."""
+        runs, low_bits = self.message.runs, self.message.low_bits
+        region = TILE if runs is None else 1 << (low_bits + _REGION)
+        length = np.where(self.lanes >= 0, TILE, min(region, TILE))
+        taken = (self.lanes >= 0) | (self.limited > 0)
+        parts = []
+        for tensor in np.flatnonzero(taken & (self.sizes > 0)).tolist():
+            size, own = int(self.sizes[tensor]), int(length[tensor])
+            offset = np.arange(0, size, own)
+            rows = [np.full_like(offset, tensor), np.full_like(offset, -1), offset * 0, np.minimum(own, size - offset)]
+            if self.lanes[tensor] >= 0 or runs is None:
+                rows += [offset, offset * 0, offset * 0, offset * 0]
+            else:
+                inside = offset // region
+                elements = np.minimum(region, size - inside * region)
+                rows[1], rows[2] = runs.regions[tensor] + inside, offset - inside * region
+                rows += [offset, runs.buckets[tensor] + (inside << _REGION), -(-elements >> low_bits), elements]
+            parts.append(np.stack(rows))
+        return np.concatenate([np.zeros((8, 0), np.int64), *parts], axis=1).astype(np.int32)
+
+    def tiles_of(self, kind: int) -> np.ndarray:
+        """int32 [8, m], the tiles of the tensors with gradients of one kind."""
+        return np.ascontiguousarray(self.tiles[:, self.kinds[self.tiles[0]] == kind])
+
+
+def _padded(row: np.ndarray) -> np.ndarray:
+    """A number for each tensor, and a 0."""
+    return np.append(row, 0)
+
+
+def _cut(starts: np.ndarray, sizes: np.ndarray, width: int) -> np.ndarray:
+    """int32 [3, C]: runs cut into pieces of at most ``width`` elements: which run, first element, and end."""
+    number = -(-sizes // width)
+    owner = np.repeat(np.arange(len(sizes)), number)
+    inside = np.arange(len(owner)) - np.repeat(number.cumsum() - number, number)
+    first = starts[owner] + inside * width
+    stop = np.minimum(first + width, (starts + sizes)[owner])
+    return np.stack([owner, first, stop]).astype(np.int32)

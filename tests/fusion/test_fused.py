@@ -1,0 +1,234 @@
+"""Windows in fused kernels: the same bits as where the host decides and the CPU's kernels work, and no host work.
+
+Covers: gradients and residuals over several windows, for quotas by tensor and pooled, keys in units of the update,
+    dense tensors, gradients of 16 bits, buffers that are not fused beside fused ones; numbers that are not finite; a
+    rank that fails; notices; a forgotten window; what was sent; which parts the kernels serve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from threading import Lock
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from lightning_safusion.comm.exchange import Notice
+from lightning_safusion.fusion import fused
+from lightning_safusion.fusion.fused import FusedShipment
+from lightning_safusion.fusion.shipment import Shipment
+from lightning_safusion.kernels.cuda import buffer
+from lightning_safusion.sparsify.selection.units import Moment, UpdateUnits
+from tests.cluster import Cluster, settings, specs
+
+HOST = torch.device("cpu")
+SHAPES = ((40, 30), (40,), (1,), (64,), (0,), (50, 50), (230,), (3,))
+# Beside an empty tensor PyTorch adds on the CPU, and rounds products and sums together.
+FULL = tuple(shape for shape in SHAPES if shape != (0,))
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Cluster]]:
+    """Makes clusters; those whose device decides have kernels, in Triton's interpreter, which one thread may use."""
+    clusters: list[Cluster] = []
+    launch, lock = buffer.launch, Lock()
+
+    def alone(*arguments: Any, **constants: Any) -> None:
+        with lock:
+            launch(*arguments, **constants)
+
+    monkeypatch.setattr(buffer, "launch", alone)
+    monkeypatch.setattr(fused, "serves_buffers", lambda device: True)
+
+    def build(world_size: int = 2, deferred: bool = True, tensors: Any = None, **options: Any) -> Cluster:
+        options = {"collective": "allgather", "wire": "eliasfano-q4"} | options
+        tensors = specs(SHAPES) if tensors is None else tensors
+        clusters.append(Cluster(world_size, lambda: settings(**options), tensors, deferred=deferred))
+        return clusters[-1]
+
+    yield build
+    for cluster in clusters:
+        cluster.close()
+
+
+def shipments(cluster: Cluster, rank: int = 0) -> list[Shipment]:
+    report = cluster.controllers[rank].report
+    assert report is not None
+    return list(report._shipments)
+
+
+def residuals(cluster: Cluster) -> list[torch.Tensor]:
+    return [
+        cluster.residual(rank, i).clone() for rank in range(len(cluster.transports)) for i in range(len(cluster.specs))
+    ]
+
+
+def moments(cluster: Cluster, dtype: torch.dtype = torch.float32, without: int = -1) -> Callable[[int], Moment | None]:
+    generator = torch.Generator().manual_seed(3)
+    own = [torch.rand(spec.numel, generator=generator).mul_(1e-3).to(dtype) for spec in cluster.specs]
+    return lambda index: None if index == without else Moment(own[index], 1e-8)
+
+
+def same_numbers(clusters: list[Cluster], steps: int = 3) -> None:
+    """Gradients and residuals are equal, bit for bit, in every window."""
+    for step in range(steps):
+        device, host = (cluster.step(cluster.random_grads(step)) for cluster in clusters)
+        for ours, theirs in zip(device, host, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(*map(residuals, clusters), strict=True))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"quota": "pooled", "world_size": 3},
+        {"quota": "shared", "density": 0.02},
+        {"memory": "decoupled", "tensors": specs(FULL)},
+        {"tensors": specs(SHAPES, dense=(1, 5))},
+        {"tensors": specs(SHAPES, dense=(1, 5)), "quota": "pooled"},
+        {"tensors": specs(SHAPES, dtype=torch.bfloat16)},
+        {"tensors": specs(SHAPES, dtype=torch.float16, dense=(5,))},
+        {"tensors": [*specs(SHAPES)[:4], *specs(SHAPES, dtype=torch.bfloat16)[4:]]},
+    ],
+)
+def test_the_numbers_are_those_of_the_cpu(make: Callable[..., Cluster], options: Any) -> None:
+    clusters = [make(**options, deferred=deferred) for deferred in (True, False)]
+    same_numbers(clusters)
+    assert all(isinstance(shipment, FusedShipment) for shipment in shipments(clusters[0]))
+    for ours, theirs in zip(*(shipments(cluster, 1) for cluster in clusters), strict=True):
+        assert ours.sent_counts().tolist() == theirs.sent_counts().tolist()
+        for mine, other in zip(ours.sent(), theirs.sent(), strict=True):
+            assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "without", "options"),
+    [
+        (torch.float32, -1, {"memory": "decoupled", "tensors": specs(FULL)}),
+        (torch.float32, 5, {}),
+        (torch.bfloat16, -1, {"tensors": specs(SHAPES, dtype=torch.bfloat16)}),
+        (torch.float64, -1, {}),
+        (torch.float32, -1, {"quota": "pooled"}),
+    ],
+)
+def test_elements_are_compared_in_units_of_the_update(
+    make: Callable[..., Cluster], dtype: torch.dtype, without: int, options: Any
+) -> None:
+    clusters = [make(**options, deferred=deferred) for deferred in (True, False)]
+    for cluster in clusters:
+        for controller in cluster.controllers:
+            controller.space.compare_in(UpdateUnits(moments(cluster, dtype, without), HOST))
+    same_numbers(clusters, 3)
+    assert all(isinstance(shipment, FusedShipment) for shipment in shipments(clusters[0]))
+
+
+def test_buffers_that_are_not_fused_are_beside_fused_ones(make: Callable[..., Cluster]) -> None:
+    clusters = [make(fusion="wfbp", deferred=deferred) for deferred in (True, False)]
+    for cluster in clusters:
+        for step in range(3):
+            cluster.step(cluster.random_grads(step))
+    cluster = clusters[0]
+    for controller in cluster.controllers:
+        own = [controller.space.buffer(group) for group in controller.space.buffers]
+        assert len(own) > 2
+        own[1]._constants["kernels"] = None
+    same_numbers(clusters, 1)
+    found = {isinstance(shipment, FusedShipment) for shipment in shipments(cluster)}
+    assert found == {True, False}
+    grads = cluster.random_grads(9)
+    grads[1][5][17] = torch.nan
+    before = residuals(cluster)
+    cluster.step(grads)
+    added = [
+        torch.zeros_like(g) if i == 5 and rank else g for rank, mine in enumerate(grads) for i, g in enumerate(mine)
+    ]
+    for old, new, grad in zip(before, residuals(cluster), added, strict=True):
+        torch.testing.assert_close(new, old + grad.double(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"compressor": "threshold"}, {"memory": "none"}, {"wire": "fp32"}, {"wire": "bitmap-q4"}, {"scope": "group"}],
+)
+def test_other_parts_are_left_to_torch(make: Callable[..., Cluster], options: Any) -> None:
+    cluster = make(**options)
+    for step in range(2):
+        cluster.step(cluster.random_grads(step))
+    assert not any(isinstance(shipment, FusedShipment) for shipment in shipments(cluster))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_bad_gradient_is_seen_by_all_ranks_and_poisons_nothing(make: Callable[..., Cluster], value: float) -> None:
+    cluster = make()
+    for step in range(3):
+        cluster.step(cluster.random_grads(step))
+    before, grads = residuals(cluster), cluster.random_grads(9)
+    grads[1][5][17] = value
+    means = cluster.step(grads)
+    for rank in range(2):
+        assert not torch.isfinite(means[rank][5]).all()
+        assert all(torch.isfinite(means[rank][i]).all() for i in range(len(SHAPES)) if i != 5)
+    added = [torch.zeros_like(g) if g is grads[1][5] else g for mine in grads for g in mine]
+    for old, new, grad in zip(before, residuals(cluster), added, strict=True):
+        torch.testing.assert_close(new, old + grad.double(), rtol=1e-5, atol=1e-5)
+    after = cluster.step(cluster.random_grads(10))
+    assert all(torch.isfinite(mean).all() for mean in after[0])
+
+
+def test_a_rank_that_fails_stops_all_one_window_later(make: Callable[..., Cluster]) -> None:
+    cluster = make()
+    cluster.step(cluster.random_grads(0))
+    held = residuals(cluster)
+
+    def unreadable(index: int) -> Moment | None:
+        raise ValueError("no state")
+
+    cluster.controllers[1].space.selector.units = UpdateUnits(unreadable, HOST)
+    grads = cluster.random_grads(2)
+
+    def run(rank: int) -> list[str]:
+        errors = []
+        for _ in range(2 - rank):
+            try:
+                for index in cluster.order:
+                    cluster.controllers[rank].push(index, grads[rank][index].clone())
+                cluster.controllers[rank].drain()
+            except (RuntimeError, ValueError) as error:
+                errors.append(str(error))
+        return errors
+
+    first, second = cluster.each(run)
+    assert second == ["no state"]
+    assert "another rank could not select" in first[0]
+    for new, old in zip(residuals(cluster)[len(SHAPES) :], held[len(SHAPES) :], strict=True):
+        assert torch.equal(new, old)
+
+
+def test_notices_are_heard_one_window_later(make: Callable[..., Cluster]) -> None:
+    cluster = make()
+    cluster.step(cluster.random_grads(0))
+    cluster.controllers[0].notices = int(Notice.TERMINATE)
+    cluster.step(cluster.random_grads(1))
+    cluster.step(cluster.random_grads(2))
+    assert [controller.heard for controller in cluster.controllers] == [int(Notice.TERMINATE)] * 2
+
+
+def test_a_forgotten_window_says_nothing_later(make: Callable[..., Cluster]) -> None:
+    cluster = make()
+    for step in range(2):
+        cluster.step(cluster.random_grads(step))
+    grads = cluster.random_grads(2)
+    grads[0][0][0] = torch.nan
+    cluster.step(grads)
+    for controller in cluster.controllers:
+        controller.reset()
+        controller.settle()
+    assert torch.isfinite(cluster.step(cluster.random_grads(3))[0][0]).all()
+    for controller in cluster.controllers:
+        drain = controller._device_drain
+        assert drain is not None
+        assert int(drain._fused.windows.status) == 0

@@ -1,0 +1,132 @@
+"""What a step of BERT-base costs the device and the host, counted on fake CUDA tensors: launches, memory, waits."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("triton")
+
+from lightning_safusion.comm.transport.torch_backend import SoloTransport
+from lightning_safusion.fusion import fused
+from lightning_safusion.fusion.build import build_engine
+from lightning_safusion.fusion.engine import Engine
+from lightning_safusion.fusion.layout import TensorSpec
+from lightning_safusion.fusion.planning import Planner
+from lightning_safusion.kernels.cuda import buffer
+from lightning_safusion.simulate.trace import resolve_trace
+from lightning_safusion.sparsify.selection.units import Moment, UpdateUnits
+from tests.cluster import settings
+from tests.cuda import fake_cuda
+
+# Operations of PyTorch that start nothing on the device.
+FREE = ("empty", "view", "split", "slice", "alias", "detach", "select", "as_strided", "unbind", "unsqueeze", "reshape")
+GROUPS = 4
+
+
+class Counting(TorchDispatchMode):
+    """Counts what is started on the device, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.started: Counter[str] = Counter()
+        self.uploads = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::").lstrip("_")
+        result = func(*args, **(kwargs or {}))
+        out = result[0] if isinstance(result, (list, tuple)) and result else result
+        moved = name in ("to_copy", "copy_") and isinstance(args[0], Tensor)
+        if moved and {args[0].device.type, getattr(out, "device", HOST).type} == {"cpu", "cuda"}:
+            self.uploads += 1
+        if isinstance(out, Tensor) and out.device.type == "cuda" and not name.startswith(FREE):
+            self.started[name] += 1
+        return result
+
+
+HOST = torch.device("cpu")
+
+
+def described(dtype: torch.dtype = torch.float32) -> list[TensorSpec]:
+    shapes = [tuple(tensor.shape) for tensor in resolve_trace("bert-base").tensors]
+    return [TensorSpec(f"t{i}", i, shape, math.prod(shape), dtype) for i, shape in enumerate(shapes)]
+
+
+class Device:
+    """An engine with BERT-base's tensors on a device that is not there."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, specs: list[TensorSpec], **options: Any) -> None:
+        monkeypatch.setattr(Planner, "verify", lambda *_: None)
+        monkeypatch.setattr("lightning_safusion.fusion.device_drain.DeviceDrain.read", lambda _: None)
+        monkeypatch.setattr(fused, "serves_buffers", lambda device: True)
+        monkeypatch.setattr(buffer, "launch", self.launch)
+        monkeypatch.setattr(buffer, "address_of", id)
+        self.counting, self.specs = Counting(), specs
+        self.options = {"collective": "allgather", "wire": "q4", "density": 0.1} | options
+
+    def launch(self, kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
+        assert not any(isinstance(argument, Tensor) and argument.device.type == "cpu" for argument in arguments)
+        if programs:
+            self.counting.started[kernel.fn.__name__] += 1
+
+    def engine(self, device: torch.device) -> Engine:
+        made = build_engine(settings(**self.options), self.specs, SoloTransport(), device, False, deferred=True)
+        self.grads = {s.index: torch.empty(s.numel, dtype=s.dtype, device=device) for s in self.specs}
+        return made
+
+    def temporary(self, engine: Engine) -> int:
+        """Bytes that selections use in turn, without keys."""
+        drain = engine._device_drain
+        assert drain is not None
+        workspace = drain._fused._workspace
+        assert workspace is not None
+        return workspace._memory.nbytes
+
+    def window(self, engine: Engine) -> None:
+        for spec in reversed(self.specs):
+            engine.push(spec.index, self.grads[spec.index])
+        engine.drain()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "by_update", "per_buffer"),
+    [
+        (torch.float32, {}, True, 7),
+        (torch.float32, {"memory": "decoupled"}, False, 7),
+        (torch.bfloat16, {}, True, 7),
+        (torch.float32, {"quota": "pooled"}, False, 10),
+    ],
+)
+def test_launches_of_a_window(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, options: Any, by_update: bool, per_buffer: int
+) -> None:
+    job = Device(monkeypatch, described(dtype), **options)
+    with fake_cuda(monkeypatch) as device:
+        engine = job.engine(device)
+        if by_update:
+            moments = [Moment(torch.empty(spec.numel, device=device), 1e-8) for spec in job.specs]
+            engine.space.compare_in(UpdateUnits(lambda index: moments[index], device))
+        for _ in range(4):
+            job.window(engine)
+        with job.counting:
+            job.counting.started.clear()
+            job.window(engine)
+    started = job.counting.started
+    report = engine.report
+    assert report is not None
+    buffers = len(report._shipments)
+    assert all(isinstance(shipment, fused.FusedShipment) for shipment in report._shipments)
+    sizes = [shipment.buffer.edges[-1] for shipment in report._shipments]
+    assert started["compensate"] == started["decode"] == started["write"] == started["pack"] == buffers
+    assert started["commit"] == 1
+    # short tensors have one more digit
+    assert sum(started.values()) <= (2 + per_buffer) * buffers + 2 + len([size for size in sizes if size < 6400]) * 2
+    assert sum(started.values()) <= (2 + 15) * buffers
+    assert job.counting.uploads <= 1  # the verdict, to the host
+    assert job.temporary(engine) <= 2 * max(sizes)

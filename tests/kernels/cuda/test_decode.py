@@ -1,0 +1,215 @@
+"""The kernels that read messages against the compiled kernels of the CPU, bit for bit.
+
+Covers: means of one to four ranks in gradients of three widths, dense lanes and selections; what was sent leaves the
+    residual, and what narrow gradients cannot hold of the means joins it; tensors that are not finite; ranks that
+    failed, or lack a tensor; sums that overflow; damaged messages; each side reads the other's messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from lightning_safusion.comm.exchange import saturated
+from tests.kernels.cuda.buffers import DECAY, DEVICE, Case, Rank, WindowKernels, cases, gather
+
+EXAMPLES = 12
+
+
+def sent(case: Case, seed: int) -> list[Rank]:
+    """Ranks that have exchanged their messages."""
+    ranks = [Rank.of(case, number, seed) for number in range(case.world_size)]
+    for rank in ranks:
+        rank.run(0)
+    gather(ranks)
+    return ranks
+
+
+def decoded(rank: Rank) -> tuple[int, Tensor, WindowKernels]:
+    """The status, the means, and the window."""
+    window = WindowKernels(DEVICE)
+    rank.kernels.decode(DECAY, window.status)
+    return int(window.status), torch.cat([grad.cpu().float() for grad in rank.grads]), window
+
+
+def expected_mean(rank: Rank) -> Tensor:
+    """float32 [N], as PyTorch's operations decode it."""
+    return rank.exchange.decode(torch.zeros(rank.case.edges[-1]))
+
+
+def held(rank: Rank, mean: Tensor) -> Tensor:
+    """float32 [N], what the gradients can hold of a mean."""
+    parts = mean.split(list(rank.case.sizes))
+    return torch.cat([saturated(m, d).to(d).float() for m, d in zip(parts, rank.case.dtypes, strict=True)])
+
+
+def left(rank: Rank, mean: Tensor) -> Tensor:
+    """float32 [N], the residual when the window has ended well."""
+    residual, spec = rank.memory.cpu().clone(), rank.exchange.spec
+    if rank.exchange.codec is not None:
+        positions, values = rank.exchange.codec.decode(rank.kernels.sent.cpu()[rank.exchange._selection])
+        residual[positions] -= values
+    for start, stop, dtype in spec.dense_runs:
+        residual[start:stop] -= saturated(residual[start:stop], dtype).to(dtype).float()
+    kinds = zip(rank.case.sizes, rank.case.dtypes, strict=True)
+    narrow = torch.cat([torch.full((s,), d != torch.float32) for s, d in kinds])
+    return torch.where(narrow, residual + (mean - held(rank, mean)), residual)
+
+
+def same(first: Tensor, second: Tensor) -> bool:
+    return torch.equal(first.view(torch.int32), second.view(torch.int32))
+
+
+@settings(max_examples=EXAMPLES)
+@given(cases(), st.integers(1, 4), st.integers(0, 1000))
+def test_means_and_residuals_are_those_of_the_cpu(case: Case, workers: int, seed: int) -> None:
+    ranks = sent(Case(**{**vars(case), "world_size": workers}), seed)
+    rank = ranks[seed % workers]
+    mean = expected_mean(rank)
+    remaining = left(rank, mean)
+    status, means, window = decoded(rank)
+    assert status == 0
+    assert same(means, held(rank, mean))
+    window.commit([rank.kernels])
+    assert same(rank.memory.cpu(), remaining)
+    assert int(window.status) == 0
+    good, (headers,) = window.read(window.verdicts.cpu(), [rank.kernels])
+    assert good == 0
+    assert torch.equal(headers, rank.exchange.headers)
+
+
+@pytest.mark.parametrize("density", [0.3, 0.1, 0.004])
+def test_compiled_kernels_read_the_same(density: float) -> None:
+    ranks = sent(Case((5000, 700, 9000), density=density, world_size=3), 1)
+    means = [torch.zeros(size) for size in ranks[0].case.sizes]
+    assert ranks[0].exchange.decode_into(means)
+    status, ours, _ = decoded(ranks[0])
+    assert status == 0
+    assert same(ours, torch.cat(means))
+
+
+def test_one_launch_ends_a_window_of_several_buffers() -> None:
+    cases_ = [Case((900, 30)), Case((40,), dense=frozenset({0}), kinds=(1,)), Case((3000,), density=0.01)]
+    buffers = [sent(case, 3)[1] for case in cases_]
+    window = WindowKernels(DEVICE)
+    expected = [left(rank, expected_mean(rank)) for rank in buffers]
+    for rank in buffers:
+        rank.kernels.decode(DECAY, window.status)
+    window.commit([rank.kernels for rank in buffers])
+    for rank, remaining in zip(buffers, expected, strict=True):
+        assert same(rank.memory.cpu(), remaining)
+    good, headers = window.read(window.verdicts.cpu(), [rank.kernels for rank in buffers])
+    assert good == 0
+    assert [tuple(header.shape) for header in headers] == [(2, 3), (2, 2), (2, 2)]
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2])
+def test_a_tensor_that_is_not_finite_poisons_itself_alone_and_leaves_its_residual(kind: int) -> None:
+    case = Case((2100, 800, 60), kinds=(kind,) * 3, dense=frozenset({2}))
+    ranks = [Rank.of(case, number, 8) for number in range(2)]
+    before = ranks[1].memory.clone()
+    ranks[1].grads[0][[5, 1500]] = torch.inf
+    ranks[1].grads[2][3] = torch.nan
+    for rank in ranks:
+        rank.run()
+    gather(ranks)
+    accumulated = ranks[1].memory.clone()
+    for rank in ranks:
+        own = rank.memory.clone()
+        status, _, window = decoded(rank)
+        assert status & 4
+        finite = [bool(grad.isfinite().all()) for grad in rank.grads]
+        assert finite == [False, True, False]
+        assert rank.grads[0].isfinite().sum() == 2099
+        window.commit([rank.kernels])
+        if rank is ranks[0]:
+            assert torch.equal(rank.memory, own)
+    bad, good = slice(0, 2100), slice(2100, 2900)
+    torch.testing.assert_close(ranks[1].memory[bad], before[bad], rtol=1e-5, atol=1e-6)
+    assert torch.equal(ranks[1].memory[good], accumulated[good])
+
+
+def test_a_sum_that_overflows_is_not_committed() -> None:
+    case = Case((600,), kinds=(0,), dense=frozenset({0}))
+    ranks = [Rank.of(case, number, 8) for number in range(2)]
+    for rank in ranks:
+        rank.memory.fill_(3e38)
+        rank.grads[0].fill_(1e38)
+        rank.run()
+    gather(ranks)
+    before = ranks[0].memory.clone()
+    status, _, window = decoded(ranks[0])
+    assert status & 2
+    window.commit([ranks[0].kernels])
+    assert torch.equal(ranks[0].memory, before)
+    assert int(window.status) == 0
+
+
+@pytest.mark.parametrize(("place", "byte"), [(0, 0), (1, 0), (0, 5), (2, 1)])
+def test_headers_are_judged(place: int, byte: int) -> None:
+    ranks = sent(Case((600, 40)), 2)
+    ranks[0].kernels.received.view(2, -1)[1, place] = byte
+    status, _, window = decoded(ranks[0])
+    assert status == 4
+    before = ranks[0].memory.clone()
+    window.commit([ranks[0].kernels])
+    assert torch.equal(ranks[0].memory, before)
+    assert int(window.verdicts.cpu()[:4].view(torch.int32)) == 4
+
+
+def test_a_notice_to_end_is_no_fault() -> None:
+    ranks = sent(Case((600, 40)), 2)
+    ranks[0].kernels.received.view(2, -1)[1, 2] = 2
+    assert decoded(ranks[0])[0] == 0
+
+
+def fields(rank: Rank) -> Sequence[int]:
+    return rank.kernels.tables.message.fields
+
+
+@settings(max_examples=10)
+@given(st.integers(0, 10**6), st.integers(0, 2**32 - 1), st.sampled_from([0.1, 0.003]))
+def test_damaged_messages_do_no_harm(place: int, word: int, density: float) -> None:
+    rank = sent(Case((2500, 4200), density=density), 5)[0]
+    guard = rank.memory.clone()
+    words = rank.kernels.received.view(torch.int32).view(2, -1)
+    first = fields(rank)[0]
+    words[1, first + place % (words.shape[1] - first)] = int(np.uint32(word).view(np.int32))
+    decoded(rank)
+    assert torch.equal(rank.memory, guard)
+
+
+def test_damage_is_noticed() -> None:
+    case = Case((2500, 2100))
+    ranks, high, low = 0, 1, 2
+
+    def status_with(field: int, word: int, change: int) -> int:
+        rank = sent(case, 5)[0]
+        words = rank.kernels.received.view(torch.int32).view(2, -1)
+        words[1, fields(rank)[field] + word] ^= change
+        return decoded(rank)[0]
+
+    assert status_with(ranks, 0, 1) & 1  # entries before the first region
+    assert status_with(ranks, 1, 1 << 20) & 1  # more entries than there is room for
+    assert status_with(ranks, 1, 1) & 1  # another number of entries than there are bits
+    assert status_with(ranks, 2, -(2**31)) & 1
+    assert status_with(high, 0, 1 << 3) & 1  # a bit more or less
+    assert status_with(low, 0, 0) == 0
+
+
+def test_an_empty_message_of_a_rank_that_failed_is_read() -> None:
+    ranks = sent(Case((2500, 40)), 5)
+    ranks[1].exchange.messages[0].zero_()
+    ranks[1].exchange.messages[0][2] = 1
+    received = ranks[0].kernels.received.view(2, -1)
+    received[1] = ranks[1].exchange.messages[0].to(DEVICE)
+    status, _, _ = decoded(ranks[0])
+    assert status & 4

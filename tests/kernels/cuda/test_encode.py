@@ -1,0 +1,152 @@
+"""The kernels that write a message against the compiled kernels of the CPU, byte for byte.
+
+Covers: the accumulated residual and the keys bit for bit; gradients of three widths; moments of three widths, and
+    tensors without; proportional and pooled quotas; dense lanes; ties, zeros, subnormal and huge numbers, NaN; tensors
+    of one element, sizes around words, blocks, parts, regions and tiles; a quota of 0; short digits; several chunks.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+
+from lightning_safusion.kernels.cuda import tables as tables_module
+from tests.kernels.cuda.buffers import Case, Rank, cases, oracle
+
+EXAMPLES = 12  # about a second each in the interpreter
+
+
+def check(rank: Rank, notices: int = 0) -> None:
+    """The kernels write what the CPU writes."""
+    accumulated, keys = rank.expected()
+    expected = rank.message(accumulated, keys, notices=notices).clone()
+    written = rank.run(notices).cpu()
+    assert torch.equal(rank.memory.cpu().view(torch.int32), accumulated.view(torch.int32))
+    assert np.flatnonzero(written.numpy() != expected.numpy()).tolist() == []
+
+
+@settings(max_examples=EXAMPLES)
+@given(cases(), st.integers(0, 1000))
+def test_messages_are_those_of_the_cpu(case: Case, seed: int) -> None:
+    check(Rank.of(case, 0, seed), notices=seed % 3 * 2)
+
+
+@settings(max_examples=EXAMPLES)
+@given(cases(), st.integers(0, 1000), st.data())
+def test_elements_are_compared_by_how_far_the_optimizer_would_move_them(
+    case: Case, seed: int, data: st.DataObject
+) -> None:
+    kinds = st.sampled_from([0] if case.pooled else [0, 1, 2, -1])
+    moments = data.draw(st.lists(kinds, min_size=len(case.sizes), max_size=len(case.sizes)))
+    check(Rank.of(case, 0, seed, moments))
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_the_selection_is_the_exact_one(pooled: bool) -> None:
+    for values in ("normal", "ties", "one"):
+        case = Case((700, 3, 1, 1300, 90), pooled=pooled, dense=frozenset({1}), values=values)
+        rank = Rank.of(case, 0, 5)
+        accumulated, keys = rank.expected()
+        rank.run()
+        codec, segments = rank.exchange.codec, case.segments
+        assert codec is not None
+        assert segments is not None
+        positions, _ = codec.decode(rank.kernels.sent.cpu()[rank.exchange._selection])
+        assert positions.tolist() == oracle(keys.numpy(), segments).tolist()
+
+
+def test_large_numbers_whose_scale_is_not_finite_have_no_level() -> None:
+    check(Rank.of(Case((400, 900), values="huge"), 0, 3))
+    rank = Rank.of(Case((400, 900)), 0, 3)
+    rank.memory[[3, 500, 501]] = torch.tensor([torch.inf, 3.4e38, -torch.inf], device=rank.memory.device)
+    check(rank)
+
+
+def test_a_gradient_that_is_not_finite_is_flagged_and_its_finite_elements_are_added() -> None:
+    for kind in range(3):
+        rank = Rank.of(Case((1100, 300, 5), dense=frozenset({1}), kinds=(kind,) * 3), 0, 2)
+        rank.grads[0][[1050, 4]] = torch.inf
+        rank.grads[1][7] = torch.nan
+        accumulated, keys = rank.expected()
+        expected = rank.message(accumulated, keys, bad=[0, 1]).clone()
+        assert torch.equal(rank.run().cpu(), expected)
+        assert torch.equal(rank.memory.cpu(), accumulated)
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_several_chunks_and_blocks_and_ties_that_end_in_the_first(
+    monkeypatch: pytest.MonkeyPatch, pooled: bool
+) -> None:
+    monkeypatch.setattr(tables_module, "CHUNKS", 2)
+    for values in ("ties", "zeros"):
+        rank = Rank.of(Case((9000, 4100), density=0.02, pooled=pooled, values=values), 0, 7)
+        assert rank.kernels.tables.chunks.shape[1] < 13_100 // 2048
+        check(rank)
+
+
+def test_short_tensors_have_short_digits_and_long_ones_wide_digits() -> None:
+    short, long = Rank.of(Case((300,) * 5), 0, 1), Rank.of(Case((7000,), density=0.05), 0, 1)
+    assert short.kernels.tables.digits == (8, 8, 8, 7)
+    assert long.kernels.tables.digits == (8, 11, 12)
+    check(short)
+    check(long)
+    check(Rank.of(Case((7000,), density=0.05, pooled=True, values="ties"), 0, 1))
+
+
+def test_a_quota_of_zero_leaves_a_tensor_out() -> None:
+    case = Case((600, 600, 50))
+    rank = Rank.of(case, 0, 4)
+    tables, segments = rank.kernels.tables, case.segments
+    assert segments is not None
+    tables.quotas.setflags(write=True)
+    tables.quotas[1] = 0
+    other = type(tables)(tables.edges, tables.quotas, 0, tables.kinds, tables.lanes, tables.message)
+    rank.kernels = type(rank.kernels)(
+        other, rank.memory, rank.kernels.sent, rank.kernels.received, 0, rank.kernels._workspace
+    )
+    rank.run()
+    codec = rank.exchange.codec
+    assert codec is not None
+    positions, _ = codec.decode(rank.kernels.sent.cpu()[rank.exchange._selection])
+    accumulated, _ = rank.expected()
+    assert len(positions) == 65
+    assert not ((positions >= 600) & (positions < 1200)).any()
+
+
+def test_the_same_addresses_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_safusion.kernels.cuda import buffer
+
+    rank = Rank.of(Case((600, 60)), 0, 4)
+    rank.kernels.locate(rank.grads, None)
+    told: list[object] = []
+    monkeypatch.setattr(buffer, "device_constant", lambda array, device: told.append(array))
+    rank.kernels.locate(rank.grads, None)
+    assert not told
+    rank.kernels.locate([grad.clone() for grad in rank.grads], None)
+    assert len(told) == 2
+
+
+def test_programs_in_any_order_write_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpreter = pytest.importorskip("triton.runtime.interpreter").interpreter_builder
+    place = interpreter.set_grid_idx
+
+    def shuffled(x: int, y: int, z: int) -> None:
+        order = np.random.default_rng(len(orders)).permutation(interpreter.grid_dim[0])
+        place(int(order[x]), y, z)
+
+    orders: list[int] = []
+    for pooled in (False, True):
+        written = []
+        for number in range(3):
+            orders.append(number)
+            if number:
+                monkeypatch.setattr(interpreter, "set_grid_idx", shuffled)
+            written.append(Rank.of(Case((5000, 40, 900), pooled=pooled, values="ties"), 0, 9).run().clone())
+            monkeypatch.undo()
+        assert torch.equal(written[0], written[1])
+        assert torch.equal(written[0], written[2])

@@ -1,0 +1,119 @@
+"""How many bytes a window moves between the device and its memory, counted from the kernels' own loads and stores.
+
+Memory moves in sectors of 32 bytes. What a program reads that it has read or written before comes from a cache.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from lightning_safusion.kernels.cuda import buffer
+from tests.kernels.cuda.buffers import DECAY, HOST, Case, Rank, WindowKernels, gather
+
+pytestmark = [
+    pytest.mark.slow,  # the interpreter counts every access
+    pytest.mark.skipif(torch.cuda.is_available(), reason="counts in the interpreter"),
+]
+
+SECTOR = 32
+
+
+class Traffic:
+    """Sectors of some tensors that the kernels move, by kernel."""
+
+    def __init__(self, builder: Any) -> None:
+        self.bytes: dict[str, int] = defaultdict(int)
+        self._builder, self._runs = builder, [(0, 0)]
+        self._kernel, self._program, self._known = "", -1, {0}
+
+    def follow(self, *tensors: Tensor) -> None:
+        """Counts accesses to these."""
+        self._runs = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors]
+
+    def begin(self, kernel: str) -> None:
+        self._kernel, self._program = kernel, -1
+
+    def moved(self, addresses: np.ndarray, mask: np.ndarray, both: bool = False, written: bool = False) -> None:
+        if self._builder.grid_idx[0] != self._program:
+            self._program, self._known = self._builder.grid_idx[0], set()
+        places = np.broadcast_to(addresses, np.broadcast_shapes(addresses.shape, mask.shape))[
+            np.broadcast_to(mask, np.broadcast_shapes(addresses.shape, mask.shape)).astype(bool)
+        ].astype(np.int64)
+        inside = np.zeros(len(places), bool)
+        for start, stop in self._runs:
+            inside |= (places >= start) & (places < stop)
+        for sector in np.unique(places[inside] // SECTOR).tolist():
+            for kind in ("read", "write"):
+                key = (kind, sector)
+                wanted = both or (kind == "write") == written
+                if wanted and key not in self._known and not (kind == "read" and ("write", sector) in self._known):
+                    self.bytes[self._kernel] += SECTOR
+                if wanted:
+                    self._known.add(key)
+
+
+@pytest.fixture
+def traffic(monkeypatch: pytest.MonkeyPatch) -> Traffic:
+    builder = pytest.importorskip("triton.runtime.interpreter").interpreter_builder
+    found, launch = Traffic(builder), buffer.launch
+    load, store, change = builder.create_masked_load, builder.create_masked_store, builder.create_atomic_rmw
+
+    def loaded(ptrs: Any, mask: Any, *rest: Any) -> Any:
+        found.moved(ptrs.data, mask.data)
+        return load(ptrs, mask, *rest)
+
+    def stored(ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        found.moved(ptrs.data, mask.data, written=True)
+        return store(ptrs, value, mask, *rest)
+
+    def changed(operation: Any, ptr: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        found.moved(ptr.data, mask.data, both=True)
+        return change(operation, ptr, value, mask, *rest)
+
+    def launched(kernel: Any, *arguments: Any, **constants: Any) -> None:
+        found.begin(kernel.fn.__name__)
+        launch(kernel, *arguments, **constants)
+
+    monkeypatch.setattr(builder, "create_masked_load", loaded)
+    monkeypatch.setattr(builder, "create_masked_store", stored)
+    monkeypatch.setattr(builder, "create_atomic_rmw", changed)
+    monkeypatch.setattr(buffer, "launch", launched)
+    return found
+
+
+@pytest.mark.parametrize("moments", [None, [0, 0]])
+def test_bytes_of_an_element(traffic: Traffic, moments: list[int] | None) -> None:
+    case = Case((40_000, 20_000), world_size=2)
+    ranks = [Rank.of(case, number, 3, moments) for number in range(2)]
+    for rank in ranks:
+        weighing = rank.weighing
+        rank.kernels.locate(rank.grads, weighing)
+        own = [moment for moment in rank.moments or [] if moment is not None]
+        keys = [] if weighing is None else [weighing.keys]
+        known = [rank.memory, rank.kernels.sent, rank.kernels.received, *rank.grads, *keys, *own]
+        take = rank.kernels._workspace.take
+
+        def followed(sizes: list[int], zeros: int, take: Any = take, known: list[Tensor] = known) -> list[Tensor]:
+            views: list[Tensor] = take(sizes, zeros)
+            traffic.follow(*known, views[-1])  # with the entries between two kernels
+            return views
+
+        rank.kernels._workspace.take = followed  # type: ignore[method-assign, assignment]
+        traffic.bytes.clear()
+        rank.kernels.select(DECAY, weighing)
+        rank.kernels.pack(0)
+    gather(ranks)
+    window = WindowKernels(HOST)
+    ranks[1].kernels.decode(DECAY, window.status)
+    window.commit([ranks[1].kernels])
+    each = {name: count / sum(case.sizes) for name, count in traffic.bytes.items()}
+    print({name: round(count, 2) for name, count in each.items()}, round(sum(each.values()), 2))
+    assert sum(each.values()) <= 55 + 0.5 * 2
