@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import nan
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -104,7 +103,12 @@ class BufferEvents:
     awaited: float  #: the backward pass begins to wait for the collective
     arrived: float  #: the backward pass has waited; decoding begins
     decoded: float  #: the means are in the gradients
-    decoding: float = nan  #: decoding begins, on a device; NaN elsewhere: at ``arrived``
+    decoding: float | None = None  #: decoding begins, where it runs beside the backward pass; None: at ``arrived``
+
+    @property
+    def decode_begin(self) -> float:
+        """When decoding begins."""
+        return self.arrived if self.decoding is None else self.decoding
 
     @property
     def exposed(self) -> float:

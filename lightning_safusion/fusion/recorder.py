@@ -61,8 +61,7 @@ class ProfileRecorder:
         for each, duration in zip(buffers, seconds, strict=True):
             self.record_exchange(each.collective, each.bytes_sent, duration)
             if each.collective == "allgather":
-                begins = each.arrived if math.isnan(each.decoding) else each.decoding
-                self.record_decode(each.bytes_sent, each.decoded - begins)
+                self.record_decode(each.bytes_sent, each.decoded - each.decode_begin)
 
     def record_window(
         self,

@@ -104,8 +104,7 @@ class BufferTimeline:
     @property
     def decode(self) -> Interval:
         """Reading what arrived, and writing the means into the gradients."""
-        begins = self.events.arrived if isnan(self.events.decoding) else self.events.decoding
-        return begins, self.events.decoded
+        return self.events.decode_begin, self.events.decoded
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; :meth:`from_dict` reads them."""

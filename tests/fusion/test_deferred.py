@@ -396,7 +396,7 @@ def test_exchanges_are_timed_without_the_decoding_of_the_buffer_before(
     assert len(buffers) > 4
     service = service_seconds([each.launched for each in buffers], [each.finished for each in buffers])
     assert service == pytest.approx([1.0] * len(buffers))
-    assert [each.decoded - each.decoding for each in buffers] == pytest.approx([10.0] * len(buffers))
+    assert [each.decoded - each.decode_begin for each in buffers] == pytest.approx([10.0] * len(buffers))
 
 
 @pytest.mark.parametrize("behind", [False, True])
