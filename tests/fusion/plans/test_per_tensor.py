@@ -205,7 +205,7 @@ def test_half_precision_keeps_what_each_rank_rounds_off(world_size: int) -> None
         assert not spec.numel or float((result - total).abs().max()) <= limit * float(total.abs().max())
         sent = report.events.buffers[layout.places[spec.index]].bytes_sent
         if half and spec.numel:
-            assert 2 * spec.numel <= sent <= 2 * spec.numel + 32
+            assert 2 * spec.numel <= sent <= 2 * spec.numel + 128  # a whole line of a cache
             assert cluster.residual(0, spec.index).any()
     cluster.close()
 
