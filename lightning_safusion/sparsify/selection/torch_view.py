@@ -56,10 +56,13 @@ class _Constants:
 
 
 def compact(mask: Tensor, capacity: int) -> Tensor:
-    """int64 [capacity], ascending positions where ``mask`` [N] is true (no more than ``capacity``), then zeros."""
-    slots = torch.where(mask, mask.cumsum(0) - 1, capacity)
-    positions = torch.arange(len(mask), device=mask.device)
-    return torch.zeros(capacity + 1, dtype=torch.int64, device=mask.device).scatter_(0, slots, positions)[:capacity]
+    """int64 [capacity], ascending positions where ``mask`` [N] is true (no more than ``capacity``), then their places.
+
+    Searched for, not scattered: deterministic algorithms put stores at one place behind each other.
+    """
+    entries = torch.arange(capacity, device=mask.device)
+    found = torch.searchsorted(mask.cumsum(0), entries, right=True)
+    return torch.where(found < len(mask), found, entries)
 
 
 class TorchView(SegmentedView):
