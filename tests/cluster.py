@@ -101,6 +101,22 @@ class Cluster:
         """Calls ``fn(rank)`` on every worker at once."""
         return list(self.pool.map(fn, range(len(self.transports))))
 
+    def errors(self, grads: Sequence[Sequence[Tensor]]) -> list[list[str]]:
+        """What each rank is told of a window in which the last of two ranks fails; others hear of it in the next one."""
+
+        def run(rank: int) -> list[str]:
+            heard = []
+            for _ in range(2 - rank):
+                try:
+                    for index in self.order:
+                        self.controllers[rank].push(index, grads[rank][index].clone())
+                    self.controllers[rank].drain()
+                except (RuntimeError, ValueError) as error:
+                    heard.append(str(error))
+            return heard
+
+        return self.each(run)
+
     def step(
         self,
         grads: Sequence[Sequence[Tensor]],

@@ -155,18 +155,7 @@ def test_an_error_on_one_rank_is_raised_there_and_one_window_later_elsewhere(mak
     before = cluster.residual(0, 0).clone()
     grads = cluster.random_grads(1)
 
-    def run(rank: int) -> list[str]:
-        errors = []
-        for _ in range(2 - rank):
-            try:
-                for index in cluster.order:
-                    cluster.controllers[rank].push(index, grads[rank][index].clone())
-                cluster.controllers[rank].drain()
-            except (RuntimeError, ValueError) as error:
-                errors.append(str(error))
-        return errors
-
-    first, second = cluster.each(run)
+    first, second = cluster.errors(grads)
     assert len(second) == 1
     assert "another rank could not select" in first[0]
     torch.testing.assert_close(cluster.residual(0, 0), before + grads[0][0].double(), rtol=1e-5, atol=1e-6)

@@ -190,18 +190,7 @@ def test_a_rank_that_fails_stops_all_one_window_later(make: Callable[..., Cluste
     cluster.controllers[1].space.selector.units = UpdateUnits(unreadable, HOST)
     grads = cluster.random_grads(2)
 
-    def run(rank: int) -> list[str]:
-        errors = []
-        for _ in range(2 - rank):
-            try:
-                for index in cluster.order:
-                    cluster.controllers[rank].push(index, grads[rank][index].clone())
-                cluster.controllers[rank].drain()
-            except (RuntimeError, ValueError) as error:
-                errors.append(str(error))
-        return errors
-
-    first, second = cluster.each(run)
+    first, second = cluster.errors(grads)
     assert second == ["no state"]
     assert "another rank could not select" in first[0]
     for new, old in zip(residuals(cluster)[len(SHAPES) :], held[len(SHAPES) :], strict=True):
