@@ -102,7 +102,7 @@ class Cluster:
         return list(self.pool.map(fn, range(len(self.transports))))
 
     def errors(self, grads: Sequence[Sequence[Tensor]]) -> list[list[str]]:
-        """What each rank is told of a window in which the last of two ranks fails; others hear of it in the next one."""
+        """What each of two ranks is told of a window in which the last one fails; the first hears of it in the next."""
 
         def run(rank: int) -> list[str]:
             heard = []
