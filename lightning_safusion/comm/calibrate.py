@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from lightning_safusion.comm.cost import LinearCost, fit_linear
+from lightning_safusion.comm.exchange import MESSAGE_BYTES
 from lightning_safusion.comm.transport.interface import Transport, Work
 
 _SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)  # bytes
@@ -62,7 +63,7 @@ def _sizes(device: torch.device) -> Sequence[int]:
 
 def _message(size: int, world_size: int) -> int:
     """Bytes of one rank's message where an all-reduce has a buffer of ``size`` bytes."""
-    return min(size, _MOST_GATHERED // world_size // 128 * 128)  # messages begin at multiples of 128 bytes
+    return min(size, _MOST_GATHERED // world_size // MESSAGE_BYTES * MESSAGE_BYTES)
 
 
 def _turns(measured: list[list[float]], remaining: float, sizes: Sequence[int]) -> int:

@@ -15,11 +15,11 @@ from lightning_safusion.comm import available_wires, resolve_codec
 from lightning_safusion.comm.collectives.allgather import SparseAllGather
 from lightning_safusion.comm.exchange import Part, SpanSpec, TensorFlag
 from lightning_safusion.comm.transport.torch_backend import SoloTransport
-from lightning_safusion.comm.wire.codec import find_marked
 from lightning_safusion.fusion.offload import _merged
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify.base import Selection
 from lightning_safusion.sparsify.memory.residual import ResidualMemory
+from lightning_safusion.sparsify.selection.torch_view import find_marked
 
 CPU = torch.device("cpu")
 NUMEL, CAPACITY, FOUND = 20_000, 4000, 100

@@ -29,7 +29,7 @@ class ShardedExchange(MultiPhaseExchange):
        from the sums.
     3. *Gather*: every worker gets the selections of all owners.
 
-    Of a quota of k entries k / 2 are scattered and 7 k / 2 gathered (``docs/convergence.md`` says what chose these).
+    Of a quota of k entries k / 2 are scattered and 7 k / 2 gathered (measured in ``docs/convergence.md``).
     So about 4 k are received, whatever the number of workers; an all-gather brings ``(P - 1) k``.
 
     What an owner does not deliver stays in its own residual, what others have sent it included: there is no second

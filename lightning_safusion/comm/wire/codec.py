@@ -262,18 +262,6 @@ def spread(indices: Tensor, count: int | Tensor) -> Tensor:
     return torch.where(places < count, indices, places)
 
 
-def find_marked(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """On any device, without waiting for it.
-
-    Returns:
-        int64 [capacity], ascending positions where ``mask`` (bool [N]) is true, then N; and how many there are, int64
-        [1].
-    """
-    # searched for, not scattered: all elements that are not marked would go to one place
-    upto, entries = mask.cumsum(0), torch.arange(capacity, device=mask.device)
-    return torch.searchsorted(upto, entries, right=True), upto[-1:]
-
-
 def positions_to_write(selection: Selection, padding: int) -> Tensor:
     """The positions of a selection, with ``padding`` behind the valid ones; int64, or int32 if they were found so."""
     if isinstance(selection.count, int):

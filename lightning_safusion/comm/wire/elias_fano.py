@@ -18,7 +18,6 @@ from lightning_safusion.comm.wire.codec import (
     blocks_of,
     check_damage,
     check_order,
-    find_marked,
     marked,
     positions_to_write,
 )
@@ -26,6 +25,7 @@ from lightning_safusion.comm.wire.values import QuantizedField, fill, packed, un
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.kernels.cuda.tables import Runs
 from lightning_safusion.sparsify.base import Selection
+from lightning_safusion.sparsify.selection.torch_view import find_marked
 from lightning_safusion.sparsify.selection.view import device_constant
 
 # Buckets of a region, as a power of two, and most bits of a position in its bucket.

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_safusion.comm.exchange import MESSAGE_BYTES
 from lightning_safusion.comm.wire.blocks import Block8Codec, Block16Codec
 from lightning_safusion.comm.wire.codec import (
     Codec,
@@ -32,7 +33,6 @@ from lightning_safusion.comm.wire.codec import (
     Shape,
     blocks_of,
     check_order,
-    find_marked,
     marked,
     positions_to_write,
 )
@@ -42,6 +42,7 @@ from lightning_safusion.kernels import cpu as native
 from lightning_safusion.kernels.cuda import serves
 from lightning_safusion.lookup import look_up
 from lightning_safusion.sparsify.base import Selection
+from lightning_safusion.sparsify.selection.torch_view import find_marked
 
 
 class DenseCodec(Codec):
@@ -187,8 +188,6 @@ class BitmapCodec(Codec):
         return self._padded(indices, field, count)
 
 
-# Bytes of which a message is a multiple.
-_MESSAGE = 128
 _LOSSLESS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _CODECS: dict[str, type[Codec]] = {
     codec.layout: codec for codec in (DenseCodec, EliasFanoCodec, Block16Codec, Block8Codec, BitmapCodec, CooCodec)
@@ -253,7 +252,7 @@ def resolve_codec(
     # block8 saves little next to values of 16 and 32 bits, and has no kernel
     layouts.remove(Block8Codec if not values.few_bits else DenseCodec)
     # what a message is rounded up to anyway is no reason to leave the format that has kernels on devices
-    unit = _MESSAGE if values.few_bits else 1
+    unit = MESSAGE_BYTES if values.few_bits else 1
     return min((codec(shape) for codec in layouts), key=lambda codec: blocks_of(codec.nbytes, unit))
 
 

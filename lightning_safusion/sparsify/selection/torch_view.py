@@ -55,14 +55,22 @@ class _Constants:
         return _Constants(owner, edges, limits, lengths, numbers, int(quotas.sum()))
 
 
-def compact(mask: Tensor, capacity: int) -> Tensor:
-    """int64 [capacity], ascending positions where ``mask`` [N] is true (no more than ``capacity``), then their places.
+def find_marked(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    """On any device, without waiting for it.
 
-    Searched for, not scattered: deterministic algorithms put stores at one place behind each other.
+    Returns:
+        int64 [capacity], ascending positions where ``mask`` (bool [N]) is true, then N; and how many there are, int64
+        [1].
     """
-    entries = torch.arange(capacity, device=mask.device)
-    found = torch.searchsorted(mask.cumsum(0), entries, right=True)
-    return torch.where(found < len(mask), found, entries)
+    # searched for, not scattered: all elements that are not marked would go to one place
+    upto, entries = mask.cumsum(0), torch.arange(capacity, device=mask.device)
+    return torch.searchsorted(upto, entries, right=True), upto[-1:]
+
+
+def compact(mask: Tensor, capacity: int) -> Tensor:
+    """int64 [capacity], positions where ``mask`` [N] is true (no more than ``capacity``), then their places."""
+    found, _ = find_marked(mask, capacity)
+    return torch.where(found < len(mask), found, torch.arange(capacity, device=mask.device))
 
 
 class TorchView(SegmentedView):
