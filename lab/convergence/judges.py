@@ -56,7 +56,7 @@ def judges() -> Configs:
 def optimizers() -> Configs:
     """Other optimizers, and other options of a training, on the transformer over bytes."""
     tasks = [parse_task(f"bytes-transformer[{changes}]") for changes in (*OPTIMIZERS, *OPTIONS)]
-    return [(task, scheme) for task in tasks for scheme in _at(DENSITIES[:2])]
+    return [(task, scheme) for task in tasks for scheme in _at(DENSITIES[:3])]
 
 
 def rates() -> Configs:
