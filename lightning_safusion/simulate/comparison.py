@@ -10,14 +10,13 @@ from typing import Any
 from lightning_safusion.simulate.cluster import resolve_link
 from lightning_safusion.simulate.job import Job
 from lightning_safusion.simulate.systems import SIMULATED, run_system
+from lightning_safusion.sparsify.schedule import SuitedDensity
 from lightning_safusion.systems import SYSTEMS
 
 #: All systems are compared with this dense exchange, which needs no other package.
 BASELINE = "ddp-bf16"
 # A gain below this share is not worth another gradient than DDP's.
 _WORTH = 0.02
-# Down to this density short trainings with AdamW end level with dense ones.
-_SAFE_DENSITY = 0.05
 
 
 @dataclass(frozen=True)
@@ -78,8 +77,9 @@ def recommend(rows: Sequence[PlanRow], density: float) -> tuple[list[str], str]:
         "short trainings with the default system (docs/convergence.md), small networks with AdamW ended level with "
         "dense training at densities from 0.01 to 0.1, and vision models with SGD within a point."
     )
-    if density < _SAFE_DENSITY:
-        accuracy += f" With Adam or AdamW begin at density {_SAFE_DENSITY:g} or more, and compare with a dense run."
+    if density < SuitedDensity.WITH_MOMENTUM:
+        safe = f"{SuitedDensity.WITH_MOMENTUM:g} or more"
+        accuracy += f" With Adam or AdamW begin at density {safe}, and compare with a dense run."
     lines += [f"      system: {best.system}", f"      density: {density}"]
     return [verdict, accuracy], "\n".join(lines) + "\n"
 

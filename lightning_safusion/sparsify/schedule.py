@@ -52,15 +52,15 @@ class ConstantDensity(DensitySchedule):
 class SuitedDensity(ConstantDensity):
     """A constant density that follows from the optimizers: what ``density=None`` stands for.
 
-    5 % where the residual has a momentum (Adam and its kind), which ended level with dense training on the tasks that
+    2 % where the residual has a momentum (Adam and its kind), which ended level with dense training on the tasks that
     judge it (``docs/convergence.md``); 25 % below optimizers with another momentum than SGD's, such as Lion; 10 % below
     SGD and schedule-free optimizers.
 
     Attributes:
-        density: 5 % until the optimizers are known.
+        density: 2 % until the optimizers are known.
     """
 
-    WITH_MOMENTUM, PLAIN, CAUTIOUS = 0.05, 0.1, 0.25
+    WITH_MOMENTUM, PLAIN, CAUTIOUS = 0.02, 0.1, 0.25
 
     def __init__(self) -> None:
         super().__init__(self.WITH_MOMENTUM)

@@ -213,13 +213,13 @@ def schedule_free(params: Any) -> Optimizer:
 @pytest.mark.parametrize(
     ("make", "expected", "plain"),
     [
-        (AdamW, 0.05, 0.25),
-        (RAdam, 0.05, 0.25),
-        (NAdam, 0.05, 0.25),
-        (lambda params: AdamW(params, betas=(0.0, 0.99)), 0.05, 0.1),
+        (AdamW, 0.02, 0.25),
+        (RAdam, 0.02, 0.25),
+        (NAdam, 0.02, 0.25),
+        (lambda params: AdamW(params, betas=(0.0, 0.99)), 0.02, 0.1),
         (lambda params: SGD(params, 0.1, momentum=0.9), 0.1, 0.1),
         (lambda params: SGD(params, 0.1), 0.1, 0.1),
-        (Adagrad, 0.05, 0.1),
+        (Adagrad, 0.02, 0.1),
         (lambda params: Lion(params, 1e-4), 0.25, 0.25),
         (schedule_free, 0.1, 0.25),
     ],
@@ -227,7 +227,7 @@ def schedule_free(params: Any) -> Optimizer:
 def test_the_density_suits_the_optimizers(make: Callable[[Any], Optimizer], expected: float, plain: float) -> None:
     def run(rank: int) -> list[float]:
         found = []
-        for options in ({}, {"density": 0.02}, {"memory": "residual"}):
+        for options in ({}, {"density": 0.05}, {"memory": "residual"}):
             model, seen = adamw(), Seen()
             model.configure_optimizers = lambda net=model: make(net.parameters())  # type: ignore[method-assign]  # another optimizer
             strategy = SAFusionStrategy(collective="allgather", **options)  # type: ignore[arg-type]
@@ -236,7 +236,7 @@ def test_the_density_suits_the_optimizers(make: Callable[[Any], Optimizer], expe
             found.append(seen.density)
         return found
 
-    assert run_launched(2, run) == [[expected, 0.02, plain]] * 2
+    assert run_launched(2, run) == [[expected, 0.05, plain]] * 2
 
 
 def test_muon_is_refused_unless_a_density_is_named() -> None:

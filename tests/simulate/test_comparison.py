@@ -67,10 +67,10 @@ def test_dense_is_recommended_where_it_is_better() -> None:
     assert yaml.safe_load(settings)["trainer"]["strategy"]["init_args"] == {"system": "ddp-bf16"}
 
 
-@pytest.mark.parametrize(("density", "low"), [(0.01, True), (0.05, False)])
+@pytest.mark.parametrize(("density", "low"), [(0.01, True), (0.02, False)])
 def test_a_sparse_recommendation_warns_of_low_densities(density: float, low: bool) -> None:
     (_, accuracy), _ = recommend(plan_table(replace(SLOW, density=density), SOME), density)
-    assert ("AdamW begin at density 0.05" in accuracy) == low
+    assert ("AdamW begin at density 0.02" in accuracy) == low
 
 
 def test_systems_of_the_simulator_alone_are_not_recommended() -> None:
