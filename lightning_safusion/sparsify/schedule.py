@@ -57,13 +57,13 @@ class SuitedDensity(ConstantDensity):
     SGD and schedule-free optimizers.
 
     Attributes:
-        density: 2 % until the optimizers are known.
+        density: 10 % until the optimizers are known: at less SGD's momentum would count as the residual's.
     """
 
     WITH_MOMENTUM, PLAIN, CAUTIOUS = 0.02, 0.1, 0.25
 
     def __init__(self) -> None:
-        super().__init__(self.WITH_MOMENTUM)
+        super().__init__(self.PLAIN)
 
 
 class DGCWarmup(DensitySchedule):
