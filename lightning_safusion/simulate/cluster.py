@@ -11,13 +11,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field, replace
-from math import log1p, sqrt
+from math import inf, log1p, sqrt
 
 import numpy as np
 
 from lightning_safusion.comm.cost import LINKS, Link, allgather_bytes, log2_ceil, ring_allreduce_bytes
 from lightning_safusion.fusion.plans.costs import SelectionCost
 from lightning_safusion.simulate.calibration import Calibration, CollectiveTimes, Host
+from lightning_safusion.simulate.device import DEVICES, Device
 
 #: NVLink inside a node: 200 GB/s effective.
 NVLINK = Link(alpha=3e-6, beta=1 / 200e9, launch=15e-6)
@@ -54,28 +55,6 @@ class CollectiveCost:
 
 
 @dataclass(frozen=True)
-class Device:
-    """Local work of a worker.
-
-    Args:
-        selections: Time of one selection, by kind: ``"exact"`` (top-k by radix select) and ``"threshold"`` (two to
-            three sweeps over the memory). Published orders of magnitude for a GPU; measure yours.
-        decode: Seconds per entry that is added up after an exchange.
-        memory: Bytes per second of the device's memory, read and written.
-        pcie: Bytes per second between device and host.
-        cpu: One selection on the host.
-    """
-
-    selections: Mapping[str, SelectionCost] = field(
-        default_factory=lambda: {"exact": SelectionCost(40e-6, 0.10e-9), "threshold": SelectionCost(25e-6, 0.012e-9)}
-    )
-    decode: float = 0.06e-9
-    memory: float = 1.5e12
-    pcie: float = 12e9
-    cpu: SelectionCost = SelectionCost(100e-6, 1.0e-9)
-
-
-@dataclass(frozen=True)
 class Cluster:
     """Nodes of equally many workers.
 
@@ -91,8 +70,8 @@ class Cluster:
         measured: ``"allgather"`` by the bytes of a message and ``"allreduce"`` by those of the buffer, in place of the
             formulas.
         host: Processors that compute, select and do the network's work, where accelerators do not; decoding then waits
-            for the end of backward and occupies the worker. None: workers share nothing but the link, and decoding runs
-            beside backward, after the exchange.
+            for the end of backward. None: workers share nothing but the link, and a device decodes as soon as an
+            exchange has ended, which delays what it computes.
 
     Raises:
         ValueError: If there is no worker, or the jitter is negative.
@@ -102,7 +81,7 @@ class Cluster:
     gpus_per_node: int = 1
     inter: Link = LINKS["25gbit"]
     intra: Link = NVLINK
-    device: Device = field(default_factory=Device)
+    device: Device = DEVICES["a100"]
     jitter: float = 0.0
     seed: int = 0
     measured: Mapping[str, CollectiveTimes] = field(default_factory=dict)
@@ -120,14 +99,14 @@ class Cluster:
     ) -> Cluster:
         """A cluster with measured costs, as many cores for each worker as there were, and the measured jitter if no
         other is given. Collectives take the measured times where it has as many nodes as the measured group, otherwise
-        those of its link. Every kind of selection costs the same."""
+        those of its link."""
         same = nodes == costs.workers and gpus_per_node == 1
         select = SelectionCost(costs.host.ahead.fixed, costs.host.ahead.per_element)
         return cls(
             nodes,
             gpus_per_node,
             costs.link,
-            device=Device({"threshold": select, "exact": select}, costs.host.decode.per_element, _HOST_MEMORY),
+            device=Device("processors", _HOST_MEMORY, 0.0, inf, selection=select, decode=costs.host.decode.per_element),
             jitter=costs.jitter if jitter is None else jitter,
             seed=seed,
             measured={"allgather": costs.allgather, "allreduce": costs.allreduce} if same else {},

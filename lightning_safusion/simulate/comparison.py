@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
+from math import inf
 from typing import Any
 
 from lightning_safusion.simulate.cluster import resolve_link
 from lightning_safusion.simulate.job import Job
-from lightning_safusion.simulate.systems import SIMULATED, run_system
+from lightning_safusion.simulate.systems import SIMULATED, is_counted, run_system
 from lightning_safusion.sparsify.schedule import SuitedDensity
 from lightning_safusion.systems import SYSTEMS
 
 #: All systems are compared with this dense exchange, which needs no other package.
 BASELINE = "ddp-bf16"
+#: Gbit/s between which the end of compression's gain is looked for.
+RATES = (0.1, 1600.0)
+_HALVINGS = 8
 # A gain below this share is not worth another gradient than DDP's.
 _WORTH = 0.02
 
@@ -22,18 +26,21 @@ _WORTH = 0.02
 @dataclass(frozen=True)
 class PlanRow:
     """One system on one cluster, as files have it: seconds and bytes of its
-    :class:`~lightning_safusion.simulate.schedule.Iteration`, and the speed-up over DDP in bf16."""
+    :class:`~lightning_safusion.simulate.schedule.Iteration`, the speed-up over DDP in bf16, and whether the work of the
+    device was counted (or measured, on processors); else its time is an order of magnitude."""
 
     system: str
     iteration_s: float
     exposed_s: float
     select_s: float
+    device_s: float
     bytes_received: float
     node_bytes: float
     collectives: int
     waited_s: float
     speedup: float
     comparable: bool = True
+    counted: bool = True
 
 
 def plan_table(job: Job, systems: Sequence[str] | None = None) -> list[PlanRow]:
@@ -45,11 +52,14 @@ def plan_table(job: Job, systems: Sequence[str] | None = None) -> list[PlanRow]:
     names = list(SIMULATED) if systems is None else list(systems)
     results = {name: run_system(name, job) for name in dict.fromkeys([BASELINE, *names])}
     baseline = results[BASELINE].seconds
-    rows = []
+    rows, counted = [], job.cluster.host is not None
     for name in names:
         run = results[name]
         sent = (run.nbytes, run.node_bytes, run.collectives, run.waited)
-        rows.append(PlanRow(name, run.seconds, run.exposed, run.select, *sent, baseline / run.seconds, run.comparable))
+        known = run.comparable, counted or is_counted(name)
+        rows.append(
+            PlanRow(name, run.seconds, run.exposed, run.select, run.device, *sent, baseline / run.seconds, *known)
+        )
     return rows
 
 
@@ -59,6 +69,43 @@ def best_sparse(rows: Sequence[PlanRow]) -> PlanRow | None:
     sparse = [row for row in able if SYSTEMS[row.system].sparse and SYSTEMS[row.system].conserves]
     best = min(sparse, key=lambda row: row.iteration_s, default=None)
     return best if best is not None and best.speedup > 1 + _WORTH else None
+
+
+def break_even(job: Job, system: str) -> float:
+    """Gbit/s of a node's network card from which a system is no faster than DDP in bf16: 0 or infinity where that holds
+    at every rate that there is, or at none."""
+    low, high = RATES
+
+    def pays(rate: float) -> bool:
+        there = replace(job, cluster=replace(job.cluster, inter=resolve_link(f"{rate}gbit"), measured={}))
+        return run_system(BASELINE, there).seconds > (1 + _WORTH) * run_system(system, there).seconds
+
+    if not pays(low):
+        return 0.0
+    if pays(high):
+        return inf
+    for _ in range(_HALVINGS):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if pays(middle) else (low, middle)
+    return high
+
+
+def when_to_compress(rows: Sequence[PlanRow], job: Job) -> str:
+    """A sentence: up to which bandwidth it pays to compress, and what that costs the device."""
+    able = [row for row in rows if row.system in SYSTEMS and SYSTEMS[row.system].sparse]
+    if not able:
+        return "No sparse system was compared."
+    best = best_sparse(rows) or min(able, key=lambda row: row.iteration_s)
+    rate = break_even(job, best.system)
+    work = f"{best.device_s * 1e3:.1f} ms of the device in every step"
+    if rate == 0:
+        return f"Do not compress this job on these workers: {best.system!r} takes {work}, at any bandwidth too much."
+    if rate == inf:
+        return f"To compress pays at every bandwidth up to {RATES[1]:g} Gbit/s: {best.system!r} takes {work}."
+    return (
+        f"Do not compress from about {rate:.2g} Gbit/s on: there {best.system!r}, which takes {work}, is no faster than "
+        "DDP in bf16."
+    )
 
 
 def recommend(rows: Sequence[PlanRow], density: float) -> tuple[list[str], str]:

@@ -52,15 +52,14 @@ class Device:
 
     def __post_init__(self) -> None:
         for what in ("memory", "instructions", "pcie"):
-            if not 0 < getattr(self, what):
+            if not getattr(self, what) > 0:
                 raise ValueError(f"device {self.name!r}: {what} must be positive, got {getattr(self, what)}")
         if not (isfinite(self.launch) and self.launch >= 0):
             raise ValueError(f"device {self.name!r}: launch must be finite and not negative, got {self.launch}")
         for stage, factor in self.factors.items():
             if stage not in STAGES or not (isfinite(factor) and factor > 0):
-                raise ValueError(
-                    f"device {self.name!r}: factors are positive numbers of {STAGES}, got {stage}={factor}"
-                )
+                known = f"factors are positive numbers of {', '.join(STAGES)}"
+                raise ValueError(f"device {self.name!r}: {known}, got {stage}={factor}")
 
     def seconds(self, work: Mapping[str, Work]) -> float:
         """Seconds of stages that follow each other: each takes as long as its bytes or its instructions, whichever is
@@ -70,6 +69,13 @@ class Device:
             busy = max(part.nbytes / self.memory, part.instructions / self.instructions)
             total += part.launches * self.launch + busy * self.factors.get(stage, 1.0)
         return total
+
+    @property
+    def described(self) -> str:
+        """The speeds in words."""
+        speeds = f"{self.memory / 1e12:.2f} TB/s, {self.launch * 1e6:.1f} us per launch"
+        speeds += f", {self.instructions / 1e12:.1f}e12 instructions per second"
+        return f"{self.name} ({self.source or 'source not stated'}: {speeds})"
 
     def save(self, path: str | Path) -> None:
         """Writes it as JSON."""

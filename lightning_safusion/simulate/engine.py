@@ -1,15 +1,16 @@
 """One iteration on a clock: computing, selection, collectives, and the waits between them.
 
-Every worker has four resources that do one thing at a time: the compute stream, the host's selector, the bus between
-device and host, and the link, which takes collectives first come, first served. A collective begins when the last
-worker is ready for it. Workers share nothing else, so that their jitter enters there and nowhere else.
+Every worker has four resources that do one thing at a time: the compute stream, which selects and decodes too, the
+host's selector, the bus between device and host, and the link, which takes collectives first come, first served. A
+collective begins when the last worker is ready for it. Workers share nothing else, so that their jitter enters there
+and nowhere else.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import ceil
 from statistics import fmean
 
@@ -53,6 +54,21 @@ def mean_iteration(trace: Trace, cluster: Cluster, schedule: Schedule, iteration
     )
 
 
+@dataclass(eq=False)
+class _Arrival:
+    """What an exchange has brought.
+
+    Args:
+        at: When it was there.
+        seconds: Of decoding it.
+        decoded: Which workers have, bool [workers].
+    """
+
+    at: float
+    seconds: float
+    decoded: np.ndarray
+
+
 class _Run:
     """State of one iteration. Arrays are [workers], or [workers, L]."""
 
@@ -76,7 +92,8 @@ class _Run:
         self.collectives = 0
         self.waited = 0.0
         self.first_busy = 0
-        self.decodes: list[tuple[float, float]] = []  # arrival and duration of computations with results, at the end
+        self.arrived: deque[_Arrival] = deque()  # in the order of the link, until all workers have decoded them
+        self.decoded, self.end = 0.0, schedule.end
 
     def _forward(self, pace: np.ndarray) -> np.ndarray:
         """End of each worker's forward pass, which waits for parameters that settle late."""
@@ -93,6 +110,8 @@ class _Run:
 
     def _compute(self, place: int) -> None:
         """Backward and selection of one tensor; afterwards ``ready`` holds when it can be sent."""
+        if self.cluster.host is None:
+            self._decode_arrived()
         self.clock = self.clock + self.backward[:, place]
         if self.host_select[place] > 0:
             copied = np.maximum(self.clock, self.bus_free)
@@ -102,6 +121,17 @@ class _Run:
         else:
             self.clock = self.clock + self.select[place]
             self.ready[:, place] = self.clock
+
+    def _decode_arrived(self) -> None:
+        """Each worker adds up what has arrived by now."""
+        for arrival in self.arrived:
+            now = ~arrival.decoded & (arrival.at <= self.clock)
+            if not now.any():
+                break
+            self.clock = self.clock + np.where(now, arrival.seconds, 0.0)
+            arrival.decoded |= now
+        while self.arrived and self.arrived[0].decoded.all():
+            self.arrived.popleft()
 
     def _compute_all(self) -> None:
         for place in range(len(self.trace.tensors)):
@@ -114,10 +144,10 @@ class _Run:
         if all_ready > self.link_free:
             self.first_busy = min(message.tensors, default=0)
         self.link_free = max(all_ready, self.link_free) + message.cost.seconds
-        if self.cluster.host is not None or not message.tensors:
-            self.decodes.append((self.link_free, message.decode))
-        else:
-            self.link_free += message.decode
+        if message.decode > 0:
+            self.arrived.append(_Arrival(self.link_free, message.decode, np.zeros(self.workers, bool)))
+        self.decoded += message.decode
+        self.end += message.commit
         self.sent = self.sent + message.cost
         self.collectives += message.collectives
 
@@ -173,13 +203,15 @@ class _Run:
             self._send(launch.message, self.ready[np.arange(self.workers), closing])
 
     def result(self) -> Iteration:
-        end = max(float(self.clock.max()), float(self.host_free.max()))
-        for arrived, seconds in self.decodes:
-            end = max(end, arrived) + seconds
+        clock = self.clock
+        for arrival in self.arrived:
+            clock = np.where(arrival.decoded, clock, np.maximum(clock, arrival.at) + arrival.seconds)
+        end = max(float(clock.max()), float(self.host_free.max()), self.link_free)
         return Iteration(
-            max(end, self.link_free) + self.trace.optimizer,
+            end + self.end + self.trace.optimizer,
             self.trace.seconds,
             self.selected,
+            self.selected + self.decoded + self.end,
             self.sent.nbytes,
             self.sent.node_bytes,
             self.collectives,

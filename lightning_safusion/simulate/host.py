@@ -316,10 +316,12 @@ class HostRun:
         """The result of the iteration."""
         exchanges = [*(exchange for _, exchange in self.sent), *self.settles.values()]
         total = sum((exchange.cost for exchange in exchanges), CollectiveCost())
+        selected = sum(self.select) + sum(message.select for message, _ in self.sent)
         return Iteration(
             float(np.mean(self.ends)),
             self.trace.seconds,
-            sum(self.select) + sum(message.select for message, _ in self.sent),
+            selected,
+            selected + sum(message.decode for message, _ in self.sent),
             total.nbytes,
             total.node_bytes,
             sum(message.collectives for message, _ in self.sent) + len(self.settles),

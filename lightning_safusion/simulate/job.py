@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -11,8 +11,9 @@ import numpy as np
 from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.fusion.plans.costs import GroupCosts, SelectionCost
 from lightning_safusion.fusion.plans.plan import Plan
-from lightning_safusion.lookup import look_up
-from lightning_safusion.simulate.cluster import Cluster
+from lightning_safusion.kernels.cuda.work import Span
+from lightning_safusion.simulate.cluster import Cluster, CollectiveCost
+from lightning_safusion.simulate.paths import Path, TorchOperations
 from lightning_safusion.simulate.schedule import Message, Schedule
 from lightning_safusion.simulate.trace import Trace
 
@@ -32,20 +33,22 @@ class Job:
         density: Share of the elements that is sent, in (0, 1].
         entry_bytes: Bytes of a sent entry on the wire, position included: 8 for fp32 values with 32-bit positions, 6
             with 16-bit positions, 4 with bf16 values as well.
-        selection: Kind of selection, see :class:`Device`.
+        path: From gradients to means on a device.
+        by_update: Elements are compared by how far the optimizer would move them.
         segmented: Selection before fusion in one call per buffer, with a quota for each tensor, as this package does
             it; else one call per tensor, as the papers describe it.
         dense_below: Tensors of fewer elements are dense.
 
     Raises:
-        ValueError: If the density is outside (0, 1], an entry has no bytes, or the selection is unknown.
+        ValueError: If the density is outside (0, 1], or an entry has no bytes.
     """
 
     trace: Trace
     cluster: Cluster
     density: float = 0.01
     entry_bytes: float = 6.0
-    selection: str = "threshold"
+    path: Path = TorchOperations()
+    by_update: bool = False
     segmented: bool = True
     dense_below: int = 0
 
@@ -54,7 +57,6 @@ class Job:
             raise ValueError(f"density is a share in (0, 1], got {self.density}")
         if not self.entry_bytes > 0:
             raise ValueError(f"an entry needs bytes on the wire, got entry_bytes={self.entry_bytes}")
-        look_up("selection", self.selection, self.cluster.device.selections)
 
     @cached_property
     def numels(self) -> np.ndarray:
@@ -94,38 +96,69 @@ class Job:
         ready = np.array([np.cumsum(nominal * pace[:, None] * noise, axis=1) for pace, noise in draws])
         return np.diff(np.median(ready, axis=0).max(axis=0), prepend=0.0)
 
-    @property
+    @cached_property
     def select_cost(self) -> SelectionCost:
-        """Time of one selection."""
-        return self.cluster.device.selections[self.selection]
+        """Time of one selection, packing included."""
+        device = self.cluster.device
+        if device.selection is not None:
+            return device.selection
+        cost = line(lambda elements: device.seconds(self.path.selection(self.span(elements))))
+        return SelectionCost(cost.fixed, cost.per_byte)
 
     @cached_property
     def selects(self) -> np.ndarray:
         """Seconds of selecting from each tensor alone, float64 [L]."""
         return np.where(self.dense, 0.0, self.select_cost(self.numels))
 
-    @property
-    def decode_per_byte(self) -> float:
-        """Seconds of decoding all workers' messages, per byte of one of them."""
-        return self.cluster.workers * self.cluster.device.decode / self.entry_bytes
+    @cached_property
+    def decode_cost(self) -> LinearCost:
+        """Time of decoding all workers' messages, by the bytes of one of them."""
+        workers = self.cluster.workers
+        if self.cluster.device.decode is not None:
+            return LinearCost(0.0, workers * self.cluster.device.decode / self.entry_bytes)
+        return line(lambda nbytes: self.decode_seconds(self.span_of_bytes(nbytes), workers))
+
+    def span(self, elements: float, entries: float | None = None, tensors: int = 1) -> Span:
+        """A buffer of so many elements; its entries follow from the density if they are not given."""
+        found = elements * self.density if entries is None else entries
+        return Span(elements, found, tensors, by_update=self.by_update)
+
+    def span_of(self, places: Sequence[int]) -> Span:
+        """The buffer of the tensors at these places, without dense ones."""
+        chosen = [place for place in places if not self.dense[place]]
+        return self.span(float(self.numels[chosen].sum()), float(self.entries[chosen].sum()), len(chosen))
+
+    def span_of_bytes(self, nbytes: float) -> Span:
+        """The buffer whose message has so many bytes."""
+        entries = nbytes / self.entry_bytes
+        return self.span(entries / self.density, entries)
+
+    def decode_seconds(self, span: Span, messages: float) -> float:
+        """Adding up the entries of so many messages."""
+        device = self.cluster.device
+        if device.decode is not None:
+            return messages * span.entries * device.decode
+        return device.seconds(self.path.decoding(span, int(messages)))
 
     def group_costs(self, *, sparse: bool = True, dense: bool = False) -> GroupCosts:
         """Numbers for planners whose timeline does not depend on the grouping: selection is part of being ready, and so
-        is decoding where it occupies the worker.
+        is decoding, unless its published time is part of the exchange.
 
         Args:
             sparse: Whether buffers may take the all-gather.
             dense: Whether buffers may take the all-reduce, in fp32.
         """
         selects = np.zeros(len(self.numels))
-        host, decode, per_buffer = self.cluster.host, self.decode_per_byte, 0.0
+        host, decode, per_buffer = self.cluster.host, self.decode_cost, 0.0
         if sparse:
             share = self.select_cost.per_element * self.numels
             selects = np.where(self.dense, 0.0, share) if self.segmented else self.selects
+        if sparse and not self.decodes_on_link:
+            selects = selects + decode.per_byte * self.sparse_bytes
+            per_buffer = (self.select_cost.fixed if self.segmented else 0.0) + decode.fixed
         if sparse and host is not None:
-            selects, decode = selects + self.decode_per_byte * self.sparse_bytes, 0.0
             selects = selects + host.ahead.per_tensor + host.decode.per_tensor
-            per_buffer = (self.select_cost.fixed if self.segmented else 0.0) + host.decode.fixed
+            per_buffer += host.decode.fixed
         gather = line(lambda nbytes: self.cluster.allgather(nbytes).seconds)
         reduce = line(lambda nbytes: self.cluster.allreduce(nbytes).seconds)
         return GroupCosts(
@@ -134,7 +167,7 @@ class Job:
             sparse_bytes=tuple(self.sparse_bytes.tolist()),
             dense_bytes=tuple(self.dense_bytes.tolist()),
             world_size=self.cluster.workers,
-            sparse=(gather.fixed, gather.per_byte + decode),
+            sparse=(gather.fixed, gather.per_byte + (decode.per_byte if self.decodes_on_link else 0.0)),
             per_buffer=per_buffer,
             dense=(reduce.fixed, reduce.per_byte),
             sparse_allowed=sparse,
@@ -165,21 +198,43 @@ class Job:
     def sparse_message(self, places: Sequence[int], *, select: bool, behind: bool = False) -> Message:
         """An all-gather of entries of tensors; ``select``: selection runs when its last gradient is ready."""
         nbytes, host = float(self.sparse_bytes[list(places)].sum()), self.cluster.host
-        if host is None:
-            decode = self.decode_per_byte * nbytes
-        else:
+        seconds, cost = self.select_seconds(places, behind) if select else 0.0, self.cluster.allgather(nbytes)
+        if host is not None:
             decode = host.decode(len(places), self.cluster.workers * nbytes / self.entry_bytes)
-        seconds = self.select_seconds(places, behind) if select else 0.0
-        return Message(places, self.cluster.allgather(nbytes), seconds, decode)
+            return Message(places, cost, seconds, decode)
+        return self.decoded(places, cost, self.span_of(places), self.cluster.workers, seconds)
+
+    @property
+    def decodes_on_link(self) -> bool:
+        """Whether decoding is part of an exchange, as in published times."""
+        return self.cluster.device.decode is not None and self.cluster.host is None
+
+    def decoded(
+        self,
+        places: Sequence[int],
+        cost: CollectiveCost,
+        span: Span,
+        messages: float,
+        select: float = 0.0,
+        between: float = 0.0,
+    ) -> Message:
+        """An exchange that brings so many messages, each with the entries of a span; ``between``: seconds of selection
+        between its phases."""
+        decode = between + self.decode_seconds(span, messages)
+        if self.decodes_on_link:
+            return Message(places, replace(cost, seconds=cost.seconds + decode), select)
+        counted = self.cluster.device.decode is None
+        commit = self.cluster.device.seconds(self.path.commitment(span)) if counted else 0.0
+        return Message(places, cost, select, decode, commit)
 
     def select_seconds(self, places: Sequence[int], behind: bool = False) -> float:
         """One selection over several tensors, before fusion or after it; dense ones need none."""
-        chosen = [place for place in places if not self.dense[place]]
-        elements = float(self.numels[chosen].sum())
-        host = self.cluster.host
-        if host is None:
-            return float(self.select_cost(elements))
-        return (host.behind if behind else host.ahead)(len(places), elements)
+        span, host, device = self.span_of(places), self.cluster.host, self.cluster.device
+        if host is not None:
+            return (host.behind if behind else host.ahead)(len(places), span.elements)
+        if device.selection is not None:
+            return float(device.selection(span.elements))
+        return device.seconds(self.path.selection(span))
 
 
 def line(seconds: Callable[[float], float]) -> LinearCost:

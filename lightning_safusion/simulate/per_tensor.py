@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from lightning_safusion.fusion.plans.espresso import Option, Trial, choose_optio
 from lightning_safusion.fusion.plans.hipress import HiPress, compresses
 from lightning_safusion.fusion.plans.selective import SelectiveChoice, choose_offloaded, choose_selective
 from lightning_safusion.simulate.engine import simulate
-from lightning_safusion.simulate.job import Job
+from lightning_safusion.simulate.job import Job, line
 from lightning_safusion.simulate.schedule import Message, Schedule
 
 # Parts of one compressed gradient that are tried.
@@ -32,7 +33,8 @@ def adtopk(job: Job) -> Schedule:
         length = tensor.shape[1]
         entries = tensor.numel // max(1, length) * max(1, int(length * job.density))
         nbytes = float(entries) * job.entry_bytes
-        messages.append(Message([place], job.cluster.allgather(nbytes), decode=job.decode_per_byte * nbytes))
+        span = job.span(float(tensor.numel), float(entries))
+        messages.append(job.decoded([place], job.cluster.allgather(nbytes), span, job.cluster.workers))
         selects[place] = job.select_cost(tensor.numel)
     return Schedule(messages, selects.tolist())
 
@@ -57,12 +59,13 @@ def hipress(job: Job) -> Schedule:
 
 def _primitives(job: Job) -> tuple[LinearCost, LinearCost, LinearCost]:
     """The way to a server, encoding and decoding of HiPress with the cluster's numbers, per fp32 element."""
-    cluster, device = job.cluster, job.cluster.device
+    cluster = job.cluster
     link, sharing = (cluster.inter, cluster.gpus_per_node) if cluster.nodes > 1 else (cluster.intra, 1)
     element = 4.0 * link.beta * sharing
     rounds, others = (cluster.workers - 1).bit_length(), cluster.workers - 1
     server = LinearCost(link.launch + rounds * link.alpha, others * element)
-    decode = LinearCost(_KERNEL, 4.0 / job.entry_bytes * device.decode)
+    each = line(lambda nbytes: job.decode_seconds(job.span_of_bytes(nbytes), 1))
+    decode = LinearCost(max(_KERNEL, each.fixed), 4.0 * each.per_byte)
     encode = LinearCost(job.select_cost.fixed, job.select_cost.per_element)
     return server, encode, decode
 
@@ -73,7 +76,8 @@ def _in_parts(job: Job, place: int) -> list[Message]:
     def split(parts: int) -> Message:
         nbytes = float(job.sparse_bytes[place]) / parts
         select = float(job.select_cost(float(job.numels[place]) / parts))
-        return Message([place], job.cluster.allgather(nbytes), select, job.decode_per_byte * nbytes)
+        span = job.span(float(job.numels[place]) / parts, float(job.entries[place]) / parts)
+        return job.decoded([place], job.cluster.allgather(nbytes), span, job.cluster.workers, select)
 
     def seconds(parts: int) -> float:
         part = split(parts)
@@ -106,9 +110,8 @@ def _with_options(job: Job, options: Sequence[Option]) -> Schedule:
             messages.append(job.dense_message([place], 4 if option == "full" else 2))
         elif cluster.gpus_per_node > 1 and cluster.nodes > 1:
             nbytes = float(job.sparse_bytes[place])
-            decode = cluster.nodes * nbytes / job.entry_bytes * cluster.device.decode
             cost = cluster.hierarchical(nbytes, float(job.numels[place]) * 2)
-            messages.append(Message([place], cost, decode=decode, collectives=3))
+            messages.append(replace(job.decoded([place], cost, job.span_of([place]), cluster.nodes), collectives=3))
         else:
             messages.append(job.sparse_message([place], select=False))
     return Schedule(messages, selects.tolist(), host.tolist())
@@ -178,5 +181,6 @@ def _exchanges(
         nbytes += float(job.dense_bytes[dense].sum())
     members = sparse if interleaved else places
     if members:
-        messages.append(Message(members, job.cluster.allgather(nbytes), select, job.decode_per_byte * nbytes))
+        span = job.span(float(job.numels[sparse].sum()), float(entries), len(sparse))
+        messages.append(job.decoded(members, job.cluster.allgather(nbytes), span, job.cluster.workers, select))
     return messages

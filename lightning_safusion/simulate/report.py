@@ -16,7 +16,8 @@ from lightning_safusion.literal import literal
 from lightning_safusion.lookup import need
 from lightning_safusion.simulate.calibration import Calibration
 from lightning_safusion.simulate.cluster import Cluster, resolve_link
-from lightning_safusion.simulate.comparison import PlanRow, plan_table, recommend, sweep_table
+from lightning_safusion.simulate.comparison import PlanRow, plan_table, recommend, sweep_table, when_to_compress
+from lightning_safusion.simulate.device import resolve_device
 from lightning_safusion.simulate.job import Job
 from lightning_safusion.simulate.systems import SIMULATED
 from lightning_safusion.simulate.trace import resolve_trace
@@ -48,7 +49,7 @@ def run_plan(
     bandwidth: str = "25gbit",
     density: float = 0.01,
     entry_bytes: float = 6.0,
-    selection: str = "threshold",
+    device: str = "a100",
     jitter: float | None = None,
     seed: int = 0,
     calibration: str | None = None,
@@ -65,12 +66,12 @@ def run_plan(
         bandwidth: Of one node's network card, such as 25gbit.
         density: Share of the gradient that sparse systems send.
         entry_bytes: Bytes of a sent entry with its position: 8, 6 or 4.
-        selection: "exact" (top-k) or "threshold".
+        device: "a100", "h100", or the JSON file that "python -m lab gpu" has written on one: the speeds by which the
+            counted work of selecting, packing and decoding becomes seconds.
         jitter: Relative standard deviation of computing times between workers; by default that of the calibration, or
             none.
         seed: Of the jitter.
-        calibration: JSON file of "safusion bench --calibrate": its costs replace bandwidth, entry_bytes and those of
-            selection.
+        calibration: JSON file of "safusion bench --calibrate": its costs replace bandwidth, entry_bytes and device.
         systems: Systems to compare, separated by commas; all by default.
         sweep: Also vary something: "bandwidth", "density" or "nodes", or with values, as in "bandwidth=10gbit,25gbit";
             several are separated by spaces.
@@ -86,8 +87,9 @@ def run_plan(
         cluster = Cluster.calibrated(costs, nodes, gpus_per_node, jitter, seed)
         entry_bytes, bandwidth = costs.entry_bytes, f"the rate of {calibration}"
     else:
-        cluster = Cluster(nodes, gpus_per_node, resolve_link(bandwidth), jitter=jitter or 0.0, seed=seed)
-    job = Job(job_trace, cluster, density, entry_bytes, selection)
+        link, found = resolve_link(bandwidth), resolve_device(device)
+        cluster = Cluster(nodes, gpus_per_node, link, device=found, jitter=jitter or 0.0, seed=seed)
+    job = Job(job_trace, cluster, density, entry_bytes)
     over = parse_sweep(sweep) if sweep else {}
     if isinstance(systems, str):
         systems = [name.strip() for name in systems.split(",")]
@@ -97,7 +99,11 @@ def run_plan(
     console.print(literal(f"Times of the trace: {job_trace.source or 'not stated'}. Predictions, not measurements."))
     if costs is not None:
         console.print(literal(f"Costs: {costs.source}."))
+    else:
+        console.print(literal(f"Device: {cluster.device.described}; its work is counted."))
     sentences, settings = recommend(rows, density)
+    if costs is None:
+        sentences.insert(1, when_to_compress(rows, job))
     for sentence in sentences:
         console.print(sentence)
     console.print(settings, markup=False, highlight=False)
@@ -144,7 +150,8 @@ def _plan_table(rows: Sequence[PlanRow], job: Job, bandwidth: str) -> Table:
         f"density {job.density:g}"
     )
     caption = (
-        "MB that a worker and a node receive; collectives started; speed-up over DDP in bf16; "
+        "device: ms that selecting, packing and decoding take of a worker, ~ as an order of magnitude; MB that a worker "
+        "and a node receive; collectives started; speed-up over DDP in bf16; "
         "*: simulated only, not a system of the strategy"
     )
     if not all(row.comparable for row in rows):
@@ -154,12 +161,13 @@ def _plan_table(rows: Sequence[PlanRow], job: Job, bandwidth: str) -> Table:
         )
     table = Table(title=literal(title, "table.title"), caption=caption)
     table.add_column("system", no_wrap=True)
-    for heading in ("ms", "exposed", "select", "MB", "node MB", "calls", "speed-up"):
+    for heading in ("ms", "exposed", "device", "MB", "node MB", "calls", "speed-up"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in sorted(rows, key=lambda row: row.iteration_s):
         table.add_row(
             "† " * (not row.comparable) + row.system + " *" * (row.system not in SYSTEMS),
-            *(f"{seconds * 1e3:.1f}" for seconds in (row.iteration_s, row.exposed_s, row.select_s)),
+            *(f"{seconds * 1e3:.1f}" for seconds in (row.iteration_s, row.exposed_s)),
+            "~" * (not row.counted) + f"{row.device_s * 1e3:.1f}",
             *(f"{nbytes / 1e6:.1f}" for nbytes in (row.bytes_received, row.node_bytes)),
             str(row.collectives),
             f"{row.speedup:.2f}",

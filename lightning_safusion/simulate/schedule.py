@@ -18,7 +18,9 @@ class Message:
             pass and is awaited after the backward pass (elastic averaging).
         cost: Time and bytes on the link.
         select: Seconds of selection on the compute stream when its last tensor is ready.
-        decode: Seconds of decoding, on the link's stream; without tensors, of computation after the backward pass.
+        decode: Seconds in which what has arrived is added up, and the worker computes nothing else; without tensors, of
+            computation after the backward pass.
+        commit: Seconds of taking what was sent out of the residual, when all messages are there.
         settle: Second phase, which runs during the next forward pass (DeAR).
         collectives: Collectives that it counts for.
     """
@@ -27,6 +29,7 @@ class Message:
     cost: CollectiveCost
     select: float = 0.0
     decode: float = 0.0
+    commit: float = 0.0
     settle: CollectiveCost | None = None
     collectives: int = 1
 
@@ -85,12 +88,14 @@ class Schedule:
         host_select: Seconds of selection from each tensor on the host; 0 for tensors that stay on the device [L];
             empty: none.
         engine: This package's engine sees every gradient, and drains at the end; else DDP has another hook.
+        end: Seconds that the device ends a window in, whatever its messages.
     """
 
     launch: Sequence[Message] | Timer | Stream
     select: Sequence[float] = ()
     host_select: Sequence[float] = ()
     engine: bool = True
+    end: float = 0.0
 
     @property
     def messages(self) -> list[Message]:
@@ -107,6 +112,8 @@ class Iteration:
         seconds: The whole iteration.
         compute: Forward, backward and optimizer of the trace alone.
         select: Selection on the compute stream.
+        device: Selection, packing, decoding and the end of the window: all seconds in which a worker does what it would
+            not do without an exchange.
         nbytes: Bytes that one worker receives.
         node_bytes: Bytes that enter one node.
         collectives: Collectives.
@@ -119,6 +126,7 @@ class Iteration:
     seconds: float
     compute: float
     select: float
+    device: float
     nbytes: float
     node_bytes: float
     collectives: int

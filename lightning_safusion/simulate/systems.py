@@ -7,7 +7,7 @@ engine and the same wire, so that only the idea differs.
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -22,10 +22,12 @@ from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.fusion.plans.policy import Naive
 from lightning_safusion.fusion.plans.searching import Cupcake
 from lightning_safusion.fusion.plans.ticking import Horovod
+from lightning_safusion.kernels.cuda.work import Span
 from lightning_safusion.lookup import look_up
 from lightning_safusion.simulate.cluster import CollectiveCost
 from lightning_safusion.simulate.engine import mean_iteration
 from lightning_safusion.simulate.job import Job, line
+from lightning_safusion.simulate.paths import SELECT, FusedKernels, Path, ShardedOperations, TorchOperations
 from lightning_safusion.simulate.per_tensor import adtopk, espresso, hipress, ssfusion
 from lightning_safusion.simulate.schedule import Iteration, Message, Schedule, Stream, Timer
 from lightning_safusion.systems import SYSTEMS, EngineSystem, HookSystem
@@ -65,6 +67,15 @@ SIMULATED: Mapping[str, EngineSystem | HookSystem] = ChainMap(
 )
 
 
+def is_counted(name: str) -> bool:
+    """Whether the work of a device is counted for this system; else its time is an order of magnitude."""
+    row = look_up("system", name, SIMULATED)
+    if isinstance(row, HookSystem):
+        return row.ddp_hook in ("none", "bf16", "fp16", "dear")
+    kinds = row.compressor in ("none", *SELECT) and row.collective not in ("oktopk", "gtopk", "hierarchical")
+    return kinds and not row.offload
+
+
 def run_system(name: str, job: Job, iterations: int = 20) -> Iteration:
     """The mean iteration of one system."""
     return mean_iteration(job.trace, job.cluster, build_schedule(name, job), iterations)
@@ -80,12 +91,18 @@ def build_schedule(name: str, job: Job) -> Schedule:
     if isinstance(row, HookSystem):
         return replace(_HOOKS[row.ddp_hook](job), engine=False)
     job = _as_row(row, job)
+    schedule = _engine_schedule(row, job)
+    counted = row.sparse and job.cluster.host is None and job.cluster.device.selection is None
+    return replace(schedule, end=job.cluster.device.seconds(job.path.end())) if counted else schedule
+
+
+def _engine_schedule(row: EngineSystem, job: Job) -> Schedule:
     collective = find_collective(row.collective)
     if row.fusion == "selective":
         return ssfusion(job, row.offload, collective.dense_lane)
     if row.fusion == "horovod":
         return _horovod(job, row.sparse)
-    if row.collective == row.quota == "auto" and job.cluster.workers >= SHARDED_FROM:
+    if _has_shards(row, job) and row.collective == "auto":
         return _sharded(job, dense=True)
     for part in (row.collective, row.compressor, row.fusion):
         if part in _SPECIAL:
@@ -95,13 +112,27 @@ def build_schedule(name: str, job: Job) -> Schedule:
 
 
 def _as_row(row: EngineSystem, job: Job) -> Job:
-    """The job with the dense tensors and the wire format of a row."""
-    job = replace(job, dense_below=max(job.dense_below, row.dense_below))
+    """The job with the dense tensors, the wire format and the way through a device of a row."""
+    few_bits = row.wire == "q4"  # those for which kernels are fused
+    fused = few_bits and row.compressor == "topk" and row.scope == "tensor" and not _has_shards(row, job)
+    path: Path = FusedKernels() if fused else TorchOperations(row.compressor, few_bits)
+    if _has_shards(row, job):
+        shares = ShardedExchange.scattered, ShardedExchange.gathered
+        path = ShardedOperations(row.compressor, few_bits, job.cluster.workers, *shares)
+    by_update = row.select_by == "auto"
+    job = replace(job, dense_below=max(job.dense_below, row.dense_below), path=path, by_update=by_update)
     if row.wire == "auto":
         return job
     numel = min(int(job.numels.sum()), _CODEC_ELEMENTS)
     entries = max(1, int(numel * job.density))
     return replace(job, entry_bytes=message_bytes(row.wire, numel, entries) / entries)
+
+
+def _has_shards(row: EngineSystem, job: Job) -> bool:
+    """Whether selections go to owners and back."""
+    return row.collective == "sharded" or (
+        row.collective == row.quota == "auto" and job.cluster.workers >= SHARDED_FROM
+    )
 
 
 def _buckets(job: Job, first: float = DDP_FIRST_BUCKET) -> list[range]:
@@ -170,23 +201,23 @@ def _cupcake(job: Job) -> Schedule:
     return job.schedule(Plan.from_stops(search.stops), behind=True)
 
 
-def _one_buffer(job: Job, cost: CollectiveCost, entries: float, extra: float = 0.0) -> Schedule:
+def _one_buffer(job: Job, cost: CollectiveCost, messages: int, extra: float = 0.0) -> Schedule:
     """All tensors in one message; selection runs when backward has ended."""
     places = range(len(job.numels))
-    decode = entries * job.cluster.device.decode + extra
-    return Schedule([Message(places, cost, job.select_seconds(places, behind=True), decode)])
+    select = job.select_seconds(places, behind=True)
+    return Schedule([job.decoded(places, cost, job.span_of(places), messages, select, extra)])
 
 
 def _gtopk(job: Job) -> Schedule:
     kept = float(job.entries.sum())
     rounds = (job.cluster.workers - 1).bit_length()
     merging = rounds * float(job.select_cost(2 * kept))
-    return _one_buffer(job, job.cluster.gtopk(float(job.sparse_bytes.sum())), kept, merging)
+    return _one_buffer(job, job.cluster.gtopk(float(job.sparse_bytes.sum())), 1, merging)
 
 
 def _oktopk(job: Job) -> Schedule:
     # each worker adds up its region, k entries in all, and then places the k entries of the result
-    return _one_buffer(job, job.cluster.oktopk(float(job.sparse_bytes.sum())), 3.0 * float(job.entries.sum()))
+    return _one_buffer(job, job.cluster.oktopk(float(job.sparse_bytes.sum())), 3)
 
 
 def _stream(job: Job) -> Schedule:
@@ -194,58 +225,62 @@ def _stream(job: Job) -> Schedule:
     entries = job.entries.astype(float)
     capacity = float(min(Naive().buffer_elements, entries.sum()))
     nbytes = capacity * (job.entry_bytes if job.entry_bytes >= 8 else job.entry_bytes + 2)
-    decode = job.cluster.workers * capacity * job.cluster.device.decode
-    message = Message([0], job.cluster.allgather(nbytes), decode=decode)
+    span = job.span(capacity / job.density, capacity)
+    message = job.decoded([0], job.cluster.allgather(nbytes), span, job.cluster.workers)
     return Schedule(Stream(entries.tolist(), capacity, message), job.selects.tolist())
 
 
 def _hierarchical(job: Job) -> Schedule:
     """The exact programme's groups over an exchange in three phases. Each worker selects from its shard of the node's
-    sum, after the reduce-scatter inside the node: on the link's stream, so that it does not delay backward."""
+    sum, after the reduce-scatter inside the node."""
     cluster, costs = job.cluster, job.group_costs()
     density = float(job.sparse_bytes.sum()) / max(1, int(job.numels.sum()))
 
-    def local(nbytes: float, elements: float) -> float:
-        decode = cluster.nodes * nbytes / job.entry_bytes * cluster.device.decode
-        return float(job.select_cost(elements / cluster.gpus_per_node)) + decode
+    def message(places: Sequence[int], span: Span, nbytes: float) -> Message:
+        exchange = cluster.hierarchical(nbytes, 2 * span.elements)
+        between = float(job.select_cost(span.elements / cluster.gpus_per_node))
+        return replace(job.decoded(places, exchange, span, cluster.nodes, between=between), collectives=3)
 
     def seconds(nbytes: float) -> float:
-        elements = nbytes / density
-        return cluster.hierarchical(nbytes, 2 * elements).seconds + local(nbytes, elements)
+        found = message([], job.span(nbytes / density, nbytes / job.entry_bytes), nbytes)
+        return found.cost.seconds + found.decode
 
     cost, ready = line(seconds), job.group_costs(sparse=False, dense=True).ready
     messages = []
-    for group in plan_optimal(replace(costs, ready=ready, sparse=(cost.fixed, cost.per_byte))).groups:
+    costs = replace(costs, ready=ready, per_buffer=0.0, sparse=(cost.fixed, cost.per_byte))
+    for group in plan_optimal(costs).groups:
         places = range(group.start, group.stop)
         nbytes, elements = float(job.sparse_bytes[places].sum()), float(job.numels[places].sum())
-        exchange = cluster.hierarchical(nbytes, 2 * elements)
-        messages.append(Message(places, exchange, decode=local(nbytes, elements), collectives=3))
+        messages.append(message(places, job.span(elements, nbytes / job.entry_bytes), nbytes))
     return Schedule(messages)
 
 
 def _sharded(job: Job, dense: bool = False) -> Schedule:
-    """The exact programme's groups over an exchange in two phases; between them each worker selects from its shard, on
-    the link's stream. ``dense``: groups may be dense."""
-    cluster = job.cluster
-    density = float(job.sparse_bytes.sum()) / max(1, int(job.numels.sum()))
+    """The exact programme's groups over an exchange in two phases; between them each worker selects from its shard.
+    ``dense``: groups may be dense."""
+    cluster, counted = job.cluster, job.cluster.device.decode is None
 
-    def exchange(nbytes: float) -> CollectiveCost:
-        return cluster.sharded(ShardedExchange.scattered * nbytes, ShardedExchange.gathered * nbytes)
+    def message(places: Sequence[int], span: Span, nbytes: float, select: float = 0.0) -> Message:
+        scattered, gathered = ShardedExchange.scattered, ShardedExchange.gathered
+        exchange = cluster.sharded(scattered * nbytes, gathered * nbytes)
+        # counted work of a buffer has all phases in it
+        between = 0.0 if counted else float(job.select_cost(span.elements / cluster.workers))
+        times = cluster.workers if counted else scattered + gathered
+        return replace(job.decoded(places, exchange, span, times, select, between), collectives=2)
 
-    def local(nbytes: float) -> float:
-        entries = (ShardedExchange.scattered + ShardedExchange.gathered) * nbytes / job.entry_bytes
-        return float(job.select_cost(nbytes / density / cluster.workers)) + entries * cluster.device.decode
+    def seconds(nbytes: float) -> float:
+        found = message([], job.span_of_bytes(nbytes), nbytes)
+        return found.cost.seconds + (0.0 if counted else found.decode)
 
-    cost = line(lambda nbytes: exchange(nbytes).seconds + local(nbytes))
+    cost = line(seconds)
     messages = []
     for group in plan_optimal(replace(job.group_costs(dense=dense), sparse=(cost.fixed, cost.per_byte))).groups:
         places = range(group.start, group.stop)
         if group.collective == "allreduce":
             messages.append(job.dense_message(places))
             continue
-        nbytes = float(job.sparse_bytes[places].sum())
-        select = job.select_seconds(places)
-        messages.append(Message(places, exchange(nbytes), select, local(nbytes), collectives=2))
+        nbytes, select = float(job.sparse_bytes[places].sum()), job.select_seconds(places)
+        messages.append(message(places, job.span_of(places), nbytes, select))
     return Schedule(messages)
 
 

@@ -1,0 +1,149 @@
+"""From gradients to means on a device: what each way costs it, in launches, bytes and instructions.
+
+The fused kernels are counted in :mod:`lightning_safusion.kernels.cuda.work`. Where they do not serve, the engine uses
+PyTorch's operations; their launches and bytes are counted here, on a device that is not there
+(``tests/simulate/test_paths.py``): an operation reads and writes each of its tensors once, a sort reads and writes keys
+and positions once for every 8 bits of a key, and of what is chosen by positions only that much moves.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lightning_safusion.kernels.cuda import work as fused
+from lightning_safusion.kernels.cuda.work import Span, Work
+
+
+class Operations(NamedTuple):
+    """Operations of PyTorch on a buffer.
+
+    Args:
+        launches: Of a call.
+        nbytes: For each element.
+        entry_bytes: For each entry.
+        tensor_launches: For each tensor.
+    """
+
+    launches: int
+    nbytes: float
+    entry_bytes: float
+    tensor_launches: int = 0
+
+    def work(self, elements: float, entries: float, tensors: int = 0, calls: int = 1) -> Work:
+        """Of some calls, with so many elements and entries in all."""
+        launches = self.launches * calls + self.tensor_launches * tensors
+        return Work(launches, self.nbytes * elements + self.entry_bytes * entries)
+
+
+#: Gradients are added to the residual, and elements are selected from it: all are sorted.
+SELECT = {"topk": Operations(31, 401, 82, 2), "gaussiank": Operations(258, 896, 108, 2)}
+#: A message is written; with values of a few bits, or floats.
+ENCODE = {True: Operations(99, 1.1, 587), False: Operations(67, 1.1, 402)}
+#: A message of one worker is read and added to the means.
+DECODE = {True: Operations(50, 1.2, 563), False: Operations(31, 1.2, 457)}
+#: Means are cleared before, judged, and written into the gradients.
+DELIVER = Operations(25, 42, 0)
+#: What was sent leaves the residual.
+COMMIT = Operations(4, 0, 28)
+#: Shards: an owner takes its elements, adds the entries of each message to them, and what all owners send is written.
+TAKE, ADD, PLACE = Operations(8, 16, 0, 1), Operations(11, 0, 100), Operations(7, 18, 0)
+
+
+class Path(ABC):
+    """A way from gradients to means. All return work by stage, as :data:`~lightning_safusion.kernels.cuda.work.STAGES`
+    has them."""
+
+    @abstractmethod
+    def selection(self, span: Span) -> dict[str, Work]:
+        """From gradients to a message."""
+
+    @abstractmethod
+    def decoding(self, span: Span, messages: int) -> dict[str, Work]:
+        """From so many messages, each with the entries of the span, to means in the gradients."""
+
+    @abstractmethod
+    def commitment(self, span: Span) -> dict[str, Work]:
+        """What was sent leaves the residual."""
+
+    def end(self) -> dict[str, Work]:
+        """Of a window, whatever its buffers."""
+        return {"operations": Work(1)}
+
+
+@dataclass(frozen=True)
+class FusedKernels(Path):
+    """The kernels of the default's parts."""
+
+    def selection(self, span: Span) -> dict[str, Work]:
+        return fused.selection(span)
+
+    def decoding(self, span: Span, messages: int) -> dict[str, Work]:
+        return fused.decoding(span, messages)
+
+    def commitment(self, span: Span) -> dict[str, Work]:
+        return fused.commitment(span)
+
+    def end(self) -> dict[str, Work]:
+        return fused.END
+
+
+@dataclass(frozen=True)
+class TorchOperations(Path):
+    """PyTorch's operations.
+
+    Args:
+        compressor: Of which the operations are counted; others are taken for ``"topk"``.
+        few_bits: Values have a few bits.
+    """
+
+    compressor: str = "topk"
+    few_bits: bool = False
+
+    def selection(self, span: Span) -> dict[str, Work]:
+        if not span.elements:
+            return {}
+        select = SELECT.get(self.compressor, SELECT["topk"]).work(span.elements, span.entries, span.tensors)
+        return {"operations": select + ENCODE[self.few_bits].work(span.elements, span.entries)}
+
+    def decoding(self, span: Span, messages: int) -> dict[str, Work]:
+        if not span.elements:
+            return {}
+        read = DECODE[self.few_bits].work(messages * span.elements, messages * span.entries, calls=messages)
+        return {"operations": read + DELIVER.work(span.elements, span.entries)}
+
+    def commitment(self, span: Span) -> dict[str, Work]:
+        return {"operations": COMMIT.work(span.elements, span.entries)} if span.elements else {}
+
+
+@dataclass(frozen=True)
+class ShardedOperations(TorchOperations):
+    """PyTorch's operations with shards: an owner adds up what it receives, and selects from the sums.
+
+    Args:
+        workers: Each owns a shard.
+        scattered: Entries that a worker sends to owners, of each of its quota.
+        gathered: Entries that all owners send.
+    """
+
+    workers: int = 1
+    scattered: float = 1.0
+    gathered: float = 1.0
+
+    def selection(self, span: Span) -> dict[str, Work]:
+        if not span.elements:
+            return {}
+        entries = self.scattered * span.entries
+        select = SELECT["topk"].work(span.elements, entries, span.tensors)
+        return {"operations": select + ENCODE[self.few_bits].work(span.elements, entries, calls=self.workers - 1)}
+
+    def decoding(self, span: Span, messages: int) -> dict[str, Work]:
+        if not span.elements:
+            return {}
+        workers, others, own = self.workers, self.workers - 1, span.elements / self.workers
+        received, sent = self.scattered * span.entries * others / workers, self.gathered * span.entries
+        read = DECODE[self.few_bits].work(own * others, received, calls=others) + ADD.work(0, received, calls=others)
+        chosen = SELECT["topk"].work(own, sent / workers) + ENCODE[self.few_bits].work(own, sent / workers)
+        means = DECODE[self.few_bits].work(span.elements, sent, calls=workers) + PLACE.work(span.elements, sent)
+        return {"operations": TAKE.work(own, 0, span.tensors) + read + chosen + means}
