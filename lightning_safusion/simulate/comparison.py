@@ -103,8 +103,8 @@ def when_to_compress(rows: Sequence[PlanRow], job: Job) -> str:
     if rate == inf:
         return f"To compress pays at every bandwidth up to {RATES[1]:g} Gbit/s: {best.system!r} takes {work}."
     return (
-        f"Do not compress from about {rate:.2g} Gbit/s on: there {best.system!r}, which takes {work}, is no faster than "
-        "DDP in bf16."
+        f"Do not compress from about {rate:.2g} Gbit/s on: there {best.system!r}, which takes {work}, is no faster "
+        "than DDP in bf16."
     )
 
 

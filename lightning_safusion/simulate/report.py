@@ -150,8 +150,8 @@ def _plan_table(rows: Sequence[PlanRow], job: Job, bandwidth: str) -> Table:
         f"density {job.density:g}"
     )
     caption = (
-        "device: ms that selecting, packing and decoding take of a worker, ~ as an order of magnitude; MB that a worker "
-        "and a node receive; collectives started; speed-up over DDP in bf16; "
+        "device: ms that selecting, packing and decoding take of a worker, ~ as an order of magnitude; MB that a "
+        "worker and a node receive; collectives started; speed-up over DDP in bf16; "
         "*: simulated only, not a system of the strategy"
     )
     if not all(row.comparable for row in rows):

@@ -19,7 +19,7 @@ from lightning_safusion.fusion.build import build_engine
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.layout import TensorSpec
 from lightning_safusion.fusion.planning import Planner
-from lightning_safusion.kernels.cuda import buffer
+from lightning_safusion.kernels.cuda import buffer, work
 from lightning_safusion.simulate.trace import resolve_trace
 from lightning_safusion.sparsify.selection.units import Moment, UpdateUnits
 from tests.cluster import settings
@@ -125,6 +125,11 @@ def test_launches_of_a_window(
     sizes = [shipment.buffer.edges[-1] for shipment in report._shipments]
     assert started["compensate"] == started["decode"] == started["write"] == started["pack"] == buffers
     assert started["commit"] == 1
+    # as the planner is told; buffers of short tensors have another digit, and dense ones no pool
+    span = work.Span(1e6, 1e5, pooled=options.get("quota") == "pooled")
+    told = work.selection(span) | work.decoding(span, 2) | {"all-gather": work.Work(1)}
+    launches = sum(part.launches for part in told.values()) * buffers + work.END["commit"].launches
+    assert sum(started.values()) == pytest.approx(launches, abs=4)
     # short tensors have one more digit
     assert sum(started.values()) <= (2 + per_buffer) * buffers + 2 + len([size for size in sizes if size < 6400]) * 2
     assert sum(started.values()) <= (2 + 15) * buffers

@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lab.experiments import PUBLISHED
 from lab.planner_loss import predict_behind
 from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.fusion.plans.pricing import predict_finish
 from lightning_safusion.fusion.plans.ticking import Horovod
-from lightning_safusion.simulate.cluster import Cluster, CollectiveCost, Device
+from lightning_safusion.simulate.cluster import Cluster, CollectiveCost
+from lightning_safusion.simulate.device import DEVICES
 from lightning_safusion.simulate.engine import mean_iteration, simulate
 from lightning_safusion.simulate.job import Job
 from lightning_safusion.simulate.schedule import Message, Schedule, Stream, Timer
@@ -72,7 +74,7 @@ def test_parts_of_a_tensor_leave_while_the_next_part_is_selected() -> None:
 
 def test_the_host_selects_one_tensor_after_the_other_beside_backward() -> None:
     trace = job_of([1.0, 1.0], numel=100)
-    cluster = replace(ALONE, device=Device(pcie=400.0 / 3.0))  # copying takes 3 s
+    cluster = replace(ALONE, device=replace(DEVICES["a100"], pcie=400.0 / 3.0))  # copying takes 3 s
     first, second = message(0, seconds=1.0), message(1, seconds=1.0)
 
     def seconds(*host: float) -> float:
@@ -159,7 +161,7 @@ def test_the_clock_agrees_with_the_planners(segmented: bool) -> None:
         TraceTensor(f"t{place}", (int(rng.integers(1000, 10**6)),), float(rng.uniform(0, 1e-3)), 1e-4)
         for place in range(12)
     )
-    job = Job(Trace("job", tensors), Cluster(8), 0.05, 8, "exact", segmented)
+    job = Job(Trace("job", tensors), Cluster(8, device=PUBLISHED["exact"]), 0.05, 8, segmented=segmented)
     costs, forward = job.group_costs(), sum(tensor.forward for tensor in tensors)
     for _ in range(20):
         cuts = np.sort(rng.choice(np.arange(1, 12), int(rng.integers(0, 11)), replace=False))

@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import pytest
 
+from lab.experiments import PUBLISHED
 from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.simulate.calibration import Host
-from lightning_safusion.simulate.cluster import Cluster, CollectiveCost, Device
+from lightning_safusion.simulate.cluster import Cluster, CollectiveCost
 from lightning_safusion.simulate.engine import mean_iteration, simulate
 from lightning_safusion.simulate.host import TIMESLICE
 from lightning_safusion.simulate.job import Job
@@ -34,7 +35,7 @@ def seconds(trace: Trace, cluster: Cluster, *messages: Message, engine: bool = T
 def test_with_cores_for_all_it_is_the_clock_without_sharing(name: str) -> None:
     trace = Trace("job", tuple(TraceTensor(f"t{i}", (300, 100 + i), 1e-3 * (i % 3), 5e-4) for i in range(20)), 2e-3)
     # decoding is free: on the host it waits for the end of backward
-    alone = Cluster(4, device=Device(decode=0.0))
+    alone = Cluster(4, device=replace(PUBLISHED["threshold"], decode=0.0))
     shared = replace(alone, host=Host(cores=math.inf))
     schedule = build_schedule(name, Job(trace, alone, 0.01))
     expected, result = (simulate(trace, cluster, schedule) for cluster in (alone, shared))

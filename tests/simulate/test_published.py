@@ -26,6 +26,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from lab.experiments import PUBLISHED
 from lab.planner_loss import plan_pareto
 from lightning_safusion.comm.cost import LINKS, Link
 from lightning_safusion.fusion.plans.adaptive import optimal_cuts, plan_optimal
@@ -66,13 +67,13 @@ def dense(trace: Trace, cluster: Cluster, width: int) -> float:
 
 
 def per_tensor(trace: Trace, cluster: Cluster, selection: str) -> float:
-    job = Job(trace, cluster, 0.01, 8, selection, segmented=False)
+    job = Job(trace, replace(cluster, device=PUBLISHED[selection]), 0.01, 8, segmented=False)
     return milliseconds(job, job.schedule(plan_optimal(job.group_costs(), max_last_share=1.0)))
 
 
 def oktopk(job: Job) -> float:
     def decode(nbytes: float) -> float:
-        return 3 * nbytes / job.entry_bytes * job.cluster.device.decode
+        return 3 * nbytes / job.entry_bytes * PUBLISHED["threshold"].decode
 
     cost = line(lambda nbytes: job.cluster.oktopk(nbytes).seconds + decode(nbytes))
     messages = []
@@ -84,7 +85,7 @@ def oktopk(job: Job) -> float:
 
 
 def columns(trace: Trace, gbit: float) -> list[float]:
-    cluster = Cluster(8, 8, network(gbit))
+    cluster = Cluster(8, 8, network(gbit), device=PUBLISHED["threshold"])
     job = Job(trace, cluster, 0.01, 4)
     return [
         dense(trace, cluster, 4),
@@ -145,7 +146,7 @@ def test_resnet_50_on_64_workers() -> None:
     ],
 )
 def test_grouping_policies(model: str, cluster: Cluster, published: Sequence[float]) -> None:
-    job = Job(load(model), cluster, 0.01, 8, "exact", segmented=False)
+    job = Job(load(model), replace(cluster, device=PUBLISHED["exact"]), 0.01, 8, segmented=False)
     total, costs = len(job.numels), job.group_costs()
 
     def merged(stops: Sequence[int]) -> float:
@@ -176,7 +177,7 @@ def test_grouping_policies(model: str, cluster: Cluster, published: Sequence[flo
     ],
 )
 def test_grouping_by_a_timer(model: str, cluster: Cluster, published: float) -> None:
-    job = Job(load(model), cluster, 0.01, 8, "exact", segmented=False)
+    job = Job(load(model), replace(cluster, device=PUBLISHED["exact"]), 0.01, 8, segmented=False)
     schedule = build_schedule("horovod", job)
     assert isinstance(schedule.launch, Timer)
     free = replace(schedule, launch=replace(schedule.launch, negotiate=0.0, launch=0.0))
@@ -186,7 +187,8 @@ def test_grouping_by_a_timer(model: str, cluster: Cluster, published: float) -> 
 
 
 def test_launches_cost_more_than_merging_saves_on_a_fast_network() -> None:
-    job = Job(load("bert-large"), Cluster(8, 8, LINKS["200gbit-rdma"]), 0.01, 8, "exact", segmented=False)
+    cluster = Cluster(8, 8, LINKS["200gbit-rdma"], device=PUBLISHED["exact"])
+    job = Job(load("bert-large"), cluster, 0.01, 8, segmented=False)
     found = [
         milliseconds(job, job.schedule(OMGS().plan(job.group_costs()), behind=True)),
         milliseconds(job, job.schedule(plan_pareto(job.group_costs()), behind=True)),

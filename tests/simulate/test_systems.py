@@ -7,11 +7,13 @@ from functools import cache
 
 import pytest
 
+from lab.experiments import PUBLISHED
 from lightning_safusion.comm.cost import LINKS
 from lightning_safusion.fusion.plans.adaptive import plan_optimal
 from lightning_safusion.fusion.plans.costs import SelectionCost, ddp_buckets
 from lightning_safusion.fusion.plans.pricing import predict_finish
-from lightning_safusion.simulate.cluster import Cluster, Device
+from lightning_safusion.simulate.cluster import Cluster
+from lightning_safusion.simulate.device import DEVICES
 from lightning_safusion.simulate.engine import simulate
 from lightning_safusion.simulate.job import Job, line
 from lightning_safusion.simulate.schedule import Iteration
@@ -98,14 +100,14 @@ def test_buckets_close_with_the_tensor_that_fills_them() -> None:
 
 def test_the_exact_programme_is_not_beaten_by_other_groupings_of_the_same_messages() -> None:
     for link in ("10gbit", "25gbit"):
-        job = Job(load("resnet-50"), Cluster(16, 1, LINKS[link]), 0.01, 8, "exact", segmented=False)
+        job = Job(load("resnet-50"), Cluster(16, 1, LINKS[link], device=PUBLISHED["exact"]), 0.01, 8, segmented=False)
         best = run("safusion", job).seconds
         for name in ("wfbp", "horovod", "saf-inter", "safusion-paper"):
             assert best <= run(name, job).seconds * (1 + 1e-9)
 
 
 def test_pipelining_overlap_and_merging_pay_where_they_should() -> None:
-    slow = Job(load("bert-base"), Cluster(8, 1, LINKS["10gbit"]), 0.01)
+    slow = Job(load("bert-base"), Cluster(8, 1, LINKS["10gbit"], device=PUBLISHED["threshold"]), 0.01)
     assert run("safusion", slow).seconds < run("syncea", slow).seconds
     assert run("safusion", slow).seconds < run("wfbp", slow).seconds
     assert run("mgwfbp", slow).seconds < run("wfbp-dense", slow).seconds
@@ -152,16 +154,16 @@ def test_espresso_is_not_slower_than_its_first_choice() -> None:
 
 def test_espresso_selects_on_the_host_where_the_device_is_slow() -> None:
     slow = SelectionCost(5e-3, 0.0)
-    quick = Device(selections={"threshold": slow}, cpu=SelectionCost(1e-5, 0.0), pcie=1e12)
+    quick = replace(DEVICES["a100"], selection=slow, cpu=SelectionCost(1e-5, 0.0), pcie=1e12)
     schedule = build_schedule("espresso", Job(load("vgg-19"), Cluster(8, 1, LINKS["10gbit"], device=quick), 0.01))
     assert any(schedule.host_select)
 
 
 def test_groups_over_an_exchange_in_phases_are_the_best_ones() -> None:
     # selection after the exchange inside a node does not delay backward: the plan must not think so either
-    device = Device(selections={"threshold": SelectionCost(0.0, 1e-8)})
+    device = replace(PUBLISHED["threshold"], selection=SelectionCost(0.0, 1e-8))
     job = Job(load("bert-base"), Cluster(32, 1, LINKS["25gbit"], device=device), 0.01, dense_below=512)
-    per_byte = 1e-8 * job.numels.sum() / job.sparse_bytes.sum() + job.decode_per_byte
+    per_byte = 1e-8 * job.numels.sum() / job.sparse_bytes.sum() + job.decode_cost.per_byte
     cost = line(lambda nbytes: job.cluster.allgather(nbytes).seconds + per_byte * nbytes)
     ready = job.group_costs(sparse=False, dense=True).ready
     costs = replace(job.group_costs(), ready=ready, sparse=(cost.fixed, cost.per_byte))
@@ -181,7 +183,7 @@ def test_ssfusion_keeps_its_budget_and_its_lanes() -> None:
 
 def test_ssfusion_offloads_only_where_the_host_is_quick_enough() -> None:
     def host(seconds: float) -> float:
-        device = Device(cpu=replace(Device().cpu, fixed=seconds, per_element=seconds * 1e-6))
+        device = replace(PUBLISHED["threshold"], cpu=SelectionCost(seconds, seconds * 1e-6))
         job = Job(load("bert-base"), Cluster(8, 1, LINKS["10gbit"], device=device), 0.05)
         schedule = build_schedule("ssfusion-o", job)
         return sum(seconds > 0 for seconds in schedule.host_select)
@@ -191,7 +193,7 @@ def test_ssfusion_offloads_only_where_the_host_is_quick_enough() -> None:
 
 
 def test_selection_in_one_call_saves_launches() -> None:
-    job = Job(load("bert-large"), Cluster(8), 0.01)
+    job = Job(load("bert-large"), Cluster(8, device=PUBLISHED["threshold"]), 0.01)
     apart = replace(job, segmented=False)
     assert run("saf-inter", apart).select - run("saf-inter", job).select == pytest.approx((393 - 50) * 25e-6)
 
@@ -204,7 +206,7 @@ def test_alignment_pays_more_with_more_workers(trace: str, sizes: tuple[int, ...
     """
     gains = []
     for workers in sizes:
-        cluster = Cluster(workers, 1, LINKS["10gbit"], jitter=0.1)
+        cluster = Cluster(workers, 1, LINKS["10gbit"], device=PUBLISHED["threshold"], jitter=0.1)
         job = Job(load(trace), cluster, 0.01, 8, segmented=False)
         naive, inter, adaptive = (run(name, job, 6) for name in ("saf-naive", "saf-inter", "safusion"))
         assert adaptive.seconds < inter.seconds * 1.005
@@ -233,11 +235,6 @@ def test_unknown_systems_are_named() -> None:
 def test_jobs_refuse_senseless_numbers(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=str(value)):
         replace(lstm(), **{field: value})
-
-
-def test_unknown_selections_are_named() -> None:
-    with pytest.raises(ValueError, match=r"'best'.*'exact'"):
-        replace(lstm(), selection="best")
 
 
 @pytest.mark.parametrize("nodes", [2, 3, 8, 15, 16, 64])

@@ -72,6 +72,24 @@ def output_of(*command: str) -> str:
     return subprocess.run([BINARIES / command[0], *command[1:]], capture_output=True, text=True, check=True).stdout
 
 
+def loops_of(code: str) -> dict[str, int]:
+    """Instructions of the longest loop that has no other in it, and those that are in no loop."""
+    labels: dict[str, int] = {}
+    loops: list[range] = []
+    number = 0
+    for line in code.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = number
+        elif instruction := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
+            target = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", instruction[1])
+            number += 1
+            if target and labels.get(target[1], number) < number - 1:  # a branch to itself ends the code
+                loops.append(range(labels[target[1]], number))
+    inner = [loop for loop in loops if not any(other != loop and other[0] in loop for other in loops)]
+    inside = {place for loop in loops for place in loop}
+    return {"loop": max(map(len, inner), default=0), "once": number - len(inside)}
+
+
 def described(ptx: str, cubin: bytes, threads: int) -> dict[str, Any]:
     """What the binary needs, and what the code has."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -87,6 +105,7 @@ def described(ptx: str, cubin: bytes, threads: int) -> dict[str, Any]:
         "spills": len(re.findall(r"\s(?:STL|LDL)\b", code)),
         "blocks": 65536 // (-(-registers // 8) * 8 * threads),
         "instructions": len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s", code, re.M)),
+        **loops_of(code),
         "fused": len(re.findall(r"\bfma\.(?:rn|rz)\.f32", ptx)),
         "flushed": len(re.findall(r"\.ftz\b", ptx)),
         "float atomics": len(re.findall(r"\b(?:atom|red)\S*\.f(?:16|32|64)", ptx)),

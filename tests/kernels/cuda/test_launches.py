@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from lightning_safusion.kernels.cuda.work import LOOPS
+
 triton = pytest.importorskip("triton")
 
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -60,3 +62,24 @@ def test_the_kernels_compile_without_a_device(tmp_path: Path, architecture: int)
         if name == "compensate" and "MOMENT=-1" not in label:
             assert kernel["divisions"] > 0, label
             assert kernel["roots"] > 0, label
+    recent = [int(part) for part in triton.__version__.split(".")[:2]] >= [3, 8]  # older ones have longer histograms
+    if architecture == 90 and recent:
+        for name, code in counted(found).items():
+            assert (code["loop"], code["once"]) == pytest.approx((LOOPS[name].length, LOOPS[name].once), rel=0.15), name
+
+
+def counted(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Loops for float32 gradients with quotas by tensor, by their names in ``LOOPS``; means of several variants."""
+    variants = {name: [f"{name}["] for name in LOOPS} | {
+        "compensate": ["compensate[GRAD=0,MOMENT=-1,BITS=8]"],
+        "compensate by update": ["compensate[GRAD=0,MOMENT=0,BITS=8]"],
+        "narrow": [f"narrow[BITS_BEFORE={bits}" for bits in ("8,BITS=11", "11,BITS=12")],
+        "count_chunks": ["count_chunks[BITS=12,"],
+        "pack": ["pack[SELECTED=True"],
+        "decode": ["decode[KIND=0"],
+    }  # fmt: skip
+    means = {}
+    for name, heads in variants.items():
+        rows = [next(row for label, row in found.items() if label.startswith(head)) for head in heads]
+        means[name] = {part: sum(row[part] for row in rows) / len(rows) for part in ("loop", "once")}
+    return means

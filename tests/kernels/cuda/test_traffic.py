@@ -15,7 +15,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from lightning_safusion.kernels.cuda import buffer
+from lightning_safusion.kernels.cuda import buffer, work
 from tests.kernels.cuda.buffers import DECAY, HOST, Case, Rank, WindowKernels, gather
 
 pytestmark = [
@@ -89,9 +89,9 @@ def traffic(monkeypatch: pytest.MonkeyPatch) -> Traffic:
     return found
 
 
-@pytest.mark.parametrize("moments", [None, [0, 0]])
-def test_bytes_of_an_element(traffic: Traffic, moments: list[int] | None) -> None:
-    case = Case((40_000, 20_000), world_size=2)
+@pytest.mark.parametrize(("moments", "density"), [(None, 0.1), ([0, 0], 0.1), ([0, 0], 0.02)])
+def test_bytes_of_an_element(traffic: Traffic, moments: list[int] | None, density: float) -> None:
+    case = Case((40_000, 20_000), density, world_size=2)
     ranks = [Rank.of(case, number, 3, moments) for number in range(2)]
     for rank in ranks:
         weighing = rank.weighing
@@ -117,3 +117,8 @@ def test_bytes_of_an_element(traffic: Traffic, moments: list[int] | None) -> Non
     each = {name: count / sum(case.sizes) for name, count in traffic.bytes.items()}
     print({name: round(count, 2) for name, count in each.items()}, round(sum(each.values()), 2))
     assert sum(each.values()) <= 55 + 0.5 * 2
+    elements = float(sum(case.sizes))
+    span = work.Span(elements, density * elements, len(case.sizes), by_update=moments is not None)
+    told = work.selection(span) | work.decoding(span, 2) | work.commitment(span)
+    for name, count in each.items():
+        assert count == pytest.approx(told[name].nbytes / elements, abs=0.15), name
