@@ -150,7 +150,7 @@ def test_a_window_of_operations(
     workers: int,
     buffers: int,
 ) -> None:
-    tensors, options = 4, {"density": 0.1, "collective": "allgather"} | options
+    tensors, options = 4, {"density": 0.1, "compressor": "topk", "collective": "allgather"} | options
     monkeypatch.setattr(Planner, "verify", lambda *_: None)
     monkeypatch.setattr(DeviceDrain, "read", lambda _: None)
     described = specs(((_NUMEL,),) * tensors)
@@ -166,7 +166,7 @@ def test_a_window_of_operations(
             window(engine, range(tensors)[::-1], grads)
     elements = _NUMEL * tensors / buffers
     span = Span(elements, elements * options["density"], tensors // buffers)
-    path = TorchOperations(options.get("compressor", "topk"), few_bits)
+    path = TorchOperations(options["compressor"], few_bits)
     for stage, told in (
         ("selection", path.selection(span)),
         ("decoding", path.decoding(span, workers)),

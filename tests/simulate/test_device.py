@@ -1,0 +1,138 @@
+"""Devices: their file, their speeds, and the time of a step of the default by the counted work of its kernels."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_safusion.comm.cost import LINKS
+from lightning_safusion.kernels.cuda import work
+from lightning_safusion.kernels.cuda.work import Span, Work
+from lightning_safusion.simulate.cluster import Cluster, resolve_link
+from lightning_safusion.simulate.comparison import break_even, plan_table, when_to_compress
+from lightning_safusion.simulate.device import DEVICES, Device, resolve_device
+from lightning_safusion.simulate.job import Job
+from lightning_safusion.simulate.report import run_plan
+from lightning_safusion.simulate.systems import run_system
+from lightning_safusion.simulate.trace import resolve_trace
+
+MEASURED = Device("made up", 2e12, 5e-6, 1e13, factors={"decode": 1.5}, source="a test")
+
+
+def test_a_file_brings_back_the_device(tmp_path: Path) -> None:
+    MEASURED.save(tmp_path / "device.json")
+    assert resolve_device(tmp_path / "device.json") == MEASURED
+    assert resolve_device("H100") is DEVICES["h100"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content.update(memory=0.0),
+        lambda content: content.update(launch=-1.0),
+        lambda content: content.update(instructions=float("nan")),
+        lambda content: content.update(factors={"decoding": 1.0}),
+        lambda content: content.update(factors={"decode": 0.0}),
+        lambda content: content.update(version=99),
+        lambda content: content.pop("memory"),
+        lambda content: content.update(colour="green"),
+    ],
+)
+def test_a_file_that_makes_no_sense_is_refused(tmp_path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    path = tmp_path / "device.json"
+    MEASURED.save(path)
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"made up|device\.json"):
+        resolve_device(path)
+
+
+def test_unknown_devices_are_named() -> None:
+    with pytest.raises(ValueError, match=r"'v100'.*'a100'"):
+        resolve_device("v100")
+
+
+def test_a_stage_takes_its_launches_and_the_longer_of_bytes_and_instructions() -> None:
+    assert MEASURED.seconds({"write": Work(2, 4e9, 1e9)}) == pytest.approx(2 * 5e-6 + 2e-3)
+    assert MEASURED.seconds({"write": Work(2, 4e9, 4e10)}) == pytest.approx(2 * 5e-6 + 4e-3)
+    # as it was measured
+    assert MEASURED.seconds({"decode": Work(1, 4e9)}) == pytest.approx(5e-6 + 3e-3)
+
+
+def step_of(device: Device, workers: int, density: float = 0.1) -> float:
+    """Milliseconds of BERT-base's step in four buffers."""
+    elements = 109.5e6 / 4
+    span = Span(elements, density * elements, 50)
+    each = [work.selection(span), work.decoding(span, workers), work.commitment(span)]
+    return 1e3 * (4 * sum(map(device.seconds, each)) + device.seconds(work.END))
+
+
+def test_the_predicted_step_of_bert_base() -> None:
+    # 4 TB/s and 4 us; and with instructions at half the rate at which an H100 issues them at 1.755 GHz
+    plain = Device("any", 4e12, 4e-6, inf)
+    exact = replace(plain, instructions=132 * 64 * 1.755e9)
+    for workers, budget in ((2, 1.9), (8, 2.0), (32, 2.3)):
+        assert step_of(plain, workers) <= budget
+    found = [step_of(exact, workers) for workers in (2, 8, 32)]
+    # a message is read 256 bits at a time by every program: more than a quarter of a millisecond for each worker
+    assert found == pytest.approx([3.2, 4.7, 10.7], rel=0.05)
+
+
+@cache
+def bert_large(rate: str, nodes: int = 8, gpus: int = 8) -> Job:
+    return Job(resolve_trace("bert-large"), Cluster(nodes, gpus, resolve_link(rate)), 0.05)
+
+
+@pytest.mark.parametrize("rate", ["25gbit", "100gbit", "200gbit", "400gbit"])
+def test_the_planner_charges_64_workers_what_was_counted(rate: str) -> None:
+    job = bert_large(rate)
+    result, device = run_system("saf-pooled", job), job.cluster.device
+    # by the operations of shards: 99 + 61 + 50 for each other worker and buffer; everything is sorted, a shard again;
+    # of a quota half is packed and read, and then seven halves are packed by owners and read by all
+    elements, workers = float(job.numels.sum()), job.cluster.workers
+    launches = result.collectives / 2 * 210 * workers
+    entries = 0.5 * (587 + 663) + 3.5 * (563 + 587 / workers)
+    nbytes = elements * (401 * (1 + 1 / workers) + 22 + 0.05 * entries)
+    assert result.device == pytest.approx(launches * device.launch + nbytes / device.memory, rel=0.2)
+
+
+def test_the_planner_charges_8_workers_the_fused_kernels() -> None:
+    job = bert_large("25gbit", 8, 1)
+    result, device = run_system("saf-pooled", job), job.cluster.device
+    # instructions for each element: keys 80, digits and counts 93, writing 103, packing 8, reading 8 messages 8 x 34,
+    # delivering 36, the residual 38
+    elements = float(job.numels.sum())
+    expected = elements * (80 + 93 + 103 + 8 + 8 * 34 + 36 + 38) / device.instructions
+    assert result.device == pytest.approx(expected, rel=0.2)
+
+
+def test_it_says_from_where_on_compression_loses(capsys: pytest.CaptureFixture[str]) -> None:
+    slow, fast = bert_large("25gbit"), bert_large("100gbit")
+    rate = break_even(slow, "saf-pooled")
+    assert 25 < rate < 100
+    assert break_even(replace(slow, density=0.9), "safusion-paper") == 0
+    for job in (slow, fast):
+        rows = plan_table(job, ["ddp", "saf-pooled"])
+        assert f"Do not compress from about {rate:.2g} Gbit/s on" in when_to_compress(rows, job)
+    run_plan("lstm", nodes=8, gpus_per_node=1, bandwidth="1gbit", device="h100", systems=["ddp", "safusion", "gtopk"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "Device: H100" in printed
+    assert "its work is counted" in printed
+    assert "Do not compress from about" in printed
+    rows = plan_table(Job(resolve_trace("lstm"), Cluster(8, 1, LINKS["1gbit"])), ["safusion", "gtopk", "ddp"])
+    assert [row.counted for row in rows] == [True, False, True]
+    assert rows[2].device_s == 0 < rows[0].device_s
+
+
+def test_a_faster_device_takes_less() -> None:
+    job = bert_large("100gbit", 8, 1)
+    quick = replace(job, cluster=replace(job.cluster, device=DEVICES["h100"]))
+    assert run_system("saf-pooled", quick).device < 0.8 * run_system("saf-pooled", job).device
