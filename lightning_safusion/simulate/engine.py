@@ -47,6 +47,7 @@ def mean_iteration(trace: Trace, cluster: Cluster, schedule: Schedule, iteration
     return replace(
         runs[0],
         seconds=fmean(run.seconds for run in runs),
+        device=fmean(run.device for run in runs),
         nbytes=fmean(run.nbytes for run in runs),
         node_bytes=fmean(run.node_bytes for run in runs),
         waited=fmean(run.waited for run in runs),

@@ -12,10 +12,14 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
+import torch
+
 from lightning_safusion.baselines.hooks import POWERSGD_RANKS
 from lightning_safusion.comm.catalogue import SHARDED_FROM, find_collective
+from lightning_safusion.comm.collectives.allgather import SparseAllGather
 from lightning_safusion.comm.collectives.sharded import ShardedExchange
-from lightning_safusion.comm.wire.formats import message_bytes
+from lightning_safusion.comm.wire.codec import Codec
+from lightning_safusion.comm.wire.formats import resolve_codec
 from lightning_safusion.fusion.plans.adaptive import plan_optimal
 from lightning_safusion.fusion.plans.costs import DDP_BUCKET, DDP_FIRST_BUCKET, ddp_buckets
 from lightning_safusion.fusion.plans.plan import Plan
@@ -113,19 +117,28 @@ def _engine_schedule(row: EngineSystem, job: Job) -> Schedule:
 
 def _as_row(row: EngineSystem, job: Job) -> Job:
     """The job with the dense tensors, the wire format and the way through a device of a row."""
-    few_bits = row.wire == "q4"  # those for which kernels are fused
-    fused = few_bits and row.compressor == "topk" and row.scope == "tensor" and not _has_shards(row, job)
-    path: Path = FusedKernels() if fused else TorchOperations(row.compressor, few_bits)
-    if _has_shards(row, job):
-        shares = ShardedExchange.scattered, ShardedExchange.gathered
-        path = ShardedOperations(row.compressor, few_bits, job.cluster.workers, *shares)
-    by_update = row.select_by == "auto"
-    job = replace(job, dense_below=max(job.dense_below, row.dense_below), path=path, by_update=by_update)
-    if row.wire == "auto":
-        return job
     numel = min(int(job.numels.sum()), _CODEC_ELEMENTS)
     entries = max(1, int(numel * job.density))
-    return replace(job, entry_bytes=message_bytes(row.wire, numel, entries) / entries)
+    codec = resolve_codec(row.wire, numel, entries, torch.float32)
+    return replace(
+        job,
+        dense_below=max(job.dense_below, row.dense_below),
+        entry_bytes=job.entry_bytes if row.wire == "auto" else codec.nbytes / entries,
+        path=_path_of(row, job, codec),
+        by_update=row.select_by == "auto",
+    )
+
+
+def _path_of(row: EngineSystem, job: Job, codec: Codec) -> Path:
+    """Fused kernels where all parts are those that they know."""
+    few_bits = codec.values.few_bits
+    if _has_shards(row, job):
+        shares = ShardedExchange.scattered, ShardedExchange.gathered
+        return ShardedOperations(row.compressor, few_bits, job.cluster.workers, *shares)
+    parts = row.compressor, row.scope, find_collective(row.collective).exchange, codec.name
+    if parts == ("topk", "tensor", SparseAllGather, "eliasfano-q4"):
+        return FusedKernels()
+    return TorchOperations(row.compressor, few_bits)
 
 
 def _has_shards(row: EngineSystem, job: Job) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from lightning_safusion.comm.cost import LINKS
+from lightning_safusion.fusion.plans.costs import NOMINAL_SELECTION
 from lightning_safusion.kernels.cuda import work
 from lightning_safusion.kernels.cuda.work import Span, Work
 from lightning_safusion.simulate.cluster import Cluster, resolve_link
@@ -20,7 +21,7 @@ from lightning_safusion.simulate.comparison import break_even, plan_table, when_
 from lightning_safusion.simulate.device import DEVICES, Device, resolve_device
 from lightning_safusion.simulate.job import Job
 from lightning_safusion.simulate.report import run_plan
-from lightning_safusion.simulate.systems import run_system
+from lightning_safusion.simulate.systems import build_schedule, run_system
 from lightning_safusion.simulate.trace import resolve_trace
 
 MEASURED = Device("made up", 2e12, 5e-6, 1e13, factors={"decode": 1.5}, source="a test")
@@ -130,6 +131,18 @@ def test_it_says_from_where_on_compression_loses(capsys: pytest.CaptureFixture[s
     rows = plan_table(Job(resolve_trace("lstm"), Cluster(8, 1, LINKS["1gbit"])), ["safusion", "gtopk", "ddp"])
     assert [row.counted for row in rows] == [True, False, True]
     assert rows[2].device_s == 0 < rows[0].device_s
+
+
+def test_planners_begin_with_counted_costs() -> None:
+    cost = Job(resolve_trace("bert-large"), Cluster(8), 0.01).select_cost
+    assert NOMINAL_SELECTION.fixed == pytest.approx(cost.fixed, rel=0.1)
+    assert NOMINAL_SELECTION.per_element == pytest.approx(cost.per_element, rel=0.1)
+
+
+def test_a_quarter_of_all_elements_is_a_bitmap_which_no_kernel_writes() -> None:
+    job = bert_large("25gbit", 4, 1)
+    path = build_schedule("saf-pooled", replace(job, density=0.2)).messages[0].decode
+    assert build_schedule("saf-pooled", replace(job, density=0.3)).messages[0].decode > 1.2 * path
 
 
 def test_a_faster_device_takes_less() -> None:
