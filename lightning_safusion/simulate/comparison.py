@@ -102,8 +102,9 @@ def when_to_compress(rows: Sequence[PlanRow], job: Job) -> str:
         return f"Do not compress this job on these workers: {best.system!r} takes {work}, at any bandwidth too much."
     if rate == inf:
         return f"To compress pays at every bandwidth up to {RATES[1]:g} Gbit/s: {best.system!r} takes {work}."
+    shown = f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}"
     return (
-        f"Do not compress from about {rate:.2g} Gbit/s on: there {best.system!r}, which takes {work}, is no faster "
+        f"Do not compress from about {shown} Gbit/s on: there {best.system!r}, which takes {work}, is no faster "
         "than DDP in bf16."
     )
 
