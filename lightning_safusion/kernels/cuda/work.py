@@ -117,8 +117,20 @@ class Span:
     @property
     def message(self) -> float:
         """Bytes of positions and values of four bits, with a scale for 128."""
-        high = self.entries + self.elements / 2**self.low_bits
-        return (high + self.entries * (self.low_bits + 4 + 16 / 128)) / 8
+        return self._positions + self._values
+
+    @property
+    def read(self) -> float:
+        """Bytes of a message that its readers move: all programs of a region read all of its positions."""
+        return self._positions * max(1.0, (_REGION << self.low_bits) / TILE) + self._values
+
+    @property
+    def _positions(self) -> float:
+        return (self.entries * (1 + self.low_bits) + self.elements / 2**self.low_bits) / 8
+
+    @property
+    def _values(self) -> float:
+        return self.entries * (4 + 16 / 128) / 8
 
     @property
     def tile(self) -> float:
@@ -168,7 +180,7 @@ def decoding(span: Span, workers: int) -> dict[str, Work]:
     loop, tiles = LOOPS["decode"], span.elements / span.tile + span.tensors / 2
     delivered = loop.threads * (_DELIVERED * span.elements / _PIECE + loop.once * tiles)
     each = span.reading("decode") + loop.threads * _RANK * tiles
-    moved = span.width * span.elements + workers * span.message
+    moved = span.width * span.elements + workers * span.read
     return {"decode": Work(span.dtypes, moved, delivered + workers * each)}
 
 
@@ -177,7 +189,7 @@ def commitment(span: Span) -> dict[str, Work]:
     if not span.elements:
         return {}
     once = LOOPS["commit"].threads * LOOPS["commit"].once * (span.elements / span.tile + span.tensors / 2)
-    return {"commit": Work(0, 8 * span.elements * span.touched + span.message, span.reading("commit") + once)}
+    return {"commit": Work(0, 8 * span.elements * span.touched + span.read, span.reading("commit") + once)}
 
 
 #: The launches that end a window, whatever its buffers.
