@@ -18,7 +18,6 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from lightning_safusion.comm.exchange import saturated
 from tests.kernels.cuda.buffers import DECAY, DEVICE, Case, Rank, WindowKernels, cases, gather
 
 EXAMPLES = 12
@@ -40,30 +39,6 @@ def decoded(rank: Rank) -> tuple[int, Tensor, WindowKernels]:
     return int(window.status), torch.cat([grad.cpu().float() for grad in rank.grads]), window
 
 
-def expected_mean(rank: Rank) -> Tensor:
-    """float32 [N], as PyTorch's operations decode it."""
-    return rank.exchange.decode(torch.zeros(rank.case.edges[-1]))
-
-
-def held(rank: Rank, mean: Tensor) -> Tensor:
-    """float32 [N], what the gradients can hold of a mean."""
-    parts = mean.split(list(rank.case.sizes))
-    return torch.cat([saturated(m, d).to(d).float() for m, d in zip(parts, rank.case.dtypes, strict=True)])
-
-
-def left(rank: Rank, mean: Tensor) -> Tensor:
-    """float32 [N], the residual when the window has ended well."""
-    residual, spec = rank.memory.cpu().clone(), rank.exchange.spec
-    if rank.exchange.codec is not None:
-        positions, values = rank.exchange.codec.decode(rank.kernels.sent.cpu()[rank.exchange._selection])
-        residual[positions] -= values
-    for start, stop, dtype in spec.dense_runs:
-        residual[start:stop] -= saturated(residual[start:stop], dtype).to(dtype).float()
-    kinds = zip(rank.case.sizes, rank.case.dtypes, strict=True)
-    narrow = torch.cat([torch.full((s,), d != torch.float32) for s, d in kinds])
-    return torch.where(narrow, residual + (mean - held(rank, mean)), residual)
-
-
 def same(first: Tensor, second: Tensor) -> bool:
     return torch.equal(first.view(torch.int32), second.view(torch.int32))
 
@@ -73,11 +48,11 @@ def same(first: Tensor, second: Tensor) -> bool:
 def test_means_and_residuals_are_those_of_the_cpu(case: Case, workers: int, seed: int) -> None:
     ranks = sent(Case(**{**vars(case), "world_size": workers}), seed)
     rank = ranks[seed % workers]
-    mean = expected_mean(rank)
-    remaining = left(rank, mean)
+    mean = rank.mean()
+    remaining = rank.left(mean)
     status, means, window = decoded(rank)
     assert status == 0
-    assert same(means, held(rank, mean))
+    assert same(means, rank.held(mean))
     window.commit([rank.kernels])
     assert same(rank.memory.cpu(), remaining)
     assert int(window.status) == 0
@@ -100,7 +75,7 @@ def test_one_launch_ends_a_window_of_several_buffers() -> None:
     cases_ = [Case((900, 30)), Case((40,), dense=frozenset({0}), kinds=(1,)), Case((3000,), density=0.01)]
     buffers = [sent(case, 3)[1] for case in cases_]
     window = WindowKernels(DEVICE)
-    expected = [left(rank, expected_mean(rank)) for rank in buffers]
+    expected = [rank.left(rank.mean()) for rank in buffers]
     for rank in buffers:
         rank.kernels.decode(DECAY, window.status)
     window.commit([rank.kernels for rank in buffers])
