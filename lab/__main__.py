@@ -19,7 +19,7 @@ STUDIES = {
     "native": ("lab.native:compiled", "What the engine costs the CPU with and without compiled kernels."),
     "formats": ("lab.formats:formats", "Size of messages by layout, and the time to write and to read them."),
     "selection": ("lab.selection:selection", "Time of selection before fusion against selection after it."),
-    "gpu": ("lab.gpu:gpu", "Selection and packing on a CUDA device against a copy of the same bytes."),
+    "gpu": ("lab.gpu.command:gpu", "What a GPU must show, in stages, each figure beside its budget."),
     "callbacks": ("lab.callbacks:callbacks", "What the callbacks cost."),
     "tuner": ("lab.tuner:tuner", "BufferSizeTuner over a link of known rate (Linux, root)."),
     "simulator": ("lab.simulator:simulator", "The simulator against measurement (Linux, root)."),
@@ -36,7 +36,13 @@ def main(args: Sequence[str] | None = None) -> None:
         args: Its name and options; those of the process by default.
     """
     about = "Studies of lightning_safusion; several values of an option stand between commas."
-    run("python -m lab", about, STUDIES, sys.argv[1:] if args is None else args)
+    given = sys.argv[1:] if args is None else list(args)
+    if given[:1] == ["gpu"]:
+        from lab.gpu.command import main as gpu  # without jsonargparse, which a machine with a GPU may not have
+
+        gpu(given[1:])
+    else:
+        run("python -m lab", about, STUDIES, given)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,178 @@
+"""Runs the stages one after the other, each in a process of its own, and writes what they found.
+
+    $ python -m lab gpu --output gpu
+    $ python -m lab gpu --output rehearsal --rehearse
+
+A stage that fails, hangs or runs too long is ended with all of its processes and reported with the figures that it had
+found; the others go on. Files are written after every stage, so that Ctrl-C leaves what there is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lab.gpu.figures import Figure, Lines
+from lab.gpu.page import page
+from lab.gpu.stages import LIMIT, REHEARSAL_FACTOR, ROOT, STAGES
+
+_GRACE = 10.0  # seconds in which a killed process is gone
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a stage.
+
+    Args:
+        name: Of the stage.
+        state: ``"done"``, ``"failed"``, ``"timed out"``, ``"stopped"`` by the user, or ``"not run"``.
+        seconds: It took.
+        figures: That it found.
+        why: The last lines of what it printed, if it is not done.
+    """
+
+    name: str
+    state: str
+    seconds: float = 0.0
+    figures: tuple[Figure, ...] = ()
+    why: str = ""
+
+
+def run_stage(name: str, folder: Path, rehearse: bool, seconds: float) -> Outcome:
+    """Runs a stage in a process of its own, which is ended after so many seconds, or by Ctrl-C."""
+    lines, log = Lines(folder / f"{name}.jsonl"), folder / f"{name}.log"
+    lines.path.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "lab.gpu.stage", STAGES[name].function, str(lines.path)]
+    command += ["--rehearse"] if rehearse else []
+    begin, state = time.perf_counter(), "done"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=_environment(rehearse), stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            if process.wait(seconds) != 0:
+                state = "failed"
+        except subprocess.TimeoutExpired:
+            state = "timed out"
+        except KeyboardInterrupt:
+            state = "stopped"
+        finally:
+            _end(process)
+    why = "" if state == "done" else "\n".join(log.read_text(errors="replace").splitlines()[-4:])
+    return Outcome(name, state, time.perf_counter() - begin, tuple(lines.read()), why)
+
+
+def _environment(rehearse: bool) -> dict[str, str]:
+    """Variables of a stage: kernels are made for the interpreter or the compiler when Triton is imported."""
+    wanted = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    wanted["TRITON_INTERPRET"] = "1" if rehearse else "0"
+    if rehearse:
+        wanted |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return os.environ | wanted
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a stage and all that it has started; one that hangs in its driver is left behind."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_GRACE)
+
+
+def gpu(output: Path, rehearse: bool = False, stages: Sequence[str] = ()) -> None:
+    """What a GPU must show: numbers, waits, times, races, two processes and a Trainer, each beside its budget.
+
+    Args:
+        output: Folder for the figures (gpu.json), a page of them (gpu.md), the device's costs (device-costs.json, which
+            the simulator reads), and what every stage prints.
+        rehearse: Run every stage on the CPU, with Triton's interpreter and small sizes: nothing is measured.
+        stages: Their names; all by default.
+
+    Raises:
+        RuntimeError: If there is no CUDA device, and it is no rehearsal; if a stage did not end well, or a figure is
+            outside its budget.
+        ValueError: If a stage is unknown.
+    """
+    if unknown := [name for name in stages if name not in STAGES]:
+        raise ValueError(f"unknown stages {', '.join(unknown)}; choose among {', '.join(STAGES)}")
+    if not rehearse:
+        _need_device()
+    output = output.resolve()
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "device-costs.json").unlink(missing_ok=True)
+    outcomes: list[Outcome] = []
+    # whoever ends this process ends the stage as well
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        for outcome in _outcomes(stages or tuple(STAGES), output, rehearse):
+            outcomes.append(outcome)
+            print(f"{outcome.name}: {outcome.state} in {outcome.seconds:.0f} s", flush=True)
+            _write(output, outcomes, rehearse)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    _judge(output, outcomes, rehearse)
+
+
+def _outcomes(names: Sequence[str], output: Path, rehearse: bool) -> Iterator[Outcome]:
+    """Runs stages until the user stops one, or the time of all is over."""
+    left, stopped = float("inf") if rehearse else LIMIT, False
+    for name in names:
+        if stopped or left <= 0:
+            why = "the run was stopped" if stopped else f"the {LIMIT:.0f} seconds of all stages were over"
+            yield Outcome(name, "not run", why=why)
+            continue
+        limit = STAGES[name].seconds * (REHEARSAL_FACTOR if rehearse else 1.0)
+        outcome = run_stage(name, output, rehearse, min(limit, left))
+        stopped, left = outcome.state == "stopped", left - outcome.seconds
+        yield outcome
+
+
+def _need_device() -> None:
+    import torch  # not before the arguments are known to be right: it takes seconds
+
+    if not torch.cuda.is_available():
+        raise RuntimeError(
+            "this needs a CUDA device, and PyTorch sees none here: nothing was measured. --rehearse runs all stages on "
+            "the CPU"
+        )
+
+
+def _write(output: Path, outcomes: Sequence[Outcome], rehearse: bool) -> None:
+    content = {"rehearsal": rehearse, "command": sys.argv, "stages": [asdict(outcome) for outcome in outcomes]}
+    (output / "gpu.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    (output / "gpu.md").write_text(page(outcomes, rehearse, (output / "device-costs.json").exists()), encoding="utf-8")
+
+
+def _judge(output: Path, outcomes: Sequence[Outcome], rehearse: bool) -> None:
+    """Raises :class:`RuntimeError` if something is not as it must be."""
+    bad = [outcome.name for outcome in outcomes if outcome.state != "done"]
+    figures = [figure for outcome in outcomes for figure in outcome.figures]
+    outside = [
+        figure.name for figure in figures if figure.holds is False and (figure.kind != "measured" or not rehearse)
+    ]
+    print(f"written: {output / 'gpu.md'}")
+    if bad or outside:
+        parts = [f"not done: {', '.join(bad)}"] * bool(bad) + [f"outside: {', '.join(outside)}"] * bool(outside)
+        raise RuntimeError("; ".join(parts))
+
+
+def main(args: Sequence[str]) -> None:
+    """The command line, which needs nothing but Python: a machine with a GPU may not have the packages of others."""
+    parser = argparse.ArgumentParser("python -m lab gpu", description=(gpu.__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--output", type=Path, required=True, help="folder for figures, page, costs and logs")
+    parser.add_argument("--rehearse", action="store_true", help="on the CPU: nothing is measured")
+    parser.add_argument("--stages", default="", help=f"some of {','.join(STAGES)}")
+    given = parser.parse_args(args)
+    try:
+        gpu(given.output, given.rehearse, tuple(filter(None, given.stages.split(","))))
+    except (RuntimeError, ValueError) as error:
+        sys.exit(f"python -m lab: {error}")

@@ -1,0 +1,89 @@
+"""From measured times and counted work to the file of a device's costs, which the simulator reads."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from lab.gpu.device import Device as Place
+from lab.gpu.jobs import DENSITY
+from lightning_safusion.kernels.cuda.work import END, Span, Work, commitment, decoding, selection
+from lightning_safusion.simulate.device import Device
+
+# Integer operations of a multiprocessor in a clock: as in lightning_safusion.simulate.device.
+_PER_CLOCK = 64
+_SLEEP, _SHORT = 20_000_000, 200
+_LEAST = 1e-9  # seconds: no time is negative
+
+
+def counted(sizes: Sequence[Sequence[int]], workers: int) -> dict[str, Work]:
+    """What a window costs: fp32 gradients, keys in units of the update.
+
+    Args:
+        sizes: Of the tensors of each buffer.
+        workers: Whose messages are decoded.
+    """
+    total: dict[str, Work] = defaultdict(Work)
+    for own in sizes:
+        span = Span(sum(own), DENSITY * sum(own), len(own), by_update=True)
+        for stages in (selection(span), decoding(span, workers), commitment(span)):
+            for stage, work in stages.items():
+                total[stage] += work
+    for stage, work in END.items():
+        total[stage] += work
+    return dict(total)
+
+
+def clock(place: Place) -> float:
+    """Cycles per second of the device while it works; 1 GHz for the CPU, which stands for one."""
+    if not place.cuda:
+        return 1e9
+    place.hold()
+    begin = place.moment()
+    place.hold(_SLEEP)
+    return _SLEEP / place.seconds(begin, place.moment())
+
+
+def launch_seconds(place: Place) -> float:
+    """Between the beginnings of two short kernels that follow each other."""
+    one = torch.zeros(1, device=place.device)
+
+    def many() -> None:
+        for _ in range(_SHORT):
+            one.zero_()
+
+    return place.median(many, 5) / _SHORT
+
+
+def pcie_rate(place: Place, numel: int) -> float:
+    """Bytes per second of a copy from pinned memory of the host."""
+    source = torch.zeros(numel, pin_memory=place.cuda)
+    target = torch.empty(numel, device=place.device)
+    return 4 * numel / place.median(lambda: target.copy_(source, non_blocking=True), 5)
+
+
+def costs(place: Place, memory: float, seconds: Mapping[str, float], work: Mapping[str, Work]) -> Device:
+    """The device's speeds, and how much longer its stages take than these say.
+
+    Args:
+        place: Where the times were measured.
+        memory: Bytes per second of a copy.
+        seconds: Of the stages of a window.
+        work: Counted, of the same stages.
+    """
+    name, processors = "a CPU in a rehearsal, not a device", 1
+    if place.cuda:
+        properties = torch.cuda.get_device_properties(place.device)
+        name, processors = properties.name, properties.multi_processor_count
+    launch, instructions = launch_seconds(place), processors * _PER_CLOCK * clock(place)
+    factors = {}
+    for stage, spent in seconds.items():
+        part = work.get(stage, Work())
+        busy = max(part.nbytes / memory, part.instructions / instructions)
+        if busy > 0:
+            factors[stage] = max(spent - part.launches * launch, _LEAST) / busy
+    pcie = pcie_rate(place, 1 << (24 if place.cuda else 10))
+    source = f"python -m lab gpu, torch {torch.__version__}, CUDA {torch.version.cuda}"
+    return Device(name, memory, launch, instructions, pcie, factors, source)

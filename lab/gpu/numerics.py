@@ -1,0 +1,163 @@
+"""Numbers of the device against those of the CPU, bit for bit: messages, means and residuals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab.gpu.buffers import DECAY, DEVICE, Case, Rank, gather
+from lab.gpu.device import Device
+from lab.gpu.figures import Figure, equal
+from lab.gpu.jobs import Echo, Job, described, middle_shapes, shapes_of
+from lab.gpu.stages import Setting
+from lightning_safusion.kernels.cuda.buffer import WindowKernels
+
+_SIZES = (3000, 1, 40, 2049, 700)
+#: Buffers, and the kinds of their second moments, where elements are compared by update.
+CASES: dict[str, tuple[Case, list[int] | None]] = {
+    "normal numbers": (Case(_SIZES), None),
+    "keys in units of the update": (Case(_SIZES), [0] * 5),
+    "moments of 16 bits, and none": (Case(_SIZES), [1, 2, -1, 0, 1]),
+    "pooled quotas": (Case(_SIZES, pooled=True), None),
+    "ties": (Case(_SIZES, values="ties"), None),
+    "zeros": (Case(_SIZES, values="zeros", pooled=True), None),
+    "all equal": (Case(_SIZES, values="one"), None),
+    "subnormal numbers": (Case(_SIZES, values="subnormal"), [0] * 5),
+    "bf16 and fp16 gradients": (Case(_SIZES, kinds=(1, 0, 2, 1, 2)), None),
+    "dense tensors": (Case(_SIZES, dense=frozenset({1, 3}), kinds=(0, 1, 0, 0, 2)), None),
+    "low density": (Case((40_000, 300), density=0.003), [0, 0]),
+}
+_REPEATS, _COPIES = 20, 32
+
+
+def same(first: Tensor, second: Tensor) -> bool:
+    """Whether all bits are, those of NaN and of zeros too."""
+    ours, theirs = first.cpu().view(torch.uint8), second.cpu().view(torch.uint8)
+    return torch.equal(ours, theirs)
+
+
+def _differs(names: list[str]) -> str:
+    return "" if not names else f"differs: {', '.join(names)}"
+
+
+def against_the_cpu(case: Case, seed: int, moments: list[int] | None) -> list[str]:
+    """What differs of a window of some ranks: messages, means or residuals of the first."""
+    ranks, wrong = [Rank.of(case, number, seed, moments) for number in range(case.world_size)], []
+    for rank in ranks:
+        accumulated, keys = rank.expected()
+        message = rank.message(accumulated, keys).clone()
+        if not same(rank.run(), message):
+            wrong.append(f"message of rank {rank.number}")
+        if not same(rank.memory, accumulated):
+            wrong.append(f"sum of rank {rank.number}")
+    gather(ranks)
+    rank, window = ranks[0], WindowKernels(DEVICE)
+    mean = rank.mean()
+    held, left = rank.held(mean), rank.left(mean)
+    rank.kernels.decode(DECAY, window.status)
+    if int(window.status) != 0:
+        wrong.append("status")
+    if not same(torch.cat([grad.float() for grad in rank.grads]), held):
+        wrong.append("mean")
+    window.commit([rank.kernels])
+    if not same(rank.memory, left):
+        wrong.append("residual")
+    return wrong
+
+
+def _repeats(case: Case, times: int) -> list[str]:
+    """Which runs over the same numbers write other bytes than the first."""
+    rank = Rank.of(case, 0, 5, [0] * len(case.sizes))
+    memory = rank.memory.clone()
+    first, wrong = rank.run().clone(), []
+    for turn in range(1, times):
+        rank.memory.copy_(memory)
+        if not torch.equal(rank.run(), first):
+            wrong.append(f"run {turn}")
+    return wrong
+
+
+def _copies(case: Case) -> list[str]:
+    """Whether the mean of many copies of a message is that of the CPU."""
+    rank = Rank.of(case, 0, 6)
+    message = rank.run()
+    rank.kernels.received.view(case.world_size, -1).copy_(message.expand(case.world_size, -1))
+    rank.exchange.messages[1].copy_(rank.kernels.received.cpu())
+    held, window = rank.held(rank.mean()), WindowKernels(DEVICE)
+    rank.kernels.decode(DECAY, window.status)
+    return [] if same(torch.cat([grad.float() for grad in rank.grads]), held) else ["mean"]
+
+
+def _bad(value: float) -> list[str]:
+    """What is wrong with a window in which one element is not finite."""
+    ranks, wrong = [Rank.of(Case((2100, 800)), number, 8) for number in range(2)], []
+    before = ranks[1].memory.clone()
+    ranks[1].grads[0][5:6].fill_(value)
+    for rank in ranks:
+        rank.run()
+    gather(ranks)
+    kept = ranks[1].memory[2100:].clone()
+    for rank in ranks:
+        window = WindowKernels(DEVICE)
+        rank.kernels.decode(DECAY, window.status)
+        if [bool(grad.isfinite().all()) for grad in rank.grads] != [False, True]:
+            wrong.append(f"means of rank {rank.number}")
+        window.commit([rank.kernels])
+    if not torch.equal(ranks[1].memory[2100:], kept):
+        wrong.append("neighbour's residual")
+    if not torch.allclose(ranks[1].memory[:2100], before[:2100], rtol=1e-5, atol=1e-6):
+        wrong.append("its own residual")
+    return wrong
+
+
+def engines(place: Device, windows: int, **given: Any) -> list[str]:
+    """What differs of whole windows of an engine on the device and of one on the CPU, with other workers' echoes."""
+    dtype, by_update = given.pop("dtype", torch.float32), given.pop("by_update", True)
+    specs = described(middle_shapes(not place.cuda), dtype)
+    ours = Job(place, specs, Echo(4), by_update=by_update, **given)
+    theirs = Job(Device(rehearse=True), specs, Echo(4), deferred=False, by_update=by_update, **given)
+    wrong = []
+    for step in range(windows):
+        for job in (ours, theirs):
+            job.draw(step)
+            job.window()
+        if not same(ours.means(), theirs.means()):
+            wrong.append(f"means of window {step}")
+        if not same(ours.residual(), theirs.residual()):
+            wrong.append(f"residual of window {step}")
+    return wrong
+
+
+def numerics(setting: Setting) -> Iterator[Figure]:
+    """See ``docs/gpu.md``."""
+    place = Device(setting.rehearse)
+    for name, (case, moments) in CASES.items():
+        yield equal(
+            f"messages, means, residuals: {name}", not (wrong := against_the_cpu(case, 3, moments)), _differs(wrong)
+        )
+    for value in (math.nan, math.inf):
+        yield equal(f"a gradient with {value}", not (wrong := _bad(value)), _differs(wrong))
+    sizes = tuple(map(math.prod, shapes_of(setting.rehearse)))
+    large = Case((5000,) if setting.rehearse else (109_000_000,), world_size=1)
+    for name, case in (("all tensors in one buffer", Case(sizes, world_size=1)), ("one large tensor", large)):
+        yield equal(
+            f"messages, means, residuals: {name}", not (wrong := against_the_cpu(case, 4, None)), _differs(wrong)
+        )
+    repeats = 3 if setting.rehearse else _REPEATS
+    yield equal(f"{repeats} runs write the same bytes", not (wrong := _repeats(Case(_SIZES), repeats)), _differs(wrong))
+    copies = replace(CASES["normal numbers"][0], world_size=_COPIES)
+    yield equal(f"mean of {_COPIES} copies of a message", not (wrong := _copies(copies)), _differs(wrong))
+    jobs: dict[str, dict[str, Any]] = {
+        "default": {},
+        "pooled quotas": {"quota": "pooled", "by_update": False, "memory": "residual"},
+        # with a decay, PyTorch's own sum on the CPU would round once where the kernels round twice
+        "bf16 gradients": {"dtype": torch.bfloat16, "memory": "residual"},
+    }
+    for name, given in jobs.items():
+        wrong = engines(place, 3, **given)
+        yield equal(f"windows of an engine: {name}", not wrong, _differs(wrong))

@@ -1,0 +1,177 @@
+"""Streams that are held up at random, an abandoned window, and CUDA graphs: what only a device can get wrong."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from time import perf_counter
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from lab.gpu.buffers import DECAY, Case, Rank
+from lab.gpu.device import Device
+from lab.gpu.figures import Figure, equal, note
+from lab.gpu.jobs import Echo, Job, described, middle_shapes
+from lab.gpu.stages import Setting
+from lightning_safusion.comm.transport.interface import Work
+from lightning_safusion.kernels.cuda import buffer
+
+_WINDOWS, _REPLAYS, _SETS = 200, 200, 8
+#: Most cycles of a delay, and how many of the possible places have one.
+_DELAY, _SHARE = 400_000, 0.3
+# Windows that are abandoned when half of the gradients have come.
+_ABANDONED = (5, 60, 61, 150)
+
+
+class Delays:
+    """Holds up the current stream now and then.
+
+    Args:
+        place: Where.
+        seed: Of the places and lengths.
+    """
+
+    def __init__(self, place: Device, seed: int) -> None:
+        self._place, self._random = place, random.Random(seed)  # noqa: S311 - no secret
+        self._launch = buffer.launch
+
+    def maybe(self) -> None:
+        """A delay, or none."""
+        if self._random.random() < _SHARE:
+            self._place.hold(self._random.randrange(1, _DELAY))
+
+    def launch(self, *arguments: Any, **constants: Any) -> None:
+        """Takes the place of a launch."""
+        self.maybe()
+        self._launch(*arguments, **constants)
+
+
+class _Sent:
+    """An operation on a stream of its own.
+
+    Args:
+        event: Its end.
+    """
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        """See :meth:`Work.wait`."""
+        torch.cuda.current_stream().wait_event(self._event)
+
+    def on_done(self, callback: Callable[[float], None]) -> None:
+        """See :meth:`Work.on_done`; as with NCCL, when it was enqueued."""
+        callback(perf_counter())
+
+
+class LateEcho(Echo):
+    """An echo on a stream of its own, as NCCL has one, that may come late.
+
+    Args:
+        world_size: Workers.
+        delays: Of its answers.
+    """
+
+    def __init__(self, world_size: int, delays: Delays) -> None:
+        super().__init__(world_size)
+        self._delays, self._stream = delays, torch.cuda.Stream()
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._delays.maybe()
+            super().all_gather(output, tensor)
+            return _Sent(self._stream.record_event())
+
+
+def _trained(place: Device, how: str, windows: int) -> list[Tensor]:
+    """The means of every window, and the residual at last; ``how``: "late", "serial", or "host" (which decides)."""
+    delays, late = Delays(place, 7), how == "late"
+    specs = described(middle_shapes(not place.cuda))
+    transport = LateEcho(3, delays) if late and place.cuda else Echo(3)
+    job = Job(place, specs, transport, deferred=how != "host", memory="residual")
+    generator = torch.Generator().manual_seed(1)
+    sets = [torch.randn(job.numel, generator=generator).to(place.device) for _ in range(_SETS)]
+    plain, found = buffer.launch, []
+
+    def serial(*arguments: Any, **constants: Any) -> None:
+        plain(*arguments, **constants)
+        place.wait()
+
+    replaced: Any = patch.object(buffer, "launch", delays.launch if late else serial)
+    with nullcontext() if how == "host" else replaced:
+        for step in range(windows):
+            for grad, part in zip(job.grads, sets[step % _SETS].split([s.numel for s in specs]), strict=True):
+                grad.copy_(part)
+            if late:
+                delays.maybe()
+            if step in _ABANDONED:
+                job.push(len(specs) // 2)
+                job.engine.reset()
+                continue
+            job.window()
+            found.append(torch.cat([grad.clone() for grad in job.grads]))
+        job.engine.settle()
+    place.wait()
+    return [*found, job.residual()]
+
+
+def races(setting: Setting) -> Iterator[Figure]:
+    """See ``docs/gpu.md``."""
+    place = Device(setting.rehearse)
+    windows = 8 if setting.rehearse else _WINDOWS
+    found = {how: _trained(place, how, windows) for how in ("late", "serial", "host")}
+    for how, about in (("serial", "one kernel at a time"), ("host", "PyTorch's operations, where the host decides")):
+        pairs = zip(found["late"], found[how], strict=True)
+        wrong = [step for step, (ours, theirs) in enumerate(pairs) if not torch.equal(ours, theirs)]
+        where = f"first in window {wrong[0]} of those that ended" if wrong else ""
+        yield equal(f"{windows} windows with random delays equal those of {about}", not wrong, where)
+    abandoned = sum(step < windows for step in _ABANDONED)
+    yield note("of these abandoned when half of the gradients had come", abandoned)
+
+
+def graphs(setting: Setting) -> Iterator[Figure]:
+    """See ``docs/gpu.md``."""
+    place, replays = Device(setting.rehearse), 3 if setting.rehearse else _REPLAYS
+    sizes = (900, 40, 2500) if setting.rehearse else (9_000_000, 768, 2_000_000, 3072, 5_000_000)
+    rank = Rank.of(Case(sizes), 0, 11, [0] * len(sizes))
+    weighing, memory = rank.weighing, rank.memory.clone()
+
+    def work() -> None:
+        rank.kernels.select(DECAY, weighing)
+        rank.kernels.pack(0)
+
+    rank.kernels.locate(rank.grads, weighing)
+    work()
+    first, replay = rank.kernels.sent.clone(), work
+    if place.cuda:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        replay = graph.replay
+    wrong = []
+    for turn in range(replays):
+        rank.memory.copy_(memory)
+        rank.kernels.sent.fill_(turn % 256)
+        replay()
+        if not torch.equal(rank.kernels.sent, first):
+            wrong.append(turn)
+    yield equal(
+        f"{replays} replays write the bytes of plain launches", not wrong, f"first in {wrong[0]}" if wrong else ""
+    )
+    for name, each in (("plain launches", work), ("replay of a graph", replay)):
+        times = []
+        for _ in range(replays // 10 + 1):
+            place.wait()
+            place.hold()
+            begin = perf_counter()
+            each()
+            times.append(perf_counter() - begin)
+        yield note(f"host: {name} of a buffer", statistics.median(times) * 1e6, "µs")
+        yield note(f"device: {name} of a buffer", place.median(each, replays // 10 + 1) * 1e6, "µs")

@@ -1,0 +1,38 @@
+"""Stages that the tests of the command run: one that goes well, one that fails, and one that hangs."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+from lab.gpu.figures import Figure, equal, note
+from lab.gpu.stages import Setting
+
+
+def good(setting: Setting) -> Iterator[Figure]:
+    """Ends."""
+    yield equal("numbers are equal", True)
+    yield Figure("time", 9.0, "ms", most=1.0)
+    yield note("rehearsal", setting.rehearse)
+
+
+def failing(setting: Setting) -> Iterator[Figure]:
+    """Raises after its first figure."""
+    yield note("before", 1)
+    raise RuntimeError("this stage is broken")
+
+
+def hanging(setting: Setting) -> Iterator[Figure]:
+    """Starts a process, and never ends."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    yield note("child", child.pid)
+    time.sleep(600)
+
+
+def outside(setting: Setting) -> Iterator[Figure]:
+    """Finds that numbers differ."""
+    yield equal("numbers are equal", False, "rank 1 | row 2")

@@ -1,0 +1,146 @@
+"""The command that runs the stages: what fails, hangs or is stopped leaves the rest as it is, and is reported.
+
+Covers: no device; unknown stages; stages that end, fail, hang (with all their processes) and find something outside;
+    Ctrl-C; figures and their budgets; a file of figures that was cut short; the page of a rehearsal and of a device.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lab.__main__ import main
+from lab.gpu.command import Outcome, gpu
+from lab.gpu.figures import Figure, Lines, equal, note
+from lab.gpu.page import page
+from lab.gpu.stages import ROOT, STAGES, Stage
+
+MADE = "tests.lab.gpu.made"
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the stages of the tests are there."""
+    monkeypatch.setattr("lab.gpu.command.REHEARSAL_FACTOR", 1.0)
+    for name in list(STAGES):
+        monkeypatch.delitem(STAGES, name)
+    for name, seconds in {"good": 60, "failing": 60, "hanging": 8, "outside": 60}.items():
+        monkeypatch.setitem(STAGES, name, Stage(f"{MADE}:{name}", seconds, f"what {name} shows"))
+
+
+def written(folder: Path) -> dict[str, dict[str, Any]]:
+    content = json.loads((folder / "gpu.json").read_text())
+    return {stage["name"]: stage for stage in content["stages"]}
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended; it may be left to be reaped."""
+    status = Path(f"/proc/{pid}/status")
+    return not status.exists() or "State:\tZ" in status.read_text()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+def test_without_a_device_there_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"needs a CUDA device.*nothing was measured.*--rehearse"):
+        main(["gpu", "--output", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+
+
+def test_unknown_stages_are_named(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="unknown stages warp; choose among environment, waits"):
+        main(["gpu", "--output", str(tmp_path), "--rehearse", "--stages", "warp"])
+
+
+def test_stages_that_fail_or_hang_leave_the_others_as_they_are(
+    made: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(RuntimeError, match="not done: failing, hanging; outside: numbers are equal"):
+        gpu(tmp_path, rehearse=True, stages=("failing", "hanging", "outside", "good"))
+    found = written(tmp_path)
+    assert {name: stage["state"] for name, stage in found.items()} == {
+        "failing": "failed",
+        "hanging": "timed out",
+        "outside": "done",
+        "good": "done",
+    }
+    assert [figure["name"] for figure in found["failing"]["figures"]] == ["before"]
+    assert "this stage is broken" in found["failing"]["why"]
+    assert gone(found["hanging"]["figures"][0]["value"])
+    assert found["good"]["figures"][2]["value"] is True
+    text = (tmp_path / "gpu.md").read_text()
+    assert "nothing here was measured on a device" in text
+    assert "this stage is broken" in text
+    assert "| numbers are equal | **no** | yes | **no** | rank 1 \\| row 2 |" in text
+    assert "| time | 9 ms | ≤ 1 | not judged |" in text
+
+
+def test_ctrl_c_writes_what_there_is(made: None, tmp_path: Path) -> None:
+    program = (
+        "import sys; from lab.gpu import command; from lab.gpu.stages import STAGES, Stage; "
+        f"STAGES |= {{name: Stage('{MADE}:' + name, 300, name) for name in ('good', 'hanging')}}; "
+        "command.main(sys.argv[1:])"
+    )
+    arguments = ["--output", str(tmp_path), "--rehearse", "--stages", "good,hanging,numerics"]
+    job = subprocess.Popen([sys.executable, "-c", program, *arguments], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    lines = Lines(tmp_path / "hanging.jsonl")
+    for _ in range(600):
+        if lines.read():
+            break
+        time.sleep(0.1)
+    os.kill(job.pid, signal.SIGINT)
+    _, errors = job.communicate(timeout=60)
+    assert job.returncode == 1
+    assert "not done: hanging, numerics" in errors
+    found = written(tmp_path)
+    assert {name: stage["state"] for name, stage in found.items()} == {
+        "good": "done",
+        "hanging": "stopped",
+        "numerics": "not run",
+    }
+    assert gone(found["hanging"]["figures"][0]["value"])
+
+
+@pytest.mark.parametrize(
+    ("figure", "holds", "budget"),
+    [
+        (equal("a", True), True, "yes"),
+        (equal("a", False), False, "yes"),
+        (Figure("a", 2.0, most=2.0), True, "≤ 2"),
+        (Figure("a", 2.5, most=2.0), False, "≤ 2"),
+        (Figure("a", 0.5, least=0.6), False, "≥ 0.6"),
+        (Figure("a", 1, least=0, most=2), True, "≤ 2 and ≥ 0"),
+        (Figure("a", 1), None, ""),
+        (note("a", "text"), None, ""),
+    ],
+)
+def test_figures_are_inside_their_budgets_or_not(figure: Figure, holds: bool | None, budget: str) -> None:
+    assert figure.holds is holds
+    assert figure.budget == budget
+
+
+def test_a_file_that_was_cut_short_gives_its_whole_lines(tmp_path: Path) -> None:
+    lines = Lines(tmp_path / "figures")
+    assert lines.read() == []
+    lines.add(note("first", 1))
+    with lines.path.open("a") as file:
+        file.write('{"name": "sec')
+    assert lines.read() == [note("first", 1)]
+
+
+def test_the_page_of_a_device_judges_what_was_measured() -> None:
+    figures = note("device", "X100"), Figure("time", 9.0, "ms", most=1.0)
+    outcome = Outcome("passes", "done", 3.0, figures)
+    text = page([outcome], rehearse=False, costs=True)
+    assert "Measured on X100." in text
+    assert "rehearsal" not in text.lower()
+    assert "| time | 9 ms | ≤ 1 | **no** |" in text
+    assert "device-costs.json" in text

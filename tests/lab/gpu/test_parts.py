@@ -1,0 +1,73 @@
+"""Parts of the stages: stacks of waits, echoes, gaps of a stream, and what becomes of measured times.
+
+Covers: waits that PyTorch warns of; all-gather, sums and groups among echoes; idle time of the busiest stream; factors
+    of a device that is slower than its speeds say; launches and operations that are counted.
+"""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from lab.gpu import costs as costs_module
+from lab.gpu.costs import costs, counted
+from lab.gpu.device import Device
+from lab.gpu.jobs import Echo
+from lab.gpu.trainer import idle_seconds
+from lab.gpu.waits import watched
+from lightning_safusion.kernels.cuda.work import Work
+
+PLACE = Device(rehearse=True)
+
+
+def test_waits_are_noted_with_the_lines_that_lead_there() -> None:
+    with watched(PLACE) as stacks:
+        for _ in range(2):
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+    ((stack, count),) = stacks.seen.items()
+    assert count == 2
+    assert stack.startswith("tests/lab/gpu/test_parts.py:")
+    assert "warnings.warn" in stack.splitlines()[0]
+
+
+def test_echoes_answer_as_workers_with_the_same_numbers_would() -> None:
+    echo, own, all_of = Echo(3), torch.tensor([1.0, 2.0]), torch.zeros(6)
+    echo.all_gather(all_of, own).wait()
+    echo.all_reduce(own).wait()
+    assert all_of.tolist() == [1.0, 2.0] * 3
+    assert own.tolist() == [3.0, 6.0]
+    assert echo.gather_objects("a") == ["a"] * 3
+    assert echo.split([[0, 1], [2]]).world_size == 2
+
+
+def test_the_busiest_stream_is_idle_between_its_kernels() -> None:
+    def event(stream: int, start: float, end: float, device: Any = torch.autograd.DeviceType.CUDA) -> Any:
+        return SimpleNamespace(
+            device_type=device, device_resource_id=stream, time_range=SimpleNamespace(start=start, end=end)
+        )
+
+    host = event(7, 0.0, 900.0, torch.autograd.DeviceType.CPU)
+    events = [event(7, 0, 10), event(7, 5, 20), event(7, 50, 60), event(7, 61, 70), event(3, 0, 9), host]
+    assert idle_seconds(events) == pytest.approx(31e-6)
+    assert idle_seconds([host]) == 0.0
+
+
+def test_factors_are_what_the_counted_work_does_not_explain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs_module, "launch_seconds", lambda place: 1e-6)
+    work = {"narrow": Work(2, 1e6, 0.0), "commit": Work(1, 0.0, 64e3), "copy": Work(1)}
+    found = costs(PLACE, 1e9, {"narrow": 2e-3 + 2e-6, "commit": 3e-6 + 1e-6, "copy": 5e-6}, work)
+    assert found.factors == pytest.approx({"narrow": 2.0, "commit": 3.0})
+    assert found.seconds(work) == pytest.approx(2e-3 + 2e-6 + 4e-6 + 1e-6)
+
+
+def test_the_work_of_a_window_is_that_of_its_buffers() -> None:
+    one, two = counted([[60_000]], 2), counted([[60_000], [60_000]], 2)
+    assert two["narrow"].nbytes == 2 * one["narrow"].nbytes
+    assert one["commit"].launches == two["commit"].launches == 1

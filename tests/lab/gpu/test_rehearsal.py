@@ -1,0 +1,98 @@
+"""Every stage on the CPU, with the packages that a machine with a GPU is asked for and no others."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from lab.gpu.stages import ROOT, STAGES
+from lightning_safusion.simulate.device import Device
+
+pytestmark = pytest.mark.slow  # three minutes of a core, in the interpreter
+
+#: Of every stage: how many figures it has in a rehearsal, and one of them.
+FOUND = {
+    "environment": (11, "the interpreter runs the kernels"),
+    "waits": (16, "waits of a window: default"),
+    "numerics": (20, "messages, means, residuals: ties"),
+    "passes": (26, "write: of the copy's bandwidth"),
+    "windows": (12, "launches, 8 workers"),
+    "races": (3, "8 windows with random delays equal those of one kernel at a time"),
+    "graphs": (5, "3 replays write the bytes of plain launches"),
+    "processes": (11, "replicas are equal: default"),
+    "trainer": (22, "bf16-mixed: step over DDP's"),
+    "deterministic": (3, "fused kernels: deterministic algorithms over others"),
+    "selection": (21, "topk: waits"),
+    "tests": (1, "tests"),
+}
+
+# Hides packages from a process and from those that it starts.
+HIDING = """
+import sys
+from importlib.machinery import PathFinder
+
+HIDDEN = {
+    "_pytest", "docstring-parser", "docstring_parser", "hypothesis", "jsonargparse", "lion-pytorch", "lion_pytorch",
+    "matplotlib", "pillow", "PIL", "pytest", "scikit-learn", "schedulefree", "scipy", "sklearn", "tensorboardX",
+    "tokenizers", "transformers",
+}
+
+class Rest:
+    invalidate_caches = PathFinder.invalidate_caches
+
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        return None if name.partition(".")[0] in HIDDEN else PathFinder.find_spec(name, path, target)
+
+    @staticmethod
+    def find_distributions(context):
+        return (found for found in PathFinder.find_distributions(context) if found.metadata["Name"] not in HIDDEN)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Rest
+"""
+
+
+def test_every_stage_finds_its_figures_without_a_device(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(HIDING)
+    output = tmp_path / "out"
+    ended = subprocess.run(
+        [sys.executable, "-m", "lab", "gpu", "--output", str(output), "--rehearse"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=1800,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr + (output / "gpu.md").read_text()
+    stages = json.loads((output / "gpu.json").read_text())["stages"]
+    assert [stage["name"] for stage in stages] == list(STAGES) == list(FOUND)
+    for stage in stages:
+        names = [figure["name"] for figure in stage["figures"]]
+        number, one = FOUND[stage["name"]]
+        assert stage["state"] == "done", stage
+        assert len(names) == number, stage["name"]
+        assert one in names
+    text = (output / "gpu.md").read_text()
+    assert "nothing here was measured on a device" in text
+    assert "not judged" in text
+    assert "pytest and hypothesis missing" in text
+    device = Device.load(output / "device-costs.json")
+    assert "not a device" in device.name
+    assert {"compensate", "write", "decode", "commit"} <= set(device.factors)
+
+
+def test_the_tests_that_wait_for_a_device_are_run(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lab", "gpu", "--output", str(tmp_path), "--rehearse", "--stages", "tests"]
+    subprocess.run(command, cwd=ROOT, capture_output=True, timeout=600, check=True)
+    (stage,) = json.loads((tmp_path / "gpu.json").read_text())["stages"]
+    figures = {figure["name"]: figure["value"] for figure in stage["figures"]}
+    assert figures["no test fails"] is True
+    assert figures["tests passed"] >= 10
