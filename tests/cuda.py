@@ -19,7 +19,32 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_safusion.comm.transport.interface import FinishedWork, Work, check_sizes
+from lightning_safusion.comm.transport.torch_backend import SoloTransport
 from lightning_safusion.kernels import cuda as kernels
+
+
+class Silent(SoloTransport):
+    """As one of several ranks, from which nothing comes. Counts collectives."""
+
+    def __init__(self, world_size: int, rank: int = 0) -> None:
+        self.world_size, self.rank, self.calls = world_size, rank, 0
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
+        self.calls += 1
+        return FinishedWork()
+
+    def all_reduce(self, tensor: Tensor, op: Any = "sum") -> Work:
+        self.calls += 1
+        return FinishedWork()
+
+    def all_to_all(self, output: Tensor, tensor: Tensor, output_sizes: Any, tensor_sizes: Any) -> Work:
+        check_sizes(output, tensor, output_sizes, tensor_sizes, self.world_size)
+        self.calls += 1
+        return FinishedWork()
+
+    def split(self, groups: Any) -> Silent:
+        return self
 
 
 class NoWaiting(TorchDispatchMode):

@@ -78,7 +78,6 @@ class Collective:
         choice: What a plan may take for a buffer: this collective (``"allgather"``: to planners all sparse exchanges
             are alike), the dense all-reduce, or the cheaper one (``"auto"``).
         dense_lane: Dense tensors of a sparse buffer have an all-reduce on a communicator of their own.
-        phases: Later phases are launched as soon as they can be, on a communicator of their own.
         levels: It needs communicators inside and between nodes.
     """
 
@@ -86,7 +85,6 @@ class Collective:
     build: Callable[[SparseBuffer, Communicators], Exchange]
     choice: CollectiveChoice = "allgather"
     dense_lane: bool = False
-    phases: bool = False
     levels: bool = False
 
     @property
@@ -96,7 +94,7 @@ class Collective:
 
     @property
     def stream_ordered(self) -> bool:
-        """It is one phase that a device can decode and judge without the host."""
+        """A device can decode and judge it without the host."""
         return issubclass(self.exchange, StreamOrderedExchange)
 
     @property
@@ -119,7 +117,7 @@ class Collective:
         """
         nodes = NodeTransports.make(main, node) if self.levels else None
         buffers = main.subgroup() if own else main
-        return Communicators(buffers, main.subgroup() if self.dense_lane or self.phases else buffers, nodes)
+        return Communicators(buffers, main.subgroup() if self.dense_lane or self.exchange.phases else buffers, nodes)
 
 
 def _allgather(buffer: SparseBuffer, over: Communicators) -> Exchange:
@@ -162,7 +160,7 @@ COLLECTIVES: dict[str, Collective] = {
     "hybrid": Collective(HybridExchange, _hybrid, dense_lane=True),
     "hierarchical": Collective(HierarchicalExchange, _hierarchical, levels=True),
     "allreduce": Collective(SparseAllGather, _allgather, choice="allreduce"),
-    "sharded": Collective(ShardedExchange, _sharded, phases=True),
+    "sharded": Collective(ShardedExchange, _sharded),
     "oktopk": Collective(OkTopkExchange, _oktopk),
     "gtopk": Collective(GTopKExchange, _gtopk),
 }

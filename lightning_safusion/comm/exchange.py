@@ -176,6 +176,8 @@ class Exchange(ABC):
     cuts_tensors: ClassVar[bool] = False
     #: Share of a quota that a worker sends of what it has selected itself.
     scattered: ClassVar[float] = 1.0
+    #: :meth:`advance` launches later phases, as soon as they can be, on a communicator of their own.
+    phases: ClassVar[bool] = False
     #: It has a part that needs no selection: :meth:`begin` is called before it.
     begins_early: ClassVar[bool] = False
     #: :meth:`decode` builds its result in the scratch; otherwise that may be empty.

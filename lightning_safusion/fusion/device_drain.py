@@ -92,6 +92,7 @@ class DeviceDrain:
         self._lane = Lane(device)
         # It has no work of its own: a moment that is recorded there is not behind the decoding of another buffer.
         self._arrivals = Lane(device)
+        self._phases = Lane(device)  # what the later phases of an exchange need: no buffer waits for another's
         self._fused = FusedPath(device)
         self._scratch = Scratch(device)
         self._good: Tensor | None = None  # bool: the shipments of the open window so far, without fused ones
@@ -114,6 +115,7 @@ class DeviceDrain:
     def finish(self) -> None:
         """The host waits for what the lanes still do for a window that was forgotten, before another one begins."""
         if self._queued:
+            self._phases.synchronize()
             self._arrivals.synchronize()
             self._lane.synchronize()
             self._queued = []
@@ -127,6 +129,9 @@ class DeviceDrain:
     def launched(self, shipment: Shipment) -> None:
         """Queues everything that follows the exchange of a shipment: decoding, judging, writing the gradients."""
         self._queued.append(shipment)
+        if shipment.buffer.exchange.phases:
+            with self._phases.fork():
+                shipment.advance(wait=True)
         with self._arrivals.fork():
             shipment.wait()
             shipment.finished = shipment.arrived

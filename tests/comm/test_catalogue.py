@@ -23,7 +23,7 @@ def test_unknown_collective() -> None:
         ("hierarchical", False, False, True, True),
         ("allreduce", False, True, False, True),
         ("oktopk", False, False, False, True),
-        ("sharded", True, False, False, True),
+        ("sharded", True, True, False, True),
         ("gtopk", False, False, False, False),
     ],
 )

@@ -11,17 +11,27 @@ from torch import Tensor
 from lightning_safusion.comm.collectives.multiphase import Entries, MultiPhaseExchange, joined, message_sizes
 from lightning_safusion.comm.collectives.shards import Pieces, Shard
 from lightning_safusion.comm.cost import LinearCost
-from lightning_safusion.comm.exchange import FIELD_BYTES, Part, SpanSpec, Verdict, aligned
+from lightning_safusion.comm.exchange import (
+    FIELD_BYTES,
+    Notice,
+    Part,
+    SpanSpec,
+    StreamOrderedExchange,
+    TensorFlag,
+    Verdict,
+    aligned,
+)
 from lightning_safusion.comm.transport.interface import FinishedWork, Transport, Work
-from lightning_safusion.comm.wire.codec import Codec, Inbox
+from lightning_safusion.comm.wire.codec import Codec, Inbox, spread
 from lightning_safusion.comm.wire.formats import value_format
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify.base import Segments, Selection
+from lightning_safusion.sparsify.selection.torch_view import compact
 from lightning_safusion.sparsify.selection.units import SpanUnits
 from lightning_safusion.sparsify.selection.view import device_constant
 
 
-class ShardedExchange(MultiPhaseExchange):
+class ShardedExchange(MultiPhaseExchange, StreamOrderedExchange):
     """Every worker adds up the selections in its shard and delivers the largest sums.
 
     1. *Scatter*: each worker sends its selection in a shard to the owner of the shard: an all-to-all.
@@ -49,6 +59,7 @@ class ShardedExchange(MultiPhaseExchange):
 
     few_bits = True
     cuts_tensors = True
+    phases = True
     scattered = 0.5
     #: Entries that owners deliver, for each of the quota.
     gathered = 3.5
@@ -68,30 +79,34 @@ class ShardedExchange(MultiPhaseExchange):
         workers, values = transport.world_size, value_format(wire, dtype).name
         empty = Segments(np.zeros(1, np.int64), np.zeros(0, np.int64), (), ())
         pieces = Pieces.of(segments or empty, workers)
-        scattered, gathered = pieces.times(self.scattered), pieces.times(self.gathered)
-        self.segments = None if segments is None else scattered.segments()
-        self._edges = device_constant(np.append(pieces.runs[:, 0], spec.numel), device)
+        #: Pieces with what a worker sends of each, and what their owners deliver.
+        self.first, self.second = pieces.times(self.scattered), pieces.times(self.gathered)
+        self.segments = None if segments is None else self.first.segments()
         self._members = [np.flatnonzero(pieces.owners == owner).tolist() for owner in range(workers)]
-        codecs = [scattered.owned(owner).codec(values, spec.numel, dtype) for owner in range(workers)]
-        self._out, self._incoming = codecs, codecs[transport.rank]
+        self._edges = device_constant(np.append(pieces.runs[:, 0], spec.numel), device)
+        self._owners = device_constant(np.append(pieces.owners, workers), device)
+        #: Formats of the entries for each owner, and of those that each owner delivers.
+        self.out = [self.first.owned(owner).codec(values, spec.numel, dtype) for owner in range(workers)]
+        self.delivered = [self.second.owned(owner).codec(values, spec.numel, dtype) for owner in range(workers)]
         # flags and notices go with every message; what it selects in its own shard is there
-        self._header = aligned(spec.num_tensors + 1, FIELD_BYTES)
-        self._out_sizes, self._in_sizes = (
-            [aligned(self._header + _nbytes(codec)) for codec in each] for each in (codecs, [self._incoming] * workers)
+        self.header = aligned(spec.num_tensors + 1, FIELD_BYTES)
+        self.out_sizes, self.in_sizes = (
+            [aligned(self.header + _nbytes(codec)) for codec in each]
+            for each in (self.out, [self.out[transport.rank]] * workers)
         )
-        self._out_sizes[transport.rank] = self._in_sizes[transport.rank] = 0
-        self._first = self._memory(sum(self._out_sizes))
-        self._received = self._memory(sum(self._in_sizes))
-        self._rows = self._received.view(workers - 1, aligned(self._header + _nbytes(self._incoming)))
-        self._headers = np.zeros((workers, spec.num_tensors + 1), np.uint8)
-        self._delivered = [gathered.owned(owner).codec(values, spec.numel, dtype) for owner in range(workers)]
-        self._size = max(message_sizes(self._delivered))
-        self._second = self._memory(self._size)
-        self._gathered = self._memory(self._size * workers)
-        self._shard = Shard(gathered.owned(transport.rank), device)
+        row, self.out_sizes[transport.rank], self.in_sizes[transport.rank] = self.in_sizes[0], 0, 0
+        #: uint8, the messages for all other owners, and behind them a header that stays here.
+        self.sending = self._memory(sum(self.out_sizes) + aligned(self.header))
+        self._first, self._own = self.sending.split([sum(self.out_sizes), aligned(self.header)])
+        #: uint8 [workers - 1, nbytes], those of all others.
+        self.arriving = self._memory(sum(self.in_sizes)).view(workers - 1, row)
+        self._size = max(message_sizes(self.delivered))
+        #: uint8, the sums that it delivers, and uint8 [workers, nbytes], those that all owners do.
+        self.sums, self.gathered_sums = self._memory(self._size), self._memory(self._size * workers).view(workers, -1)
+        self.headers = self._headers()
+        self._shard = Shard(self.second.owned(transport.rank), device)
         self._inbox = self._inboxes() if device.type == "cpu" else None
         self._units: SpanUnits | None = None
-        self._local = Entries.none(device)
         self._sent_parts: list[Entries] = []  # of other shards, as decoded
         self._scattering: Work | None = None
         self._gathering: Work | None = None
@@ -113,29 +128,35 @@ class ShardedExchange(MultiPhaseExchange):
 
     def _inboxes(self) -> list[Inbox] | None:
         """What compiled kernels read: the messages of all owners; None if they cannot."""
-        rows = self._gathered.view(self.transport.world_size, -1)
-        pairs = zip(self._delivered, rows, strict=True)
+        pairs = zip(self.delivered, self.gathered_sums, strict=True)
         found = [codec.inbox(row[None, : codec.nbytes]) for codec, row in pairs if codec is not None]
         known = [inbox for inbox in found if inbox is not None]
         return known if len(known) == len(found) else None
 
+    def _headers(self) -> Tensor:
+        """uint8 [workers, T + 1], flags and notices of all others, and its own."""
+        length = self.spec.num_tensors + 1
+        return torch.cat([self.arriving[:, :length], self._own[None, :length]])
+
     def sent(self) -> tuple[Tensor, Tensor]:
         return self._sent
 
-    def verdict(self) -> Verdict:
-        rows = self._rows[:, : self.spec.num_tensors + 1].cpu().numpy()
-        rank = self.transport.rank
-        self._headers[:rank], self._headers[rank + 1 :] = rows[:rank], rows[rank:]
-        return Verdict.of(self._headers)
+    def verdict(self, headers: Tensor | None = None) -> Verdict:
+        return Verdict.of((self.headers if headers is None else headers).cpu().numpy())
+
+    def standing(self) -> tuple[Tensor, Tensor]:
+        flags, notices = self.headers[:, :-1], self.headers[:, -1]
+        regular = (flags == int(TensorFlag.FRESH)).all() & ((notices & int(Notice.FAILED)) == 0).all()
+        return ((flags & int(TensorFlag.BAD)) != 0).any(dim=0), regular
 
     def encode(self, x: Tensor, part: Part) -> None:
         if self.spec.dense_runs:
             self.lane.encode(torch.cat(self.dense_runs(x)), part)
-        own = torch.cat([part.flags.cpu(), torch.tensor([part.notices], dtype=torch.uint8)])
-        self._headers[self.transport.rank] = own.numpy()
-        for out in self._first.split(self._out_sizes):
+        length = self.spec.num_tensors
+        for out in (*self._first.split(self.out_sizes), self._own):
             if len(out):
-                out[: len(own)] = own
+                out[:length].copy_(part.flags)
+                out[length : length + 1].fill_(part.notices)
         self._pack(x, part)
 
     def _start_lane(self) -> Work:
@@ -145,53 +166,89 @@ class ShardedExchange(MultiPhaseExchange):
         return FinishedWork()
 
     def _pack(self, x: Tensor, part: Part) -> None:
-        self._local, self._units = Entries.of(part.selection, self.device), part.units
+        self._units = part.units
         edges = self.spec.edges
         self._shard.take(x, [(edges[tensor], edges[tensor + 1]) for tensor in part.absent])
+        self._sent_parts = []
+        pieces = self._cut(self._nothing if part.selection is None else part.selection)
+        for out, codec, selection in zip(self._first.split(self.out_sizes), self.out, pieces, strict=True):
+            if codec is not None and len(out):
+                values = codec.encode(selection, out[self.header : self.header + codec.nbytes])
+                self._sent_parts.append(Entries(spread(selection.indices, selection.count), values))
+
+    def _cut(self, selection: Selection) -> list[Selection]:
+        """What is selected in the shard of each owner."""
+        if self.device.type != "cpu":
+            return [self._within(owner, selection) for owner in range(self.transport.world_size)]
+        found = Entries.of(selection, self.device)
+        places = torch.searchsorted(found.indices, self._edges).tolist()
+        parts = []
+        for members, codec in zip(self._members, self.out, strict=True):
+            part = joined([found[places[piece] : places[piece + 1]] for piece in members] or [Entries.none(self.device)])
+            # a selection that keeps to the cut has no more
+            part = part.largest(0 if codec is None else codec.capacity)
+            parts.append(Selection(part.indices, part.values, len(part)))
+        return parts
+
+    def _within(self, owner: int, selection: Selection) -> Selection:
+        """What is selected in the shard of an owner, in a fixed shape."""
+        codec, most = self.out[owner], len(selection.indices)
+        if codec is None or owner == self.transport.rank or not most:
+            return self._nothing
+        piece = torch.searchsorted(self._edges, selection.indices, right=True).sub_(1)
+        mine = (self._owners[piece] == owner) & (torch.arange(most, device=self.device) < selection.count)
+        chosen = compact(mine, min(codec.capacity, most))
+        count = mine.sum().clamp_(max=len(chosen))
+        return Selection(selection.indices[chosen], selection.values[chosen], count)
 
     def _launch_first(self) -> None:
         self._arrived = False
-        places = torch.searchsorted(self._local.indices, self._edges).tolist()
-        self._sent_parts = []
-        pieces = zip(self._members, self._out, self._first.split(self._out_sizes), strict=True)
-        for members, codec, out in pieces:
-            if codec is not None and len(out):
-                part = joined([self._local[places[piece] : places[piece + 1]] for piece in members])
-                part = part.largest(codec.capacity)  # a selection that keeps to the cut has no more
-                place = out[self._header : self._header + codec.nbytes]
-                values = codec.encode(Selection(part.indices, part.values, len(part)), place)
-                self._sent_parts.append(Entries(part.indices, values))
         self.bytes_sent += len(self._first) + self._size
-        self.bytes_received += len(self._received) + self._size * (self.transport.world_size - 1)
-        sizes = self._in_sizes, self._out_sizes
-        work = self._scattering = self.transport.all_to_all(self._received, self._first, *sizes)
+        self.bytes_received += self.arriving.numel() + self._size * (self.transport.world_size - 1)
+        sizes = self.in_sizes, self.out_sizes
+        work = self._scattering = self.transport.all_to_all(self.arriving.view(-1), self._first, *sizes)
         work.on_done(self._note_arrival)
 
     def _note_arrival(self, _: float) -> None:
         self._arrived = True
 
     def advance(self, wait: bool) -> bool:
-        work = self._scattering
-        if work is None:
+        if self._scattering is None:
             return True
         if not wait and (not self._arrived or self.device.type != "cpu"):
-            return False  # on a device the host would wait, inside a hook
-        work.wait()
-        self._scattering, shard = None, self._shard
-        if not self._size:
-            return True  # the whole span is dense
-        sums = shard.summed(self._rows[:, self._header : self._header + _nbytes(self._incoming)], self._incoming)
+            return False  # a device does not wait in the stream that selects
+        self.await_first()
+        self.headers = self._headers()
+        if self._size:  # else the whole span is dense
+            self._select_sums()
+        self.gather()
+        return True
+
+    def await_first(self) -> None:
+        """Waits for what others have selected in its shard."""
+        work, self._scattering = self._scattering, None
+        if work is not None:
+            work.wait()
+
+    def gather(self) -> None:
+        """Launches the last phase, in which every worker gets the sums of all owners."""
+        if self._size:
+            self._gathering = self._beside.all_gather(self.gathered_sums.view(-1), self.sums)
+
+    def _select_sums(self) -> None:
+        """Adds up its shard, and writes what it delivers of that."""
+        shard, rank = self._shard, self.transport.rank
+        codec, delivering = self.out[rank], self.delivered[rank]
+        sums = shard.summed(self.arriving[:, self.header : self.header + _nbytes(codec)], codec)
         units, self._units = self._units, None  # nothing holds an optimizer's state after the window
         delivered = shard.largest(units)
-        self._second.zero_()
-        if (codec := self._delivered[self.transport.rank]) is not None:
-            out = self._second[: codec.nbytes]
-            values = codec.encode(Selection(delivered.indices, delivered.values, len(delivered)), out)
+        self.sums.zero_()
+        if delivering is not None:
+            out = self.sums[: delivering.nbytes]
+            values = delivering.encode(Selection(delivered.indices, delivered.values, len(delivered)), out)
             delivered = Entries(delivered.indices, values)
-        self._gathering = self._beside.all_gather(self._gathered, self._second)
         parts = joined([*self._sent_parts, shard.leaving(sums, delivered)])
         self._sent = parts.indices, parts.values
-        return True
 
     def _finish(self) -> Entries:
         self.advance(wait=True)
@@ -201,10 +258,15 @@ class ShardedExchange(MultiPhaseExchange):
         return Entries.none(self.device)  # read from the messages where they are
 
     def decode(self, scratch: Tensor) -> Tensor:
-        rows = zip(self._delivered, self._gathered.view(self.transport.world_size, -1), strict=True)
-        lists = [Entries(*codec.decode(row[: codec.nbytes])) for codec, row in rows if codec is not None]
-        self._result = joined(lists) if lists else Entries.none(self.device)
-        return super().decode(scratch)
+        self._written = []
+        scale = 1.0 / self.transport.world_size
+        for codec, row in zip(self.delivered, self.gathered_sums, strict=True):
+            if codec is not None:
+                indices, values = codec.decode(row[: codec.nbytes])
+                scratch.scatter_add_(0, indices, values * scale)
+                self._note_written(indices)
+        self.lane.copy_to(self.dense_runs(scratch))
+        return scratch
 
     def decode_into(self, gradients: Sequence[Tensor]) -> bool | None:
         if self._inbox is None or self.spec.dense_runs or not native.serves(*gradients):

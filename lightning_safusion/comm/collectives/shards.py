@@ -126,11 +126,11 @@ class Shard:
 
     def take(self, x: Tensor, absent: Sequence[tuple[int, int]]) -> None:
         """Copies its elements of a span (float32 [N]); zeros in place of what is absent."""
-        for (start, stop), (low, high) in zip(self.runs, self._pieces, strict=True):
+        if self.runs:
+            torch.cat([x[start:stop] for start, stop in self.runs], out=self._held)
+        for (start, stop), (low, high) in zip(self.runs if absent else (), self._pieces, strict=False):
             if any(first <= start and stop <= last for first, last in absent):
                 self._held[low:high] = 0
-            else:
-                self._held[low:high] = x[start:stop]
 
     def summed(self, messages: Tensor, codec: Codec | None) -> Tensor:
         """Adds what others have sent (uint8 [world_size - 1, nbytes]) and returns it, float32, in rank order."""
@@ -143,9 +143,10 @@ class Shard:
             native.mean_into(list(pieces), self._parts, lambda start, stop: known, 1.0)
         else:
             for message in messages:
-                entries = Entries(*codec.decode(message))
-                entries = entries[entries.values != 0]  # padding may lie beside the shard
-                sums.index_add_(0, self._places(entries.indices), entries.values)
+                indices, values = codec.decode(message)
+                # padding may lie beside the shard: it adds its zeros elsewhere, no two at one place
+                anywhere = torch.arange(len(indices), device=self.device)
+                sums.index_add_(0, torch.where(values == 0, anywhere, self._places(indices)), values)
         self._held += sums
         return sums
 
@@ -162,7 +163,9 @@ class Shard:
         change = -sums
         if len(change):
             change.index_add_(0, self._places(delivered.indices), delivered.values)
-        return self._in_span(change.nonzero().view(-1), change)
+        # the host does not wait to hear where a device has found something
+        places = change.nonzero().view(-1) if change.is_cpu else torch.arange(len(change), device=self.device)
+        return self._in_span(places, change)
 
     def _places(self, indices: Tensor) -> Tensor:
         """Where positions of the span are in the shard."""

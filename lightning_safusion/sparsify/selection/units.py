@@ -76,14 +76,18 @@ class SpanUnits:
         self.moments, self._edges, self.keys = moments, edges, keys
 
     def within(self, runs: Sequence[tuple[int, int]]) -> SpanUnits:
-        """The units of parts of tensors (where they begin and end in the span), put one behind the other."""
+        """The units of parts of the span (where they begin and end), put one behind the other."""
         moments, edges = [], [0]
-        for start, stop in runs:
-            tensor = bisect_right(self._edges, start) - 1
-            moment, first = self.moments[tensor], start - self._edges[tensor]
-            part = None if moment is None else Moment(moment.values[first : first + stop - start], moment.epsilon)
-            moments.append(part)
-            edges.append(edges[-1] + stop - start)
+        for begin, end in runs:
+            start = begin
+            while start < end:
+                tensor = bisect_right(self._edges, start) - 1
+                moment, first = self.moments[tensor], start - self._edges[tensor]
+                stop = min(end, self._edges[tensor + 1])
+                part = None if moment is None else Moment(moment.values[first : first + stop - start], moment.epsilon)
+                moments.append(part)
+                edges.append(edges[-1] + stop - start)
+                start = stop
         return SpanUnits(moments, edges, self.keys.new_empty(edges[-1]))
 
     def weights(self) -> native.Weights | None:
@@ -107,6 +111,8 @@ class SpanUnits:
             return self.keys
         pieces = self.keys.copy_(x).split(np.diff(self._edges).tolist())
         known = [(moment, keys) for moment, keys in zip(self.moments, pieces, strict=True) if moment is not None]
+        if not known:  # parts of a span may have none
+            return self.keys
         roots = _roots([moment.values.float() for moment, _ in known])
         torch._foreach_add_(roots, [moment.epsilon for moment, _ in known])
         torch._foreach_div_([keys for _, keys in known], roots)
