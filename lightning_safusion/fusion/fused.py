@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm.collectives.allgather import SparseAllGather
+from lightning_safusion.comm.collectives.shard_tables import shard_tables
+from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.fusion.buffers import Buffer
 from lightning_safusion.fusion.shipment import Shipment, Stage
 from lightning_safusion.fusion.window import Window
 from lightning_safusion.kernels.cuda import MOST_ELEMENTS, serves_buffers
-from lightning_safusion.kernels.cuda.tables import KINDS, Tables
+from lightning_safusion.kernels.cuda.tables import KINDS, ShardTables, Tables
 from lightning_safusion.sparsify.basic import TopK
 from lightning_safusion.sparsify.memory.residual import AutoMemory, DecoupledMomentum, ResidualMemory
 from lightning_safusion.sparsify.selection.survey import Selector
@@ -22,6 +24,7 @@ from lightning_safusion.sparsify.selection.units import SpanUnits
 
 if TYPE_CHECKING:  # imports Triton
     from lightning_safusion.kernels.cuda.buffer import BufferKernels, Weighing, WindowKernels, Workspace
+    from lightning_safusion.kernels.cuda.owners import OwnerKernels
 
 _RESIDUALS = (ResidualMemory, AutoMemory, DecoupledMomentum)
 
@@ -34,7 +37,6 @@ class FusedShipment(Shipment):
     Args:
         buffer, window: See :class:`Shipment`.
         memory: Of the buffer.
-        exchange: Of the buffer.
         kernels: Of the buffer.
     """
 
@@ -43,11 +45,10 @@ class FusedShipment(Shipment):
         buffer: Buffer,
         window: Window,
         memory: ResidualMemory,
-        exchange: SparseAllGather,
         kernels: BufferKernels,
     ) -> None:
         super().__init__(buffer, window)
-        self.kernels, self._exchange, self._decay = kernels, exchange, memory.decay
+        self.kernels, self._decay = kernels, memory.decay
 
     def fill(self, selector: Selector, early: Sequence[int] = (), known: Tensor | None = None) -> None:
         self.stage = Stage.FILLED
@@ -80,8 +81,10 @@ class FusedShipment(Shipment):
         self.kernels.decode(self._decay, status)
 
     def sent(self) -> tuple[Tensor, Tensor]:
-        codec, message = self._exchange.codec, self._exchange.selection
-        return super().sent() if codec is None else codec.decode(message)
+        exchange = self.buffer.exchange
+        if not isinstance(exchange, SparseAllGather) or exchange.codec is None:
+            return super().sent()
+        return exchange.codec.decode(exchange.selection)
 
     def sent_counts(self) -> np.ndarray:
         counts = np.where(self.buffer.dense, self.buffer.sizes, 0)
@@ -92,6 +95,49 @@ class FusedShipment(Shipment):
         found = indices[: self.kernels.tables.room].cpu().numpy()
         ends = found.searchsorted(self.buffer.edges_as[found.dtype])
         return counts + ends[1:] - ends[:-1]
+
+
+class OwnerShipment(FusedShipment):
+    """One buffer in one window whose shards have owners.
+
+    Args:
+        buffer, window, memory: See :class:`FusedShipment`.
+        exchange: Of the buffer.
+        kernels: Of the buffer.
+    """
+
+    def __init__(
+        self, buffer: Buffer, window: Window, memory: ResidualMemory, exchange: ShardedExchange, kernels: OwnerKernels
+    ) -> None:
+        super().__init__(buffer, window, memory, kernels)
+        self._exchange, self._owner = exchange, kernels
+
+    def advance(self, wait: bool) -> bool:
+        """Adds up the shard of this worker, and launches the phase that brings the sums of all owners."""
+        if self.work is None or self._exchange.arrived_first:
+            return True
+        if not wait:
+            return False
+        try:
+            self._exchange.await_first()
+            with self.range("select"):
+                if self.flags is None:
+                    self._owner.locate(self.grads, None)
+                self._owner.reduce()
+            self._exchange.gather()
+        except Exception as error:
+            raise self._lost(error) from error
+        return True
+
+    def sent(self) -> tuple[Tensor, Tensor]:
+        return self._exchange.sent_with(self._owner.leaving())
+
+    def sent_counts(self) -> np.ndarray:
+        counts = np.where(self.buffer.dense, self.buffer.sizes, 0)
+        pieces = self._exchange.first
+        starts = np.asarray(self.buffer.edges[:-1])
+        np.add.at(counts, starts.searchsorted(pieces.runs[:, 0], side="right") - 1, pieces.quotas)
+        return counts
 
 
 def _weighing(units: SpanUnits | None) -> Weighing | None:
@@ -115,7 +161,7 @@ class FusedPath:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._workspace: Workspace | None = None
+        self._workspace: tuple[Workspace, Workspace] | None = None
         self._windows: WindowKernels | None = None
 
     @property
@@ -130,22 +176,44 @@ class FusedPath:
     def shipment(self, buffer: Buffer, window: Window, selector: Selector) -> Shipment:
         """A buffer in a window; fused where kernels serve all of its parts, and every tensor takes part."""
         memory, exchange = buffer.memory, buffer.exchange
-        fused = window.deferred and window.taken(buffer.group) is None
-        if fused and isinstance(memory, ResidualMemory) and isinstance(exchange, SparseAllGather):
+        if not window.deferred or window.taken(buffer.group) is not None or not isinstance(memory, ResidualMemory):
+            return Shipment(buffer, window)
+        if isinstance(exchange, SparseAllGather):
             kernels = buffer.constant("kernels", lambda: self._kernels(buffer, exchange, selector))
             if kernels is not None:
-                return FusedShipment(buffer, window, memory, exchange, kernels)
+                return FusedShipment(buffer, window, memory, kernels)
+        if isinstance(exchange, ShardedExchange):
+            owner = buffer.constant("kernels", lambda: self._owner_kernels(buffer, exchange, selector))
+            if owner is not None:
+                return OwnerShipment(buffer, window, memory, exchange, owner)
         return Shipment(buffer, window)
 
     def _kernels(self, buffer: Buffer, exchange: SparseAllGather, selector: Selector) -> BufferKernels | None:
         tables = _tables(buffer, exchange, selector)
         if tables is None:
             return None
-        from lightning_safusion.kernels.cuda.buffer import BufferKernels, Workspace  # imports Triton
+        from lightning_safusion.kernels.cuda.buffer import BufferKernels  # imports Triton
 
+        return BufferKernels(tables, buffer.span, *exchange.messages, exchange.transport.rank, self._workspaces()[0])
+
+    def _owner_kernels(self, buffer: Buffer, exchange: ShardedExchange, selector: Selector) -> OwnerKernels | None:
+        tables = _shard_tables(buffer, exchange, selector)
+        if tables is None:
+            return None
+        from lightning_safusion.kernels.cuda.owners import Mail, OwnerKernels  # imports Triton
+
+        sums, lane = exchange.gathered_sums, exchange.lane.message
+        before = sum(exchange.out_sizes)
+        mail = Mail(exchange.sending, exchange.arriving, exchange.sums, sums, lane, before)
+        return OwnerKernels(tables, buffer.span, mail, exchange.transport.rank, *self._workspaces())
+
+    def _workspaces(self) -> tuple[Workspace, Workspace]:
+        """Of the stream on which workers select, and of that on which owners do."""
         if self._workspace is None:
-            self._workspace = Workspace(self._device)
-        return BufferKernels(tables, buffer.span, *exchange.messages, exchange.transport.rank, self._workspace)
+            from lightning_safusion.kernels.cuda.buffer import Workspace  # imports Triton
+
+            self._workspace = Workspace(self._device), Workspace(self._device)
+        return self._workspace
 
     def commit(self, shipments: Sequence[FusedShipment]) -> None:
         """Takes what fused shipments have sent out of the residual, if nothing is wrong with the window."""
@@ -166,13 +234,31 @@ class FusedPath:
 def _tables(buffer: Buffer, exchange: SparseAllGather, selector: Selector) -> Tables | None:
     """What kernels are told of a buffer; None if they do not serve it."""
     segments, edges = buffer.segments, np.asarray(buffer.edges, np.int64)
-    if type(buffer.memory) not in _RESIDUALS or type(exchange) is not SparseAllGather or not buffer.dtypes <= {*KINDS}:
+    if type(exchange) is not SparseAllGather or not _served(buffer, selector):
         return None
-    if segments is not None and (type(selector.sparsifier) is not TopK or not np.array_equal(segments.edges, edges)):
+    if segments is not None and not np.array_equal(segments.edges, edges):
         return None
     message = exchange.message_format()
-    if message is None or not 0 < edges[-1] <= MOST_ELEMENTS or not serves_buffers(buffer.device):
+    if message is None or not serves_buffers(buffer.device):
         return None
     quotas, pool = (np.zeros(len(edges) - 1, np.int64), 0) if segments is None else (segments.quotas, segments.pool)
-    kinds = np.array([KINDS.index(dtype) for dtype in buffer.each_dtype])
-    return Tables(edges, quotas, pool, kinds, exchange.lane_places(), message)
+    return Tables(edges, quotas, pool, _kinds(buffer), exchange.lane_places(), message)
+
+
+def _shard_tables(buffer: Buffer, exchange: ShardedExchange, selector: Selector) -> ShardTables | None:
+    """What kernels are told of a buffer whose shards have owners; None if they do not serve it."""
+    if buffer.segments is None or buffer.fused or not _served(buffer, selector):
+        return None
+    tables = shard_tables(exchange, _kinds(buffer))
+    return tables if tables is not None and serves_buffers(buffer.device) else None
+
+
+def _served(buffer: Buffer, selector: Selector) -> bool:
+    """Whether memory, compressor, types and length are those that kernels know."""
+    known = type(buffer.memory) in _RESIDUALS and buffer.dtypes <= {*KINDS} and 0 < buffer.edges[-1] <= MOST_ELEMENTS
+    return known and (buffer.segments is None or type(selector.sparsifier) is TopK)
+
+
+def _kinds(buffer: Buffer) -> np.ndarray:
+    """int64 [T], of gradients."""
+    return np.array([KINDS.index(dtype) for dtype in buffer.each_dtype])

@@ -50,6 +50,18 @@ def key(x: Tensor, moment: Tensor | None) -> Tensor:
     return x / (torch.from_numpy(np.sqrt(moment.flatten().float().numpy())) + EPSILON)
 
 
+@pytest.mark.parametrize("used", KERNELS)
+def test_parts_of_a_span_may_cross_tensors_and_have_no_moment(used: bool) -> None:
+    moments = [Moment(moment, EPSILON) for moment in moments_of(1, [(30,), (0,), (50,)])]
+    units = SpanUnits([*moments, None], (0, 30, 30, 80, 100), torch.empty(100))
+    x = torch.randn(100, generator=torch.Generator().manual_seed(2))
+    with kernels(used):
+        whole = units.weigh(x).clone()
+        for runs in ([(10, 90)], [(0, 5), (25, 85)], [(85, 95)]):
+            expected = torch.cat([whole[start:stop] for start, stop in runs])
+            assert torch.equal(units.within(runs).weigh(torch.cat([x[a:b] for a, b in runs])), expected)
+
+
 @compiled
 def test_kernels_make_the_keys_of_pytorch() -> None:
     sizes = (3_000_000, 1, 0, 37, 5000)

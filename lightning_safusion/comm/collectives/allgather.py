@@ -25,7 +25,6 @@ from lightning_safusion.comm.exchange import (
 from lightning_safusion.comm.transport.interface import Transport, Work
 from lightning_safusion.comm.wire.codec import Codec, spread
 from lightning_safusion.comm.wire.elias_fano import EliasFanoCodec
-from lightning_safusion.comm.wire.values import QuantizedField
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.kernels.cuda.tables import Message
 
@@ -83,15 +82,10 @@ class SparseAllGather(StreamOrderedExchange):
         header = self._offsets[1]
         if self.codec is None:
             return Message(0, 0, 0, (0, 0, 0, 0, 0), self.bytes_sent, header, None)
-        if not isinstance(self.codec, EliasFanoCodec) or not isinstance(self.codec.field, QuantizedField):
+        if not isinstance(self.codec, EliasFanoCodec):
             return None
-        runs, field, sizes = self.codec.runs(self.spec.edges), self.codec.field, self.codec.field_bytes
-        if runs is None:
-            return None
-        ranks, high, low, codes = accumulate((self._offsets[-1], *sizes[:3]))
-        words = (ranks // 4, high // 4, low // 4, codes // 4, (codes + field.code_bytes) // 4)
-        parts = len(field.starts)
-        return Message(self.codec.capacity, self.codec.low, parts, words, self.bytes_sent, header, runs)
+        edges = np.asarray(self.spec.edges, np.int64)
+        return self.codec.message(edges[:-1], edges[1:], self.bytes_sent, self._offsets[-1], header)
 
     def lane_places(self) -> np.ndarray:
         """int64 [T], bytes of a message before the values of each dense tensor, -1 for others."""

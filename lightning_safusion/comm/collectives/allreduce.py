@@ -51,6 +51,11 @@ class DenseAllReduce(StreamOrderedExchange):
         self.bytes_sent = self._buffer.nbytes
         self.bytes_received = round(2 * (transport.world_size - 1) / transport.world_size * self.bytes_sent)
 
+    @property
+    def message(self) -> Tensor:
+        """This rank's part before the exchange, and the means after it, then flags and notices."""
+        return self._buffer
+
     def encode(self, x: Tensor, part: Part) -> None:
         spec, buffer = self.spec, self._buffer
         # dividing before the sum, as DDP does: a sum of float16 gradients could overflow

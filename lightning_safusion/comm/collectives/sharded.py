@@ -141,6 +141,17 @@ class ShardedExchange(MultiPhaseExchange, StreamOrderedExchange):
     def sent(self) -> tuple[Tensor, Tensor]:
         return self._sent
 
+    def sent_with(self, leaving: Tensor) -> tuple[Tensor, Tensor]:
+        """:meth:`sent`, where kernels have written the messages; ``leaving``: float32 [S], of its own shard."""
+        parts = zip(self._first.split(self.out_sizes), self.out, strict=True)
+        owned = [
+            Entries(*codec.decode(out[self.header : self.header + codec.nbytes]))
+            for out, codec in parts
+            if codec is not None and len(out)
+        ]
+        every = joined([*owned, self._shard.in_span(leaving.nonzero().view(-1), leaving)])
+        return every.indices, every.values
+
     def verdict(self, headers: Tensor | None = None) -> Verdict:
         return Verdict.of((self.headers if headers is None else headers).cpu().numpy())
 
@@ -223,6 +234,11 @@ class ShardedExchange(MultiPhaseExchange, StreamOrderedExchange):
             self._select_sums()
         self.gather()
         return True
+
+    @property
+    def arrived_first(self) -> bool:
+        """Whether what others have selected in its shard has been waited for."""
+        return self._scattering is None
 
     def await_first(self) -> None:
         """Waits for what others have selected in its shard."""

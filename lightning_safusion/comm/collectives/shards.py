@@ -156,7 +156,7 @@ class Shard:
             return Entries.none(self.device)
         compared = self._held if units is None else units.within(self.runs).weigh(self._held)
         selection = _TOP.select(compared, self._history.segments, 0, SpanSurvey(compared, self._history))
-        return self._in_span(Entries.of(selection, self.device).indices, self._held)
+        return self.in_span(Entries.of(selection, self.device).indices, self._held)
 
     def leaving(self, sums: Tensor, delivered: Entries) -> Entries:
         """What leaves the residual: what is delivered, without what is of others."""
@@ -165,13 +165,13 @@ class Shard:
             change.index_add_(0, self._places(delivered.indices), delivered.values)
         # the host does not wait to hear where a device has found something
         places = change.nonzero().view(-1) if change.is_cpu else torch.arange(len(change), device=self.device)
-        return self._in_span(places, change)
+        return self.in_span(places, change)
 
     def _places(self, indices: Tensor) -> Tensor:
         """Where positions of the span are in the shard."""
         return indices - self._shifts[torch.searchsorted(self._starts, indices, right=True).sub_(1).clamp_(min=0)]
 
-    def _in_span(self, places: Tensor, values: Tensor) -> Entries:
+    def in_span(self, places: Tensor, values: Tensor) -> Entries:
         """The values at places in the shard, at positions in the span."""
         piece = torch.searchsorted(self._begins, places, right=True).sub_(1)
         return Entries(places + self._shifts[piece], values[places])

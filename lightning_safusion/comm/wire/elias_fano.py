@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +24,7 @@ from lightning_safusion.comm.wire.codec import (
 )
 from lightning_safusion.comm.wire.values import QuantizedField, fill, packed, unpacked
 from lightning_safusion.kernels import cpu as native
-from lightning_safusion.kernels.cuda.tables import Runs
+from lightning_safusion.kernels.cuda.tables import Message, Runs
 from lightning_safusion.sparsify.base import Selection
 from lightning_safusion.sparsify.selection.torch_view import find_marked
 from lightning_safusion.sparsify.selection.view import device_constant
@@ -103,16 +104,28 @@ class EliasFanoCodec(Codec):
         firsts = np.repeat(self._buckets[:-1], np.diff(self._regions))
         return np.append(firsts + (own << _REGION), self._buckets[-1])
 
-    def runs(self, edges: Sequence[int]) -> Runs | None:
-        """Where the tensors of the span lie in a message; None unless kernels can read its values."""
+    def message(self, starts: np.ndarray, stops: np.ndarray, nbytes: int, begin: int, header: int) -> Message | None:
+        """The fields of a message, for kernels that write and read all of it; None unless they can.
+
+        Args:
+            starts, stops: int64 [T], where some tensors, those that may have entries among them, begin and end.
+            nbytes: Of the whole message.
+            begin: Bytes of it before these fields.
+            header: Bytes of flags and notices in it.
+        """
         if not isinstance(self.field, QuantizedField) or self.field.bits != 4:
             return None
-        bounds, scales = np.asarray(edges, np.int64), self.field.starts
-        starts, sizes = bounds[:-1], np.diff(bounds)
+        ranks, high, low, codes = accumulate((begin, *self.field_bytes[:3]))
+        words = (ranks // 4, high // 4, low // 4, codes // 4, (codes + self.field.code_bytes) // 4)
+        runs, parts = self._runs(starts, stops, self.field.starts), len(self.field.starts)
+        return Message(self.capacity, self.low, parts, words, nbytes, header, runs)
+
+    def _runs(self, starts: np.ndarray, stops: np.ndarray, scales: np.ndarray) -> Runs:
+        """Where tensors lie in a message; ``scales``: int64 [P], where the parts begin that share a scale."""
         run, parts = self._starts.searchsorted(starts), scales.searchsorted(starts)
         # the first part of a tensor is as long as its others, or has all of it
-        ends = np.append(scales, bounds[-1])[np.minimum(parts + 1, len(scales))]
-        lengths = np.maximum(np.minimum(ends - starts, sizes), 1)
+        ends = np.append(scales, self.numel)[np.minimum(parts + 1, len(scales))]
+        lengths = np.maximum(np.minimum(ends, stops) - starts, 1)
         bits = np.array([(length - 1).bit_length() for length in lengths.tolist()], np.int64)
         buckets, regions = (np.append(own[run], own[-1]) for own in (self._buckets, self._regions))
         return Runs(buckets, regions, parts, bits)

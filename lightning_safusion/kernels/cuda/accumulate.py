@@ -8,6 +8,7 @@ import triton.language as tl
 from lightning_safusion.kernels.cuda.elements import (
     BAD,
     EDGES,
+    FLAGS,
     GRADS,
     INFINITE,
     LANES,
@@ -20,7 +21,7 @@ from lightning_safusion.kernels.cuda.elements import (
 
 
 @triton.jit
-def _keys(
+def keys_of(
     x: tl.tensor, moments: tl.tensor, epsilon: tl.tensor, offsets: tl.tensor, inside: tl.tensor, MOMENT: tl.constexpr
 ) -> tl.tensor:
     """How far the optimizer would move elements, with every operation rounded as on the CPU; without moments x."""
@@ -42,6 +43,7 @@ def compensate(
     histogram: tl.tensor,
     message: tl.tensor,
     decay: tl.tensor,
+    share: tl.tensor,
     number: tl.tensor,
     count: tl.tensor,
     GRAD: tl.constexpr,
@@ -51,7 +53,7 @@ def compensate(
 ) -> None:
     """Residual times decay plus gradient, product and sum rounded apart; elements that are not finite add nothing.
 
-    Writes the flag of a tensor that has such elements, its dense lane in the message, the keys (int32 [N], only with
+    Writes the flag of a tensor that has such elements, a share of its elements into its dense lane, the keys (int32 [N], only with
     ``MOMENT`` of 0 or more, the kind of the moments), and counts the first digit of the keys (int32 [T, 2^BITS]).
     ``GRAD`` is the kind of the gradients. One program for each chunk (int32 [3, count]: tensor, first, end).
     """
@@ -76,11 +78,11 @@ def compensate(
         x = tl.where(finite, decay * r + g, r)
         tl.store(memory + offsets, x, mask=inside)
         bad |= (~finite).to(tl.int32)
-        if lane >= 0:
-            store_float((message + lane).to(tl.int64), offsets - first, x, inside, GRAD)
+        if lane != -1:
+            store_float((message + lane).to(tl.int64), offsets - first, x * share, inside, GRAD)
         compared = x
         if MOMENT >= 0:
-            compared = _keys(x, moments, epsilon, offsets - first, inside, MOMENT)
+            compared = keys_of(x, moments, epsilon, offsets - first, inside, MOMENT)
             tl.store(keys + offsets, magnitudes(compared), mask=inside)
         if BITS > 0:
             digits = tl.where(inside, magnitudes(compared) >> (31 - BITS), 0)
@@ -89,4 +91,5 @@ def compensate(
     if BITS > 0:  # noqa: SIM102 - one is known to the compiler, the other to the device
         if tl.load(tensors + QUOTAS * (number + 1) + tensor) > 0:
             tl.atomic_add(histogram + tensor * BINS + bins, counts, mask=counts > 0, sem="relaxed")
-    tl.atomic_or(flags + tensor, BAD, mask=tl.max(bad, 0) > 0, sem="relaxed")
+    flags += tl.load(tensors + FLAGS * (number + 1) + tensor)
+    tl.atomic_or(flags, BAD, mask=tl.max(bad, 0) > 0, sem="relaxed")

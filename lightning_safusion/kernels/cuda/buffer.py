@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,54 +13,92 @@ from lightning_safusion.kernels.cuda import accumulate as accumulating
 from lightning_safusion.kernels.cuda import commit, decode, digits, encode
 from lightning_safusion.kernels.cuda.launch import address_of, launch
 from lightning_safusion.kernels.cuda.tables import KINDS, WIDTH, Message, Runs, Tables
+from lightning_safusion.kernels.cuda.workspace import Constants, Weighing, Workspace
 from lightning_safusion.sparsify.selection.view import device_constant
+
+__all__ = ["BufferKernels", "Packer", "Weighing", "WindowKernels", "Workspace", "probe"]
 
 #: Elements that a program of the kernels holds at a time, and entries, in groups of 32, and bits of a message.
 BLOCK, GROUPS, BITS = 1024, 16, 256
 _HEADERS = 16  # bytes before the headers in what the host reads
 
 
-class Weighing(NamedTuple):
-    """What the optimizer divides gradients by, where keys are compared.
+class Packer:
+    """Finds the largest elements of a vector, and writes them into messages.
 
     Args:
-        moments: Second moments, flat; None for a tensor whose elements are their own keys.
-        epsilons: What is added to their roots.
-        keys: int32 [N], is written.
+        tables: Of the vector and the messages.
+        out: uint8, the memory of the messages.
+        workspace: Of the stream on which it works.
     """
 
-    moments: Sequence[Tensor | None]
-    epsilons: Sequence[float]
-    keys: Tensor
+    def __init__(self, tables: Tables, out: Tensor, workspace: Workspace) -> None:
+        self.tables, self.out, self.workspace = tables, out, workspace
+        self.constants = Constants.of(tables, out.device)
+        self._words, self._halves = out.view(torch.int32), out.view(torch.int16)
+        self._packed = False
+        self.flags = self.histogram = torch.empty(0)  #: int32 [T], [T, bins]: what is written before :meth:`find`
 
+    def take(self, more: Sequence[int] = ()) -> list[Tensor]:
+        """Takes memory for a selection; returns further int32 vectors of the lengths ``more``."""
+        tables, levels, number = self.tables, self.tables.digits, self.tables.number
+        message, count = tables.message, tables.chunks.shape[1]
+        histogram_sizes = [number << bits for bits in levels] if tables.room else []
+        pool_sizes = [1 << bits for bits in levels] if tables.pool else []
+        zeros = [tables.heads, message.parts, *histogram_sizes, *pool_sizes]
+        rest = [4 * number] * len(levels) + [2 * count, 2 * message.capacity, *more]
+        taken = iter(self.workspace.take([*zeros, *rest], len(zeros)))
+        self.flags, self._largest = next(taken), next(taken)
+        self._histograms = [next(taken) for _ in histogram_sizes]
+        self._pools = [next(taken) for _ in pool_sizes]
+        self._states = [next(taken) for _ in levels]
+        self._counts, self._entries, *others = taken
+        self.histogram, self._packed = self._histograms[0] if self._histograms else self.flags, True
+        return others
 
-class Workspace:
-    """Memory that the selections of all buffers of one stream use in turn."""
+    def find(self, keys: Tensor, values: Tensor) -> None:
+        """Finds what is sent of values (float32 [N]), compared by keys (int32 [N]), whose first digits are counted."""
+        if not self.tables.room:
+            return
+        tables, constants, number, count = self.tables, self.constants, self.tables.number, self.tables.chunks.shape[1]
+        span, room = (keys, constants.chunks, constants.tensors), self.tables.room
+        shift, before, levels = 31 - tables.digits[0], self._states[0], tables.digits
+        for level, bits in enumerate(levels):
+            first, pooled, found = level == 0, bool(self._pools), self._states[level]
+            histogram, pool = self._histograms[level], self._pools[level] if pooled else self._histograms[level]
+            if pooled:
+                arrays = histogram, constants.tensors, before, pool
+                launch(digits.share, number, *arrays, number, BITS=bits, FIRST=first)
+            if level == len(levels) - 1:
+                arrays = histogram, pool, before, found, self._counts
+                sizes = room, number, count
+                launch(digits.count_chunks, count, *span, *arrays, *sizes, BITS=bits, POOLED=pooled, BLOCK=WIDTH)
+                break
+            following = levels[level + 1]
+            shift -= following
+            launch(
+                digits.narrow, count, *span, constants.shape, self._words, histogram, pool, before, found,
+                self._histograms[level + 1], len(tables.described), room, number, count, BITS_BEFORE=bits,
+                BITS=following, SHIFT=shift, FIRST=first, POOLED=pooled, BLOCK=WIDTH,
+            )  # fmt: skip
+            before = found
+        arrays = constants.chunks, constants.tensors, constants.shape, self._states[-1], self._counts, self._words
+        launch(
+            encode.write, count, keys, values.view(torch.int32), *arrays, self._entries, self._largest,
+            tables.message.capacity, room, number, count, POOLED=bool(self._pools), BLOCK=BLOCK,
+        )  # fmt: skip
 
-    def __init__(self, device: torch.device) -> None:
-        self._memory = torch.empty(0, dtype=torch.int32, device=device)
-
-    def take(self, sizes: Sequence[int], zeros: int) -> list[Tensor]:
-        """int32 vectors that lie one behind the other, the first ``zeros`` of them filled with zeros at once."""
-        ends = list(accumulate(sizes, initial=0))
-        if len(self._memory) < ends[-1]:
-            self._memory = torch.empty(ends[-1], dtype=torch.int32, device=self._memory.device)
-        self._memory[: ends[zeros]].zero_()
-        return list(self._memory[: ends[-1]].split(list(sizes)))
-
-
-@dataclass(frozen=True, eq=False)
-class _Constants:
-    """Tables of a buffer on its device."""
-
-    tensors: Tensor
-    shape: Tensor
-    chunks: Tensor
-
-    @classmethod
-    def of(cls, tables: Tables, device: torch.device) -> _Constants:
-        arrays = tables.tensors, tables.message.described(), tables.chunks
-        return cls(*(device_constant(array, device) for array in arrays))
+    def pack(self, notices: int) -> None:
+        """Writes the messages; ``notices``: bits for all ranks."""
+        if not self._packed:
+            raise RuntimeError("nothing was selected that could be packed")
+        self._packed, tables = False, self.tables
+        most = int(tables.described[:, 0].max())
+        programs = max(1, -(-most // (32 * GROUPS)))
+        arrays = self._entries, self._largest, self.flags, self.constants.shape, self._words, self.out, self._halves
+        sizes = notices, tables.message.capacity, tables.heads, programs
+        count = programs * len(tables.described)
+        launch(encode.pack, count, *arrays, *sizes, SELECTED=tables.room > 0, GROUPS=GROUPS)
 
 
 class BufferKernels:
@@ -82,21 +118,24 @@ class BufferKernels:
     ) -> None:
         self.tables, self.memory, self.rank = tables, memory, rank
         self.sent, self.received = sent, received
-        self.world = len(received) // len(sent)
-        self._workspace, device = workspace, memory.device
-        self._words, self._halves = sent.view(torch.int32), sent.view(torch.int16)
-        self.constants = _Constants.of(tables, device)
-        kinds = sorted({*tables.kinds.tolist()})
-        tiles = [(kind, tables.tiles_of(kind)) for kind in kinds]
-        self._tiles = [(kind, device_constant(own, device), own.shape[1]) for kind, own in tiles if own.shape[1]]
+        self.world = len(received) // max(1, len(sent))
+        self.packer = Packer(tables, sent, workspace)
+        self.constants = self.packer.constants
+        #: Where lanes are counted from, and the share of an element that is there.
+        self.origin, self.share = sent, 1.0
+        self._tiles = self._by_kind(tables)
         narrow = np.where(tables.kinds > 0, tables.sizes, 0)
         #: float32, what narrow gradients cannot hold of the means.
-        self._errors = torch.zeros(int(narrow.sum()), device=device)
+        self._errors = torch.zeros(int(narrow.sum()), device=memory.device)
         self._error_places = 4 * (narrow.cumsum() - narrow)
         self._known: tuple[object, ...] | None = None  # the host's copy of addresses and epsilons
         self.addresses, self._epsilons = torch.empty(0), torch.empty(0)
         self._launches: list[tuple[int, int, Tensor, int]] = []  # kinds of gradients and moments, and their chunks
-        self._packed: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def _by_kind(self, tables: Tables) -> list[tuple[int, Tensor, int]]:
+        """Kinds of gradients, their tiles, and how many these are."""
+        tiles = [(kind, tables.tiles_of(kind)) for kind in sorted({*tables.kinds.tolist()})]
+        return [(kind, device_constant(own, self.memory.device), own.shape[1]) for kind, own in tiles if own.shape[1]]
 
     # -- addresses -------------------------------------------------------------------------------------------------
 
@@ -110,129 +149,97 @@ class BufferKernels:
             known = (grads, moments, kinds, tuple(weighing.epsilons))
         if known == self._known:
             return
-        self._known, number, device = known, self.tables.number, self.memory.device
-        table = np.zeros((4, number), np.int64)
-        table[0], table[2] = grads, self.tables.lanes
-        table[3] = np.where(self.tables.kinds > 0, address_of(self._errors) + self._error_places, table[0])
-        epsilons, moment_kinds = np.zeros(number, np.float32), np.full(number, -1)
+        self._known, tables = known, self.tables
+        table, of = np.zeros((4, tables.number), np.int64), tables.tensors_of
+        table[0] = np.array(grads, np.int64)[of] + tables.inside * _WIDTHS[tables.kinds]
+        table[2] = self._lanes()
+        table[3] = np.where(tables.kinds > 0, address_of(self._errors) + self._error_places, table[0])
+        epsilons, moment_kinds = np.zeros(tables.number, np.float32), np.full(tables.number, -1)
         if weighing is not None:
-            table[1], moment_kinds, epsilons[:] = moments, np.array(kinds), weighing.epsilons
-        self.addresses, self._epsilons = device_constant(table, device), device_constant(epsilons, device)
-        self._launches = self._grouped(moment_kinds, weighing is not None)
+            moment_kinds[:], epsilons[:] = np.array(kinds)[of], np.array(weighing.epsilons)[of]
+            there = np.array(moments, np.int64)[of]
+            table[1] = np.where(there != 0, there + tables.inside * _WIDTHS[moment_kinds], 0)
+        self._tell(table, epsilons, moment_kinds, weighing is not None)
 
-    def _grouped(self, moment_kinds: np.ndarray, weighed: bool) -> list[tuple[int, int, Tensor, int]]:
-        """The chunks of tensors with gradients and moments of the same kinds; without moments goes with any."""
-        kinds, launches = self.tables.kinds, []
+    def _lanes(self) -> np.ndarray:
+        """int64 [T], bytes from the origin of lanes to each, -1 for none."""
+        return self.tables.lanes
+
+    def _tell(self, table: np.ndarray, epsilons: np.ndarray, moment_kinds: np.ndarray, weighed: bool) -> None:
+        """Copies addresses to the device, and groups launches by the kinds of gradients and moments."""
+        device, kinds = self.memory.device, self.tables.kinds
+        self.addresses, self._epsilons = device_constant(table, device), device_constant(epsilons, device)
+        self._launches = []
         for kind in sorted({*kinds.tolist()}):
-            own = kinds == kind
-            found = sorted({*moment_kinds[own].tolist()} - {-1}) or [0 if weighed else -1]
-            for place, moment in enumerate(found):
-                members = own & ((moment_kinds == moment) | (moment_kinds == -1) & (place == 0))
+            for moment, members in grouped(moment_kinds, kinds == kind, weighed):
                 if members.all():
                     chunks, count = self.constants.chunks, self.constants.chunks.shape[1]
                 else:
                     part = self.tables.chunks_of(np.flatnonzero(members).tolist())
-                    chunks, count = device_constant(part, self.memory.device), part.shape[1]
-                launches.append((kind, moment, chunks, count))
-        return launches
+                    chunks, count = device_constant(part, device), part.shape[1]
+                self._launches.append((kind, moment, chunks, count))
 
     # -- from gradients to a message ---------------------------------------------------------------------------------
 
     def select(self, decay: float, weighing: Weighing | None) -> None:
         """Adds the gradients to the residual, and finds what is sent of the sum."""
-        tables, number = self.tables, self.tables.number
-        message, count, levels = tables.message, tables.chunks.shape[1], tables.digits
-        histogram_sizes = [number << bits for bits in levels] if tables.room else []
-        pool_sizes = [1 << bits for bits in levels] if tables.pool else []
-        zeros = [number, message.parts, *histogram_sizes, *pool_sizes]
-        rest = [4 * number] * len(levels) + [2 * count, 2 * message.capacity]
-        flags, largest, *others = self._workspace.take([*zeros, *rest], len(zeros))
-        histograms, pools = others[: len(histogram_sizes)], others[len(histogram_sizes) : len(zeros) - 2]
-        *states, counts, entries = others[len(zeros) - 2 :]
+        self.packer.take()
         keys = self.memory.view(torch.int32) if weighing is None else weighing.keys
-        self._compensate(keys, flags, histograms[0] if histograms else flags, decay)
-        self._packed = flags, largest, entries
-        if tables.room:
-            self._find(keys, histograms, pools, states, counts)
-            found, words = states[-1], self._words
-            arrays = self.constants.chunks, self.constants.tensors, self.constants.shape, found, counts, words
-            launch(
-                encode.write, count, keys, self.memory.view(torch.int32), *arrays, entries, largest, tables.room,
-                number, count, POOLED=bool(pools), BLOCK=BLOCK,
-            )  # fmt: skip
-
-    def _compensate(self, keys: Tensor, flags: Tensor, histogram: Tensor, decay: float) -> None:
         bits = self.tables.digits[0] if self.tables.room else 0
         for kind, moment, chunks, count in self._launches:
-            arrays = self.constants.tensors, self.addresses, self._epsilons, flags, histogram, self.sent
-            sizes, options = (decay, self.tables.number, count), {"GRAD": kind, "MOMENT": moment, "BITS": bits}
-            launch(accumulating.compensate, count, self.memory, keys, chunks, *arrays, *sizes, **options, BLOCK=BLOCK)
-
-    def _find(
-        self,
-        keys: Tensor,
-        histograms: Sequence[Tensor],
-        pools: Sequence[Tensor],
-        states: Sequence[Tensor],
-        counts: Tensor,
-    ) -> None:
-        """Finds the limits, digit by digit, and counts what is above and at them."""
-        constants, number, count = self.constants, self.tables.number, self.tables.chunks.shape[1]
-        room, pooled, levels = self.tables.room, bool(pools), self.tables.digits
-        span = keys, constants.chunks, constants.tensors
-        shift, found = 31 - levels[0], states[0]
-        for level, bits in enumerate(levels):
-            first, before = level == 0, found
-            pool = pools[level] if pooled else histograms[level]
-            if pooled:
-                launch(
-                    digits.share, number, histograms[level], constants.tensors, before, pool, number,
-                    BITS=bits, FIRST=first,
-                )  # fmt: skip
-            found = states[level]
-            if level == len(levels) - 1:
-                arrays = histograms[level], pool, before, found, counts
-                sizes = room, number, count
-                launch(digits.count_chunks, count, *span, *arrays, *sizes, BITS=bits, POOLED=pooled, BLOCK=WIDTH)
-                return
-            following = levels[level + 1]
-            shift -= following
+            arrays = self.constants.tensors, self.addresses, self._epsilons, self.packer.flags, self.packer.histogram
+            sizes = decay, self.share, self.tables.number, count
+            options = {"GRAD": kind, "MOMENT": moment, "BITS": bits, "BLOCK": BLOCK}
             launch(
-                digits.narrow, count, *span, constants.shape, self._words, histograms[level], pool, before, found,
-                histograms[level + 1], room, number, count, BITS_BEFORE=bits, BITS=following, SHIFT=shift,
-                FIRST=first, POOLED=pooled, BLOCK=WIDTH,
-            )  # fmt: skip
+                accumulating.compensate, count, self.memory, keys, chunks, *arrays, self.origin, *sizes, **options
+            )
+        self.packer.find(keys, self.memory)
 
     def pack(self, notices: int) -> None:
         """Writes the message; ``notices``: bits for all ranks."""
-        if self._packed is None:
-            raise RuntimeError("nothing was selected that could be packed")
-        (flags, largest, entries), self._packed = self._packed, None
-        tables, selected = self.tables, self.tables.room > 0
-        programs = max(1, -(-tables.message.capacity // (32 * GROUPS)))
-        arrays = entries, largest, flags, self.constants.shape, self._words, self.sent, self._halves
-        sizes = notices, tables.room, tables.number
-        launch(encode.pack, programs, *arrays, *sizes, SELECTED=selected, GROUPS=GROUPS)
+        self.packer.pack(notices)
 
     # -- from messages to means --------------------------------------------------------------------------------------
 
     def decode(self, decay: float, status: Tensor) -> None:
         """Writes the means into the gradients, and what is wrong with the messages into the status (int32 [1])."""
         constants, number = self.constants, self.tables.number
-        received = self.received.view(torch.int32)
+        received, words = self.received.view(torch.int32), len(self.sent) // 4
         for kind, tiles, count in self._tiles:
-            arrays = received, self.memory, tiles, constants.tensors, self.addresses, constants.shape, status
-            sizes = decay, 1.0 / self.world, self.world, self.rank, number, count
-            launch(decode.decode, count, *arrays, *sizes, KIND=kind, BITS=BITS)
+            arrays = self.memory, tiles, constants.tensors, self.addresses, constants.shape, status
+            scales, strides = (decay, 1.0 / self.world), (words, 4 * words, self.world, self.world)
+            launch(
+                decode.decode, count, received, self.sent, self.received, *arrays, *scales, *strides, number, number,
+                count, KIND=kind, BITS=BITS, OWNED=False,
+            )  # fmt: skip
 
     def headers(self) -> int:
         """Bytes of the headers of all messages."""
-        return self.world * (self.tables.number + 1)
+        return self.world * (self.tables.heads + 1)
 
-    def row(self, place: int) -> list[int]:
-        """What the end of a window is told of this buffer, whose headers it puts at a place."""
-        held = self.sent, self.constants.shape, self.constants.tensors, self.addresses, self.memory, self.received
-        return [*map(address_of, held), self.tables.number, place]
+    def parts(self, place: int) -> Iterator[tuple[np.ndarray, list[int]]]:
+        """What the end of a window is told of this buffer, whose headers it puts at a place: tiles, and their row."""
+        held = self.sent, self.constants.shape, self.constants.tensors, self.addresses, self.memory
+        reported = self.world, len(self.sent), self.tables.heads, place
+        row = [*map(address_of, held), 0, self.tables.number, 0, address_of(self.received), *reported]
+        yield self.tables.tiles, row
+
+
+# Bytes of an element by its kind; the last is of no kind.
+_WIDTHS = np.array([*(kind.itemsize for kind in KINDS), 0])
+
+
+def grouped(moments: np.ndarray, own: np.ndarray, weighed: bool) -> Iterator[tuple[int, np.ndarray]]:
+    """Kinds of moments, and those of some rows that are launched together; without moments goes with any.
+
+    Args:
+        moments: int64 [T], kinds; -1 for none.
+        own: bool [T], the rows.
+        weighed: Keys are compared.
+    """
+    found = sorted({*moments[own].tolist()} - {-1}) or [0 if weighed else -1]
+    for place, moment in enumerate(found):
+        yield moment, own & ((moments == moment) | (moments == -1) & (place == 0))
 
 
 class WindowKernels:
@@ -264,21 +271,19 @@ class WindowKernels:
     def commit(self, buffers: Sequence[BufferKernels]) -> None:
         """Takes what the buffers have sent out of their residuals, if nothing is wrong with the window."""
         places = list(accumulate((buffer.headers() for buffer in buffers), initial=_HEADERS))
-        rows = [buffer.row(place) for buffer, place in zip(buffers, places, strict=False)]
-        known = tuple(map(tuple, rows))
+        parts = [part for buffer, place in zip(buffers, places, strict=False) for part in buffer.parts(place)]
+        known = tuple(tuple(row) for _, row in parts)
         if known != self._known:
             self._known = known
-            tiles = [
-                np.vstack([b.tables.tiles, np.full((1, b.tables.tiles.shape[1]), i)]) for i, b in enumerate(buffers)
-            ]
+            tiles = [np.vstack([own, np.full((1, own.shape[1]), i)]) for i, (own, _) in enumerate(parts)]
             joined = np.ascontiguousarray(np.concatenate(tiles, axis=1), np.int32)
             self._tiles = device_constant(joined, self._device)
-            self._buffers = device_constant(np.array(rows, np.int64), self._device)
+            self._buffers = device_constant(np.array([row for _, row in parts], np.int64), self._device)
             self.verdicts = torch.zeros(places[-1], dtype=torch.uint8, device=self._device)
-        count = self._tiles.shape[1]
+        count, world = self._tiles.shape[1], buffers[0].world
         arrays = self._tiles, self._buffers, self._status, self.verdicts
-        sizes = self._turn, buffers[0].world, count
-        launch(commit.commit, count + len(buffers), *arrays, *sizes, BITS=BITS)
+        sizes = self._turn, 1.0 / world, world, count
+        launch(commit.commit, count + len(parts), *arrays, *sizes, BITS=BITS)
         self._turn = 1 - self._turn
 
     def read(self, copy: Tensor, buffers: Sequence[BufferKernels]) -> tuple[int, list[Tensor]]:

@@ -6,13 +6,25 @@ import triton
 import triton.language as tl
 
 from lightning_safusion.kernels.cuda.decode import TILE_OFFSET, TILE_SIZE, read_entries, read_region
-from lightning_safusion.kernels.cuda.elements import EDGES, KINDS, LANES, MESSAGE_WORDS, SUMS, load_float
+from lightning_safusion.kernels.cuda.elements import (
+    EDGES,
+    ELSEWHERE,
+    KINDS,
+    LANES,
+    SHAPES,
+    SUMS,
+    load_float,
+    round_float,
+)
 
-# Columns of the table of buffers, int64 [B, 8]: addresses of its own message, of the descriptions of message, tensors
-# and gradients, of its span of the residual and of the messages of all ranks; its tensors; the place of its headers.
+# Columns of the table of buffers, int64 [B, 13]: addresses of its own messages, of the descriptions of messages, tensors
+# and gradients, of its span of the residual, and of the sums that an owner has from others, or 0; tensors or parts of
+# them; and of the headers that are reported: addresses of this rank's, and of those of others, how many these are, the
+# bytes from one to the next, the tensors in one, and their place in the report.
 _MESSAGE, _SHAPE, _TENSORS, _ADDRESSES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-_MEMORY, _RECEIVED, _NUMBER, _HEADERS = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
-_COLUMNS = tl.constexpr(8)
+_MEMORY, _SUMS, _NUMBER, _OWN = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
+_RECEIVED, _RANKS, _STRIDE, _HEADS = tl.constexpr(8), tl.constexpr(9), tl.constexpr(10), tl.constexpr(11)
+_PLACE, _COLUMNS = tl.constexpr(12), tl.constexpr(13)
 # Elements of a tile that are in registers at a time.
 _PIECE = tl.constexpr(512)
 # The row of the table of tiles behind those of a buffer's own.
@@ -33,8 +45,46 @@ def _load_kind(address: tl.tensor, offsets: tl.tensor, inside: tl.tensor, kind: 
 
 
 @triton.jit
-def _take_out(tiles: tl.tensor, row: tl.tensor, tile: tl.tensor, count: tl.tensor, BITS: tl.constexpr) -> None:
-    """Subtracts what a tile has in this rank's message, and adds what a narrow gradient could not hold of the mean."""
+def _take_lane(
+    row: tl.tensor,
+    lane: tl.tensor,
+    offset: tl.tensor,
+    size: tl.tensor,
+    memory: tl.tensor,
+    kind: tl.tensor,
+    good: tl.tensor,
+    factor: tl.tensor,
+    world: tl.tensor,
+) -> None:
+    """Subtracts what a tile of a dense tensor has sent: what is in its message, or rounded shares of what it holds."""
+    for at in range(0, size, _PIECE):
+        elements = at + tl.arange(0, _PIECE)
+        inside = elements < size
+        old = tl.load(memory + elements, mask=inside, other=0.0)
+        sent = old
+        if tl.load(row + _SUMS) == 0:
+            sent = _load_kind(tl.load(row + _MESSAGE) + lane, offset + elements, inside, kind)
+        if (tl.load(row + _SUMS) != 0) & (kind != 0):
+            sent = round_float(old * factor, kind) * world.to(tl.float32)
+        tl.store(memory + elements, old - sent, mask=elements < tl.where(good, size, 0))
+
+
+@triton.jit
+def _take_out(
+    tiles: tl.tensor,
+    row: tl.tensor,
+    tile: tl.tensor,
+    count: tl.tensor,
+    good: tl.tensor,
+    factor: tl.tensor,
+    world: tl.tensor,
+    BITS: tl.constexpr,
+) -> None:
+    """Subtracts what a tile has in this rank's message, and adds what a narrow gradient could not hold of the mean.
+
+    In its own shard what this rank delivers is subtracted from what others have sent to it, and the rest of that is
+    added to the residual. A window that is not good leaves the residual alone.
+    """
     message = tl.load(row + _MESSAGE).to(tl.pointer_type(tl.int32))
     shape = tl.load(row + _SHAPE).to(tl.pointer_type(tl.int32))
     tensors = tl.load(row + _TENSORS).to(tl.pointer_type(tl.int32))
@@ -45,43 +95,53 @@ def _take_out(tiles: tl.tensor, row: tl.tensor, tile: tl.tensor, count: tl.tenso
     memory = tl.load(row + _MEMORY).to(tl.pointer_type(tl.float32)) + first
     kind = tl.load(tensors + KINDS * (number + 1) + tensor)
     lane = tl.load(addresses + LANES * number + tensor)
-    if lane >= 0:
-        for at in range(0, size, _PIECE):
-            elements = at + tl.arange(0, _PIECE)
-            sent = _load_kind(tl.load(row + _MESSAGE) + lane, offset + elements, elements < size, kind)
-            old = tl.load(memory + elements, mask=elements < size, other=0.0)
-            tl.store(memory + elements, old - sent, mask=elements < size)
+    shape += tl.load(tensors + SHAPES * (number + 1) + tensor)
+    shard = tl.load(row + _SUMS)
+    if lane != -1:
+        _take_lane(row, lane, offset, size, memory, kind, good, factor, world)
     else:
+        target = memory
+        if shard != 0:
+            elsewhere = tl.load(tensors + ELSEWHERE * (number + 1) + tensor) + offset
+            target = shard.to(tl.pointer_type(tl.float32)) + elsewhere
         before, behind, length, _wrong = read_region(message, shape, tiles, tile, count)
         seen = before
         for at in range(0, length, BITS):
             value, place, hit, marked, _outside = read_entries(
                 message, shape, tensors, tiles, tile, number, count, before, seen, behind, at, length, BITS
             )
-            old = tl.load(memory + place, mask=hit, other=0.0)
-            tl.store(memory + place, old - value, mask=hit)
+            old = tl.load(target + place, mask=hit, other=0.0)
+            tl.store(target + place, old - value, mask=hit)
             seen += marked
-    if kind != 0:
+        if shard != 0:
+            tl.debug_barrier()
+            _add(memory, target, tl.where(good, size, 0))
+    if (kind != 0) & good:
         tl.debug_barrier()
-        errors = tl.load(addresses + SUMS * number + tensor).to(tl.pointer_type(tl.float32)) + offset
-        for at in range(0, size, _PIECE):
-            elements = at + tl.arange(0, _PIECE)
-            old = tl.load(memory + elements, mask=elements < size, other=0.0)
-            error = tl.load(errors + elements, mask=elements < size, other=0.0)
-            tl.store(memory + elements, old + error, mask=elements < size)
+        _add(memory, tl.load(addresses + SUMS * number + tensor).to(tl.pointer_type(tl.float32)) + offset, size)
 
 
 @triton.jit
-def _report(row: tl.tensor, verdicts: tl.tensor, world: tl.tensor, WIDE: tl.constexpr) -> None:
-    """Copies the headers of a buffer's messages, one behind the other."""
-    source = tl.load(row + _RECEIVED).to(tl.pointer_type(tl.uint8))
-    stride = 4 * tl.load(tl.load(row + _SHAPE).to(tl.pointer_type(tl.int32)) + MESSAGE_WORDS).to(tl.int64)
-    size = tl.load(row + _NUMBER).to(tl.int32) + 1
-    target = verdicts + tl.load(row + _HEADERS)
-    for _ in range(world):
+def _add(memory: tl.tensor, added: tl.tensor, size: tl.tensor) -> None:
+    """Adds float32 numbers to others."""
+    for at in range(0, size, _PIECE):
+        elements = at + tl.arange(0, _PIECE)
+        old = tl.load(memory + elements, mask=elements < size, other=0.0)
+        more = tl.load(added + elements, mask=elements < size, other=0.0)
+        tl.store(memory + elements, old + more, mask=elements < size)
+
+
+@triton.jit
+def _report(row: tl.tensor, verdicts: tl.tensor, WIDE: tl.constexpr) -> None:
+    """Copies the headers of a buffer, one behind the other, this rank's last if it is not among the others."""
+    source, own = tl.load(row + _RECEIVED), tl.load(row + _OWN)
+    stride, size = tl.load(row + _STRIDE), tl.load(row + _HEADS).to(tl.int32) + 1
+    target, ranks = verdicts + tl.load(row + _PLACE), tl.load(row + _RANKS).to(tl.int32)
+    for rank in range(ranks + (own != 0).to(tl.int32)):
+        header = tl.where(rank < ranks, source, own).to(tl.pointer_type(tl.uint8))
         for at in range(0, size, WIDE):
             place = at + tl.arange(0, WIDE)
-            byte = tl.load(source + place, mask=place < size, other=0)
+            byte = tl.load(header + place, mask=place < size, other=0)
             tl.store(target + place, byte, mask=place < size)
         source += stride
         target += size
@@ -94,6 +154,7 @@ def commit(
     status: tl.tensor,
     verdicts: tl.tensor,
     turn: tl.tensor,
+    factor: tl.tensor,
     world: tl.tensor,
     count: tl.tensor,
     BITS: tl.constexpr,
@@ -105,11 +166,12 @@ def commit(
     """
     program = tl.program_id(0)
     if program < count:
-        if tl.load(status + turn) == 0:
-            row = buffers + _COLUMNS * tl.load(tiles + _BUFFER * count + program)
-            _take_out(tiles, row, program, count, BITS)
+        good = tl.load(status + turn) == 0
+        row = buffers + _COLUMNS * tl.load(tiles + _BUFFER * count + program)
+        if good | (tl.load(row + _SUMS) != 0):
+            _take_out(tiles, row, program, count, good, factor, world, BITS)
     else:
         if program == count:
             tl.store(verdicts.to(tl.pointer_type(tl.int32)), tl.load(status + turn))
             tl.store(status + 1 - turn, 0)
-        _report(buffers + _COLUMNS * (program - count), verdicts, world, 256)
+        _report(buffers + _COLUMNS * (program - count), verdicts, 256)

@@ -14,8 +14,10 @@ from lightning_safusion.kernels.cuda.elements import (
     BAD,
     CAPACITY,
     CODES,
+    DESCRIPTION,
     EDGES,
     FAILED,
+    FLAGS,
     FRESH,
     GRADS,
     HIGH,
@@ -23,11 +25,11 @@ from lightning_safusion.kernels.cuda.elements import (
     LANES,
     LOW,
     LOW_BITS,
-    MESSAGE_WORDS,
     PART_BITS,
     PARTS,
     RANKS,
     SCALES,
+    SHAPES,
     SUMS,
     load_float,
     magnitudes,
@@ -115,19 +117,90 @@ def _undo(
 
 
 @triton.jit
+def add_messages(
+    messages: tl.tensor,
+    stride: tl.tensor,
+    times: tl.tensor,
+    factor: tl.tensor,
+    sums: tl.tensor,
+    shape: tl.tensor,
+    tensors: tl.tensor,
+    tiles: tl.tensor,
+    tile: tl.tensor,
+    number: tl.tensor,
+    count: tl.tensor,
+    BITS: tl.constexpr,
+) -> tl.tensor:
+    """Adds up in the memory of a tile what some messages have there, one after the other; whether one is damaged.
+
+    Args:
+        messages: int32, the first.
+        stride: Words from one to the next.
+        times: How many.
+        factor: For their values.
+        sums: float32, of the tile; it is overwritten.
+        shape, tensors, tiles, tile, number, count, BITS: See :func:`decode`.
+    """
+    size = tl.load(tiles + TILE_SIZE * count + tile)
+    damaged = tile * 0
+    for at in range(0, size, _PIECE):
+        lanes = at + tl.arange(0, _PIECE)
+        tl.store(sums + lanes, tl.zeros([_PIECE], tl.float32), mask=lanes < size)
+    tl.debug_barrier()
+    for _ in range(times):
+        before, behind, length, wrong = read_region(messages, shape, tiles, tile, count)
+        seen = before
+        for at in range(0, length, BITS):
+            value, place, hit, marked, outside = read_entries(
+                messages, shape, tensors, tiles, tile, number, count, before, seen, behind, at, length, BITS
+            )
+            old = tl.load(sums + place, mask=hit, other=0.0)
+            tl.store(sums + place, old + value * factor, mask=hit)
+            seen += marked
+            damaged |= outside
+        damaged |= (wrong | (seen != behind)).to(tl.int32)
+        messages += stride
+        tl.debug_barrier()
+    return damaged
+
+
+@triton.jit
+def _irregular(header: tl.tensor, at: tl.tensor, number: tl.tensor, WIDE: tl.constexpr) -> tl.tensor:
+    """Not 0 where a tensor of a rank is not there, or is not finite, or the rank has failed."""
+    place = at + tl.arange(0, WIDE)
+    byte = tl.load(header + place, mask=place <= number, other=0).to(tl.int32)
+    return tl.where(place < number, byte ^ FRESH, tl.where(place == number, byte & FAILED, 0))
+
+
+@triton.jit
 def _judge(
-    received: tl.tensor, shape: tl.tensor, status: tl.tensor, number: tl.tensor, world: tl.tensor, WIDE: tl.constexpr
+    own: tl.tensor,
+    headers: tl.tensor,
+    stride: tl.tensor,
+    ranks: tl.tensor,
+    status: tl.tensor,
+    number: tl.tensor,
+    WIDE: tl.constexpr,
 ) -> None:
     """Whether all ranks have sent all tensors, and none has failed."""
     wrong = tl.zeros([WIDE], tl.int32)
-    message = received.to(tl.pointer_type(tl.uint8))
-    for _ in range(world):
+    for at in range(0, number + 1, WIDE):
+        wrong |= _irregular(own, at, number, WIDE)
+    for _ in range(ranks):
         for at in range(0, number + 1, WIDE):
-            place = at + tl.arange(0, WIDE)
-            byte = tl.load(message + place, mask=place <= number, other=0).to(tl.int32)
-            wrong |= tl.where(place < number, byte ^ FRESH, byte & FAILED)
-        message += 4 * tl.load(shape + MESSAGE_WORDS).to(tl.int64)
+            wrong |= _irregular(headers, at, number, WIDE)
+        headers += stride
     tl.atomic_or(status, IRREGULAR, mask=tl.max((wrong != 0).to(tl.int32), 0) > 0, sem="relaxed")
+
+
+@triton.jit
+def _is_bad(own: tl.tensor, headers: tl.tensor, stride: tl.tensor, ranks: tl.tensor, place: tl.tensor) -> tl.tensor:
+    """Whether a tensor is not finite on some rank."""
+    bad = tl.load(own + place).to(tl.int32)
+    for _ in range(ranks):
+        bad |= tl.load(headers + place).to(tl.int32)
+        headers += stride
+    return bad & BAD
 
 
 @triton.jit
@@ -163,9 +236,11 @@ def _deliver(
     return tl.max(tl.where(inside, magnitudes(mean), 0), 0)
 
 
-@triton.jit(do_not_specialize=["world", "rank", "number", "count"])
+@triton.jit(do_not_specialize=["stride", "header_stride", "ranks", "world", "heads", "number", "count"])
 def decode(
     received: tl.tensor,
+    own: tl.tensor,
+    headers: tl.tensor,
     memory: tl.tensor,
     tiles: tl.tensor,
     tensors: tl.tensor,
@@ -174,64 +249,77 @@ def decode(
     status: tl.tensor,
     decay: tl.tensor,
     factor: tl.tensor,
+    stride: tl.tensor,
+    header_stride: tl.tensor,
+    ranks: tl.tensor,
     world: tl.tensor,
-    rank: tl.tensor,
+    heads: tl.tensor,
     number: tl.tensor,
     count: tl.tensor,
     KIND: tl.constexpr,
     BITS: tl.constexpr,
+    OWNED: tl.constexpr,
 ) -> None:
-    """Writes the mean of all messages (int32 [world, words]) into gradients of one kind, and judges the window.
+    """Writes the mean of all messages into gradients of one kind, and judges the window.
 
     A tensor that is not finite on some rank comes out not finite. What it added to this rank's residual is undone,
     before its gradient is overwritten.
+
+    Args:
+        received: int32 [world, stride], the messages.
+        own: uint8, this rank's header; dense lanes are counted from there.
+        headers: uint8 [ranks, header_stride], those of others.
+        memory: float32 [N], the residual.
+        tiles: int32 [8, count]; a program each.
+        tensors: int32 [13, number + 1].
+        addresses: int64 [4, number].
+        shape: int32 [n, 15], of messages.
+        status: int32 [1].
+        decay: Of the residual.
+        factor: Of all values.
+        heads: Tensors in a header.
+        KIND: Of the gradients.
+        BITS: Of messages that are read together.
+        OWNED: Elements are in the message of their owner only, and lanes hold means.
     """
     tile = tl.program_id(0)
     tensor = tl.load(tiles + tile)
+    row = tensors + tensor
     offset, size = tl.load(tiles + TILE_OFFSET * count + tile), tl.load(tiles + TILE_SIZE * count + tile)
     grads = tl.load(addresses + GRADS * number + tensor)
     sums = tl.load(addresses + SUMS * number + tensor).to(tl.pointer_type(tl.float32)) + offset
-    lane, stride = tl.load(addresses + LANES * number + tensor), tl.load(shape + MESSAGE_WORDS)
+    lane, flag = tl.load(addresses + LANES * number + tensor), tl.load(row + FLAGS * (number + 1))
     if tile == 0:
-        _judge(received, shape, status, number, world, 256)
-    own = tl.load((received + rank.to(tl.int64) * stride).to(tl.pointer_type(tl.uint8)) + tensor)
-    if (own & BAD) != 0:
-        first = tl.load(tensors + EDGES * (number + 1) + tensor) + offset
+        _judge(own, headers, header_stride, ranks, status, heads, 256)
+    if (tl.load(own + flag) & BAD) != 0:
+        first = tl.load(row + EDGES * (number + 1)) + offset
         _undo(memory + first, grads, offset, size, decay, KIND)
         tl.debug_barrier()
-    bad, damaged, largest = tile * 0, tile * 0, tile * 0
-    message = received
-    if lane >= 0:
+    bad = _is_bad(own, headers, header_stride, ranks, flag)
+    damaged, largest = tile * 0, tile * 0
+    if lane != -1:
         for at in range(0, size, _PIECE):
             lanes, mean = at + tl.arange(0, _PIECE), tl.zeros([_PIECE], tl.float32)
-            message = received
-            for _ in range(world):
-                bad |= tl.load(message.to(tl.pointer_type(tl.uint8)) + tensor).to(tl.int32) & BAD
-                sent = (message.to(tl.pointer_type(tl.uint8)) + lane).to(tl.int64)
-                mean += load_float(sent, offset + lanes, lanes < size, KIND) * factor
-                message += stride
+            if OWNED:
+                mean = load_float((own + lane).to(tl.int64), offset + lanes, lanes < size, KIND)
+            else:
+                message = received
+                for _ in range(world):
+                    sent = (message.to(tl.pointer_type(tl.uint8)) + lane).to(tl.int64)
+                    mean += load_float(sent, offset + lanes, lanes < size, KIND) * factor
+                    message += stride
             most = _deliver(mean, bad, grads, sums, offset, lanes, size, KIND, False)
             largest = tl.maximum(largest, most)
     else:
-        for at in range(0, size, _PIECE):
-            lanes = at + tl.arange(0, _PIECE)
-            tl.store(sums + lanes, tl.zeros([_PIECE], tl.float32), mask=lanes < size)
-        tl.debug_barrier()
-        for _ in range(world):
-            bad |= tl.load(message.to(tl.pointer_type(tl.uint8)) + tensor).to(tl.int32) & BAD
-            before, behind, length, wrong = read_region(message, shape, tiles, tile, count)
-            seen = before
-            for at in range(0, length, BITS):
-                value, place, hit, marked, outside = read_entries(
-                    message, shape, tensors, tiles, tile, number, count, before, seen, behind, at, length, BITS
-                )
-                old = tl.load(sums + place, mask=hit, other=0.0)
-                tl.store(sums + place, old + value * factor, mask=hit)
-                seen += marked
-                damaged |= outside
-            damaged |= (wrong | (seen != behind)).to(tl.int32)
-            message += stride
-            tl.debug_barrier()
+        message, times = received, world
+        if OWNED:
+            described = tl.load(row + SHAPES * (number + 1))
+            shape += described
+            message += (described // DESCRIPTION).to(tl.int64) * stride
+            times = tile * 0 + 1
+        damaged = add_messages(
+            message, stride, times, factor, sums, shape, tensors, tiles, tile, number, count, BITS
+        )
         for at in range(0, size, _PIECE):
             lanes = at + tl.arange(0, _PIECE)
             mean = tl.load(sums + lanes, mask=lanes < size, other=0.0)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lightning_safusion.kernels.cuda.elements import HIGH, LOW, MAGNITUDE, QUOTAS, SPANS
+from lightning_safusion.kernels.cuda.elements import DESCRIPTION, HIGH, LOW, MAGNITUDE, QUOTAS, SPANS
 
 
 @triton.jit(do_not_specialize=["number"])
@@ -83,7 +83,7 @@ def _add_digits(histogram: tl.tensor, digits: tl.tensor, hit: tl.tensor, BINS: t
         tl.atomic_add(histogram + digits, 1, mask=hit, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["room", "number", "count"])
+@triton.jit(do_not_specialize=["messages", "room", "number", "count"])
 def narrow(
     keys: tl.tensor,
     chunks: tl.tensor,
@@ -95,6 +95,7 @@ def narrow(
     states: tl.tensor,
     found: tl.tensor,
     after: tl.tensor,
+    messages: tl.tensor,
     room: tl.tensor,
     number: tl.tensor,
     count: tl.tensor,
@@ -108,15 +109,17 @@ def narrow(
     """Counts the next digit (``BITS`` bits from ``SHIFT`` on) of the keys that agree with those found so far.
 
     ``states`` and ``found`` are int32 [3, T]: limits so far, keys above them, pinned. The first launch also clears the
-    high bits of the message. A program for each chunk.
+    high bits of the messages. A program for each chunk.
     """
     chunk = tl.program_id(0)
     BINS: tl.constexpr = 1 << BITS
     if FIRST:
-        high, end = tl.load(shape + HIGH), tl.load(shape + LOW)
-        for at in range(high + chunk * BLOCK, end, count * BLOCK):
-            place = at + tl.arange(0, BLOCK)
-            tl.store(message + place, tl.zeros([BLOCK], tl.int32), mask=place < end)
+        for _ in range(messages):
+            high, end = tl.load(shape + HIGH), tl.load(shape + LOW)
+            for at in range(high + chunk * BLOCK, end, count * BLOCK):
+                place = at + tl.arange(0, BLOCK)
+                tl.store(message + place, tl.zeros([BLOCK], tl.int32), mask=place < end)
+            shape += DESCRIPTION
     tensor = tl.load(chunks + chunk)
     if tl.load(tensors + QUOTAS * (number + 1) + tensor) > 0:
         start, stop = tl.load(chunks + count + chunk), tl.load(chunks + 2 * count + chunk)

@@ -17,22 +17,26 @@ INFINITE = tl.constexpr(0x7F800000)
 FRESH, BAD = tl.constexpr(1), tl.constexpr(2)
 FAILED = tl.constexpr(1)
 
-#: Rows of the table of tensors, int32 [9, T + 1]: its first element; how many of them are sent; how many chunks,
-#: buckets, regions and parts there are before it; the elements of a part, as a power of two; how many entries there are
-#: before it where every tensor fills its quota; and the kind of its gradient, as in :func:`load_float`.
+#: Rows of the table of tensors, or parts of them, int32 [13, T + 1]: its first element; how many of them are sent; how
+#: many chunks, buckets, regions and parts there are before it; the elements of a part, as a power of two; how many
+#: entries there are before it where every tensor fills its quota; the kind of its gradient, as in :func:`load_float`;
+#: where its message is described; its place in the header; its first element in another memory; whether it has regions.
 EDGES, QUOTAS, SPANS, BUCKETS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 REGIONS, PARTS, PART_BITS = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
-SLOTS, KINDS = tl.constexpr(7), tl.constexpr(8)
+SLOTS, KINDS, SHAPES, FLAGS = tl.constexpr(7), tl.constexpr(8), tl.constexpr(9), tl.constexpr(10)
+ELSEWHERE, RANKED = tl.constexpr(11), tl.constexpr(12)
 
 #: Rows of the table of addresses, int64 [4, T]: of the gradient; of the optimizer's second moment, or 0; of the
 #: tensor's dense lane, in bytes from the beginning of a message, or -1; and of what means are added up in.
 GRADS, MOMENTS, LANES, SUMS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
-#: Places in the description of a message, int32 [11]: most entries; bits of a position in its bucket; regions; parts;
-#: words before the ranks, the high bits, the low bits, the codes and the scales; words in all; bytes of the header.
+#: Places in the description of a message, int32 [15]: most entries; bits of a position in its bucket; regions; parts;
+#: words before the ranks, the high bits, the low bits, the codes and the scales; the word behind it; bytes of the
+#: header; words before it; entries that it has; entries and parts of the messages before it.
 CAPACITY, LOW_BITS, REGION_COUNT, PART_COUNT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 RANKS, HIGH, LOW, CODES, SCALES = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7), tl.constexpr(8)
-MESSAGE_WORDS, HEADER_BYTES = tl.constexpr(9), tl.constexpr(10)
+END, HEADER_BYTES, START, ROOM = tl.constexpr(9), tl.constexpr(10), tl.constexpr(11), tl.constexpr(12)
+EARLIER_ENTRIES, EARLIER_PARTS, DESCRIPTION = tl.constexpr(13), tl.constexpr(14), tl.constexpr(15)
 
 
 @triton.jit
@@ -83,6 +87,14 @@ def store_float(
         narrow, held = as_float16(value)
         tl.store(address.to(tl.pointer_type(tl.float16)) + offsets, narrow, mask=inside)
     return held
+
+
+@triton.jit
+def round_float(value: tl.tensor, kind: tl.tensor) -> tl.tensor:
+    """float32 numbers as a kind that is known on the device only holds them."""
+    _bits, coarse = as_bfloat16(value)
+    _narrow, half = as_float16(value)
+    return tl.where(kind == 1, coarse, tl.where(kind == 2, half, value))
 
 
 @triton.jit

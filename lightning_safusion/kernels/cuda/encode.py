@@ -14,7 +14,11 @@ from lightning_safusion.kernels.cuda.elements import (
     BUCKETS,
     CAPACITY,
     CODES,
+    DESCRIPTION,
+    EARLIER_ENTRIES,
+    EARLIER_PARTS,
     EDGES,
+    END,
     FRESH,
     HEADER_BYTES,
     HIGH,
@@ -22,17 +26,20 @@ from lightning_safusion.kernels.cuda.elements import (
     LOW,
     LOW_BITS,
     MAGNITUDE,
-    MESSAGE_WORDS,
     PART_BITS,
     PART_COUNT,
     PARTS,
     QUOTAS,
+    RANKED,
     RANKS,
     REGION_COUNT,
     REGIONS,
+    ROOM,
     SCALES,
+    SHAPES,
     SLOTS,
     SPANS,
+    START,
 )
 
 _REGION = tl.constexpr(9)  # buckets of a region, as a power of two
@@ -85,7 +92,7 @@ def _in_earlier_chunks(counts: tl.tensor, first: tl.tensor, chunk: tl.tensor) ->
     return total
 
 
-@triton.jit(do_not_specialize=["room", "number", "count"])
+@triton.jit(do_not_specialize=["most", "room", "number", "count"])
 def write(
     keys: tl.tensor,
     values: tl.tensor,
@@ -97,6 +104,7 @@ def write(
     message: tl.tensor,
     entries: tl.tensor,
     largest: tl.tensor,
+    most: tl.tensor,
     room: tl.tensor,
     number: tl.tensor,
     count: tl.tensor,
@@ -105,8 +113,8 @@ def write(
 ) -> None:
     """Sets the high bits of all entries, writes the ranks, and leaves the rest of the entries to :func:`pack`.
 
-    ``entries`` is int32 [2, K]: the part and the low bits in one number, and the value; ``largest`` int32 [P] gets the
-    largest magnitude of each part. A program for each chunk.
+    ``entries`` is int32 [2, most]: the part and the low bits in one number, and the value; ``largest`` int32 [P] gets
+    the largest magnitude of each part; both have those of all messages. A program for each chunk.
     """
     chunk = tl.program_id(0)
     tensor = tl.load(chunks + chunk)
@@ -126,14 +134,15 @@ def write(
         if not POOLED:
             mine = tl.maximum(quota - tl.load(found + number + tensor), 0)
         slot += tl.minimum(equal_before, mine)
+    shape += tl.load(row + SHAPES * (number + 1))
+    entries += tl.load(shape + EARLIER_ENTRIES)
+    largest += tl.load(shape + EARLIER_PARTS)
     low_bits, ranks, high = tl.load(shape + LOW_BITS), tl.load(shape + RANKS), tl.load(shape + HIGH)
     bucket, part = tl.load(row + BUCKETS * (number + 1)), tl.load(row + PARTS * (number + 1))
     part_bits, region = tl.load(row + PART_BITS * (number + 1)), tl.load(row + REGIONS * (number + 1))
-    regions = tl.load(row + REGIONS * (number + 1) + 1) - region
     inside_region = (1 << (low_bits + _REGION)) - 1
-    room_for = tl.load(shape + CAPACITY)
     # of a tensor from which nothing is selected only the ranks are written
-    end, ranked = tl.where(quota > 0, stop, start), tl.where(regions > 0, stop, start)
+    end, ranked = tl.where(quota > 0, stop, start), tl.where(tl.load(row + RANKED * (number + 1)) != 0, stop, start)
     for at in range(start, stop, BLOCK):
         offsets = at + tl.arange(0, BLOCK)
         inside = offsets < end
@@ -154,14 +163,13 @@ def write(
         raw = tl.load(values + offsets, mask=kept, other=0)
         own = ((part + (local >> part_bits)) << low_bits) | (local & ((1 << low_bits) - 1))
         tl.store(entries + upto - 1, own, mask=kept)
-        tl.store(entries + room_for + upto - 1, raw, mask=kept)
+        tl.store(entries + most + upto - 1, raw, mask=kept)
         few = tl.max(tl.reshape(tl.where(kept, raw & MAGNITUDE, 0), [BLOCK // 128, 128]), 1)
         place = (at - origin + 128 * tl.arange(0, BLOCK // 128)) >> part_bits
         tl.atomic_max(largest + part + place, few, mask=few > 0, sem="relaxed")
         last = tl.max(both, 0)
         slot += (last & 0xFFFF) + tl.minimum(equal_before + (last >> 16), mine) - tl.minimum(equal_before, mine)
         equal_before += last >> 16
-    tl.store(message + ranks + tl.load(shape + REGION_COUNT), room, mask=chunk == 0)
 
 
 @triton.jit
@@ -180,17 +188,24 @@ def _zero_words(message: tl.tensor, start: tl.tensor, stop: tl.tensor, wanted: t
 
 @triton.jit
 def _write_header(
-    message: tl.tensor, flags: tl.tensor, notices: tl.tensor, number: tl.tensor, bytes: tl.tensor, SIZE: tl.constexpr
+    message: tl.tensor,
+    flags: tl.tensor,
+    notices: tl.tensor,
+    number: tl.tensor,
+    bytes: tl.tensor,
+    program: tl.tensor,
+    programs: tl.tensor,
+    SIZE: tl.constexpr,
 ) -> None:
     """The flags of all tensors, the notices, and zeros: the first bytes of a message (uint8)."""
-    for at in range(tl.program_id(0) * SIZE, bytes, tl.num_programs(0) * SIZE):
+    for at in range(program * SIZE, bytes, programs * SIZE):
         place = at + tl.arange(0, SIZE)
         flag = FRESH | tl.load(flags + place, mask=place < number, other=0)
         byte = tl.where(place < number, flag, tl.where(place == number, notices, 0))
         tl.store(message + place, byte.to(tl.uint8), mask=place < bytes)
 
 
-@triton.jit(do_not_specialize=["notices", "room", "number"])
+@triton.jit(do_not_specialize=["notices", "most", "number", "programs"])
 def pack(
     entries: tl.tensor,
     largest: tl.tensor,
@@ -200,25 +215,34 @@ def pack(
     header: tl.tensor,
     scales: tl.tensor,
     notices: tl.tensor,
-    room: tl.tensor,
+    most: tl.tensor,
     number: tl.tensor,
+    programs: tl.tensor,
     SELECTED: tl.constexpr,
     GROUPS: tl.constexpr,
 ) -> None:
-    """Writes low bits, codes, scales, header and padding. A program for ``GROUPS`` times 32 entries.
+    """Writes low bits, codes, scales, the number of entries, header and padding.
 
-    ``message``, ``header`` and ``scales`` are one message as int32, uint8 and int16.
+    A program for ``GROUPS`` times 32 entries of a message; ``programs``: of each message. ``message``, ``header`` and
+    ``scales`` are the memory of all messages as int32, uint8 and int16; ``entries`` and ``largest``: see :func:`write`;
+    ``number``: tensors in the header.
     """
     SIZE: tl.constexpr = GROUPS * 32
-    program = tl.program_id(0)
-    _write_header(header, flags, notices, number, tl.load(shape + HEADER_BYTES), SIZE)
+    program = tl.program_id(0) % programs
+    shape += tl.program_id(0) // programs * DESCRIPTION
+    header += 4 * tl.load(shape + START).to(tl.int64)
+    _write_header(header, flags, notices, number, tl.load(shape + HEADER_BYTES), program, programs, SIZE)
     if SELECTED:
-        low_bits, capacity, parts = tl.load(shape + LOW_BITS), tl.load(shape + CAPACITY), tl.load(shape + PART_COUNT)
+        room, low_bits, parts = tl.load(shape + ROOM), tl.load(shape + LOW_BITS), tl.load(shape + PART_COUNT)
+        entries += tl.load(shape + EARLIER_ENTRIES)
+        largest += tl.load(shape + EARLIER_PARTS)
+        if program == 0:
+            tl.store(message + tl.load(shape + RANKS) + tl.load(shape + REGION_COUNT), room, mask=parts > 0)
         low, codes, scale_words = tl.load(shape + LOW), tl.load(shape + CODES), tl.load(shape + SCALES)
         entry = program * SIZE + tl.arange(0, SIZE)
         valid = entry < room
         own = tl.load(entries + entry, mask=valid, other=0)
-        raw = tl.load(entries + capacity + entry, mask=valid, other=0)
+        raw = tl.load(entries + most + entry, mask=valid, other=0)
         scale = _scale(tl.load(largest + (own >> low_bits), mask=valid, other=0))
         usable = (scale > 0) & (scale < INFINITE)
         eight = tl.full([SIZE], 8.0, tl.float32)
@@ -236,7 +260,7 @@ def pack(
             left = tl.where((shift >= 0) & (shift < 32), fields << (shift & 31), 0)
             right = tl.where((shift < 0) & (shift > -32), fields >> (-shift & 31), 0)
             tl.store(message + group + word, tl.sum(left | right, 1), mask=group + word < codes)
-        for at in range(program * SIZE, parts, tl.num_programs(0) * SIZE):
+        for at in range(program * SIZE, parts, programs * SIZE):
             part = at + tl.arange(0, SIZE)
             coarse = _scale(tl.load(largest + part, mask=part < parts, other=0)) >> 16
             tl.store(scales + 2 * scale_words + part, coarse.to(tl.int16), mask=part < parts)
@@ -248,10 +272,11 @@ def _pad(message: tl.tensor, scales: tl.tensor, shape: tl.tensor, parts: tl.tens
     """The first program zeroes what rounds fields up."""
     capacity, low_bits = tl.load(shape + CAPACITY), tl.load(shape + LOW_BITS)
     first = program == 0
-    _zero_words(message, tl.load(shape + RANKS) + tl.load(shape + REGION_COUNT) + 1, tl.load(shape + HIGH), first)
+    ranks = tl.load(shape + RANKS) + tl.load(shape + REGION_COUNT)
+    _zero_words(message, ranks + (parts > 0).to(tl.int32), tl.load(shape + HIGH), first)
     used = tl.load(shape + LOW) + ((capacity + 31) >> 5) * low_bits
     _zero_words(message, used, tl.load(shape + CODES), first)
     scale_words = tl.load(shape + SCALES)
     if first & ((parts & 1) != 0):
         tl.store(scales + 2 * scale_words + parts, tl.zeros([], tl.int16))
-    _zero_words(message, scale_words + ((parts + 1) >> 1), tl.load(shape + MESSAGE_WORDS), first)
+    _zero_words(message, scale_words + ((parts + 1) >> 1), tl.load(shape + END), first)

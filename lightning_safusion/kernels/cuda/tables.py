@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -61,11 +62,41 @@ class Message:
     header: int
     runs: Runs | None
 
-    def described(self) -> np.ndarray:
-        """int32 [11], as kernels read it."""
+    def described(self, start: int = 0, room: int = 0, entries: int = 0, parts: int = 0) -> np.ndarray:
+        """int32 [15], as kernels read it.
+
+        Args:
+            start: Words before the message, where several lie one behind the other.
+            room: Entries that it has.
+            entries, parts: Entries and parts of the messages before it.
+        """
         regions = 0 if self.runs is None else int(self.runs.regions[-1])
-        numbers = [self.capacity, self.low_bits, regions, self.parts, *self.fields, self.nbytes // 4, self.header]
-        return np.array(numbers, np.int32)
+        fields = [start + field for field in self.fields]
+        numbers = [self.capacity, self.low_bits, regions, self.parts, *fields, start + self.nbytes // 4, self.header]
+        return np.array([*numbers, start, room, entries, parts], np.int32)
+
+
+class Cut(NamedTuple):
+    """Parts of tensors in place of tensors, each in the message for, or of, the worker that owns it.
+
+    Args:
+        tensors: int64 [M], of which tensor each is a part.
+        inside: int64 [M], elements of that tensor before it.
+        owners: int64 [M], the message of each.
+        messages: The formats; every one has its own regions and parts.
+        starts: Words before each message.
+        elsewhere: int64 [M], where each begins: in the shard of its owner; or, if the tables are of a shard, in the
+            buffer.
+        heads: Tensors in the header of each message.
+    """
+
+    tensors: np.ndarray
+    inside: np.ndarray
+    owners: np.ndarray
+    messages: Sequence[Message]
+    starts: Sequence[int]
+    elsewhere: np.ndarray
+    heads: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +109,8 @@ class Tables:
         pool: Room for further elements, the largest of all tensors with a quota.
         kinds: int64 [T], of gradients.
         lanes: int64 [T], bytes of a message before the values of a dense tensor, -1 for others.
-        message: Its format.
+        message: Its format; of several, what they have together.
+        cut: What the rows are if they are not tensors. T is their number, wherever it stands here.
     """
 
     edges: np.ndarray
@@ -87,6 +119,7 @@ class Tables:
     kinds: np.ndarray
     lanes: np.ndarray
     message: Message
+    cut: Cut | None = None
 
     @property
     def number(self) -> int:
@@ -129,38 +162,77 @@ class Tables:
         return np.ascontiguousarray(self.chunks[:, np.isin(self.chunks[0], tensors)])
 
     @cached_property
+    def tensors_of(self) -> np.ndarray:
+        """int64 [T], the tensor that each row is or is a part of."""
+        return np.arange(self.number) if self.cut is None else self.cut.tensors
+
+    @cached_property
+    def inside(self) -> np.ndarray:
+        """int64 [T], elements of its tensor before each row."""
+        return np.zeros(self.number, np.int64) if self.cut is None else self.cut.inside
+
+    @property
+    def heads(self) -> int:
+        """Tensors in the header of a message."""
+        return self.number if self.cut is None else self.cut.heads
+
+    @cached_property
+    def owners(self) -> np.ndarray:
+        """int64 [T], the message of each row."""
+        return np.zeros(self.number, np.int64) if self.cut is None else self.cut.owners
+
+    @cached_property
+    def described(self) -> np.ndarray:
+        """int32 [n, 15], the messages as kernels read them."""
+        if self.cut is None:
+            return self.message.described(room=self.room)[None]
+        messages, rooms = self.cut.messages, np.bincount(self.owners, self.limited, len(self.cut.messages))
+        entries, parts = (accumulate(own, initial=0) for own in zip(*((m.capacity, m.parts) for m in messages)))
+        rows = zip(messages, self.cut.starts, rooms.astype(np.int64).tolist(), entries, parts)
+        return np.stack([message.described(*places) for message, *places in rows])
+
+    @cached_property
     def tensors(self) -> np.ndarray:
-        """int32 [9, T + 1], as kernels read it."""
+        """int32 [13, T + 1], as kernels read it."""
         number, runs = self.number, self.message.runs
         spans = np.searchsorted(self.chunks[0], np.arange(number + 1))
         rows = [self.edges, _padded(self.limited), spans]
         if runs is None:
             rows += [np.zeros(number + 1, np.int64)] * 4
+            ranked = np.zeros(number, np.int64)
         else:
             rows += [runs.buckets, runs.regions, _padded(runs.parts), _padded(runs.part_bits)]
-        slots = np.concatenate([[0], self.limited.cumsum()])
-        return np.stack([*rows, slots, _padded(self.kinds)]).astype(np.int32)
+            ranked = np.diff(runs.regions) if self.cut is None else self.limited
+        slots = np.zeros(number + 1, np.int64)
+        for owner in range(len(self.described)):
+            mine = np.flatnonzero(self.owners == owner)
+            slots[mine] = self.limited[mine].cumsum() - self.limited[mine]
+        elsewhere = np.zeros(number, np.int64) if self.cut is None else self.cut.elsewhere
+        rest = self.kinds, self.owners * self.described.shape[1], self.tensors_of, elsewhere, ranked > 0
+        return np.stack([*rows, slots, *map(_padded, rest)]).astype(np.int32)
 
     @cached_property
     def tiles(self) -> np.ndarray:
         """int32 [8, n]: tensor, region (-1 for a lane), elements of the region before it, elements, elements of the
         tensor before it, buckets before the region, its buckets, and its elements."""
-        runs, low_bits = self.message.runs, self.message.low_bits
-        region = TILE if runs is None else 1 << (low_bits + _REGION)
-        length = np.where(self.lanes >= 0, TILE, min(region, TILE))
-        taken = (self.lanes >= 0) | (self.limited > 0)
+        runs, dense = self.message.runs, self.lanes != -1
+        messages = (self.message,) if self.cut is None else self.cut.messages
+        low_bits = np.array([message.low_bits for message in messages])[self.owners]
+        region = np.full(self.number, TILE) if runs is None else 1 << (low_bits + _REGION)
+        length = np.where(dense, TILE, np.minimum(region, TILE))
+        taken = dense | (self.limited > 0)
         parts = []
         for tensor in np.flatnonzero(taken & (self.sizes > 0)).tolist():
-            size, own = int(self.sizes[tensor]), int(length[tensor])
+            size, own, bits, whole = (int(of[tensor]) for of in (self.sizes, length, low_bits, region))
             offset = np.arange(0, size, own)
             rows = [np.full_like(offset, tensor), np.full_like(offset, -1), offset * 0, np.minimum(own, size - offset)]
-            if self.lanes[tensor] >= 0 or runs is None:
+            if dense[tensor] or runs is None:
                 rows += [offset, offset * 0, offset * 0, offset * 0]
             else:
-                inside = offset // region
-                elements = np.minimum(region, size - inside * region)
-                rows[1], rows[2] = runs.regions[tensor] + inside, offset - inside * region
-                rows += [offset, runs.buckets[tensor] + (inside << _REGION), -(-elements >> low_bits), elements]
+                inside = offset // whole
+                elements = np.minimum(whole, size - inside * whole)
+                rows[1], rows[2] = runs.regions[tensor] + inside, offset - inside * whole
+                rows += [offset, runs.buckets[tensor] + (inside << _REGION), -(-elements >> bits), elements]
             parts.append(np.stack(rows))
         return np.concatenate([np.zeros((8, 0), np.int64), *parts], axis=1).astype(np.int32)
 
@@ -182,3 +254,21 @@ def _cut(starts: np.ndarray, sizes: np.ndarray, width: int) -> np.ndarray:
     first = starts[owner] + inside * width
     stop = np.minimum(first + width, (starts + sizes)[owner])
     return np.stack([owner, first, stop]).astype(np.int32)
+
+
+class ShardTables(NamedTuple):
+    """What kernels are told of a buffer that workers own in shards.
+
+    Args:
+        first: Its pieces, and the messages for all owners, one behind the other; that of this worker is a header only.
+        second: The same pieces in the messages of their owners, which all have the same size.
+        arriving: The pieces of its own shard, one behind the other, in a message that another has sent.
+        delivering: The same in the message that it delivers; None, as ``arriving``, if it owns nothing.
+        lanes: int64 [T], bytes from the beginning of the dense tensors' memory to each, -1 for others.
+    """
+
+    first: Tables
+    second: Tables
+    arriving: Tables | None
+    delivering: Tables | None
+    lanes: np.ndarray

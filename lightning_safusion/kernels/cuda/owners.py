@@ -1,0 +1,135 @@
+"""The launches of a buffer whose shards have owners: from gradients to owners, and from the sums of owners to means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_safusion.kernels.cuda import buffer, decode
+from lightning_safusion.kernels.cuda import reduce as reducing
+from lightning_safusion.kernels.cuda.buffer import BITS, BufferKernels, Packer, grouped
+from lightning_safusion.kernels.cuda.tables import ShardTables
+from lightning_safusion.kernels.cuda.workspace import Constants, Workspace
+from lightning_safusion.sparsify.selection.view import device_constant
+
+
+@dataclass(frozen=True, eq=False)
+class Mail:
+    """Memory of the messages of a buffer, uint8.
+
+    Args:
+        sending: Those for owners, and behind them this worker's header.
+        arriving: [workers - 1, nbytes], what others have selected in its shard.
+        delivering: The sums that it delivers.
+        gathered: [workers, nbytes], those of all owners.
+        lane: The means of dense tensors.
+        header: Bytes of ``sending`` before the header.
+    """
+
+    sending: Tensor
+    arriving: Tensor
+    delivering: Tensor
+    gathered: Tensor
+    lane: Tensor
+    header: int
+
+
+class OwnerKernels(BufferKernels):
+    """Selects for owners, adds up and selects its own shard, and decodes what all owners deliver.
+
+    Args:
+        tables: Of the buffer.
+        memory: float32 [N], its span of the residual.
+        mail: Its messages.
+        rank: This worker.
+        workspace: Of the stream on which it selects.
+        owning: Of the stream on which it adds up its shard.
+    """
+
+    def __init__(
+        self, tables: ShardTables, memory: Tensor, mail: Mail, rank: int, workspace: Workspace, owning: Workspace
+    ) -> None:
+        super().__init__(tables.first, memory, mail.sending, mail.gathered.view(-1), rank, workspace)
+        self.world, self.mail, self._shards, device = len(mail.gathered), mail, tables, memory.device
+        self.origin, self.share = mail.sending[mail.header :], 1.0 / self.world
+        self._second, self._tiles = Constants.of(tables.second, device), self._by_kind(tables.second)
+        cut, sparse = tables.first.cut, tables.second.quotas > 0
+        owners = tables.first.owners if cut is None else cut.owners
+        self._owned = np.flatnonzero((owners == rank) & sparse)
+        shard = 0 if tables.delivering is None else tables.delivering.numel
+        # what is taken out of the residual at the end; one element more, so that there is an address
+        self._sums = torch.zeros(shard + 1, device=device)
+        self._arriving = None if tables.arriving is None else Constants.of(tables.arriving, device)
+        delivering = tables.delivering
+        self._owner = None if delivering is None else Packer(delivering, mail.delivering, owning)
+        taken = np.isin(tables.second.tiles[0], np.flatnonzero((owners == rank) | (tables.second.lanes != -1)))
+        self._taken = np.ascontiguousarray(tables.second.tiles[:, taken])
+        self._own_addresses = self._own_epsilons = torch.empty(0)
+        self._reductions: list[tuple[int, Tensor, int]] = []  # kinds of moments, tiles, and how many these are
+
+    def _lanes(self) -> np.ndarray:
+        lanes = self._shards.second.lanes
+        distance = buffer.address_of(self.mail.lane) - buffer.address_of(self.origin)
+        return np.where(lanes != -1, lanes + distance, -1)
+
+    def _tell(self, table: np.ndarray, epsilons: np.ndarray, moment_kinds: np.ndarray, weighed: bool) -> None:
+        super()._tell(table, epsilons, moment_kinds, weighed)
+        tables, device, owned = self._shards.arriving, self.memory.device, self._owned
+        if tables is None:
+            return
+        self._own_addresses = device_constant(np.ascontiguousarray(table[:, owned]), device)
+        self._own_epsilons = device_constant(epsilons[owned], device)
+        self._reductions = []
+        for moment, members in grouped(moment_kinds[owned], np.ones(len(owned), bool), weighed):
+            tiles = np.ascontiguousarray(tables.tiles[:, members[tables.tiles[0]]])
+            if tiles.shape[1]:
+                self._reductions.append((moment, device_constant(tiles, device), tiles.shape[1]))
+
+    def reduce(self) -> None:
+        """Adds up its shard in what has arrived, and writes what it delivers of that."""
+        packer, constants = self._owner, self._arriving
+        if packer is None or constants is None:
+            return
+        numel, others, words = packer.tables.numel, self.world - 1, self.mail.arriving.shape[1] // 4
+        held, keys = packer.take((numel, numel if self._weighed() else 0))
+        for moment, tiles, count in self._reductions:
+            arrays = self._own_addresses, self._own_epsilons, constants.shape, packer.histogram
+            buffer.launch(
+                reducing.reduce, count, self.mail.arriving.view(torch.int32), self.memory, self._sums,
+                held.view(torch.float32), keys, tiles, constants.tensors, *arrays, words, others, packer.tables.number,
+                count, MOMENT=moment, DIGIT=packer.tables.digits[0], BITS=BITS,
+            )  # fmt: skip
+        packer.find(keys if self._weighed() else held, held)
+        packer.pack(0)
+
+    def _weighed(self) -> bool:
+        """Whether keys of this window are in other units than the elements."""
+        return any(moment >= 0 for moment, _, _ in self._reductions)
+
+    def decode(self, decay: float, status: Tensor) -> None:
+        constants, number, mail = self._second, self._shards.second.number, self.mail
+        words, row, heads = mail.gathered.shape[1] // 4, mail.arriving.shape[1], self.tables.heads
+        for kind, tiles, count in self._tiles:
+            arrays = self.memory, tiles, constants.tensors, self.addresses, constants.shape, status
+            scales, strides = (decay, 1.0 / self.world), (words, row, self.world - 1, self.world)
+            buffer.launch(
+                decode.decode, count, self.received.view(torch.int32), self.origin, mail.arriving, *arrays, *scales,
+                *strides, heads, number, count, KIND=kind, BITS=BITS, OWNED=True,
+            )  # fmt: skip
+
+    def parts(self, place: int) -> Iterator[tuple[np.ndarray, list[int]]]:
+        address_of, mail = buffer.address_of, self.mail
+        sent = mail.sending, self.constants.shape, self.constants.tensors, self.addresses, self.memory
+        yield self.tables.tiles, [*map(address_of, sent), 0, self.tables.number, *[0] * 6]
+        owned = mail.delivering, self._second.shape, self._second.tensors, self.addresses, self.memory, self._sums
+        headers = address_of(self.origin), address_of(mail.arriving)
+        reported = self.world - 1, mail.arriving.shape[1], self.tables.heads, place
+        yield self._taken, [*map(address_of, owned), self.tables.number, *headers, *reported]
+
+    def leaving(self) -> Tensor:
+        """float32 [S], what the end of the last window has taken out of the residual of its shard."""
+        return -self._sums[:-1]
