@@ -49,6 +49,8 @@ class FusedShipment(Shipment):
     ) -> None:
         super().__init__(buffer, window)
         self.kernels, self._decay = kernels, memory.decay
+        #: Until the window ends: the streams of owners read moments too.
+        self.weighing: Weighing | None = None
 
     def fill(self, selector: Selector, early: Sequence[int] = (), known: Tensor | None = None) -> None:
         self.stage = Stage.FILLED
@@ -56,9 +58,9 @@ class FusedShipment(Shipment):
             return
         try:
             with self.range("select"):
-                weighing = _weighing(self.buffer.units(selector))
-                self.kernels.locate(self.grads, weighing)
-                self.kernels.select(self._decay, weighing)
+                self.weighing = _weighing(self.buffer.units(selector))
+                self.kernels.locate(self.grads, self.weighing)
+                self.kernels.select(self._decay, self.weighing)
             self.flags = self.buffer.all_fresh  # those of the message are on the device
         except Exception as error:
             self.window.error = error
@@ -161,7 +163,8 @@ class FusedPath:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._workspace: tuple[Workspace, Workspace] | None = None
+        self._workspace: Workspace | None = None
+        self._owning: Workspace | None = None
         self._windows: WindowKernels | None = None
 
     @property
@@ -209,17 +212,17 @@ class FusedPath:
 
     def _workspaces(self) -> tuple[Workspace, Workspace]:
         """Of the stream on which workers select, and of that on which owners do."""
-        if self._workspace is None:
-            from lightning_safusion.kernels.cuda.buffer import Workspace  # imports Triton
+        from lightning_safusion.kernels.cuda.buffer import Workspace  # imports Triton
 
-            self._workspace = Workspace(self._device), Workspace(self._device)
-        return self._workspace
+        self._workspace = self._workspace or Workspace(self._device)
+        self._owning = self._owning or Workspace(self._device)
+        return self._workspace, self._owning
 
     def commit(self, shipments: Sequence[FusedShipment]) -> None:
         """Takes what fused shipments have sent out of the residual, if nothing is wrong with the window."""
         self.windows.commit([shipment.kernels for shipment in shipments])
         for shipment in shipments:
-            shipment.stage = Stage.COMMITTED
+            shipment.stage, shipment.weighing = Stage.COMMITTED, None
 
     def forget(self) -> None:
         """Forgets an open window."""
@@ -228,7 +231,7 @@ class FusedPath:
 
     def release(self) -> None:
         """Frees the memory of selections."""
-        self._workspace = None
+        self._workspace = self._owning = None
 
 
 def _tables(buffer: Buffer, exchange: SparseAllGather, selector: Selector) -> Tables | None:

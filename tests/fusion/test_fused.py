@@ -7,8 +7,7 @@ Covers: gradients and residuals over several windows, for quotas by tensor and p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from threading import Lock
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,12 +16,10 @@ import torch
 pytest.importorskip("triton")
 
 from lightning_safusion.comm.exchange import Notice
-from lightning_safusion.fusion import fused
 from lightning_safusion.fusion.fused import FusedShipment
 from lightning_safusion.fusion.shipment import Shipment
-from lightning_safusion.kernels.cuda import buffer
 from lightning_safusion.sparsify.selection.units import Moment, UpdateUnits
-from tests.cluster import Cluster, settings, specs
+from tests.cluster import Cluster, specs
 
 HOST = torch.device("cpu")
 SHAPES = ((40, 30), (40,), (1,), (64,), (0,), (50, 50), (230,), (3,))
@@ -31,27 +28,12 @@ FULL = tuple(shape for shape in SHAPES if shape != (0,))
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Cluster]]:
-    """Makes clusters; those whose device decides have kernels, in Triton's interpreter, which one thread may use."""
-    clusters: list[Cluster] = []
-    launch, lock = buffer.launch, Lock()
-
-    def alone(*arguments: Any, **constants: Any) -> None:
-        with lock:
-            launch(*arguments, **constants)
-
-    monkeypatch.setattr(buffer, "launch", alone)
-    monkeypatch.setattr(fused, "serves_buffers", lambda device: True)
-
+def make(make_fused: Callable[..., Cluster]) -> Callable[..., Cluster]:
     def build(world_size: int = 2, deferred: bool = True, tensors: Any = None, **options: Any) -> Cluster:
         options = {"collective": "allgather", "wire": "eliasfano-q4"} | options
-        tensors = specs(SHAPES) if tensors is None else tensors
-        clusters.append(Cluster(world_size, lambda: settings(**options), tensors, deferred=deferred))
-        return clusters[-1]
+        return make_fused(world_size, specs(SHAPES) if tensors is None else tensors, deferred, **options)
 
-    yield build
-    for cluster in clusters:
-        cluster.close()
+    return build
 
 
 def shipments(cluster: Cluster, rank: int = 0) -> list[Shipment]:

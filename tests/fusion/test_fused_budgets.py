@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
+from lightning_safusion.comm.transport.interface import Transport
 from lightning_safusion.comm.transport.torch_backend import SoloTransport
 from lightning_safusion.fusion import fused
 from lightning_safusion.fusion.build import build_engine
@@ -23,7 +24,7 @@ from lightning_safusion.kernels.cuda import buffer, work
 from lightning_safusion.simulate.trace import resolve_trace
 from lightning_safusion.sparsify.selection.units import Moment, UpdateUnits
 from tests.cluster import settings
-from tests.cuda import fake_cuda
+from tests.cuda import Silent, fake_cuda
 
 # Operations of PyTorch that start nothing on the device.
 FREE = ("empty", "view", "split", "slice", "alias", "detach", "select", "as_strided", "unbind", "unsqueeze", "reshape")
@@ -75,8 +76,9 @@ class Device:
         if programs:
             self.counting.started[kernel.fn.__name__] += 1
 
-    def engine(self, device: torch.device) -> Engine:
-        made = build_engine(settings(**self.options), self.specs, SoloTransport(), device, False, deferred=True)
+    def engine(self, device: torch.device, transport: Transport | None = None) -> Engine:
+        transport = transport or SoloTransport()
+        made = build_engine(settings(**self.options), self.specs, transport, device, False, deferred=True)
         self.grads = {s.index: torch.empty(s.numel, dtype=s.dtype, device=device) for s in self.specs}
         return made
 
@@ -135,3 +137,37 @@ def test_launches_of_a_window(
     assert sum(started.values()) <= (2 + 15) * buffers
     assert job.counting.uploads <= 1  # the verdict, to the host
     assert job.temporary(engine) <= 2 * max(sizes)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "by_update", "workers"),
+    [(torch.float32, True, 16), (torch.float32, False, 64), (torch.bfloat16, True, 256), (torch.float32, False, 2)],
+)
+def test_launches_of_a_window_in_which_owners_reduce(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, by_update: bool, workers: int
+) -> None:
+    job = Device(monkeypatch, described(dtype), collective="sharded")
+    with fake_cuda(monkeypatch) as device:
+        transport = Silent(workers, rank=1)
+        engine = job.engine(device, transport)
+        if by_update:
+            moments = [Moment(torch.empty(spec.numel, device=device), 1e-8) for spec in job.specs]
+            engine.space.compare_in(UpdateUnits(lambda index: moments[index], device))
+        for _ in range(4):
+            job.window(engine)
+        with job.counting:
+            job.counting.started.clear()
+            transport.calls = 0
+            job.window(engine)
+    started, report = job.counting.started, engine.report
+    assert report is not None
+    buffers = len(report._shipments)
+    assert all(isinstance(shipment, fused.OwnerShipment) for shipment in report._shipments)
+    assert started["compensate"] == started["decode"] == buffers
+    assert started["pack"] == started["write"] == buffers + started["reduce"]
+    assert 0.9 * buffers <= started["reduce"] <= buffers  # of the smallest buffers a worker may own nothing
+    assert started["commit"] == 1
+    assert transport.calls == 2 * buffers
+    # of 26: selections 6 and 5, a digit more each for short pieces; 2 collectives, means, and zeros for two workspaces
+    assert sum(started.values()) + transport.calls <= 2 + 19 * buffers
+    assert job.counting.uploads <= 1

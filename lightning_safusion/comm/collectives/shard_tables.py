@@ -65,9 +65,7 @@ def _only_header(nbytes: int, header: int) -> Message:
     return Message(0, 0, 0, (header // 4,) * 5, nbytes, header, None)
 
 
-def _formats(
-    pieces: Pieces, codecs: Sequence[Codec | None], sizes: Sequence[int], header: int
-) -> list[Message] | None:
+def _formats(pieces: Pieces, codecs: Sequence[Codec | None], sizes: Sequence[int], header: int) -> list[Message] | None:
     """The format of the message of each owner; None if kernels cannot write one."""
     found = []
     for owner, (codec, nbytes) in enumerate(zip(codecs, sizes, strict=True)):

@@ -195,9 +195,9 @@ class ShardedExchange(MultiPhaseExchange, StreamOrderedExchange):
         places = torch.searchsorted(found.indices, self._edges).tolist()
         parts = []
         for members, codec in zip(self._members, self.out, strict=True):
-            part = joined([found[places[piece] : places[piece + 1]] for piece in members] or [Entries.none(self.device)])
+            pieces = [found[places[piece] : places[piece + 1]] for piece in members]
             # a selection that keeps to the cut has no more
-            part = part.largest(0 if codec is None else codec.capacity)
+            part = joined([found[:0], *pieces]).largest(0 if codec is None else codec.capacity)
             parts.append(Selection(part.indices, part.values, len(part)))
         return parts
 
@@ -271,7 +271,7 @@ class ShardedExchange(MultiPhaseExchange, StreamOrderedExchange):
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
-        return Entries.none(self.device)  # read from the messages where they are
+        return self._result  # none: they are read from the messages where they are
 
     def decode(self, scratch: Tensor) -> Tensor:
         self._written = []

@@ -53,9 +53,9 @@ def compensate(
 ) -> None:
     """Residual times decay plus gradient, product and sum rounded apart; elements that are not finite add nothing.
 
-    Writes the flag of a tensor that has such elements, a share of its elements into its dense lane, the keys (int32 [N], only with
-    ``MOMENT`` of 0 or more, the kind of the moments), and counts the first digit of the keys (int32 [T, 2^BITS]).
-    ``GRAD`` is the kind of the gradients. One program for each chunk (int32 [3, count]: tensor, first, end).
+    Writes the flag of a tensor that has such elements, into its dense lane a ``share`` of its elements, the keys (int32
+    [N], only with ``MOMENT`` of 0 or more, the kind of the moments), and counts the first digit of the keys (int32
+    [T, 2^BITS]). ``GRAD`` is the kind of the gradients. One program for each chunk (int32 [3, count]: tensor, first, end).
     """
     chunk = tl.program_id(0)
     tensor = tl.load(chunks + chunk)

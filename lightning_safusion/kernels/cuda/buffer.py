@@ -119,7 +119,7 @@ class BufferKernels:
         self.tables, self.memory, self.rank = tables, memory, rank
         self.sent, self.received = sent, received
         self.world = len(received) // max(1, len(sent))
-        self.packer = Packer(tables, sent, workspace)
+        self.packer, self._workspace = Packer(tables, sent, workspace), workspace
         self.constants = self.packer.constants
         #: Where lanes are counted from, and the share of an element that is there.
         self.origin, self.share = sent, 1.0
@@ -190,9 +190,7 @@ class BufferKernels:
             arrays = self.constants.tensors, self.addresses, self._epsilons, self.packer.flags, self.packer.histogram
             sizes = decay, self.share, self.tables.number, count
             options = {"GRAD": kind, "MOMENT": moment, "BITS": bits, "BLOCK": BLOCK}
-            launch(
-                accumulating.compensate, count, self.memory, keys, chunks, *arrays, self.origin, *sizes, **options
-            )
+            launch(accumulating.compensate, count, self.memory, keys, chunks, *arrays, self.origin, *sizes, **options)
         self.packer.find(keys, self.memory)
 
     def pack(self, notices: int) -> None:

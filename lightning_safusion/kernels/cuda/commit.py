@@ -17,10 +17,10 @@ from lightning_safusion.kernels.cuda.elements import (
     round_float,
 )
 
-# Columns of the table of buffers, int64 [B, 13]: addresses of its own messages, of the descriptions of messages, tensors
-# and gradients, of its span of the residual, and of the sums that an owner has from others, or 0; tensors or parts of
-# them; and of the headers that are reported: addresses of this rank's, and of those of others, how many these are, the
-# bytes from one to the next, the tensors in one, and their place in the report.
+# Columns of the table of buffers, int64 [B, 13]: addresses of its own messages, of the descriptions of messages,
+# tensors and gradients, of its span of the residual, and of the sums that an owner has from others, or 0; tensors or
+# parts of them; and of the headers that are reported: addresses of this rank's, or 0, and of those of others, how many
+# these are, the bytes from one to the next, the tensors in one, and their place in the report.
 _MESSAGE, _SHAPE, _TENSORS, _ADDRESSES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 _MEMORY, _SUMS, _NUMBER, _OWN = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
 _RECEIVED, _RANKS, _STRIDE, _HEADS = tl.constexpr(8), tl.constexpr(9), tl.constexpr(10), tl.constexpr(11)

@@ -317,9 +317,7 @@ def decode(
             shape += described
             message += (described // DESCRIPTION).to(tl.int64) * stride
             times = tile * 0 + 1
-        damaged = add_messages(
-            message, stride, times, factor, sums, shape, tensors, tiles, tile, number, count, BITS
-        )
+        damaged = add_messages(message, stride, times, factor, sums, shape, tensors, tiles, tile, number, count, BITS)
         for at in range(0, size, _PIECE):
             lanes = at + tl.arange(0, _PIECE)
             mean = tl.load(sums + lanes, mask=lanes < size, other=0.0)

@@ -187,8 +187,9 @@ class Tables:
         if self.cut is None:
             return self.message.described(room=self.room)[None]
         messages, rooms = self.cut.messages, np.bincount(self.owners, self.limited, len(self.cut.messages))
-        entries, parts = (accumulate(own, initial=0) for own in zip(*((m.capacity, m.parts) for m in messages)))
-        rows = zip(messages, self.cut.starts, rooms.astype(np.int64).tolist(), entries, parts)
+        entries = accumulate((message.capacity for message in messages), initial=0)
+        parts = accumulate((message.parts for message in messages), initial=0)
+        rows = zip(messages, self.cut.starts, rooms.astype(np.int64).tolist(), entries, parts, strict=False)
         return np.stack([message.described(*places) for message, *places in rows])
 
     @cached_property
