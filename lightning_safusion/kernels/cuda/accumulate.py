@@ -55,7 +55,8 @@ def compensate(
 
     Writes the flag of a tensor that has such elements, into its dense lane a ``share`` of its elements, the keys (int32
     [N], only with ``MOMENT`` of 0 or more, the kind of the moments), and counts the first digit of the keys (int32
-    [T, 2^BITS]). ``GRAD`` is the kind of the gradients. One program for each chunk (int32 [3, count]: tensor, first, end).
+    [T, 2^BITS]). ``GRAD`` is the kind of the gradients. One program for each chunk (int32 [3, count]: tensor, first,
+    end).
     """
     chunk = tl.program_id(0)
     tensor = tl.load(chunks + chunk)

@@ -67,12 +67,14 @@ class Packer:
             first, pooled, found = level == 0, bool(self._pools), self._states[level]
             histogram, pool = self._histograms[level], self._pools[level] if pooled else self._histograms[level]
             if pooled:
-                arrays = histogram, constants.tensors, before, pool
-                launch(digits.share, number, *arrays, number, BITS=bits, FIRST=first)
+                launch(
+                    digits.share, number, histogram, constants.tensors, before, pool, number, BITS=bits, FIRST=first
+                )
             if level == len(levels) - 1:
-                arrays = histogram, pool, before, found, self._counts
-                sizes = room, number, count
-                launch(digits.count_chunks, count, *span, *arrays, *sizes, BITS=bits, POOLED=pooled, BLOCK=WIDTH)
+                launch(
+                    digits.count_chunks, count, *span, histogram, pool, before, found, self._counts, room, number,
+                    count, BITS=bits, POOLED=pooled, BLOCK=WIDTH,
+                )  # fmt: skip
                 break
             following = levels[level + 1]
             shift -= following

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 # Warps of a program, so many that no register is spilled; of other kernels 8.
-_WARPS = dict.fromkeys(("compensate", "share", "narrow", "write", "pack", "decode", "commit"), 4)
+_WARPS = dict.fromkeys(("compensate", "share", "narrow", "write", "pack", "decode", "reduce", "commit"), 4)
 
 
 def warps_of(kernel: Any) -> int:

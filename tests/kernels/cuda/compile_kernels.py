@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from lightning_safusion.comm.wire.formats import resolve_codec
-from lightning_safusion.kernels.cuda import buffer, wire
+from lightning_safusion.kernels.cuda import buffer, owners, wire
 from lightning_safusion.kernels.cuda.launch import warps_of
-from lightning_safusion.kernels.cuda.tables import KINDS, Message, Runs, Tables
+from lightning_safusion.kernels.cuda.tables import KINDS, Cut, Message, Runs, ShardTables, Tables
 from lightning_safusion.sparsify.base import Selection
 
 TYPES = {
@@ -144,6 +145,30 @@ def compile_buffer(own: Tables, moment: int | None) -> None:
     window.commit([kernels])
 
 
+def compile_owner(own: Tables, moment: int | None) -> None:
+    """Compiles what a window starts with a buffer whose shards have owners: itself is a shard, of one worker."""
+    number, device = own.number, torch.device("cpu")
+    whole = np.arange(number)
+    cut = Cut(whole, 0 * whole, 0 * whole, [own.message], [0], own.edges[:-1], number)
+    tables = replace(own, cut=cut, quotas=own.quotas, pool=0)
+    shard = replace(tables, lanes=np.full(number, -1), kinds=0 * whole)
+    sent, received = torch.zeros(12_800, dtype=torch.uint8), torch.zeros(2, 12_800, dtype=torch.uint8)
+    mail = owners.Mail(sent, received[:1], sent, received, torch.zeros(10), 0)
+    memory, workspaces = torch.zeros(own.numel), [buffer.Workspace(device) for _ in range(2)]
+    kernels = owners.OwnerKernels(ShardTables(tables, tables, shard, shard, own.lanes), memory, mail, 0, *workspaces)
+    kernels._owned = whole
+    grads = [torch.zeros(size, dtype=KINDS[int(own.kinds[0])]) for size in own.sizes.tolist()]
+    weighing = None
+    if moment is not None:
+        moments = [grad.to(KINDS[moment]) for grad in grads]
+        weighing = buffer.Weighing(moments, [1e-8] * number, memory.view(torch.int32))
+    kernels.locate(grads, weighing)
+    kernels.select(0.9, weighing)
+    kernels.pack(0)
+    kernels.reduce()
+    kernels.decode(0.9, buffer.WindowKernels(device).status)
+
+
 def compile_wire() -> None:
     """Compiles what writes and reads messages of other formats."""
     for name, count in (("coo-fp32", 13), ("block16-bf16", torch.tensor(12)), ("bitmap-fp16", 13)):
@@ -161,6 +186,8 @@ def main() -> None:
             compile_buffer(tables(pool, kind), moment)
         compile_buffer(tables(pool, 0, sizes=(8000, 9000, 1000)), None)
     compile_buffer(tables(0, 0, selected=False), None)
+    for kind, moment in ((0, None), (0, 0), (1, 1), (2, 2)):
+        compile_owner(tables(0, kind), moment)
     compile_wire()
     print(json.dumps(FOUND))
 

@@ -23,7 +23,7 @@ pytestmark = [
 ]
 
 # What starts a window of a buffer, by the launches of one; others are of other formats.
-OF_BUFFERS = {"compensate", "share", "narrow", "count_chunks", "write", "pack", "decode", "commit"}
+OF_BUFFERS = {"compensate", "share", "narrow", "count_chunks", "write", "pack", "decode", "commit", "reduce"}
 
 
 def compiled(architecture: int, cache: Path) -> dict[str, dict[str, Any]]:
@@ -55,7 +55,7 @@ def test_the_kernels_compile_without_a_device(tmp_path: Path, architecture: int)
         if name in OF_BUFFERS:
             assert kernel["spills"] == 0, label
             assert kernel["blocks"] >= 2, label
-        if name == "decode":
+        if name in ("decode", "reduce"):
             assert kernel["barriers"] > 0, label
         if name == "pack" and "SELECTED=True" in label:
             assert kernel["divisions"] > 0, label
