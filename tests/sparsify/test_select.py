@@ -17,6 +17,7 @@ from lightning_safusion.sparsify.selection.select import SegmentedView, Threshol
 from lightning_safusion.sparsify.selection.survey import History, SpanSurvey, common_floor
 from lightning_safusion.sparsify.selection.torch_view import TorchView
 from lightning_safusion.sparsify.selection.view import NumpyView
+from tests.cuda import Launches
 from tests.sparsify.oracle import best, check, cut, exact_take, exact_top
 
 needs_kernels = pytest.mark.skipif(not native.usable(), reason="the package was installed without a C compiler")
@@ -220,6 +221,21 @@ def test_counts_beyond_enough_need_no_other_look(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(NativeView, "_read", None)  # which would be called
     assert int(view.count_above(torch.tensor([1.0]), enough=torch.tensor([1333.0]))) > 1333
     assert int(view.count_above(torch.tensor([2.5]), enough=torch.tensor([1333.0]))) == int((x.abs() > 2.5).sum())
+
+
+def test_a_merge_adds_nothing_up() -> None:
+    x = torch.randn(500, generator=torch.Generator().manual_seed(1))
+    segments, numbers = Segments(np.array([0, 300, 500]), np.array([3, 2]), (0, 1), ((300,), (200,)), 10), Launches()
+    view = TorchView(x, segments)
+    indices = torch.zeros(400, dtype=torch.int64)  # padding, all of it one place
+    indices[:6] = torch.tensor([1, 7, 30, 310, 350, 400])
+    others = Selection(indices, x[indices], torch.tensor(6))
+    with numbers:
+        merged = view.merge(view.top(), others, 10)
+    # where algorithms are deterministic, additions to one place are made one after the other
+    assert not any("index_add" in name or "scatter_add" in name or "index_put" in name for name in numbers.names)
+    expected = sorted({*view.top().indices.tolist(), 1, 7, 30, 310, 350, 400})
+    assert merged.indices[: int(merged.count)].tolist() == expected
 
 
 def test_merge_is_the_same_on_both_backends() -> None:

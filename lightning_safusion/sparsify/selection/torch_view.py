@@ -132,16 +132,18 @@ class TorchView(SegmentedView):
         return self._select(self._largest(ranks), self._fixed.total)
 
     def merge(self, floors: Selection, others: Selection, room: int) -> Selection:
-        chosen = torch.zeros(self.x.numel(), dtype=torch.bool, device=self.x.device)
+        numel, most = self.x.numel(), min(room, len(others.indices))
+        chosen = torch.zeros(numel + most, dtype=torch.bool, device=self.x.device)
         chosen.index_fill_(0, floors.indices, True)
         places = torch.arange(len(others.indices), device=self.x.device)
         free = (places < others.count) & ~chosen[others.indices]
         bits = torch.where(free, self._bits[others.indices], -1)
-        bits, order = (part[:room] for part in bits.sort(descending=True, stable=True))
-        # Additions instead of assignments: what was not chosen may repeat the position of something that was.
-        extra = torch.zeros(self.x.numel(), dtype=torch.int32, device=self.x.device)
-        extra.index_add_(0, others.indices[order], (bits >= 0).int())
-        return self._select(chosen | (extra > 0), len(floors.indices) + room)
+        bits, order = (part[:most] for part in bits.sort(descending=True, stable=True))
+        # What was not chosen may repeat the position of something that was: each gets a place of its own, behind the
+        # span. Additions would be made one after the other where algorithms are deterministic.
+        behind = numel + torch.arange(most, device=self.x.device)
+        chosen.index_fill_(0, torch.where(bits >= 0, others.indices[order], behind), True)
+        return self._select(chosen[:numel], len(floors.indices) + room)
 
     def _above(self, thresholds: Tensor) -> Tensor:
         """bool [N], the elements whose magnitude exceeds the threshold of their segment: none exceeds NaN."""
