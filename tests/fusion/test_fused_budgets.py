@@ -86,9 +86,8 @@ class Device:
         """Bytes that selections use in turn, without keys."""
         drain = engine._device_drain
         assert drain is not None
-        workspace = drain._fused._workspace
-        assert workspace is not None
-        return workspace._memory.nbytes
+        workspaces = drain._fused._workspace, drain._fused._owning
+        return sum(workspace._memory.nbytes for workspace in workspaces if workspace is not None)
 
     def window(self, engine: Engine) -> None:
         for spec in reversed(self.specs):
@@ -168,6 +167,8 @@ def test_launches_of_a_window_in_which_owners_reduce(
     assert 0.9 * buffers <= started["reduce"] <= buffers  # of the smallest buffers a worker may own nothing
     assert started["commit"] == 1
     assert transport.calls == 2 * buffers
+    sizes = [shipment.buffer.edges[-1] for shipment in report._shipments]
+    assert job.temporary(engine) <= (4 if workers >= 16 else 6) * max(sizes)  # an owner holds its part again
     # of 26: selections 6 and 5, a digit more each for short pieces; 2 collectives, means, and zeros for two workspaces
     assert sum(started.values()) + transport.calls <= 2 + 19 * buffers
     assert job.counting.uploads <= 1

@@ -2,8 +2,9 @@
 
 Covers: gradients, residuals and what was sent over several windows, for one to four workers, dense tensors, gradients
     of 16 bits, keys in units of the update, tensors with one owner and with several, buffers without a shard of this
-    worker; what the messages are, byte for byte; numbers that are not finite; sums that overflow; damaged messages; a
-    rank that fails; notices; a forgotten window; the sum of all gradients; which parts the kernels serve.
+    worker; ties, zeros and subnormal numbers; programs in any order; what the messages are, byte for byte; numbers that
+    are not finite; sums that overflow; damaged messages; a rank that fails; notices; a forgotten window; the sum of all
+    gradients; which parts the kernels serve.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -79,6 +81,31 @@ def test_the_numbers_are_those_of_the_cpu(make: Callable[..., Cluster], options:
     clusters = [make(**options, deferred=deferred) for deferred in (True, False)]
     same_numbers(clusters)
     assert all(isinstance(shipment, OwnerShipment) for shipment in shipments(clusters[0]))
+
+
+@pytest.mark.parametrize("scale", [0.7, 0.0, 1e-42])
+def test_ties_zeros_and_subnormal_numbers(make: Callable[..., Cluster], scale: float) -> None:
+    clusters = [make(tensors=specs(((30, 20), (90,))), deferred=deferred) for deferred in (True, False)]
+    for step in range(2):
+        grads = [[(grad.clamp(-3, 3).round() * scale) for grad in mine] for mine in clusters[0].random_grads(step)]
+        device, host = (cluster.step(grads) for cluster in clusters)
+        for ours, theirs in zip(device, host, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(*map(residuals, clusters), strict=True))
+
+
+def test_programs_in_any_order_make_the_same_numbers(
+    make: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interpreter = pytest.importorskip("triton.runtime.interpreter").interpreter_builder
+    place = interpreter.set_grid_idx
+
+    def shuffled(x: int, y: int, z: int) -> None:
+        programs = interpreter.grid_dim[0]
+        place(int(np.random.default_rng(programs).permutation(programs)[x]), y, z)
+
+    monkeypatch.setattr(interpreter, "set_grid_idx", shuffled)
+    same_numbers([make(deferred=deferred) for deferred in (True, False)], 2)
 
 
 @pytest.mark.parametrize(("dtype", "without"), [(torch.float32, -1), (torch.bfloat16, 1), (torch.float64, 0)])

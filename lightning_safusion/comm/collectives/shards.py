@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -121,8 +122,12 @@ class Shard:
         self._starts = device_constant(pieces.runs[:, 0].copy(), device)
         self._begins = device_constant(edges[:-1].copy(), device)
         self._shifts = device_constant(pieces.runs[:, 0] - edges[:-1], device)
-        self._held = torch.zeros(int(edges[-1]), device=device)  # residual and gradient
         self._parts = native.Parts.of(pieces.runs[:, 0].copy(), pieces.sizes)
+
+    @cached_property
+    def _held(self) -> Tensor:
+        """float32 [S], residual and gradient; where kernels do all of it, it is not needed."""
+        return torch.zeros(self._history.segments.numel, device=self.device)
 
     def take(self, x: Tensor, absent: Sequence[tuple[int, int]]) -> None:
         """Copies its elements of a span (float32 [N]); zeros in place of what is absent."""

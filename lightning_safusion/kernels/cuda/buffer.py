@@ -67,9 +67,7 @@ class Packer:
             first, pooled, found = level == 0, bool(self._pools), self._states[level]
             histogram, pool = self._histograms[level], self._pools[level] if pooled else self._histograms[level]
             if pooled:
-                launch(
-                    digits.share, number, histogram, constants.tensors, before, pool, number, BITS=bits, FIRST=first
-                )
+                launch(digits.share, number, histogram, constants.tensors, before, pool, number, BITS=bits, FIRST=first)
             if level == len(levels) - 1:
                 launch(
                     digits.count_chunks, count, *span, histogram, pool, before, found, self._counts, room, number,

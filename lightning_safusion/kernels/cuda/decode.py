@@ -169,7 +169,7 @@ def _irregular(header: tl.tensor, at: tl.tensor, number: tl.tensor, WIDE: tl.con
     """Not 0 where a tensor of a rank is not there, or is not finite, or the rank has failed."""
     place = at + tl.arange(0, WIDE)
     byte = tl.load(header + place, mask=place <= number, other=0).to(tl.int32)
-    return tl.where(place < number, byte ^ FRESH, tl.where(place == number, byte & FAILED, 0))
+    return tl.where(place < number, byte ^ FRESH, byte & FAILED)
 
 
 @triton.jit
@@ -181,11 +181,13 @@ def _judge(
     status: tl.tensor,
     number: tl.tensor,
     WIDE: tl.constexpr,
+    APART: tl.constexpr,
 ) -> None:
-    """Whether all ranks have sent all tensors, and none has failed."""
+    """Whether all ranks have sent all tensors, and none has failed; ``APART``: this rank is not among the others."""
     wrong = tl.zeros([WIDE], tl.int32)
-    for at in range(0, number + 1, WIDE):
-        wrong |= _irregular(own, at, number, WIDE)
+    if APART:
+        for at in range(0, number + 1, WIDE):
+            wrong |= _irregular(own, at, number, WIDE)
     for _ in range(ranks):
         for at in range(0, number + 1, WIDE):
             wrong |= _irregular(headers, at, number, WIDE)
@@ -194,12 +196,12 @@ def _judge(
 
 
 @triton.jit
-def _is_bad(own: tl.tensor, headers: tl.tensor, stride: tl.tensor, ranks: tl.tensor, place: tl.tensor) -> tl.tensor:
-    """Whether a tensor is not finite on some rank."""
-    bad = tl.load(own + place).to(tl.int32)
+def _is_bad(own: tl.tensor, flags: tl.tensor, stride: tl.tensor, ranks: tl.tensor) -> tl.tensor:
+    """Whether a tensor is not finite on some rank: this one, or one of those whose flags of it follow each other."""
+    bad = own.to(tl.int32)
     for _ in range(ranks):
-        bad |= tl.load(headers + place).to(tl.int32)
-        headers += stride
+        bad |= tl.load(flags).to(tl.int32)
+        flags += stride
     return bad & BAD
 
 
@@ -290,12 +292,13 @@ def decode(
     sums = tl.load(addresses + SUMS * number + tensor).to(tl.pointer_type(tl.float32)) + offset
     lane, flag = tl.load(addresses + LANES * number + tensor), tl.load(row + FLAGS * (number + 1))
     if tile == 0:
-        _judge(own, headers, header_stride, ranks, status, heads, 256)
-    if (tl.load(own + flag) & BAD) != 0:
+        _judge(own, headers, header_stride, ranks, status, heads, 256, OWNED)
+    mine = tl.load(own + flag)
+    if (mine & BAD) != 0:
         first = tl.load(row + EDGES * (number + 1)) + offset
         _undo(memory + first, grads, offset, size, decay, KIND)
         tl.debug_barrier()
-    bad = _is_bad(own, headers, header_stride, ranks, flag)
+    bad = _is_bad(mine, headers + flag, header_stride, ranks)
     damaged, largest = tile * 0, tile * 0
     if lane != -1:
         for at in range(0, size, _PIECE):

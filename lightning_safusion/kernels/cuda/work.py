@@ -69,9 +69,9 @@ LOOPS: dict[str, Loop] = {
     "narrow": Loop(531, 347, 128, 2048),
     "count_chunks": Loop(122, 637, 256, 2048),
     "write": Loop(823, 229, 128, 1024),
-    "pack": Loop(68, 476, 128, 512),
+    "pack": Loop(70, 532, 128, 512),
     "decode": Loop(253, 414, 128, 256),
-    "commit": Loop(243, 267, 128, 256),
+    "commit": Loop(244, 313, 128, 256),
 }
 # Of decode: instructions of each thread for each rank of a tile, and for 512 elements of it, cleared and delivered.
 _RANK, _PIECE, _DELIVERED = 68, 512, 21 + 69

@@ -15,7 +15,13 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from lightning_safusion.comm.collectives.shard_tables import shard_tables
+from lightning_safusion.comm.exchange import Part, SpanSpec
 from lightning_safusion.kernels.cuda import buffer, work
+from lightning_safusion.kernels.cuda.buffer import Workspace
+from lightning_safusion.kernels.cuda.owners import Mail, OwnerKernels
+from lightning_safusion.sparsify.basic import TopK
+from tests.comm.exchanges import Workers, gradients, sharded
 from tests.kernels.cuda.buffers import DECAY, HOST, Case, Rank, WindowKernels, gather
 
 pytestmark = [
@@ -122,3 +128,52 @@ def test_bytes_of_an_element(traffic: Traffic, moments: list[int] | None, densit
     told = work.selection(span) | work.decoding(span, 2) | work.commitment(span)
     for name, count in each.items():
         assert count == pytest.approx(told[name].nbytes / elements, abs=0.15), name
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_bytes_of_an_element_where_owners_reduce(traffic: Traffic, workers: int) -> None:
+    sizes, density = (40_000, 20_000), 0.1
+    numel = sum(sizes)
+    team = Workers(workers, SpanSpec(numel, int(density * numel), (0, sizes[0], numel), ()), sharded("q4"))
+    xs = gradients(workers, numel)
+    parts = [
+        Part(TopK().select(x, exchange.segments, 0), torch.ones(2, dtype=torch.uint8))
+        for x, exchange in zip(xs, team.exchanges, strict=True)
+    ]
+    mean, exchange = team.step(xs, parts)[1].mean, team.exchanges[1]
+    tables = shard_tables(exchange, np.zeros(2, np.int64))
+    assert tables is not None
+    memory, grads = torch.zeros(numel), list(xs[1].clone().split(sizes))
+    mail = Mail(
+        torch.zeros_like(exchange.sending),
+        exchange.arriving.clone(),
+        torch.zeros_like(exchange.sums),
+        exchange.gathered_sums.clone(),
+        exchange.lane.message,
+        sum(exchange.out_sizes),
+    )
+    workspaces = Workspace(HOST), Workspace(HOST)
+    kernels = OwnerKernels(tables, memory, mail, 1, *workspaces)
+    known = [memory, mail.sending, mail.arriving, mail.delivering, mail.gathered, kernels._sums, *grads]
+    for space, own in zip(workspaces, (slice(-1, None), slice(-3, -1)), strict=True):
+        take = space.take
+
+        def followed(lengths: list[int], zeros: int, take: Any = take, own: slice = own) -> list[Tensor]:
+            views: list[Tensor] = take(lengths, zeros)
+            traffic.follow(*known, *views[own])  # with the entries between two kernels, and what an owner holds
+            return views
+
+        space.take = followed  # type: ignore[method-assign]
+    kernels.locate(grads, None)
+    kernels.select(1.0, None)
+    kernels.pack(0)
+    kernels.reduce()
+    window = WindowKernels(HOST)
+    kernels.decode(1.0, window.status)
+    window.commit([kernels])
+    assert torch.equal(mail.sending, exchange.sending)
+    assert torch.equal(mail.delivering, exchange.sums)
+    assert torch.equal(torch.cat(grads), mean)
+    each = {name: count / numel for name, count in traffic.bytes.items()}
+    print({name: round(count, 2) for name, count in each.items()}, round(sum(each.values()), 2))
+    assert sum(each.values()) <= 55 + 0.5 * workers

@@ -45,10 +45,7 @@ def test_the_second_moment_stays_from_a_step_on() -> None:
 @pytest.mark.slow
 def test_they_are_part_of_a_run() -> None:
     plain = Scheme("pooled", density=0.05, dense_below=512)
-    metrics = {
-        scheme.name: train(TASK, scheme, 0).metric
-        for scheme in (plain, replace(plain, frozen=0.5))
-    }
+    metrics = {scheme.name: train(TASK, scheme, 0).metric for scheme in (plain, replace(plain, frozen=0.5))}
     assert len(set(metrics.values())) == len(metrics)
 
 
