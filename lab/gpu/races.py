@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from time import perf_counter
 from typing import Any
 from unittest.mock import patch
@@ -20,6 +20,7 @@ from lab.gpu.jobs import Echo, Job, described, middle_shapes
 from lab.gpu.stages import Setting
 from lightning_safusion.comm.transport.interface import Work
 from lightning_safusion.kernels.cuda import buffer
+from lightning_safusion.kernels.cuda.graphs import SWITCH, capture
 
 _WINDOWS, _REPLAYS, _SETS = 200, 200, 8
 #: Most cycles of a delay, and how many of the possible places have one.
@@ -91,8 +92,9 @@ class LateEcho(Echo):
 
 
 def _trained(place: Device, how: str, windows: int) -> list[Tensor]:
-    """The means of every window, and the residual at last; ``how``: "late", "serial", or "host" (which decides)."""
-    delays, late = Delays(place, 7), how == "late"
+    """The means of every window, and the residual at last; ``how``: "late", "graphs" (as late, selections from CUDA
+    graphs), "serial", or "host" (which decides)."""
+    delays, late = Delays(place, 7), how in ("late", "graphs")
     specs = described(middle_shapes(not place.cuda))
     transport = LateEcho(3, delays) if late and place.cuda else Echo(3)
     job = Job(place, specs, transport, deferred=how != "host", memory="residual")
@@ -104,8 +106,9 @@ def _trained(place: Device, how: str, windows: int) -> list[Tensor]:
         plain(*arguments, **constants)
         place.wait()
 
-    replaced: Any = patch.object(buffer, "launch", delays.launch if late else serial)
-    with nullcontext() if how == "host" else replaced:
+    launches = {"late": delays.launch, "serial": serial}
+    replaced: Any = patch.object(buffer, "launch", launches.get(how, plain))
+    with replaced, patch.dict(os.environ, {SWITCH: str(int(how == "graphs"))}):
         for step in range(windows):
             for grad, part in zip(job.grads, sets[step % _SETS].split([s.numel for s in specs]), strict=True):
                 grad.copy_(part)
@@ -126,8 +129,10 @@ def races(setting: Setting) -> Iterator[Figure]:
     """See ``docs/gpu.md``."""
     place = Device(setting.rehearse)
     windows = 8 if setting.rehearse else _WINDOWS
-    found = {how: _trained(place, how, windows) for how in ("late", "serial", "host")}
-    for how, about in (("serial", "one kernel at a time"), ("host", "PyTorch's operations, where the host decides")):
+    hosts = "PyTorch's operations, where the host decides"
+    others = {"serial": "one kernel at a time", "graphs": "selections from CUDA graphs", "host": hosts}
+    found = {how: _trained(place, how, windows) for how in ("late", *others)}
+    for how, about in others.items():
         pairs = zip(found["late"], found[how], strict=True)
         wrong = [step for step, (ours, theirs) in enumerate(pairs) if not torch.equal(ours, theirs)]
         where = f"first in window {wrong[0]} of those that ended" if wrong else ""
@@ -151,10 +156,8 @@ def graphs(setting: Setting) -> Iterator[Figure]:
     work()
     first, replay = rank.kernels.sent.clone(), work
     if place.cuda:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            work()
-        replay = graph.replay
+        with torch.cuda.stream(torch.cuda.Stream()):
+            replay = capture(work)
     wrong = []
     for turn in range(replays):
         rank.memory.copy_(memory)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_safusion.kernels.cuda import accumulate as accumulating
 from lightning_safusion.kernels.cuda import commit, decode, digits, encode
+from lightning_safusion.kernels.cuda.graphs import recorded
 from lightning_safusion.kernels.cuda.launch import address_of, launch
 from lightning_safusion.kernels.cuda.tables import KINDS, WIDTH, Message, Runs, Tables
 from lightning_safusion.kernels.cuda.workspace import Constants, Weighing, Workspace
@@ -36,7 +37,7 @@ class Packer:
         self.tables, self.out, self.workspace = tables, out, workspace
         self.constants = Constants.of(tables, out.device)
         self._words, self._halves = out.view(torch.int32), out.view(torch.int16)
-        self._packed = False
+        self.selected = False  #: what :meth:`pack` writes is there
         self.flags = self.histogram = torch.empty(0)  #: int32 [T], [T, bins]: what is written before :meth:`find`
 
     def take(self, more: Sequence[int] = ()) -> list[Tensor]:
@@ -53,7 +54,7 @@ class Packer:
         self._pools = [next(taken) for _ in pool_sizes]
         self._states = [next(taken) for _ in levels]
         self._counts, self._entries, *others = taken
-        self.histogram, self._packed = self._histograms[0] if self._histograms else self.flags, True
+        self.histogram = self._histograms[0] if self._histograms else self.flags
         return others
 
     def find(self, keys: Tensor, values: Tensor) -> None:
@@ -90,9 +91,9 @@ class Packer:
 
     def pack(self, notices: int) -> None:
         """Writes the messages; ``notices``: bits for all ranks."""
-        if not self._packed:
+        if not self.selected:
             raise RuntimeError("nothing was selected that could be packed")
-        self._packed, tables = False, self.tables
+        self.selected, tables = False, self.tables
         most = int(tables.described[:, 0].max())
         programs = max(1, -(-most // (32 * GROUPS)))
         arrays = self._entries, self._largest, self.flags, self.constants.shape, self._words, self.out, self._halves
@@ -119,7 +120,7 @@ class BufferKernels:
         self.tables, self.memory, self.rank = tables, memory, rank
         self.sent, self.received = sent, received
         self.world = len(received) // max(1, len(sent))
-        self.packer, self._workspace = Packer(tables, sent, workspace), workspace
+        self.packer, self._selection = Packer(tables, sent, workspace), recorded(memory.device)
         self.constants = self.packer.constants
         #: Where lanes are counted from, and the share of an element that is there.
         self.origin, self.share = sent, 1.0
@@ -183,8 +184,13 @@ class BufferKernels:
 
     def select(self, decay: float, weighing: Weighing | None) -> None:
         """Adds the gradients to the residual, and finds what is sent of the sum."""
-        self.packer.take()
         keys = self.memory.view(torch.int32) if weighing is None else weighing.keys
+        key = self._known, decay, address_of(keys), self.packer.workspace.moves
+        self._selection.run(key, lambda: self._select(decay, keys))
+        self.packer.selected = True
+
+    def _select(self, decay: float, keys: Tensor) -> None:
+        self.packer.take()
         bits = self.tables.digits[0] if self.tables.room else 0
         for kind, moment, chunks, count in self._launches:
             arrays = self.constants.tensors, self.addresses, self._epsilons, self.packer.flags, self.packer.histogram

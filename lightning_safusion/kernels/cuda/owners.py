@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_safusion.kernels.cuda import buffer, decode
 from lightning_safusion.kernels.cuda import reduce as reducing
 from lightning_safusion.kernels.cuda.buffer import BITS, BufferKernels, Packer, grouped
+from lightning_safusion.kernels.cuda.graphs import recorded
 from lightning_safusion.kernels.cuda.tables import ShardTables
 from lightning_safusion.kernels.cuda.workspace import Constants, Workspace
 from lightning_safusion.sparsify.selection.view import device_constant
@@ -69,6 +70,7 @@ class OwnerKernels(BufferKernels):
         taken = np.isin(tables.second.tiles[0], np.flatnonzero((owners == rank) | (tables.second.lanes != -1)))
         self._taken = np.ascontiguousarray(tables.second.tiles[:, taken])
         self._own_addresses = self._own_epsilons = torch.empty(0)
+        self._reduction = recorded(device)
         self._reductions: list[tuple[int, Tensor, int]] = []  # kinds of moments, tiles, and how many these are
 
     def _lanes(self) -> np.ndarray:
@@ -92,8 +94,11 @@ class OwnerKernels(BufferKernels):
     def reduce(self) -> None:
         """Adds up its shard in what has arrived, and writes what it delivers of that."""
         packer, constants = self._owner, self._arriving
-        if packer is None or constants is None:
-            return
+        if packer is not None and constants is not None:
+            key = self._known, packer.workspace.moves
+            self._reduction.run(key, lambda: self._reduce(packer, constants))
+
+    def _reduce(self, packer: Packer, constants: Constants) -> None:
         numel, others, words = packer.tables.numel, self.world - 1, self.mail.arriving.shape[1] // 4
         held, keys = packer.take((numel, numel if self._weighed() else 0))
         for moment, tiles, count in self._reductions:
@@ -104,6 +109,7 @@ class OwnerKernels(BufferKernels):
                 count, MOMENT=moment, DIGIT=packer.tables.digits[0], BITS=BITS,
             )  # fmt: skip
         packer.find(keys if self._weighed() else held, held)
+        packer.selected = True
         packer.pack(0)
 
     def _weighed(self) -> bool:

@@ -29,16 +29,22 @@ class Weighing(NamedTuple):
 
 
 class Workspace:
-    """Memory that the selections of all buffers of one stream use in turn."""
+    """Memory that the selections of all buffers of one stream use in turn.
+
+    Attributes:
+        moves: How often it has grown, and so moved.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._memory = torch.empty(0, dtype=torch.int32, device=device)
+        self.moves = 0
 
     def take(self, sizes: Sequence[int], zeros: int) -> list[Tensor]:
         """int32 vectors that lie one behind the other, the first ``zeros`` of them filled with zeros at once."""
         ends = list(accumulate(sizes, initial=0))
         if len(self._memory) < ends[-1]:
             self._memory = torch.empty(ends[-1], dtype=torch.int32, device=self._memory.device)
+            self.moves += 1
         self._memory[: ends[zeros]].zero_()
         return list(self._memory[: ends[-1]].split(list(sizes)))
 

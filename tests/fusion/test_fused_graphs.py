@@ -1,0 +1,159 @@
+"""Selections that are replayed, as CUDA graphs are: the same numbers, and nothing of a window in the graph.
+
+No device is here to capture a graph. A stand-in does what one does: it notes what is started, with its arguments,
+without doing it, and does it when it is replayed.
+
+Covers: all-gather and shards, pooled quotas, units of the update; gradients that move; a device that captures nothing;
+    the switch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("triton")
+
+from lightning_safusion.kernels.cuda import buffer, graphs, owners
+from lightning_safusion.kernels.cuda.graphs import Recorded, Work, recorded
+from lightning_safusion.sparsify.selection.units import UpdateUnits
+from tests.cluster import Cluster, specs
+from tests.fusion.test_fused import HOST, moments, residuals
+
+SHAPES = ((30, 20), (40,), (1,), (90,))
+
+
+class Tape(TorchDispatchMode):
+    """What was started, and was not done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.started: list[Work] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.zero_.default:
+            self.started.append(partial(func, *args))
+            return args[0]
+        assert func.is_view, f"{func} cannot be in a graph"
+        return func(*args, **(kwargs or {}))
+
+
+class Tapes:
+    """Takes the place of a device's graphs.
+
+    Attributes:
+        captured, replayed: How many were.
+    """
+
+    def __init__(self, launch: Callable[..., None]) -> None:
+        self._launch, self._open = launch, threading.local()
+        self.captured = self.replayed = 0
+
+    def launch(self, *arguments: Any, **constants: Any) -> None:
+        tape = getattr(self._open, "tape", None)
+        if tape is None:
+            self._launch(*arguments, **constants)
+        else:
+            tape.started.append(partial(self._launch, *arguments, **constants))
+
+    def capture(self, work: Work) -> Work:
+        self._open.tape = tape = Tape()
+        try:
+            with tape:
+                work()
+        finally:
+            self._open.tape = None
+        self.captured += 1
+
+        def replay() -> None:
+            self.replayed += 1
+            for start in tape.started:
+                start()
+
+        return replay
+
+
+@pytest.fixture
+def tapes(make_fused: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch) -> Iterator[Tapes]:
+    made = Tapes(buffer.launch)
+    monkeypatch.setattr(buffer, "launch", made.launch)
+    for module in (buffer, owners):
+        monkeypatch.setattr(module, "recorded", lambda device: Recorded(made.capture))
+    return made
+
+
+def windows(cluster: Cluster, steps: int, moved_at: int = -1) -> list[torch.Tensor]:
+    """Means and residuals of all windows; gradients lie in the same memory, but for once."""
+    grads, found = cluster.random_grads(0), []
+
+    def run(rank: int) -> None:
+        for index in cluster.order:
+            cluster.controllers[rank].push(index, grads[rank][index], True)
+        cluster.controllers[rank].drain()
+
+    for step in range(steps):
+        if step == moved_at:
+            grads = cluster.random_grads(step)
+        for ours, new in zip(grads, cluster.random_grads(step), strict=True):
+            for grad, values in zip(ours, new, strict=True):
+                grad.copy_(values)
+        cluster.each(run)
+        found += [grad.clone() for own in grads for grad in own] + residuals(cluster)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("by_update", "options"),
+    [
+        (False, {}),
+        (False, {"quota": "pooled"}),
+        (True, {"memory": "decoupled"}),
+        (True, {"collective": "sharded", "wire": "q4", "memory": "decoupled"}),
+    ],
+)
+def test_replays_give_the_numbers_of_launches(
+    make_fused: Callable[..., Cluster], tapes: Tapes, by_update: bool, options: Any
+) -> None:
+    options = {"collective": "allgather", "wire": "eliasfano-q4"} | options
+    clusters = [make_fused(2, specs(SHAPES), deferred, **options) for deferred in (True, False)]
+    if by_update:
+        for cluster in clusters:
+            for controller in cluster.controllers:
+                controller.space.compare_in(UpdateUnits(moments(cluster), HOST))
+    ours, theirs = (windows(cluster, 6, moved_at=3) for cluster in clusters)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert tapes.captured >= 2 * 2  # by both ranks, again when gradients had moved
+    assert tapes.replayed > tapes.captured
+
+
+def test_a_device_that_captures_nothing_starts_kernels(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(work: Work) -> Work:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    done: list[int] = []
+    work = Recorded(broken)
+    for _ in range(4):
+        work.run("key", lambda: done.append(1))
+    assert len(done) == 4
+    assert [record.message for record in caplog.records if "not permitted" in record.message] == [
+        "kernels are started one by one, because CUDA makes no graph of them: operation not permitted when stream is "
+        "capturing"
+    ]
+
+
+def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda", 0)
+    for value, device, on in (("0", cuda, False), ("1", cuda, True), ("1", HOST, False)):
+        monkeypatch.setenv(graphs.SWITCH, value)
+        assert (recorded(device)._capture is not None) == on
+    monkeypatch.delenv(graphs.SWITCH)
+    assert recorded(cuda)._capture is None
+    monkeypatch.setenv(graphs.SWITCH, "yes")
+    with pytest.raises(ValueError, match=r"SAFUSION_CUDA_GRAPHS is 'yes': 1 starts"):
+        recorded(cuda)
