@@ -29,7 +29,7 @@ COMMANDS = {
     ),
     "bench": (
         "lightning_safusion.bench.run:run_bench",
-        "Measures systems side by side: steps, exposed exchange, bytes and memory, over links of a given rate.",
+        "Measures systems side by side in a job of yours and says which to take, or over links of a given rate.",
     ),
     "systems": (
         "lightning_safusion.systems:print_systems",
@@ -106,7 +106,7 @@ def spelled(args: Sequence[str], function: Callable[..., Any]) -> list[str]:
         function: Takes them.
     """
     hints = get_type_hints(function)
-    flags = {name for name in signature(function).parameters if hints.get(name) is bool}
+    flags = {name for name in signature(function).parameters if hints.get(name) in (bool, bool | None)}
     several = {name for name in hints if str(hints[name]).startswith(("list", "collections.abc.Sequence"))}
     left, result = list(args), []
     while left:

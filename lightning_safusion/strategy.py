@@ -37,12 +37,13 @@ from lightning_safusion.fusion.plans.policy import FusionPolicy
 from lightning_safusion.fusion.quota import QuotaRule, Scope
 from lightning_safusion.fusion.record import WindowRecord
 from lightning_safusion.fusion.replan import Decision
-from lightning_safusion.fusion.state import carried, restore_carried
+from lightning_safusion.fusion.state import carried, common_state, restore_carried, restore_common
 from lightning_safusion.integration.agreement import ddp_options, replaced_parameters, training_options
 from lightning_safusion.integration.checkpoint import Checkpoints
 from lightning_safusion.integration.engine_exchange import EngineExchange, History, announce
 from lightning_safusion.integration.exchange import Choice, GradientExchange, Mode, choose
 from lightning_safusion.integration.horovod import check_horovod, configure_horovod
+from lightning_safusion.integration.outlook import Outlook
 from lightning_safusion.integration.parameters import dense_parameters, refuse_options, refuse_python_reducer, trainable
 from lightning_safusion.integration.signals import DeferredSignals
 from lightning_safusion.sparsify.base import Sparsifier
@@ -160,7 +161,7 @@ class SAFusionStrategy(DDPStrategy):
         self._hook_name = job.system.ddp_hook  # DDP with this hook, in place of the engine
         self._over_horovod = transport == "horovod"
         self._observers: list[Observer] = []  # of every engine of this strategy
-        self._history = History()
+        self._history, self._outlook = History(), Outlook()
         self._checkpoints = Checkpoints()
         self._choice = Choice(Mode.PLAIN)  # who exchanges the gradients
         self._decided: str | None = None  # why plain DDP has taken the engine's place
@@ -169,6 +170,8 @@ class SAFusionStrategy(DDPStrategy):
         self._signals: DeferredSignals | None = None  # during training with an engine
         self._wrapped: list[tuple[str, nn.Parameter]] = []  # trainable parameters that DDP knows
         self._costs_followed = 0  # number of windows at the last look at the costs
+        self._learned: Mapping[str, Any] = {}  # by another fit of the same job, for the next one
+        self.cautions: tuple[str, ...] = ()  #: what is known to cost accuracy in this fit, in sentences
 
     @classmethod
     @override
@@ -195,7 +198,8 @@ class SAFusionStrategy(DDPStrategy):
     @override
     def setup(self, trainer: Trainer) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
-            self._history = History()
+            self._history, self._outlook = History(), Outlook()
+            self._decided = self._learned.get("plain_ddp")
         super().setup(trainer)
         if self._transport is not None:  # fitting
             # workers that train weights of their own may have different optimizers
@@ -203,7 +207,12 @@ class SAFusionStrategy(DDPStrategy):
             check_equal(self._transport, training_options(trainer, self.lightning_module, optimizers))
         self._bind()
         self._leave_lbfgs_to_ddp()
-        self._exchange.caution(self.optimizers)
+        self.cautions = self._exchange.cautions(self.optimizers)
+        for caution in self.cautions:
+            announce(caution)
+        learned, self._learned = self._learned, {}
+        if self.controller is not None and learned.get("engine") is not None:
+            restore_common(self.controller, learned["engine"])
 
     @override
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
@@ -369,6 +378,8 @@ class SAFusionStrategy(DDPStrategy):
         if self._signals is not None:
             self._signals.deliver()
         self._follow_costs()
+        if (line := self._outlook.begin_batch(self.controller)) is not None:
+            announce(line)
         if batch_idx == 0:
             self._follow_trainable()
 
@@ -533,6 +544,21 @@ class SAFusionStrategy(DDPStrategy):
         with during(f"a broadcast of Lightning in {self._place}"):
             return super().broadcast(obj, src)
 
+    # Another fit of the same job
+
+    def learned(self) -> dict[str, Any]:
+        """What this fit has found out about the job, the same on all ranks: for :meth:`begin_with`, during training."""
+        engine = self.controller
+        return {"plain_ddp": self._decided, "engine": None if engine is None else common_state(engine)}
+
+    def begin_with(self, learned: Mapping[str, Any]) -> None:
+        """Lets the next fit begin with the plan and the costs of another one, without its residuals.
+
+        Args:
+            learned: What :meth:`learned` has returned in a fit of the same model, settings and workers.
+        """
+        self._learned = learned
+
     # What can be read
 
     def gradient_specs(self, module: nn.Module) -> tuple[TensorSpec, ...]:
@@ -586,11 +612,13 @@ class SAFusionStrategy(DDPStrategy):
     def report(self) -> dict[str, Any]:
         """Figures of the latest step on this rank, under the keys of :meth:`WindowRecord.as_dict`.
 
-        Also ``system``, ``windows`` (exchanged so far), ``replans`` and ``plain_ddp``: why plain DDP is used, None if
-        it is not. Before the first step, and with plain DDP, the figures of a step are 0 and the lists empty. Where
-        training runs in other processes (spawn, fork), ask there: in a callback.
+        Also ``system``, ``windows`` (exchanged so far), ``replans``, ``plain_ddp``: why plain DDP is used, None if it
+        is not; ``step_s`` and ``ddp_step_s``: seconds of a step (median of the latest), and under DDP by prediction,
+        both None before the first review of the plan. Before the first step, and with plain DDP, the figures of a step
+        are 0 and the lists empty. Where training runs in other processes (spawn, fork), ask there: in a callback.
         """
         if self._history.ended is not None:
             return self._history.ended
-        of_job = {"system": self.system, "plain_ddp": self._choice.plain_ddp}
+        of_job: dict[str, Any] = {"system": self.system, "plain_ddp": self._choice.plain_ddp}
+        of_job |= {"step_s": self._outlook.step_s, "ddp_step_s": self._outlook.ddp_step_s}
         return of_job | self._history.report(self.controller)

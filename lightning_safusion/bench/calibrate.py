@@ -25,7 +25,7 @@ _HALVINGS = 7  # of the interval in which the share of sleep is sought
 _NORMAL_IQR = 1.349  # interquartile range of Gaussian noise over its standard deviation
 
 
-def fit_run(run: Run, rhythm: Rhythm) -> tuple[Trace, Calibration]:
+def fit_run(run: Run, rhythm: Rhythm, on_machine: int | None = None) -> tuple[Trace, Calibration]:
     """The trace and the costs of a run that has recorded them.
 
     Left out are the first block, in which connections are opened and orders learnt, and the first step of every other
@@ -44,12 +44,14 @@ def fit_run(run: Run, rhythm: Rhythm) -> tuple[Trace, Calibration]:
         f"recorded on {len(idle)} workers (gloo, cpu): medians of {len(idle[0])} steps without any exchange, "
         f"costs of the engine in {len(ahead) // len(idle)} steps, collectives timed alone and in queues"
     )
-    costs = _fit_costs(idle, ahead, behind, run.ahead[0].collectives, source)
+    costs = _fit_costs(idle, ahead, behind, run.ahead[0].collectives, on_machine, source)
     trace = _fit_trace(run.floor[0], [step for steps in idle for step in steps], source)
-    return trace, replace(costs, host=replace(costs.host, asleep=_asleep(trace, costs)))
+    if costs.host is None:
+        return trace, costs
+    return trace, replace(costs, host=replace(costs.host, asleep=_asleep(trace, costs, costs.host)))
 
 
-def _asleep(trace: Trace, costs: Calibration) -> float:
+def _asleep(trace: Trace, costs: Calibration, host: Host) -> float:
     """Share of the time without a core that the job sleeps: with it the simulated step without exchange is the
     recorded one, in which workers have waited for each other's cores."""
     schedule = Schedule([], engine=False)
@@ -57,7 +59,7 @@ def _asleep(trace: Trace, costs: Calibration) -> float:
     low, high = 0.0, 1.0
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        at = replace(cluster, host=replace(costs.host, asleep=middle))
+        at = replace(cluster, host=replace(host, asleep=middle))
         if mean_iteration(trace, at, schedule).seconds < trace.seconds:
             low = middle
         else:
@@ -83,6 +85,7 @@ def _fit_costs(
     ahead: Sequence[EngineStep],
     behind: Sequence[EngineStep],
     collectives: Mapping[str, CollectiveTimes],
+    on_machine: int | None,
     source: str,
 ) -> Calibration:
     """What the engine and its collectives cost, from steps without any exchange of each rank, and from steps with
@@ -105,7 +108,7 @@ def _fit_costs(
         drains.append((len(step.buffers), step.drain + step.rest - decode - last - idle_rest))
     hook_fixed, hook_buffer = _fit(hooks)
     host = Host(
-        float(os.cpu_count() or 1) / workers,
+        float(os.cpu_count() or 1) / (on_machine or workers),
         forward,
         backward,
         rest,

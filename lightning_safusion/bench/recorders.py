@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_safusion.comm.transport.interface import Transport, Work
@@ -35,6 +35,39 @@ _REPEATS = 9
 _LONG = 1.0  # seconds for all repeats, above which three are enough
 _QUEUE = 16  # collectives that are launched at once
 _QUEUE_BYTES = 1 << 16  # of all of them, or two: the link is what a queue of larger ones waits for
+
+
+class Pipe(Protocol):
+    """What a recorder hands its record to, and is asked by: a connection to another process, or :class:`Kept`."""
+
+    def send(self, obj: Any, /) -> None:
+        """Takes a record."""
+
+    def recv(self) -> Any:
+        """The next question."""
+
+
+class Kept:
+    """A pipe to this process: keeps the record, and has one answer to every question.
+
+    Args:
+        answer: What :meth:`recv` returns.
+
+    Attributes:
+        record: The latest one.
+    """
+
+    def __init__(self, answer: Any = None) -> None:
+        self.record: Any = None
+        self._answer = answer
+
+    def send(self, obj: Any, /) -> None:
+        """Keeps it."""
+        self.record = obj
+
+    def recv(self) -> Any:
+        """The answer."""
+        return self._answer
 
 
 @dataclass(frozen=True)
@@ -78,21 +111,27 @@ class FloorRecorder(Callback):
         pipe: Takes a :class:`FloorRecord` after the last step.
     """
 
-    def __init__(self, pipe: Connection) -> None:
+    def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe
         self._ready: list[tuple[Tensor, tuple[float, float]]] = []
         self._layers: list[tuple[str, tuple[float, float]]] = []
         self._begin = self._before_backward = (0.0, 0.0)
         self._steps: list[FloorStep] = []
+        self._handles: list[RemovableHandle] = []
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for param in pl_module.parameters():
             if param.requires_grad:
-                param.register_post_accumulate_grad_hook(self._arrives)
+                self._handles.append(param.register_post_accumulate_grad_hook(self._arrives))
         for name, module in pl_module.named_modules():
             if any(param.requires_grad for param in module.parameters(recurse=False)):
-                module.register_forward_pre_hook(partial(self._enters, name))
+                self._handles.append(module.register_forward_pre_hook(partial(self._enters, name)))
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        while self._handles:
+            self._handles.pop().remove()
 
     def _arrives(self, param: Tensor) -> None:
         self._ready.append((param, _now()))
@@ -185,14 +224,16 @@ class EngineRecorder(Callback):
         pipe: Brings after training, when no team trains, whether to time the collectives; takes an
             :class:`EngineRecord`.
         every: Steps with buffers of one size.
+        one_clock: All workers are on one machine.
     """
 
-    def __init__(self, pipe: Connection, every: int) -> None:
-        self._pipe = pipe
+    def __init__(self, pipe: Pipe, every: int, one_clock: bool = True) -> None:
+        self._pipe, self._one_clock = pipe, one_clock
         self._every = every
         self._controller: Engine | None = None
         self._events: WindowEvents | None = None
         self._begin = self._before_backward = self._process = 0.0
+        self._number = 0  # of the step, over all epochs
         self._steps: list[EngineStep] = []
 
     def observe(self, events: WindowEvents) -> None:
@@ -211,8 +252,8 @@ class EngineRecorder(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         controller = self._controller
-        if controller is not None and batch_idx % self._every == 0 and controller.order_known:
-            total, each = len(controller.space.layout), _TOUR[batch_idx // self._every % len(_TOUR)]
+        if controller is not None and self._number % self._every == 0 and controller.order_known:
+            total, each = len(controller.space.layout), _TOUR[self._number // self._every % len(_TOUR)]
             pricer = GroupPricer(controller.planner.costs(controller.space.shape))
             plan = pricer.plan([*range(each, total, each), total])
             controller.planner.use(plan, controller.space.shape)
@@ -227,12 +268,13 @@ class EngineRecorder(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         end, process, events = time.thread_time(), time.process_time(), self._events
+        number, self._number = self._number, self._number + 1
         if events is None or np.isnan(events.ready).any():
             return
         last = float(events.ready.max())
         self._steps.append(
             EngineStep(
-                batch_idx,
+                number,
                 tuple(_costs(buffer) for buffer in events.buffers if buffer.collective == "allgather"),
                 last - self._before_backward,
                 events.drained - last,
@@ -246,7 +288,7 @@ class EngineRecorder(Callback):
         collectives: dict[str, CollectiveTimes] = {}
         if self._pipe.recv():
             transport = default_transport()
-            collectives = time_collectives(transport)
+            collectives = time_collectives(transport, one_clock=self._one_clock)
             transport.close()
         self._pipe.send(EngineRecord(tuple(self._steps), collectives))
 
@@ -256,15 +298,19 @@ def _costs(buffer: BufferEvents) -> BufferCost:
     return BufferCost(len(buffer.places), buffer.elements, buffer.capacity, buffer.bytes_sent, selected, decoded)
 
 
-def time_collectives(transport: Transport, budget_s: float = 20.0) -> dict[str, CollectiveTimes]:
+def time_collectives(
+    transport: Transport, budget_s: float = 20.0, one_clock: bool = True
+) -> dict[str, CollectiveTimes]:
     """Times all-gathers and all-reduces of CPU tensors on this group and link: alone, and several launched at once.
 
-    Workers share one machine, and so a clock: a collective begins when the last worker has launched it, and ends when
-    the mean worker no longer waits. Blocks all ranks, which return the same.
+    Where workers share one machine, and so a clock, a collective begins when the last worker has launched it, and ends
+    when the mean worker no longer waits. Elsewhere that worker counts which has waited least. Blocks all ranks, which
+    return the same.
 
     Args:
         transport: The communicator.
         budget_s: Seconds after which no larger size is begun.
+        one_clock: Workers share one machine.
 
     Returns:
         ``"allgather"``, by the bytes of one worker's message; ``"allreduce"``, by those of the buffer.
@@ -280,12 +326,12 @@ def time_collectives(transport: Transport, budget_s: float = 20.0) -> dict[str, 
         return transport.all_reduce(torch.zeros(nbytes // 4))
 
     return {
-        "allgather": _times(transport, gather, budget_s / 2),
-        "allreduce": _times(transport, reduce, budget_s / 2),
+        "allgather": _times(transport, gather, budget_s / 2, one_clock),
+        "allreduce": _times(transport, reduce, budget_s / 2, one_clock),
     }
 
 
-def _times(transport: Transport, launch: Callable[[int], Work], budget_s: float) -> CollectiveTimes:
+def _times(transport: Transport, launch: Callable[[int], Work], budget_s: float, one_clock: bool) -> CollectiveTimes:
     deadline = time.perf_counter() + budget_s
     samples: list[CollectiveSample] = []
     for nbytes in _SIZES:
@@ -297,21 +343,23 @@ def _times(transport: Transport, launch: Callable[[int], Work], budget_s: float)
         expected = samples[-1].alone * nbytes / samples[-1].nbytes if samples else 0.0
         repeats = _REPEATS if expected * _REPEATS < _LONG else 3
         _run(transport, partial(launch, nbytes), 1)  # memory and connections
-        alone, alone_processor = _medians(transport, partial(launch, nbytes), 1, repeats)
-        queued, queued_processor = _medians(transport, partial(launch, nbytes), queue, max(1, repeats // 3))
+        alone, alone_processor = _medians(transport, partial(launch, nbytes), 1, repeats, one_clock)
+        queued, queued_processor = _medians(transport, partial(launch, nbytes), queue, max(1, repeats // 3), one_clock)
         gap = max(0.0, (queued - alone) / (queue - 1))
         processor = max(0.0, (queued_processor - alone_processor) / (queue - 1))
         samples.append(CollectiveSample(nbytes, alone, min(gap, alone), alone_processor, processor))
     return CollectiveTimes(tuple(samples))
 
 
-def _medians(transport: Transport, launch: Callable[[], Work], count: int, repeats: int) -> tuple[float, float]:
+def _medians(
+    transport: Transport, launch: Callable[[], Work], count: int, repeats: int, one_clock: bool
+) -> tuple[float, float]:
     """Median seconds and processor seconds of ``count`` collectives at once, agreed by all ranks."""
     mine = torch.tensor([_run(transport, launch, count) for _ in range(repeats)], dtype=torch.float64)
     table = torch.empty(transport.world_size * mine.numel(), dtype=torch.float64)
     transport.all_gather(table, mine.flatten()).wait()
     begin, end, processor = table.view(transport.world_size, repeats, 3).unbind(-1)
-    seconds = (end.mean(0) - begin.max(0).values).tolist()
+    seconds = (end.mean(0) - begin.max(0).values if one_clock else (end - begin).min(0).values).tolist()
     return median(seconds), median(processor.mean(0).tolist())
 
 

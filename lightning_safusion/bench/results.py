@@ -6,7 +6,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -204,7 +204,15 @@ def machine() -> dict[str, str]:
     return {"processor": platform.machine(), "cpu_kernels": kernels, **versions}
 
 
-def plot_tables(tables: Sequence[tuple[Conditions, Sequence[SystemFigures]]]) -> Figure:
+class Titled(Protocol):
+    """The conditions of a table."""
+
+    @property
+    def title(self) -> str:
+        """In a line."""
+
+
+def plot_tables(tables: Sequence[tuple[Titled, Sequence[SystemFigures]]]) -> Figure:
     """Bars of the median steps, quartiles on them, a panel for each table."""
     from matplotlib.figure import Figure  # an extra: only where something is drawn
 

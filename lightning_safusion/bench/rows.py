@@ -49,8 +49,12 @@ class Row:
         """The row in the table of systems."""
         return resolve_system(self.system)
 
-    def strategy(self, density: float, **defaults: Any) -> SAFusionStrategy:
+    def strategy(self, density: float | None, **defaults: Any) -> SAFusionStrategy:
         """A new strategy, with the density and the defaults where the row has none of its own.
+
+        Args:
+            density: None leaves it to the strategy.
+            defaults: Further arguments of the strategy.
 
         Raises:
             ValueError: If an option cannot have its value; names the row.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,54 +25,141 @@ _SYSTEMS = ("ddp-bf16", "powersgd", "saf-naive", "saf-inter", "safusion")
 
 
 def run_bench(
-    systems: Sequence[str] = _SYSTEMS,
+    systems: Sequence[str] = (),
+    config: str | None = None,
     model: str = "conv",
-    size: str = "base",
-    batch_size: int = 16,
-    density: Sequence[float] = (0.01,),
-    workers: int = 2,
+    data: str | None = None,
+    size: str | None = None,
+    batch_size: int | None = None,
+    density: Sequence[float] = (),
+    workers: int | None = None,
     bandwidth: Sequence[str] = (),
     paced: str | None = None,
     scale: float = 1.0,
-    rounds: int = 6,
+    rounds: int | None = None,
     block: int = 6,
-    warmup: int = 30,
+    warmup: int | None = None,
+    minutes: float | None = None,
+    keep_callbacks: Sequence[str] = (),
     seed: int = 0,
-    calibrate: bool = False,
+    calibrate: bool | None = None,
     output: Path = Path("safusion_bench"),
 ) -> None:
-    """Measures systems side by side: steps, exposed exchange, bytes and memory, over links of a given rate.
+    """Measures systems side by side, in a job of yours or on links of a given rate.
+
+    A job of yours: "safusion bench --config config.yaml" (a file of LightningCLI) or "safusion bench --model
+    package.module:Class --data package.module:Class", plain, under torchrun or under srun, on GPUs or CPUs. All rows
+    train a few steps in turn on the same processes, from the same weights. It ends with a verdict, and with settings
+    in best.yaml. Nothing is written to your loggers and checkpoints.
+
+    Otherwise: networks of this package on CPU workers of this machine, over links of a given rate; they need Linux and
+    root, else the loopback is measured, and the table says so. Every worker has one thread, and denormals are flushed.
 
     The floor (no exchange at all), the floor with workers that wait for each other in every step, and DDP are always
-    among the rows. All systems train in one run on the same workers, a few steps each in turn; every worker has one
-    thread, and denormals are flushed. Links of a given rate need Linux and root; otherwise the loopback is measured,
-    and the table says so.
+    among the rows.
 
     Args:
         systems: Names, separated by commas; "safusion systems" lists them. With options: "saf-pooled[wire=q4]".
-        model: "conv", "transformer" or "lstm", on random data.
-        size: "tiny", "small" or "base".
-        batch_size: Samples of one worker.
-        density: Share of the gradient that sparse systems send; several are separated by commas.
-        workers: Processes that train together.
+        config: File of LightningCLI: the job to measure.
+        model: "conv", "transformer" or "lstm", on random data; or a LightningModule, package.module:Class.
+        data: A LightningDataModule, package.module:Class; of a job of yours.
+        size: "tiny", "small" or "base" (default) of this package's networks.
+        batch_size: Samples of one worker, 16 by default, of this package's networks.
+        density: Share of the gradient that sparse systems send; several are separated by commas. 0.01 by default. Of a
+            job of yours: densities of the default system that are compared, 0.02 and 0.1.
+        workers: Processes that train together on this machine: 2 by default; of a job of yours as its trainer or its
+            launcher says.
         bandwidth: Of each worker's link, such as 100mbit; several are separated by commas. Without it: the loopback.
         paced: Workers sleep through this trace (name or file) in place of training a model, so that more of them than
             cores can be measured: schedule and network are real, computation is not.
         scale: With paced: share of the trace's sizes that is exchanged, over links of that share of the bandwidth.
-        rounds: Turns of each system.
+        rounds: Turns of each system: 6; of a job of yours 4.
         block: Steps of a turn; the first does not count.
-        warmup: Steps of each system before the first round.
+        warmup: Steps of each system before the first round: 30; of a job of yours 45, for systems that learn.
+        minutes: No round of a job of yours begins later: 10.
+        keep_callbacks: Classes of a job's callbacks that train with it. All others are left out, but for those of
+            Lightning that change a training step and write nothing.
         seed: Of weights and batches.
         calibrate: Also fit the costs of collectives, selection and decoding, and record the trace of the job: files
-            for "safusion plan --calibration FILE --trace FILE".
-        output: Folder for bench.json, bench.png and the logs of the workers.
+            for "safusion plan --calibration FILE --trace FILE". True of a job of yours, else false.
+        output: Folder for the results: table, picture, settings, logs.
 
     Raises:
-        ValueError: If a name or number makes no sense.
+        ValueError: If a name or number makes no sense, or an option does not go with the kind of job.
         ModuleNotFoundError: If matplotlib, or scipy with calibrate, is missing; names the extra that brings it.
         RuntimeError: If a worker fails; names its log.
     """
-    rhythm, names = Rhythm(rounds, block, warmup), list(dict.fromkeys([*REFERENCE_STRATEGIES, *REFERENCES, *systems]))
+    if config is not None or data is not None or any(mark in model for mark in ".:"):
+        laboratory = {"size": size, "batch_size": batch_size, "paced": paced, "bandwidth": bandwidth or None}
+        _refuse(laboratory | {"scale": None if scale == 1 else scale}, "is of this package's networks, not of your job")
+        from lightning_safusion.bench.job import JobOptions
+        from lightning_safusion.bench.own import ROWS, run_own
+        from lightning_safusion.systems import DEFAULT
+
+        for share in density:
+            if not 0 < share <= 1:
+                raise ValueError(f"density is a share in (0, 1], got {share:g}")
+        rows = tuple(systems) or tuple(row for row in ROWS if not density or "[density" not in row)
+        options = JobOptions(
+            config=config,
+            model=model if any(mark in model for mark in ".:") else None,
+            data=data,
+            systems=(*rows, *(f"{DEFAULT}[density={share:g}]" for share in density)),
+            workers=workers,
+            keep_callbacks=tuple(keep_callbacks),
+            rounds=4 if rounds is None else rounds,
+            block=block,
+            warmup=45 if warmup is None else warmup,
+            minutes=10.0 if minutes is None else minutes,
+            calibrate=calibrate is not False,
+            seed=seed,
+            output=str(output),
+        )
+        run_own(options)
+        return
+    _refuse(
+        {"minutes": minutes, "keep_callbacks": keep_callbacks or None}, "is of a job of yours: give config or model"
+    )
+    _run_laboratory(
+        Task(model, size or "base", 16 if batch_size is None else batch_size, seed=seed),
+        systems or _SYSTEMS,
+        Rhythm(6 if rounds is None else rounds, block, 30 if warmup is None else warmup),
+        (density or (0.01,), bandwidth, paced, scale),
+        2 if workers is None else workers,
+        bool(calibrate),
+        output,
+    )
+
+
+def _refuse(options: Mapping[str, object], why: str) -> None:
+    """Raises ValueError for an option that was given."""
+    for name, value in options.items():
+        if value is not None:
+            raise ValueError(f"{name} {why}")
+
+
+def _run_laboratory(
+    task: Task,
+    systems: Sequence[str],
+    rhythm: Rhythm,
+    over: tuple[Sequence[float], Sequence[str], str | None, float],
+    workers: int,
+    calibrate: bool,
+    output: Path,
+) -> None:
+    """Measures networks of this package on workers of this machine.
+
+    Args:
+        task: The network.
+        systems: Rows.
+        rhythm: Of the turns.
+        over: Densities, rates of the links, the trace that workers sleep through, and its scale.
+        workers: Processes.
+        calibrate: Fit costs.
+        output: Folder for the results.
+    """
+    density, bandwidth, paced, scale = over
+    names = list(dict.fromkeys([*REFERENCE_STRATEGIES, *REFERENCES, *systems]))
     if paced is None and scale != 1:
         raise ValueError(f"scale={scale:g} scales a trace: give one with paced, or choose a size")
     for share in density:
@@ -82,9 +169,9 @@ def run_bench(
         need("scipy", "examples")
     console, output = begin(workers, output)
     trace = scaled(resolve_trace(paced), scale) if paced is not None else None
-    task = Task(model, size, batch_size, trace=trace, seed=seed)
+    task = replace(task, trace=trace)
     parameters = sum(param.numel() for param in task.module().parameters())
-    job = f"{model} ({size}), batch {batch_size}" if trace is None else trace.name
+    job = f"{task.model} ({task.size}), batch {task.batch_size}" if trace is None else trace.name
     tables = []
     for rate in usable_rates(bandwidth, console):
         with machines(workers, rate and f"{bits_per_second(rate) * scale / 1e3:.0f}kbit") as place:

@@ -176,8 +176,7 @@ def _child(
     pipe: Connection,
     work: Callable[[int, Connection], None],
 ) -> None:
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the worker ends with a driver that is killed
+    die_with_parent()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent's handler removes what the parent has made
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -198,6 +197,12 @@ def _child(
         print(trace, flush=True)
         pipe.send(_Failed(trace))
     os._exit(0)  # without what the parent does when it exits
+
+
+def die_with_parent() -> None:
+    """Has this process killed when the one that has started it ends, where the system can do that."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def make_trainer(workers: int, strategy: Strategy, callbacks: list[Callback], **options: Any) -> Trainer:

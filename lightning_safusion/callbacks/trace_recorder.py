@@ -38,7 +38,7 @@ class TraceRecorder(StrategyCallback):
     Loading is left out. Times are medians over the recorded steps; on CUDA those of events in the order of the streams.
 
     Args:
-        path: JSON file to write.
+        path: JSON file to write; None: only :attr:`trace` has it.
         record_steps: Steps to record.
         skip_steps: Steps before them: the first ones open connections, and find the order of the gradients.
 
@@ -55,12 +55,12 @@ class TraceRecorder(StrategyCallback):
 
     _purpose = "records"
 
-    def __init__(self, path: str | Path, record_steps: int = 20, skip_steps: int = 10) -> None:
+    def __init__(self, path: str | Path | None, record_steps: int = 20, skip_steps: int = 10) -> None:
         if record_steps < 1 or skip_steps < 0:
             raise ValueError(
                 f"record_steps must be 1 or more and skip_steps 0 or more, got {record_steps} and {skip_steps}"
             )
-        self.path = Path(path)
+        self.path = None if path is None else Path(path)
         self.record_steps = record_steps
         self.skip_steps = skip_steps
         self.trace: Trace | None = None
@@ -153,6 +153,8 @@ class TraceRecorder(StrategyCallback):
             f"{trainer.world_size} workers, system {strategy.system}"
         )
         self.trace = build_trace(type(module).__name__, self._windows[-1].layout, steps, source)
+        if self.path is None:
+            return
         with writing(self.path.parent):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.trace.save(self.path)

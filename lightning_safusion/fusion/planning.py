@@ -23,7 +23,15 @@ from lightning_safusion.fusion.plans.profile import AgreedProfile, job_costs
 from lightning_safusion.fusion.plans.searching import CutSearch
 from lightning_safusion.fusion.plans.ticking import Horovod
 from lightning_safusion.fusion.recorder import RECENT_WINDOWS, ProfileRecorder, WindowSpans
-from lightning_safusion.fusion.replan import Action, Decision, Handover, Trials, predicted_gain
+from lightning_safusion.fusion.replan import (
+    Action,
+    Decision,
+    Handover,
+    Review,
+    Trials,
+    plain_ddp_window,
+    predicted_gain,
+)
 
 # Latest decisions that are kept.
 _DECISIONS = 512
@@ -46,6 +54,7 @@ class Planner:
     Attributes:
         current: The plan in use; None before the first one and after :meth:`invalidate`.
         decisions: The latest decisions, oldest first; the same on all ranks.
+        latest: The latest review that had measured windows; None before.
         replans: Changes of the plan: buffers of the plan before are not used any more.
     """
 
@@ -64,6 +73,7 @@ class Planner:
         self.prior = prior
         self.current: Plan | None = None
         self.replans = 0
+        self.latest: Review | None = None
         self._announce = announce
         self._announced: tuple[bool, bool] | None = None  # whether dense and sparse buffers were in the latest line
         schedule = policy.schedule() if prior is not None else None
@@ -206,6 +216,8 @@ class Planner:
     def _review(self, current: Plan, shape: JobShape, prior: Mapping[str, LinearCost]) -> None:
         """Ends the trial if there is one; changes to the plan that the agreed costs call for, if it promises enough."""
         seconds = self._spans.agree_median(self.transport, shape.device)
+        if math.isfinite(seconds):
+            self.latest = Review(seconds, plain_ddp_window(self.costs(shape), prior["allreduce"]))
         if self._on_trial and not self._end_trial(current, seconds, shape):
             return
         costs = self.costs(shape)

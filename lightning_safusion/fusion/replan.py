@@ -52,6 +52,19 @@ class Decision:
     seconds: float | None = None
 
 
+@dataclass(frozen=True)
+class Review:
+    """What a review has measured and predicted; the same on all ranks.
+
+    Args:
+        seconds: Median window, from the first gradient to the last mean.
+        plain_ddp: The same under plain DDP, by prediction.
+    """
+
+    seconds: float
+    plain_ddp: float
+
+
 def predicted_gain(current: Plan, proposed: Plan, costs: GroupCosts) -> float:
     """Share of the time to the end of the last exchange that ``proposed`` saves.
 
@@ -72,6 +85,17 @@ def predicted_gain(current: Plan, proposed: Plan, costs: GroupCosts) -> float:
         return math.inf
     finish = predict_finish(current, costs)
     return 1.0 - predict_finish(proposed, costs) / finish if finish > 0 else 0.0
+
+
+def plain_ddp_window(costs: GroupCosts, allreduce: LinearCost) -> float:
+    """Seconds that a window is predicted to take under plain DDP.
+
+    Args:
+        costs: The agreed numbers.
+        allreduce: As it was calibrated. What a job of sparse buffers measures of an all-reduce says little of one of
+            the whole model, which is a hundred times as large.
+    """
+    return predict_plain_ddp(replace(costs, dense=(allreduce.fixed, allreduce.per_byte)))
 
 
 @dataclass(frozen=True)
@@ -204,13 +228,12 @@ class Handover:
 
         Args:
             costs: The agreed numbers.
-            allreduce: As it was calibrated. What a job of sparse buffers measures of an all-reduce says little of one
-                of the whole model, which is a hundred times as large.
+            allreduce: As it was calibrated.
             seconds: Median window with the plan in use; NaN if none was measured.
         """
         if not self._allowed:
             return False
-        dense = predict_plain_ddp(replace(costs, dense=(allreduce.fixed, allreduce.per_byte)))
+        dense = plain_ddp_window(costs, allreduce)
         # by the clock: costs do not include all of the engine's work (comparing with NaN is False)
         self._faster = self._faster + 1 if dense < (1 - _GAIN) * seconds else 0
         return self._faster >= self._wanted

@@ -136,12 +136,12 @@ class EngineExchange(GradientExchange):
         if note:
             announce(note)
 
-    def caution(self, optimizers: Sequence[Optimizer]) -> None:
+    def cautions(self, optimizers: Sequence[Optimizer]) -> tuple[str, ...]:
         memory, density = self.settings.memory, self.settings.density
-        if self._choice.mode is Mode.ENGINE and isinstance(density, ConstantDensity):
-            notes = [caution(memory, density.density, optimizer, self._fades) for optimizer in optimizers]
-            for note in dict.fromkeys(filter(None, notes)):
-                announce(note)
+        if self._choice.mode is not Mode.ENGINE or not isinstance(density, ConstantDensity):
+            return ()
+        notes = [caution(memory, density.density, optimizer, self._fades) for optimizer in optimizers]
+        return tuple(dict.fromkeys(filter(None, notes)))
 
     def begin_batch(self) -> None:
         self.engine.drop_gradients()

@@ -98,8 +98,9 @@ class GradientExchange:
             MisconfigurationException: If the exchange does not go with an optimizer.
         """
 
-    def caution(self, optimizers: Sequence[Optimizer]) -> None:
-        """Announces what is known to cost accuracy with these optimizers."""
+    def cautions(self, optimizers: Sequence[Optimizer]) -> tuple[str, ...]:
+        """What is known to cost accuracy with these optimizers, in sentences without an end."""
+        return ()
 
     def begin_batch(self) -> None:
         """A training step is about to begin."""

@@ -113,7 +113,7 @@ class Calibration:
         allgather: By the bytes of one worker's message.
         allreduce: By the bytes of the buffer.
         entry_bytes: Bytes of an entry on the wire.
-        host: Costs of a step on the processors of a worker.
+        host: Costs of a step on the processors of a worker; None where accelerators do the work.
         jitter: Relative standard deviation of a worker's step without any exchange.
         source: How they were measured, in words.
 
@@ -125,14 +125,14 @@ class Calibration:
     allgather: CollectiveTimes
     allreduce: CollectiveTimes
     entry_bytes: float
-    host: Host
+    host: Host | None
     jitter: float = 0.0
     source: str = ""
 
     def __post_init__(self) -> None:
         if self.workers < 2:
             raise ValueError(f"costs are calibrated on two workers or more, got {self.workers}")
-        for name, value in asdict(self.host).items():
+        for name, value in (asdict(self.host) if self.host is not None else {}).items():
             numbers = value.values() if isinstance(value, dict) else [value]
             if not all(isfinite(number) and number >= 0 for number in numbers):
                 raise ValueError(f"calibration: the cost of {name} must be finite and not negative, got {value}")
@@ -166,8 +166,9 @@ class Calibration:
                 samples = content[name]["samples"]
                 content[name] = CollectiveTimes(tuple(CollectiveSample(**sample) for sample in samples))
             host = content["host"]
-            stages = {name: StageCost(**host[name]) for name in ("ahead", "behind", "decode")}
-            content["host"] = Host(**(host | stages | {"drain": LinearCost(**host["drain"])}))
+            if host is not None:
+                stages = {name: StageCost(**host[name]) for name in ("ahead", "behind", "decode")}
+                content["host"] = Host(**(host | stages | {"drain": LinearCost(**host["drain"])}))
             return cls(**content)
         except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} is no calibration: {error!r}; {_REMEDY}") from error

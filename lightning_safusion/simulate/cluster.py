@@ -95,18 +95,30 @@ class Cluster:
 
     @classmethod
     def calibrated(
-        cls, costs: Calibration, nodes: int, gpus_per_node: int = 1, jitter: float | None = None, seed: int = 0
+        cls,
+        costs: Calibration,
+        nodes: int,
+        gpus_per_node: int = 1,
+        jitter: float | None = None,
+        seed: int = 0,
+        device: Device = DEVICES["a100"],
     ) -> Cluster:
         """A cluster with measured costs, as many cores for each worker as there were, and the measured jitter if no
-        other is given. Collectives take the measured times where it has as many nodes as the measured group, otherwise
-        those of its link."""
-        same = nodes == costs.workers and gpus_per_node == 1
-        select = SelectionCost(costs.host.ahead.fixed, costs.host.ahead.per_element)
+        other is given. Collectives take the measured times where it has as many nodes as the measured group (as many
+        workers, where these have devices), otherwise those of its link. The work of ``device`` is counted where
+        processors do none."""
+        if costs.host is None:
+            same = nodes * gpus_per_node == costs.workers
+        else:
+            same = nodes == costs.workers and gpus_per_node == 1
+            select = SelectionCost(costs.host.ahead.fixed, costs.host.ahead.per_element)
+            decode = costs.host.decode.per_element
+            device = Device("processors", _HOST_MEMORY, 0.0, inf, selection=select, decode=decode)
         return cls(
             nodes,
             gpus_per_node,
             costs.link,
-            device=Device("processors", _HOST_MEMORY, 0.0, inf, selection=select, decode=costs.host.decode.per_element),
+            device=device,
             jitter=costs.jitter if jitter is None else jitter,
             seed=seed,
             measured={"allgather": costs.allgather, "allreduce": costs.allreduce} if same else {},

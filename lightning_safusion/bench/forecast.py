@@ -1,0 +1,197 @@
+"""The trace and the costs of a user's job, recorded in turns of their own, and what the simulator says by them."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+
+from lightning_safusion.bench.measure import Rhythm, Run
+from lightning_safusion.bench.meeting import Meeting
+from lightning_safusion.bench.recorders import EngineRecorder, FloorRecorder, Kept
+from lightning_safusion.bench.turns import Bench
+from lightning_safusion.callbacks.trace_recorder import TraceRecorder
+from lightning_safusion.comm.calibrate import calibrate
+from lightning_safusion.comm.transport.torch_backend import default_transport
+from lightning_safusion.simulate.calibration import Calibration, CollectiveSample, CollectiveTimes
+from lightning_safusion.simulate.cluster import Cluster
+from lightning_safusion.simulate.job import Job as SimulatedJob
+from lightning_safusion.simulate.systems import SIMULATED, run_system
+from lightning_safusion.simulate.trace import Trace
+
+#: Rows whose costs are recorded: selection before and after fusion, in buffers that all ranks cut alike.
+_AHEAD, _BEHIND, _DENSITY = "saf-inter", "behind", 0.02
+_BLOCKS = 7  # of steps: one that does not count, and one for each size of buffers
+_TRACED, _SKIPPED = 20, 10  # steps of a trace on a device
+_SIZES = tuple(1 << bits for bits in range(10, 27, 2))  # bytes, at which a line of costs is written down
+_ENTRY_BYTES = 6.0  # of an entry where nothing was counted: systems have formats of their own
+# Bits per second between which the answer is looked for, and halvings of that range.
+_LEAST, _MOST, _HALVINGS = 1e6, 1.6e12, 18
+#: Share of a step below which a gain is none.
+WORTH = 0.03
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A job and its costs.
+
+    Args:
+        trace: A step of it without any exchange.
+        costs: Of the group that ran it; None where nothing fits them.
+        nodes: Machines.
+        per_node: Workers on each.
+    """
+
+    trace: Trace
+    costs: Calibration | None
+    nodes: int
+    per_node: int
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster that the job ran on, without jitter; each worker of a CPU job counts as a node."""
+        if self.costs is None:
+            return Cluster(self.nodes, self.per_node)
+        nodes, per_node = (self.nodes, self.per_node) if self.costs.host is None else (self.costs.workers, 1)
+        return Cluster.calibrated(self.costs, nodes, per_node, jitter=0.0)
+
+
+def why_not() -> str | None:
+    """What is missing to fit costs on CPUs; None if nothing is."""
+    if importlib.util.find_spec("scipy") is None:
+        return 'costs are not fitted without scipy: pip install "lightning-safusion[examples]"'
+    return None
+
+
+def record(
+    bench: Bench,
+    meeting: Meeting,
+    make: Callable[[str], Any],
+    place: tuple[int, int, bool],
+    block: int,
+    accumulated: int,
+    tick: Callable[[], None],
+) -> Recorded | None:
+    """Records a job, its trace and its costs. Collective.
+
+    Args:
+        bench: The job.
+        meeting: Its processes.
+        make: A new strategy for a row.
+        place: Machines, workers on each, and whether all share one clock.
+        block: Steps with buffers of one size.
+        accumulated: Batches of a step.
+        tick: Called after every step.
+
+    Returns:
+        What was recorded on the first process; None on others.
+    """
+    nodes, per_node, one_clock = place
+    if meeting.device.type != "cpu":
+        return _record_device(bench, meeting, make, nodes, per_node, accumulated, tick)
+    length = _BLOCKS * block
+
+    def turn(row: str, pipe: Kept, recorder: Callback) -> list[Any]:
+        bench.turn(f"{row} recorded", make(row), 0, length, tick, recorder, accumulated=False)
+        records: list[Any] | None = [None] * meeting.workers if meeting.rank == 0 else None
+        dist.gather_object(pipe.record, records)
+        return records or []
+
+    kept, sparse = (Kept(), Kept(True), Kept(False)), f"[density={_DENSITY}]"
+    floor = turn("no-exchange", kept[0], FloorRecorder(kept[0]))
+    ahead = turn(f"{_AHEAD}{sparse}", kept[1], EngineRecorder(kept[1], block, one_clock))
+    behind = turn(f"{_BEHIND}{sparse}", kept[2], EngineRecorder(kept[2], block, one_clock))
+    if meeting.rank != 0:
+        return None
+    from lightning_safusion.bench.calibrate import fit_run  # scipy is an extra
+
+    trace, costs = fit_run(Run({}, floor, ahead, behind), Rhythm(block=block), per_node)
+    return Recorded(_of_steps(trace, accumulated), costs, nodes, per_node)
+
+
+def _record_device(
+    bench: Bench,
+    meeting: Meeting,
+    make: Callable[[str], Any],
+    nodes: int,
+    per_node: int,
+    accumulated: int,
+    tick: Callable[[], None],
+) -> Recorded | None:
+    """On a device events say when gradients are ready, and collectives have costs of their own."""
+    recorder = TraceRecorder(None, _TRACED, _SKIPPED)
+    row = f"{_AHEAD}[density={_DENSITY}]"
+    bench.turn(f"{row} recorded", make(row), 0, _SKIPPED + _TRACED + 2, tick, recorder, accumulated=False)
+    transport = default_transport()
+    lines = calibrate(transport, meeting.device)
+    transport.close()
+    if recorder.trace is None:
+        return None
+    times = {
+        name: CollectiveTimes(tuple(CollectiveSample(n, line(n), line.per_byte * n, 0.0, 0.0) for n in _SIZES))
+        for name, line in lines.items()
+    }
+    source = f"timed on {meeting.workers} workers ({dist.get_backend()}, {torch.cuda.get_device_name(meeting.device)})"
+    costs = Calibration(meeting.workers, times["allgather"], times["allreduce"], _ENTRY_BYTES, None, 0.0, source)
+    return Recorded(_of_steps(recorder.trace, accumulated), costs, nodes, per_node)
+
+
+def _of_steps(trace: Trace, accumulated: int) -> Trace:
+    """A step of several batches, of which the last one exchanges: the others count as work before it."""
+    if accumulated == 1:
+        return trace
+    batch = trace.seconds - trace.optimizer
+    return replace(trace, optimizer=trace.optimizer + (accumulated - 1) * batch)
+
+
+def turning_point(
+    recorded: Recorded, system: str, density: float | None, baseline: str
+) -> tuple[float | None, float | None]:
+    """Up to which bandwidth of a node's link a system is faster than another one, by simulation.
+
+    Args:
+        recorded: The job.
+        system: Name of the system.
+        density: Of the system; None: it has none.
+        baseline: Name of the other one.
+
+    Returns:
+        Bits per second, None where the system is faster at no bandwidth (infinite where it is at all); and what the
+        link carries by the calibration, None without one.
+    """
+    carried = None if recorded.costs is None else 8 / recorded.costs.link.beta if recorded.costs.link.beta else None
+    if system not in SIMULATED or baseline not in SIMULATED:
+        return None, carried
+    here = replace(recorded.cluster, measured={})
+
+    def faster(rate: float) -> bool:
+        job = SimulatedJob(
+            recorded.trace,
+            replace(here, inter=replace(here.inter, beta=8 / rate)),
+            density or 1.0,
+            _ENTRY_BYTES,
+        )
+        return run_system(system, job, 1).seconds < (1 - WORTH) * run_system(baseline, job, 1).seconds
+
+    low, high = _LEAST, _MOST
+    if not faster(low):
+        return None, carried
+    if faster(high):
+        return float("inf"), carried
+    for _ in range(_HALVINGS):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if faster(middle) else (low, middle)
+    return low, carried
+
+
+def rate_in_words(bits: float) -> str:
+    """A rate, as people write it."""
+    for unit, size in (("Gbit/s", 1e9), ("Mbit/s", 1e6)):
+        if bits >= size:
+            return f"{bits / size:.2g} {unit}" if bits < 100 * size else f"{bits / size:.0f} {unit}"
+    return f"{bits / 1e3:.0f} kbit/s"

@@ -1,0 +1,181 @@
+"""What a benchmark of a user's own job says in plain words: which row, what it gains and costs, when that changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from statistics import fmean, median
+from typing import Any
+
+from lightning_safusion.bench.accuracy import known_accuracy
+from lightning_safusion.bench.forecast import WORTH, rate_in_words
+from lightning_safusion.bench.measure import FLOOR, IN_STEP
+from lightning_safusion.bench.results import SystemFigures
+from lightning_safusion.bench.rows import parse_row
+from lightning_safusion.bench.turns import Turned
+from lightning_safusion.systems import DEFAULT
+
+#: The strategy of the user's own file, where that is no plain DDP.
+YOURS = "yours"
+# Rows that change the gradients so much that they are named, not recommended.
+_APPROXIMATE = ("powersgd", "powersgd-rank4")
+_MB = 1e6
+
+#: Of each row the turns of each round, by rank.
+Rounds = Mapping[str, Sequence[Sequence[Turned]]]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The answer.
+
+    Args:
+        row: The row to take; ``"ddp"`` or :data:`YOURS`: stay.
+        baseline: What it is compared with.
+        sentences: The answer in words.
+    """
+
+    row: str
+    baseline: str
+    sentences: tuple[str, ...]
+
+
+def decide(figures: Sequence[SystemFigures], rounds: Rounds) -> tuple[SystemFigures, SystemFigures]:
+    """The row to take, and that of the user.
+
+    Among rows that are about as fast (3 %) the plainest is taken: the user's own, DDP in bf16, the default, others. A
+    row must be faster in nearly all rounds.
+    """
+    known = {each.system: each for each in figures}
+    baseline = known.get(YOURS) or known["ddp"]
+    able = [each for each in figures if each.system not in (FLOOR, IN_STEP, baseline.system, *_APPROXIMATE)]
+    faster = [each for each in able if _gain(rounds[each.system], rounds[baseline.system]) > WORTH]
+    if not faster:
+        return baseline, baseline
+    least = min(each.step_s for each in faster)
+    return min((each for each in faster if each.step_s <= (1 + WORTH) * least), key=_plainness), baseline
+
+
+def _plainness(row: SystemFigures) -> tuple[bool, bool, bool, float]:
+    """Plain rows first, then the default, then what sends more."""
+    return row.system not in ("ddp", YOURS), row.system != "ddp-bf16", row.system != DEFAULT, -(row.density or 0.0)
+
+
+def _gain(mine: Sequence[Sequence[Turned]], theirs: Sequence[Sequence[Turned]]) -> float:
+    """Share of a step that a row saves, by rounds; 0 if it does not save it in nearly all of them."""
+    gains = [1 - _turn(a) / _turn(b) for a, b in zip(mine, theirs, strict=False)]
+    return median(gains) if sum(gain > 0 for gain in gains) > 0.7 * len(gains) else 0.0
+
+
+def _turn(ranks: Sequence[Turned]) -> float:
+    """Median step of a turn, without the first."""
+    return median([fmean(step) for step in zip(*(rank.steps for rank in ranks), strict=True)][1:])
+
+
+def judge(
+    figures: Sequence[SystemFigures],
+    rounds: Rounds,
+    point: tuple[float | None, float | None] | None,
+    compared: str | None = None,
+) -> Verdict:
+    """The answer in plain words.
+
+    Args:
+        figures: Of all rows; the floor and DDP are among them.
+        rounds: What they were made of.
+        point: See :func:`~lightning_safusion.bench.forecast.turning_point`; None if nothing was simulated.
+        compared: The row that was simulated beside the user's.
+    """
+    best, baseline = decide(figures, rounds)
+    known = {each.system: each for each in figures}
+    floor = known[FLOOR].step_s if FLOOR in known else baseline.step_s
+    stays = best is baseline
+    if stays:
+        said = [
+            f"Keep {baseline.system}: no row is faster by more than {WORTH:.0%} of its {_ms(baseline.step_s)} step."
+        ]
+    else:
+        said = [
+            f"Take {best.system}: {_ms(best.step_s)} per step, {baseline.step_s / best.step_s:.2f} times as fast as "
+            f"{baseline.system} ({_ms(baseline.step_s)})."
+        ]
+    said.append(
+        f"A step without any exchange takes {_ms(floor)}: {_ms(max(0.0, baseline.step_s - floor))} of "
+        f"{baseline.system}'s step are the exchange and what it disturbs."
+    )
+    if best.plain_ddp and best.system not in ("ddp", "ddp-bf16", YOURS):
+        said.append(f"In {best.system} plain DDP exchanges the gradients: {best.plain_ddp}.")
+    if not stays and best.peak_bytes and baseline.peak_bytes:
+        said.append(_memory(best, baseline))
+    said += _approximate(known, best)
+    said += _bandwidth(point, best.system if not stays else compared, baseline.system, stays)
+    said.append(_accuracy(best.system, rounds))
+    said += _loading(rounds[baseline.system], baseline.step_s - floor)
+    return Verdict(best.system, baseline.system, tuple(said))
+
+
+def _memory(best: SystemFigures, baseline: SystemFigures) -> str:
+    more = best.peak_bytes - baseline.peak_bytes
+    word = "more" if more >= 0 else "less"
+    return f"Memory: {abs(more) / _MB:,.0f} MB {word} per worker than {baseline.system} (at the peak of a turn)."
+
+
+def _approximate(known: Mapping[str, SystemFigures], best: SystemFigures) -> list[str]:
+    rows = [known[name] for name in _APPROXIMATE if name in known]
+    faster = [row for row in rows if row.step_s < (1 - WORTH) * best.step_s]
+    return [f"{row.system} is faster ({_ms(row.step_s)}), but {known_accuracy(row.system, None, [])}" for row in faster]
+
+
+def _bandwidth(
+    point: tuple[float | None, float | None] | None, row: str | None, baseline: str, stays: bool
+) -> list[str]:
+    if point is None or row is None:
+        return []
+    turning, carried = point
+    here = "" if carried is None else f" (collectives carry about {rate_in_words(carried)} here)"
+    if turning is None:
+        return [f"By simulation {row} is faster than {baseline} at no bandwidth{here}."]
+    if turning == inf:
+        return [f"By simulation {row} is faster than {baseline} at every bandwidth{here}."]
+    at = f"about {rate_in_words(turning)}"
+    if stays:
+        return [f"By simulation the answer changes below {at} per machine: {row} is faster there{here}."]
+    return [f"By simulation the answer changes above {at} per machine: {baseline} is as fast there{here}."]
+
+
+def _accuracy(row: str, rounds: Rounds) -> str:
+    turned = rounds[row][-1][0]
+    if row == YOURS:
+        return "Accuracy: nothing changes."
+    system = row if row == "ddp" else parse_row(row).system
+    return known_accuracy(system, turned.density, turned.optimizers, turned.cautions)
+
+
+def _loading(turns: Sequence[Sequence[Turned]], exchange: float) -> list[str]:
+    loading = median(seconds for ranks in turns for rank in ranks for seconds in rank.loading[1:])
+    said = f"Loading is not in these times: {_ms(loading)} per step."
+    if loading > max(0.0, exchange):
+        said += " The job waits for data longer than for gradients: faster loading would help more."
+    return [said]
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def best_strategy(verdict: Verdict, options: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The strategy of a verdict as LightningCLI writes it; None where the user's own stays.
+
+    Args:
+        verdict: The answer.
+        options: Of DDPStrategy, from the user's own.
+    """
+    if verdict.row == verdict.baseline:
+        return None
+    row = parse_row(verdict.row) if verdict.row != "ddp" else None
+    plain = {name: value for name, value in options.items() if isinstance(value, str | int | float | bool)}
+    if row is None:
+        return {"class_path": "lightning.pytorch.strategies.DDPStrategy", "init_args": plain}
+    arguments = {} if row.system == DEFAULT else {"system": row.system}
+    return {"class_path": "lightning_safusion.SAFusionStrategy", "init_args": {**arguments, **row.options, **plain}}
