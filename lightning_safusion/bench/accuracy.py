@@ -41,11 +41,10 @@ _MEASURED: Mapping[str, Mapping[float, str]] = MappingProxyType(
 )
 _HOOKS: Mapping[str, str] = MappingProxyType(
     {
-        "ddp": "the gradients of DDP, so its accuracy",
-        "ddp-bf16": "gradients are rounded to bf16 before they are added up; nothing was measured here",
-        "ddp-fp16": "gradients are rounded to fp16 before they are added up; nothing was measured here",
-        "powersgd": "ended 36 % above dense training's loss on a small transformer with AdamW (one seed)",
-        "powersgd-rank4": "ended 16 % above dense training's loss on a small transformer with AdamW (one seed)",
+        "ddp-bf16": "DDP in bf16 rounds gradients before they are added up; its accuracy was not measured here",
+        "ddp-fp16": "DDP in fp16 rounds gradients before they are added up; its accuracy was not measured here",
+        "powersgd": "PowerSGD of rank 1 ended 36 % above dense training's loss on a small transformer with AdamW",
+        "powersgd-rank4": "PowerSGD of rank 4 ended 16 % above dense training's loss on a small transformer with AdamW",
     }
 )
 _DEFAULTS = ("saf-pooled",)
@@ -61,7 +60,7 @@ def known_accuracy(system: str, density: float | None, optimizers: Sequence[str]
         cautions: What the strategy itself warns of.
     """
     if system in _HOOKS:
-        return f"Accuracy of {system}: {_HOOKS[system]} ({_SOURCE})."
+        return f"{_HOOKS[system]} ({_SOURCE})."
     words = [f"{caution}." for caution in cautions]
     for optimizer in dict.fromkeys(optimizers):
         table = _MEASURED.get("schedule-free" if optimizer.startswith("schedule-free") else optimizer)

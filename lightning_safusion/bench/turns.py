@@ -26,6 +26,8 @@ from lightning_safusion.strategy import SAFusionStrategy
 _EPOCHS = 1000  # a turn ends by itself; schedules of the learning rate may want a number
 # A training whose batches make no step would never end.
 _BATCHES_PER_STEP = 1000
+# More steps of warm-up, if a plan is on trial when it ends.
+_TRIAL = 24
 
 
 @dataclass
@@ -95,7 +97,7 @@ class TurnCallback(Callback):
         self.learned: dict[str, Any] | None = None
         self.stopped = False
         self._meeting, self._weights = meeting, weights
-        self._warmup, self._wanted = warmup, steps
+        self._warmup, self._wanted, self._most = warmup, steps, warmup + _TRIAL
         self._stops, self._tick = stops, tick
         self._done = self._batches = self._global_step = 0
         self._step = self._load = self._begin = 0.0
@@ -138,6 +140,8 @@ class TurnCallback(Callback):
             return
         self._global_step = trainer.global_step
         self._done += 1
+        if self._warmup <= self._done < self._most and not self.turned.steps and _on_trial(trainer):
+            self._warmup = self._done + 1
         if self._done > self._warmup:
             self.turned.steps.append(self._step)
             self.turned.loading.append(self._load)
@@ -154,6 +158,12 @@ class TurnCallback(Callback):
             plan = trainer.strategy.plan
             self.turned.plan = plan.to_list() if plan is not None else None
             self.learned = trainer.strategy.learned()
+
+
+def _on_trial(trainer: Trainer) -> bool:
+    """Whether the strategy tries a plan out, which may go again; the same on all processes."""
+    engine = trainer.strategy.controller if isinstance(trainer.strategy, SAFusionStrategy) else None
+    return engine is not None and engine.planner.on_trial
 
 
 class Bench:

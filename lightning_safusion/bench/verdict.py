@@ -124,7 +124,7 @@ def _memory(best: SystemFigures, baseline: SystemFigures) -> str:
 def _approximate(known: Mapping[str, SystemFigures], best: SystemFigures) -> list[str]:
     rows = [known[name] for name in _APPROXIMATE if name in known]
     faster = [row for row in rows if row.step_s < (1 - WORTH) * best.step_s]
-    return [f"{row.system} is faster ({_ms(row.step_s)}), but {known_accuracy(row.system, None, [])}" for row in faster]
+    return [f"{row.system} is faster ({_ms(row.step_s)}). {known_accuracy(row.system, None, [])}" for row in faster]
 
 
 def _bandwidth(
@@ -146,10 +146,9 @@ def _bandwidth(
 
 def _accuracy(row: str, rounds: Rounds) -> str:
     turned = rounds[row][-1][0]
-    if row == YOURS:
-        return "Accuracy: nothing changes."
-    system = row if row == "ddp" else parse_row(row).system
-    return known_accuracy(system, turned.density, turned.optimizers, turned.cautions)
+    if row in ("ddp", YOURS):
+        return "Accuracy stays that of plain DDP." if row == "ddp" else "Accuracy stays as it is."
+    return known_accuracy(parse_row(row).system, turned.density, turned.optimizers, turned.cautions)
 
 
 def _loading(turns: Sequence[Sequence[Turned]], exchange: float) -> list[str]:

@@ -99,10 +99,11 @@ class Planner:
         if self._search is not None:
             return not self._search.over
         ahead = max(RECENT_WINDOWS, self._schedule.cadence.trial_windows + 1)
-        return self._on_trial or self._schedule.due_within(ahead)
+        return self.on_trial or self._schedule.due_within(ahead)
 
     @property
-    def _on_trial(self) -> bool:
+    def on_trial(self) -> bool:
+        """Whether a plan, or plain DDP, is tried out; the same on all ranks."""
         return self._trials.pending is not None or self._handover.on_trial
 
     def plan(self, shape: JobShape) -> Plan:
@@ -185,7 +186,7 @@ class Planner:
             self._recorder.record(events)
             self._spans.add(events)
         due = self._schedule.advance()
-        if self._on_trial:
+        if self.on_trial:
             due = self._spans.full  # no review before the trial has ended
         if self.current is None or self._recorder.windows < 2:
             return
@@ -218,7 +219,7 @@ class Planner:
         seconds = self._spans.agree_median(self.transport, shape.device)
         if math.isfinite(seconds):
             self.latest = Review(seconds, plain_ddp_window(self.costs(shape), prior["allreduce"]))
-        if self._on_trial and not self._end_trial(current, seconds, shape):
+        if self.on_trial and not self._end_trial(current, seconds, shape):
             return
         costs = self.costs(shape)
         sparse = any(group.collective != "allreduce" for group in current.groups)

@@ -38,7 +38,9 @@ class Outlook:
         now, windows = perf_counter(), engine.windows
         if self._began is not None and windows == self._began[0]:
             return None  # among the batches of an accumulation
-        if self._began is not None and windows == self._began[0] + 1:
+        # dense windows at first, before there is a plan, say nothing of those that follow
+        planned = engine.report is not None and engine.report.planned
+        if self._began is not None and windows == self._began[0] + 1 and planned:
             self._steps.append(now - self._began[1])
         self._began = windows, now
         review = engine.planner.latest

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lightning_safusion.bench.calibrate import fit_run
+from lightning_safusion.bench.collectives import time_collectives
 from lightning_safusion.bench.measure import Rhythm, Run
 from lightning_safusion.bench.recorders import (
     BufferCost,
@@ -19,7 +20,6 @@ from lightning_safusion.bench.recorders import (
     EngineStep,
     FloorRecord,
     FloorStep,
-    time_collectives,
 )
 from lightning_safusion.comm.transport.torch_backend import default_transport
 from lightning_safusion.fusion.layout import Layout, TensorSpec
