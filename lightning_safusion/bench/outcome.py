@@ -51,7 +51,7 @@ class JobConditions:
     def title(self) -> str:
         """All of it in a line."""
         on = f"on {self.machines} machines" if self.machines > 1 else "on one machine"
-        return f"{self.job}, {self.parameters / 1e6:.2f} M parameters; {self.workers} workers {on} ({self.device})"
+        return f"{self.job}, {self.parameters / 1e6:.3g} M parameters; {self.workers} workers {on} ({self.device})"
 
 
 def conditions_of(bench: Bench, meeting: Meeting, nodes: int) -> JobConditions:
@@ -145,7 +145,7 @@ def table_of(figures: Sequence[SystemFigures], conditions: JobConditions) -> Tab
             f"{row.over_floor:.2f}",
             f"{1 / row.over_ddp:.2f}",
             sent,
-            f"{(row.peak_bytes - ddp.peak_bytes) / 1e6:+,.0f}" if row.peak_bytes else "",
+            f"{round((row.peak_bytes - ddp.peak_bytes) / 1e6):+,d}" if row.peak_bytes else "",
         )
     return table
 

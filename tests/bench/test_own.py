@@ -1,0 +1,230 @@
+"""``safusion bench`` on a job of the user: two workers of a small job, and what goes wrong with it."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_safusion.bench import own
+from lightning_safusion.bench.job import JobOptions, parse_job
+from lightning_safusion.bench.own import run_own
+from lightning_safusion.bench.run import run_bench
+from lightning_safusion.simulate.report import run_plan
+from tests.e2e.processes import ROOT, environment
+from tests.process_group import run_alone, run_launched
+
+ROW = "saf-pooled[density=0.1,collective=allgather]"
+SHORT: dict[str, Any] = {
+    "rounds": 2,
+    "block": 3,
+    "warmup": 24,
+    "calibrate": False,
+    "systems": (ROW,),
+}
+CONFIG: dict[str, Any] = {
+    "seed_everything": 1,
+    "trainer": {
+        "accelerator": "cpu",
+        "devices": 2,
+        "max_epochs": 2,
+        "strategy": "ddp_find_unused_parameters_true",
+        "logger": {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "logs of the user"}},
+        "callbacks": [
+            {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"dirpath": "checkpoints"}},
+            {"class_path": "tests.bench.own_job.Writes"},
+            {"class_path": "tests.bench.own_job.Counts"},
+        ],
+    },
+    "model": {"class_path": "tests.bench.own_job.Net"},
+    "data": {"class_path": "tests.bench.own_job.Data"},
+}
+
+
+def config(folder: Path, content: dict[str, Any] = CONFIG, **trainer: Any) -> str:
+    """Writes a user's file."""
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(content | {"trainer": content["trainer"] | trainer}))
+    return str(path)
+
+
+def bench(folder: Path, spy: Any = None, workers: int = 2, **options: Any) -> list[Any]:
+    """Runs the benchmark on workers as a launcher starts them; returns what ``spy`` says of each."""
+    given = JobOptions(**(SHORT | {"output": str(folder / "out")} | options))
+
+    def run(rank: int) -> Any:
+        os.chdir(folder)
+        os.environ["LOCAL_WORLD_SIZE"] = str(workers)  # as torchrun says it
+        made = []
+        plain = own.Bench
+
+        class Spied(plain):  # type: ignore[misc, valid-type]
+            def __init__(self, *args: Any) -> None:
+                super().__init__(*args)
+                made.append(self)
+
+        own.Bench = Spied  # type: ignore[misc]
+        run_own(given)
+        return spy(made[0]) if spy is not None else None
+
+    return run_launched(workers, run, timeout=120)
+
+
+def results(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "out" / "bench.json").read_text())
+    return content
+
+
+def test_a_job_of_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def spy(made: Any) -> Any:
+        return made.module.began, made.module.set_up, made.data.set_up, made.module.counted
+
+    (first, second) = bench(tmp_path, spy, config=config(tmp_path), keep_callbacks=("Counts",))
+    assert first == second
+    began, module_set_up, data_set_up, counted = first
+    assert len(began) == 2 * 4  # rounds, rows
+    assert len(set(began)) == 1  # the same weights in every turn
+    assert module_set_up == data_set_up == 1
+    assert counted > 2 * 4 * 3
+    content = results(tmp_path)
+    assert [row["system"] for row in content["systems"]] == ["no-exchange", "barrier", "ddp", ROW]
+    assert content["left_out"] == {}
+    assert content["baseline"] == "ddp"
+    assert content["workers"] == 2
+    assert any("Accuracy" in sentence for sentence in content["verdict"])
+    sparse = content["systems"][-1]
+    assert 0.05 < sparse["density"] < 0.2
+    with (tmp_path / "out" / "steps.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert len(lines) == 4 * 2 * 2  # rows, rounds, steps without the first
+    assert {line["round"] for line in lines} == {"1", "2"}
+    assert all(float(line["slowest_s"]) >= float(line["seconds"]) > 0 for line in lines)
+    best = yaml.safe_load((tmp_path / "out" / "best.yaml").read_text())
+    assert best["model"] == CONFIG["model"]
+    assert (tmp_path / "out" / "bench.png").stat().st_size > 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "config.yaml",
+        "out",
+    ]  # nothing of the user's is written
+    shown = " ".join(capfd.readouterr().out.split())
+    assert "Left out of the benchmark: ModelCheckpoint, Writes, the logger." in shown
+    assert "round 2 of 2: ddp" in shown
+    assert "quartiles" in shown
+
+
+@pytest.mark.slow
+def test_classes_are_enough_and_files_for_plan_are_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model, data = "tests.bench.own_job:Net", "tests.bench.own_job:Data"
+    bench(tmp_path, model=model, data=data, rounds=1, block=2, calibrate=True)
+    assert "By simulation" in " ".join(capfd.readouterr().out.split())
+    best = yaml.safe_load((tmp_path / "out" / "best.yaml").read_text())
+    assert list(best) == ["trainer"]
+    files = {"trace": str(tmp_path / "out" / "trace.json"), "calibration": str(tmp_path / "out" / "calibration.json")}
+    run_plan(**files, nodes=2, gpus_per_node=1, systems="ddp-bf16,saf-pooled")
+    assert "Net: 0.0 M parameters" in " ".join(capfd.readouterr().out.split())
+
+
+def test_a_row_that_fails_on_one_worker_is_left_out_on_all(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    given = CONFIG | {"model": {"class_path": "tests.bench.own_job.FailsOnOne"}}
+    rows = (ROW, "ddp-bf16")
+    began = bench(tmp_path, lambda made: made.module.began, config=config(tmp_path, given), systems=rows, rounds=1)
+    assert began[0] == began[1]
+    assert len(set(began[0])) == 1
+    content = results(tmp_path)
+    names = [row["system"] for row in content["systems"]]
+    assert names == ["no-exchange", "barrier", "ddp"]  # DDP with a hook is of the strategy that fails, too
+    assert set(content["left_out"]) == set(rows)
+    assert "out of memory" in content["left_out"]["ddp-bf16"]
+    assert len(content["verdict"]) > 2
+    assert "is left out: OutOfMemoryError" in " ".join(capfd.readouterr().out.split())
+
+
+def test_settings_that_are_refused_are_left_out(tmp_path: Path) -> None:
+    bench(tmp_path, config=config(tmp_path), systems=("saf-pooled[memory=dgc]",), rounds=1)
+    assert "memory='dgc' applies momentum" in results(tmp_path)["left_out"]["saf-pooled[memory=dgc]"]
+
+
+def test_ctrl_c_gives_what_there_is(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    given = CONFIG | {"model": {"class_path": "tests.bench.own_job.Interrupted"}}
+    began = bench(tmp_path, lambda made: len(made.module.began), config=config(tmp_path, given), rounds=3)
+    assert began == [5, 5]
+    assert len(results(tmp_path)["systems"]) == 4
+    shown = " ".join(capfd.readouterr().out.split())
+    assert "Stopping after this step" in shown
+    assert "Nothing was simulated: stopped" in shown
+
+
+@pytest.mark.slow
+def test_the_strategy_of_the_user_is_a_row(tmp_path: Path) -> None:
+    mine = {"class_path": "lightning_safusion.SAFusionStrategy", "init_args": {"density": 0.3, "static_graph": True}}
+    bench(tmp_path, config=config(tmp_path, strategy=mine), rounds=1)
+    content = results(tmp_path)
+    assert content["baseline"] == "yours"
+    assert "yours" in [row["system"] for row in content["systems"]]
+    if content["best"] == "yours":
+        assert yaml.safe_load((tmp_path / "out" / "best.yaml").read_text())["trainer"]["strategy"] == mine
+
+
+def test_a_file_with_the_section_fit_and_classes_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({"fit": {"trainer": {"max_steps": 5}, "model": {"width": 12}, "ckpt_path": None}}))
+
+    def parse() -> Any:
+        model = "tests.bench.own_job.Net"
+        job = parse_job(JobOptions(config=str(path), model=model, data="tests.bench.own_job.Data"))
+        module, data = job.build()
+        return module.net[0].out_features, data.batches, "max_steps" in job.trainer  # type: ignore[index, union-attr]
+
+    assert run_alone(parse) == (12, 40, False)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": "tests.bench.own_job:Nat"}, "has no 'Nat'. Did you mean 'Net'"),
+        ({"model": "tests.bench.no_job:Net"}, "there is no module 'tests.bench.no_job'"),
+        ({"model": "tests.bench.own_job:Data"}, "is no LightningModule"),
+        ({"config": "no.yaml"}, "there is no file no.yaml"),
+        ({"data": "tests.bench.own_job:Data"}, "a job needs a file"),
+        ({"model": "tests.bench.own_job:Net", "size": "tiny"}, "size is of this package's networks"),
+        ({"model": "tests.bench.own_job:Net", "bandwidth": ["1gbit"]}, "bandwidth is of this package's networks"),
+        ({"model": "tests.bench.own_job:Net", "systems": ["sofusion"]}, "unknown system 'sofusion'"),
+        ({"model": "tests.bench.own_job:Net", "density": [2.0]}, "density is a share"),
+        ({"model": "tests.bench.own_job:Net", "block": 1}, "blocks of 2 steps"),
+        ({"model": "tests.bench.own_job:Net"}, "there is one worker, and nothing to exchange"),
+        ({"minutes": 3.0}, "minutes is of a job of yours"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    def refused() -> str:
+        with pytest.raises(ValueError, match=re.escape(message)) as failure:
+            run_bench(output=tmp_path, **options)
+        return str(failure.value)
+
+    assert message in run_alone(refused)
+
+
+def test_other_strategies_than_ddp_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="only jobs of DDP and SAFusionStrategy are compared"):
+        bench(tmp_path, config=config(tmp_path, strategy="fsdp"))
+
+
+@pytest.mark.slow
+def test_plainly_started_it_starts_the_other_processes(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "safusion_command", "bench", "--config", config(tmp_path), "--rounds", "1"]
+    more = ["--systems", "ddp-bf16", "--calibrate", "false", "--output", "here"]
+    done = subprocess.run(
+        [*command, *more], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=150, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "Keep ddp" in done.stdout or "Take ddp-bf16" in done.stdout
+    assert (tmp_path / "here" / "logs" / "process-1.log").exists()
+    assert str(ROOT) not in done.stdout
