@@ -106,12 +106,15 @@ def test_every_subcommand_is_a_documented_function(commands: Mapping[str, tuple[
         (["--names", "[a]"], ["--names=[a]"]),
         (["--some-flag"], ["--some_flag=true"]),
         (["--some-flag", "false"], ["--some_flag", "false"]),
+        (["--perhaps"], ["--perhaps=true"]),
         (["--some-flag", "--names", "a-b"], ["--some_flag=true", '--names=["a-b"]']),
         (["a-b", "--text", "a,b"], ["a-b", "--text", "a,b"]),
     ],
 )
 def test_dashes_flags_and_several_values_are_understood(given: list[str], read: list[str]) -> None:
-    def function(gpus_per_node: int, names: Sequence[str], some_flag: bool, text: str) -> None: ...
+    def function(
+        gpus_per_node: int, names: Sequence[str], some_flag: bool, text: str, perhaps: bool | None
+    ) -> None: ...
 
     assert safusion_command.spelled(given, function) == read
 

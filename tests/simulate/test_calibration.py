@@ -138,3 +138,14 @@ def test_systems_whose_processors_are_not_counted_are_marked_and_never_recommend
     run_plan("lstm", 4, 1, calibration=str(tmp_path / "costs.json"), systems=names)
     printed = " ".join(capsys.readouterr().out.split())
     assert printed.count("†") == 4  # three rows, and what it means
+
+
+def test_costs_of_devices_have_no_host(tmp_path: Path) -> None:
+    costs = replace(COSTS, host=None)
+    costs.save(tmp_path / "costs.json")
+    assert Calibration.load(tmp_path / "costs.json") == costs
+    cluster = Cluster.calibrated(costs, 2, 2)
+    assert cluster.host is None
+    assert cluster.device == Cluster(2, 2).device
+    assert cluster.allgather(100).seconds == COSTS.allgather.at(100).alone
+    assert Cluster.calibrated(costs, 4, 2).measured == {}

@@ -1,0 +1,190 @@
+"""The verdict of a benchmark, from steps of known times; what is known of accuracy; the turning point."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_safusion.bench.accuracy import known_accuracy
+from lightning_safusion.bench.forecast import Recorded, rate_in_words, turning_point
+from lightning_safusion.bench.job import with_strategy
+from lightning_safusion.bench.outcome import figures_of
+from lightning_safusion.bench.turns import Turned
+from lightning_safusion.bench.verdict import Verdict, best_strategy, decide, judge
+from lightning_safusion.comm.cost import LinearCost
+from lightning_safusion.simulate.calibration import Calibration, CollectiveSample, CollectiveTimes
+from lightning_safusion.simulate.trace import Trace, TraceTensor
+
+DEFAULT, SPARSE, DENSER = "saf-pooled", "saf-pooled[density=0.02]", "saf-pooled[density=0.1]"
+REPORT: dict[str, Any] = {
+    "plan": [1],
+    **dict.fromkeys(("exposed_s", "select_s", "decode_s"), 0.0),
+    "bytes_sent": 10,
+    "achieved_density": 0.02,
+    "plain_ddp": None,
+}
+
+
+def turns(*seconds: float, loading: float = 0.01, optimizer: str = "AdamW", **known: Any) -> list[list[Turned]]:
+    """Rounds of two workers, whose steps take so long after a first one."""
+    return [
+        [
+            Turned([9.0, each, each], [9.0, loading, loading], known.get("peak", 100), optimizers=[optimizer], **{
+                name: value for name, value in known.items() if name != "peak"
+            })
+            for _ in range(2)
+        ]
+        for each in seconds
+    ]  # fmt: skip
+
+
+def rounds(**more: list[list[Turned]]) -> dict[str, list[list[Turned]]]:
+    return {"no-exchange": turns(0.2, 0.2, 0.2), "barrier": turns(0.21, 0.2, 0.2), "ddp": turns(1.0, 1.1, 0.9)} | more
+
+
+def decided(given: dict[str, list[list[Turned]]]) -> tuple[str, str]:
+    best, baseline = decide(figures_of(given), given)
+    return best.system, baseline.system
+
+
+def said(given: dict[str, list[list[Turned]]], point: Any = None, compared: str | None = DEFAULT) -> Verdict:
+    return judge(figures_of(given), given, point, compared)
+
+
+@pytest.mark.parametrize(
+    ("more", "best"),
+    [
+        ({}, "ddp"),
+        ({DEFAULT: turns(0.4, 0.4, 0.4)}, DEFAULT),
+        ({DEFAULT: turns(0.99, 1.08, 0.89)}, "ddp"),  # less than three per cent
+        ({DEFAULT: turns(0.4, 1.2, 1.0)}, "ddp"),  # in one round of three
+        ({DEFAULT: turns(0.4, 0.4, 0.4), "ddp-bf16": turns(0.405, 0.405, 0.405)}, "ddp-bf16"),  # the plainer one
+        ({DENSER: turns(0.4, 0.4, 0.4), SPARSE: turns(0.395, 0.395, 0.395)}, DENSER),  # what sends more
+        ({DENSER: turns(0.4, 0.4, 0.4), SPARSE: turns(0.3, 0.3, 0.3)}, SPARSE),
+        ({"powersgd": turns(0.3, 0.3, 0.3)}, "ddp"),
+        ({DEFAULT: turns(0.4)}, DEFAULT),  # stopped in the second round
+    ],
+)
+def test_the_plainest_of_the_fastest_rows_is_taken(more: dict[str, Any], best: str) -> None:
+    figures = {DENSER: 0.1, SPARSE: 0.02}
+    for name, density in figures.items():
+        for ranks in more.get(name, []):
+            for turned in ranks:
+                turned.figures = REPORT | {"achieved_density": density}
+    assert decided(rounds(**more)) == (best, "ddp")
+
+
+def test_it_is_said_in_words() -> None:
+    given = rounds(**{DEFAULT: turns(0.25, 0.25, 0.25, peak=31_000_100, density=0.02, figures=REPORT)})
+    text = " ".join(said(given, (2.1e9, 9.5e7)).sentences)
+    assert "Take saf-pooled: 250 ms per step, 4.00 times as fast as ddp (1.00 s)." in text
+    assert "800 ms of ddp's step are the exchange" in text
+    assert "Memory: 31 MB more per worker than ddp" in text
+    assert "By simulation the answer changes above about 2.1 Gbit/s" in text
+    assert "collectives carry about 95 Mbit/s here" in text
+    assert "at a density of 0.02 ended between 7.0 % below and 0.3 % above" in text
+    assert "waits for data longer" not in text
+
+
+def test_what_stays_is_said_too() -> None:
+    given = rounds(**{DEFAULT: turns(1.2, 1.2, 1.2), "powersgd": turns(0.5, 0.5, 0.5)})
+    given["ddp"] = turns(1.0, 1.1, 0.9, loading=2.0)
+    text = " ".join(said(given, (3e7, None)).sentences)
+    assert text.startswith("Keep ddp: no row is faster by more than 3%")
+    assert "changes below about 30 Mbit/s per machine: saf-pooled is faster there." in text
+    assert "powersgd is faster (500 ms). PowerSGD of rank 1 ended 36 % above" in text
+    assert "Accuracy stays that of plain DDP." in text
+    assert "waits for data longer than for gradients" in text
+    assert "at no bandwidth" in " ".join(said(given, (None, None)).sentences)
+    assert "at every bandwidth" in " ".join(said(given, (inf, None)).sentences)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ((DEFAULT, 0.02, ["AdamW"]), "density of 0.02 ended between 7.0 % below"),
+        ((DEFAULT, 0.03, ["Adam"]), "density of 0.02"),  # the next that is no larger
+        ((DEFAULT, 0.0005, ["AdamW"]), "less than that (0.0005) was not measured"),
+        ((DEFAULT, 0.1, ["SGD"]), "LSTM"),
+        ((DEFAULT, 0.02, ["Lion"]), "9.7 %"),
+        ((DEFAULT, 0.1, ["schedule-free AdamWScheduleFree"]), "level (0.3 % above)"),
+        ((DEFAULT, 0.1, ["Shampoo"]), "with Shampoo and saf-pooled is not known"),
+        (("oktopk", 0.1, ["AdamW"]), "with AdamW and oktopk is not known"),
+        (("ddp-bf16", None, ["AdamW"]), "rounds gradients"),
+    ],
+)
+def test_what_is_known_of_accuracy(given: tuple[str, float | None, Sequence[str]], words: str) -> None:
+    assert words in known_accuracy(*given)
+
+
+def test_cautions_come_first() -> None:
+    assert known_accuracy(DEFAULT, 0.1, ["NAdam"], ["NAdam may end higher"]).startswith("NAdam may end higher. ")
+
+
+def recorded(host: Any = None, megabytes: float = 40.0) -> Recorded:
+    """A job of 60 ms on two workers, with collectives of 1 Gbit/s."""
+    tensors = tuple(TraceTensor(f"t{i}", (int(megabytes * 1e6 / 40), 1), 4e-3, 1e-3) for i in range(10))
+    line = LinearCost(1e-4, 8e-9)
+    times = CollectiveTimes(tuple(CollectiveSample(n, line(n), line.per_byte * n, 0.0, 0.0) for n in (1000, 10**7)))
+    costs = Calibration(2, times, times, 6.0, host)
+    return Recorded(Trace("job", tensors, 1e-2), costs, 2, 1)
+
+
+def test_the_turning_point_is_where_the_exchange_hides_by_itself() -> None:
+    turning, carried = turning_point(recorded(), "saf-pooled", 0.02, "ddp")
+    assert carried == pytest.approx(1e9, rel=0.01)
+    # 40 MB are exchanged in half of a step of 60 ms at about 10 Gbit/s
+    assert turning is not None
+    assert 2e9 < turning < 5e10
+    more, _ = turning_point(recorded(megabytes=400.0), "saf-pooled", 0.02, "ddp")
+    assert more is not None
+    assert more > 3 * turning
+    assert turning_point(recorded(), "ddp", None, "ddp")[0] is None
+    assert turning_point(replace(recorded(), costs=None), "saf-pooled", 0.02, "ddp")[1] is None
+
+
+def test_rates_in_words() -> None:
+    words = [rate_in_words(rate) for rate in (9.46e7, 2.14e9, 1.2e11, 5e5, 2.34e8)]
+    assert words == ["95 Mbit/s", "2.1 Gbit/s", "120 Gbit/s", "500 kbit/s", "234 Mbit/s"]
+
+
+@pytest.mark.parametrize(
+    ("row", "strategy"),
+    [
+        (DEFAULT, {"class_path": "lightning_safusion.SAFusionStrategy", "init_args": {"static_graph": True}}),
+        (
+            "saf-pooled[density=0.1,memory=residual]",
+            {
+                "class_path": "lightning_safusion.SAFusionStrategy",
+                "init_args": {"density": 0.1, "memory": "residual", "static_graph": True},
+            },
+        ),
+        (
+            "ddp-bf16",
+            {
+                "class_path": "lightning_safusion.SAFusionStrategy",
+                "init_args": {"system": "ddp-bf16", "static_graph": True},
+            },
+        ),
+        ("ddp", {"class_path": "lightning.pytorch.strategies.DDPStrategy", "init_args": {"static_graph": True}}),
+    ],
+)
+def test_the_strategy_in_the_users_file(row: str, strategy: dict[str, Any]) -> None:
+    made = best_strategy(Verdict(row, "yours", ()), {"static_graph": True})
+    content = {"fit": {"trainer": {"devices": 2, "strategy": "ddp"}, "model": {"class_path": "a.B"}}}
+    read = yaml.safe_load(with_strategy(content, made))
+    assert read["fit"]["trainer"] == {"devices": 2, "strategy": strategy}
+    assert read["fit"]["model"] == {"class_path": "a.B"}
+    assert yaml.safe_load(with_strategy({}, made)) == {"trainer": {"strategy": strategy}}
+
+
+def test_the_users_own_strategy_stays_in_the_file() -> None:
+    content = {"trainer": {"strategy": {"class_path": "a.B"}}}
+    assert best_strategy(Verdict("ddp", "ddp", ()), {}) is None
+    assert yaml.safe_load(with_strategy(content, None)) == content
+    assert yaml.safe_load(with_strategy({}, None)) == {"trainer": {"strategy": "ddp"}}

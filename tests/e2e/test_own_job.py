@@ -1,0 +1,153 @@
+"""A stranger's job, on two machines joined by a slow link and by a fast one: is what ``safusion bench`` says true?
+
+What is asked for is the answer of two trainings of 200 steps each, with the stranger's strategy and with that of
+``best.yaml``, or with the default where the stranger's is to stay.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_safusion.bench.links import Namespace, linked_namespaces
+from tests.e2e.processes import environment, need, started
+
+pytestmark = pytest.mark.slow
+
+LIMIT = 150.0
+# Two trainings one after the other, on a machine that others use as well, differ by this much without a reason.
+NOISE = 0.15
+
+SCRIPT = """
+from statistics import median
+from time import perf_counter
+
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.cli import LightningCLI
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Net(LightningModule):
+    def __init__(self, width: int = 384):
+        super().__init__()
+        layers = [nn.Linear(128, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)]
+        self.net = nn.Sequential(*layers)
+
+    def training_step(self, batch, batch_idx):
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 1e-3)
+
+
+class Data(LightningDataModule):
+    def setup(self, stage):
+        torch.manual_seed(0)
+        self.samples = TensorDataset(torch.randn(16384, 128), torch.randint(10, (16384,)))
+
+    def train_dataloader(self):
+        return DataLoader(self.samples, 256, shuffle=True)
+
+
+class Clock(Callback):
+    def __init__(self):
+        self.moments = []
+
+    def on_train_batch_end(self, trainer, *args):
+        self.moments.append(perf_counter())
+
+    def on_train_end(self, trainer, module):
+        steps = [b - a for a, b in zip(self.moments, self.moments[1:])]
+        if trainer.is_global_zero:
+            print(f"median step {median(steps)} of {len(steps)}", flush=True)
+
+
+if __name__ == "__main__":
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False}
+    LightningCLI(save_config_callback=None, trainer_defaults={"max_steps": 200, "callbacks": [Clock()], **quiet})
+"""
+CONFIG: dict[str, Any] = {
+    "trainer": {
+        "accelerator": "cpu",
+        "devices": 1,
+        "num_nodes": 2,
+        "strategy": "ddp",
+        "logger": False,
+        "enable_checkpointing": False,
+    },
+    "model": {"class_path": "mine.Net"},
+    "data": {"class_path": "mine.Data"},
+}
+
+
+def launch(machines: Sequence[Namespace], folder: Path, name: str, *command: str) -> str:
+    """Runs a command under torchrun on both machines; returns what the first has printed."""
+    main, programs = machines[0], []
+    env = environment(GLOO_SOCKET_IFNAME="eth0", NUMEXPR_MAX_THREADS="1")
+    for rank, machine in enumerate(machines):
+        rendezvous = [
+            "--nnodes",
+            "2",
+            "--node-rank",
+            str(rank),
+            "--master-addr",
+            main.address,
+            "--master-port",
+            "29500",
+        ]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", *rendezvous]
+        programs.append([*("ip", "netns", "exec", machine.name), *torchrun, *command])
+    with (
+        started(programs[0], folder / f"{name}-0.log", env) as first,
+        started(programs[1], folder / f"{name}-1.log", env) as second,
+    ):
+        output = first.finish(LIMIT)
+        second.finish(20)
+    return output
+
+
+def trained(machines: Sequence[Namespace], folder: Path, name: str, file: str) -> float:
+    """Median step of a training of 200 steps."""
+    output = launch(machines, folder, name, "mine.py", "fit", "--config", file)
+    found = re.search(r"median step ([\d.]+) of 199", output)
+    assert found, output[-3000:]
+    return float(found[1])
+
+
+@pytest.mark.parametrize("rate", ["100mbit", "10gbit"])
+def test_the_verdict_on_a_strangers_job_is_true(tmp_path: Path, rate: str) -> None:
+    need("ip", "tc")
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(CONFIG))
+    rows = ["--systems", "saf-pooled", "--rounds", "3", "--calibrate", "false", "--output", "out"]
+    with linked_namespaces(2, rate) as machines:
+        launch(machines, tmp_path, "bench", "-m", "safusion_command", "bench", "--config", "config.yaml", *rows)
+        verdict = json.loads((tmp_path / "out" / "bench.json").read_text())
+        stays = verdict["best"] == "ddp"
+        other = "default.yaml" if stays else "out/best.yaml"
+        default = {"class_path": "lightning_safusion.SAFusionStrategy"}
+        (tmp_path / "default.yaml").write_text(
+            yaml.safe_dump(CONFIG | {"trainer": CONFIG["trainer"] | {"strategy": default}})
+        )
+        plain = trained(machines, tmp_path, "plain", "config.yaml")
+        sparse = trained(machines, tmp_path, "sparse", other)
+    print(rate, verdict["verdict"], plain, sparse)
+    if stays:
+        assert plain < (1 + NOISE) * sparse
+    else:
+        assert sparse < plain
+    if rate == "100mbit":
+        assert not stays
+        said = next(row["over_ddp"] for row in verdict["systems"] if row["system"] == verdict["best"])
+        assert sparse / plain == pytest.approx(said, rel=2 * NOISE)

@@ -1,0 +1,104 @@
+"""What the strategy says of its own steps, and what a second fit of the same job knows from the first."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import LambdaCallback
+
+from lightning_safusion import SAFusionStrategy
+from tests.models import TinyClassifier, classification, trainer
+from tests.process_group import run_launched
+
+SPARSE = {"collective": "allgather", "density": 0.05}
+
+
+class Lines(logging.Handler):
+    """Keeps what the strategy says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def test_after_its_first_review_it_says_what_a_step_takes_and_would_take() -> None:
+    def run(rank: int) -> tuple[list[str], list[Any], dict[str, Any]]:
+        said, steps = Lines(), []
+        strategy = SAFusionStrategy(**SPARSE)
+        watch = LambdaCallback(on_train_batch_end=lambda *_: steps.append(strategy.report()["step_s"]))
+        trainer(strategy, callbacks=[watch], max_epochs=2).fit(TinyClassifier(), classification())
+        return [line for line in said.lines if "under DDP" in line], steps, strategy.report()
+
+    (said, steps, report), (silent, others, _) = run_launched(2, run)
+    assert len(said) == 1
+    assert silent == []
+    assert "% of the bytes of fp32 gradients are sent" in said[0]
+    assert steps[:5] == [None] * 5
+    assert report["step_s"] > 0
+    assert report["ddp_step_s"] > 0
+    assert sum(step is None for step in steps) == sum(step is None for step in others)
+
+
+def test_plain_ddp_says_nothing() -> None:
+    strategy = SAFusionStrategy(density=1.0)
+    trainer(strategy, devices=1).fit(TinyClassifier(), classification())
+    assert strategy.report()["step_s"] is strategy.report()["ddp_step_s"] is None
+
+
+def test_a_second_fit_begins_with_what_the_first_has_learned() -> None:
+    def run(rank: int) -> tuple[Any, ...]:
+        model, learned = TinyClassifier(), []
+        watch = LambdaCallback(on_train_end=lambda trainer, _: learned.append(trainer.strategy.learned()))
+        first = SAFusionStrategy(**SPARSE)
+        trainer(first, callbacks=[watch]).fit(model, classification())
+        seen: list[Any] = []
+        second = SAFusionStrategy(**SPARSE)
+        second.begin_with(learned[0])
+        look = LambdaCallback(
+            on_train_batch_end=lambda *_: seen.append((second.report()["windows"], len(second.report()["plan"])))
+        )
+        trainer(second, callbacks=[look]).fit(model, classification())
+        return first.report()["windows"], len(first.report()["plan"]), seen[0], learned[0]["plain_ddp"]
+
+    for windows, buffers, begun, plain in run_launched(2, run):
+        assert begun == (windows + 1, buffers)
+        assert plain is None
+
+
+def test_that_plain_ddp_is_faster_is_known_to_the_next_fit() -> None:
+    def run(rank: int) -> tuple[str | None, list[torch.Tensor]]:
+        model, strategy = TinyClassifier(), SAFusionStrategy(density=0.05)
+        strategy.begin_with({"plain_ddp": "it was faster before", "engine": None})
+        job = trainer(strategy)
+        job.fit(model, classification())
+        told = strategy.report()["plain_ddp"]
+        job.fit_loop.max_epochs = 2
+        job.fit(model, classification())  # and not to the one after it
+        assert strategy.report()["plain_ddp"] is None
+        return told, [param.detach() for param in model.parameters()]
+
+    (first, mine), (second, theirs) = run_launched(2, run)
+    assert first == second == "it was faster before"
+    assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize(("optimizer", "expected"), [("NAdam", 1), ("SGD", 0)])
+def test_what_costs_accuracy_can_be_read(optimizer: str, expected: int) -> None:
+    def run(rank: int) -> tuple[str, ...]:
+        model = TinyClassifier()
+        kind = getattr(torch.optim, optimizer)
+        model.configure_optimizers = lambda: kind(model.parameters(), lr=0.01)  # type: ignore[method-assign]
+        strategy = SAFusionStrategy(memory="residual", select_by="gradient", **SPARSE)
+        trainer(strategy, limit_train_batches=2).fit(model, classification())
+        return strategy.cautions
+
+    cautions, _ = run_launched(2, run)
+    assert len(cautions) == expected
+    assert all("may end with a higher loss" in caution for caution in cautions)
