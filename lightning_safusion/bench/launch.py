@@ -21,8 +21,6 @@ from lightning_safusion.bench.team import die_with_parent
 
 #: Set in the processes that this module has started.
 STARTED = "SAFUSION_BENCH_STARTED"
-# Workers on this machine and in all: by torchrun, and by Slurm.
-_LAUNCHERS = (("LOCAL_WORLD_SIZE", "WORLD_SIZE"), ("SLURM_NTASKS_PER_NODE", "SLURM_NTASKS"))
 _GRACE = 20.0  # seconds for the others to end
 
 
@@ -38,10 +36,13 @@ def counted(arguments: Mapping[str, Any], workers: int | None) -> dict[str, Any]
         chosen["devices"] = workers
     if chosen.get("devices") not in (None, "auto", -1, "-1"):
         return chosen
-    for local, world in _LAUNCHERS:
-        if local in os.environ and world in os.environ:
-            here, everywhere = int(os.environ[local].split("(")[0]), int(os.environ[world])
-            return chosen | {"devices": here, "num_nodes": max(1, everywhere // here)}
+    environ = os.environ
+    if {"LOCAL_WORLD_SIZE", "WORLD_SIZE"} <= environ.keys():  # torchrun
+        here = int(environ["LOCAL_WORLD_SIZE"])
+        return chosen | {"devices": here, "num_nodes": max(1, int(environ["WORLD_SIZE"]) // here)}
+    if {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_NNODES"} <= environ.keys():  # srun
+        nodes = int(environ["SLURM_NNODES"])
+        return chosen | {"devices": max(1, int(environ["SLURM_NTASKS"]) // nodes), "num_nodes": nodes}
     return chosen
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,16 @@ def test_srun_trains_as_popen_does(cluster: SlurmCluster, tmp_path: Path, refere
     with started([*srun, *worker], tmp_path / "output", cluster.env) as training:
         assert_sparse(training.finish(LIMIT))
     assert_same(tmp_path, reference)
+
+
+def test_a_job_is_measured_where_srun_starts_it(cluster: SlurmCluster, tmp_path: Path) -> None:
+    srun = ["srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
+    job = ["--model", "tests.bench.own_job:Net", "--data", "tests.bench.own_job:Data"]
+    short = ["--systems", "ddp-bf16", "--rounds", "2", "--calibrate", "false", "--output", str(tmp_path / "out")]
+    worker = [sys.executable, "-m", "safusion_command", "bench", *job, *short]
+    with started([*srun, *worker], tmp_path / "output", cluster.env) as bench:
+        assert "2 workers on 2 machines" in bench.finish(LIMIT)
+    assert "strategy" in (tmp_path / "out" / "best.yaml").read_text()
 
 
 @pytest.mark.parametrize(
