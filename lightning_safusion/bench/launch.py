@@ -22,6 +22,7 @@ from lightning_safusion.bench.team import die_with_parent
 #: Set in the processes that this module has started.
 STARTED = "SAFUSION_BENCH_STARTED"
 _GRACE = 20.0  # seconds for the others to end
+_PATIENCE = 5.0  # seconds in which this process may say itself what has failed on all
 
 
 def counted(arguments: Mapping[str, Any], workers: int | None) -> dict[str, Any]:
@@ -117,7 +118,7 @@ def _watch(started: Sequence[subprocess.Popen[bytes]], ending: threading.Event, 
     """Ends everything if a process dies: the others would wait for it."""
     while not ending.wait(0.5):
         for rank, process in enumerate(started, 1):
-            if process.poll() not in (None, 0) and not ending.is_set():
+            if process.poll() not in (None, 0) and not ending.wait(_PATIENCE):
                 for other in started:
                     other.kill()
                 print(f"safusion: process {rank} has ended with {process.returncode}: see {logs}", file=sys.stderr)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 import socket
 import threading
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 _POLL = 0.5  # seconds
+_log = logging.getLogger("lightning.pytorch.safusion_bench")  # goes where Lightning's lines go
 
 
 class Meeting:
@@ -74,6 +76,7 @@ class Meeting:
             return action(), None
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".strip()
+            _log.exception("A turn has failed.")
             error.__traceback__ = None  # its frames hold the model, and works of the group
         finally:
             ended.set()

@@ -136,10 +136,9 @@ def table_of(figures: Sequence[SystemFigures], conditions: JobConditions) -> Tab
         ("step\nms", "quartiles\nms", "over\nfloor", "times as fast\nas ddp", "sent", "memory\nMB"),
     )
     for row in figures:
-        by_ddp = row.plain_ddp is not None and row.bytes_sent is None and "another hook" not in row.plain_ddp
         sent = "" if row.bytes_sent is None else f"{row.bytes_sent / (4 * conditions.parameters):.2%}"
         table.add_row(
-            escape(row.system) + (" (plain ddp)" if by_ddp else ""),
+            escape(row.system) + (" (plain ddp)" if row.by_ddp else ""),
             f"{row.step_s * 1e3:.1f}",
             f"{row.low_s * 1e3:.1f} - {row.high_s * 1e3:.1f}",
             f"{row.over_floor:.2f}",

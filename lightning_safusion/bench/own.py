@@ -131,25 +131,23 @@ class _Run:
         self.meeting.close()
 
     def _measure(self) -> tuple[Recorded | None, str]:
-        """Rounds of turns, then the recording; what was recorded, on the first process, or why nothing was."""
-        rounds = self.options.rounds
-        with TurnProgress(self.console, len(self.rows) * rounds) as progress:
+        """Rounds, and the recording after the first; what was recorded, on the first process, or why nothing was."""
+        rounds, recorded, note = self.options.rounds, None, "stopped"
+        with TurnProgress(self.console, len(self.rows) * rounds + 1) as progress:
             for number in range(rounds):
-                first = number % len(self.rows) if number else 0
+                first = number % len(self.rows)
                 for row in self.rows[first:] + self.rows[:first]:
                     progress.begin(f"round {number + 1} of {rounds}: {row}")
                     if not self._take_turn(row, progress):
-                        return None, "stopped"
-                self._leave_out_equals()
+                        return recorded, note
+                if number == 0:
+                    self._leave_out_equals()
+                    recorded, note, stopped = self._record(progress)
+                    if stopped:
+                        break
                 if not self._goes_on():
                     break
-            if not self.options.calibrate:
-                return None, "calibrate is false"
-            missing = why_not() if self.meeting.device.type == "cpu" else None
-            if missing is not None:
-                return None, missing
-            progress.begin("trace and costs of the job")
-            return self._record(progress)
+        return recorded, note
 
     def _take_turn(self, row: str, progress: TurnProgress) -> bool:
         """One turn of a row, unless it has failed before; returns whether to go on."""
@@ -224,7 +222,12 @@ class _Run:
         spent = time.monotonic() - self.began
         return bool(self.meeting.hold({}, lambda _: spent < 60 * self.options.minutes))
 
-    def _record(self, progress: TurnProgress) -> tuple[Recorded | None, str]:
+    def _record(self, progress: TurnProgress) -> tuple[Recorded | None, str, bool]:
+        """Records the job: what was recorded, on the first process, or why nothing was; whether to stop. Collective."""
+        missing = why_not() if self.meeting.device.type == "cpu" else None
+        if not self.options.calibrate or missing is not None:
+            return None, missing or "calibrate is false", False
+        progress.begin("trace and costs of the job")
         accumulated = self.job.trainer.get("accumulate_grad_batches") or 1
         place = (self.nodes, self.per_node, one_machine(self.meeting))
         recorded, reason = self.meeting.attempt(
@@ -232,12 +235,19 @@ class _Run:
                 self.bench, self.meeting, self._strategy, place, self.options.block, accumulated, progress.step
             )
         )
-        mine = None if reason is None else reason.splitlines()[0][:300]
-        failed = self.meeting.hold({"reason": mine}, lambda everyone: cause([each["reason"] for each in everyone]))
+        mine = {"reason": None if reason is None else reason.splitlines()[0][:300], "stopped": self.interrupted}
+        failed, stopped = self.meeting.hold(
+            mine,
+            lambda everyone: [cause([each["reason"] for each in everyone]), any(each["stopped"] for each in everyone)],
+        )
+        progress.end(None)
         if failed is not None:
             self.meeting.regroup()
-            return None, f"the job could not be recorded: {failed}"
-        return recorded, "" if recorded is not None else "the trace has no steps"
+        if stopped:
+            return None, "stopped", True
+        if failed is not None:
+            return None, f"the job could not be recorded: {failed}", False
+        return recorded, "" if recorded is not None else "the trace has no steps", False
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if not self.interrupted:

@@ -53,12 +53,12 @@ class TurnProgress:
         """A turn has ended.
 
         Args:
-            seconds: Its median step; None without one.
+            seconds: Its median step; None where none counts.
         """
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, advance=1, refresh=True)
         elif seconds is None:
-            self._console.print(literal(f"{self._what}: not measured"))
+            self._console.print(literal(f"{self._what}: ended"))
         else:
             self._console.print(literal(f"{self._what}: {seconds * 1e3:.3g} ms per step"))
 

@@ -66,6 +66,11 @@ class SystemFigures:
     peak_bytes: float
     plain_ddp: str | None
 
+    @property
+    def by_ddp(self) -> bool:
+        """Whether plain DDP has taken the place of a system that sends less: a step is one of DDP."""
+        return bool(self.plain_ddp) and self.bytes_sent is None and "another hook" not in str(self.plain_ddp)
+
 
 def summarize(blocks: Mapping[str, Sequence[Sequence[Block]]]) -> list[SystemFigures]:
     """Figures of all systems of one run, from the blocks of each round by rank; the floor and DDP are among them.
@@ -157,9 +162,8 @@ def build_table(rows: Sequence[SystemFigures], conditions: Conditions) -> Table:
         + ("sent\nkB", "wire\nkB", "density", "peak\nMB"),
     )
     for row in rows:
-        by_ddp = row.plain_ddp and row.bytes_sent is None and "another hook" not in row.plain_ddp
         table.add_row(
-            escape(row.system) + (" (ddp)" if by_ddp else ""),
+            escape(row.system) + (" (ddp)" if row.by_ddp else ""),
             _ms(row.step_s),
             f"{_ms(row.low_s)} - {_ms(row.high_s)}",
             f"{row.over_floor:.2f}",

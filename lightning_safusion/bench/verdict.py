@@ -21,6 +21,9 @@ YOURS = "yours"
 # Rows that change the gradients so much that they are named, not recommended.
 _APPROXIMATE = ("powersgd", "powersgd-rank4")
 _MB = 1e6
+_ALL = 0.9  # share of the elements from which on a row sends everything
+# A step without any exchange that is so much longer than one of DDP was disturbed.
+_DISTURBED = 1.1
 
 #: Of each row the turns of each round, by rank.
 Rounds = Mapping[str, Sequence[Sequence[Turned]]]
@@ -49,12 +52,18 @@ def decide(figures: Sequence[SystemFigures], rounds: Rounds) -> tuple[SystemFigu
     """
     known = {each.system: each for each in figures}
     baseline = known.get(YOURS) or known["ddp"]
-    able = [each for each in figures if each.system not in (FLOOR, IN_STEP, baseline.system, *_APPROXIMATE)]
+    others = [each for each in figures if each.system not in (FLOOR, IN_STEP, baseline.system, *_APPROXIMATE)]
+    able = [each for each in others if not _sends_all(each)]
     faster = [each for each in able if _gain(rounds[each.system], rounds[baseline.system]) > WORTH]
     if not faster:
         return baseline, baseline
     least = min(each.step_s for each in faster)
     return min((each for each in faster if each.step_s <= (1 + WORTH) * least), key=_plainness), baseline
+
+
+def _sends_all(row: SystemFigures) -> bool:
+    """Whether a row that could send less has done what DDP does: if it is faster, then by chance."""
+    return row.by_ddp or (row.density is not None and row.density > _ALL)
 
 
 def _plainness(row: SystemFigures) -> tuple[bool, bool, bool, float]:
@@ -104,8 +113,12 @@ def judge(
         f"A step without any exchange takes {_ms(floor)}: {_ms(max(0.0, baseline.step_s - floor))} of "
         f"{baseline.system}'s step are the exchange and what it disturbs."
     )
-    if best.plain_ddp and best.system not in ("ddp", "ddp-bf16", YOURS):
-        said.append(f"In {best.system} plain DDP exchanges the gradients: {best.plain_ddp}.")
+    said += _doubts(floor, baseline, min(len(rounds[best.system]), len(rounds[baseline.system])))
+    for each in figures:
+        if each.by_ddp:
+            said.append(f"{each.system} has left the gradients to plain DDP: {each.plain_ddp}.")
+        elif _sends_all(each):
+            said.append(f"{each.system} sends everything: that is predicted to be as fast here.")
     if not stays and best.peak_bytes and baseline.peak_bytes:
         said.append(_memory(best, baseline))
     said += _approximate(known, best)
@@ -113,6 +126,16 @@ def judge(
     said.append(_accuracy(best.system, rounds))
     said += _loading(rounds[baseline.system], baseline.step_s - floor)
     return Verdict(best.system, baseline.system, tuple(said))
+
+
+def _doubts(floor: float, baseline: SystemFigures, count: int) -> list[str]:
+    """What speaks against the figures."""
+    doubts = []
+    if floor > _DISTURBED * baseline.step_s:
+        doubts.append("These times are disturbed: a step without any exchange took longer. Repeat on quiet machines.")
+    if count < 2:
+        doubts.append("All this is from one round: let it go on for more.")
+    return doubts
 
 
 def _memory(best: SystemFigures, baseline: SystemFigures) -> str:

@@ -66,6 +66,10 @@ def said(given: dict[str, list[list[Turned]]], point: Any = None, compared: str 
         ({DEFAULT: turns(0.4, 0.4, 0.4), "ddp-bf16": turns(0.405, 0.405, 0.405)}, "ddp-bf16"),  # the plainer one
         ({DENSER: turns(0.4, 0.4, 0.4), SPARSE: turns(0.395, 0.395, 0.395)}, DENSER),  # what sends more
         ({DENSER: turns(0.4, 0.4, 0.4), SPARSE: turns(0.3, 0.3, 0.3)}, SPARSE),
+        # DDP in all but name
+        ({DEFAULT: turns(0.4, 0.4, 0.4, figures=dict.fromkeys(REPORT) | {"plain_ddp": "it is faster"})}, "ddp"),
+        # sends everything
+        ({DEFAULT: turns(0.4, 0.4, 0.4, figures=REPORT | {"achieved_density": 1.0})}, "ddp"),
         ({"powersgd": turns(0.3, 0.3, 0.3)}, "ddp"),
         ({DEFAULT: turns(0.4)}, DEFAULT),  # stopped in the second round
     ],
@@ -102,6 +106,16 @@ def test_what_stays_is_said_too() -> None:
     assert "waits for data longer than for gradients" in text
     assert "at no bandwidth" in " ".join(said(given, (None, None)).sentences)
     assert "at every bandwidth" in " ".join(said(given, (inf, None)).sentences)
+
+
+def test_doubts_are_said() -> None:
+    given = rounds(**{DEFAULT: turns(0.4, 0.4, 0.4, figures=REPORT | {"achieved_density": 1.0})})
+    assert "saf-pooled sends everything" in " ".join(said(given).sentences)
+    assert "one round" not in " ".join(said(given).sentences)
+    given = {"no-exchange": turns(3.0), "barrier": turns(1.0), "ddp": turns(1.0)}
+    text = " ".join(said(given, compared=None).sentences)
+    assert "These times are disturbed" in text
+    assert "from one round" in text
 
 
 @pytest.mark.parametrize(
