@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,8 +21,9 @@ from lightning_safusion.comm.calibrate import calibrate
 from lightning_safusion.comm.transport.torch_backend import default_transport
 from lightning_safusion.simulate.calibration import Calibration, CollectiveSample, CollectiveTimes
 from lightning_safusion.simulate.cluster import Cluster
+from lightning_safusion.simulate.comparison import break_even
+from lightning_safusion.simulate.device import DEVICES, Device
 from lightning_safusion.simulate.job import Job as SimulatedJob
-from lightning_safusion.simulate.systems import SIMULATED, run_system
 from lightning_safusion.simulate.trace import Trace
 
 #: Rows whose costs are recorded: selection before and after fusion, in buffers that all ranks cut alike.
@@ -30,8 +32,8 @@ _BLOCKS = 7  # of steps: one that does not count, and one for each size of buffe
 _TRACED, _SKIPPED = 20, 10  # steps of a trace on a device
 _SIZES = tuple(1 << bits for bits in range(10, 27, 2))  # bytes, at which a line of costs is written down
 _ENTRY_BYTES = 6.0  # of an entry where nothing was counted: systems have formats of their own
-# Bits per second between which the answer is looked for, and halvings of that range.
-_LEAST, _MOST, _HALVINGS = 1e6, 1.6e12, 18
+# Devices whose speeds are known, by the names that drivers give them and their like.
+_NAMES = {"h100": re.compile("H100|H200|GH200|B200"), "a100": re.compile("A100")}
 #: Share of a step below which a gain is none.
 WORTH = 0.03
 
@@ -45,20 +47,22 @@ class Recorded:
         costs: Of the group that ran it; None where nothing fits them.
         nodes: Machines.
         per_node: Workers on each.
+        device: Whose work is counted, where devices do it.
     """
 
     trace: Trace
     costs: Calibration | None
     nodes: int
     per_node: int
+    device: Device = DEVICES["a100"]
 
     @property
     def cluster(self) -> Cluster:
         """The cluster that the job ran on, without jitter; each worker of a CPU job counts as a node."""
         if self.costs is None:
-            return Cluster(self.nodes, self.per_node)
+            return Cluster(self.nodes, self.per_node, device=self.device)
         nodes, per_node = (self.nodes, self.per_node) if self.costs.host is None else (self.costs.workers, 1)
-        return Cluster.calibrated(self.costs, nodes, per_node, jitter=0.0)
+        return Cluster.calibrated(self.costs, nodes, per_node, jitter=0.0, device=self.device)
 
 
 def why_not() -> str | None:
@@ -136,9 +140,11 @@ def _record_device(
         name: CollectiveTimes(tuple(CollectiveSample(n, line(n), line.per_byte * n, 0.0, 0.0) for n in _SIZES))
         for name, line in lines.items()
     }
-    source = f"timed on {meeting.workers} workers ({dist.get_backend()}, {torch.cuda.get_device_name(meeting.device)})"
+    name = torch.cuda.get_device_name(meeting.device)
+    source = f"timed on {meeting.workers} workers ({dist.get_backend()}, {name})"
+    device = next((DEVICES[key] for key in _NAMES if _NAMES[key].search(name)), DEVICES["a100"])
     costs = Calibration(meeting.workers, times["allgather"], times["allreduce"], _ENTRY_BYTES, None, 0.0, source)
-    return Recorded(_of_steps(recorder.trace, accumulated), costs, nodes, per_node)
+    return Recorded(_of_steps(recorder.trace, accumulated), costs, nodes, per_node, device)
 
 
 def _of_steps(trace: Trace, accumulated: int) -> Trace:
@@ -164,29 +170,10 @@ def turning_point(
         Bits per second, None where the system is faster at no bandwidth (infinite where it is at all); and what the
         link carries by the calibration, None without one.
     """
-    carried = None if recorded.costs is None else 8 / recorded.costs.link.beta if recorded.costs.link.beta else None
-    if system not in SIMULATED or baseline not in SIMULATED:
-        return None, carried
-    here = replace(recorded.cluster, measured={})
-
-    def faster(rate: float) -> bool:
-        job = SimulatedJob(
-            recorded.trace,
-            replace(here, inter=replace(here.inter, beta=8 / rate)),
-            density or 1.0,
-            _ENTRY_BYTES,
-        )
-        return run_system(system, job, 1).seconds < (1 - WORTH) * run_system(baseline, job, 1).seconds
-
-    low, high = _LEAST, _MOST
-    if not faster(low):
-        return None, carried
-    if faster(high):
-        return float("inf"), carried
-    for _ in range(_HALVINGS):
-        middle = (low * high) ** 0.5
-        low, high = (middle, high) if faster(middle) else (low, middle)
-    return low, carried
+    beta = recorded.costs.link.beta if recorded.costs is not None else 0.0
+    job = SimulatedJob(recorded.trace, recorded.cluster, density or 1.0, _ENTRY_BYTES)
+    rate = 1e9 * break_even(job, system, baseline)
+    return rate or None, 8 / beta if beta else None
 
 
 def rate_in_words(bits: float) -> str:

@@ -71,14 +71,14 @@ def best_sparse(rows: Sequence[PlanRow]) -> PlanRow | None:
     return best if best is not None and best.speedup > 1 + _WORTH else None
 
 
-def break_even(job: Job, system: str) -> float:
-    """Gbit/s of a node's network card from which a system is no faster than DDP in bf16: 0 or infinity where that holds
+def break_even(job: Job, system: str, baseline: str = BASELINE) -> float:
+    """Gbit/s of a node's network card from which a system is no faster than another one: 0 or infinity where that holds
     at every rate that there is, or at none."""
     low, high = RATES
 
     def pays(rate: float) -> bool:
         there = replace(job, cluster=replace(job.cluster, inter=resolve_link(f"{rate}gbit"), measured={}))
-        return run_system(BASELINE, there).seconds > (1 + _WORTH) * run_system(system, there).seconds
+        return run_system(baseline, there).seconds > (1 + _WORTH) * run_system(system, there).seconds
 
     if not pays(low):
         return 0.0

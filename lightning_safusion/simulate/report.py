@@ -84,7 +84,7 @@ def run_plan(
     job_trace = resolve_trace(trace)
     costs = Calibration.load(calibration) if calibration is not None else None
     if costs is not None:
-        cluster = Cluster.calibrated(costs, nodes, gpus_per_node, jitter, seed)
+        cluster = Cluster.calibrated(costs, nodes, gpus_per_node, jitter, seed, resolve_device(device))
         entry_bytes, bandwidth = costs.entry_bytes, f"the rate of {calibration}"
     else:
         link, found = resolve_link(bandwidth), resolve_device(device)
@@ -99,7 +99,7 @@ def run_plan(
     console.print(literal(f"Times of the trace: {job_trace.source or 'not stated'}. Predictions, not measurements."))
     if costs is not None:
         console.print(literal(f"Costs: {costs.source}."))
-    else:
+    if costs is None or costs.host is None:
         console.print(literal(f"Device: {cluster.device.described}; its work is counted."))
     sentences, settings = recommend(rows, density)
     if costs is None:

@@ -159,7 +159,7 @@ def test_ctrl_c_gives_what_there_is(tmp_path: Path, capfd: pytest.CaptureFixture
     assert len(results(tmp_path)["systems"]) == 4
     shown = " ".join(capfd.readouterr().out.split())
     assert "Stopping after this step" in shown
-    assert "Nothing was simulated: stopped" in shown
+    assert "Nothing was simulated: calibrate is false" in shown
 
 
 @pytest.mark.slow
