@@ -44,6 +44,8 @@ ALWAYS = (FLOOR, IN_STEP, "ddp")
 ROWS = ("ddp-bf16", "powersgd", DEFAULT, f"{DEFAULT}[density=0.02]", f"{DEFAULT}[density=0.1]")
 # Steps before those that count, in every turn: DDP makes its buckets anew after the first, PowerSGD sends ten dense.
 _SETTLING, _POWERSGD = 3, 12
+# The same in the first turn of a row without an engine: memory, caches and processes that load data settle as well.
+_FIRST = 12
 _TIMEOUT = timedelta(minutes=30)  # Lightning's own
 
 
@@ -183,11 +185,12 @@ class _Run:
         return {"reason": None, "stopped": everyone[0]["stopped"], "seconds": steps[len(steps) // 2]}
 
     def _warmup(self, row: str) -> int:
-        if row in REFERENCE_STRATEGIES or row == "ddp":
-            return _SETTLING - 1
+        first = row in self.learning
         if row.startswith("powersgd"):
             return _POWERSGD
-        return self.options.warmup if row in self.learning and not row.startswith("ddp") else _SETTLING
+        if row in REFERENCE_STRATEGIES or row.startswith("ddp"):
+            return _FIRST if first else _SETTLING
+        return self.options.warmup if first else _SETTLING
 
     def _strategy(self, row: str) -> DDPStrategy:
         """A new strategy of a row, with the user's options of DDP."""
