@@ -38,6 +38,7 @@ SHARDED_TASKS = (
     "names-recommender",
     "digits-vit",
 )
+SHARDED_DENSITIES = (0.05, SuitedDensity.WITH_MOMENTUM)
 #: What else a training may have.
 OPTIONS = ("clip=1.0", "clip_value=0.01", "weight_decay=0.1", "accumulate=4,batch=8", "precision=bf16")
 
@@ -76,8 +77,8 @@ def shards() -> Configs:
     """Shards beside a sparse all-gather: eight workers on several tasks, and other numbers of them on one."""
 
     def both(workers: int) -> list[Scheme]:
-        gathered = replace(DEFAULT, density=SuitedDensity.WITH_MOMENTUM, workers=workers)
-        return [gathered, replace(gathered, collective="sharded")]
+        gathered = [replace(DEFAULT, density=density, workers=workers) for density in SHARDED_DENSITIES]
+        return [*gathered, *(replace(scheme, collective="sharded") for scheme in gathered)]
 
     several = [(TASKS[name], scheme) for name in SHARDED_TASKS for scheme in both(8)]
     return [*several, *((TASKS[SHARDED_TASKS[0]], scheme) for workers in (2, 4, 16) for scheme in both(workers))]
