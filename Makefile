@@ -15,7 +15,7 @@ export OMP_NUM_THREADS := 1
 # starts (24 s instead of 9 on two slow cores), and tests start hundreds.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lint slow clean
+.PHONY: demo test lint slow site clean
 
 demo: $(STAMP)
 	$(BIN)/safusion demo $(DEMO)
@@ -30,6 +30,10 @@ lint: $(STAMP)
 # pytest leaves with 5 where nothing was selected: no slow test is no failure.
 slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow || test $$? -eq 5
+
+# The documents as pages, with search and an API reference, in build/site.
+site: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # --no-compile: a minute for what is compiled anyway when it is imported first
 $(STAMP): pyproject.toml constraints.txt setup.py $(wildcard lightning_safusion/kernels/cpu/*.[ch])

@@ -1,0 +1,81 @@
+"""Hooks of mkdocs: pages that lie beside ``docs/``, links between them as the repository has them, roles in docstrings.
+
+In the repository ``docs/guide.md`` links to ``../examples/cli.py`` and the README to ``docs/guide.md``. On the site the
+README is the first page, and the files of the examples lie beside the pages.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[1]
+#: Files of the repository, outside ``docs/``, and what they are called on the site.
+PUBLISHED = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "LICENSE": "LICENSE.txt"}
+#: Kinds of files of ``examples/`` that are published under their own names.
+KINDS = (".py", ".yaml", ".sbatch", ".md")
+_DOCS = "docs/"
+_FENCED = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
+_LINK = re.compile(r"\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
+_ROLE = re.compile(r":(?:class|func|meth|data|attr|mod):<code>~?(?:[\w.]*\.)?([\w]+(?:\(\))?)</code>")
+
+
+def published() -> dict[str, str]:
+    """Paths in the repository of all files outside ``docs/`` that the site has, with their names there."""
+    examples = sorted(path for path in (ROOT / "examples").rglob("*") if path.suffix in KINDS)
+    return PUBLISHED | {name: name for name in (path.relative_to(ROOT).as_posix() for path in examples)}
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds what lies beside ``docs/``."""
+    from mkdocs.structure.files import File
+
+    for path, uri in published().items():
+        files.append(File.generated(config, uri, abs_src_path=str(ROOT / path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Turns links of the repository into links of the site."""
+    parts = _FENCED.split(markdown)
+    parts[::2] = [moved(text, page.file.src_uri) for text in parts[::2]]
+    return "".join(parts)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Writes names in docstrings (``:class:`~package.Name```) as names."""
+    return _ROLE.sub(r"<code>\1</code>", html)
+
+
+def moved(text: str, uri: str) -> str:
+    """Text of a page with links as the site has them.
+
+    Args:
+        text: Without fenced blocks.
+        uri: Of the page on the site.
+    """
+    names = published()
+    source = next((path for path, name in names.items() if name == uri), _DOCS + uri)
+
+    def link(match: re.Match[str]) -> str:
+        label, target, anchor = match[1], match[2], match[3] or ""
+        if ":" in target:
+            return match[0]
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
+        if (ROOT / path).is_dir():
+            path = f"{path}/README.md"
+            if path not in names:
+                return label  # a folder without a page
+        if path not in names and not path.startswith(_DOCS):
+            return match[0]  # mkdocs says so
+        there = names.get(path, path.removeprefix(_DOCS))
+        return f"[{label}]({posixpath.relpath(there, posixpath.dirname(uri) or '.')}{anchor})"
+
+    return _LINK.sub(link, text)

@@ -1,0 +1,99 @@
+"""The site is built strictly (links and anchors lead somewhere), is complete, and fetches nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lightning_safusion
+from lightning_safusion import metrics
+from lab.site_hooks import moved
+from tests.documents.pages import ROOT
+
+
+def build(source: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    """Builds strictly.
+
+    Args:
+        source: Folder of mkdocs.yml.
+        site: Folder of the pages.
+    """
+    return subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)],
+        cwd=source,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    ended = build(ROOT, folder)
+    assert ended.returncode == 0, ended.stderr + ended.stdout
+    return folder
+
+
+def test_public_names_are_in_the_api(site: Path) -> None:
+    text = "\n".join(path.read_text(encoding="utf-8") for path in (site / "api").glob("*.html"))
+    documented = set(re.findall(r'id="lightning_safusion\.(?:metrics\.)?(\w+)"', text))
+    assert set(lightning_safusion.__all__) - {"__version__"} | set(metrics.__all__) <= documented
+    assert not re.search(r":(class|func|meth|data|attr):", text)  # roles of docstrings are names on a page
+
+
+def test_pages_fetch_nothing_from_elsewhere(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        fetched = re.findall(r'<(?:script|img|iframe)[^>]* src="(https?://[^"]+)|<link[^>]* href="(https?://[^"]+)', text)
+        assert not fetched, f"{page.name}: {fetched}"
+
+
+def test_what_lies_beside_the_documents_is_on_the_site(site: Path) -> None:
+    home = (site / "index.html").read_text(encoding="utf-8")
+    assert 'href="will_it_help.html' in home
+    assert 'src="images/steps.png"' in home
+    assert 'href="examples/ddp_script.py"' in home
+    assert (site / "examples" / "ddp_script.py").read_text() == (ROOT / "examples" / "ddp_script.py").read_text()
+    assert "Unreleased" in (site / "changelog.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("uri", "link", "expected"),
+    [
+        ("index.md", "[a](docs/guide.md#x)", "[a](guide.md#x)"),
+        ("index.md", "![a](docs/images/steps.png)", "![a](images/steps.png)"),
+        ("limits.md", "[a](../README.md#x)", "[a](index.md#x)"),
+        ("limits.md", "[`a`](../examples/cli.py)", "[`a`](examples/cli.py)"),
+        ("api/memory.md", "[a](../limits.md)", "[a](../limits.md)"),
+        ("examples/README.md", "[a](slurm), [b](workloads)", "a, [b](workloads/README.md)"),
+        ("examples/workloads/README.md", "[a](../../docs/systems.md)", "[a](../../systems.md)"),
+        ("limits.md", "[a](https://example.org/x), [b](#x)", "[a](https://example.org/x), [b](#x)"),
+        ("limits.md", "[a](../nothing.md)", "[a](../nothing.md)"),
+    ],
+)
+def test_links_of_the_repository_become_links_of_the_site(uri: str, link: str, expected: str) -> None:
+    assert moved(link, uri) == expected
+
+
+@pytest.mark.slow
+def test_links_that_lead_nowhere_fail_the_build(tmp_path: Path) -> None:
+    for part in ("examples", "lightning_safusion", "mkdocs.yml", "README.md", "CHANGELOG.md", "LICENSE"):
+        (tmp_path / part).symlink_to(ROOT / part)
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    (tmp_path / "lab").mkdir()
+    shutil.copy(ROOT / "lab" / "site_hooks.py", tmp_path / "lab")
+    page = tmp_path / "docs" / "systems.md"
+    wrong = ["nowhere.md", "limits.md#no-such-heading", "../nothing.py"]
+    links = " ".join(f"[gone]({link})" for link in wrong)
+    page.write_text(f"{page.read_text(encoding='utf-8')}\n{links}\n", encoding="utf-8")
+    ended = build(tmp_path, tmp_path / "site")
+    assert ended.returncode != 0
+    assert [link for link in wrong if link not in ended.stderr] == []
