@@ -79,41 +79,23 @@ def run(
         SystemExit: With 1 and a message if the command failed, with 2 if the arguments are wrong.
     """
     try:
+        make = _parser_class()
         if not args or args[0] not in commands:
-            make = _parser_class()
             parser = make(prog=program, description=description, version=release)
             subcommands = parser.add_subcommands()
             for name, (_, summary) in commands.items():
                 subcommands.add_subcommand(name, make(), help=summary)
             parser.parse_args(list(args))
             return
-        function, options = understood(program, commands, args)
-        function(**options)
+        module, _, name = commands[args[0]][0].partition(":")
+        function = getattr(importlib.import_module(module), name)
+        parser = make(prog=f"{program} {args[0]}", description=(function.__doc__ or "").partition("\n\n    Args:")[0])
+        parser.add_function_arguments(function, as_group=False, as_positional=True)
+        function(**parser.parse_args(spelled(args[1:], function)).as_dict())
     except (ModuleNotFoundError, RuntimeError, ValueError) as error:
         sys.exit(f"{program}: {error}")
     except KeyboardInterrupt:
         sys.exit(f"{program}: stopped")
-
-
-def understood(
-    program: str, commands: Mapping[str, tuple[str, str]], args: Sequence[str]
-) -> tuple[Callable[..., object], dict[str, Any]]:
-    """The function that the arguments call, and what they give it.
-
-    Args:
-        program: As it is called.
-        commands: As in :data:`COMMANDS`.
-        args: A subcommand of these, and options.
-
-    Raises:
-        SystemExit: With 2 and a message if an option is wrong.
-    """
-    module, _, name = commands[args[0]][0].partition(":")
-    function = getattr(importlib.import_module(module), name)
-    about = (function.__doc__ or "").partition("\n\n    Args:")[0]
-    parser = _parser_class()(prog=f"{program} {args[0]}", description=about)
-    parser.add_function_arguments(function, as_group=False, as_positional=True)
-    return function, parser.parse_args(spelled(args[1:], function)).as_dict()
 
 
 def spelled(args: Sequence[str], function: Callable[..., Any]) -> list[str]:

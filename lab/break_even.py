@@ -151,7 +151,7 @@ def _shown(rate: float) -> str:
 
 def planned(command: str) -> str:
     """A command of ``safusion`` as a block, and what it prints on 96 columns as another one."""
-    ended = subprocess.run(  # noqa: S603 - a command of the document
+    ended = subprocess.run(
         [sys.executable, "-m", "safusion_command", *shlex.split(command)[1:]],
         env=os.environ | {"COLUMNS": "96"},
         capture_output=True,

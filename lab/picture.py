@@ -50,7 +50,8 @@ def picture(document: str = "docs/benchmarks.md", output: str = "docs/images/ste
     figure = Figure(figsize=(8, 2.5), layout="constrained")
     for axes, (at, ratio, title) in zip(figure.subplots(1, 2), JOBS, strict=True):
         _draw(axes, [(float(row[at]), float(row[ratio])) for row in cells], title)
-    figure.supxlabel("ms per step, two workers, each on a CPU core (and times a step without any exchange)", size="small")
+    unit = "ms per step, two workers, each on a CPU core (and times a step without any exchange)"
+    figure.supxlabel(unit, size="small")
     figure.savefig(output, dpi=150)
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import lightning_safusion
-from lightning_safusion import metrics
 from lab.site_hooks import moved
+from lightning_safusion import metrics
 from tests.documents.pages import ROOT
 
 
@@ -51,8 +51,8 @@ def test_public_names_are_in_the_api(site: Path) -> None:
 
 def test_pages_fetch_nothing_from_elsewhere(site: Path) -> None:
     for page in site.rglob("*.html"):
-        text = page.read_text(encoding="utf-8")
-        fetched = re.findall(r'<(?:script|img|iframe)[^>]* src="(https?://[^"]+)|<link[^>]* href="(https?://[^"]+)', text)
+        elements = r'<(?:script|img|iframe)[^>]* src="(https?://[^"]+)|<link[^>]* href="(https?://[^"]+)'
+        fetched = re.findall(elements, page.read_text(encoding="utf-8"))
         assert not fetched, f"{page.name}: {fetched}"
 
 
