@@ -24,7 +24,9 @@ KINDS = (".py", ".yaml", ".sbatch", ".md")
 _DOCS = "docs/"
 _FENCED = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
-_ROLE = re.compile(r":(?:class|func|meth|data|attr|mod):<code>~?(?:[\w.]*\.)?([\w]+(?:\(\))?)</code>")
+_ROLE = re.compile(
+    r":(?:class|func|meth|data|attr|mod):<code>(?:([^<&]+?)\s+&lt;[^<]*&gt;|~?(?:[\w.]*\.)?(\w+(?:\(\))?))</code>"
+)
 
 
 def published() -> dict[str, str]:
@@ -51,7 +53,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Writes names in docstrings (``:class:`~package.Name```) as names."""
-    return _ROLE.sub(r"<code>\1</code>", html)
+    return _ROLE.sub(lambda match: f"<code>{match[1] or match[2]}</code>", html)
 
 
 def moved(text: str, uri: str) -> str:
