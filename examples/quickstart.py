@@ -43,7 +43,7 @@ class Regression(LightningModule):
 
 def main() -> None:
     """Trains on two workers of this machine."""
-    # The only line that differs from plain DDP. As in the papers: SAFusionStrategy(compressor="gaussiank", density=0.05)
+    # The only line that differs from plain DDP. The papers: SAFusionStrategy(compressor="gaussiank", density=0.05)
     strategy = SAFusionStrategy()
     trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=10, logger=False)
     trainer.fit(Regression())
