@@ -1,4 +1,7 @@
-"""SAFusion in one changed line: ``python examples/quickstart.py`` trains on two CPU workers."""
+"""SAFusion in one changed line: ``python quickstart.py`` trains on two CPU workers.
+
+The papers' setting is ``SAFusionStrategy(compressor="gaussiank", density=0.05)``.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +46,7 @@ class Regression(LightningModule):
 
 def main() -> None:
     """Trains on two workers of this machine."""
-    # The only line that differs from plain DDP. The papers: SAFusionStrategy(compressor="gaussiank", density=0.05)
-    strategy = SAFusionStrategy()
+    strategy = SAFusionStrategy()  # the only line that differs from plain DDP
     trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=10, logger=False)
     trainer.fit(Regression())
     if trainer.is_global_zero:

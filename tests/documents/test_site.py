@@ -49,6 +49,12 @@ def test_public_names_are_in_the_api(site: Path) -> None:
     assert not re.search(r":(class|func|meth|data|attr):", text)  # roles of docstrings are names on a page
 
 
+def test_lists_and_tables_are_no_text(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        found = re.search(r"<p>(?:(?!</p>).)*\n(?:- |\d+\. |\|)[^\n]*", page.read_text(encoding="utf-8"), re.DOTALL)
+        assert not found, f"{page.name}: a blank line is missing before {found[0][-60:]}"
+
+
 def test_pages_fetch_nothing_from_elsewhere(site: Path) -> None:
     for page in site.rglob("*.html"):
         elements = r'<(?:script|img|iframe)[^>]* src="(https?://[^"]+)|<link[^>]* href="(https?://[^"]+)'
