@@ -15,7 +15,7 @@ export OMP_NUM_THREADS := 1
 # starts (24 s instead of 9 on two slow cores), and tests start hundreds.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lint slow site clean
+.PHONY: demo test lint slow docs clean
 
 demo: $(STAMP)
 	$(BIN)/safusion demo $(DEMO)
@@ -31,9 +31,10 @@ lint: $(STAMP)
 slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow || test $$? -eq 5
 
-# The documents as pages, with search and an API reference, in build/site.
-site: $(STAMP)
+# The documents as a site, in build/site; and their links, commands, YAML files and snippets.
+docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/python -m pytest tests/documents tests/contributing tests/test_system_tables.py -n 3
 
 # --no-compile: a minute for what is compiled anyway when it is imported first
 $(STAMP): pyproject.toml constraints.txt setup.py $(wildcard lightning_safusion/kernels/cpu/*.[ch])

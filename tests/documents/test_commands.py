@@ -124,7 +124,7 @@ def test_commands_exist_and_take_their_options(page: Path) -> None:
 
 def test_there_are_commands() -> None:
     found = {words[0] for page in PAGES for words in commands(page)}
-    assert {"safusion", "python", "make", "pip", "torchrun"} <= found
+    assert {"safusion", "python", "make", "pip"} <= found
 
 
 WRONG = ("safusion plan --nodse 2", "safusion plam 2", "python -m lab formats --valeus q4", "make sight", "unknown")
