@@ -1,7 +1,7 @@
 """Hooks of mkdocs: pages that lie beside ``docs/``, links between them as the repository has them, roles in docstrings.
 
-In the repository ``docs/guide.md`` links to ``../examples/cli.py`` and the README to ``docs/guide.md``. On the site the
-README is the first page, and the files of the examples lie beside the pages.
+In the repository ``docs/limits.md`` links to ``../examples/cli.py`` and the README to ``docs/limits.md``. On the site
+the README is the first page, and the files of the examples lie beside the pages.
 """
 
 from __future__ import annotations

@@ -57,7 +57,9 @@ def test_every_direct_dependency_is_pinned_for_the_tests(metadata: importlib.met
 
 
 def test_the_compressor_of_the_guide_works() -> None:
-    (source,) = re.findall(r"```python\n(import numpy.*?)```", (ROOT / "docs" / "guide.md").read_text(), re.DOTALL)
+    (source,) = re.findall(
+        r"```python\n(import numpy.*?)```", (ROOT / "docs" / "guide" / "compressors.md").read_text(), re.DOTALL
+    )
     names: dict[str, Any] = {}
     exec(source, names)  # noqa: S102 - the very text that readers copy
     segments = Segments(np.array([0, 4, 10]), np.array([1, 3]), ("a", "b"), ((4,), (6,)))

@@ -74,10 +74,11 @@ def test_what_lies_beside_the_documents_is_on_the_site(site: Path) -> None:
 @pytest.mark.parametrize(
     ("uri", "link", "expected"),
     [
-        ("index.md", "[a](docs/guide.md#x)", "[a](guide.md#x)"),
+        ("index.md", "[a](docs/guide/yaml.md#x)", "[a](guide/yaml.md#x)"),
         ("index.md", "![a](docs/images/steps.png)", "![a](images/steps.png)"),
         ("limits.md", "[a](../README.md#x)", "[a](index.md#x)"),
         ("limits.md", "[`a`](../examples/cli.py)", "[`a`](examples/cli.py)"),
+        ("guide/yaml.md", "[a](../../examples/cli.py)", "[a](../examples/cli.py)"),
         ("api/memory.md", "[a](../limits.md)", "[a](../limits.md)"),
         ("examples/README.md", "[a](slurm), [b](workloads)", "a, [b](workloads/README.md)"),
         ("examples/workloads/README.md", "[a](../../docs/systems.md)", "[a](../../systems.md)"),
