@@ -1,4 +1,4 @@
-"""The tables and outputs of docs/will_it_help.md are those of today, and its arithmetic is that of messages."""
+"""The figures of the short pages are those of today: simulated, by arithmetic, or measured and on the long pages."""
 
 from __future__ import annotations
 
@@ -54,3 +54,18 @@ def test_the_picture_has_the_measured_rows() -> None:
     figures = [str(round(float(row[at]))) for at, _, _ in JOBS for row in cells]
     assert len(figures) == 2 * len(ROWS)
     assert re.findall(r"(?<= )\d{3,4}(?=[,;.])", described) == figures
+
+
+def test_results_are_figures_of_the_long_pages() -> None:
+    results, convergence, benchmarks = (
+        (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8") for page in ("results", "convergence", "benchmarks")
+    )
+    differences = re.findall(r"[+-][\d.]+ ± [\d.]+", results)
+    assert len(differences) == 7
+    assert [each for each in differences if each not in convergence] == []
+    rows = re.findall(
+        r"^\| (?:convolutions|transformer).* \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|", results, re.MULTILINE
+    )
+    cells = table(benchmarks)
+    assert rows == [tuple(str(round(float(row[at]))) for row in cells) for at, _, _ in JOBS]
+    assert f"up to about {break_even.bandwidths(8, 1)[-1]} Gbit/s" in results
