@@ -29,6 +29,8 @@ THEIRS = ("train.py",)
 def check(words: Sequence[str]) -> None:
     """Fails if a command could not be run from the root of the repository."""
     words = [word for word in words[: _end(words)] if word != "&&"]
+    while re.match(r"\w+=", words[0]):  # of the environment
+        words = words[1:]
     program, *args = words
     if program in OTHERS:
         return
