@@ -1,5 +1,6 @@
 # Everything runs in .venv, which is made from pyproject.toml and constraints.txt alone.
 #   make demo DEMO="--density 0.01 --epochs 5"        arguments of the demo
+#   make wheels                                       dist/: sdist and wheels (x86-64, aarch64, any), as a release has them
 #   make test PIP="--extra-index-url https://download.pytorch.org/whl/cpu"   Linux without a GPU: a much smaller download
 PYTHON ?= python3
 PIP ?=
@@ -15,7 +16,7 @@ export OMP_NUM_THREADS := 1
 # starts (24 s instead of 9 on two slow cores), and tests start hundreds.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lint slow docs clean
+.PHONY: demo test lint slow docs wheels clean
 
 demo: $(STAMP)
 	$(BIN)/safusion demo $(DEMO)
@@ -35,6 +36,10 @@ slow: $(STAMP)
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	$(BIN)/python -m pytest tests/documents tests/contributing tests/test_system_tables.py -n 3
+
+# aarch64 needs a cross compiler (gcc-aarch64-linux-gnu, libc6-dev-arm64-cross).
+wheels: $(STAMP)
+	$(BIN)/python scripts/build_wheels.py
 
 # --no-compile: a minute for what is compiled anyway when it is imported first
 $(STAMP): pyproject.toml constraints.txt setup.py $(wildcard lightning_safusion/kernels/cpu/*.[ch])

@@ -1,21 +1,32 @@
 """The ``safusion`` command, and how a command with subcommands is made of functions.
 
 It stands beside the package, because to import anything of the package imports torch and Lightning, which takes
-seconds: what a subcommand needs is imported when that subcommand is called.
+seconds: options are read from the sources, and a subcommand is imported when its options are good.
 """
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import difflib
 import importlib
+import importlib.util
 import json
+import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from argparse import SUPPRESS
+from argparse import ArgumentParser as PlainParser
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from inspect import signature
+from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
+
+_SHELLS = ("bash", "zsh", "tcsh")
 
 #: Each subcommand: the function that it calls, as ``MODULE:NAME``, and what it does, in a line.
 COMMANDS = {
@@ -32,7 +43,7 @@ COMMANDS = {
         "Measures systems side by side in a job of yours and says which to take, or over links of a given rate.",
     ),
     "systems": (
-        "lightning_safusion.systems:print_systems",
+        "lightning_safusion.systems.listing:print_systems",
         "Prints the systems that SAFusionStrategy(system=...) takes.",
     ),
     "trace": (
@@ -81,32 +92,150 @@ def run(
     try:
         make = _parser_class()
         if not args or args[0] not in commands:
-            parser = make(prog=program, description=description, version=release)
-            subcommands = parser.add_subcommands()
-            for name, (_, summary) in commands.items():
-                subcommands.add_subcommand(name, make(), help=summary)
-            parser.parse_args(list(args))
+            _about(make(prog=program, description=description, version=release), commands, args, make)
             return
-        module, _, name = commands[args[0]][0].partition(":")
-        function = getattr(importlib.import_module(module), name)
-        parser = make(prog=f"{program} {args[0]}", description=(function.__doc__ or "").partition("\n\n    Args:")[0])
-        parser.add_function_arguments(function, as_group=False, as_positional=True)
-        function(**parser.parse_args(spelled(args[1:], function)).as_dict())
+        path = commands[args[0]][0]
+        described = describe(path)
+        parser = make(prog=f"{program} {args[0]}", allow_abbrev=False)
+        add_arguments(parser, described)
+        try:
+            given = spelled(args[1:], described)
+        except LookupError as error:
+            parser.error(str(error.args[0]))
+        values = parser.parse_args(given).as_dict()
+        module, _, name = path.partition(":")
+        getattr(importlib.import_module(module), name)(**values)
     except (ModuleNotFoundError, RuntimeError, ValueError) as error:
         sys.exit(f"{program}: {error}")
     except KeyboardInterrupt:
         sys.exit(f"{program}: stopped")
 
 
+def _about(
+    parser: ArgumentParser,
+    commands: Mapping[str, tuple[str, str]],
+    args: Sequence[str],
+    make: type[ArgumentParser],
+) -> None:
+    """Answers arguments that begin with no subcommand: help, version, completion, or an error."""
+    about = "Print what completes the command in a shell, and exit."
+    installed = " " not in parser.prog  # shells complete commands, not what `python -m` runs
+    if installed:
+        parser.add_argument("--completion", choices=_SHELLS, default=SUPPRESS, help=about)
+    if installed and args and args[0].partition("=")[0] == "--completion":
+        shell = args[0].partition("=")[2] or "".join(args[1:2])
+        if shell not in _SHELLS:
+            parser.error(f"--completion takes {', '.join(_SHELLS)}")
+        print(completion(parser.prog, commands, shell))
+        return
+    if args and not args[0].startswith("-"):
+        parser.error(f"there is no {args[0]!r} among {', '.join(commands)}.{_meant(args[0], commands)}")
+    subcommands = parser.add_subcommands()
+    for name, (_, summary) in commands.items():
+        subcommands.add_subcommand(name, make(), help=summary)
+    parser.parse_args(list(args))
+
+
+def completion(program: str, commands: Mapping[str, tuple[str, str]], shell: str) -> str:
+    """A script with which a shell completes subcommands, options and files.
+
+    Args:
+        program: As it is called.
+        commands: As in :data:`COMMANDS`.
+        shell: ``"bash"``, ``"zsh"`` or ``"tcsh"``.
+
+    Raises:
+        ModuleNotFoundError: If shtab is missing; names the extra that brings it.
+    """
+    try:
+        import shtab
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError('completion needs shtab: pip install "lightning-safusion[cli]"') from error
+    parser = PlainParser(prog=program)
+    subcommands = parser.add_subparsers()
+    for name, (path, summary) in commands.items():
+        subcommand = subcommands.add_parser(name, help=summary)
+        described = describe(path)
+        hints = get_type_hints(described)
+        for parameter in signature(described).parameters.values():
+            required = parameter.default is parameter.empty
+            option = parameter.name if required else f"--{parameter.name.replace('_', '-')}"
+            action = subcommand.add_argument(option)
+            if "Path" in str(hints[parameter.name]):
+                action.complete = shtab.FILE  # type: ignore[attr-defined]  # how shtab is told
+    return str(shtab.complete(parser, shell))
+
+
+def add_arguments(parser: ArgumentParser, function: Callable[..., Any]) -> None:
+    """Gives a parser the description and the arguments of a function, with their types, defaults and texts."""
+    from docstring_parser import parse  # jsonargparse[signatures] brings it
+
+    documented = parse(function.__doc__ or "")
+    parser.description = "\n\n".join(filter(None, (documented.short_description, documented.long_description)))
+    texts = {each.arg_name: " ".join((each.description or "").split()) for each in documented.params}
+    hints = get_type_hints(function)
+    for name, parameter in signature(function).parameters.items():
+        about: dict[str, Any] = {"type": hints[name], "help": texts[name]}
+        if parameter.default is parameter.empty:
+            parser.add_argument(name, **about)
+        else:
+            parser.add_argument(f"--{name.replace('_', '-')}", default=parameter.default, **about)
+
+
+def describe(path: str) -> Callable[..., Any]:
+    """The function behind a subcommand, without its body: arguments and docstring, read from the source.
+
+    Defaults may name constants of the module, fields of its classes, and keys of its dictionaries.
+
+    Args:
+        path: ``MODULE:NAME``.
+
+    Raises:
+        ModuleNotFoundError: If there is no such package.
+    """
+    module, _, name = path.partition(":")
+    top, *rest = module.split(".")
+    found = importlib.util.find_spec(top)  # of a package above all others: it is not imported
+    if found is None or not found.submodule_search_locations:
+        raise ModuleNotFoundError(f"there is no package {top}")
+    nodes = ast.parse(Path(found.submodule_search_locations[0], *rest).with_suffix(".py").read_text("utf-8")).body
+    (function,) = (node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == name)
+    function.body, function.returns = function.body[:1], None  # the docstring
+    known: dict[str, Any] = {"Path": Path, "Sequence": Sequence, "os": os} | dict(_constants(nodes))
+    source = f"from __future__ import annotations\n{ast.unparse(function)}"
+    exec(source, known)  # noqa: S102 - a part of our own package
+    described: Callable[..., Any] = known[name]
+    return described
+
+
+def _constants(nodes: Iterable[ast.stmt]) -> Iterable[tuple[str, Any]]:
+    """What a module or a class binds to literals, by name; of dictionaries their keys."""
+    for node in nodes:
+        if isinstance(node, ast.ClassDef):
+            yield node.name, SimpleNamespace(**dict(_constants(node.body)))
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            value = node.value
+            if isinstance(value, ast.Dict):
+                value = ast.List([key for key in value.keys if key is not None])
+            if isinstance(target, ast.Name):
+                with contextlib.suppress(ValueError):
+                    yield target.id, ast.literal_eval(value)
+
+
 def spelled(args: Sequence[str], function: Callable[..., Any]) -> list[str]:
-    """Arguments as jsonargparse reads them: underscores in options, JSON for several values, a value for each flag.
+    """Arguments as jsonargparse reads them: dashes in options, JSON for several values, a value for each flag.
 
     Args:
         args: As they were given.
         function: Takes them.
+
+    Raises:
+        LookupError: If there is no such option; suggests the closest.
     """
     hints = get_type_hints(function)
-    flags = {name for name in signature(function).parameters if hints.get(name) in (bool, bool | None)}
+    known = [*signature(function).parameters, "help"]
+    flags = {name for name in known if hints.get(name) in (bool, bool | None)}
     several = {name for name in hints if str(hints[name]).startswith(("list", "collections.abc.Sequence"))}
     left, result = list(args), []
     while left:
@@ -116,15 +245,23 @@ def spelled(args: Sequence[str], function: Callable[..., Any]) -> list[str]:
             continue
         option, equals, value = word.partition("=")
         name = option[2:].replace("-", "_")
+        if name not in known:
+            raise LookupError(f"there is no option {option}.{_meant(option, [f'--{each}' for each in known])}")
         if not equals and name in flags and (not left or left[0].lower() not in ("true", "false")):
             equals, value = "=", "true"
         if name in several and (equals or left):
-            from lightning_safusion.bench.rows import split  # by now the subcommand has imported the package
+            from lightning_safusion.bench.rows import split  # the subcommand imports the package next
 
             text = value if equals else left.pop(0)
             equals, value = "=", text if text.startswith("[") else json.dumps(split(text))
-        result.append(f"--{name}{equals}{value}")
+        result.append(f"--{name.replace('_', '-')}{equals}{value}")
     return result
+
+
+def _meant(name: str, known: Iterable[str]) -> str:
+    """As :func:`lightning_safusion.lookup.suggestion`, with dashes."""
+    close = difflib.get_close_matches(name.replace("_", "-"), [each.replace("_", "-") for each in known], n=1)
+    return f" Did you mean {close[0]}?" if close else ""
 
 
 def _parser_class() -> type[ArgumentParser]:

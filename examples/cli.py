@@ -1,8 +1,8 @@
 """LightningCLI: a training whose strategy is chosen in a YAML file or on the command line.
 
-    python examples/cli.py fit --config examples/configs/names.yaml
-    python examples/cli.py fit --config examples/configs/parts.yaml --trainer.strategy.density=0.1
-    python examples/cli.py fit --trainer.strategy.help=SAFusionStrategy
+    python cli.py fit --trainer.strategy=safusion --trainer.accelerator=cpu --trainer.devices=2
+    python cli.py fit --config configs/parts.yaml --trainer.strategy.density=0.1
+    python cli.py fit --trainer.strategy.help=SAFusionStrategy
 
 A small network learns handwritten digits (scikit-learn's). For a model and data of your own,
 ``LightningCLI(YourModel, YourData)`` is enough.

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
@@ -71,7 +74,9 @@ print(*sys.modules, file=sys.stderr)
     return set(done.stderr.split())
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], []])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], [], ["plan", "--help"], ["bench", "--densty=1"], ["--completion", "bash"]]
+)
 def test_help_waits_for_no_import(arguments: list[str]) -> None:
     loaded = _modules_after(f"import safusion_command; safusion_command.main({arguments})")
     assert "jsonargparse" in loaded
@@ -84,6 +89,63 @@ def test_the_package_loads_neither_simulator_nor_benchmark_nor_demo_nor_laborato
     rooms = {".".join(name.split(".")[:2]) for name in loaded}
     assert not rooms & {f"lightning_safusion.{room}" for room in ("simulate", "bench", "demo", "report", "cli")}
     assert "lab" not in loaded
+
+
+@pytest.mark.parametrize("path", [path for path, _ in (*safusion_command.COMMANDS.values(), *STUDIES.values())])
+def test_options_read_from_the_source_are_those_of_the_function(path: str) -> None:
+    module, _, name = path.partition(":")
+    function, read = getattr(importlib.import_module(module), name), safusion_command.describe(path)
+    options, own = inspect.signature(read).parameters, inspect.signature(function).parameters
+    assert {name: each.default for name, each in options.items()} == {name: each.default for name, each in own.items()}
+    hints = get_type_hints(function)
+    hints.pop("return")
+    assert get_type_hints(read) == hints
+    assert read.__doc__ == function.__doc__
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan", "--gpu-per-node", "3"], "there is no option --gpu-per-node. Did you mean --gpus-per-node?"),
+        (["plan", "--bandwith=1gbit"], "there is no option --bandwith. Did you mean --bandwidth?"),
+        (["plan", "--node", "3"], "there is no option --node. Did you mean --nodes?"),  # no abbreviation
+        (["bench", "--zzz"], "there is no option --zzz.\n"),
+        (["pln"], "there is no 'pln' among demo, plan, bench, systems, trace, report. Did you mean plan?"),
+        (["--completion", "fish"], "--completion takes bash, zsh, tcsh"),
+    ],
+)
+def test_what_was_probably_meant_is_named(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (["safusion", "pl"], ["plan"]),
+        (["safusion", "plan", "--gpus"], ["--gpus-per-node"]),
+        (["safusion", "bench", "--ba"], ["--bandwidth", "--batch-size"]),
+    ],
+)
+def test_bash_completes_commands_and_options(
+    words: list[str], offered: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("shtab")
+    cli.main(["--completion", "bash"])
+    asked = " ".join(words)
+    script = f"""
+{capsys.readouterr().out}
+COMP_WORDS=({asked}) COMP_CWORD={len(words) - 1}
+$(complete -p safusion | sed 's/.*-F \\([^ ]*\\).*/\\1/') safusion {words[-1]} {words[-2]}
+printf '%s\\n' "${{COMPREPLY[@]}}"
+"""
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)  # noqa: S607
+    assert sorted(done.stdout.split()) == offered
 
 
 @pytest.mark.parametrize("commands", [safusion_command.COMMANDS, STUDIES])
@@ -99,15 +161,15 @@ def test_every_subcommand_is_a_documented_function(commands: Mapping[str, tuple[
 @pytest.mark.parametrize(
     ("given", "read"),
     [
-        (["--gpus-per-node", "4"], ["--gpus_per_node", "4"]),
-        (["--gpus-per-node=4"], ["--gpus_per_node=4"]),
+        (["--gpus_per_node", "4"], ["--gpus-per-node", "4"]),
+        (["--gpus-per-node=4"], ["--gpus-per-node=4"]),
         (["--names", "a,b[c=1,d=2]"], ['--names=["a", "b[c=1,d=2]"]']),
         (["--names=a"], ['--names=["a"]']),
         (["--names", "[a]"], ["--names=[a]"]),
-        (["--some-flag"], ["--some_flag=true"]),
-        (["--some-flag", "false"], ["--some_flag", "false"]),
+        (["--some_flag"], ["--some-flag=true"]),
+        (["--some-flag", "false"], ["--some-flag", "false"]),
         (["--perhaps"], ["--perhaps=true"]),
-        (["--some-flag", "--names", "a-b"], ["--some_flag=true", '--names=["a-b"]']),
+        (["--some-flag", "--names", "a-b"], ["--some-flag=true", '--names=["a-b"]']),
         (["a-b", "--text", "a,b"], ["a-b", "--text", "a,b"]),
     ],
 )

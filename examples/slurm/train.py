@@ -1,8 +1,8 @@
 """One training for every launcher: a workstation, ``torchrun``, Slurm; it continues where it was interrupted.
 
-    python examples/slurm/train.py --accelerator cpu --devices 2
-    torchrun --nproc-per-node 2 examples/slurm/train.py --accelerator cpu --devices 2
-    sbatch examples/slurm/requeue.sbatch
+    python train.py --accelerator cpu --devices 2
+    torchrun --nproc-per-node 2 train.py --accelerator cpu --devices 2
+    sbatch requeue.sbatch
 
 Every batch is a function of the step and the rank, so that a continued training sees what it would have seen; with
 ``--deterministic`` it ends with the same parameters, bit for bit.
@@ -103,6 +103,7 @@ def parse(args: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Trains, or continues a training that was interrupted."""
     args = parse()
+    args.folder.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(
         accelerator=args.accelerator,
         devices=args.devices,

@@ -93,6 +93,8 @@ def run_plan(
     over = parse_sweep(sweep) if sweep else {}
     if isinstance(systems, str):
         systems = [name.strip() for name in systems.split(",")]
+    if output is not None:
+        need("matplotlib", "plot")
     rows = plan_table(job, systems)
     console = Console()
     console.print(_plan_table(rows, job, bandwidth))

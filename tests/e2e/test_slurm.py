@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -22,9 +23,10 @@ _SMALL = ("--cpus-per-task=1", "--time=30")
 
 def _submit(cluster: SlurmCluster, folder: Path, script: str, *sizes: str) -> tuple[str, Path, Path]:
     """Submits a batch script of the examples; returns the job's number, its output and the training's folder."""
-    (folder / "examples").symlink_to(ROOT / "examples")  # the scripts are submitted from the repository's root
+    for copied in ("train.py", script):  # all that a job needs
+        shutil.copy(_BATCH / copied, folder)
     options = ("--parsable", "--output=%j.out", *_SMALL, *sizes)
-    number = cluster.run("sbatch", *options, str(_BATCH / script), *OPTIONS, cwd=folder).strip()
+    number = cluster.run("sbatch", *options, script, *OPTIONS, cwd=folder).strip()
     return number, folder / f"{number}.out", folder / "runs" / number
 
 

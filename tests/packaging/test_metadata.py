@@ -15,7 +15,7 @@ import lightning_safusion
 from lightning_safusion.__about__ import __version__
 from lightning_safusion.sparsify import Segments
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PACKAGE = Path(lightning_safusion.__file__).parent
 
 
@@ -27,7 +27,7 @@ def metadata() -> importlib.metadata.PackageMetadata:
 def test_metadata(metadata: importlib.metadata.PackageMetadata) -> None:
     assert metadata["Version"] == __version__
     assert metadata["License-Expression"] == "Apache-2.0"
-    assert set(metadata.get_all("Provides-Extra", [])) == {"cli", "plot", "examples", "docs", "horovod", "test"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {"cli", "plot", "examples", "docs", "test"}
 
 
 def test_the_command_is_installed() -> None:
@@ -47,10 +47,8 @@ def test_all_that_is_no_module_is_shipped() -> None:
 
 
 def test_every_direct_dependency_is_pinned_for_the_tests(metadata: importlib.metadata.PackageMetadata) -> None:
-    # Horovod is built by a script, and CUDA builds of torch pin a Triton of their own
-    requirements = [
-        name for name in metadata.get_all("Requires-Dist", []) if not name.startswith(("horovod", "triton"))
-    ]
+    # CUDA builds of torch pin a Triton of their own
+    requirements = [name for name in metadata.get_all("Requires-Dist", []) if not name.startswith("triton")]
     names = {re.match(r"[\w-]+", requirement)[0] for requirement in requirements}  # type: ignore[index]  # every requirement begins with a name
     pinned = set(re.findall(r"^([\w-]+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     assert names - {"lightning-safusion"} == pinned

@@ -1,0 +1,63 @@
+"""Files for those who publish, cite and report: they name what exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_safusion.__about__ import __version__
+
+ROOT = Path(__file__).parents[2]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def _steps(workflow: Path) -> list[dict[str, Any]]:
+    jobs = yaml.safe_load(workflow.read_text())["jobs"].values()
+    return [step for job in jobs for step in job.get("steps", [job])]
+
+
+def test_there_are_workflows_for_tests_documents_wheels_and_releases() -> None:
+    assert [path.stem for path in WORKFLOWS] == ["docs", "release", "tests", "wheels"]
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_calls_what_exists(workflow: Path) -> None:
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for step in _steps(workflow):
+        commands = step.get("run", "")
+        assert set(re.findall(r"\bmake (\w+)", commands)) <= targets
+        assert all((ROOT / path).exists() for path in re.findall(r"(?<!\S)(?:scripts|examples)/[\w./]+", commands))
+        used = step.get("uses", "")
+        if used.startswith("./"):
+            assert (ROOT / used).exists()
+        elif used:
+            assert re.fullmatch(r"[\w-]+/[\w-]+@(release/)?v\d+", used), "an action is pinned by its major version"
+
+
+def test_a_release_is_published_without_a_token() -> None:
+    publish = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())["jobs"]["publish"]
+    assert publish["permissions"] == {"id-token": "write"}
+    assert "secrets." not in "".join(path.read_text() for path in WORKFLOWS)
+
+
+def test_the_citation_is_of_this_version_and_of_the_papers_of_the_readme() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()
+    assert citation["version"] == __version__
+    readme = (ROOT / "README.md").read_text()
+    named = set(re.findall(r"https://doi\.org/([\w./]+)", readme))
+    assert {paper["doi"] for paper in citation["references"]} == named
+    urls = re.findall(
+        r'^"Paper: .*" = "https://doi\.org/([\w./]+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE
+    )
+    assert set(urls) == named
+
+
+def test_security_and_contributing_are_found_where_forges_look() -> None:
+    assert "Report" in (ROOT / "SECURITY.md").read_text()
+    assert "docs/contributing.md" in (ROOT / "CONTRIBUTING.md").read_text()
+    assert (ROOT / "CHANGELOG.md").read_text().count("## [Unreleased]") <= 1
