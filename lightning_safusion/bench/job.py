@@ -13,7 +13,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import yaml
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, callbacks
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
@@ -178,6 +177,8 @@ def parse_job(options: JobOptions) -> Job:
         path = Path(options.config)
         if not path.is_file():
             raise ValueError(f"there is no file {options.config}: give a file of LightningCLI, or --model and --data")
+        import yaml  # of the extra cli
+
         content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
         config = ["--config", str(path)]
         args = [*config, "fit"] if "fit" in content else ["fit", *config]
@@ -236,6 +237,8 @@ def with_strategy(content: Mapping[str, Any], strategy: Mapping[str, Any] | None
         trainer["strategy"] = dict(strategy)
     elif not content:
         trainer["strategy"] = "ddp"
+    import yaml  # of the extra cli
+
     return yaml.safe_dump(copy, sort_keys=False)
 
 
