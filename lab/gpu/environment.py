@@ -26,7 +26,7 @@ from lab.gpu.stages import ROOT, Setting
 from lightning_safusion.kernels import cpu
 from lightning_safusion.kernels.cuda import buffer, serves_buffers
 from lightning_safusion.kernels.cuda.buffer import WindowKernels
-from lightning_safusion.kernels.cuda.launch import warps_of
+from lightning_safusion.kernels.cuda.launch import options_of
 
 _PACKAGES = ("torch", "triton", "lightning", "numpy", "rich", "torchmetrics", "pytest", "hypothesis")
 # Registers of a multiprocessor, and how many at a time a warp of 32 threads gets for each of its threads.
@@ -51,11 +51,11 @@ class Compiled:
     def __call__(self, kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
         if programs == 0:
             return
-        options = {"num_warps": warps_of(kernel), "enable_fp_fusion": False}
+        options = options_of(kernel)
         with torch.cuda.device_of(arguments[0]):
             made = kernel[(programs,)](*arguments, **constants, **options)
         named = ", ".join(f"{name}={value}" for name, value in constants.items())
-        self.found[f"{kernel.fn.__name__}[{named}]"] = made, 32 * warps_of(kernel)
+        self.found[f"{kernel.fn.__name__}[{named}]"] = made, 32 * options["num_warps"]
 
 
 def _run(case: Case, moments: list[int] | None) -> None:

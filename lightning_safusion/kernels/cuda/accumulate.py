@@ -16,6 +16,8 @@ from lightning_safusion.kernels.cuda.elements import (
     QUOTAS,
     load_float,
     magnitudes,
+    quotient,
+    root,
     store_float,
 )
 
@@ -27,11 +29,11 @@ def keys_of(
     """How far the optimizer would move elements, with every operation rounded as on the CPU; without moments x."""
     roots = tl.zeros_like(x) + 1.0
     if moments != 0:
-        roots = tl.sqrt_rn(load_float(moments, offsets, inside, MOMENT)) + epsilon
-    return tl.div_rn(x, roots)
+        roots = root(load_float(moments, offsets, inside, MOMENT)) + epsilon
+    return quotient(x, roots)
 
 
-@triton.jit(do_not_specialize=["number", "count"])
+@triton.jit(do_not_specialize=["number", "count"], do_not_specialize_on_alignment=["memory", "keys", "message"])
 def compensate(
     memory: tl.tensor,
     keys: tl.tensor,
@@ -80,7 +82,8 @@ def compensate(
         tl.store(memory + offsets, x, mask=inside)
         bad |= (~finite).to(tl.int32)
         if lane != -1:
-            store_float((message + lane).to(tl.int64), offsets - first, x * share, inside, GRAD)
+            # named: old versions of Triton allow no call in a branch in a loop that returns something, but for this
+            _held = store_float((message + lane).to(tl.int64), offsets - first, x * share, inside, GRAD)
         compared = x
         if MOMENT >= 0:
             compared = keys_of(x, moments, epsilon, offsets - first, inside, MOMENT)

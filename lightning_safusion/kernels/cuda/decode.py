@@ -33,6 +33,7 @@ from lightning_safusion.kernels.cuda.elements import (
     SUMS,
     load_float,
     magnitudes,
+    quotient,
     store_float,
 )
 
@@ -113,7 +114,7 @@ def _undo(
         g = load_float(grads, offset + lanes, lanes < size, KIND)
         added = (lanes < size) & (magnitudes(g) < INFINITE)
         r = tl.load(memory + lanes, mask=added, other=0.0)
-        tl.store(memory + lanes, tl.div_rn(r - g, tl.zeros([_PIECE], tl.float32) + decay), mask=added)
+        tl.store(memory + lanes, quotient(r - g, tl.zeros([_PIECE], tl.float32) + decay), mask=added)
 
 
 @triton.jit
@@ -238,7 +239,10 @@ def _deliver(
     return tl.max(tl.where(inside, magnitudes(mean), 0), 0)
 
 
-@triton.jit(do_not_specialize=["stride", "header_stride", "ranks", "world", "heads", "number", "count"])
+@triton.jit(
+    do_not_specialize=["stride", "header_stride", "ranks", "world", "heads", "number", "count"],
+    do_not_specialize_on_alignment=["own", "headers", "memory", "status"],
+)
 def decode(
     received: tl.tensor,
     own: tl.tensor,

@@ -83,7 +83,7 @@ def _add_digits(histogram: tl.tensor, digits: tl.tensor, hit: tl.tensor, BINS: t
         tl.atomic_add(histogram + digits, 1, mask=hit, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["messages", "room", "number", "count"])
+@triton.jit(do_not_specialize=["messages", "room", "number", "count"], do_not_specialize_on_alignment=["keys"])
 def narrow(
     keys: tl.tensor,
     chunks: tl.tensor,
@@ -138,7 +138,7 @@ def narrow(
             _add_digits(after + tensor * BINS, (key >> SHIFT) & (BINS - 1), hit, BINS)
 
 
-@triton.jit(do_not_specialize=["room", "number", "count"])
+@triton.jit(do_not_specialize=["room", "number", "count"], do_not_specialize_on_alignment=["keys"])
 def count_chunks(
     keys: tl.tensor,
     chunks: tl.tensor,

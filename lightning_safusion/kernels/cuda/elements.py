@@ -6,8 +6,11 @@ fields of its messages. Kernels read sizes from them, so that no size costs a co
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+
+from lightning_safusion.kernels.cuda.launch import VERSION
 
 #: The bits of a float32 without its sign order magnitudes as integers; from the second number on it is not finite.
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
@@ -95,6 +98,31 @@ def round_float(value: tl.tensor, kind: tl.tensor) -> tl.tensor:
     _bits, coarse = as_bfloat16(value)
     _narrow, half = as_float16(value)
     return tl.where(kind == 1, coarse, tl.where(kind == 2, half, value))
+
+
+#: Before Triton 3.6 its quotients and roots take subnormal numbers for 0 on NVIDIA's devices: there an instruction is
+#: named instead. (What is not a JITFunction is interpreted.)
+FLUSHES = tl.constexpr(VERSION < (3, 6) and torch.version.hip is None and isinstance(store_float, triton.JITFunction))
+
+
+@triton.jit
+def quotient(x: tl.tensor, y: tl.tensor) -> tl.tensor:
+    """x / y of float32 blocks, rounded to nearest, subnormal numbers too."""
+    if FLUSHES:
+        found = tl.inline_asm_elementwise("div.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], tl.float32, True, 1)
+    else:
+        found = tl.div_rn(x, y)
+    return found
+
+
+@triton.jit
+def root(x: tl.tensor) -> tl.tensor:
+    """The square root of a float32 block, rounded to nearest, of subnormal numbers too."""
+    if FLUSHES:
+        found = tl.inline_asm_elementwise("sqrt.rn.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    else:
+        found = tl.sqrt_rn(x)
+    return found
 
 
 @triton.jit

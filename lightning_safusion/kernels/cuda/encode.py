@@ -40,6 +40,7 @@ from lightning_safusion.kernels.cuda.elements import (
     SLOTS,
     SPANS,
     START,
+    quotient,
 )
 
 _REGION = tl.constexpr(9)  # buckets of a region, as a power of two
@@ -92,7 +93,71 @@ def _in_earlier_chunks(counts: tl.tensor, first: tl.tensor, chunk: tl.tensor) ->
     return total
 
 
-@triton.jit(do_not_specialize=["most", "room", "number", "count"])
+@triton.jit
+def _begin(
+    found: tl.tensor,
+    tensors: tl.tensor,
+    counts: tl.tensor,
+    tensor: tl.tensor,
+    chunk: tl.tensor,
+    room: tl.tensor,
+    number: tl.tensor,
+    count: tl.tensor,
+    POOLED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """A chunk's first entry, its tensor's limit, keys at it in earlier chunks, and how many of those are sent."""
+    quota = tl.load(tensors + QUOTAS * (number + 1) + tensor)
+    limit, equal, mine = tensor * 0 + MAGNITUDE, tensor * 0, tensor * 0
+    if POOLED:
+        slot, mine = _pooled_start(found, tensors, tensor, room, number)
+    else:
+        slot = tl.load(tensors + SLOTS * (number + 1) + tensor)
+    if quota > 0:
+        limit = tl.load(found + tensor)
+        first = tl.load(tensors + SPANS * (number + 1) + tensor)
+        slot += _in_earlier_chunks(counts, first, chunk)
+        equal = _in_earlier_chunks(counts + count, first, chunk)
+        if not POOLED:
+            mine = tl.maximum(quota - tl.load(found + number + tensor), 0)
+        slot += tl.minimum(equal, mine)
+    return slot, limit, equal, mine
+
+
+@triton.jit
+def _store_entries(
+    entries: tl.tensor,
+    most: tl.tensor,
+    largest: tl.tensor,
+    values: tl.tensor,
+    place: tl.tensor,
+    kept: tl.tensor,
+    local: tl.tensor,
+    first: tl.tensor,
+    part: tl.tensor,
+    part_bits: tl.tensor,
+    low_bits: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """What :func:`pack` needs of the entries of a block, and the largest magnitudes of its parts.
+
+    Args:
+        entries, most, largest: As for :func:`write`. ``part`` is the tensor's first one.
+        values: Where those of the elements are.
+        place: int32, of an element among the entries.
+        kept: Which elements are sent.
+        local: Elements of the tensor before each, and ``first`` before the block.
+        part_bits, low_bits: Of the tensor and the message.
+    """
+    raw = tl.load(values, mask=kept, other=0)
+    own = ((part + (local >> part_bits)) << low_bits) | (local & ((1 << low_bits) - 1))
+    tl.store(entries + place, own, mask=kept)
+    tl.store(entries + most + place, raw, mask=kept)
+    few = tl.max(tl.reshape(tl.where(kept, raw & MAGNITUDE, 0), [BLOCK // 128, 128]), 1)
+    parts = (first + 128 * tl.arange(0, BLOCK // 128)) >> part_bits
+    tl.atomic_max(largest + part + parts, few, mask=few > 0, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["most", "room", "number", "count"], do_not_specialize_on_alignment=["keys", "values"])
 def write(
     keys: tl.tensor,
     values: tl.tensor,
@@ -120,56 +185,41 @@ def write(
     tensor = tl.load(chunks + chunk)
     start, stop = tl.load(chunks + count + chunk), tl.load(chunks + 2 * count + chunk)
     row = tensors + tensor
-    origin, quota = tl.load(row + EDGES * (number + 1)), tl.load(row + QUOTAS * (number + 1))
-    limit, equal_before, mine = tensor * 0 + MAGNITUDE, tensor * 0, tensor * 0
-    if POOLED:
-        slot, mine = _pooled_start(found, tensors, tensor, room, number)
-    else:
-        slot = tl.load(row + SLOTS * (number + 1))
-    if quota > 0:
-        limit = tl.load(found + tensor)
-        first = tl.load(row + SPANS * (number + 1))
-        slot += _in_earlier_chunks(counts, first, chunk)
-        equal_before = _in_earlier_chunks(counts + count, first, chunk)
-        if not POOLED:
-            mine = tl.maximum(quota - tl.load(found + number + tensor), 0)
-        slot += tl.minimum(equal_before, mine)
+    slot, limit, equal, mine = _begin(found, tensors, counts, tensor, chunk, room, number, count, POOLED)
     shape += tl.load(row + SHAPES * (number + 1))
     entries += tl.load(shape + EARLIER_ENTRIES)
     largest += tl.load(shape + EARLIER_PARTS)
-    low_bits, ranks, high = tl.load(shape + LOW_BITS), tl.load(shape + RANKS), tl.load(shape + HIGH)
+    origin, ranks = tl.load(row + EDGES * (number + 1)), message + tl.load(shape + RANKS)
+    low_bits, high = tl.load(shape + LOW_BITS), message + tl.load(shape + HIGH)
     bucket, part = tl.load(row + BUCKETS * (number + 1)), tl.load(row + PARTS * (number + 1))
-    part_bits, region = tl.load(row + PART_BITS * (number + 1)), tl.load(row + REGIONS * (number + 1))
+    region, part_bits = tl.load(row + REGIONS * (number + 1)), tl.load(row + PART_BITS * (number + 1))
     inside_region = (1 << (low_bits + _REGION)) - 1
     # of a tensor from which nothing is selected only the ranks are written
-    end, ranked = tl.where(quota > 0, stop, start), tl.where(tl.load(row + RANKED * (number + 1)) != 0, stop, start)
+    end = tl.where(tl.load(row + QUOTAS * (number + 1)) > 0, stop, start)
+    ranked = tl.where(tl.load(row + RANKED * (number + 1)) != 0, stop, start)
     for at in range(start, stop, BLOCK):
         offsets = at + tl.arange(0, BLOCK)
         inside = offsets < end
         key = tl.load(keys + offsets, mask=inside, other=0) & MAGNITUDE
         tied, larger = inside & (key == limit), inside & (key > limit)
         both = tl.cumsum((tied.to(tl.int32) << 16) | larger.to(tl.int32), 0)
-        order = equal_before + (both >> 16)
+        order, before = equal + (both >> 16), tl.minimum(equal, mine)
         kept = larger | (tied & (order <= mine))
         local = offsets - origin
         # entries up to this element
-        upto = slot + (both & 0xFFFF) + tl.minimum(order, mine) - tl.minimum(equal_before, mine)
+        upto = slot + (both & 0xFFFF) + tl.minimum(order, mine) - before
         if (((at - origin) & inside_region) == 0) | (inside_region < BLOCK):
             begins = (offsets < ranked) & ((local & inside_region) == 0)
-            place = ranks + region + (local >> (low_bits + _REGION))
-            tl.store(message + place, upto - kept.to(tl.int32), mask=begins)
+            tl.store(ranks + region + (local >> (low_bits + _REGION)), upto - kept.to(tl.int32), mask=begins)
         unary = upto - 1 + bucket + (local >> low_bits)
-        tl.atomic_or(message + high + (unary >> 5), 1 << (unary & 31), mask=kept, sem="relaxed")
-        raw = tl.load(values + offsets, mask=kept, other=0)
-        own = ((part + (local >> part_bits)) << low_bits) | (local & ((1 << low_bits) - 1))
-        tl.store(entries + upto - 1, own, mask=kept)
-        tl.store(entries + most + upto - 1, raw, mask=kept)
-        few = tl.max(tl.reshape(tl.where(kept, raw & MAGNITUDE, 0), [BLOCK // 128, 128]), 1)
-        place = (at - origin + 128 * tl.arange(0, BLOCK // 128)) >> part_bits
-        tl.atomic_max(largest + part + place, few, mask=few > 0, sem="relaxed")
+        tl.atomic_or(high + (unary >> 5), 1 << (unary & 31), mask=kept, sem="relaxed")
+        _store_entries(
+            entries, most, largest, values + offsets, upto - 1, kept, local, at - origin, part, part_bits, low_bits,
+            BLOCK,
+        )  # fmt: skip
         last = tl.max(both, 0)
-        slot += (last & 0xFFFF) + tl.minimum(equal_before + (last >> 16), mine) - tl.minimum(equal_before, mine)
-        equal_before += last >> 16
+        equal += last >> 16
+        slot += (last & 0xFFFF) + tl.minimum(equal, mine) - before
 
 
 @triton.jit
@@ -246,7 +296,7 @@ def pack(
         scale = _scale(tl.load(largest + (own >> low_bits), mask=valid, other=0))
         usable = (scale > 0) & (scale < INFINITE)
         eight = tl.full([SIZE], 8.0, tl.float32)
-        factor = tl.div_rn(eight, tl.where(usable, scale.to(tl.float32, bitcast=True), 1.0))
+        factor = quotient(eight, tl.where(usable, scale.to(tl.float32, bitcast=True), 1.0))
         level = (raw & MAGNITUDE).to(tl.float32, bitcast=True) * factor
         whole = tl.where(usable, tl.where(level < 7.0, level, 7.0), 0.0).to(tl.int32)
         code = tl.where(valid, whole | (((raw >> 31) & 1) << 3), 0)

@@ -11,11 +11,19 @@ from torch import Tensor
 
 # Warps of a program, so many that no register is spilled; of other kernels 8.
 _WARPS = dict.fromkeys(("compensate", "share", "narrow", "write", "pack", "decode", "reduce", "commit"), 4)
+#: Version of Triton.
+VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+# Registers of a thread that a kernel may have. Without a limit some versions of NVIDIA's compiler spill one, so that a
+# multiprocessor has room for another program; with these it has room for 4 and 8. AMD's compiler knows no such limit.
+_REGISTERS = {"write": 128} | ({"decode": 64} if VERSION == (3, 8) else {})
 
 
-def warps_of(kernel: Any) -> int:
-    """Warps of a program of a kernel."""
-    return _WARPS.get(kernel.fn.__name__, 8)
+def options_of(kernel: Any, nvidia: bool = torch.version.hip is None) -> dict[str, Any]:
+    """What the compiler is told of a kernel: warps, registers, and that products are rounded before they are added."""
+    name, options = kernel.fn.__name__, dict[str, Any](enable_fp_fusion=False)
+    if nvidia and name in _REGISTERS:
+        options["maxnreg"] = _REGISTERS[name]
+    return options | {"num_warps": _WARPS.get(name, 8)}
 
 
 def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
@@ -25,9 +33,8 @@ def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> Non
     """
     if programs == 0:
         return
-    # Multiply-adds are not fused: products are rounded as PyTorch rounds them.
     with torch.cuda.device_of(arguments[0]):
-        kernel[(programs,)](*arguments, **constants, num_warps=warps_of(kernel), enable_fp_fusion=False)
+        kernel[(programs,)](*arguments, **constants, **options_of(kernel))
 
 
 def address_of(tensor: Tensor) -> int:

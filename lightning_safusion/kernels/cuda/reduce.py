@@ -13,7 +13,7 @@ from lightning_safusion.kernels.cuda.elements import EDGES, ELSEWHERE, MOMENTS, 
 _PIECE = tl.constexpr(512)
 
 
-@triton.jit(do_not_specialize=["stride", "others", "number", "count"])
+@triton.jit(do_not_specialize=["stride", "others", "number", "count"], do_not_specialize_on_alignment=["memory"])
 def reduce(
     arriving: tl.tensor,
     memory: tl.tensor,

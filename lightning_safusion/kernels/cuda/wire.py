@@ -13,7 +13,8 @@ from lightning_safusion.kernels.cuda.launch import launch
 from lightning_safusion.sparsify.base import Selection
 
 _BLOCK = 1024  # entries, or words of a bitmap, that a program handles at a time
-_WORDS = 256
+_WORDS = 256  # of a bitmap, that a program counts at a time
+_READ = 64  # and that it reads at a time
 PROGRAMS = 1024
 _ENCODERS = {"coo": messages.encode_coo, "block16": messages.encode_block16, "bitmap": messages.encode_bitmap}
 
@@ -66,6 +67,6 @@ def decode_bitmap(words: Tensor, capacity: int) -> Tensor:
     programs = triton.cdiv(length, width) if length else 0
     counts = torch.empty(programs, dtype=torch.int32, device=words.device)
     launch(messages.count_bits, programs, words, counts, length, width, BLOCK=_WORDS)
-    sizes = {"PROGRAMS": triton.next_power_of_2(programs), "BLOCK": _WORDS}
+    sizes = {"PROGRAMS": triton.next_power_of_2(programs), "BLOCK": _READ}
     launch(messages.decode_bitmap, programs, words, counts, indices, length, width, programs, capacity, **sizes)
     return indices

@@ -40,13 +40,17 @@ class Workspace:
         self.moves = 0
 
     def take(self, sizes: Sequence[int], zeros: int) -> list[Tensor]:
-        """int32 vectors that lie one behind the other, the first ``zeros`` of them filled with zeros at once."""
-        ends = list(accumulate(sizes, initial=0))
+        """int32 vectors that lie one behind the other, the first ``zeros`` of them filled with zeros at once.
+
+        Each begins at a multiple of 16 bytes: kernels load four numbers at once, and are compiled anew where one does
+        not.
+        """
+        ends = list(accumulate((-(-size // 4) * 4 for size in sizes), initial=0))
         if len(self._memory) < ends[-1]:
             self._memory = torch.empty(ends[-1], dtype=torch.int32, device=self._memory.device)
             self.moves += 1
         self._memory[: ends[zeros]].zero_()
-        return list(self._memory[: ends[-1]].split(list(sizes)))
+        return [self._memory[at : at + size] for at, size in zip(ends, sizes, strict=False)]
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,1 @@
+"""What GPU compilers make of the Triton kernels, by version of Triton."""
