@@ -107,7 +107,7 @@ def test_a_quota_of_zero_leaves_a_tensor_out() -> None:
     tables.quotas[1] = 0
     other = type(tables)(tables.edges, tables.quotas, 0, tables.kinds, tables.lanes, tables.message)
     rank.kernels = type(rank.kernels)(
-        other, rank.memory, rank.kernels.sent, rank.kernels.received, 0, rank.kernels._workspace
+        other, rank.memory, rank.kernels.sent, rank.kernels.received, 0, rank.kernels.packer.workspace
     )
     rank.run()
     codec = rank.exchange.codec
