@@ -17,8 +17,8 @@ OWN = {"lightning_safusion", "safusion_command"}
 #: What no extra brings: torch's builds for CUDA bring Triton, and Horovod has a script.
 BROUGHT = {"triton", "horovod"}
 
-#: Rooms that are loaded when they are used, and the extra that brings what they import at once.
-LOADED_LATER = {"bench": "examples", "demo": "examples"}
+#: Rooms that commands load, and the extras that bring what they import at once.
+LOADED_LATER = {"bench": ("cli", "examples"), "demo": ("cli", "examples")}
 
 
 @cache
@@ -56,7 +56,7 @@ def test_what_is_imported_is_declared() -> None:
     missing = []
     for path in SOURCES:
         room = path.relative_to(ROOT).parts[1] if path.parent != ROOT else ""
-        at_once = _declared() | (_declared(LOADED_LATER[room]) if room in LOADED_LATER else set()) | BROUGHT
+        at_once = _declared().union(BROUGHT, *map(_declared, LOADED_LATER.get(room, ())))
         when_used = at_once | _declared("cli") | _declared("plot") | _declared("examples")
         for name, when_loaded in _imported(path):
             if name not in (at_once if when_loaded else when_used):

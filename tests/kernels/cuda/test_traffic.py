@@ -105,14 +105,14 @@ def test_bytes_of_an_element(traffic: Traffic, moments: list[int] | None, densit
         own = [moment for moment in rank.moments or [] if moment is not None]
         keys = [] if weighing is None else [weighing.keys]
         known = [rank.memory, rank.kernels.sent, rank.kernels.received, *rank.grads, *keys, *own]
-        take = rank.kernels._workspace.take
+        take = rank.kernels.packer.workspace.take
 
         def followed(sizes: list[int], zeros: int, take: Any = take, known: list[Tensor] = known) -> list[Tensor]:
             views: list[Tensor] = take(sizes, zeros)
             traffic.follow(*known, views[-1])  # with the entries between two kernels
             return views
 
-        rank.kernels._workspace.take = followed  # type: ignore[method-assign, assignment]
+        rank.kernels.packer.workspace.take = followed  # type: ignore[method-assign, assignment]
         traffic.bytes.clear()
         rank.kernels.select(DECAY, weighing)
         rank.kernels.pack(0)
