@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_safusion.kernels.cuda import work as fused
-from lightning_safusion.kernels.cuda.work import Span, Work
+from lightning_safusion.kernels.cuda.work import Shards, Span, Work
 
 
 class Operations(NamedTuple):
@@ -31,7 +31,7 @@ class Operations(NamedTuple):
     entry_bytes: float
     tensor_launches: int = 0
 
-    def work(self, elements: float, entries: float, tensors: int = 0, calls: int = 1) -> Work:
+    def work(self, elements: float, entries: float, tensors: float = 0, calls: int = 1) -> Work:
         """Of some calls, with so many elements and entries in all."""
         launches = self.launches * calls + self.tensor_launches * tensors
         return Work(launches, self.nbytes * elements + self.entry_bytes * entries)
@@ -47,8 +47,6 @@ DECODE = {True: Operations(50, 1.2, 563), False: Operations(31, 1.2, 457)}
 DELIVER = Operations(25, 42, 0)
 #: What was sent leaves the residual.
 COMMIT = Operations(4, 0, 28)
-#: Shards: an owner takes its elements, adds the entries of each message to them, and what all owners send is written.
-TAKE, ADD, PLACE = Operations(8, 16, 0, 1), Operations(11, 0, 100), Operations(7, 18, 0)
 
 
 class Path(ABC):
@@ -90,6 +88,35 @@ class FusedKernels(Path):
 
 
 @dataclass(frozen=True)
+class FusedShards(Path):
+    """The same kernels where an owner adds up what it receives, and selects from the sums.
+
+    Args:
+        workers: Each owns a shard.
+        scattered, gathered: Entries, for each of the quota: see :class:`~lightning_safusion.kernels.cuda.work.Shards`.
+    """
+
+    workers: int
+    scattered: float
+    gathered: float
+
+    def selection(self, span: Span) -> dict[str, Work]:
+        return self._shards(span).selection()
+
+    def decoding(self, span: Span, messages: int) -> dict[str, Work]:
+        return self._shards(span).decoding()
+
+    def commitment(self, span: Span) -> dict[str, Work]:
+        return self._shards(span).commitment()
+
+    def end(self) -> dict[str, Work]:
+        return fused.END
+
+    def _shards(self, span: Span) -> Shards:
+        return Shards(span, self.workers, self.scattered, self.gathered)
+
+
+@dataclass(frozen=True)
 class TorchOperations(Path):
     """PyTorch's operations.
 
@@ -115,35 +142,3 @@ class TorchOperations(Path):
 
     def commitment(self, span: Span) -> dict[str, Work]:
         return {"operations": COMMIT.work(span.elements, span.entries)} if span.elements else {}
-
-
-@dataclass(frozen=True)
-class ShardedOperations(TorchOperations):
-    """PyTorch's operations with shards: an owner adds up what it receives, and selects from the sums.
-
-    Args:
-        workers: Each owns a shard.
-        scattered: Entries that a worker sends to owners, of each of its quota.
-        gathered: Entries that all owners send.
-    """
-
-    workers: int = 1
-    scattered: float = 1.0
-    gathered: float = 1.0
-
-    def selection(self, span: Span) -> dict[str, Work]:
-        if not span.elements:
-            return {}
-        entries = self.scattered * span.entries
-        select = SELECT["topk"].work(span.elements, entries, span.tensors)
-        return {"operations": select + ENCODE[self.few_bits].work(span.elements, entries, calls=self.workers - 1)}
-
-    def decoding(self, span: Span, messages: int) -> dict[str, Work]:
-        if not span.elements:
-            return {}
-        workers, others, own = self.workers, self.workers - 1, span.elements / self.workers
-        received, sent = self.scattered * span.entries * others / workers, self.gathered * span.entries
-        read = DECODE[self.few_bits].work(own * others, received, calls=others) + ADD.work(0, received, calls=others)
-        chosen = SELECT["topk"].work(own, sent / workers) + ENCODE[self.few_bits].work(own, sent / workers)
-        means = DECODE[self.few_bits].work(span.elements, sent, calls=workers) + PLACE.work(span.elements, sent)
-        return {"operations": TAKE.work(own, 0, span.tensors) + read + chosen + means}

@@ -31,7 +31,7 @@ from lightning_safusion.lookup import look_up
 from lightning_safusion.simulate.cluster import CollectiveCost
 from lightning_safusion.simulate.engine import mean_iteration
 from lightning_safusion.simulate.job import Job, line
-from lightning_safusion.simulate.paths import SELECT, FusedKernels, Path, ShardedOperations, TorchOperations
+from lightning_safusion.simulate.paths import SELECT, FusedKernels, FusedShards, Path, TorchOperations
 from lightning_safusion.simulate.per_tensor import adtopk, espresso, hipress, ssfusion
 from lightning_safusion.simulate.schedule import Iteration, Message, Schedule, Stream, Timer
 from lightning_safusion.systems import SYSTEMS, EngineSystem, HookSystem
@@ -131,14 +131,13 @@ def _as_row(row: EngineSystem, job: Job) -> Job:
 
 def _path_of(row: EngineSystem, job: Job, codec: Codec) -> Path:
     """Fused kernels where all parts are those that they know."""
-    few_bits = codec.values.few_bits
-    if _has_shards(row, job):
-        shares = ShardedExchange.scattered, ShardedExchange.gathered
-        return ShardedOperations(row.compressor, few_bits, job.cluster.workers, *shares)
-    parts = row.compressor, row.scope, find_collective(row.collective).exchange, codec.name
-    if parts == ("topk", "tensor", SparseAllGather, "eliasfano-q4"):
-        return FusedKernels()
-    return TorchOperations(row.compressor, few_bits)
+    parts = row.compressor, row.scope, codec.values.name
+    if parts == ("topk", "tensor", "q4"):
+        if _has_shards(row, job):
+            return FusedShards(job.cluster.workers, ShardedExchange.scattered, ShardedExchange.gathered)
+        if find_collective(row.collective).exchange is SparseAllGather and codec.layout == "eliasfano":
+            return FusedKernels()
+    return TorchOperations(row.compressor, codec.values.few_bits)
 
 
 def _has_shards(row: EngineSystem, job: Job) -> bool:

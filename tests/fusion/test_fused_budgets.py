@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
+from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.transport.interface import Transport
 from lightning_safusion.comm.transport.torch_backend import SoloTransport
 from lightning_safusion.fusion import fused
@@ -169,6 +170,14 @@ def test_launches_of_a_window_in_which_owners_reduce(
     assert transport.calls == 2 * buffers
     sizes = [shipment.buffer.edges[-1] for shipment in report._shipments]
     assert job.temporary(engine) <= (4 if workers >= 16 else 6) * max(sizes)  # an owner holds its part again
+    # as the planner is told
+    launches = sum(part.launches for part in work.END.values())
+    for shipment in report._shipments:
+        span = work.Span(shipment.buffer.edges[-1], 0.1 * shipment.buffer.edges[-1], len(shipment.buffer.edges) - 1)
+        shards = work.Shards(span, workers, ShardedExchange.scattered, ShardedExchange.gathered)
+        told = *shards.selection().values(), *shards.decoding().values(), *shards.commitment().values()
+        launches += sum(part.launches for part in told)
+    assert sum(started.values()) == pytest.approx(launches, rel=0.06)
     # of 26: selections 6 and 5, a digit more each for short pieces; 2 collectives, means, and zeros for two workspaces
     assert sum(started.values()) + transport.calls <= 2 + 19 * buffers
     assert job.counting.uploads <= 1

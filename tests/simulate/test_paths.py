@@ -1,14 +1,12 @@
 """What a device is charged for PyTorch's operations, against the operations that the engine starts.
 
-Covers: selection, packing, decoding by the number of workers and the end of a window, on a CUDA device of fake tensors;
-    shards, whose sizes depend on data, on the CPU with what a device would be given.
+Covers: selection, packing, decoding by the number of workers and the end of a window, on a CUDA device of fake tensors.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,10 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.transport.interface import FinishedWork, Work
 from lightning_safusion.comm.transport.torch_backend import SoloTransport
-from lightning_safusion.comm.wire.codec import Codec
 from lightning_safusion.fusion.build import build_engine
 from lightning_safusion.fusion.device_drain import DeviceDrain
 from lightning_safusion.fusion.engine import Engine
@@ -28,8 +24,8 @@ from lightning_safusion.fusion.planning import Planner
 from lightning_safusion.fusion.plans.policy import Aligned
 from lightning_safusion.fusion.shipment import Shipment
 from lightning_safusion.kernels.cuda.work import Span
-from lightning_safusion.simulate.paths import ShardedOperations, TorchOperations
-from tests.cluster import Cluster, settings, specs
+from lightning_safusion.simulate.paths import TorchOperations
+from tests.cluster import settings, specs
 from tests.cuda import fake_cuda
 
 # Operations that start nothing on a device.
@@ -175,36 +171,3 @@ def test_a_window_of_operations(
         work = told["operations"]
         assert counting.launches[stage] == pytest.approx(work.launches * buffers, rel=0.05, abs=2), stage
         assert counting.nbytes[stage] == pytest.approx(work.nbytes * buffers, rel=0.05), stage
-
-
-@pytest.mark.parametrize(("workers", "density"), [(4, 0.1), (6, 0.02)])
-def test_a_window_with_shards(monkeypatch: pytest.MonkeyPatch, workers: int, density: float) -> None:
-    monkeypatch.setattr("lightning_safusion.kernels.cpu.library._switched_off", True)
-    monkeypatch.setattr(Codec, "decode", lambda codec, message: codec.decode_padded(message))
-    tensors = 4
-    cluster = Cluster(
-        workers,
-        lambda: settings(collective="sharded", wire="q4", density=density, fusion=Aligned(tensors)),
-        specs(((_NUMEL,),) * tensors),
-    )
-    grads = cluster.random_grads(0)
-    cluster.step(grads)
-    counting = Counting("cpu")
-
-    def run(rank: int) -> None:
-        mine = [grad.clone() for grad in grads[rank]]
-        with counting if rank == 0 else nullcontext():
-            window(cluster.controllers[rank], cluster.order, mine)
-
-    cluster.each(run)
-    cluster.close()
-    elements = float(_NUMEL * tensors)
-    span = Span(elements, density * elements, tensors)
-    path = ShardedOperations("topk", True, workers, ShardedExchange.scattered, ShardedExchange.gathered)
-    told = [part["operations"] for part in (path.selection(span), path.decoding(span, workers), path.commitment(span))]
-    # on the CPU elements are selected by NumPy
-    top = TorchOperations().selection(span)["operations"]
-    found = sum(counting.launches.values()) + 2 * (31 + 2 * tensors)
-    assert found == pytest.approx(sum(work.launches for work in told), rel=0.1)
-    chosen = top.nbytes * (1 + 1 / workers)
-    assert sum(counting.nbytes.values()) + chosen == pytest.approx(sum(work.nbytes for work in told), rel=0.15)

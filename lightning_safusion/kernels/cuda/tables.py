@@ -149,7 +149,7 @@ class Tables:
     @cached_property
     def digits(self) -> tuple[int, ...]:
         """Bits of the digits of a key, the highest first."""
-        return _WIDE_DIGITS if self.numel >= _FEW_ELEMENTS * self.number else _SHORT_DIGITS
+        return digits_of(self.numel, self.number)
 
     @cached_property
     def chunks(self) -> np.ndarray:
@@ -240,6 +240,11 @@ class Tables:
     def tiles_of(self, kind: int) -> np.ndarray:
         """int32 [8, m], the tiles of the tensors with gradients of one kind."""
         return np.ascontiguousarray(self.tiles[:, self.kinds[self.tiles[0]] == kind])
+
+
+def digits_of(elements: float, tensors: float) -> tuple[int, ...]:
+    """Bits of the digits of a key in a buffer of so many elements and tensors, or pieces of them."""
+    return _WIDE_DIGITS if elements >= _FEW_ELEMENTS * tensors else _SHORT_DIGITS
 
 
 def _padded(row: np.ndarray) -> np.ndarray:

@@ -10,16 +10,17 @@ tests hold the numbers to what the kernels do. How long it takes is for a device
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import NamedTuple
 
-from lightning_safusion.kernels.cuda.tables import CHUNKS, TILE, WIDTH
+from lightning_safusion.kernels.cuda.tables import CHUNKS, TILE, WIDTH, digits_of
 
 #: What a device does for a window, by the names of the kernels; ``"zero"`` clears their memory, ``"copy"`` brings the
 #: verdict to the host, ``"operations"`` are PyTorch's, where these kernels do not serve.
 STAGES = (
-    "zero", "compensate", "share", "narrow", "count_chunks", "write", "pack", "decode", "commit", "copy", "operations",
+    "zero", "compensate", "share", "narrow", "count_chunks", "write", "pack", "reduce", "decode", "commit", "copy",
+    "operations",
 )  # fmt: skip
 
 
@@ -62,7 +63,7 @@ class Loop(NamedTuple):
         return self.threads * (self.length * items / self.items + self.once * programs)
 
 
-#: By kernel; ``"compensate by update"`` where moments of the optimizer are read, the mean of both for ``"narrow"``.
+#: By kernel; "by update": where moments of the optimizer are read; the mean of both for ``"narrow"``.
 LOOPS: dict[str, Loop] = {
     "compensate": Loop(266, 149, 128, 1024),
     "compensate by update": Loop(632, 287, 128, 1024),
@@ -71,14 +72,21 @@ LOOPS: dict[str, Loop] = {
     "write": Loop(823, 229, 128, 1024),
     "pack": Loop(70, 532, 128, 512),
     "decode": Loop(253, 414, 128, 256),
+    "decode of owners": Loop(276, 601, 128, 256),
+    "reduce": Loop(251, 170, 128, 256),
+    "reduce by update": Loop(256, 316, 128, 256),
     "commit": Loop(244, 313, 128, 256),
 }
-# Of decode: instructions of each thread for each rank of a tile, and for 512 elements of it, cleared and delivered.
-_RANK, _PIECE, _DELIVERED = 68, 512, 21 + 69
+# Instructions of each thread in their other loops: for each message of a tile, for each header, and for 512 elements:
+# cleared; delivered; added to the residual of an owner, and compared by update; added to what an owner keeps.
+_RANK, _FLAG, _PIECE = 68, 5, 512
+_CLEARED, _DELIVERED, _HELD, _KEPT = 21, 69, {False: 87, True: 256}, 44
 # Buckets of a region of positions.
 _REGION = 512
-# Of writing entries: bytes of one between two kernels, which one writes and the other reads.
-_ENTRY = 8
+# Bytes of a sector, and fields of a message in which a program reads some bytes between others.
+_SECTOR, _FIELDS = 32, 5
+# Of writing entries: bytes of one between two kernels, which one writes and the other reads; and those with a scale.
+_ENTRY, _PART = 8, 128
 
 
 @dataclass(frozen=True)
@@ -88,20 +96,22 @@ class Span:
     Args:
         elements: In it.
         entries: That it sends.
-        tensors: In it.
+        tensors: In it, or pieces of them.
         dtypes: Of its gradients, how many different ones.
         width: Bytes of an element of a gradient.
         by_update: Elements are compared by how far the optimizer would move them.
         pooled: Its tensors share a part of their quotas.
+        messages: Among which its entries are divided.
     """
 
     elements: float
     entries: float
-    tensors: int = 1
+    tensors: float = 1
     dtypes: int = 1
     width: int = 4
     by_update: bool = False
     pooled: bool = False
+    messages: int = 1
 
     @property
     def low_bits(self) -> int:
@@ -112,7 +122,7 @@ class Span:
     def chunks(self) -> float:
         """Programs that read all elements."""
         width = ceil(self.elements / (CHUNKS * WIDTH)) * WIDTH or WIDTH
-        return self.elements / width + self.tensors / 2  # the last one of a tensor is half full
+        return max(self.tensors, self.elements / width + self.tensors / 2)  # the last one of a tensor is half full
 
     @property
     def message(self) -> float:
@@ -122,7 +132,12 @@ class Span:
     @property
     def read(self) -> float:
         """Bytes of a message that its readers move: all programs of a region read all of its positions."""
-        return self._positions * max(1.0, (_REGION << self.low_bits) / TILE) + self._values
+        return self._positions * max(1.0, self.region / TILE) + self._values + _FIELDS * _SECTOR * self.tiles
+
+    @property
+    def region(self) -> float:
+        """Elements of a region of positions, which has those of one tensor."""
+        return min(float(_REGION << self.low_bits), self.elements / self.tensors)
 
     @property
     def _positions(self) -> float:
@@ -130,12 +145,17 @@ class Span:
 
     @property
     def _values(self) -> float:
-        return self.entries * (4 + 16 / 128) / 8
+        return self.entries * (4 + 16 / _PART) / 8
 
     @property
-    def tile(self) -> float:
-        """Elements of a program that reads messages."""
-        return float(min(TILE, _REGION << self.low_bits))
+    def tiles(self) -> float:
+        """Programs that read messages."""
+        return max(self.tensors, self.elements / min(TILE, _REGION << self.low_bits) + self.tensors / 2)
+
+    @property
+    def weighed(self) -> float:
+        """Bytes of an element's key that is written and of the moment that it is made from."""
+        return 8.0 if self.by_update else 0.0
 
     @property
     def touched(self) -> float:
@@ -144,32 +164,47 @@ class Span:
 
     def reading(self, kernel: str) -> float:
         """Instructions of reading the entries of one message: every program reads its region, 256 bits at a time."""
-        loop, tiles = LOOPS[kernel], self.elements / self.tile + self.tensors / 2
-        region = min(float(_REGION << self.low_bits), self.elements / self.tensors)
+        loop, region = LOOPS[kernel], self.region
         bits = region / 2**self.low_bits + region * self.entries / self.elements
-        return loop.threads * loop.length * ceil(bits / loop.items) * tiles
+        return loop.threads * loop.length * ceil(bits / loop.items) * self.tiles
 
 
 def selection(span: Span) -> dict[str, Work]:
     """From gradients to a message: launches, bytes and instructions of each stage; none where there is nothing."""
-    n, k, chunks = span.elements, span.entries, span.chunks
-    if not n:
+    if not span.elements:
         return {}
+    return {"zero": _zeros(span), "compensate": _compensation(span)} | _packing(span)
+
+
+def _zeros(span: Span) -> Work:
+    """Histograms of all tensors, and the largest magnitudes of parts."""
+    bins = sum(1 << bits for bits in digits_of(span.elements, span.tensors))
+    return Work(1, 4 * (bins * span.tensors + span.entries / _PART))
+
+
+def _compensation(span: Span) -> Work:
+    """Gradients are added to the residual; keys are written where they are not the elements."""
     added = LOOPS["compensate by update" if span.by_update else "compensate"]
-    # a key is written where it is not the element; where entries are, the element is then read beside it
-    weighed = 8.0 if span.by_update else 0.0
+    nbytes = (8 + span.width + span.weighed) * span.elements
+    return Work(span.dtypes, nbytes, added.instructions(span.elements, span.chunks))
+
+
+def _packing(span: Span) -> dict[str, Work]:
+    """From keys to messages."""
+    n, k, chunks = span.elements, span.entries, span.chunks
+    levels = len(digits_of(n, span.tensors)) - 1
     work = {
-        "zero": Work(1),
-        "compensate": Work(span.dtypes, (8 + span.width + weighed) * n, added.instructions(n, chunks)),
-        "share": Work(3 if span.pooled else 0),
-        "narrow": Work(2, 2 * 4 * n, 2 * LOOPS["narrow"].instructions(n, chunks)),
+        "share": Work(levels + 1 if span.pooled else 0),
+        "narrow": Work(levels, levels * 4 * n, levels * LOOPS["narrow"].instructions(n, chunks)),
         "count_chunks": Work(1, 4 * n, LOOPS["count_chunks"].instructions(n, chunks)),
     }
+    # where entries are, the element is read beside its key
     values = 4 * n * span.touched if span.by_update else 0.0
     work["write"] = Work(1, 4 * n + values + _ENTRY * k + span.message, LOOPS["write"].instructions(n, chunks))
     packed = LOOPS["pack"]
+    programs = span.messages * ceil(k / span.messages / packed.items)
     per_program = packed.threads * (packed.length * span.low_bits + packed.once)
-    work["pack"] = Work(1, _ENTRY * k + span.message, per_program * k / packed.items)
+    work["pack"] = Work(1, _ENTRY * k + span.message, per_program * programs)
     return work
 
 
@@ -177,20 +212,106 @@ def decoding(span: Span, workers: int) -> dict[str, Work]:
     """From the messages of all workers to means in the gradients."""
     if not span.elements:
         return {}
-    loop, tiles = LOOPS["decode"], span.elements / span.tile + span.tensors / 2
-    delivered = loop.threads * (_DELIVERED * span.elements / _PIECE + loop.once * tiles)
-    each = span.reading("decode") + loop.threads * _RANK * tiles
-    moved = span.width * span.elements + workers * span.read
-    return {"decode": Work(span.dtypes, moved, delivered + workers * each)}
+    return {"decode": _delivery("decode", span, workers, workers)}
+
+
+def _delivery(kernel: str, span: Span, messages: int, headers: int) -> Work:
+    """Means into gradients: every program reads so many messages, and of each header whether its tensor is finite."""
+    loop, delivered = LOOPS[kernel], (_CLEARED + _DELIVERED) * span.elements / _PIECE
+    delivered += (loop.once + _FLAG * headers) * span.tiles
+    nbytes = span.width * span.elements + messages * span.read + headers * _SECTOR * span.tiles
+    return Work(span.dtypes, nbytes, loop.threads * delivered + messages * _added(kernel, span))
+
+
+def _added(kernel: str, span: Span) -> float:
+    """Instructions of adding up one message."""
+    return span.reading(kernel) + LOOPS[kernel].threads * _RANK * span.tiles
 
 
 def commitment(span: Span) -> dict[str, Work]:
     """What was sent leaves the residual: the part of a buffer in the launch that ends the window of all."""
     if not span.elements:
         return {}
-    once = LOOPS["commit"].threads * LOOPS["commit"].once * (span.elements / span.tile + span.tensors / 2)
+    once = LOOPS["commit"].threads * LOOPS["commit"].once * span.tiles
     return {"commit": Work(0, 8 * span.elements * span.touched + span.read, span.reading("commit") + once)}
 
 
 #: The launches that end a window, whatever its buffers.
 END = {"commit": Work(1), "copy": Work(1)}
+
+
+@dataclass(frozen=True)
+class Shards:
+    """A buffer whose shards have owners, all of its tensors cut into a piece for each.
+
+    Args:
+        span: All of it, with the entries of the whole quota.
+        workers: Each owns a shard.
+        scattered: Entries that a worker selects, for each of its quota; those of its own shard are not sent.
+        gathered: Entries that all owners deliver, for each of the quota.
+    """
+
+    span: Span
+    workers: int
+    scattered: float
+    gathered: float
+
+    def _part(self, shards: int, entries: float, messages: int = 1) -> Span:
+        """Some shards with so many entries of each of the quota."""
+        share, span = shards / self.workers, self.span
+        sent = min(entries * span.entries, span.elements) * share
+        return replace(
+            span, elements=share * span.elements, entries=sent, tensors=shards * span.tensors, messages=messages
+        )
+
+    @property
+    def sent(self) -> Span:
+        """What it selects in the shards of others; its own message has only a header."""
+        return self._part(self.workers - 1, self.scattered, self.workers)
+
+    @property
+    def arriving(self) -> Span:
+        """What one other has selected in its shard."""
+        return self._part(1, self.scattered)
+
+    @property
+    def owned(self) -> Span:
+        """What it delivers of its shard."""
+        return self._part(1, self.gathered)
+
+    @property
+    def gathered_sums(self) -> Span:
+        """What all owners deliver."""
+        return self._part(self.workers, self.gathered)
+
+    def selection(self) -> dict[str, Work]:
+        """From gradients to a message for every other owner."""
+        if not self.span.elements:
+            return {}
+        pieces = replace(self.span, tensors=self.workers * self.span.tensors)
+        return {"zero": _zeros(pieces), "compensate": _compensation(pieces)} | _packing(self.sent)
+
+    def decoding(self) -> dict[str, Work]:
+        """From the messages of others to sums, from these to what is delivered, and from that to means."""
+        if not self.span.elements:
+            return {}
+        means = _delivery("decode of owners", self.gathered_sums, 1, self.workers)
+        return {"zero": _zeros(self.owned), "reduce": self._reduction()} | _packing(self.owned) | {"decode": means}
+
+    def _reduction(self) -> Work:
+        """The messages of others are added up, and to that the residual; both are kept, and keys where they differ."""
+        arriving, others, by_update = self.arriving, self.workers - 1, self.span.by_update
+        kernel, n = "reduce by update" if by_update else "reduce", arriving.elements
+        held = (_CLEARED + _HELD[by_update]) * n / _PIECE + LOOPS[kernel].once * arriving.tiles
+        nbytes = (12 + self.span.weighed) * n + others * arriving.read
+        return Work(1, nbytes, LOOPS[kernel].threads * held + others * _added(kernel, arriving))
+
+    def commitment(self) -> dict[str, Work]:
+        """What was sent leaves the residual; what others have sent is added to that of its shard, less what it
+        delivers."""
+        if not self.span.elements:
+            return {}
+        sent, owned = commitment(self.sent)["commit"], self.owned
+        loop, kept = LOOPS["commit"], 12 * owned.elements + 4 * owned.elements * owned.touched
+        added = loop.threads * (loop.once * owned.tiles + _KEPT * owned.elements / _PIECE)
+        return {"commit": sent + Work(0, kept + owned.read, owned.reading("commit") + added)}

@@ -85,7 +85,10 @@ def counted(variants: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, float
         "narrow": [f"narrow[BITS_BEFORE={bits}" for bits in ("8,BITS=11", "11,BITS=12")],
         "count_chunks": ["count_chunks[BITS=12,"],
         "pack": ["pack[SELECTED=True"],
-        "decode": ["decode[KIND=0"],
+        "decode": ["decode[KIND=0,BITS=256,OWNED=False"],
+        "decode of owners": ["decode[KIND=0,BITS=256,OWNED=True"],
+        "reduce": ["reduce[MOMENT=-1,"],
+        "reduce by update": ["reduce[MOMENT=0,"],
     }  # fmt: skip
     means = {}
     for name, own in heads.items():

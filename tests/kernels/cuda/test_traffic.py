@@ -5,7 +5,7 @@ Memory moves in sectors of 32 bytes. What a program reads that it has read or wr
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Any
 
 import numpy as np
@@ -160,6 +160,7 @@ def test_bytes_of_an_element_where_owners_reduce(traffic: Traffic, workers: int)
 
         def followed(lengths: list[int], zeros: int, take: Any = take, own: slice = own) -> list[Tensor]:
             views: list[Tensor] = take(lengths, zeros)
+            traffic.bytes["zero"] += 4 * sum(lengths[:zeros])
             traffic.follow(*known, *views[own])  # with the entries between two kernels, and what an owner holds
             return views
 
@@ -177,3 +178,9 @@ def test_bytes_of_an_element_where_owners_reduce(traffic: Traffic, workers: int)
     each = {name: count / numel for name, count in traffic.bytes.items()}
     print({name: round(count, 2) for name, count in each.items()}, round(sum(each.values()), 2))
     assert sum(each.values()) <= 55 + 0.5 * workers
+    shards = work.Shards(work.Span(numel, density * numel, len(sizes)), workers, exchange.scattered, exchange.gathered)
+    told: Counter[str] = Counter()
+    for stages in (shards.selection(), shards.decoding(), shards.commitment()):
+        told.update({name: part.nbytes / numel for name, part in stages.items()})
+    for name, count in each.items():
+        assert count == pytest.approx(told[name], abs=0.15), name
