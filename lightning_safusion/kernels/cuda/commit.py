@@ -5,7 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lightning_safusion.kernels.cuda.decode import TILE_OFFSET, TILE_SIZE, read_entries, read_region
 from lightning_safusion.kernels.cuda.elements import (
     EDGES,
     ELSEWHERE,
@@ -15,6 +14,14 @@ from lightning_safusion.kernels.cuda.elements import (
     SUMS,
     load_float,
     round_float,
+)
+from lightning_safusion.kernels.cuda.entries import (
+    TILE_OFFSET,
+    TILE_SIZE,
+    describe_tile,
+    read_bits,
+    read_entries,
+    read_region,
 )
 
 # Columns of the table of buffers, int64 [B, 13]: addresses of its own messages, of the descriptions of messages,
@@ -104,15 +111,22 @@ def _take_out(
         if shard != 0:
             elsewhere = tl.load(tensors + ELSEWHERE * (number + 1) + tensor) + offset
             target = shard.to(tl.pointer_type(tl.float32)) + elsewhere
+        bucket, elements, begin, _size, earlier, part, part_bits, low_bits, high, low, codes, scales, lowest, last = (
+            describe_tile(shape, tensors, tiles, tile, number, count)
+        )
         before, behind, length, _wrong = read_region(message, shape, tiles, tile, count)
         seen = before
         for at in range(0, length, BITS):
-            value, place, hit, marked, _outside = read_entries(
-                message, shape, tensors, tiles, tile, number, count, before, seen, behind, at, length, BITS
-            )
-            old = tl.load(target + place, mask=hit, other=0.0)
-            tl.store(target + place, old - value, mask=hit)
-            seen += marked
+            marked, here = read_bits(message + high, before + bucket, at, length, BITS)
+            buckets = at - (seen - before)
+            if (buckets <= last) & (buckets + BITS - here >= lowest):
+                value, place, hit, _outside = read_entries(
+                    message, marked, before, seen, behind, at,
+                    elements, begin, size, earlier, part, part_bits, low_bits, low, codes, scales, BITS,
+                )  # fmt: skip
+                old = tl.load(target + place, mask=hit, other=0.0)
+                tl.store(target + place, old - value, mask=hit)
+            seen += here
         if shard != 0:
             tl.debug_barrier()
             _add(memory, target, tl.where(good, size, 0))

@@ -1,4 +1,4 @@
-"""Kernels that read messages: the mean of all ranks into gradients, and what was sent out of the residual.
+"""The kernel that reads messages: the mean of all ranks into gradients, and whether the window is good.
 
 A program owns a tile, some elements of one tensor in one region. It reads the messages rank by rank, with a barrier
 between, so that every element gets its terms in the order of ranks: the same sums as on the CPU, on all workers.
@@ -12,23 +12,14 @@ import triton.language as tl
 
 from lightning_safusion.kernels.cuda.elements import (
     BAD,
-    CAPACITY,
-    CODES,
     DESCRIPTION,
     EDGES,
     FAILED,
     FLAGS,
     FRESH,
     GRADS,
-    HIGH,
     INFINITE,
     LANES,
-    LOW,
-    LOW_BITS,
-    PART_BITS,
-    PARTS,
-    RANKS,
-    SCALES,
     SHAPES,
     SUMS,
     load_float,
@@ -36,72 +27,12 @@ from lightning_safusion.kernels.cuda.elements import (
     quotient,
     store_float,
 )
+from lightning_safusion.kernels.cuda.entries import TILE_OFFSET, TILE_SIZE, add_messages
 
 # Elements of a tile that are in registers at a time.
 _PIECE = tl.constexpr(512)
 # Bits of the status of a window. Any of them, and nothing of it leaves the residual.
 DAMAGED, NOT_FINITE, IRREGULAR = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
-
-# Rows of the table of tiles, int32 [8, n], behind that of tensors: the region, elements of it before the tile, elements
-# of the tile, of the tensor before it, buckets before the region, its buckets, and its elements.
-_REGION, _BEGIN, TILE_SIZE = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-TILE_OFFSET, _BUCKET, _BUCKETS, _ELEMENTS = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
-
-
-@triton.jit
-def read_region(
-    message: tl.tensor, shape: tl.tensor, tiles: tl.tensor, tile: tl.tensor, count: tl.tensor
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Entries before the region of a tile and behind it, bits that it has, and whether the ranks are impossible."""
-    region, buckets = tl.load(tiles + _REGION * count + tile), tl.load(tiles + _BUCKETS * count + tile)
-    ranks = message + tl.load(shape + RANKS) + region
-    before, behind = tl.load(ranks), tl.load(ranks + 1)
-    wrong = (before < 0) | (behind < before) | (behind > tl.load(shape + CAPACITY)) | ((region == 0) & (before != 0))
-    behind = tl.where(wrong, before, behind)
-    return before, behind, tl.where(wrong, 0, behind - before + buckets), wrong
-
-
-@triton.jit
-def read_entries(
-    message: tl.tensor,
-    shape: tl.tensor,
-    tensors: tl.tensor,
-    tiles: tl.tensor,
-    tile: tl.tensor,
-    number: tl.tensor,
-    count: tl.tensor,
-    before: tl.tensor,
-    seen: tl.tensor,
-    behind: tl.tensor,
-    at: tl.tensor,
-    length: tl.tensor,
-    BITS: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """What some bits of a region say: values, their places in the tile, which are there, how many, and damage."""
-    low_bits, tensor = tl.load(shape + LOW_BITS), tl.load(tiles + tile)
-    bit = at + tl.arange(0, BITS)
-    place = before + tl.load(tiles + _BUCKET * count + tile) + bit
-    word = tl.load(message + tl.load(shape + HIGH) + (place >> 5), mask=bit < length, other=0)
-    marked = tl.where(bit < length, (word >> (place & 31)) & 1, 0)
-    entry = seen + tl.cumsum(marked, 0) - marked
-    hit = (marked != 0) & (entry < behind)
-    field = entry * low_bits
-    pair = message + tl.load(shape + LOW) + (field >> 5)
-    lower = tl.load(pair, mask=hit, other=0).to(tl.uint32, bitcast=True).to(tl.uint64)
-    upper = tl.load(pair + 1, mask=hit, other=0).to(tl.uint32, bitcast=True).to(tl.uint64)
-    both = ((upper << 32) | lower) >> (field & 31).to(tl.uint64)
-    inside = ((bit - (entry - before)) << low_bits) + (both.to(tl.int32) & ((1 << low_bits) - 1))
-    wrong = tl.max((hit & (inside >= tl.load(tiles + _ELEMENTS * count + tile))).to(tl.int32), 0)
-    begin = tl.load(tiles + _BEGIN * count + tile)
-    hit = hit & (inside >= begin) & (inside < begin + tl.load(tiles + TILE_SIZE * count + tile))
-    in_tensor = tl.load(tiles + TILE_OFFSET * count + tile) - begin + inside
-    part = tl.load(tensors + PARTS * (number + 1) + tensor)
-    part += in_tensor >> tl.load(tensors + PART_BITS * (number + 1) + tensor)
-    scales = (message + tl.load(shape + SCALES)).to(tl.pointer_type(tl.int16))
-    scale = (tl.load(scales + part, mask=hit, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    code = tl.load(message + tl.load(shape + CODES) + (entry >> 3), mask=hit, other=0) >> ((entry & 7) * 4)
-    value = (((code & 7).to(tl.float32) + 0.5) * 0.125) * scale
-    return tl.where((code & 8) != 0, -value, value), inside - begin, hit, tl.sum(marked, 0), wrong
 
 
 @triton.jit
@@ -115,54 +46,6 @@ def _undo(
         added = (lanes < size) & (magnitudes(g) < INFINITE)
         r = tl.load(memory + lanes, mask=added, other=0.0)
         tl.store(memory + lanes, quotient(r - g, tl.zeros([_PIECE], tl.float32) + decay), mask=added)
-
-
-@triton.jit
-def add_messages(
-    messages: tl.tensor,
-    stride: tl.tensor,
-    times: tl.tensor,
-    factor: tl.tensor,
-    sums: tl.tensor,
-    shape: tl.tensor,
-    tensors: tl.tensor,
-    tiles: tl.tensor,
-    tile: tl.tensor,
-    number: tl.tensor,
-    count: tl.tensor,
-    BITS: tl.constexpr,
-) -> tl.tensor:
-    """Adds up in the memory of a tile what some messages have there, one after the other; whether one is damaged.
-
-    Args:
-        messages: int32, the first.
-        stride: Words from one to the next.
-        times: How many.
-        factor: For their values.
-        sums: float32, of the tile; it is overwritten.
-        shape, tensors, tiles, tile, number, count, BITS: See :func:`decode`.
-    """
-    size = tl.load(tiles + TILE_SIZE * count + tile)
-    damaged = tile * 0
-    for at in range(0, size, _PIECE):
-        lanes = at + tl.arange(0, _PIECE)
-        tl.store(sums + lanes, tl.zeros([_PIECE], tl.float32), mask=lanes < size)
-    tl.debug_barrier()
-    for _ in range(times):
-        before, behind, length, wrong = read_region(messages, shape, tiles, tile, count)
-        seen = before
-        for at in range(0, length, BITS):
-            value, place, hit, marked, outside = read_entries(
-                messages, shape, tensors, tiles, tile, number, count, before, seen, behind, at, length, BITS
-            )
-            old = tl.load(sums + place, mask=hit, other=0.0)
-            tl.store(sums + place, old + value * factor, mask=hit)
-            seen += marked
-            damaged |= outside
-        damaged |= (wrong | (seen != behind)).to(tl.int32)
-        messages += stride
-        tl.debug_barrier()
-    return damaged
 
 
 @triton.jit

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from lightning_safusion.kernels.cuda.accumulate import keys_of
-from lightning_safusion.kernels.cuda.decode import TILE_OFFSET, TILE_SIZE, add_messages
 from lightning_safusion.kernels.cuda.elements import EDGES, ELSEWHERE, MOMENTS, magnitudes
+from lightning_safusion.kernels.cuda.entries import TILE_OFFSET, TILE_SIZE, add_messages
 
 # Elements of a tile that are in registers at a time.
 _PIECE = tl.constexpr(512)

@@ -71,18 +71,19 @@ LOOPS: dict[str, Loop] = {
     "count_chunks": Loop(122, 637, 256, 2048),
     "write": Loop(823, 229, 128, 1024),
     "pack": Loop(70, 532, 128, 512),
-    "decode": Loop(253, 414, 128, 256),
-    "decode of owners": Loop(276, 601, 128, 256),
-    "reduce": Loop(251, 170, 128, 256),
-    "reduce by update": Loop(256, 316, 128, 256),
-    "commit": Loop(244, 313, 128, 256),
+    "decode": Loop(212, 469, 128, 256),
+    "decode of owners": Loop(239, 628, 128, 256),
+    "reduce": Loop(212, 206, 128, 256),
+    "reduce by update": Loop(256, 356, 128, 256),
+    "commit": Loop(223, 328, 128, 256),
 }
-# Instructions of each thread in their other loops: for each message of a tile, for each header, and for 512 elements:
-# cleared; delivered; added to the residual of an owner, and compared by update; added to what an owner keeps.
-_RANK, _FLAG, _PIECE = 68, 5, 512
+# Instructions of each thread in their other loops: for each message of a tile, for bits of its region that are passed
+# over, for each header, and for 512 elements: cleared; delivered; added to the residual of an owner, and compared by
+# update; added to what an owner keeps.
+_RANK, _SKIPPED, _FLAG, _PIECE = 81, 43, 5, 512
 _CLEARED, _DELIVERED, _HELD, _KEPT = 21, 69, {False: 87, True: 256}, 44
-# Buckets of a region of positions.
-_REGION = 512
+# Buckets of a region of positions, and bits that are read together.
+_REGION, _BITS = 512, 256
 # Bytes of a sector, and fields of a message in which a program reads some bytes between others.
 _SECTOR, _FIELDS = 32, 5
 # Of writing entries: bytes of one between two kernels, which one writes and the other reads; and those with a scale.
@@ -131,8 +132,11 @@ class Span:
 
     @property
     def read(self) -> float:
-        """Bytes of a message that its readers move: all programs of a region read all of its positions."""
-        return self._positions * max(1.0, self.region / TILE) + self._values + _FIELDS * _SECTOR * self.tiles
+        """Bytes of a message that its readers move: all programs of a region read all of its high bits."""
+        high = (self.entries + self.elements / 2**self.low_bits) / 8 * max(1.0, self.region / TILE)
+        blocks, own = self._blocks
+        low = self.entries * self.low_bits / 8 * (own / blocks) * max(1.0, self.region / TILE)
+        return high + low + self._values + _FIELDS * _SECTOR * self.tiles
 
     @property
     def region(self) -> float:
@@ -162,11 +166,18 @@ class Span:
         """Share of the sectors of eight elements with an entry among them."""
         return 1 - (1 - min(1.0, self.entries / max(self.elements, 1.0))) ** 8
 
+    @property
+    def _blocks(self) -> tuple[float, float]:
+        """Of 256 bits: those of a region, and those of them that have bits of a tile."""
+        bits = self.region / 2**self.low_bits + self.region * self.entries / self.elements
+        blocks = ceil(bits / _BITS)
+        return blocks, min(blocks, bits / _BITS * TILE / self.region + 1) if self.region > TILE else blocks
+
     def reading(self, kernel: str) -> float:
-        """Instructions of reading the entries of one message: every program reads its region, 256 bits at a time."""
-        loop, region = LOOPS[kernel], self.region
-        bits = region / 2**self.low_bits + region * self.entries / self.elements
-        return loop.threads * loop.length * ceil(bits / loop.items) * self.tiles
+        """Instructions of reading the entries of one message: every program looks through its region, 256 bits at a
+        time, and reads those that concern its tile."""
+        loop, (blocks, own) = LOOPS[kernel], self._blocks
+        return loop.threads * (loop.length * own + _SKIPPED * (blocks - own)) * self.tiles
 
 
 def selection(span: Span) -> dict[str, Work]:
@@ -304,7 +315,7 @@ class Shards:
         kernel, n = "reduce by update" if by_update else "reduce", arriving.elements
         held = (_CLEARED + _HELD[by_update]) * n / _PIECE + LOOPS[kernel].once * arriving.tiles
         nbytes = (12 + self.span.weighed) * n + others * arriving.read
-        return Work(1, nbytes, LOOPS[kernel].threads * held + others * _added(kernel, arriving))
+        return Work(1, nbytes, LOOPS[kernel].threads * held + others * _added("reduce", arriving))
 
     def commitment(self) -> dict[str, Work]:
         """What was sent leaves the residual; what others have sent is added to that of its shard, less what it

@@ -61,9 +61,12 @@ def test_means_and_residuals_are_those_of_the_cpu(case: Case, workers: int, seed
     assert torch.equal(headers, rank.exchange.headers)
 
 
-@pytest.mark.parametrize("density", [0.3, 0.1, 0.004])
-def test_compiled_kernels_read_the_same(density: float) -> None:
-    ranks = sent(Case((5000, 700, 9000), density=density, world_size=3), 1)
+@pytest.mark.parametrize(
+    ("density", "sizes"), [(0.3, (5000, 700, 9000)), (0.1, (5000, 700, 9000)), (0.004, (5000, 9000)), (0.02, (40_000,))]
+)
+def test_compiled_kernels_read_the_same(density: float, sizes: tuple[int, ...]) -> None:
+    # the last has several tiles in a region, and several blocks of bits
+    ranks = sent(Case(sizes, density=density, world_size=3), 1)
     means = [torch.zeros(size) for size in ranks[0].case.sizes]
     assert ranks[0].exchange.decode_into(means)
     status, ours, _ = decoded(ranks[0])
@@ -178,6 +181,18 @@ def test_damage_is_noticed() -> None:
     assert status_with(ranks, 2, -(2**31)) & 1
     assert status_with(high, 0, 1 << 3) & 1  # a bit more or less
     assert status_with(low, 0, 0) == 0
+
+
+def test_an_entry_behind_its_region_is_noticed() -> None:
+    rank = sent(Case((20_000,), density=0.02), 5)[0]
+    tables = rank.kernels.tables
+    assert tables.message.runs is not None
+    high, end = fields(rank)[1], tables.room + int(tables.message.runs.buckets[-1]) - 1
+    words = rank.kernels.received.view(torch.int32).view(2, -1)[1, high:]
+    last = max(place for place in range(end) if int(words[place // 32]) >> place % 32 & 1)
+    for place in (last, end):  # its bit changes places with the end of the last bucket
+        words[place // 32] ^= int(np.uint32(1 << place % 32).view(np.int32))
+    assert decoded(rank)[0] & 1
 
 
 def test_an_empty_message_of_a_rank_that_failed_is_read() -> None:
