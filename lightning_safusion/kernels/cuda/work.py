@@ -322,7 +322,7 @@ class Shards:
         delivers."""
         if not self.span.elements:
             return {}
-        sent, owned = commitment(self.sent)["commit"], self.owned
+        sent, owned = commitment(self.sent).get("commit", Work()), self.owned  # one worker sends nothing
         loop, kept = LOOPS["commit"], 12 * owned.elements + 4 * owned.elements * owned.touched
         added = loop.threads * (loop.once * owned.tiles + _KEPT * owned.elements / _PIECE)
         return {"commit": sent + Work(0, kept + owned.read, owned.reading("commit") + added)}
