@@ -29,7 +29,8 @@ _WINDOWS, _COMPARED = 50, 6
 JOBS: dict[str, tuple[dict[str, Any], bool]] = {
     "all-gather, fused kernels": ({"memory": "residual"}, True),
     "all-gather, PyTorch's operations": ({"memory": "residual"}, False),
-    "collective='sharded'": ({"memory": "residual", "collective": "sharded", "by_update": False}, False),
+    "shards, fused kernels": ({"memory": "residual", "collective": "sharded"}, True),
+    "shards, PyTorch's operations": ({"memory": "residual", "collective": "sharded"}, False),
 }
 
 

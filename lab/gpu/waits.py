@@ -28,16 +28,16 @@ _WINDOWS, _WARM = 8, 6
 #: Frames of a stack that are shown, from the innermost of this repository on.
 _FRAMES = 5
 
-#: Jobs over NCCL with one worker, and the budget of their waits in a window; those that must wait have none.
-JOBS: dict[str, tuple[dict[str, Any], bool]] = {
-    "default": ({}, True),
-    "pooled quotas": ({"quota": "pooled", "by_update": False}, True),
-    "a one-element parameter": ({"scalar": True}, True),
-    "bf16 gradients": ({"dtype": torch.bfloat16}, True),
-    "dense tensors": ({"dense": (1, 4)}, True),
-    "collective='allreduce'": ({"collective": "allreduce", "by_update": False, "memory": "residual"}, True),
-    "compressor='gaussiank'": ({"compressor": "gaussiank"}, True),
-    "collective='sharded'": ({"collective": "sharded", "by_update": False}, False),
+#: Jobs over NCCL with one worker; none makes the host wait.
+JOBS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "pooled quotas": {"quota": "pooled", "by_update": False},
+    "a one-element parameter": {"scalar": True},
+    "bf16 gradients": {"dtype": torch.bfloat16},
+    "dense tensors": {"dense": (1, 4)},
+    "collective='allreduce'": {"collective": "allreduce", "by_update": False, "memory": "residual"},
+    "compressor='gaussiank'": {"compressor": "gaussiank"},
+    "collective='sharded'": {"collective": "sharded"},
 }
 
 
@@ -122,7 +122,7 @@ def waits(setting: Setting) -> Iterator[Figure]:
     place = Device(setting.rehearse)
     windows, warm = (1, 3) if setting.rehearse else (_WINDOWS, _WARM)
     with one_worker(place) as transport:
-        for name, (given, never) in JOBS.items():
+        for name, given in JOBS.items():
             job = _job(place, transport, given)
             job.warm(warm)
             place.wait()
@@ -131,10 +131,7 @@ def waits(setting: Setting) -> Iterator[Figure]:
                     job.window()
                 job.engine.settle()
             each, where = stacks.seen.total() / windows, _told(stacks.seen)
-            if never:
-                yield Figure(f"waits of a window: {name}", each, most=0.0, note=where)
-            else:
-                yield note(f"waits of a window: {name}", each, about=where)
+            yield Figure(f"waits of a window: {name}", each, most=0.0, note=where)
             yield note(f"waits for events: {name}", stacks.events.total() / windows, about=_told(stacks.events))
             place.wait()
             del job
