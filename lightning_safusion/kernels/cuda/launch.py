@@ -14,8 +14,8 @@ _WARPS = dict.fromkeys(("compensate", "share", "narrow", "write", "pack", "decod
 #: Version of Triton.
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 # Registers of a thread that a kernel may have. Without a limit some versions of NVIDIA's compiler spill one, so that a
-# multiprocessor has room for another program; with these it has room for 4 and 8. AMD's compiler knows no such limit.
-_REGISTERS = {"write": 128, "decode": 64, "reduce": 64}
+# multiprocessor has room for another program; with these it has room for 4 and 6. AMD's compiler knows no such limit.
+_REGISTERS = {"write": 128, "decode": 80, "reduce": 80, "commit": 80}
 
 
 def options_of(kernel: Any, nvidia: bool = torch.version.hip is None) -> dict[str, Any]:
