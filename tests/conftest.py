@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +14,10 @@ from hypothesis import HealthCheck, settings
 if not torch.cuda.is_available():
     # Before anything imports Triton (transformers does): kernels are tested in its interpreter.
     os.environ["TRITON_INTERPRET"] = "1"
+
+# A shell that starts the tests in the background has them ignore Ctrl-C, and with them all that they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples in every run, none of them too late: machines of continuous integration are slow and shared.
 # To look for new ones: pytest --hypothesis-profile=search
