@@ -165,3 +165,31 @@ class Cluster:
     def close(self) -> None:
         """Ends the threads."""
         self.pool.shutdown()
+
+
+def conserved(cluster: Cluster, steps: int = 6) -> tuple[list[Tensor], list[Tensor]]:
+    """Sum over steps of world_size * update plus residuals, and the sum of all gradients, float64, by tensor."""
+    n = len(cluster.transports)
+    done = [torch.zeros(s.numel, dtype=torch.float64) for s in cluster.specs]
+    given = [torch.zeros(s.numel, dtype=torch.float64) for s in cluster.specs]
+    for step in range(steps):
+        grads = cluster.random_grads(step)
+        means = cluster.step(grads)
+        for rank in range(1, n):
+            assert all(torch.equal(a, b) for a, b in zip(means[0], means[rank], strict=True)), "replicas differ"
+        for i in range(len(cluster.specs)):
+            done[i] += n * means[0][i].double()
+            given[i] += sum(grads[rank][i].double() for rank in range(n))
+    for i in range(len(cluster.specs)):
+        done[i] += sum(cluster.residual(rank, i) for rank in range(n))
+    return done, given
+
+
+def assert_conserved(cluster: Cluster) -> None:
+    """Replicas are equal, and all gradients are in the updates or in a residual."""
+    done, given = conserved(cluster)
+    for spec, a, b in zip(cluster.specs, done, given, strict=True):
+        scale = float(b.abs().max()) if b.numel() else 1.0
+        torch.testing.assert_close(
+            a, b, rtol=0, atol=2e-5 * max(scale, 1e-30), msg=lambda m, name=spec.name: f"{name}: {m}"
+        )

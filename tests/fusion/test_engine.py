@@ -16,7 +16,7 @@ import torch
 
 from lightning_safusion.comm import available_wires
 from lightning_safusion.sparsify import DenseStart, DGCMemory, ResidualMemory, available_sparsifiers
-from tests.cluster import Cluster, settings, specs
+from tests.cluster import Cluster, assert_conserved, conserved, settings, specs
 
 STEPS = 6
 
@@ -34,33 +34,6 @@ def make() -> Iterator[Callable[..., Cluster]]:
     yield build
     for cluster in clusters:
         cluster.close()
-
-
-def run(cluster: Cluster, steps: int = STEPS) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Sum over steps of world_size * update plus residuals, and the sum of all gradients, float64, by tensor."""
-    n = len(cluster.transports)
-    done = [torch.zeros(s.numel, dtype=torch.float64) for s in cluster.specs]
-    given = [torch.zeros(s.numel, dtype=torch.float64) for s in cluster.specs]
-    for step in range(steps):
-        grads = cluster.random_grads(step)
-        means = cluster.step(grads)
-        for rank in range(1, n):
-            assert all(torch.equal(a, b) for a, b in zip(means[0], means[rank], strict=True)), "replicas differ"
-        for i in range(len(cluster.specs)):
-            done[i] += n * means[0][i].double()
-            given[i] += sum(grads[rank][i].double() for rank in range(n))
-    for i in range(len(cluster.specs)):
-        done[i] += sum(cluster.residual(rank, i) for rank in range(n))
-    return done, given
-
-
-def assert_conserved(cluster: Cluster) -> None:
-    done, given = run(cluster)
-    for spec, a, b in zip(cluster.specs, done, given, strict=True):
-        scale = float(b.abs().max()) if b.numel() else 1.0
-        torch.testing.assert_close(
-            a, b, rtol=0, atol=2e-5 * max(scale, 1e-30), msg=lambda m, name=spec.name: f"{name}: {m}"
-        )
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
@@ -117,7 +90,7 @@ def test_nothing_is_lost_in_any_combination(
     for wire, (collective, world_size) in itertools.product(available_wires(), jobs):
         options = {"compressor": compressor, "wire": wire, "collective": collective}
         cluster = make(world_size, tensors=shapes, **options)
-        done, given = run(cluster, steps=3)
+        done, given = conserved(cluster, steps=3)
         for a, b in zip(done, given, strict=True):
             limit = 2e-5 * float(b.abs().max()) if b.numel() else 0.0
             assert not a.numel() or float((a - b).abs().max()) <= limit, (options, world_size)
@@ -155,7 +128,7 @@ def test_nothing_is_lost_when_dense_steps_and_sparse_ones_alternate(make: Callab
 def test_memories_that_do_not_conserve_say_so(make: Callable[..., Cluster], memory: Any) -> None:
     cluster = make(2, memory=memory) if isinstance(memory, str) else make(2, memory=ResidualMemory(0.9))
     assert not cluster.settings[0].memory.conserves
-    done, given = run(cluster)
+    done, given = conserved(cluster)
     assert any((a - b).abs().max() > 0.01 * b.abs().max() for a, b in zip(done, given, strict=True) if b.numel())
 
 
@@ -169,7 +142,7 @@ def test_half_precision_gradients_lose_only_what_their_own_sum_rounds(
     make: Callable[..., Cluster], dtype: torch.dtype, collective: str
 ) -> None:
     cluster = make(2, tensors=specs(dtype=dtype), collective=collective)
-    done, given = run(cluster)
+    done, given = conserved(cluster)
     for a, b in zip(done, given, strict=True):
         # the sparse path returns every rounding to the residual; a dense all-reduce rounds its own sum, as DDP does
         tolerance = 1e-5 if collective == "allgather" else 4 * torch.finfo(dtype).eps

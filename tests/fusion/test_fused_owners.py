@@ -22,8 +22,9 @@ from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.exchange import Notice
 from lightning_safusion.fusion.fused import OwnerShipment
 from lightning_safusion.sparsify.selection.units import Moment, UpdateUnits
-from tests.cluster import Cluster, specs
+from tests.cluster import Cluster, assert_conserved, specs
 from tests.fusion.test_fused import HOST, moments, residuals, shipments
+from tests.fusion.test_fused import same_numbers as same_gradients
 
 # The first has several owners, others one; one is dense by itself.
 SHAPES = ((30, 20), (40,), (1,), (0,), (90,))
@@ -47,11 +48,7 @@ def exchanges(cluster: Cluster, rank: int) -> list[ShardedExchange]:
 
 def same_numbers(clusters: list[Cluster], steps: int = 3) -> None:
     """Gradients, residuals and messages are equal, bit for bit, in every window."""
-    for step in range(steps):
-        device, host = (cluster.step(cluster.random_grads(step)) for cluster in clusters)
-        for ours, theirs in zip(device, host, strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-        assert all(torch.equal(a, b) for a, b in zip(*map(residuals, clusters), strict=True))
+    same_gradients(clusters, steps)
     for rank in range(len(clusters[0].transports)):
         for ours, theirs in zip(*(exchanges(cluster, rank) for cluster in clusters), strict=True):
             assert torch.equal(ours.sending, theirs.sending)
@@ -238,16 +235,5 @@ def test_a_forgotten_window_says_nothing_later(make: Callable[..., Cluster]) -> 
 
 def test_nothing_is_lost(make: Callable[..., Cluster]) -> None:
     cluster = make(world_size=3, tensors=specs(FULL, dense=(1,)))
-    given = [torch.zeros(spec.numel, dtype=torch.float64) for spec in cluster.specs]
-    delivered = [torch.zeros_like(total) for total in given]
-    for step in range(4):
-        grads = cluster.random_grads(step)
-        means = cluster.step(grads)
-        for index, mean in enumerate(means[0]):
-            given[index] += sum(own[index].double() for own in grads)
-            assert all(torch.equal(mean, other[index]) for other in means[1:])
-            delivered[index] += 3 * mean.double()
+    assert_conserved(cluster)
     assert all(isinstance(shipment, OwnerShipment) for shipment in shipments(cluster))
-    for index, total in enumerate(given):
-        held = sum(cluster.residual(rank, index) for rank in range(3))
-        torch.testing.assert_close(delivered[index] + held, total, rtol=1e-5, atol=1e-4)

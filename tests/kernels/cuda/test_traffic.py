@@ -6,6 +6,7 @@ Memory moves in sectors of 32 bytes. What a program reads that it has read or wr
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -95,6 +96,18 @@ def traffic(monkeypatch: pytest.MonkeyPatch) -> Traffic:
     return found
 
 
+def counted(traffic: Traffic, stages: Sequence[dict[str, work.Work]], elements: float, workers: int) -> None:
+    """The kernels move the bytes that the package counts, and no more than the budget."""
+    each = {name: count / elements for name, count in traffic.bytes.items()}
+    print({name: round(count, 2) for name, count in each.items()}, round(sum(each.values()), 2))
+    assert sum(each.values()) <= 55 + 0.5 * workers
+    told: Counter[str] = Counter()
+    for stage in stages:
+        told.update({name: part.nbytes / elements for name, part in stage.items()})
+    for name, count in each.items():
+        assert count == pytest.approx(told[name], abs=0.15), name
+
+
 @pytest.mark.parametrize(("moments", "density"), [(None, 0.1), ([0, 0], 0.1), ([0, 0], 0.02)])
 def test_bytes_of_an_element(traffic: Traffic, moments: list[int] | None, density: float) -> None:
     case = Case((40_000, 20_000), density, world_size=2)
@@ -120,14 +133,9 @@ def test_bytes_of_an_element(traffic: Traffic, moments: list[int] | None, densit
     window = WindowKernels(HOST)
     ranks[1].kernels.decode(DECAY, window.status)
     window.commit([ranks[1].kernels])
-    each = {name: count / sum(case.sizes) for name, count in traffic.bytes.items()}
-    print({name: round(count, 2) for name, count in each.items()}, round(sum(each.values()), 2))
-    assert sum(each.values()) <= 55 + 0.5 * 2
     elements = float(sum(case.sizes))
     span = work.Span(elements, density * elements, len(case.sizes), by_update=moments is not None)
-    told = work.selection(span) | work.decoding(span, 2) | work.commitment(span)
-    for name, count in each.items():
-        assert count == pytest.approx(told[name].nbytes / elements, abs=0.15), name
+    counted(traffic, (work.selection(span), work.decoding(span, 2), work.commitment(span)), elements, 2)
 
 
 @pytest.mark.parametrize("workers", [2, 3])
@@ -175,12 +183,5 @@ def test_bytes_of_an_element_where_owners_reduce(traffic: Traffic, workers: int)
     assert torch.equal(mail.sending, exchange.sending)
     assert torch.equal(mail.delivering, exchange.sums)
     assert torch.equal(torch.cat(grads), mean)
-    each = {name: count / numel for name, count in traffic.bytes.items()}
-    print({name: round(count, 2) for name, count in each.items()}, round(sum(each.values()), 2))
-    assert sum(each.values()) <= 55 + 0.5 * workers
     shards = work.Shards(work.Span(numel, density * numel, len(sizes)), workers, exchange.scattered, exchange.gathered)
-    told: Counter[str] = Counter()
-    for stages in (shards.selection(), shards.decoding(), shards.commitment()):
-        told.update({name: part.nbytes / numel for name, part in stages.items()})
-    for name, count in each.items():
-        assert count == pytest.approx(told[name], abs=0.15), name
+    counted(traffic, (shards.selection(), shards.decoding(), shards.commitment()), numel, workers)
