@@ -9,15 +9,14 @@ import torch
 
 from lightning_safusion.comm import resolve_codec
 from lightning_safusion.fusion.plans.plan import Plan
-from tests.cluster import Cluster, settings, specs
-from tests.fusion.test_engine import run
+from tests.cluster import Cluster, conserved, settings, specs
 
 SIZES = [(40,), (8, 10), (30,)]
 
 
 def test_a_shape_follows_order_and_density() -> None:
     cluster = Cluster(2, lambda: settings(density=0.25, fusion="single"), specs([(40,), (8, 10), (3,)]))
-    run(cluster, 3)
+    conserved(cluster, 3)
     space = cluster.controllers[0].space
     shape = space.shape
     assert shape is space.shape  # made once, not once per window
@@ -35,12 +34,12 @@ def test_a_shape_follows_order_and_density() -> None:
 
 def test_buffers_of_a_replaced_plan_are_forgotten() -> None:
     cluster = Cluster(2, lambda: settings(density=0.25, fusion="wfbp", collective="allgather"), specs(SIZES))
-    run(cluster, 4)
+    conserved(cluster, 4)
     spaces = [controller.space for controller in cluster.controllers]
     assert all(len(space.buffers) >= 3 for space in spaces)
     first = [next(iter(space.buffers.values())) for space in spaces]
     cluster.each(lambda rank: cluster.controllers[rank].planner.use(Plan.from_stops([1, 3]), spaces[rank].shape))
-    run(cluster, 1)
+    conserved(cluster, 1)
     for space, buffer in zip(spaces, first, strict=True):
         assert [group.stop for group in space.buffers] == [1, 3]
         assert space.buffers[buffer.group] is buffer  # it is in both plans

@@ -20,9 +20,8 @@ from lightning_safusion.fusion.events import WindowEvents
 from lightning_safusion.fusion.plans.ticking import Horovod, fuse_ready
 from lightning_safusion.fusion.ticks import Ticks
 from lightning_safusion.sparsify.selection.survey import Selector
-from tests.cluster import Cluster, settings, specs
+from tests.cluster import Cluster, conserved, settings, specs
 from tests.fusion.test_controller import Failing
-from tests.fusion.test_engine import run
 
 
 class Clock:
@@ -166,7 +165,7 @@ def test_nothing_is_lost_and_all_ranks_send_the_same_buffers(
     seen = [Seen() for _ in cluster.controllers]
     for controller, each in zip(cluster.controllers, seen, strict=True):
         controller.observers.append(each)
-    done, given = run(cluster, steps=12)
+    done, given = conserved(cluster, steps=12)
     for result, total in zip(done, given, strict=True):
         torch.testing.assert_close(result, total, rtol=0, atol=2e-5 * float(total.abs().max()) if len(total) else 0)
     assert all(each.windows == seen[0].windows for each in seen)

@@ -21,8 +21,7 @@ from lightning_safusion.fusion.plans.hipress import HiPress, choose_compressed
 from lightning_safusion.fusion.plans.plan import Group, Plan
 from lightning_safusion.fusion.plans.policy import FusionPolicy
 from lightning_safusion.fusion.plans.pricing import predict_finish
-from tests.cluster import Cluster, settings, specs
-from tests.fusion.test_engine import run
+from tests.cluster import Cluster, conserved, settings, specs
 from tests.fusion.test_planning import Job, Rank, actions
 
 COSTS = GroupCosts(
@@ -182,7 +181,7 @@ class Alternating(FusionPolicy):
 @pytest.mark.parametrize("policy", [HiPress(windows=3), Espresso(windows=3)], ids=["hipress", "espresso"])
 def test_nothing_is_lost_and_all_ranks_have_the_same_plan(policy: FusionPolicy, world_size: int) -> None:
     cluster = Cluster(world_size, lambda: settings(fusion=policy, own_buffers=True), measure=True)
-    done, given = run(cluster, steps=8)
+    done, given = conserved(cluster, steps=8)
     for result, total in zip(done, given, strict=True):
         torch.testing.assert_close(result, total, rtol=0, atol=2e-5 * float(total.abs().max()) if len(total) else 0)
     states = {json.dumps(controller.planner.state_dict()) for controller in cluster.controllers}
@@ -194,7 +193,7 @@ def test_nothing_is_lost_and_all_ranks_have_the_same_plan(policy: FusionPolicy, 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 def test_half_precision_keeps_what_each_rank_rounds_off(world_size: int) -> None:
     cluster = Cluster(world_size, lambda: settings(fusion=Alternating(), own_buffers=True))
-    done, given = run(cluster, steps=8)
+    done, given = conserved(cluster, steps=8)
     layout = cluster.controllers[0].space.layout
     report = cluster.controllers[0].report
     assert report is not None

@@ -23,9 +23,8 @@ from lightning_safusion.fusion.plans.policy import FusionPolicy
 from lightning_safusion.fusion.plans.pricing import GroupPricer, predict_finish
 from lightning_safusion.fusion.plans.registry import resolve_fusion
 from lightning_safusion.fusion.plans.searching import Cupcake
-from tests.cluster import Cluster, settings
+from tests.cluster import Cluster, conserved, settings
 from tests.fusion.plans.test_merging import searched
-from tests.fusion.test_engine import run
 from tests.fusion.test_planning import Job, Rank, actions, resumed
 from tests.quick import quick_of
 
@@ -186,7 +185,7 @@ def quick(name: str) -> FusionPolicy:
 @pytest.mark.parametrize("name", ROWS)
 def test_nothing_is_lost_and_all_ranks_have_the_same_plan(name: str, world_size: int) -> None:
     cluster = Cluster(world_size, lambda: settings(fusion=quick(name), **ROWS[name]), measure=True)
-    done, given = run(cluster, steps=30)
+    done, given = conserved(cluster, steps=30)
     for result, total in zip(done, given, strict=True):
         torch.testing.assert_close(result, total, rtol=0, atol=2e-5 * float(total.abs().max()) if len(total) else 0)
     states = {json.dumps(controller.planner.state_dict()) for controller in cluster.controllers}
