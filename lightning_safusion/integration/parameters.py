@@ -149,11 +149,17 @@ def suit_density(
             "AdamW or plain DDP, or name a density, as in SAFusionStrategy(density=0.5), to train so all the same."
         )
     if carried_momentum(memory, density, optimizers, by_update) is not None:
-        averaging = any(map(is_schedule_free, optimizers))
-        density.density = SuitedDensity.PLAIN if averaging else SuitedDensity.WITH_MOMENTUM
+        density.density = max(map(_level_with_momentum, optimizers))
     else:
         cautioned = any(caution(memory, SuitedDensity.PLAIN, optimizer) for optimizer in optimizers)
         density.density = SuitedDensity.CAUTIOUS if cautioned else SuitedDensity.PLAIN
+
+
+def _level_with_momentum(optimizer: torch.optim.Optimizer) -> float:
+    """The lowest density that ended level with dense training, with a momentum in the residual."""
+    if is_schedule_free(optimizer):
+        return SuitedDensity.PLAIN
+    return SuitedDensity.RECTIFIED if isinstance(optimizer, torch.optim.RAdam) else SuitedDensity.WITH_MOMENTUM
 
 
 def caution(memory: Memory, density: float, optimizer: torch.optim.Optimizer, carried: bool = False) -> str | None:

@@ -53,14 +53,14 @@ class SuitedDensity(ConstantDensity):
     """A constant density that follows from the optimizers: what ``density=None`` stands for.
 
     2 % where the residual has a momentum (Adam and its kind), which ended level with dense training on the tasks that
-    judge it (``docs/convergence.md``); 25 % below optimizers with another momentum than SGD's, such as Lion; 10 % below
-    SGD and schedule-free optimizers.
+    judge it (``docs/convergence.md``), 5 % below RAdam; 25 % below optimizers with another momentum than SGD's, such as
+    Lion; 10 % below SGD and schedule-free optimizers.
 
     Attributes:
         density: 10 % until the optimizers are known: at less SGD's momentum would count as the residual's.
     """
 
-    WITH_MOMENTUM, PLAIN, CAUTIOUS = 0.02, 0.1, 0.25
+    WITH_MOMENTUM, RECTIFIED, PLAIN, CAUTIOUS = 0.02, 0.05, 0.1, 0.25
 
     def __init__(self) -> None:
         super().__init__(self.PLAIN)

@@ -214,7 +214,7 @@ def schedule_free(params: Any) -> Optimizer:
     ("make", "expected", "plain"),
     [
         (AdamW, 0.02, 0.25),
-        (RAdam, 0.02, 0.25),
+        (RAdam, 0.05, 0.25),
         (NAdam, 0.02, 0.25),
         (lambda params: AdamW(params, betas=(0.0, 0.99)), 0.02, 0.1),
         (lambda params: SGD(params, 0.1, momentum=0.9), 0.1, 0.1),
