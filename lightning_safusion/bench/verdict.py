@@ -8,13 +8,13 @@ from math import inf
 from statistics import fmean, median
 from typing import Any
 
-from lightning_safusion.bench.accuracy import known_accuracy
 from lightning_safusion.bench.forecast import WORTH, rate_in_words
 from lightning_safusion.bench.measure import FLOOR, IN_STEP
 from lightning_safusion.bench.results import SystemFigures
 from lightning_safusion.bench.rows import parse_row
 from lightning_safusion.bench.turns import Turned
 from lightning_safusion.systems import DEFAULT
+from lightning_safusion.systems.accuracy import known_accuracy
 
 #: The strategy of the user's own file, where that is no plain DDP.
 YOURS = "yours"

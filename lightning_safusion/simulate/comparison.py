@@ -11,8 +11,8 @@ from typing import Any
 from lightning_safusion.simulate.cluster import resolve_link
 from lightning_safusion.simulate.job import Job
 from lightning_safusion.simulate.systems import SIMULATED, is_counted, run_system
-from lightning_safusion.sparsify.schedule import SuitedDensity
 from lightning_safusion.systems import SYSTEMS
+from lightning_safusion.systems.accuracy import known_accuracy
 
 #: All systems are compared with this dense exchange, which needs no other package.
 BASELINE = "ddp-bf16"
@@ -109,8 +109,14 @@ def when_to_compress(rows: Sequence[PlanRow], job: Job) -> str:
     )
 
 
-def recommend(rows: Sequence[PlanRow], density: float) -> tuple[list[str], str]:
-    """Sentences that recommend a system, and its settings for LightningCLI."""
+def recommend(rows: Sequence[PlanRow], density: float, optimizer: str) -> tuple[list[str], str]:
+    """Sentences that recommend a system, and its settings for LightningCLI.
+
+    Args:
+        rows: Of :func:`plan_table`.
+        density: Share of the elements that sparse rows send.
+        optimizer: Name of its class.
+    """
     best = best_sparse(rows)
     lines = ["trainer:", "  strategy:", "    class_path: lightning_safusion.SAFusionStrategy", "    init_args:"]
     if best is None:
@@ -120,16 +126,8 @@ def recommend(rows: Sequence[PlanRow], density: float) -> tuple[list[str], str]:
         f"{best.system!r} takes {best.iteration_s * 1e3:.1f} ms per iteration, "
         f"{best.speedup:.2f} times as fast as DDP in bf16; {best.exposed_s * 1e3:.1f} ms are exposed."
     )
-    accuracy = (
-        f"Times say nothing about accuracy, which depends on the density ({density:g} here) and on the optimizer. In "
-        "short trainings with the default system (docs/convergence.md), small networks with AdamW ended level with "
-        "dense training at densities from 0.01 to 0.1, and vision models with SGD within a point."
-    )
-    if density < SuitedDensity.WITH_MOMENTUM:
-        safe = f"{SuitedDensity.WITH_MOMENTUM:g} or more"
-        accuracy += f" With Adam or AdamW begin at density {safe}, and compare with a dense run."
     lines += [f"      system: {best.system}", f"      density: {density}"]
-    return [verdict, accuracy], "\n".join(lines) + "\n"
+    return [verdict, known_accuracy(best.system, density, [optimizer])], "\n".join(lines) + "\n"
 
 
 def sweep_table(

@@ -22,6 +22,7 @@ from lightning_safusion.simulate.job import Job
 from lightning_safusion.simulate.systems import SIMULATED
 from lightning_safusion.simulate.trace import resolve_trace
 from lightning_safusion.systems import SYSTEMS
+from lightning_safusion.systems.accuracy import default_density
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,7 +48,8 @@ def run_plan(
     nodes: int = 8,
     gpus_per_node: int = 8,
     bandwidth: str = "25gbit",
-    density: float = 0.01,
+    optimizer: str = "AdamW",
+    density: float | None = None,
     entry_bytes: float = 6.0,
     device: str = "a100",
     jitter: float | None = None,
@@ -64,7 +66,9 @@ def run_plan(
         nodes: Nodes of the cluster.
         gpus_per_node: Workers in each node; they share its network card.
         bandwidth: Of one node's network card, such as 25gbit.
-        density: Share of the gradient that sparse systems send.
+        optimizer: Class of the job's optimizer, such as AdamW or SGD: says what is known about accuracy.
+        density: Share of the gradient that sparse systems send; by default what SAFusionStrategy() takes below
+            the optimizer.
         entry_bytes: Bytes of a sent entry with its position: 8, 6 or 4.
         device: "a100", "h100", or the JSON file that "python -m lab gpu" has written on one: the speeds by which the
             counted work of selecting, packing and decoding becomes seconds.
@@ -82,6 +86,7 @@ def run_plan(
         ValueError: If a name is unknown or a number makes no sense.
     """
     job_trace = resolve_trace(trace)
+    density = default_density(optimizer) if density is None else density
     costs = Calibration.load(calibration) if calibration is not None else None
     if costs is not None:
         cluster = Cluster.calibrated(costs, nodes, gpus_per_node, jitter, seed, resolve_device(device))
@@ -103,7 +108,7 @@ def run_plan(
         console.print(literal(f"Costs: {costs.source}."))
     if costs is None or costs.host is None:
         console.print(literal(f"Device: {cluster.device.described}; its work is counted."))
-    sentences, settings = recommend(rows, density)
+    sentences, settings = recommend(rows, density, optimizer)
     if costs is None:
         sentences.insert(1, when_to_compress(rows, job))
     for sentence in sentences:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_safusion.bench.accuracy import known_accuracy
 from lightning_safusion.bench.forecast import Recorded, rate_in_words, turning_point
 from lightning_safusion.bench.job import with_strategy
 from lightning_safusion.bench.outcome import figures_of
@@ -19,6 +18,7 @@ from lightning_safusion.bench.verdict import Verdict, best_strategy, decide, jud
 from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.simulate.calibration import Calibration, CollectiveSample, CollectiveTimes
 from lightning_safusion.simulate.trace import Trace, TraceTensor
+from lightning_safusion.systems.accuracy import known_accuracy
 
 DEFAULT, SPARSE, DENSER = "saf-pooled", "saf-pooled[density=0.02]", "saf-pooled[density=0.1]"
 REPORT: dict[str, Any] = {

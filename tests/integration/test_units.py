@@ -25,9 +25,10 @@ from lightning_safusion import SAFusionStrategy
 from lightning_safusion.integration.optimizer import MomentumSwitch
 from lightning_safusion.integration.pace import Pace
 from lightning_safusion.integration.parameters import suit_density
-from lightning_safusion.integration.units import DENSE_WINDOWS, SecondMoments
+from lightning_safusion.integration.units import DENSE_WINDOWS, SecondMoments, is_schedule_free
 from lightning_safusion.sparsify import AutoMemory
 from lightning_safusion.sparsify.schedule import SuitedDensity
+from lightning_safusion.systems.accuracy import default_density
 from tests.models import TinyClassifier, classification, trainer
 from tests.process_group import run_launched
 
@@ -237,6 +238,9 @@ def test_the_density_suits_the_optimizers(make: Callable[[Any], Optimizer], expe
         return found
 
     assert run_launched(2, run) == [[expected, 0.05, plain]] * 2
+    optimizer = make([nn.Parameter(torch.ones(2))])
+    name = "schedule-free" if is_schedule_free(optimizer) else type(optimizer).__name__
+    assert default_density(name) == expected  # what "safusion plan" takes
 
 
 def test_muon_is_refused_unless_a_density_is_named() -> None:

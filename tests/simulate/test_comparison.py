@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +51,9 @@ def test_sparse_is_recommended_where_it_pays() -> None:
     assert best is not None
     assert best.system == "safusion"
     assert min(rows, key=lambda row: row.iteration_s).system == "gtopk"  # faster, but it loses gradients
-    (verdict, accuracy), settings = recommend(rows, 0.01)
+    (verdict, accuracy), settings = recommend(rows, 0.01, "AdamW")
     assert "'safusion'" in verdict
-    assert "density (0.01 here)" in accuracy
+    assert "with AdamW and safusion is not known" in accuracy
     strategy = yaml.safe_load(settings)["trainer"]["strategy"]
     assert strategy["class_path"] == "lightning_safusion.SAFusionStrategy"
     assert strategy["init_args"] == {"system": "safusion", "density": 0.01}
@@ -62,21 +62,24 @@ def test_sparse_is_recommended_where_it_pays() -> None:
 def test_dense_is_recommended_where_it_is_better() -> None:
     rows = plan_table(FAST, SOME)
     assert best_sparse(rows) is None
-    (verdict,), settings = recommend(rows, 0.1)
+    (verdict,), settings = recommend(rows, 0.1, "SGD")
     assert verdict.startswith("Dense DDP is the better choice")
     assert yaml.safe_load(settings)["trainer"]["strategy"]["init_args"] == {"system": "ddp-bf16"}
 
 
-@pytest.mark.parametrize(("density", "low"), [(0.01, True), (0.02, False)])
-def test_a_sparse_recommendation_warns_of_low_densities(density: float, low: bool) -> None:
-    (_, accuracy), _ = recommend(plan_table(replace(SLOW, density=density), SOME), density)
-    assert ("AdamW begin at density 0.02" in accuracy) == low
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [("AdamW", "density of 0.01 ended between 5.1 % below"), ("SGD", "0.01 ended within a point")],
+)
+def test_a_recommendation_says_what_is_known_of_accuracy(optimizer: str, words: str) -> None:
+    (_, accuracy), _ = recommend(plan_table(SLOW, ["saf-pooled"]), 0.01, optimizer)
+    assert words in accuracy
 
 
 def test_systems_of_the_simulator_alone_are_not_recommended() -> None:
     rows = plan_table(Job(LSTM, Cluster(8, 8, LINKS["10gbit"])), ["safusion-hierarchical", "safusion", "ddp-bf16"])
     assert min(rows, key=lambda row: row.iteration_s).system == "safusion-hierarchical"
-    _, settings = recommend(rows, 0.01)
+    _, settings = recommend(rows, 0.01, "AdamW")
     strategy = SAFusionStrategy(**yaml.safe_load(settings)["trainer"]["strategy"]["init_args"])
     assert strategy.system in SYSTEMS
 
@@ -127,7 +130,7 @@ def test_sweep_texts() -> None:
 
 def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments: dict[str, Any] = {"nodes": 8, "gpus_per_node": 1, "bandwidth": "1gbit", "systems": SOME}
-    run_plan("lstm", **arguments, sweep="density=0.01,0.5", output=str(tmp_path / "out"))
+    run_plan("lstm", **arguments, density=0.01, sweep="density=0.01,0.5", output=str(tmp_path / "out"))
     printed = capsys.readouterr().out
     for text in (*SOME, "class_path: lightning_safusion.SAFusionStrategy", "modelled, not measured"):
         assert text in " ".join(printed.split())
@@ -140,6 +143,23 @@ def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
     with (tmp_path / "out" / "plan.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert [float(row["iteration_s"]) for row in rows] == [record["iteration_s"] for record in records]
+
+
+@pytest.mark.parametrize(("options", "density"), [({}, 0.02), ({"optimizer": "SGD"}, 0.1), ({"density": 0.3}, 0.3)])
+def test_the_command_begins_with_the_default_density(
+    options: dict[str, Any], density: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_plan("lstm", bandwidth="1gbit", systems="saf-pooled", **options)
+    printed = capsys.readouterr().out
+    assert f"density: {density}\n" in printed
+    assert f"Accuracy with {options.get('optimizer', 'AdamW')}" in " ".join(printed.split())
+
+
+def test_an_unknown_optimizer_needs_a_density() -> None:
+    with pytest.raises(ValueError, match=r"'Shampoo': nothing is known .* name a density"):
+        run_plan("lstm", optimizer="Shampoo")
+    with pytest.raises(ValueError, match="'Muon': no density"):
+        run_plan("lstm", optimizer="Muon")
 
 
 def test_the_command_takes_a_recorded_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

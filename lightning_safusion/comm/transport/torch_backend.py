@@ -29,8 +29,8 @@ from lightning_safusion.comm.transport.interface import (
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None))
 _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", getattr(dist, "reduce_scatter_tensor", None))
 _SWAPPED = 1 << 18  # bytes, from which on it takes no longer to broadcast two messages than to gather them
-# Bytes of a message up to which gloo's ring, whose rounds follow each other, takes up to 2.5 times as long (4 and 8 workers
-# on two cores) as sending it to all at once; from twice as many on the ring is faster.
+# Bytes of a message up to which gloo's ring, whose rounds follow each other, takes up to 2.5 times as long (4 and 8
+# workers on two cores) as sending it to all at once; from twice as many on the ring is faster.
 _AT_ONCE = 1 << 19
 
 
@@ -122,8 +122,8 @@ class TorchTransport(Transport):
         group: The process group; ``None`` is the default group. It is used, never destroyed.
         timeout: Of the groups that :meth:`subgroup` makes; their backend's default, not that of the default group,
             where it is None.
-        shared_cards: Several workers of a node share its network card. Gloo's messages then go around, where one crosses
-            the card of a node once, and not to each worker of a node by itself.
+        shared_cards: Several workers of a node share its network card. Gloo's messages then go around a ring, where
+            one crosses the card of a node once, and not to each worker of a node by itself.
 
     Raises:
         RuntimeError: If torch.distributed is not initialised.
@@ -234,7 +234,9 @@ class TorchTransport(Transport):
 
 def default_transport(timeout: timedelta | None = None, shared_cards: bool = False) -> Transport:
     """The default process group, or a single worker where there is none; arguments as in :class:`TorchTransport`."""
-    return TorchTransport(None, timeout, shared_cards) if dist.is_available() and dist.is_initialized() else SoloTransport()
+    if dist.is_available() and dist.is_initialized():
+        return TorchTransport(None, timeout, shared_cards)
+    return SoloTransport()
 
 
 @cache

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+from lightning_safusion.sparsify.schedule import SuitedDensity
+from lightning_safusion.systems.rows import DEFAULT
+
 _SOURCE = "docs/convergence.md"
 #: By optimizer and density: how training with the default ended beside dense training, on small networks.
 #: Losses: above is worse. Points of accuracy: above is better.
@@ -30,7 +33,7 @@ _MEASURED: Mapping[str, Mapping[float, str]] = MappingProxyType(
             0.002: "up to half a point below dense training's accuracy on images, 11 % above its loss on an LSTM",
         },
         "NAdam": {0.1: "level (0.2 % below)", 0.05: "level (0.2 % below)", 0.02: "level (0.1 % below)"},
-        "RAdam": {0.1: "level (0.2 % below)", 0.05: "level (0.3 % below)", 0.02: "0.6 % above dense training's loss"},
+        "RAdam": {0.1: "level (0.2 % below)", 0.05: "level (0.1 % below)", 0.02: "0.6 % above dense training's loss"},
         "RMSprop": {0.1: "level (0.4 % below)", 0.05: "level (0.4 % below)", 0.02: "level (0.1 % above)"},
         "Adagrad": {0.1: "0.5 % above dense training's loss", 0.05: "level", 0.02: "level (0.8 % below)"},
         "Adafactor": {0.1: "2.0 % below dense training's loss", 0.05: "2.3 % below", 0.02: "2.0 % below"},
@@ -47,7 +50,36 @@ _HOOKS: Mapping[str, str] = MappingProxyType(
         "powersgd-rank4": "PowerSGD of rank 4 ended 16 % above dense training's loss on a small transformer with AdamW",
     }
 )
-_DEFAULTS = ("saf-pooled",)
+#: Densities of ``density=None``, where they are not that of Adam's kind.
+_DENSITIES: Mapping[str, float] = MappingProxyType(
+    {
+        "SGD": SuitedDensity.PLAIN,
+        "schedule-free": SuitedDensity.PLAIN,
+        "RAdam": SuitedDensity.RECTIFIED,
+        "Lion": SuitedDensity.CAUTIOUS,
+    }
+)
+
+
+def default_density(optimizer: str) -> float:
+    """The density that ``SAFusionStrategy()`` takes below an optimizer of which something is known.
+
+    Args:
+        optimizer: Name of its class; schedule-free ones begin with that word.
+
+    Raises:
+        ValueError: If nothing is known of it, or no density is good.
+    """
+    name = _kind(optimizer)
+    if name not in _MEASURED or name == "Muon":
+        reason = "no density is known to end level with dense training" if name == "Muon" else "nothing is known of it"
+        known = ", ".join(each for each in _MEASURED if each != "Muon")
+        raise ValueError(f"optimizer {optimizer!r}: {reason}; name a density as well, or one of {known}")
+    return _DENSITIES.get(name, SuitedDensity.WITH_MOMENTUM)
+
+
+def _kind(optimizer: str) -> str:
+    return "schedule-free" if optimizer.startswith("schedule-free") else optimizer
 
 
 def known_accuracy(system: str, density: float | None, optimizers: Sequence[str], cautions: Sequence[str] = ()) -> str:
@@ -63,8 +95,8 @@ def known_accuracy(system: str, density: float | None, optimizers: Sequence[str]
         return f"{_HOOKS[system]} ({_SOURCE})."
     words = [f"{caution}." for caution in cautions]
     for optimizer in dict.fromkeys(optimizers):
-        table = _MEASURED.get("schedule-free" if optimizer.startswith("schedule-free") else optimizer)
-        if system not in _DEFAULTS or table is None or density is None:
+        table = _MEASURED.get(_kind(optimizer))
+        if system != DEFAULT or table is None or density is None:
             words.append(f"Accuracy with {optimizer} and {system} is not known: compare with a dense run.")
             continue
         # what is sent less of is not known to end better: the nearest density that is no larger, else the least
