@@ -1,6 +1,6 @@
 """SAFusion in one changed line: ``python quickstart.py`` trains on two CPU workers.
 
-The papers' setting is ``SAFusionStrategy(compressor="gaussiank", density=0.05)``.
+The scheme of the SAFusion paper is ``SAFusionStrategy(system="safusion-paper", compressor="gaussiank", density=0.05)``.
 """
 
 from __future__ import annotations

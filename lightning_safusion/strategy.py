@@ -68,9 +68,9 @@ class SAFusionStrategy(DDPStrategy):
         compressor: Chooses the elements to send: ``"topk"``, ``"randomk"``, ``"threshold"``, ``"dgc"``,
             ``"gaussiank"``, ``"redsync"``, ``"sidco"``, ``"adtopk"``, ``"oktopk"``, ``"none"``, the name of an
             installed one, or a ``Sparsifier``.
-        density: Share of the elements to send, in (0, 1], or a ``DensitySchedule``. None: 0.02 where the residual
-            has a momentum (Adam and its kind with ``memory="auto"``), 0.25 below Lion and others with a momentum of
-            their own, else 0.1; Muon needs a number.
+        density: Share of the elements to send, in (0, 1], or a ``DensitySchedule``. None, with ``memory="auto"``: 0.02
+            below Adam, AdamW, NAdam, RMSprop, Adagrad and Adafactor, 0.05 below RAdam, 0.1 below SGD and schedule-free
+            optimizers, 0.25 below Lion and others with a momentum; Muon needs a number.
         system: A scheme by name; ``safusion systems`` lists and explains them all. ``"saf-pooled"``, the default, is
             SAFusion with four bits per value, ``quota="auto"``, ``memory="auto"`` and ``select_by="auto"``. Its quota
             rule and wire format change where another argument needs it.

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lab.virtual.transport import local_transports
+from lightning_safusion.comm.collectives.multiphase import MultiPhaseExchange
 from lightning_safusion.fusion.build import build_engine
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.layout import TensorSpec
@@ -118,7 +119,7 @@ class Engines(Averager):
         transports = local_transports(workers)
         settings = [make_settings() for _ in range(workers)]
         # exchanges in several phases wait for each other while they are launched
-        self._waiting = not settings[0].collective_over(workers).stream_ordered
+        self._waiting = issubclass(settings[0].collective_over(workers).exchange, MultiPhaseExchange)
         self.controllers: list[Engine] = list(
             self._pool.map(
                 lambda rank: build_engine(settings[rank], specs, transports[rank], torch.device("cpu"), measure=False),

@@ -59,7 +59,7 @@ def run_bench(
     among the rows.
 
     Args:
-        systems: Names, separated by commas; "safusion systems" lists them. With options: "saf-pooled[wire=q4]".
+        systems: Names, separated by commas; "safusion systems" lists them. With options: "saf-pooled[wire=bf16]".
         config: File of LightningCLI: the job to measure.
         model: "conv", "transformer" or "lstm", on random data; or a LightningModule, package.module:Class.
         data: A LightningDataModule, package.module:Class; of a job of yours.
@@ -76,7 +76,7 @@ def run_bench(
         rounds: Turns of each system: 6; of a job of yours 4.
         block: Steps of a turn; the first does not count.
         warmup: Steps of each system before the first round: 30; of a job of yours 45, for systems that learn.
-        minutes: No round of a job of yours begins later: 10.
+        minutes: No round of a job of yours begins after so many minutes, but for the first: 10.
         keep_callbacks: Classes of a job's callbacks that train with it. All others are left out, but for those of
             Lightning that change a training step and write nothing.
         seed: Of weights and batches.

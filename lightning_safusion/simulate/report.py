@@ -66,16 +66,19 @@ def run_plan(
         nodes: Nodes of the cluster.
         gpus_per_node: Workers in each node; they share its network card.
         bandwidth: Of one node's network card, such as 25gbit.
-        optimizer: Class of the job's optimizer, such as AdamW or SGD: says what is known about accuracy.
+        optimizer: Class of the job's optimizer, such as AdamW or SGD ("schedule-free" for those of schedulefree):
+            decides the density, and what is said about accuracy.
         density: Share of the gradient that sparse systems send; by default what SAFusionStrategy() takes below
             the optimizer.
-        entry_bytes: Bytes of a sent entry with its position: 8, 6 or 4.
+        entry_bytes: Bytes of a sent entry with its position, of systems with lossless values: 8, 6 or 4. The default
+            system has its own.
         device: "a100", "h100", or the JSON file that "python -m lab gpu" has written on one: the speeds by which the
             counted work of selecting, packing and decoding becomes seconds.
         jitter: Relative standard deviation of computing times between workers; by default that of the calibration, or
             none.
         seed: Of the jitter.
-        calibration: JSON file of "safusion bench --calibrate": its costs replace bandwidth, entry_bytes and device.
+        calibration: JSON file of "safusion bench --calibrate": its costs replace bandwidth, entry_bytes, and
+            device where it was made on CPUs.
         systems: Systems to compare, separated by commas; all by default.
         sweep: Also vary something: "bandwidth", "density" or "nodes", or with values, as in "bandwidth=10gbit,25gbit";
             several are separated by spaces.

@@ -24,7 +24,7 @@ FOUND = {
     "numerics": (20, "messages, means, residuals: ties"),
     "passes": (26, "write: of the copy's bandwidth"),
     "windows": (12, "launches, 8 workers"),
-    "races": (3, "8 windows with random delays equal those of one kernel at a time"),
+    "races": (4, "8 windows with random delays equal those of one kernel at a time"),
     "graphs": (5, "3 replays write the bytes of plain launches"),
     "processes": (11, "replicas are equal: default"),
     "trainer": (22, "bf16-mixed: step over DDP's"),

@@ -67,6 +67,13 @@ def test_one_thread_does_what_one_per_worker_does(
     assert alone >= 3  # only plans are agreed on
 
 
+def test_exchanges_in_phases_wait_for_each_other(make: Callable[..., Engines]) -> None:
+    engines = make(Scheme("auto", density=0.1, memory="auto", wire="q4", workers=3, collective="sharded"))
+    for step in range(5):
+        engines.average(gradients(3, step))  # compares the replicas
+    assert 0 < engines.bytes_sent < sum(4 * spec.numel for spec in SPECS)
+
+
 def test_a_density_that_changes_in_every_step_is_agreed_on(make: Callable[..., Engines]) -> None:
     engines = make(Scheme("ahead", ramp=1.0, dense_start=0.3), steps=8)
     for step in range(8):
