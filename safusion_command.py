@@ -224,7 +224,8 @@ def _constants(nodes: Iterable[ast.stmt]) -> Iterable[tuple[str, Any]]:
 
 
 def spelled(args: Sequence[str], function: Callable[..., Any]) -> list[str]:
-    """Arguments as jsonargparse reads them: dashes in options, JSON for several values, a value for each flag.
+    """Arguments as jsonargparse reads them: dashes in options, JSON for several values (of an option that was given
+    several times, all), a value for each flag.
 
     Args:
         args: As they were given.
@@ -238,6 +239,7 @@ def spelled(args: Sequence[str], function: Callable[..., Any]) -> list[str]:
     flags = {name for name in known if hints.get(name) in (bool, bool | None)}
     several = {name for name in hints if str(hints[name]).startswith(("list", "collections.abc.Sequence"))}
     left, result = list(args), []
+    lists: dict[str, tuple[int, list[str]]] = {}  # place in the result, values
     while left:
         word = left.pop(0)
         if not word.startswith("--"):
@@ -253,7 +255,12 @@ def spelled(args: Sequence[str], function: Callable[..., Any]) -> list[str]:
             from lightning_safusion.bench.rows import split  # the subcommand imports the package next
 
             text = value if equals else left.pop(0)
-            equals, value = "=", text if text.startswith("[") else json.dumps(split(text))
+            if not text.startswith("["):
+                place, values = lists.setdefault(name, (len(result), []))
+                values.extend(split(text))
+                result[place:] = [f"--{name.replace('_', '-')}={json.dumps(values)}", *result[place + 1 :]]
+                continue
+            equals, value = "=", text
         result.append(f"--{name.replace('_', '-')}{equals}{value}")
     return result
 

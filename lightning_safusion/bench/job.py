@@ -6,23 +6,25 @@ import importlib
 import json
 import os
 import sys
+import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, callbacks
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
 
+from lightning_safusion.bench.files import fit_alone, read_files
 from lightning_safusion.lookup import suggestion
 
-#: Arguments of the Trainer that say how long it trains, and what it shows and writes: a benchmark has its own.
+#: Arguments of the Trainer that say what it shows, validates and writes: a benchmark has its own.
 OWN_ARGUMENTS = (
     *("logger", "callbacks", "strategy", "profiler", "default_root_dir", "barebones", "fast_dev_run"),
-    *("max_epochs", "min_epochs", "max_steps", "min_steps", "max_time", "overfit_batches"),
+    *("min_epochs", "min_steps", "max_time", "overfit_batches"),
     *("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches"),
     *("val_check_interval", "check_val_every_n_epoch", "num_sanity_val_steps"),
     *("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "enable_autolog_hparams"),
@@ -36,9 +38,10 @@ class JobOptions:
     """What the command was given: plain values, the same in every process.
 
     Args:
-        config: LightningCLI file; None: the classes have all arguments by default.
+        config: LightningCLI files, later ones win; none: the classes have all arguments by default.
         model: ``package.module:Class``; None: the file names it.
         data: The same of the data.
+        cli: The same of a LightningCLI of the user's own, which may link arguments or add some.
         systems: Rows to compare, besides those that are always compared.
         workers: Processes on each machine, where no launcher has started them; None: as the trainer says.
         keep_callbacks: Names of classes of callbacks that train with the benchmark.
@@ -51,9 +54,10 @@ class JobOptions:
         output: Folder for the results.
     """
 
-    config: str | None = None
+    config: tuple[str, ...] = ()
     model: str | None = None
     data: str | None = None
+    cli: str | None = None
     systems: tuple[str, ...] = ()
     workers: int | None = None
     keep_callbacks: tuple[str, ...] = ()
@@ -73,7 +77,7 @@ class JobOptions:
     def from_json(cls, text: str) -> JobOptions:
         """Reads what :meth:`to_json` returned."""
         given = json.loads(text)
-        tuples = {name: tuple(given[name]) for name in ("systems", "keep_callbacks")}
+        tuples = {name: tuple(given[name]) for name in ("config", "systems", "keep_callbacks")}
         return cls(**given | tuples)
 
 
@@ -128,12 +132,14 @@ class Job:
     Args:
         trainer: Arguments of the Trainer, without :data:`OWN_ARGUMENTS`.
         strategy: The user's, which has never been used.
+        group: Arguments of DDPStrategy that the process group is made with: the user's.
         left_out: What the benchmark leaves out, in words.
         content: The user's file; empty without one.
     """
 
     trainer: dict[str, Any]
     strategy: DDPStrategy
+    group: dict[str, Any]
     left_out: list[str]
     content: dict[str, Any]
     _cli: _CLI
@@ -171,32 +177,31 @@ def parse_job(options: JobOptions) -> Job:
         sys.path.insert(0, os.getcwd())  # as `python script.py` would find them
     model = _class(options.model, LightningModule, "model")
     data = _class(options.data, LightningDataModule, "data")
-    content: dict[str, Any] = {}
-    args = ["fit"]
-    if options.config is not None:
-        path = Path(options.config)
-        if not path.is_file():
-            raise ValueError(f"there is no file {options.config}: give a file of LightningCLI, or --model and --data")
-        import yaml  # of the extra cli
-
-        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-        config = ["--config", str(path)]
-        args = [*config, "fit"] if "fit" in content else ["fit", *config]
-    elif model is None:
+    own = _class(options.cli, LightningCLI, "cli")
+    kind = _CLI if own is None else type("_OwnCLI", (_CLI, own), {})
+    content, below_fit = read_files(options.config)
+    if not options.config and model is None:
         raise ValueError("a job needs a file (--config) or a model (--model package.module:Class)")
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
         warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
-        cli = _CLI(
+        paths = [part for path in options.config for part in ("--config", fit_alone(path, folder))]
+        cli = kind(
             options.keep_callbacks,
             model_class=model,
             datamodule_class=data,
             save_config_callback=None,
             seed_everything_default=options.seed,
-            args=args,
+            args=["fit", *paths] if below_fit else [*paths, "fit"],
         )
     trainer = vars(cli.settings["trainer"])
     parsed = {name: value for name, value in trainer.items() if name not in (*OWN_ARGUMENTS, "plugins")}
-    return Job(parsed, DDPStrategy(), cli.left_out, content, cli)
+    return Job(parsed, DDPStrategy(), _group_options(trainer.get("strategy")), cli.left_out, content, cli)
+
+
+def _group_options(strategy: Any) -> dict[str, Any]:
+    """Arguments of the user's strategy that say how the process group is made."""
+    given = vars(getattr(strategy, "init_args", None) or Namespace())
+    return {name: given[name] for name in ("process_group_backend", "timeout") if given.get(name) is not None}
 
 
 def user_strategy(given: str | Strategy | None) -> DDPStrategy:
@@ -221,25 +226,6 @@ def keeps(kind: type, named: Sequence[str]) -> bool:
     """Whether callbacks of a class train with the benchmark: they change a step and write nothing, or were named."""
     known = tuple(getattr(callbacks, name) for name in _KEPT if hasattr(callbacks, name))
     return kind.__name__ in named or (issubclass(kind, known) and kind.__module__.startswith("lightning."))
-
-
-def with_strategy(content: Mapping[str, Any], strategy: Mapping[str, Any] | None) -> str:
-    """A user's file with another strategy, as YAML; the section of the trainer alone where there is no file.
-
-    Args:
-        content: Of the file.
-        strategy: ``class_path`` and ``init_args``; None leaves the user's own.
-    """
-    copy: dict[str, Any] = json.loads(json.dumps(content, default=str))
-    inner = copy["fit"] if isinstance(copy.get("fit"), dict) else copy
-    trainer = inner["trainer"] = dict(inner.get("trainer") or {})
-    if strategy is not None:
-        trainer["strategy"] = dict(strategy)
-    elif not content:
-        trainer["strategy"] = "ddp"
-    import yaml  # of the extra cli
-
-    return yaml.safe_dump(copy, sort_keys=False)
 
 
 def _class(path: str | None, kind: type, what: str) -> Any:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_safusion.bench.job import JobOptions
@@ -41,7 +42,7 @@ def counted(arguments: Mapping[str, Any], workers: int | None) -> dict[str, Any]
     if {"LOCAL_WORLD_SIZE", "WORLD_SIZE"} <= environ.keys():  # torchrun
         here = int(environ["LOCAL_WORLD_SIZE"])
         return chosen | {"devices": here, "num_nodes": max(1, int(environ["WORLD_SIZE"]) // here)}
-    if {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_NNODES"} <= environ.keys():  # srun
+    if SLURMEnvironment.detect() and {"SLURM_NTASKS", "SLURM_NNODES"} <= environ.keys():  # srun, no shell of Slurm's
         nodes = int(environ["SLURM_NNODES"])
         return chosen | {"devices": max(1, int(environ["SLURM_NTASKS"]) // nodes), "num_nodes": nodes}
     return chosen

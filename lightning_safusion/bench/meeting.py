@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 _POLL = 0.5  # seconds
+_PATIENCE = 10.0  # seconds
 _log = logging.getLogger("lightning.pytorch.safusion_bench")  # goes where Lightning's lines go
 
 
@@ -34,13 +36,14 @@ class Meeting:
         # made here: stores of launchers are theirs to close
         address: list[Any] = [None]
         if self.rank == 0:
-            store = dist.TCPStore(_own_address(), 0, is_master=True, timeout=timeout, wait_for_workers=False)
-            address = [[store.host, store.port]]
+            self._server = dist.TCPStore(_own_address(), 0, is_master=True, timeout=timeout, wait_for_workers=False)
+            address = [[self._server.host, self._server.port]]
         dist.broadcast_object_list(address, 0, device=device)
-        if self.rank != 0:
-            host, port = address[0]
-            store = dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
-        self._store = store
+        # Calls of one client wait for each other: a thread that listens, and groups that are made, have their own.
+        host, port = address[0]
+        self._store, self._heard, self._groups = (
+            dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False) for _ in range(3)
+        )
         self._number = 0
 
     def hold(self, mine: Mapping[str, Any], judge: Callable[[list[Any]], Any]) -> Any:
@@ -67,20 +70,29 @@ class Meeting:
         """Does something collective that may fail on this process alone: the others then fail too, and do not wait.
 
         Returns:
-            Its result, None if it failed; and why this process failed, in a line.
+            Its result, None if it failed; and why the first process that failed did, in a line.
         """
         failed, ended = f"failure {self._number}", threading.Event()
+        listener = threading.Thread(target=self._listen, args=(failed, ended), daemon=True)
         if self._backend == "nccl":  # its peers do not notice that one has left
-            threading.Thread(target=self._listen, args=(failed, ended), daemon=True).start()
+            listener.start()
         try:
-            return action(), None
+            result, reason = action(), None
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".strip()
             _log.exception("A turn has failed.")
             error.__traceback__ = None  # its frames hold the model, and works of the group
-        finally:
-            ended.set()
-        self._store.set(failed, "1")
+        ended.set()
+        if listener.ident is not None:
+            listener.join()  # it may be ending the groups
+        if reason is None:
+            self._store.set(f"{failed}/{self.rank}", "1")
+            return result, None
+        # whoever fails later fails because the first one has left
+        reason = self._store.compare_set(failed, "", reason).decode()
+        self._store.set(f"{failed}/{self.rank}", "1")
+        if self._backend == "nccl":
+            self._await_others(failed)
         gc.collect()
         _abandon_groups()
         return None, reason
@@ -88,9 +100,17 @@ class Meeting:
     def _listen(self, failed: str, ended: threading.Event) -> None:
         """Ends this process's collectives if another one has failed."""
         while not ended.wait(_POLL):
-            if self._store.check([failed]):
+            if self._heard.check([failed]):
                 _abandon_groups()
+                self._heard.set(f"{failed}/{self.rank}", "1")
                 return
+
+    def _await_others(self, failed: str) -> None:
+        """Waits until no other process is in a collective, for some seconds: NCCL's watchdog ends one that is left."""
+        others = [f"{failed}/{rank}" for rank in range(self.workers) if rank != self.rank]
+        deadline = time.monotonic() + _PATIENCE
+        while time.monotonic() < deadline and not self._store.check(others):
+            time.sleep(_POLL / 5)
 
     def regroup(self) -> None:
         """Makes the default process group anew, after a failure on any process. Collective."""
@@ -98,10 +118,11 @@ class Meeting:
         _abandon_groups()
         dist.init_process_group(
             self._backend,
-            store=dist.PrefixStore(f"group {self._number}", self._store),
+            store=dist.PrefixStore(f"group {self._number}", self._groups),
             rank=self.rank,
             world_size=self.workers,
             timeout=self._timeout,
+            device_id=self.device if self.device.type == "cuda" else None,  # as Lightning's
         )
 
     def any(self, mine: bool) -> bool:
@@ -122,10 +143,8 @@ class Meeting:
 
 
 def cause(reasons: Sequence[str | None]) -> str | None:
-    """Why a turn has failed, from what each process says: its own error, rather than that another one has left."""
-    given = [reason for reason in reasons if reason is not None]
-    own = [reason for reason in given if not any(word in reason for word in ("Connection", "aborted", "peer", "NCCL"))]
-    return next(iter(own or given), None)
+    """Why a turn has failed, from what :meth:`Meeting.attempt` has told each process; None if it has not."""
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def _own_address() -> str:

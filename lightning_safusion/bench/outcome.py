@@ -15,8 +15,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from lightning_safusion.bench.files import with_strategy
 from lightning_safusion.bench.forecast import Recorded, turning_point
-from lightning_safusion.bench.job import Job, with_strategy
+from lightning_safusion.bench.job import Job
 from lightning_safusion.bench.measure import FLOOR, IN_STEP, Block
 from lightning_safusion.bench.meeting import Meeting
 from lightning_safusion.bench.results import SystemFigures, machine, plain_table, plot_tables, summarize
@@ -81,13 +82,13 @@ class Outcome:
 
 def write(outcome: Outcome, job: Job, output: Path, console: Console) -> None:
     """Prints table and verdict, and writes all files."""
-    if not {FLOOR, "ddp"} <= outcome.turns.keys():
+    for row, reason in outcome.failures.items():
+        console.print(literal(f"{row} {'has failed later' if row in outcome.turns else 'is left out'}: {reason}"))
+    if "ddp" not in outcome.turns:
         console.print("Stopped before a step of DDP was measured: there is no table.")
         return
     figures = figures_of(outcome.turns)
     console.print(table_of(figures, outcome.conditions))
-    for row, reason in outcome.failures.items():
-        console.print(literal(f"{row} is left out: {reason}"))
     verdict = _verdict(figures, outcome)
     console.print()
     for sentence in verdict.sentences:
@@ -98,7 +99,7 @@ def write(outcome: Outcome, job: Job, output: Path, console: Console) -> None:
             outcome.recorded.costs.save(output / "calibration.json")
     elif outcome.note:
         console.print(literal(f"Nothing was simulated: {outcome.note}."))
-    strategy = best_strategy(verdict, job.ddp_options)
+    strategy = best_strategy(verdict, job.ddp_options, YOURS in outcome.failures)
     (output / "best.yaml").write_text(with_strategy(job.content, strategy), encoding="utf-8")
     record = {
         "title": outcome.conditions.title,

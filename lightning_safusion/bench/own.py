@@ -108,10 +108,12 @@ class _Run:
         """Everything, on all processes alike."""
         options, output = self.options, Path(self.options.output)
         arguments = counted(self.job.trainer, options.workers)
-        strategy = DDPStrategy()
+        # a row that fails on one process is left out on all: NCCL's watchdog would end theirs
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+        strategy = DDPStrategy(**self.job.group)
         trainer = Trainer(**arguments, strategy=strategy, logger=False, enable_checkpointing=False)
         strategy.setup_environment()  # the process group, which stays
-        self.meeting = Meeting(strategy.root_device, _TIMEOUT)
+        self.meeting = Meeting(strategy.root_device, strategy._timeout or _TIMEOUT)
         self.nodes, self.per_node = trainer.num_nodes, strategy.num_processes
         main = self.meeting.rank == 0
         self.console = Console(width=None if sys.stdout.isatty() else 120, quiet=not main)
@@ -126,10 +128,13 @@ class _Run:
                 self.console.print(literal(f"Left out of the benchmark: {', '.join(self.job.left_out)}."))
             recorded, note = self._measure()
         if main:
-            turns = {row: each.rounds for row, each in self.results.items() if each.rounds}
+            # what has failed after some rounds is not to be recommended
+            able = {row: each for row, each in self.results.items() if each.failure is None or row == "ddp"}
+            turns = {row: each.rounds for row, each in able.items() if each.rounds}
             failures = {row: each.failure for row, each in self.results.items() if each.failure is not None}
             outcome = Outcome(conditions_of(self.bench, self.meeting, self.nodes), turns, failures, recorded, note)
             write(outcome, self.job, output, self.console)
+        self.bench.close()
         self.meeting.close()
 
     def _measure(self) -> tuple[Recorded | None, str]:
@@ -167,22 +172,27 @@ class _Run:
         if told["reason"] is not None:
             self.results[row].failure = told["reason"]
             self.meeting.regroup()
-            if row == "ddp":
+            if told["hopeless"]:
                 raise RuntimeError(f"DDP itself cannot train this job: {told['reason']}")
         progress.end(told["seconds"])
         return not told["stopped"]
 
     def _keep(self, row: str, everyone: list[dict[str, Any]]) -> dict[str, Any]:
         """On the first process: keeps what all have measured."""
-        reason = cause([each["reason"] for each in everyone])
-        if reason is not None:
-            return {"reason": reason, "stopped": False, "seconds": None}
-        turned = [Turned(**each["turned"]) for each in everyone]
-        if len(turned[0].steps) < 2:
-            return {"reason": None, "stopped": everyone[0]["stopped"], "seconds": None}
-        self.results[row].rounds.append(turned)
-        steps = sorted(turned[0].steps[1:])
-        return {"reason": None, "stopped": everyone[0]["stopped"], "seconds": steps[len(steps) // 2]}
+        told: dict[str, Any] = {"reason": cause([each["reason"] for each in everyone]), "seconds": None}
+        told |= {"stopped": False, "hopeless": False}
+        if told["reason"] is None:
+            turned = [Turned(**each["turned"]) for each in everyone]
+            told["stopped"] = everyone[0]["stopped"]
+            if min(len(each.steps) for each in turned) >= 2:
+                self.results[row].rounds.append(turned)
+                steps = sorted(turned[0].steps[1:])
+                return told | {"seconds": steps[len(steps) // 2]}
+            if not told["stopped"]:
+                told["reason"] = "its data ended before the turn did"
+        if told["reason"] is not None and row == "ddp":  # nothing can be compared with it any more
+            told |= {"stopped": True, "hopeless": not self.results[row].rounds}
+        return told
 
     def _warmup(self, row: str) -> int:
         first = row in self.learning
@@ -255,7 +265,8 @@ class _Run:
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if not self.interrupted:
             self.interrupted = True
-            self.console.print("Stopping after this step; what there is follows.")
+            self.console.print("Stopping after this step; what there is follows. Ctrl-C again ends it at once.")
+            signal.signal(number, signal.default_int_handler)
 
 
 @contextmanager

@@ -82,7 +82,8 @@ def summarize(blocks: Mapping[str, Sequence[Sequence[Block]]]) -> list[SystemFig
         system: [fmean(step) for ranks in rounds for step in list(zip(*(b.steps for b in ranks), strict=True))[1:]]
         for system, rounds in blocks.items()
     }
-    floor, ddp = median(steps[FLOOR]), median(steps["ddp"])
+    ddp = median(steps["ddp"])
+    floor = median(steps[FLOOR]) if FLOOR in steps else ddp
     return [_row(system, steps[system], rounds, floor, ddp) for system, rounds in blocks.items()]
 
 
@@ -230,7 +231,7 @@ def plot_tables(tables: Sequence[tuple[Titled, Sequence[SystemFigures]]]) -> Fig
         axes.barh([row.system for row in ordered], medians, xerr=spread, color=colors, ecolor="#303030", capsize=2)
         for place, row in enumerate(ordered):
             axes.annotate(f"  {row.over_floor:.2f}x", (row.high_s * 1e3, place), va="center", fontsize="small")
-        floor = next(row.step_s for row in rows if row.system == FLOOR)
+        floor = next((row.step_s for row in rows if row.system == FLOOR), 0.0)
         axes.axvline(floor * 1e3, color=_COLORS[FLOOR], linestyle=":")
         axes.set_title(conditions.title, fontsize="small")
         axes.margins(x=0.12)

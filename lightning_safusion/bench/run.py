@@ -26,9 +26,10 @@ _SYSTEMS = ("ddp-bf16", "powersgd", "saf-naive", "saf-inter", "safusion")
 
 def run_bench(
     systems: Sequence[str] = (),
-    config: str | None = None,
+    config: Sequence[str] = (),
     model: str = "conv",
     data: str | None = None,
+    cli: str | None = None,
     size: str | None = None,
     batch_size: int | None = None,
     density: Sequence[float] = (),
@@ -60,9 +61,10 @@ def run_bench(
 
     Args:
         systems: Names, separated by commas; "safusion systems" lists them. With options: "saf-pooled[wire=bf16]".
-        config: File of LightningCLI: the job to measure.
+        config: File of LightningCLI: the job to measure. Several are separated by commas; later ones win.
         model: "conv", "transformer" or "lstm", on random data; or a LightningModule, package.module:Class.
         data: A LightningDataModule, package.module:Class; of a job of yours.
+        cli: A LightningCLI of yours that links or adds arguments, package.module:Class.
         size: "tiny", "small" or "base" (default) of this package's networks.
         batch_size: Samples of one worker, 16 by default, of this package's networks.
         density: Share of the gradient that sparse systems send; several are separated by commas. 0.01 by default. Of a
@@ -89,7 +91,7 @@ def run_bench(
         ModuleNotFoundError: If matplotlib, or scipy with calibrate, is missing; names the extra that brings it.
         RuntimeError: If a worker fails; names its log.
     """
-    if config is not None or data is not None or any(mark in model for mark in ".:"):
+    if config or data is not None or any(mark in model for mark in ".:"):
         laboratory = {"size": size, "batch_size": batch_size, "paced": paced, "bandwidth": bandwidth or None}
         _refuse(laboratory | {"scale": None if scale == 1 else scale}, "is of this package's networks, not of your job")
         from lightning_safusion.bench.job import JobOptions
@@ -101,9 +103,10 @@ def run_bench(
                 raise ValueError(f"density is a share in (0, 1], got {share:g}")
         rows = tuple(systems) or tuple(row for row in ROWS if not density or "[density" not in row)
         options = JobOptions(
-            config=config,
+            config=tuple(config),
             model=model if any(mark in model for mark in ".:") else None,
             data=data,
+            cli=cli,
             systems=(*rows, *(f"{DEFAULT}[density={share:g}]" for share in density)),
             workers=workers,
             keep_callbacks=tuple(keep_callbacks),
@@ -117,9 +120,8 @@ def run_bench(
         )
         run_own(options)
         return
-    _refuse(
-        {"minutes": minutes, "keep_callbacks": keep_callbacks or None}, "is of a job of yours: give config or model"
-    )
+    own = {"minutes": minutes, "keep_callbacks": keep_callbacks or None, "cli": cli}
+    _refuse(own, "is of a job of yours: give config or model")
     _run_laboratory(
         Task(model, size or "base", 16 if batch_size is None else batch_size, seed=seed),
         systems or _SYSTEMS,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
+import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -14,9 +16,9 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor
 from typing_extensions import override
 
+from lightning_safusion.bench.beginning import Beginning, Hooks, nothing
 from lightning_safusion.bench.job import Job, keeps
 from lightning_safusion.bench.meeting import Meeting, wait_for
 from lightning_safusion.bench.memory import begin_peak, give_back, peak
@@ -55,21 +57,26 @@ class Turned:
     cautions: list[str] = field(default_factory=list)
 
 
-class Weights:
-    """The state that every turn begins with: parameters and buffers as the first turn found them, on the CPU."""
+class SilentLogger(DummyLogger):
+    """Writes nothing; a module that asks where it would write gets a folder that goes with the benchmark.
 
-    def __init__(self) -> None:
-        self._first: dict[str, Tensor] | None = None
+    Args:
+        folder: That folder.
+    """
 
-    def begin(self, module: LightningModule) -> None:
-        """Keeps the state of a module, or brings it back."""
-        state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        if self._first is None:
-            self._first = {name: value.detach().cpu().clone() for name, value in state.items()}
-            return
-        with torch.no_grad():
-            for name, value in state.items():
-                value.copy_(self._first[name])
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self._folder = folder
+
+    @property
+    def save_dir(self) -> str:
+        """The folder."""
+        return self._folder
+
+    @property
+    def log_dir(self) -> str:
+        """The folder."""
+        return self._folder
 
 
 class TurnCallback(Callback):
@@ -77,7 +84,7 @@ class TurnCallback(Callback):
 
     Args:
         meeting: The processes.
-        weights: What the turn begins with.
+        beginning: What the turn begins with.
         warmup: Steps that do not count.
         steps: Steps that do, with the one before them.
         stops: Whether the user wants to stop.
@@ -87,7 +94,7 @@ class TurnCallback(Callback):
     def __init__(
         self,
         meeting: Meeting,
-        weights: Weights,
+        beginning: Beginning,
         warmup: int,
         steps: int,
         stops: Callable[[], bool],
@@ -96,7 +103,7 @@ class TurnCallback(Callback):
         self.turned = Turned()
         self.learned: dict[str, Any] | None = None
         self.stopped = False
-        self._meeting, self._weights = meeting, weights
+        self._meeting, self._beginning = meeting, beginning
         self._warmup, self._wanted, self._most = warmup, steps, warmup + _TRIAL
         self._stops, self._tick = stops, tick
         self._done = self._batches = self._global_step = 0
@@ -105,7 +112,12 @@ class TurnCallback(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._weights.begin(pl_module)
+        self._beginning.restore(trainer)
+        # The user's limits were there for schedules that ask for them. Schedules would end before the turn, or want a
+        # metric of the validation; a step takes as long without.
+        trainer.fit_loop.max_epochs, trainer.fit_loop.epoch_loop.max_steps = _EPOCHS, -1
+        if pl_module.automatic_optimization:
+            trainer.strategy.lr_scheduler_configs = []
         names = [type(each).__name__ for each in trainer.optimizers]
         free = [is_schedule_free(each) for each in trainer.optimizers]
         self.turned.optimizers = [f"schedule-free {n}" if f else n for n, f in zip(names, free, strict=True)]
@@ -182,9 +194,9 @@ class Bench:
     ) -> None:
         self.module, self.data = job.build()
         self._job, self._meeting, self._seed, self._stops = job, meeting, seed, stops
-        self._weights = Weights()
+        self._beginning, self._hooks = Beginning(self.module), Hooks(self.module, self.data)
+        self._folder = tempfile.mkdtemp(prefix="safusion-bench-")
         self._learned: dict[str, Mapping[str, Any]] = {}
-        self._prepared = False
         self._leave_out_model_callbacks(keep_callbacks)
 
     def _leave_out_model_callbacks(self, named: tuple[str, ...]) -> None:
@@ -223,7 +235,7 @@ class Bench:
         begin_peak(device)
         if isinstance(strategy, SAFusionStrategy) and row in self._learned:
             strategy.begin_with(self._learned[row])
-        timing = TurnCallback(self._meeting, self._weights, warmup, steps, self._stops, tick)
+        timing = TurnCallback(self._meeting, self._beginning, warmup, steps, self._stops, tick)
         callbacks = [*copy.deepcopy(self._job.callbacks), *([more] if more else []), timing]
         arguments = dict(self._job.trainer)
         if not accumulated:
@@ -242,29 +254,28 @@ class Bench:
         random.seed(seed)
         np.random.seed(seed % (1 << 32))
         torch.manual_seed(seed)
+        self._beginning.unfreeze()
+        endless = arguments.get("max_epochs") is None and arguments.get("max_steps", -1) == -1
         trainer = Trainer(
-            **arguments,
+            **{**arguments, **({"max_epochs": _EPOCHS} if endless else {})},
             strategy=strategy,
             callbacks=callbacks,
-            logger=DummyLogger(),  # a module may ask its logger for an experiment
-            max_epochs=_EPOCHS,
+            logger=SilentLogger(self._folder),
+            default_root_dir=self._folder,
             limit_val_batches=0,
             num_sanity_val_steps=0,
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
         )
+        trainer.save_checkpoint = nothing  # type: ignore[method-assign]  # a hook of the module may call it
         trainer.fit(self.module, datamodule=self.data)
-        if not self._prepared:
-            self._prepared = True
-            self._prepare_once()
+        self._hooks.done()
 
-    def _prepare_once(self) -> None:
-        """Later turns find model and data set up: their hooks that do so would do it again."""
-        for each in (self.module, self.data):
-            for hook in ("prepare_data", "setup", "configure_model"):
-                if each is not None and hasattr(each, hook):
-                    setattr(each, hook, _nothing)
+    def close(self) -> None:
+        """Ends the job, whose data may want to be taken down."""
+        self._hooks.end()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _forget(self) -> None:
         """Drops what ties the module to a trainer that has ended."""
@@ -273,7 +284,3 @@ class Bench:
         if self.data is not None:
             self.data.trainer = None
         give_back(self._meeting.device)
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Takes the place of a hook that has done its work."""

@@ -21,6 +21,8 @@ YOURS = "yours"
 # Rows that change the gradients so much that they are named, not recommended.
 _APPROXIMATE = ("powersgd", "powersgd-rank4")
 _MB = 1e6
+# Options of a row that do not change what is learned, and the density, by which accuracy is known.
+_NEUTRAL = ("density", "process_group_backend", "timeout", "static_graph", "find_unused_parameters")
 _ALL = 0.9  # share of the elements from which on a row sends everything
 # A step without any exchange that is so much longer than one of DDP was disturbed.
 _DISTURBED = 1.1
@@ -171,7 +173,11 @@ def _accuracy(row: str, rounds: Rounds) -> str:
     turned = rounds[row][-1][0]
     if row in ("ddp", YOURS):
         return "Accuracy stays that of plain DDP." if row == "ddp" else "Accuracy stays as it is."
-    return known_accuracy(parse_row(row).system, turned.density, turned.optimizers, turned.cautions)
+    parsed = parse_row(row)
+    # measurements are of the default, at several densities
+    changed = any(name not in _NEUTRAL for name in parsed.options)
+    system = row if changed else parsed.system
+    return known_accuracy(system, turned.density, turned.optimizers, turned.cautions)
 
 
 def _loading(turns: Sequence[Sequence[Turned]], exchange: float) -> list[str]:
@@ -186,14 +192,15 @@ def _ms(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
-def best_strategy(verdict: Verdict, options: Mapping[str, Any]) -> dict[str, Any] | None:
+def best_strategy(verdict: Verdict, options: Mapping[str, Any], failed: bool = False) -> dict[str, Any] | None:
     """The strategy of a verdict as LightningCLI writes it; None where the user's own stays.
 
     Args:
         verdict: The answer.
         options: Of DDPStrategy, from the user's own.
+        failed: The user's own has failed.
     """
-    if verdict.row == verdict.baseline:
+    if verdict.row == verdict.baseline and not failed:
         return None
     row = parse_row(verdict.row) if verdict.row != "ddp" else None
     plain = {name: value for name, value in options.items() if isinstance(value, str | int | float | bool)}

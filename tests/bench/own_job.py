@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -60,6 +64,50 @@ class FailsOnOne(Net):
         return super().training_step(batch, batch_idx)
 
 
+class FailsLater(Net):
+    """DDP runs out of memory in its second turn, on one worker alone."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        if type(self.trainer.strategy) is DDPStrategy and len(self.began) > 4 and self.global_rank == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return super().training_step(batch, batch_idx)
+
+
+class Awkward(Net):
+    """Does what would break or change later turns: state of its own, freezing, files, schedules that end."""
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        assert self.trainer.log_dir is not None
+        assert self.logger is not None
+        Path(self.logger.log_dir, "drawing").write_text("x")  # type: ignore[arg-type]
+        self.average = copy.deepcopy(self.net)  # as callbacks that average weights do
+        self.average.requires_grad_(False)
+        self.moments = [int(s["step"]) for o in self.trainer.optimizers for s in o.state.values()]
+        self.frozen = [param.requires_grad for param in self.net.parameters()]
+        self.seen = [*getattr(self, "seen", []), (self.moments, self.frozen)]
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        if not hasattr(self, "cache"):
+            self.register_buffer("cache", torch.ones(3))
+        return super().training_step(batch, batch_idx)
+
+    def on_train_end(self) -> None:
+        self.net[0].requires_grad_(False)
+        self.trainer.save_checkpoint("written by the module")
+
+
+class Scheduled(Net):
+    """Its schedule follows from the trainer's limits."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=self.trainer.max_steps)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        schedules = [{"scheduler": cycle, "interval": "step"}, {"scheduler": plateau, "monitor": "val_loss"}]
+        return [optimizer], schedules
+
+
 class Interrupted(Net):
     """Its user stops the benchmark in the fifth turn."""
 
@@ -91,6 +139,29 @@ class Data(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         return DataLoader(self.samples, 8, shuffle=True)
+
+
+class TornDown(Data):
+    """Frees its samples when a fit has ended."""
+
+    def teardown(self, stage: str) -> None:
+        del self.samples
+
+
+class RunsOut(Data):
+    """Batches that come once."""
+
+    def train_dataloader(self) -> Any:
+        if not hasattr(self, "left"):
+            self.left = iter(super().train_dataloader())
+        return self.left
+
+
+class Linked(LightningCLI):
+    """Takes the width of the model from the data, as users' own command lines do."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.link_arguments("data.init_args.batches", "model.init_args.width")
 
 
 class Writes(Callback):

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,13 @@ import pytest
 import yaml
 
 from lightning_safusion.bench import own
+from lightning_safusion.bench.files import read_files
 from lightning_safusion.bench.job import JobOptions, parse_job
+from lightning_safusion.bench.launch import counted
 from lightning_safusion.bench.own import run_own
 from lightning_safusion.bench.run import run_bench
 from lightning_safusion.simulate.report import run_plan
+from safusion_command import spelled
 from tests.e2e.processes import ROOT, environment
 from tests.process_group import run_alone, run_launched
 
@@ -56,6 +60,11 @@ def config(folder: Path, content: dict[str, Any] = CONFIG, **trainer: Any) -> st
     return str(path)
 
 
+def configs(folder: Path, content: dict[str, Any] = CONFIG, **trainer: Any) -> tuple[str]:
+    """The same, as options have it."""
+    return (config(folder, content, **trainer),)
+
+
 def bench(folder: Path, spy: Any = None, workers: int = 2, **options: Any) -> list[Any]:
     """Runs the benchmark on workers as a launcher starts them; returns what ``spy`` says of each."""
     given = JobOptions(**(SHORT | {"output": str(folder / "out")} | options))
@@ -87,7 +96,7 @@ def test_a_job_of_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
     def spy(made: Any) -> Any:
         return made.module.began, made.module.set_up, made.data.set_up, made.module.counted
 
-    (first, second) = bench(tmp_path, spy, config=config(tmp_path), keep_callbacks=("Counts",))
+    (first, second) = bench(tmp_path, spy, config=configs(tmp_path), keep_callbacks=("Counts",))
     assert first == second
     began, module_set_up, data_set_up, counted = first
     assert len(began) == 2 * 4  # rounds, rows
@@ -135,7 +144,7 @@ def test_classes_are_enough_and_files_for_plan_are_written(tmp_path: Path, capfd
 def test_a_row_that_fails_on_one_worker_is_left_out_on_all(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     given = CONFIG | {"model": {"class_path": "tests.bench.own_job.FailsOnOne"}}
     rows = (ROW, "ddp-bf16")
-    began = bench(tmp_path, lambda made: made.module.began, config=config(tmp_path, given), systems=rows, rounds=1)
+    began = bench(tmp_path, lambda made: made.module.began, config=configs(tmp_path, given), systems=rows, rounds=1)
     assert began[0] == began[1]
     assert len(set(began[0])) == 1
     content = results(tmp_path)
@@ -147,14 +156,55 @@ def test_a_row_that_fails_on_one_worker_is_left_out_on_all(tmp_path: Path, capfd
     assert "is left out: OutOfMemoryError" in " ".join(capfd.readouterr().out.split())
 
 
+def test_a_job_that_changes_while_it_trains_is_the_same_in_every_turn(tmp_path: Path) -> None:
+    """State of its own, frozen layers, files, schedules that end or want a metric, optimizers of the file, teardown."""
+    optimizer = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-3}}
+    schedule = {"class_path": "torch.optim.lr_scheduler.OneCycleLR", "init_args": {"max_lr": 1e-3, "total_steps": 5}}
+    given = CONFIG | {
+        "model": {"class_path": "tests.bench.own_job.Awkward"},
+        "data": {"class_path": "tests.bench.own_job.TornDown", "init_args": {"batches": 3}},
+        "optimizer": optimizer,
+        "lr_scheduler": schedule,
+    }
+    seen = bench(tmp_path, lambda made: (made.module.began, made.module.seen), config=configs(tmp_path, given))
+    assert seen[0] == seen[1]
+    began, others = seen[0]
+    assert len(began) == len(others) == 2 * 4
+    assert len(set(began)) == 1
+    assert all(each == ([], [True] * 6) for each in others)
+    assert results(tmp_path)["left_out"] == {}
+    assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", "out"}
+
+
+def test_schedules_may_ask_for_the_number_of_steps(tmp_path: Path) -> None:
+    given = CONFIG | {"model": {"class_path": "tests.bench.own_job.Scheduled"}}
+    bench(tmp_path, config=configs(tmp_path, given, max_steps=7), rounds=1)
+    assert results(tmp_path)["left_out"] == {}
+
+
+def test_if_ddp_fails_later_the_rounds_before_are_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    given = CONFIG | {"model": {"class_path": "tests.bench.own_job.FailsLater"}}
+    bench(tmp_path, config=configs(tmp_path, given), rounds=3)
+    content = results(tmp_path)
+    assert "OutOfMemoryError" in content["left_out"]["ddp"]
+    assert len(content["systems"]) == 4
+    assert "ddp has failed later: OutOfMemoryError" in " ".join(capfd.readouterr().out.split())
+
+
+def test_data_that_end_are_named(tmp_path: Path) -> None:
+    given = CONFIG | {"data": {"class_path": "tests.bench.own_job.RunsOut", "init_args": {"batches": 10}}}
+    with pytest.raises(RuntimeError, match="its data ended before the turn did"):
+        bench(tmp_path, config=configs(tmp_path, given, strategy="ddp"))
+
+
 def test_settings_that_are_refused_are_left_out(tmp_path: Path) -> None:
-    bench(tmp_path, config=config(tmp_path), systems=("saf-pooled[memory=dgc]",), rounds=1)
+    bench(tmp_path, config=configs(tmp_path), systems=("saf-pooled[memory=dgc]",), rounds=1)
     assert "memory='dgc' applies momentum" in results(tmp_path)["left_out"]["saf-pooled[memory=dgc]"]
 
 
 def test_ctrl_c_gives_what_there_is(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     given = CONFIG | {"model": {"class_path": "tests.bench.own_job.Interrupted"}}
-    began = bench(tmp_path, lambda made: len(made.module.began), config=config(tmp_path, given), rounds=3)
+    began = bench(tmp_path, lambda made: len(made.module.began), config=configs(tmp_path, given), rounds=3)
     assert began == [5, 5]
     assert len(results(tmp_path)["systems"]) == 4
     shown = " ".join(capfd.readouterr().out.split())
@@ -165,7 +215,7 @@ def test_ctrl_c_gives_what_there_is(tmp_path: Path, capfd: pytest.CaptureFixture
 @pytest.mark.slow
 def test_the_strategy_of_the_user_is_a_row(tmp_path: Path) -> None:
     mine = {"class_path": "lightning_safusion.SAFusionStrategy", "init_args": {"density": 0.3, "static_graph": True}}
-    bench(tmp_path, config=config(tmp_path, strategy=mine), rounds=1)
+    bench(tmp_path, config=configs(tmp_path, strategy=mine), rounds=1)
     content = results(tmp_path)
     assert content["baseline"] == "yours"
     assert "yours" in [row["system"] for row in content["systems"]]
@@ -179,11 +229,66 @@ def test_a_file_with_the_section_fit_and_classes_of_their_own(tmp_path: Path) ->
 
     def parse() -> Any:
         model = "tests.bench.own_job.Net"
-        job = parse_job(JobOptions(config=str(path), model=model, data="tests.bench.own_job.Data"))
+        job = parse_job(JobOptions(config=(str(path),), model=model, data="tests.bench.own_job.Data"))
         module, data = job.build()
-        return module.net[0].out_features, data.batches, "max_steps" in job.trainer  # type: ignore[index, union-attr]
+        return module.net[0].out_features, data.batches, job.trainer["max_steps"]  # type: ignore[index, union-attr]
 
-    assert run_alone(parse) == (12, 40, False)
+    assert run_alone(parse) == (12, 40, 5)
+
+
+def test_several_files_other_subcommands_and_a_command_line_of_ones_own(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    options = {"process_group_backend": "gloo", "timeout": "0:05:00"}
+    strategy = {"class_path": "lightning.pytorch.strategies.DDPStrategy", "init_args": options}
+    first.write_text(
+        yaml.safe_dump(
+            {
+                "fit": {
+                    "trainer": {"max_steps": 5, "strategy": strategy},
+                    "model": {"class_path": "tests.bench.own_job.Net", "init_args": {"optimizer": "Adam"}},
+                    "data": {"class_path": "tests.bench.own_job.Data"},
+                },
+                "test": {"data": {"class_path": "no.such.Data"}},
+            }
+        )
+    )
+    more = {"class_path": "tests.bench.own_job.Data", "init_args": {"batches": 12}}
+    second.write_text(yaml.safe_dump({"fit": {"trainer": {"max_steps": 6}, "data": more}}))
+
+    def parse() -> Any:
+        both = (str(first), str(second))
+        job = parse_job(JobOptions(config=both, cli="tests.bench.own_job:Linked"))
+        module, data = job.build()
+        width = module.net[0].out_features  # type: ignore[index, union-attr]
+        return width, data.batches, job.trainer["max_steps"], module.optimizer, job.group, job.content["fit"]["trainer"]  # type: ignore[union-attr]
+
+    width, batches, steps, optimizer, group, trainer = run_alone(parse)
+    assert (width, batches, steps, optimizer) == (12, 12, 6, "Adam")
+    assert group == {"process_group_backend": "gloo", "timeout": timedelta(minutes=5)}
+    assert trainer["max_steps"] == 6
+    assert trainer["strategy"]["init_args"] == options
+    second.write_text("trainer: {max_steps: 6}")
+    with pytest.raises(ValueError, match="some have a section fit"):
+        read_files((str(first), str(second)))
+
+
+def test_files_may_be_given_one_by_one() -> None:
+    assert spelled(["--config", "a.yaml", "--config=b.yaml,c.yaml"], run_bench) == [
+        '--config=["a.yaml", "b.yaml", "c.yaml"]'
+    ]
+
+
+def test_a_shell_of_slurm_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "SLURM_NTASKS": "1",
+        "SLURM_NNODES": "1",
+        "SLURM_PROCID": "0",
+        "SLURM_JOB_NAME": "bash",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert counted({"devices": "auto"}, None) == {"devices": "auto"}
+    monkeypatch.setenv("SLURM_JOB_NAME", "train")
+    assert counted({"devices": "auto"}, None) == {"devices": 1, "num_nodes": 1}
 
 
 @pytest.mark.parametrize(
@@ -192,7 +297,7 @@ def test_a_file_with_the_section_fit_and_classes_of_their_own(tmp_path: Path) ->
         ({"model": "tests.bench.own_job:Nat"}, "has no 'Nat'. Did you mean 'Net'"),
         ({"model": "tests.bench.no_job:Net"}, "there is no module 'tests.bench.no_job'"),
         ({"model": "tests.bench.own_job:Data"}, "is no LightningModule"),
-        ({"config": "no.yaml"}, "there is no file no.yaml"),
+        ({"config": ["no.yaml"]}, "there is no file no.yaml"),
         ({"data": "tests.bench.own_job:Data"}, "a job needs a file"),
         ({"model": "tests.bench.own_job:Net", "size": "tiny"}, "size is of this package's networks"),
         ({"model": "tests.bench.own_job:Net", "bandwidth": ["1gbit"]}, "bandwidth is of this package's networks"),
@@ -214,7 +319,7 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path, options: dict[str, Any],
 
 def test_other_strategies_than_ddp_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="only jobs of DDP and SAFusionStrategy are compared"):
-        bench(tmp_path, config=config(tmp_path, strategy="fsdp"))
+        bench(tmp_path, config=configs(tmp_path, strategy="fsdp"))
 
 
 @pytest.mark.slow

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
+from lightning_safusion.bench.files import with_strategy
 from lightning_safusion.bench.forecast import Recorded, rate_in_words, turning_point
-from lightning_safusion.bench.job import with_strategy
 from lightning_safusion.bench.outcome import figures_of
 from lightning_safusion.bench.turns import Turned
 from lightning_safusion.bench.verdict import Verdict, best_strategy, decide, judge
@@ -134,6 +134,27 @@ def test_doubts_are_said() -> None:
 )
 def test_what_is_known_of_accuracy(given: tuple[str, float | None, Sequence[str]], words: str) -> None:
     assert words in known_accuracy(*given)
+
+
+def test_accuracy_of_a_row_with_other_parts_is_not_known() -> None:
+    for row, known in ((SPARSE, True), ("saf-pooled[memory=none,density=0.02]", False)):
+        text = " ".join(said(rounds(**{row: turns(0.4, 0.4, 0.4, density=0.02)})).sentences)
+        assert ("ended between 7.0 % below" in text) == known
+        assert (f"with AdamW and {row} is not known" in text) != known
+
+
+def test_a_strategy_that_has_failed_is_replaced() -> None:
+    verdict = said(rounds())
+    assert best_strategy(verdict, {"static_graph": True}) is None
+    strategy = {"class_path": "lightning.pytorch.strategies.DDPStrategy", "init_args": {"static_graph": True}}
+    assert best_strategy(verdict, {"static_graph": True}, failed=True) == strategy
+
+
+def test_without_a_floor_ddp_is_the_floor() -> None:
+    given = rounds(**{DEFAULT: turns(0.4, 0.4, 0.4)})
+    del given["no-exchange"]
+    assert decided(given) == (DEFAULT, "ddp")
+    assert figures_of(given)[1].over_floor == 1.0
 
 
 def test_cautions_come_first() -> None:

@@ -1,0 +1,81 @@
+"""What every turn of a benchmark begins with: the state that the first one found, and hooks that do nothing twice."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class Beginning:
+    """The state of a module and of optimizers that outlive a turn, as the first turn found it, on the CPU.
+
+    Args:
+        module: The user's.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        self._module = module
+        self._values: dict[str, Tensor] = {}
+        self._trained: dict[str, bool] = {}
+        self._optimizers: WeakKeyDictionary[Optimizer, dict[str, Any]] = WeakKeyDictionary()
+
+    def unfreeze(self) -> None:
+        """Parameters are trained or not as they were at first. Called before DDP finds them."""
+        for name, param in self._module.named_parameters():
+            if name in self._trained:
+                param.requires_grad_(self._trained[name])
+
+    @torch.no_grad()
+    def restore(self, trainer: Trainer) -> None:
+        """Brings the state back; keeps what is new, such as a cache that a forward pass has made."""
+        params = dict(self._module.named_parameters())
+        for name, param in params.items():
+            self._trained.setdefault(name, param.requires_grad)
+        for name, value in {**params, **dict(self._module.named_buffers())}.items():
+            first = self._values.setdefault(name, value.detach().cpu().clone())
+            if first.shape == value.shape:  # else it has grown, and grows again
+                value.copy_(first)
+        for optimizer in trainer.optimizers:  # those that a file names are made once
+            known = self._optimizers.setdefault(optimizer, copy.deepcopy(optimizer.state_dict()))
+            optimizer.load_state_dict(copy.deepcopy(known))
+
+
+class Hooks:
+    """Hooks that set a job up run once, those that end it when the benchmark does.
+
+    Args:
+        module: The user's.
+        data: The user's; None where the module loads it.
+    """
+
+    def __init__(self, module: LightningModule, data: LightningDataModule | None) -> None:
+        self._owners: list[Any] = [each for each in (module, data) if each is not None]
+        self._ends = [each.teardown for each in self._owners]
+        self._begun = False
+        self._replace("teardown")
+
+    def done(self) -> None:
+        """A turn has ended well: later ones find model and data set up."""
+        self._begun = True
+        self._replace("prepare_data", "setup", "configure_model")
+
+    def end(self) -> None:
+        """Ends the job, if a turn has begun it."""
+        for teardown in self._ends if self._begun else ():
+            teardown("fit")
+
+    def _replace(self, *names: str) -> None:
+        for each in self._owners:
+            for name in names:
+                if hasattr(each, name):
+                    setattr(each, name, nothing)
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """Takes the place of what a benchmark does not do."""
