@@ -248,10 +248,8 @@ class SAFusionStrategy(DDPStrategy):
             transport = HorovodTransport()
             check_horovod(model, transport.world_size, self.world_size)
             return transport
-        group, shared = self._ddp_kwargs.get("process_group"), self.num_nodes > 1 and self.num_processes > 1
-        return (
-            default_transport(self._timeout, shared) if group is None else TorchTransport(group, self._timeout, shared)
-        )
+        group = self._ddp_kwargs.get("process_group")
+        return default_transport(self._timeout) if group is None else TorchTransport(group, self._timeout)
 
     def _make_engine(self, specs: Sequence[TensorSpec], transport: Transport) -> EngineExchange:
         return EngineExchange(

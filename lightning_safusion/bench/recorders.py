@@ -278,8 +278,7 @@ class EngineRecorder(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         collectives: dict[str, CollectiveTimes] = {}
         if self._pipe.recv():
-            strategy: Any = trainer.strategy
-            transport = default_transport(shared_cards=strategy.num_nodes > 1 and strategy.num_processes > 1)
+            transport = default_transport()
             collectives = time_collectives(transport, one_clock=self._one_clock)
             transport.close()
         self._pipe.send(EngineRecord(tuple(self._steps), collectives))

@@ -29,9 +29,6 @@ from lightning_safusion.comm.transport.interface import (
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None))
 _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", getattr(dist, "reduce_scatter_tensor", None))
 _SWAPPED = 1 << 18  # bytes, from which on it takes no longer to broadcast two messages than to gather them
-# Bytes of a message up to which gloo's ring, whose rounds follow each other, takes up to 2.5 times as long (4 and 8
-# workers on two cores) as sending it to all at once; from twice as many on the ring is faster.
-_AT_ONCE = 1 << 19
 
 
 class TorchWork:
@@ -122,17 +119,13 @@ class TorchTransport(Transport):
         group: The process group; ``None`` is the default group. It is used, never destroyed.
         timeout: Of the groups that :meth:`subgroup` makes; their backend's default, not that of the default group,
             where it is None.
-        shared_cards: Several workers of a node share its network card. Gloo's messages then go around a ring, where
-            one crosses the card of a node once, and not to each worker of a node by itself.
 
     Raises:
         RuntimeError: If torch.distributed is not initialised.
         ValueError: If this process is not a member of the group.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup | None = None, timeout: timedelta | None = None, shared_cards: bool = False
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, timeout: timedelta | None = None) -> None:
         if not dist.is_initialized():
             raise RuntimeError(
                 "TorchTransport needs a process group: call torch.distributed.init_process_group first, "
@@ -140,7 +133,6 @@ class TorchTransport(Transport):
             )
         self._group = group
         self._timeout = timeout
-        self._shared_cards = shared_cards
         self._subgroups: list[TorchTransport] = []
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
@@ -149,15 +141,11 @@ class TorchTransport(Transport):
         self.stream_ordered = "cuda:nccl" in dist.get_backend_config(group)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
-        if not self.stream_ordered and tensor.is_cpu:
-            if self.world_size == 2 and tensor.nbytes >= _SWAPPED:
-                # gloo's own holds all messages twice more while it runs
-                messages = output.view(2, -1)
-                messages[self.rank].copy_(tensor.view(-1))
-                return JoinedWork([self.broadcast(messages[source], source) for source in range(2)])
-            if self.world_size > 2 and tensor.nbytes <= _AT_ONCE and not self._shared_cards:
-                copies = tensor.view(-1).repeat(self.world_size)
-                return TorchWork([dist.all_to_all_single(output, copies, group=self._group, async_op=True)])
+        if self.world_size == 2 and not self.stream_ordered and tensor.nbytes >= _SWAPPED and tensor.is_cpu:
+            # gloo's own holds all messages twice more while it runs
+            messages = output.view(2, -1)
+            messages[self.rank].copy_(tensor.view(-1))
+            return JoinedWork([self.broadcast(messages[source], source) for source in range(2)])
         return TorchWork([_ALL_GATHER(output, tensor, group=self._group, async_op=True)])
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
@@ -217,7 +205,7 @@ class TorchTransport(Transport):
         mine = group_of(self.rank, groups, self.world_size)
         members = [[self._global_rank(r) for r in group] for group in groups]
         made = [dist.new_group(ranks, timeout=self._timeout, backend=backend) for ranks in members]
-        transport = TorchTransport(made[list(groups).index(mine)], self._timeout, self._shared_cards)
+        transport = TorchTransport(made[list(groups).index(mine)], self._timeout)
         self._subgroups.append(transport)
         return transport
 
@@ -232,11 +220,9 @@ class TorchTransport(Transport):
         return rank if self._group is None else dist.get_global_rank(self._group, rank)
 
 
-def default_transport(timeout: timedelta | None = None, shared_cards: bool = False) -> Transport:
-    """The default process group, or a single worker where there is none; arguments as in :class:`TorchTransport`."""
-    if dist.is_available() and dist.is_initialized():
-        return TorchTransport(None, timeout, shared_cards)
-    return SoloTransport()
+def default_transport(timeout: timedelta | None = None) -> Transport:
+    """The default process group, or a single worker where there is none; ``timeout`` as in :class:`TorchTransport`."""
+    return TorchTransport(timeout=timeout) if dist.is_available() and dist.is_initialized() else SoloTransport()
 
 
 @cache
