@@ -126,7 +126,10 @@ class _Run:
                 self.learning.add(YOURS)
             if self.job.left_out:
                 self.console.print(literal(f"Left out of the benchmark: {', '.join(self.job.left_out)}."))
-            recorded, note = self._measure()
+            try:
+                recorded, note = self._measure()
+            finally:
+                self.bench.close()
         if main:
             # what has failed after some rounds is not to be recommended
             able = {row: each for row, each in self.results.items() if each.failure is None or row == "ddp"}
@@ -134,7 +137,6 @@ class _Run:
             failures = {row: each.failure for row, each in self.results.items() if each.failure is not None}
             outcome = Outcome(conditions_of(self.bench, self.meeting, self.nodes), turns, failures, recorded, note)
             write(outcome, self.job, output, self.console)
-        self.bench.close()
         self.meeting.close()
 
     def _measure(self) -> tuple[Recorded | None, str]:

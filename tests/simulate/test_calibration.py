@@ -113,7 +113,13 @@ def test_decoding_on_the_host_waits_for_the_end_of_backward() -> None:
 def test_the_planner_takes_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     COSTS.save(tmp_path / "costs.json")
     TRACE.save(tmp_path / "trace.json")
-    options = {"nodes": 4, "gpus_per_node": 1, "systems": ["syncea"], "calibration": str(tmp_path / "costs.json")}
+    options = {
+        "nodes": 4,
+        "gpus_per_node": 1,
+        "systems": ["syncea"],
+        "density": 0.01,
+        "calibration": str(tmp_path / "costs.json"),
+    }
     run_plan(trace=str(tmp_path / "trace.json"), output=str(tmp_path / "out"), **options)
     shown = " ".join(capsys.readouterr().out.split())
     assert "Costs: made up." in shown
