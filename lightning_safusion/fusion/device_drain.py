@@ -7,8 +7,7 @@ device keeps those out of the residual by itself. The host reads one window late
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -18,63 +17,13 @@ from torch import Tensor
 from lightning_safusion.comm.exchange import Notice, StreamOrderedExchange, Verdict
 from lightning_safusion.fusion.buffers import Buffer
 from lightning_safusion.fusion.fused import FusedPath, FusedShipment
+from lightning_safusion.fusion.lanes import HostCopy, Lane
 from lightning_safusion.fusion.shipment import Shipment, Stage
 from lightning_safusion.fusion.window import Scratch, Window, deliver
 from lightning_safusion.sparsify.selection.survey import Selector
 
 # In the status of a window with fused shipments: one that is not fused has found something wrong.
 _SPOILED = 8
-
-
-class Lane:
-    """A CUDA stream whose work runs beside the caller's; on the CPU, the caller's own order.
-
-    Every tensor that one lane makes and another uses is kept until both have joined the stream of the backward pass, so
-    the allocator never hands out its memory too early.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        # before the backward pass where both have work: what is selected early is exchanged early
-        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-        #: A context whose work runs in the lane, after all that the current stream has been given so far.
-        self.fork: Callable[[], AbstractContextManager[None]] = nullcontext if self._stream is None else self._fork
-
-    @contextmanager
-    def _fork(self) -> Iterator[None]:
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            yield
-
-    def join(self) -> None:
-        """The current stream waits for all that the lane has been given so far; the host does not."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
-
-    def synchronize(self) -> None:
-        """The host waits for all that the lane has been given so far."""
-        if self._stream is not None:
-            self._stream.synchronize()
-
-
-class HostCopy:
-    """Copies of tensors of one device in host memory, begun on the current stream; the host does not wait for them."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        cuda = tensors[0].device.type == "cuda"
-        self._copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=cuda) for tensor in tensors]
-        for copy, tensor in zip(self._copies, tensors, strict=True):
-            copy.copy_(tensor, non_blocking=True)
-        self._event = torch.cuda.Event() if cuda else None
-        if self._event is not None:
-            self._event.record()
-
-    def read(self) -> list[Tensor]:
-        """The copies; waits for them."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._copies
 
 
 class _Unread(NamedTuple):
@@ -119,6 +68,7 @@ class DeviceDrain:
             self._arrivals.synchronize()
             self._lane.synchronize()
             self._queued = []
+            self._fused.forget()  # they may have found something wrong since
 
     def release(self) -> None:
         """Frees the memory, unless the lanes may still use it."""
@@ -133,6 +83,8 @@ class DeviceDrain:
             with self._phases.fork():
                 shipment.advance(wait=True)
         with self._arrivals.fork():
+            if shipment.buffer.exchange.phases:
+                self._phases.join()  # what makes the headers, where no later collective is waited for
             shipment.wait()
             shipment.finished = shipment.arrived
             with self._lane.fork():

@@ -9,13 +9,15 @@ import numpy as np
 from torch import Tensor
 
 from lightning_safusion.comm.exchange import Notice
-from lightning_safusion.fusion.device_drain import DeviceDrain, Lane
+from lightning_safusion.fusion.device_drain import DeviceDrain
 from lightning_safusion.fusion.drain import Drain, OverflowGuard
 from lightning_safusion.fusion.events import Observer, WindowEvents, clock_for
+from lightning_safusion.fusion.lanes import Lane
 from lightning_safusion.fusion.offload import Offloader
 from lightning_safusion.fusion.planning import Planner
 from lightning_safusion.fusion.plans.plan import Group, Plan
 from lightning_safusion.fusion.record import WindowRecord
+from lightning_safusion.fusion.shares import LargestCounts
 from lightning_safusion.fusion.shipment import Shipment
 from lightning_safusion.fusion.space import GradientSpace
 from lightning_safusion.fusion.ticks import Ticks
@@ -99,7 +101,7 @@ class Engine:
         self._lane = Lane(space.device)  # selection and packing run beside the backward pass
         self._drain = Drain(space, self.transport)
         self._device_drain = DeviceDrain(space.device) if deferred else None
-        self._counts: Tensor | None = None  # what this rank says in a review of shared quotas
+        self._counts: LargestCounts | None = None  # what this rank says in a review of shared quotas
         self._offload = offload
         self._overflow = OverflowGuard(space, self.transport)
 
@@ -144,9 +146,16 @@ class Engine:
         window.calls += perf_counter() - begin
         return window.complete
 
-    def _begin(self) -> Window:
+    def finish(self) -> None:
+        """The host waits for what a device still does for a window that was forgotten: it may write into gradients.
+
+        Called before a backward pass.
+        """
         if self._device_drain is not None:
             self._device_drain.finish()
+
+    def _begin(self) -> Window:
+        self.finish()
         self.settle()
         if self._overflow.pending:
             self._overflow.reset(together=True)
@@ -290,7 +299,7 @@ class Engine:
         """Reviews shared quotas, if a window has counted for it; on accelerators when the next one begins."""
         counts, self._counts = self._counts, None
         if counts is not None:
-            self.space.review_shares(counts)
+            self.space.review_shares(counts.read())
 
     def drop_gradients(self) -> None:
         """Drops the gradients of the first window: DDP is about to make other buckets, in place of theirs."""
@@ -360,7 +369,7 @@ class Engine:
         """Forgets an open window. Nothing is lost: what it had added to the residual stays there.
 
         The host waits for the selection, never for another worker: what a device still exchanges and decodes is waited
-        for when the next window begins.
+        for in :meth:`finish`.
         """
         if self._offload is not None:
             self._offload.forget()

@@ -16,7 +16,7 @@ from lightning_safusion.comm.cost import LinearCost, fit_linear
 from lightning_safusion.comm.exchange import TensorFlag
 from lightning_safusion.comm.wire.codec import spread
 from lightning_safusion.fusion.buffers import Buffer
-from lightning_safusion.fusion.device_drain import HostCopy, Lane
+from lightning_safusion.fusion.lanes import HostCopy, Lane
 from lightning_safusion.fusion.plans.plan import Group, Plan
 from lightning_safusion.fusion.plans.selective import choose_offloaded
 from lightning_safusion.fusion.shipment import Shipment

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm.transport.interface import Transport
+from lightning_safusion.fusion.lanes import HostCopy
 from lightning_safusion.fusion.layout import Layout
 from lightning_safusion.fusion.quota import TensorQuotas, guaranteed
 
@@ -42,7 +43,7 @@ class Shares:
         return window in _FIRST or (window > 0 and window % _EVERY == 0)
 
     def review(self, counts: Tensor, layout: Layout, quotas: TensorQuotas, transport: Transport) -> bool:
-        """Learns the mean over ranks of what :func:`largest_counts` has found. Collective.
+        """Learns the mean over ranks of what :class:`LargestCounts` has found. Collective.
 
         Args:
             counts: float32 [L], this rank's; overwritten.
@@ -98,26 +99,35 @@ def _counts(shares: Mapping[int, float], layout: Layout, quotas: TensorQuotas) -
     return counts
 
 
-def largest_counts(accumulated: Tensor, layout: Layout, quotas: TensorQuotas) -> Tensor:
-    """float32 [L], by registration index: how many of the largest elements of all sparse tensors each has.
+class LargestCounts:
+    """How many of the largest elements of all sparse tensors each tensor has: of as many as all may send.
 
-    Of as many as all of them may send. Estimated from evenly spread elements; what is not finite counts for nothing.
+    Estimated from evenly spread elements. They are copied when this is made, and counted when it is read: until then
+    the host does not wait for a device. What is not finite counts for nothing.
 
     Args:
         accumulated: float32 [D], what is selected from, in the order of the layout.
         layout: The tensors.
         quotas: In proportion to sizes.
     """
-    edges, sparse = layout.edges.tolist(), np.flatnonzero(~quotas.dense).tolist()
-    counts = np.zeros(len(layout.specs))
-    if not sparse:
-        return torch.from_numpy(counts).to(accumulated)
-    spread = [-(-(edges[i + 1] - edges[i]) // _SAMPLED) for i in sparse]
-    samples = [accumulated[edges[i] : edges[i + 1] : step] for i, step in zip(sparse, spread, strict=True)]
-    magnitudes = torch.cat(samples).abs().nan_to_num_(0.0, 0.0, 0.0).cpu().numpy()
-    owners = np.repeat(np.arange(len(sparse)), [len(each) for each in samples])
-    weights = np.array(spread, np.float64)[owners] * (magnitudes > 0)
-    largest = np.argsort(-magnitudes, kind="stable")
-    taken = largest[weights[largest].cumsum() <= quotas.counts[sparse].sum()]
-    counts[layout.indices[sparse]] = np.bincount(owners[taken], weights[taken], len(sparse))
-    return torch.from_numpy(counts).to(accumulated)
+
+    def __init__(self, accumulated: Tensor, layout: Layout, quotas: TensorQuotas) -> None:
+        edges, sparse = layout.edges.tolist(), np.flatnonzero(~quotas.dense).tolist()
+        spread = [-(-(edges[i + 1] - edges[i]) // _SAMPLED) for i in sparse]
+        samples = [accumulated[edges[i] : edges[i + 1] : step] for i, step in zip(sparse, spread, strict=True)]
+        self._device, self._tensors = accumulated.device, len(layout.specs)
+        self._sizes, self._spread = [len(each) for each in samples], np.array(spread, np.float64)
+        self._indices, self._most = layout.indices[sparse], int(quotas.counts[sparse].sum())
+        self._copy = HostCopy([torch.cat(samples).abs().nan_to_num_(0.0, 0.0, 0.0)]) if sparse else None
+
+    def read(self) -> Tensor:
+        """float32 [L], by registration index; waits for the copy."""
+        counts = np.zeros(self._tensors)
+        if self._copy is not None:
+            (magnitudes,) = (copied.numpy() for copied in self._copy.read())
+            owners = np.repeat(np.arange(len(self._sizes)), self._sizes)
+            weights = self._spread[owners] * (magnitudes > 0)
+            largest = np.argsort(-magnitudes, kind="stable")
+            taken = largest[weights[largest].cumsum() <= self._most]
+            counts[self._indices] = np.bincount(owners[taken], weights[taken], len(self._sizes))
+        return torch.from_numpy(counts).to(self._device, torch.float32)

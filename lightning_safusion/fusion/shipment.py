@@ -67,6 +67,7 @@ class Shipment:
         if window.profiled:
             self.range = partial(_range, buffer.title)
         self.units: SpanUnits | None = None  #: in which elements are compared
+        self._held: SpanUnits | None = None  #: until the window ends: a later phase reads them, in a stream of its own
         self._packed: np.ndarray | Selection | None = None
         # the moments of BufferEvents; NaN while unknown
         self.closed: Mark = window.mark()
@@ -154,6 +155,7 @@ class Shipment:
                     on_host = self.buffer.device.type == "cpu"
                     self._packed = self._counts(_chosen(self.selection)) if on_host else self.selection
                 self.sparse = self.selection is not None or self.buffer.exchange.selects_itself
+                self._held = self.units if self.buffer.exchange.phases else None
                 self.selection, self.units, self.stage = None, None, Stage.PACKED
                 return
             except Exception as error:
@@ -269,6 +271,7 @@ class Shipment:
             repaired: Tensors of the buffer that were averaged again, because some ranks sent nothing of them.
             good: bool on the device: whether the window ended well, where the host does not know it; None if it did.
         """
+        self._held = None
         buffer, memory, exchange = self.buffer, self.buffer.memory, self.buffer.exchange
         withdrawn = [t for t in repaired if not self.window.bypass[buffer.group.start + t]] if repaired else []
         if self.sparse:

@@ -26,7 +26,7 @@ from lightning_safusion.fusion.plans.plan import Group
 from lightning_safusion.fusion.plans.policy import Naive
 from lightning_safusion.fusion.quota import QuotaRule, TensorQuotas, group_segments, selective_quotas, tensor_quotas
 from lightning_safusion.fusion.settings import EngineSettings
-from lightning_safusion.fusion.shares import Shares, largest_counts
+from lightning_safusion.fusion.shares import LargestCounts, Shares
 from lightning_safusion.sparsify.schedule import check_density
 from lightning_safusion.sparsify.selection.survey import Selector
 from lightning_safusion.sparsify.selection.units import UpdateUnits
@@ -125,9 +125,9 @@ class GradientSpace:
         """Whether all ranks review shared quotas in a window."""
         return self._rule == "shared" and self._settings.scope == "tensor" and self.shares.due(window)
 
-    def count_largest(self) -> Tensor:
+    def count_largest(self) -> LargestCounts:
         """What this rank says in a review, before anything of the window is taken out of the residual."""
-        return largest_counts(self.accumulated(), self.layout, self._proportional(self.quotas.density))
+        return LargestCounts(self.accumulated(), self.layout, self._proportional(self.quotas.density))
 
     def review_shares(self, counts: Tensor) -> None:
         """Lets shared quotas follow what all ranks have counted. Collective."""

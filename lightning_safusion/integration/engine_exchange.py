@@ -144,9 +144,11 @@ class EngineExchange(GradientExchange):
         return tuple(dict.fromkeys(filter(None, notes)))
 
     def begin_batch(self) -> None:
+        self.engine.finish()
         self.engine.drop_gradients()
 
     def begin_backward(self, epoch: int) -> None:
+        self.engine.finish()
         self.engine.epoch = epoch
 
     def end_backward(self, synchronised: bool) -> None:

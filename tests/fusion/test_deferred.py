@@ -28,8 +28,11 @@ from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.events import WindowEvents
 from lightning_safusion.fusion.planning import Planner
 from lightning_safusion.fusion.recorder import ProfileRecorder, service_seconds
+from lightning_safusion.fusion.shares import LargestCounts
 from lightning_safusion.fusion.shipment import Shipment
+from lightning_safusion.fusion.space import GradientSpace
 from lightning_safusion.fusion.window import deliver, zeroed
+from lightning_safusion.integration.engine_exchange import EngineExchange
 from lightning_safusion.sparsify import available_sparsifiers
 from lightning_safusion.sparsify.selection.survey import Selector
 from lightning_safusion.sparsify.selection.units import Moment, UpdateUnits
@@ -360,6 +363,74 @@ def test_each_stream_waits_for_the_one_before_it(device_ends_windows: torch.devi
     one_window += [(backward, select), (backward, decode)]
     assert len({backward, select, arrivals, decode}) == 4
     assert waits[-len(one_window) :] == one_window
+
+
+def test_a_shard_of_dense_tensors_is_decoded_when_its_headers_are_there(device_ends_windows: torch.device) -> None:
+    """No later collective is waited for then: the headers are made in the stream of the phases."""
+    described = specs(dense=tuple(range(len(specs()))))
+    chosen = settings(collective="sharded", fusion="wfbp")
+    windows(build_engine(chosen, described, Silent(3), device_ends_windows, False, deferred=True), device_ends_windows)
+    select, phases, arrivals = Stream.log[0][0], Stream.log[1][0], Stream.log[2][0]
+    assert len({select, phases, arrivals}) == 3
+    waits = [(who, whom) for who, _, whom in Stream.log]
+    assert waits[1:4] == [(phases, select), (arrivals, select), (arrivals, phases)]
+
+
+def test_units_live_until_the_phases_have_read_them(
+    monkeypatch: pytest.MonkeyPatch, device_ends_windows: torch.device
+) -> None:
+    """Adafactor's second moment is made for the selection alone; the owner's selection reads it later."""
+    made: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    def moment(index: int) -> Moment:
+        values = torch.zeros(specs()[index].numel, device=device_ends_windows)
+        made.append(weakref.ref(values))
+        return Moment(values, 1e-8)
+
+    commit = Shipment.commit
+
+    def committed(shipment: Shipment, *args: Any, **kwargs: Any) -> None:
+        alive.append(sum(values() is not None for values in made))
+        commit(shipment, *args, **kwargs)
+        made.clear()
+
+    monkeypatch.setattr(Shipment, "commit", committed)
+    chosen = settings(collective="sharded", fusion="single")
+    engine = build_engine(chosen, specs(), Silent(3), device_ends_windows, False, deferred=True)
+    engine.space.compare_in(UpdateUnits(moment, device_ends_windows))
+    windows(engine, device_ends_windows)
+    assert alive[-1] >= len(specs()) - 1  # an empty tensor has none
+
+
+def test_a_review_of_shared_quotas_waits_when_the_next_window_begins(
+    monkeypatch: pytest.MonkeyPatch, device_ends_windows: torch.device
+) -> None:
+    reviews: list[Any] = []
+    monkeypatch.setattr(GradientSpace, "review_shares", lambda space, counts: reviews.append(counts))
+    monkeypatch.setattr(LargestCounts, "read", lambda counts: counts)
+    chosen = settings(collective="allgather", quota="shared")
+    windows(
+        build_engine(chosen, specs(), SoloTransport(), device_ends_windows, False, deferred=True), device_ends_windows
+    )
+    assert len(reviews) == 2
+
+
+def test_a_backward_pass_begins_when_nothing_writes_gradients_of_an_abandoned_one(
+    monkeypatch: pytest.MonkeyPatch, device_ends_windows: torch.device
+) -> None:
+    awaited: list[Stream] = []
+    monkeypatch.setattr(Stream, "synchronize", lambda stream: awaited.append(stream))
+    chosen = settings(collective="allgather", fusion="wfbp")
+    engine = build_engine(chosen, specs(), SoloTransport(), device_ends_windows, measure=False, deferred=True)
+    windows(engine, device_ends_windows)
+    engine.push(specs()[-1].index, torch.zeros(specs()[-1].numel, device=device_ends_windows))
+    engine.reset()
+    awaited.clear()
+    EngineExchange.begin_backward(SimpleNamespace(engine=engine), 0)  # type: ignore[arg-type]
+    assert len(awaited) == 3
+    EngineExchange.begin_backward(SimpleNamespace(engine=engine), 0)  # type: ignore[arg-type]
+    assert len(awaited) == 3
 
 
 class Clock:

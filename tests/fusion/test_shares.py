@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_safusion.fusion.layout import Layout
 from lightning_safusion.fusion.quota import guaranteed, tensor_quotas
-from lightning_safusion.fusion.shares import Shares, largest_counts
+from lightning_safusion.fusion.shares import LargestCounts, Shares
 from lightning_safusion.integration import checkpoint
 from lightning_safusion.sparsify import resolve_sparsifier
 from lightning_safusion.sparsify.schedule import DenseStart
@@ -49,7 +49,7 @@ def test_the_largest_of_small_tensors_are_counted_exactly() -> None:
     layout = Layout(tuple(specs(((40, 30), (500,), (1,), (0,), (7, 11)))))
     quotas = tensor_quotas(layout, resolve_sparsifier("topk"), 0.05)
     x = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0))
-    counts = largest_counts(x, layout, quotas).numpy()
+    counts = LargestCounts(x, layout, quotas).read().numpy()
     sparse = np.flatnonzero(~quotas.dense)
     places = np.concatenate([np.arange(layout.edges[i], layout.edges[i + 1]) for i in sparse])
     largest = places[x[places].abs().topk(int(quotas.counts[sparse].sum())).indices.numpy()]
@@ -63,7 +63,7 @@ def test_those_of_large_tensors_are_estimated() -> None:
     quotas = tensor_quotas(layout, resolve_sparsifier("topk"), 0.1)
     x = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0))
     x[layout.edges[1] :] *= 3
-    counts = largest_counts(x, layout, quotas)
+    counts = LargestCounts(x, layout, quotas).read()
     exact = np.histogram(x.abs().topk(int(quotas.counts.sum())).indices.numpy(), layout.edges)[0]
     torch.testing.assert_close(counts.double(), torch.from_numpy(exact).double(), rtol=0.15, atol=0)
 
@@ -74,7 +74,7 @@ def test_what_is_not_finite_or_zero_counts_for_nothing(value: float) -> None:
     quotas = tensor_quotas(layout, resolve_sparsifier("topk"), 0.05)
     x = torch.ones(layout.numel)
     x[: layout.edges[1]] = value
-    first, second = largest_counts(x, layout, quotas).tolist()
+    first, second = LargestCounts(x, layout, quotas).read().tolist()
     assert first == 0
     assert second > 0
 

@@ -153,7 +153,7 @@ class ShardedExchange(MultiPhaseExchange, StreamOrderedExchange):
         return every.indices, every.values
 
     def verdict(self, headers: Tensor | None = None) -> Verdict:
-        return Verdict.of((self.headers if headers is None else headers).cpu().numpy())
+        return Verdict.of((self._headers() if headers is None else headers).cpu().numpy())
 
     def standing(self) -> tuple[Tensor, Tensor]:
         flags, notices = self.headers[:, :-1], self.headers[:, -1]

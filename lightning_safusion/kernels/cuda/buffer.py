@@ -150,7 +150,7 @@ class BufferKernels:
             known = (grads, moments, kinds, tuple(weighing.epsilons))
         if known == self._known:
             return
-        self._known, tables = known, self.tables
+        tables = self.tables
         table, of = np.zeros((4, tables.number), np.int64), tables.tensors_of
         table[0] = np.array(grads, np.int64)[of] + tables.inside * _WIDTHS[tables.kinds]
         table[2] = self._lanes()
@@ -161,6 +161,7 @@ class BufferKernels:
             there = np.array(moments, np.int64)[of]
             table[1] = np.where(there != 0, there + tables.inside * _WIDTHS[moment_kinds], 0)
         self._tell(table, epsilons, moment_kinds, weighing is not None)
+        self._known = known
 
     def _lanes(self) -> np.ndarray:
         """int64 [T], bytes from the origin of lanes to each, -1 for none."""
