@@ -31,6 +31,10 @@ JOBS: dict[str, tuple[dict[str, Any], bool]] = {
     "all-gather, PyTorch's operations": ({"memory": "residual"}, False),
     "shards, fused kernels": ({"memory": "residual", "collective": "sharded"}, True),
     "shards, PyTorch's operations": ({"memory": "residual", "collective": "sharded"}, False),
+    "shards, buffers of dense tensors": (
+        {"memory": "residual", "collective": "sharded", "fusion": "wfbp", "dense": (1, 3)},
+        True,
+    ),
 }
 
 
@@ -43,9 +47,11 @@ def _digest(tensors: list[Tensor]) -> str:
 
 def _engines(place: Device, rank: int, given: dict[str, Any], deferred: bool, windows: int) -> dict[str, Any]:
     """The means of all windows as a digest, and the first window that differs from the CPU's (-1: none)."""
-    specs, transport = described(middle_shapes(not place.cuda)), TorchTransport()
-    ours = Job(place, specs, transport, deferred, **given)
-    theirs = Job(Device(rehearse=True), specs, transport, False, **given)
+    parts = dict(given)
+    specs = described(middle_shapes(not place.cuda), dense=parts.pop("dense", ()))
+    transport = TorchTransport()
+    ours = Job(place, specs, transport, deferred, **parts)
+    theirs = Job(Device(rehearse=True), specs, transport, False, **parts)
     means, differs = [], -1
     for step in range(windows):
         ours.draw(2 * step + rank)
