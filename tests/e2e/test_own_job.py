@@ -78,6 +78,7 @@ class Clock(Callback):
 if __name__ == "__main__":
     quiet = {"enable_progress_bar": False, "enable_model_summary": False}
     LightningCLI(save_config_callback=None, trainer_defaults={"max_steps": 200, "callbacks": [Clock()], **quiet})
+    torch.distributed.destroy_process_group()  # gloo may abort a process that leaves it to the interpreter
 """
 CONFIG: dict[str, Any] = {
     "trainer": {
