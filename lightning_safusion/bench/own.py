@@ -34,6 +34,7 @@ from lightning_safusion.bench.progress import TurnProgress
 from lightning_safusion.bench.rows import parse_row
 from lightning_safusion.bench.turns import Bench, Turned
 from lightning_safusion.bench.verdict import YOURS
+from lightning_safusion.comm.transport.torch_backend import end_groups_at_exit
 from lightning_safusion.literal import literal
 from lightning_safusion.lookup import need
 from lightning_safusion.systems import DEFAULT
@@ -113,6 +114,7 @@ class _Run:
         strategy = DDPStrategy(**self.job.group)
         trainer = Trainer(**arguments, strategy=strategy, logger=False, enable_checkpointing=False)
         strategy.setup_environment()  # the process group, which stays
+        end_groups_at_exit()
         self.meeting = Meeting(strategy.root_device, strategy._timeout or _TIMEOUT)
         self.nodes, self.per_node = trainer.num_nodes, strategy.num_processes
         main = self.meeting.rank == 0
