@@ -141,6 +141,7 @@ def test_classes_are_enough_and_files_for_plan_are_written(tmp_path: Path, capfd
     assert "Net: 0.0 M parameters" in " ".join(capfd.readouterr().out.split())
 
 
+@pytest.mark.slow
 def test_a_row_that_fails_on_one_worker_is_left_out_on_all(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     given = CONFIG | {"model": {"class_path": "tests.bench.own_job.FailsOnOne"}}
     rows = (ROW, "ddp-bf16")
@@ -176,12 +177,14 @@ def test_a_job_that_changes_while_it_trains_is_the_same_in_every_turn(tmp_path: 
     assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", "out"}
 
 
+@pytest.mark.slow
 def test_schedules_may_ask_for_the_number_of_steps(tmp_path: Path) -> None:
     given = CONFIG | {"model": {"class_path": "tests.bench.own_job.Scheduled"}}
     bench(tmp_path, config=configs(tmp_path, given, max_steps=7), rounds=1)
     assert results(tmp_path)["left_out"] == {}
 
 
+@pytest.mark.slow
 def test_if_ddp_fails_later_the_rounds_before_are_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     given = CONFIG | {"model": {"class_path": "tests.bench.own_job.FailsLater"}}
     bench(tmp_path, config=configs(tmp_path, given), rounds=3)
@@ -191,17 +194,20 @@ def test_if_ddp_fails_later_the_rounds_before_are_told(tmp_path: Path, capfd: py
     assert "ddp has failed later: OutOfMemoryError" in " ".join(capfd.readouterr().out.split())
 
 
+@pytest.mark.slow
 def test_data_that_end_are_named(tmp_path: Path) -> None:
     given = CONFIG | {"data": {"class_path": "tests.bench.own_job.RunsOut", "init_args": {"batches": 10}}}
     with pytest.raises(RuntimeError, match="its data ended before the turn did"):
         bench(tmp_path, config=configs(tmp_path, given, strategy="ddp"))
 
 
+@pytest.mark.slow
 def test_settings_that_are_refused_are_left_out(tmp_path: Path) -> None:
     bench(tmp_path, config=configs(tmp_path), systems=("saf-pooled[memory=dgc]",), rounds=1)
     assert "memory='dgc' applies momentum" in results(tmp_path)["left_out"]["saf-pooled[memory=dgc]"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_gives_what_there_is(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     given = CONFIG | {"model": {"class_path": "tests.bench.own_job.Interrupted"}}
     began = bench(tmp_path, lambda made: len(made.module.began), config=configs(tmp_path, given), rounds=3)
