@@ -416,14 +416,20 @@ def test_a_review_of_shared_quotas_waits_when_the_next_window_begins(
     assert len(reviews) == 2
 
 
-def test_a_backward_pass_begins_when_nothing_writes_gradients_of_an_abandoned_one(
-    monkeypatch: pytest.MonkeyPatch, device_ends_windows: torch.device
-) -> None:
+def trained(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> tuple[Engine, list[Stream]]:
+    """An engine after some windows, and the streams that the host waits for from now on."""
     awaited: list[Stream] = []
     monkeypatch.setattr(Stream, "synchronize", lambda stream: awaited.append(stream))
     chosen = settings(collective="allgather", fusion="wfbp")
-    engine = build_engine(chosen, specs(), SoloTransport(), device_ends_windows, measure=False, deferred=True)
-    windows(engine, device_ends_windows)
+    engine = build_engine(chosen, specs(), SoloTransport(), device, measure=False, deferred=True)
+    windows(engine, device)
+    return engine, awaited
+
+
+def test_a_backward_pass_begins_when_nothing_writes_gradients_of_an_abandoned_one(
+    monkeypatch: pytest.MonkeyPatch, device_ends_windows: torch.device
+) -> None:
+    engine, awaited = trained(monkeypatch, device_ends_windows)
     engine.push(specs()[-1].index, torch.zeros(specs()[-1].numel, device=device_ends_windows))
     engine.reset()
     awaited.clear()
@@ -515,11 +521,7 @@ def test_arrivals_are_those_without_the_engine_where_the_host_is_the_bottleneck(
 def test_memory_that_an_abandoned_window_still_uses_is_kept_until_the_next_begins(
     monkeypatch: pytest.MonkeyPatch, device_ends_windows: torch.device
 ) -> None:
-    awaited: list[Stream] = []
-    monkeypatch.setattr(Stream, "synchronize", lambda stream: awaited.append(stream))
-    chosen = settings(collective="allgather", fusion="wfbp")
-    engine = build_engine(chosen, specs(), SoloTransport(), device_ends_windows, measure=False, deferred=True)
-    windows(engine, device_ends_windows)
+    engine, awaited = trained(monkeypatch, device_ends_windows)
     Stream.log, engine.report = [], None
     *pushed, last = [(spec.index, torch.zeros(spec.numel, device=device_ends_windows)) for spec in reversed(specs())]
     for gradient in pushed:
