@@ -22,6 +22,8 @@ _SAMPLED = 4096
 _WEIGHT = 0.25
 # Share of the elements that must change places before buffers are built anew.
 _WORTH = 0.05
+# Magnitudes whose first bits are equal, all but so many, share a bin.
+_BIN_BITS = 15
 # Rounds in which the room that full tensors leave is shared again.
 _ROUNDS = 8
 
@@ -127,7 +129,20 @@ class LargestCounts:
             (magnitudes,) = (copied.numpy() for copied in self._copy.read())
             owners = np.repeat(np.arange(len(self._sizes)), self._sizes)
             weights = self._spread[owners] * (magnitudes > 0)
-            largest = np.argsort(-magnitudes, kind="stable")
-            taken = largest[weights[largest].cumsum() <= self._most]
+            taken = largest_places(magnitudes, weights, self._most)
             counts[self._indices] = np.bincount(owners[taken], weights[taken], len(self._sizes))
         return torch.from_numpy(counts).to(self._device, torch.float32)
+
+
+def largest_places(magnitudes: np.ndarray, weights: np.ndarray, most: int) -> np.ndarray:
+    """Places of the largest magnitudes (float32 [S], finite, not negative) that together weigh at most so much.
+
+    Of equal ones the first. Only those of one bin are sorted: sorting all takes the host ten times as long.
+    """
+    bins = magnitudes.view(np.int32) >> _BIN_BITS  # as such numbers are ordered, so are their bits
+    above = np.bincount(bins, weights)[::-1].cumsum()
+    last = len(above) - 1 - int(np.searchsorted(above, most, side="right"))  # of its bin not all may fit
+    taken, tied = np.flatnonzero(bins > last), np.flatnonzero(bins == last)
+    tied = tied[np.argsort(-magnitudes[tied], kind="stable")]
+    room = most - weights[taken].sum()
+    return np.concatenate([taken, tied[weights[tied].cumsum() <= room]])

@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_safusion.fusion.layout import Layout
 from lightning_safusion.fusion.quota import guaranteed, tensor_quotas
-from lightning_safusion.fusion.shares import LargestCounts, Shares
+from lightning_safusion.fusion.shares import LargestCounts, Shares, largest_places
 from lightning_safusion.integration import checkpoint
 from lightning_safusion.sparsify import resolve_sparsifier
 from lightning_safusion.sparsify.schedule import DenseStart
@@ -66,6 +68,20 @@ def test_those_of_large_tensors_are_estimated() -> None:
     counts = LargestCounts(x, layout, quotas).read()
     exact = np.histogram(x.abs().topk(int(quotas.counts.sum())).indices.numpy(), layout.edges)[0]
     torch.testing.assert_close(counts.double(), torch.from_numpy(exact).double(), rtol=0.15, atol=0)
+
+
+@given(st.data())
+def test_the_largest_are_those_of_a_sort(data: st.DataObject) -> None:
+    size = data.draw(st.integers(0, 200))
+    values = st.floats(0, width=32, allow_infinity=False, allow_nan=False) | st.sampled_from([0.0, 1.0, 1.0 + 2**-23])
+    magnitudes = np.array(data.draw(st.lists(values, min_size=size, max_size=size)), np.float32)
+    weights = np.array(data.draw(st.lists(st.integers(1, 30), min_size=size, max_size=size)), np.float64)
+    weights *= magnitudes > 0
+    most = data.draw(st.integers(0, 40 * size + 1))
+    order = np.argsort(-magnitudes, kind="stable")
+    expected = [place for place in order[weights[order].cumsum() <= most] if weights[place]]
+    found = [place for place in largest_places(magnitudes, weights, most) if weights[place]]
+    assert sorted(found) == sorted(expected)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
