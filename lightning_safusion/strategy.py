@@ -15,8 +15,9 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -39,6 +40,7 @@ from lightning_safusion.fusion.record import WindowRecord
 from lightning_safusion.fusion.replan import Decision
 from lightning_safusion.fusion.state import carried, common_state, restore_carried, restore_common
 from lightning_safusion.integration.agreement import ddp_options, replaced_parameters, training_options
+from lightning_safusion.integration.attendance import all_attend
 from lightning_safusion.integration.checkpoint import Checkpoints
 from lightning_safusion.integration.engine_exchange import EngineExchange, History, announce
 from lightning_safusion.integration.exchange import Choice, GradientExchange, Mode, choose
@@ -169,6 +171,8 @@ class SAFusionStrategy(DDPStrategy):
         self._transport: Transport | None = None
         self._signals: DeferredSignals | None = None  # during training with an engine
         self._wrapped: list[tuple[str, nn.Parameter]] = []  # trainable parameters that DDP knows
+        self._begins = False  # no batch of this fit was trained on
+        self._deserted = False  # an error has ended this fit, and some ranks did not come to save its state
         self._costs_followed = 0  # number of windows at the last look at the costs
         self._learned: Mapping[str, Any] = {}  # by another fit of the same job, for the next one
         self.cautions: tuple[str, ...] = ()  #: what is known to cost accuracy in this fit, in sentences
@@ -200,6 +204,7 @@ class SAFusionStrategy(DDPStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self._history, self._outlook = History(), Outlook()
             self._decided = self._learned.get("plain_ddp")
+        self._deserted = False
         super().setup(trainer)
         if self._transport is not None:  # fitting
             # workers that train weights of their own may have different optimizers
@@ -364,6 +369,7 @@ class SAFusionStrategy(DDPStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
+        self._begins = True
         self._defer_signals()
 
     def _defer_signals(self) -> None:
@@ -380,8 +386,9 @@ class SAFusionStrategy(DDPStrategy):
         self._follow_costs()
         if (line := self._outlook.begin_batch(self.controller)) is not None:
             announce(line)
-        if batch_idx == 0:
+        if batch_idx == 0 or self._begins:  # one that is resumed may begin in the middle of an epoch
             self._follow_trainable()
+        self._begins = False
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -449,6 +456,8 @@ class SAFusionStrategy(DDPStrategy):
             self._signals.remove(deliver=False)
             self._signals = None
         self._exchange.abandon()
+        if self._transport is not None:
+            self._transport.abandon()
         super().on_exception(exception)
 
     @override
@@ -461,6 +470,8 @@ class SAFusionStrategy(DDPStrategy):
             self._history.keep(engine)
             self._history.last = engine
             engine.release()
+            if not self._interrupted:  # else the device may still wait for a worker that is lost
+                engine.space.memory.to_host()
         if self._transport is not None:
             self._transport.close()
         self._exchange, self._transport, self._choice = GradientExchange(), None, Choice(Mode.PLAIN)
@@ -474,7 +485,9 @@ class SAFusionStrategy(DDPStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return super().lightning_module_state_dict() | self._exchange.weights()
+        state = super().lightning_module_state_dict()
+        state.update(self._exchange.weights())  # a union would lose the versions of modules, an attribute of the state
+        return state
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -484,8 +497,14 @@ class SAFusionStrategy(DDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        """Writes one part per rank as well, unless the checkpoint holds weights only; all ranks call it."""
+        """Writes one part per rank as well, unless the checkpoint holds weights only; all ranks call it.
+
+        While an error ends training, rank 0 writes what plain DDP would where other ranks do not come.
+        """
         engine = self.controller
+        if engine is not None and self._interrupted and not all_attend(engine.windows if engine.between else None):
+            engine, self._deserted = None, True
+            rank_zero_warn(f"{filepath} is saved without residuals: an error has kept other workers from the save.")
         if engine is None and torch.distributed.is_initialized():
             engine = self._history.last
         save = super().save_checkpoint
@@ -525,6 +544,12 @@ class SAFusionStrategy(DDPStrategy):
     # Lightning's own collectives
 
     @property
+    def _interrupted(self) -> bool:
+        """Whether an error is ending training."""
+        trainer = self.lightning_module._trainer if self.lightning_module is not None else None
+        return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+
+    @property
     def _epoch(self) -> int:
         return self.lightning_module.current_epoch if self.lightning_module is not None else 0
 
@@ -536,6 +561,8 @@ class SAFusionStrategy(DDPStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
+        if self._deserted:
+            return
         with during(f"the barrier{f' {name!r}' if name else ''} of Lightning in {self._place}"):
             super().barrier(name)
 

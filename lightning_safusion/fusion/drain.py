@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_safusion.comm.exchange import Notice, all_finite
 from lightning_safusion.comm.transport.interface import Transport
+from lightning_safusion.fusion.lanes import HostCopy
 from lightning_safusion.fusion.shipment import Shipment
 from lightning_safusion.fusion.space import GradientSpace
 from lightning_safusion.fusion.window import Scratch, Window, withdraw
@@ -38,9 +39,15 @@ class Drain:
         self._transport = transport
         self.scratch = Scratch(space.device)
         self._warned = False
+        self._unread: HostCopy | None = None  # whether some rank has said each notice, in a window that did not wait
 
-    def run(self, window: Window, shipments: Sequence[Shipment]) -> tuple[bool, int]:
-        """Ends a window; ``shipments``: launched, in order.
+    def run(self, window: Window, shipments: Sequence[Shipment], notices: int = 0) -> tuple[bool, int]:
+        """Ends a window.
+
+        Args:
+            window: It.
+            shipments: Launched, in order.
+            notices: Of this rank, for a window without messages, whose headers would have them.
 
         Returns:
             Whether it ended well (what was sent has been taken out of the residual), and the notices (bits of
@@ -50,7 +57,7 @@ class Drain:
             RuntimeError: If a peer is lost (with the buffer's tensors).
         """
         if window.plain:
-            return self._average_all(window), 0
+            return self._average_all(window, notices)
         irregular: list[int] = []
         notices, workers = 0, self._transport.world_size
         for shipment in shipments:
@@ -95,19 +102,36 @@ class Drain:
         withdraw(self._space.memory, window, places)
         return self._average([window.grads_of(place, place + 1)[0] for place in places])
 
-    def _average_all(self, window: Window) -> bool:
-        """Averages all gradients in place; returns whether they are finite, True in a deferred window."""
-        present = np.ones(window.length, bool)
-        if not window.deferred:
+    def read(self) -> int:
+        """Notices (bits of ``Notice``) of all ranks in the last window, if it had no messages and did not wait."""
+        unread, self._unread = self._unread, None
+        return 0 if unread is None else _notices(unread.read()[0].tolist())
+
+    def forget(self) -> None:
+        """Forgets what was not read: another rank may be lost."""
+        self._unread = None
+
+    def _average_all(self, window: Window, notices: int) -> tuple[bool, int]:
+        """Averages all gradients in place; returns whether they are finite, and notices: True and 0 if deferred."""
+        told = torch.zeros(len(Notice), device=self._space.device)
+        for place, notice in enumerate(Notice):
+            if notices & notice:
+                told[place : place + 1].fill_(1.0)
+        if window.deferred:
+            self._transport.all_reduce(told).wait()
+            self._unread, present, heard = HostCopy([told]), np.ones(window.length, bool), 0
+        else:
             fresh = torch.from_numpy(window.fresh).to(self._space.device, torch.float32)
-            self._transport.all_reduce(fresh).wait()
-            present = fresh.cpu().numpy() > 0
+            said = torch.cat([fresh, told])
+            self._transport.all_reduce(said).wait()
+            sums = said.cpu().numpy()
+            present, heard = sums[: window.length] > 0, _notices(sums[window.length :].tolist())
         grads = []
         for place in np.flatnonzero(present).tolist():
             grads += window.grads_of(place, place + 1)
             if not window.fresh[place]:
                 grads[-1].zero_()
-        return self._average(grads, wait=not window.deferred)
+        return self._average(grads, wait=not window.deferred), heard
 
     def _average(self, grads: Sequence[Tensor], wait: bool = True) -> bool:
         """Writes the means over ranks into the gradients; returns whether they are finite, True without ``wait``."""
@@ -196,6 +220,11 @@ class OverflowGuard:
             "sent without them. If training does not recover, lower the learning rate or clip the loss.",
             stacklevel=2,
         )
+
+
+def _notices(told: Sequence[float]) -> int:
+    """Bits of ``Notice``, from how many ranks have said each."""
+    return sum(notice for notice, ranks in zip(Notice, told, strict=True) if ranks > 0)
 
 
 def _pieces(grads: Iterable[Tensor]) -> Iterator[list[Tensor]]:

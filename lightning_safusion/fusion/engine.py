@@ -94,7 +94,7 @@ class Engine:
         self._timed: WindowEvents | None = None  # of the latest window that recorded everything
         self._followed: Plan | None = None  # the space has no buffers but those of this plan
         self._first = True  # DDP's first window submits everything at its end, in an order that means nothing
-        self._between = True  # no window is open, and the last one has ended: exchanges have equal states on all ranks
+        self.between = True  #: no window is open, and the last one has ended: exchanges have equal states on all ranks
         self._window: Window | None = None
         self._shipments: list[Shipment] = []  # of the open window, launched, in order
         self._advanced = 0  # so many of them have launched all their phases
@@ -160,7 +160,7 @@ class Engine:
         if self._overflow.pending:
             self._overflow.reset(together=True)
         self._review_shares()
-        self._between = False
+        self.between = False
         constant = self._constant
         density = constant.density if constant is not None else self.density(self.windows, self.epoch)
         if density != self.space.quotas.density:
@@ -269,7 +269,7 @@ class Engine:
         if self._device_drain is not None and window.deferred and not window.plain:
             good, notices = self._device_drain.run(window, shipments)
         else:
-            good, notices = self._drain.run(window, shipments)
+            good, notices = self._drain.run(window, shipments, self.notices)
         if notices:
             self._hear(window, notices)
         if good:
@@ -280,7 +280,7 @@ class Engine:
             self._overflow.pending = True
             self._overflow.reset(together=True)
         window.drained = window.mark()
-        self._between = True
+        self.between = True
         planned = self.order_known and window.in_order and not window.plain
         self.report = WindowRecord(window, shipments, self.space, self.clock, planned, self._timed)
         if self.clock.instant:
@@ -318,6 +318,8 @@ class Engine:
             if not good:
                 self.unstepped[self._exchanged(window)] = False
                 self._overflow.pending = True
+        self.heard |= self._drain.read()
+        self.notices &= ~self.heard
         if self._overflow.pending:
             self._overflow.reset(together=False)
         record, self._unobserved = self._unobserved, None
@@ -378,9 +380,10 @@ class Engine:
         self._window, self._shipments, self._unobserved, self._advanced = None, [], None, 0
         if self._device_drain is not None:
             self._device_drain.forget()
+        self._drain.forget()
         # the state of an exchange that was abandoned may differ between ranks
-        self.space.restore_exchanges(self.space.exchange_state() if self._between else [])
-        self._between = True
+        self.space.restore_exchanges(self.space.exchange_state() if self.between else [])
+        self.between = True
 
     def release(self) -> None:
         """Frees buffers and figures; the state that a checkpoint holds stays."""

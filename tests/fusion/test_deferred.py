@@ -38,7 +38,7 @@ from lightning_safusion.sparsify.selection.survey import Selector
 from lightning_safusion.sparsify.selection.units import Moment, UpdateUnits
 from lightning_safusion.sparsify.sidco import SIDCo
 from tests.cluster import Cluster, settings, specs
-from tests.cuda import Allocated, Launches, Silent, Stream, fake_cuda
+from tests.cuda import Allocated, Launches, Silent, Stream, fake_cuda, read_nothing
 from tests.fusion.test_controller import Failing
 
 
@@ -59,9 +59,7 @@ def make() -> Iterator[Callable[..., Cluster]]:
 @pytest.fixture
 def device_ends_windows(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     """A CUDA device of fake tensors."""
-    monkeypatch.setattr(Planner, "verify", lambda *_: None)  # waits, once for every new plan
-    # the numbers that the host reads one window later do not exist here
-    monkeypatch.setattr("lightning_safusion.fusion.device_drain.DeviceDrain.read", lambda _: None)
+    read_nothing(monkeypatch)
     with fake_cuda(monkeypatch) as device:
         yield device
 
@@ -187,6 +185,18 @@ def test_notices_are_heard_when_the_window_is_settled(make: Callable[..., Cluste
     cluster.step(cluster.random_grads(2))
     assert [controller.heard for controller in cluster.controllers] == [int(Notice.TERMINATE)] * 2
     assert cluster.controllers[0].notices == 0
+
+
+def test_notices_are_heard_after_a_dense_window_too(make: Callable[..., Cluster]) -> None:
+    cluster = make()
+    for controller in cluster.controllers:
+        controller.dense_windows = 3
+    cluster.controllers[1].notices = int(Notice.REQUEUE)
+    cluster.step(cluster.random_grads(0))
+    assert [controller.heard for controller in cluster.controllers] == [0, 0]
+    cluster.step(cluster.random_grads(1))
+    assert [controller.heard for controller in cluster.controllers] == [int(Notice.REQUEUE)] * 2
+    assert [controller.notices for controller in cluster.controllers] == [0, 0]
 
 
 def test_a_forgotten_window_says_nothing_later(make: Callable[..., Cluster]) -> None:

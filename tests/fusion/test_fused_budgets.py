@@ -20,12 +20,11 @@ from lightning_safusion.fusion import fused
 from lightning_safusion.fusion.build import build_engine
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.layout import TensorSpec
-from lightning_safusion.fusion.planning import Planner
 from lightning_safusion.kernels.cuda import buffer, work
 from lightning_safusion.simulate.trace import resolve_trace
 from lightning_safusion.sparsify.selection.units import Moment, UpdateUnits
 from tests.cluster import settings
-from tests.cuda import Silent, fake_cuda
+from tests.cuda import Silent, fake_cuda, read_nothing
 
 # Operations of PyTorch that start nothing on the device.
 FREE = ("empty", "view", "split", "slice", "alias", "detach", "select", "as_strided", "unbind", "unsqueeze", "reshape")
@@ -64,8 +63,7 @@ class Device:
     """An engine with BERT-base's tensors on a device that is not there."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, specs: list[TensorSpec], **options: Any) -> None:
-        monkeypatch.setattr(Planner, "verify", lambda *_: None)
-        monkeypatch.setattr("lightning_safusion.fusion.device_drain.DeviceDrain.read", lambda _: None)
+        read_nothing(monkeypatch)
         monkeypatch.setattr(fused, "serves_buffers", lambda device: True)
         monkeypatch.setattr(buffer, "launch", self.launch)
         monkeypatch.setattr(buffer, "address_of", id)

@@ -21,13 +21,12 @@ from lightning_safusion.comm.transport.torch_backend import SoloTransport
 from lightning_safusion.fusion import offload
 from lightning_safusion.fusion.build import build_engine
 from lightning_safusion.fusion.offload import Offloader, selection_costs
-from lightning_safusion.fusion.planning import Planner
 from lightning_safusion.fusion.plans.selective import Selective, choose_offloaded
 from lightning_safusion.sparsify import resolve_sparsifier
 from lightning_safusion.sparsify.registry import available_sparsifiers
 from lightning_safusion.sparsify.selection.survey import History, Selector
 from tests.cluster import Cluster, settings, specs
-from tests.cuda import fake_cuda
+from tests.cuda import fake_cuda, read_nothing
 from tests.quick import quick_of
 
 SHAPES = ((90, 70), (90,), (70, 40), (40,), (7, 11), (64, 9, 3), (64,), (30, 30), (9,), (1,), (0,))
@@ -262,9 +261,7 @@ def test_a_gradient_that_comes_again_is_not_taken(make: Callable[..., Cluster]) 
 
 
 def test_the_hook_never_waits_for_a_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Planner, "verify", lambda *_: None)  # waits, once for every new plan
-    # the numbers that the host reads one window later do not exist here, nor do those that the thread would select from
-    monkeypatch.setattr("lightning_safusion.fusion.device_drain.DeviceDrain.read", lambda _: None)
+    read_nothing(monkeypatch)  # nor do the numbers exist that the thread would select from
     monkeypatch.setattr(offload, "NOMINAL_HOST", FREE)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     in_place, on_host = Selector.select, []

@@ -32,6 +32,7 @@ from lightning_safusion import (
     Selective,
     SIDCo,
 )
+from tests.models import TinyClassifier, classification, trainer
 from tests.process_group import run_ranks
 from tests.resume import InGroup, StepModel, held_back, mass, parameters, part_file, run, saving
 
@@ -329,6 +330,14 @@ def test_every_kind_of_checkpoint_resumes(tmp_path: Path) -> None:
         f"{name}.ckpt.safusion" for name in ("every", "last", "ended", "async")
     }
     assert "safusion" not in torch.load(tmp_path / "stale.ckpt", weights_only=True)
+
+
+def test_versions_of_modules_are_saved(tmp_path: Path) -> None:
+    job = trainer(SAFusionStrategy(), devices=1, max_steps=1)
+    job.fit(TinyClassifier(), classification())
+    job.save_checkpoint(tmp_path / "a.ckpt")
+    saved = torch.load(tmp_path / "a.ckpt", weights_only=True)["state_dict"]
+    assert saved._metadata == job.lightning_module.state_dict()._metadata  # type: ignore[attr-defined]
 
 
 def test_a_checkpoint_opens_without_this_package(tmp_path: Path) -> None:

@@ -39,6 +39,13 @@ class Signalled(TinyClassifier):
             torch.save(self.trainer.global_step, self.folder / f"heard{self.global_rank}.pt")
 
 
+class DenseAtFirst(Signalled):
+    """With an optimizer whose first steps are dense."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), 1e-3)
+
+
 class Searches(LearningRateFinder):
     """A training inside of the training, which begins and ends as any other."""
 
@@ -49,14 +56,24 @@ class Searches(LearningRateFinder):
         self.lr_find(trainer, pl_module)
 
 
-@pytest.mark.parametrize(("collective", "search"), [("allgather", False), ("auto", False), ("allgather", True)])
-def test_all_ranks_hear_of_it_before_the_same_batch(tmp_path: Path, collective: Any, search: bool) -> None:
+@pytest.mark.parametrize(
+    ("model", "collective", "search"),
+    [
+        (Signalled, "allgather", False),
+        (Signalled, "auto", False),
+        (Signalled, "allgather", True),
+        (DenseAtFirst, "auto", False),
+    ],
+)
+def test_all_ranks_hear_of_it_before_the_same_batch(
+    tmp_path: Path, model: type[Signalled], collective: Any, search: bool
+) -> None:
     def train(rank: int) -> str:
         strategy = SAFusionStrategy(density=0.1, collective=collective)
         callbacks = [Searches(num_training_steps=4, update_attr=False)] if search else []
         try:
             run = trainer(strategy, callbacks=callbacks, default_root_dir=tmp_path)
-            run.fit(Signalled(tmp_path), classification())
+            run.fit(model(tmp_path), classification())
         except BaseException as error:  # SystemExit, or what this version of Lightning ends a terminated run with
             return type(error).__name__
         return "ended"

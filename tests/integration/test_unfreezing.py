@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from torch import Tensor, nn
 
 from lightning_safusion import SAFusionStrategy
 from tests.ledger import Ledger, assert_balanced
-from tests.models import classification, trainer
+from tests.models import TinyClassifier, classification, trainer
 from tests.process_group import run_launched
+
+SPARSE: dict[str, Any] = {"density": 0.05, "collective": "allgather"}
 
 
 class Finetuned(LightningModule):
@@ -117,6 +120,36 @@ def test_nothing_is_lost_when_the_model_is_wrapped_again(freeze_head: bool) -> N
     names = [f"{module}.{kind}" for module in ("backbone", "head")[: 2 - freeze_head] for kind in ("weight", "bias")]
     mine, theirs = run_launched(2, sparse)
     assert_balanced(mine, theirs, to="used", names=names)
+
+
+class ChangesAtStart(TinyClassifier):
+    """Its first layer is frozen until the second epoch, or frozen whenever training starts."""
+
+    def __init__(self, thaws: bool) -> None:
+        super().__init__()
+        self.thaws = thaws
+        self.net[0].requires_grad_(not thaws)
+
+    def on_train_start(self) -> None:
+        self.net[0].requires_grad_(self.thaws and self.current_epoch >= 1)
+
+    on_train_epoch_start = on_train_start
+
+
+@pytest.mark.parametrize("thaws", [True, False])
+def test_a_change_before_an_epoch_that_is_resumed_in_its_middle_is_followed(tmp_path: Path, thaws: bool) -> None:
+    def both(rank: int) -> list[Tensor]:
+        job = trainer(SAFusionStrategy(**SPARSE), max_steps=28, max_epochs=-1)
+        job.fit(ChangesAtStart(thaws), classification())
+        job.save_checkpoint(tmp_path / "middle.ckpt")
+        model = ChangesAtStart(thaws)
+        # one step in the second epoch, before another epoch would set it right
+        job = trainer(SAFusionStrategy(**SPARSE), max_steps=31, max_epochs=-1)
+        job.fit(model, classification(), ckpt_path=tmp_path / "middle.ckpt")
+        return [param.detach() for param in model.parameters()]
+
+    first, second = run_launched(2, both)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.slow

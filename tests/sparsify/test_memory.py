@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from lightning_safusion.sparsify import (
     DecoupledMomentum,
@@ -329,3 +330,16 @@ def test_cuts_of_a_memory_are_not_kept_for_ever() -> None:
     assert sum(starts() is not None for starts in alive) <= 32
     again = flat.parts[0, 2]
     assert flat.parts[0, 2] is again
+
+
+@pytest.mark.parametrize("name", ["auto", "dgc", "ef21"])
+def test_what_a_checkpoint_holds_leaves_the_device(name: str) -> None:
+    device = torch.device("cuda", 0)
+    with FakeTensorMode():
+        memory = resolve_memory(name)
+        memory.bind(EDGES, device)
+        flats = [value for value in vars(memory).values() if isinstance(value, Flat)]
+        assert all(flat.data.device == device for flat in flats)
+        memory.to_host()
+        assert all(flat.data.is_cpu and flat.views[0].is_cpu for flat in flats)
+        assert all(state.is_cpu for state in memory.state_dict().values())

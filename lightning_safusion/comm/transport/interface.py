@@ -186,7 +186,11 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Destroys what :meth:`subgroup` and :meth:`split` made. Safe to call twice."""
+        """Destroys what :meth:`subgroup` and :meth:`split` made. Safe to call twice. May wait for the other ranks."""
+
+    def abandon(self) -> None:
+        """In place of :meth:`close` where an error has ended training: waits for nobody."""
+        self.close()
 
     def _lacks(self, operation: str) -> NotImplementedError:
         return NotImplementedError(

@@ -216,6 +216,13 @@ class TorchTransport(Transport):
             if dist.is_initialized():  # else they were destroyed with the default group
                 dist.destroy_process_group(transport._group)
 
+    def abandon(self) -> None:
+        """See :meth:`Transport.abandon`; the groups end with the default one, or with the process.
+
+        NCCL destroys a group only when all of its ranks do, and others may wait in an exchange for this one.
+        """
+        self._subgroups.clear()
+
     def _global_rank(self, rank: int) -> int:
         return rank if self._group is None else dist.get_global_rank(self._group, rank)
 

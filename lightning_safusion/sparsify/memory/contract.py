@@ -157,6 +157,11 @@ class Memory(ABC):
         for flat in self._flats.values():
             flat.permute(order, edges)
 
+    def to_host(self) -> None:
+        """Moves the state to the host's memory, where it can be saved; :meth:`bind` begins another one."""
+        for flat in getattr(self, "_flats", {}).values():  # a memory of one's own may have other state
+            flat.to_host()
+
     def state_dict(self) -> dict[str, Tensor]:
         """The flat state by name (``{"residual": float32[D]}``); references, not copies."""
         return {name: flat.data for name, flat in self._flats.items()}
@@ -209,6 +214,10 @@ class Flat:
             self._adopt(rearranged(self._memory, runs), edges)
         else:
             self._adopt(torch.cat([self.data[:0], *self.of(order)]), edges)
+
+    def to_host(self) -> None:
+        if not self.data.is_cpu:
+            self._adopt(self.data.cpu(), self._edges)
 
     def load(self, state: dict[str, Any], name: str) -> None:
         value = state.get(name)

@@ -179,6 +179,10 @@ class EF21Memory(Memory):
         self._begun = {places[old] for old in self._begun}
         self._replaced = {places[old] for old in self._replaced}
 
+    def to_host(self) -> None:
+        super().to_host()
+        self._next.to_host()
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._begun = {i for i, view in enumerate(self._average.views) if bool(view.any())}
