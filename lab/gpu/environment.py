@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 from xml.etree import ElementTree
@@ -119,13 +120,17 @@ def tests(setting: Setting) -> Iterator[Figure]:
         about = "the stages numerics, races, graphs and processes make the same comparisons"
         yield note("tests", f"not run: {' and '.join(missing)} missing", about=about)
         return
-    report = setting.folder / "tests.xml"
+    for file in _REHEARSED if setting.rehearse else _TESTS:  # one by one: if time runs out, some have been seen
+        yield from _tested(file, setting.folder / "tests.xml")
+
+
+def _tested(file: str, report: Path) -> Iterator[Figure]:
+    """Runs the tests of a file or folder; the repository's own options of pytest need xdist."""
     report.unlink(missing_ok=True)
-    files = _REHEARSED if setting.rehearse else _TESTS
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *files]
-    subprocess.run(command, cwd=ROOT, check=False)
+    options = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", "--import-mode=importlib", f"--junitxml={report}"]
+    subprocess.run([sys.executable, "-m", "pytest", *options, file], cwd=ROOT, check=False)
     cases = list(ElementTree.parse(report).getroot().iter("testcase"))  # noqa: S314 - of our own tests
     bad = [case.get("name", "") for case in cases if case.find("failure") is not None or case.find("error") is not None]
     skipped = sum(case.find("skipped") is not None for case in cases)
-    yield equal("no test fails", not bad, ", ".join(bad))
-    yield note("tests passed", len(cases) - len(bad) - skipped, about=f"{skipped} skipped; {', '.join(files)}")
+    yield equal(f"no test of {file} fails", not bad, ", ".join(bad))
+    yield note(f"tests of {file} passed", len(cases) - len(bad) - skipped, about=f"{skipped} skipped")

@@ -24,7 +24,7 @@ from lab.gpu.stages import ROOT, Setting
 from lightning_safusion.comm.transport.torch_backend import TorchTransport
 
 _MESSAGE = "called a synchronizing CUDA operation"
-_WINDOWS, _WARM = 7, 9  # between two reviews of shared quotas, in which the host waits
+_WINDOWS, _WARM = 6, 10  # between two reviews of shared quotas; the window after one reads what was counted
 #: Frames of a stack that are shown, from the innermost of this repository on.
 _FRAMES = 5
 

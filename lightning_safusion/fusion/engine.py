@@ -83,6 +83,9 @@ class Engine:
         self.heard = 0  #: bits of Notice that some rank has sent: the same on all ranks at the end of every window
         self.report: WindowRecord | None = None  #: of the latest window
         self.clock = clock_for(space.device)
+        # Reviews are collective, and wait for the device. Elsewhere they wait until the next window begins; but where
+        # ranks submit a tensor at different points, that too is a different point of their backward passes.
+        self._reviews_at_end = self.clock.instant or not overlap
         self.observers: list[Observer] = []
         self.order_known = False  #: the layout has the order in which gradients arrive
         # A tensor that is submitted again before its optimizer has stepped is sent dense and without its residual: the
@@ -283,7 +286,7 @@ class Engine:
         self.between = True
         planned = self.order_known and window.in_order and not window.plain
         self.report = WindowRecord(window, shipments, self.space, self.clock, planned, self._timed)
-        if self.clock.instant:
+        if self._reviews_at_end:
             self._observe(self.report)
         else:
             self._unobserved = self.report
@@ -292,11 +295,11 @@ class Engine:
         self.order_known |= self.windows > 0 and not self._first
         self._first = False
         self.windows += 1
-        if self.clock.instant:
+        if self._reviews_at_end:
             self._review_shares()
 
     def _review_shares(self) -> None:
-        """Reviews shared quotas, if a window has counted for it; on accelerators when the next one begins."""
+        """Reviews shared quotas, if a window has counted for it."""
         counts, self._counts = self._counts, None
         if counts is not None:
             self.space.review_shares(counts.read())

@@ -7,6 +7,7 @@ Covers: NaN and Inf on one rank; a bad step keeps everything; stale tensors unto
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +15,11 @@ import pytest
 import torch
 
 from lab.virtual.transport import local_transports
+from lightning_safusion.comm.transport.interface import ReduceOp, Work
+from lightning_safusion.comm.transport.torch_backend import SoloTransport
+from lightning_safusion.fusion import engine
 from lightning_safusion.fusion.build import build_engine
+from lightning_safusion.fusion.events import Clock
 from lightning_safusion.sparsify import NoMemory, Segments, Selection, TopK
 from lightning_safusion.sparsify.selection.survey import Selector
 from tests.cluster import Cluster, settings, specs
@@ -31,6 +36,44 @@ def make() -> Iterator[Callable[..., Cluster]]:
     yield build
     for cluster in clusters:
         cluster.close()
+
+
+class Late(Clock):
+    """Moments that are read later, as those of a device."""
+
+    instant = False
+
+
+class Noting(SoloTransport):
+    """Notes where collectives are called."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
+        self.calls += [frame.name for frame in traceback.extract_stack() if frame.name in ("push", "drain")]
+        return super().all_reduce(tensor, op)
+
+
+@pytest.mark.parametrize("options", [{}, {"quota": "shared"}])
+def test_where_ranks_submit_at_different_points_nothing_is_asked_when_a_window_begins(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(engine, "clock_for", lambda device: Late())
+    transport, tensors = Noting(), specs()
+    held = build_engine(
+        settings(collective="allgather", **options),
+        tensors,
+        transport,
+        torch.device("cpu"),
+        measure=False,
+        overlap=False,
+    )
+    for _ in range(18):
+        for spec in reversed(tensors):
+            held.push(spec.index, torch.randn(spec.numel))
+        held.drain()
+    assert set(transport.calls) == {"drain"}
 
 
 def settle(cluster: Cluster, steps: int = 3) -> None:

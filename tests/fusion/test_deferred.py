@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
+from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.exchange import Notice
 from lightning_safusion.comm.transport.interface import LaterWork, Work
 from lightning_safusion.comm.transport.torch_backend import SoloTransport
@@ -259,6 +260,17 @@ def test_the_host_never_waits_for_an_owner(
         moments = [Moment(torch.zeros(spec.numel, device=device), 1e-8) for spec in described]
         engine.space.compare_in(UpdateUnits(moments.__getitem__, device))
     windows(engine, device)
+
+
+def test_a_device_does_not_say_when_a_phase_has_ended(
+    device_ends_windows: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A callback would take a stream of the pool, and have it wait for the phase."""
+    called: list[Any] = []
+    monkeypatch.setattr(ShardedExchange, "_note_arrival", called.append)
+    chosen = settings(collective="sharded")
+    windows(build_engine(chosen, specs(), Silent(3), device_ends_windows, False, deferred=True), device_ends_windows)
+    assert not called
 
 
 @pytest.mark.parametrize("collective", ["allgather", "allreduce", "hybrid", "sharded"])

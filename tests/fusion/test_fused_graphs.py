@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
+from lab.gpu.buffers import DECAY, Case, Rank
 from lightning_safusion.kernels.cuda import buffer, graphs, owners
 from lightning_safusion.kernels.cuda.graphs import Recorded, Work, recorded
 from lightning_safusion.sparsify.selection.units import UpdateUnits
@@ -145,6 +146,42 @@ def test_a_device_that_captures_nothing_starts_kernels(caplog: pytest.LogCapture
         "kernels are started one by one, because CUDA makes no graph of them: operation not permitted when stream is "
         "capturing"
     ]
+
+
+def test_a_capture_that_fails_leaves_the_allocator_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refused:
+        def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
+            """Begins."""
+
+        def capture_end(self) -> None:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    ended: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Refused)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 7))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *args: ended.append(args), raising=False)
+    with pytest.raises(RuntimeError, match="previous error"):
+        graphs.capture(lambda: None)
+    assert ended == [(1, (0, 7))]
+
+
+def test_a_graph_is_not_used_after_the_device_was_told_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[torch.Tensor] = []
+
+    def capture(work: Work) -> Work:
+        used.append(rank.kernels.addresses)  # a graph has its address
+        return lambda: None
+
+    monkeypatch.setattr(buffer, "recorded", lambda device: Recorded(capture))
+    rank = Rank.of(Case((300, 40)), 0, 1, [0, 0])
+    kernels, weighing = rank.kernels, rank.weighing
+    for weighed in (weighing, weighing, weighing, None, weighing, weighing):
+        kernels.locate(rank.grads, weighed)
+        if weighed is not None:
+            kernels.select(DECAY, weighed)
+    assert len(used) == 2
+    assert used[-1] is kernels.addresses
 
 
 def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:

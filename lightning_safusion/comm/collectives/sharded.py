@@ -218,7 +218,8 @@ class ShardedExchange(MultiPhaseExchange, StreamOrderedExchange):
         self.bytes_received += self.arriving.numel() + self._size * (self.transport.world_size - 1)
         sizes = self.in_sizes, self.out_sizes
         work = self._scattering = self.transport.all_to_all(self.arriving.view(-1), self._first, *sizes)
-        work.on_done(self._note_arrival)
+        if self.device.type == "cpu":  # elsewhere the host does not ask
+            work.on_done(self._note_arrival)
 
     def _note_arrival(self, _: float) -> None:
         self._arrived = True
@@ -226,8 +227,8 @@ class ShardedExchange(MultiPhaseExchange, StreamOrderedExchange):
     def advance(self, wait: bool) -> bool:
         if self._scattering is None:
             return True
-        if not wait and (not self._arrived or self.device.type != "cpu"):
-            return False  # a device does not wait in the stream that selects
+        if not wait and not self._arrived:
+            return False  # nor does a device wait in the stream that selects
         self.await_first()
         self.headers = self._headers()
         if self._size:  # else the whole span is dense

@@ -130,6 +130,7 @@ class BufferKernels:
         self._errors = torch.zeros(int(narrow.sum()), device=memory.device)
         self._error_places = 4 * (narrow.cumsum() - narrow)
         self._known: tuple[object, ...] | None = None  # the host's copy of addresses and epsilons
+        self._told = 0  # how often the device was told others: tables of its own, to which graphs point
         self.addresses, self._epsilons = torch.empty(0), torch.empty(0)
         self._launches: list[tuple[int, int, Tensor, int]] = []  # kinds of gradients and moments, and their chunks
 
@@ -162,6 +163,7 @@ class BufferKernels:
             table[1] = np.where(there != 0, there + tables.inside * _WIDTHS[moment_kinds], 0)
         self._tell(table, epsilons, moment_kinds, weighing is not None)
         self._known = known
+        self._told += 1
 
     def _lanes(self) -> np.ndarray:
         """int64 [T], bytes from the origin of lanes to each, -1 for none."""
@@ -186,7 +188,7 @@ class BufferKernels:
     def select(self, decay: float, weighing: Weighing | None) -> None:
         """Adds the gradients to the residual, and finds what is sent of the sum."""
         keys = self.memory.view(torch.int32) if weighing is None else weighing.keys
-        key = self._known, decay, address_of(keys), self.packer.workspace.moves
+        key = self._told, decay, address_of(keys), self.packer.workspace.moves
         self._selection.run(key, lambda: self._select(decay, keys))
         self.packer.selected = True
 

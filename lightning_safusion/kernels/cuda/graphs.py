@@ -59,13 +59,17 @@ class Recorded:
 
 def capture(work: Work) -> Work:
     """A graph of work, captured on the current stream, which is not the default one."""
-    graph = torch.cuda.CUDAGraph()
+    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
     # Other threads use the device meanwhile: NCCL's looks for finished collectives, a loader's pins memory.
-    graph.capture_begin(capture_error_mode="thread_local")
+    graph.capture_begin(pool, capture_error_mode="thread_local")
     try:
         work()
     finally:
-        graph.capture_end()
+        try:
+            graph.capture_end()
+        except RuntimeError:  # it leaves the allocator in the state of a capture
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+            raise
     return graph.replay
 
 

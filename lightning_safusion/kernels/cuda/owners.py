@@ -95,7 +95,7 @@ class OwnerKernels(BufferKernels):
         """Adds up its shard in what has arrived, and writes what it delivers of that."""
         packer, constants = self._owner, self._arriving
         if packer is not None and constants is not None:
-            key = self._known, packer.workspace.moves
+            key = self._told, packer.workspace.moves
             self._reduction.run(key, lambda: self._reduce(packer, constants))
 
     def _reduce(self, packer: Packer, constants: Constants) -> None:

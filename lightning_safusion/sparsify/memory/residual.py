@@ -39,14 +39,9 @@ class ResidualMemory(Memory):
 
     def compensate(self, ids: Sequence[int], grads: Sequence[Tensor], dense: Sequence[bool], norms: Tensor) -> None:
         views, added = self._pending.of(ids), as_float32(grads)
-        if self.decay == 1:
-            torch._foreach_add_(views, added)
-        elif self._pending.data.is_cpu:
-            for view, grad in zip(views, added, strict=True):
-                torch.add(grad, view, alpha=self.decay, out=view)  # one pass over memory in place of two
-        else:
+        if self.decay != 1:  # rounded twice, as kernels do
             torch._foreach_mul_(views, self.decay)
-            torch._foreach_add_(views, added)
+        torch._foreach_add_(views, added)
 
     def compensate_finite(
         self, ids: Sequence[int], grads: Sequence[Tensor], wanted: native.Wanted | None = None

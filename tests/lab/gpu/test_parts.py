@@ -19,8 +19,10 @@ from lab.gpu import costs as costs_module
 from lab.gpu.costs import costs, counted
 from lab.gpu.device import Device
 from lab.gpu.jobs import Echo
+from lab.gpu.numerics import engines
 from lab.gpu.trainer import idle_seconds
 from lab.gpu.waits import watched
+from lightning_safusion.kernels import cpu
 from lightning_safusion.kernels.cuda.work import Work
 
 PLACE = Device(rehearse=True)
@@ -35,6 +37,11 @@ def test_waits_are_noted_with_the_lines_that_lead_there() -> None:
     assert count == 2
     assert stack.startswith("tests/lab/gpu/test_parts.py:")
     assert "warnings.warn" in stack.splitlines()[0]
+
+
+def test_the_numbers_are_those_of_the_cpu_where_nothing_is_compiled_for_it() -> None:
+    with cpu.unused():
+        assert engines(PLACE, 2) == []
 
 
 def test_echoes_answer_as_workers_with_the_same_numbers_would() -> None:
