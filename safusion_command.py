@@ -105,7 +105,7 @@ def run(
         values = parser.parse_args(given).as_dict()
         module, _, name = path.partition(":")
         getattr(importlib.import_module(module), name)(**values)
-    except (ModuleNotFoundError, RuntimeError, ValueError) as error:
+    except (ModuleNotFoundError, OSError, RuntimeError, ValueError) as error:
         sys.exit(f"{program}: {error}")
     except KeyboardInterrupt:
         sys.exit(f"{program}: stopped")

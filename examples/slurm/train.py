@@ -72,7 +72,9 @@ class Classifier(LightningModule):
         torch.save(self.state_dict(), Path(self.trainer.default_root_dir) / "final.pt")
         strategy = self.trainer.strategy
         report = strategy.report() if isinstance(strategy, SAFusionStrategy) else {}
-        if "bytes_sent" in report:
+        if report.get("plain_ddp") is not None:
+            print(f"gradients are left to plain DDP: {report['plain_ddp']}", flush=True)
+        elif "bytes_sent" in report:
             print(f"sent {report['bytes_sent']} bytes per step, DDP sends {report['dense_bytes']}", flush=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -57,7 +57,7 @@ def processes(arguments: Mapping[str, Any], options: JobOptions) -> Iterator[Non
         options: Of the command.
 
     Raises:
-        ValueError: If there is one worker only.
+        ValueError: If there is one worker only, or processes are missing that this one cannot start.
     """
     strategy = DDPStrategy()
     trainer = Trainer(**arguments, strategy=strategy, logger=False, enable_checkpointing=False)
@@ -70,6 +70,17 @@ def processes(arguments: Mapping[str, Any], options: JobOptions) -> Iterator[Non
     if environment is None or environment.creates_processes_externally:
         yield
         return
+    if int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        name = os.environ.get("SLURM_JOB_NAME", "")
+        raise ValueError(
+            f"srun has started several tasks, and Lightning does not take a Slurm job called {name!r} for one of its "
+            "own: SLURM_JOB_NAME=bench srun safusion bench ..."
+        )
+    if trainer.num_nodes > 1 and not {"NODE_RANK", "GROUP_RANK"} & os.environ.keys():
+        raise ValueError(
+            f"the trainer has {trainer.num_nodes} machines, and nothing has started their processes: start the command "
+            "with torchrun or srun, or set num_nodes to 1"
+        )
     count = strategy.num_processes
     os.environ.update(
         {

@@ -157,13 +157,18 @@ def _verdict(figures: Sequence[SystemFigures], outcome: Outcome) -> Verdict:
     if best is baseline:  # then of the sparse row that came closest
         sparse = [each for each in figures if each.density is not None or each.system.startswith(DEFAULT)]
         row = min(sparse, key=lambda each: each.step_s).system if sparse else DEFAULT
-    point = None
+    point, rival = None, baseline.system
     known = row not in (FLOOR, IN_STEP, "ddp", YOURS) and parse_row(row).system in SIMULATED
     if outcome.recorded is not None and known and baseline.system in SIMULATED:
         turns = outcome.turns.get(row)
         density = turns[0][0].density if turns else None
-        point = turning_point(outcome.recorded, parse_row(row).system, density, baseline.system)
-    return judge(figures, outcome.turns, point, row)
+        measured = {each.system for each in figures}
+        dense = dict.fromkeys([baseline.system, *({"ddp-bf16"} & measured - {row})])
+        system = parse_row(row).system
+        points = {name: turning_point(outcome.recorded, system, density, name) for name in dense}
+        rival = min(points, key=lambda name: points[name][0] or 0.0)  # the first that is as fast
+        point = points[rival]
+    return judge(figures, outcome.turns, point, row, rival)
 
 
 def _write_steps(turns: Mapping[str, Sequence[Sequence[Turned]]], path: Path) -> None:

@@ -13,7 +13,7 @@ from lightning_safusion.bench.measure import FLOOR, IN_STEP
 from lightning_safusion.bench.results import SystemFigures
 from lightning_safusion.bench.rows import parse_row
 from lightning_safusion.bench.turns import Turned
-from lightning_safusion.systems import DEFAULT
+from lightning_safusion.systems import DEFAULT, SYSTEMS
 from lightning_safusion.systems.accuracy import known_accuracy
 
 #: The strategy of the user's own file, where that is no plain DDP.
@@ -55,7 +55,7 @@ def decide(figures: Sequence[SystemFigures], rounds: Rounds) -> tuple[SystemFigu
     known = {each.system: each for each in figures}
     baseline = known.get(YOURS) or known["ddp"]
     others = [each for each in figures if each.system not in (FLOOR, IN_STEP, baseline.system, *_APPROXIMATE)]
-    able = [each for each in others if not _sends_all(each)]
+    able = [each for each in others if not _sends_all(each) and not _dense_so_far(each)]
     faster = [each for each in able if _gain(rounds[each.system], rounds[baseline.system]) > WORTH]
     if not faster:
         return baseline, baseline
@@ -66,6 +66,12 @@ def decide(figures: Sequence[SystemFigures], rounds: Rounds) -> tuple[SystemFigu
 def _sends_all(row: SystemFigures) -> bool:
     """Whether a row that could send less has done what DDP does: if it is faster, then by chance."""
     return row.by_ddp or (row.density is not None and row.density > _ALL)
+
+
+def _dense_so_far(row: SystemFigures) -> bool:
+    """Whether the engine was measured in the steps that are dense with some optimizers, the first ones."""
+    system = SYSTEMS.get(row.system.partition("[")[0])
+    return system is not None and system.sparse and row.plain_ddp is None and row.bytes_sent is None
 
 
 def _plainness(row: SystemFigures) -> tuple[bool, bool, bool, float]:
@@ -89,6 +95,7 @@ def judge(
     rounds: Rounds,
     point: tuple[float | None, float | None] | None,
     compared: str | None = None,
+    rival: str | None = None,
 ) -> Verdict:
     """The answer in plain words.
 
@@ -96,7 +103,8 @@ def judge(
         figures: Of all rows; the floor and DDP are among them.
         rounds: What they were made of.
         point: See :func:`~lightning_safusion.bench.forecast.turning_point`; None if nothing was simulated.
-        compared: The row that was simulated beside the user's.
+        compared: The sparse row that was simulated.
+        rival: The dense one; None for the user's.
     """
     best, baseline = decide(figures, rounds)
     known = {each.system: each for each in figures}
@@ -109,7 +117,7 @@ def judge(
     else:
         said = [
             f"Take {best.system}: {_ms(best.step_s)} per step, {baseline.step_s / best.step_s:.2f} times as fast as "
-            f"{baseline.system} ({_ms(baseline.step_s)})."
+            f"{baseline.system} ({_ms(baseline.step_s)}){_beside(known.get('ddp-bf16'), best, baseline)}."
         ]
     said.append(
         f"A step without any exchange takes {_ms(floor)}: {_ms(max(0.0, baseline.step_s - floor))} of "
@@ -119,15 +127,26 @@ def judge(
     for each in figures:
         if each.by_ddp:
             said.append(f"{each.system} has left the gradients to plain DDP: {each.plain_ddp}.")
+        elif _dense_so_far(each):
+            said.append(
+                f"{each.system} is not judged: its first steps are dense, and the warm-up ended in them: --warmup 30."
+            )
         elif _sends_all(each):
             said.append(f"{each.system} sends everything: that is predicted to be as fast here.")
     if not stays and best.peak_bytes and baseline.peak_bytes:
         said.append(_memory(best, baseline))
     said += _approximate(known, best)
-    said += _bandwidth(point, best.system if not stays else compared, baseline.system, stays)
+    said += _bandwidth(point, best.system if not stays else compared, rival or baseline.system, stays)
     said.append(_accuracy(best.system, rounds))
     said += _loading(rounds[baseline.system], baseline.step_s - floor)
     return Verdict(best.system, baseline.system, tuple(said))
+
+
+def _beside(narrow: SystemFigures | None, best: SystemFigures, baseline: SystemFigures) -> str:
+    """How it compares with DDP in 16 bits, if that is a row and faster than the user's."""
+    if narrow is None or narrow is best or narrow.step_s >= baseline.step_s:
+        return ""
+    return f", {narrow.step_s / best.step_s:.2f} times as fast as {narrow.system}"
 
 
 def _doubts(floor: float, baseline: SystemFigures, count: int) -> list[str]:
@@ -177,7 +196,8 @@ def _accuracy(row: str, rounds: Rounds) -> str:
     # measurements are of the default, at several densities
     changed = any(name not in _NEUTRAL for name in parsed.options)
     system = row if changed else parsed.system
-    return known_accuracy(system, turned.density, turned.optimizers, turned.cautions)
+    workers = len(rounds[row][-1])
+    return known_accuracy(system, turned.density, turned.optimizers, turned.cautions, workers)
 
 
 def _loading(turns: Sequence[Sequence[Turned]], exchange: float) -> list[str]:

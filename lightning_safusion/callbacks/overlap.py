@@ -119,6 +119,7 @@ class OverlapProfiler(StrategyCallback):
         self.figures: RankFigures | None = None
         self._rows: deque[tuple[int, StepFigures]] = deque(maxlen=_ROWS)
         self._recording = self._stepped = False
+        self._dense = 0  # steps of this fit, the first ones, that are dense
         self._count = self._reported = 0  # steps of this fit, and of these, those before the latest report
         self._recorder.clear()
 
@@ -140,10 +141,16 @@ class OverlapProfiler(StrategyCallback):
 
     def _records(self, number: int) -> bool:
         """Whether the step with this number in the fit is recorded."""
-        return number < self.record_steps or number % self.every_n_steps >= self.every_n_steps - self.record_steps
+        first = number < self._dense + self.record_steps
+        return number >= self._dense and (
+            first or number % self.every_n_steps >= self.every_n_steps - self.record_steps
+        )
 
     def _follow(self, strategy: SAFusionStrategy) -> None:
         """Observes the next step, if that is recorded."""
+        engine = strategy.controller
+        if engine is not None and engine.windows < engine.dense_windows > 1:  # it exchanges as DDP does
+            self._dense = self._count + 1
         self._recording = self._records(self._count)
         if self._recording:
             strategy.remove_observer(self._recorder)

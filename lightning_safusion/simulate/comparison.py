@@ -11,7 +11,7 @@ from typing import Any
 from lightning_safusion.simulate.cluster import resolve_link
 from lightning_safusion.simulate.job import Job
 from lightning_safusion.simulate.systems import SIMULATED, is_counted, run_system
-from lightning_safusion.systems import SYSTEMS
+from lightning_safusion.systems import DEFAULT, SYSTEMS
 from lightning_safusion.systems.accuracy import known_accuracy
 
 #: All systems are compared with this dense exchange, which needs no other package.
@@ -91,10 +91,13 @@ def break_even(job: Job, system: str, baseline: str = BASELINE) -> float:
 
 
 def when_to_compress(rows: Sequence[PlanRow], job: Job) -> str:
-    """A sentence: up to which bandwidth it pays to compress, and what that costs the device."""
+    """A sentence: up to which bandwidth it pays to compress, and what that costs the device.
+
+    Args:
+        rows: Of :func:`plan_table`; a sparse system of the strategy is among them.
+        job: Theirs.
+    """
     able = [row for row in rows if row.system in SYSTEMS and SYSTEMS[row.system].sparse]
-    if not able:
-        return "No sparse system was compared."
     best = best_sparse(rows) or min(able, key=lambda row: row.iteration_s)
     rate = break_even(job, best.system)
     work = f"{best.device_s * 1e3:.1f} ms of the device in every step"
@@ -109,16 +112,19 @@ def when_to_compress(rows: Sequence[PlanRow], job: Job) -> str:
     )
 
 
-def recommend(rows: Sequence[PlanRow], density: float, optimizer: str) -> tuple[list[str], str]:
-    """Sentences that recommend a system, and its settings for LightningCLI.
+def recommend(rows: Sequence[PlanRow], density: float, optimizer: str, workers: int = 2) -> tuple[list[str], str]:
+    """Sentences that recommend a system, and its settings for LightningCLI; none where there was nothing to compare.
 
     Args:
         rows: Of :func:`plan_table`.
         density: Share of the elements that sparse rows send.
         optimizer: Name of its class.
+        workers: That train.
     """
     best = best_sparse(rows)
     lines = ["trainer:", "  strategy:", "    class_path: lightning_safusion.SAFusionStrategy", "    init_args:"]
+    if best is None and not any(row.system in SYSTEMS and SYSTEMS[row.system].sparse for row in rows):
+        return [f"No sparse system of the strategy was compared: add {DEFAULT!r} to the systems."], ""
     if best is None:
         verdict = "Dense DDP is the better choice here: no sparse system is faster than DDP in bf16 by more than 2 %."
         return [verdict], "\n".join([*lines, f"      system: {BASELINE}"]) + "\n"
@@ -127,7 +133,7 @@ def recommend(rows: Sequence[PlanRow], density: float, optimizer: str) -> tuple[
         f"{best.speedup:.2f} times as fast as DDP in bf16; {best.exposed_s * 1e3:.1f} ms are exposed."
     )
     lines += [f"      system: {best.system}", f"      density: {density}"]
-    return [verdict, known_accuracy(best.system, density, [optimizer])], "\n".join(lines) + "\n"
+    return [verdict, known_accuracy(best.system, density, [optimizer], workers=workers)], "\n".join(lines) + "\n"
 
 
 def sweep_table(

@@ -111,19 +111,21 @@ def run_plan(
         console.print(literal(f"Costs: {costs.source}."))
     if costs is None or costs.host is None:
         console.print(literal(f"Device: {cluster.device.described}; its work is counted."))
-    sentences, settings = recommend(rows, density, optimizer)
-    if costs is None:
+    sentences, settings = recommend(rows, density, optimizer, cluster.workers)
+    if costs is None and settings:
         sentences.insert(1, when_to_compress(rows, job))
     for sentence in sentences:
         console.print(sentence)
-    console.print(settings, markup=False, highlight=False)
+    if settings:
+        console.print(settings, markup=False, highlight=False)
     records = sweep_table(job, systems, over=over) if over else []
     if records:
         console.print(_sweep_table(records, list(over)))
     if output is not None:
         folder = Path(output)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "settings.yaml").write_text(settings, encoding="utf-8")
+        if settings:
+            (folder / "settings.yaml").write_text(settings, encoding="utf-8")
         _write_records([asdict(row) for row in rows], folder / "plan")
         plot_table(rows).savefig(folder / "plan.png", dpi=120)
         if records:

@@ -18,7 +18,7 @@ import yaml
 from lightning_safusion.bench import own
 from lightning_safusion.bench.files import read_files
 from lightning_safusion.bench.job import JobOptions, parse_job
-from lightning_safusion.bench.launch import counted
+from lightning_safusion.bench.launch import counted, processes
 from lightning_safusion.bench.own import run_own
 from lightning_safusion.bench.run import run_bench
 from lightning_safusion.simulate.report import run_plan
@@ -295,6 +295,23 @@ def test_a_shell_of_slurm_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> Non
     assert counted({"devices": "auto"}, None) == {"devices": "auto"}
     monkeypatch.setenv("SLURM_JOB_NAME", "train")
     assert counted({"devices": "auto"}, None) == {"devices": 1, "num_nodes": 1}
+
+
+@pytest.mark.parametrize(
+    ("environ", "machines", "message"),
+    [
+        ({}, 2, "the trainer has 2 machines, and nothing has started their processes"),
+        ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_NAME": "interactive"}, 1, "a Slurm job called 'interactive'"),
+    ],
+)
+def test_processes_that_it_cannot_start_are_missed_at_once(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], machines: int, message: str
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    arguments = {"accelerator": "cpu", "devices": 2, "num_nodes": machines}
+    with pytest.raises(ValueError, match=message), processes(arguments, JobOptions()):
+        pass
 
 
 @pytest.mark.parametrize(

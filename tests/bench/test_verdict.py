@@ -44,6 +44,9 @@ def turns(*seconds: float, loading: float = 0.01, optimizer: str = "AdamW", **kn
 
 
 def rounds(**more: list[list[Turned]]) -> dict[str, list[list[Turned]]]:
+    for name in more:
+        for turned in (each for ranks in more[name] for each in ranks if name.startswith(DEFAULT)):
+            turned.figures = turned.figures or REPORT
     return {"no-exchange": turns(0.2, 0.2, 0.2), "barrier": turns(0.21, 0.2, 0.2), "ddp": turns(1.0, 1.1, 0.9)} | more
 
 
@@ -70,6 +73,8 @@ def said(given: dict[str, list[list[Turned]]], point: Any = None, compared: str 
         ({DEFAULT: turns(0.4, 0.4, 0.4, figures=dict.fromkeys(REPORT) | {"plain_ddp": "it is faster"})}, "ddp"),
         # sends everything
         ({DEFAULT: turns(0.4, 0.4, 0.4, figures=REPORT | {"achieved_density": 1.0})}, "ddp"),
+        # measured in its first, dense steps
+        ({DEFAULT: turns(0.4, 0.4, 0.4, figures=dict.fromkeys(REPORT))}, "ddp"),
         ({"powersgd": turns(0.3, 0.3, 0.3)}, "ddp"),
         ({DEFAULT: turns(0.4)}, DEFAULT),  # stopped in the second round
     ],
@@ -93,6 +98,23 @@ def test_it_is_said_in_words() -> None:
     assert "collectives carry about 95 Mbit/s here" in text
     assert "at a density of 0.02 ended between 7.0 % below and 0.3 % above" in text
     assert "waits for data longer" not in text
+
+
+def test_the_best_dense_row_is_named_beside_the_users() -> None:
+    given = rounds(**{DEFAULT: turns(0.25, 0.25, 0.25), "ddp-bf16": turns(0.5, 0.5, 0.5)})
+    verdict = judge(figures_of(given), given, (2.1e9, None), DEFAULT, "ddp-bf16")
+    assert "4.00 times as fast as ddp (1.00 s), 2.00 times as fast as ddp-bf16." in verdict.sentences[0]
+    assert any("above about 2.1 Gbit/s per machine: ddp-bf16 is as fast there" in each for each in verdict.sentences)
+
+
+def test_a_row_of_dense_steps_is_not_judged() -> None:
+    given = rounds(**{DEFAULT: turns(0.4, 0.4, 0.4, figures=dict.fromkeys(REPORT))})
+    assert "saf-pooled is not judged: its first steps are dense" in " ".join(said(given).sentences)
+
+
+def test_what_is_known_of_accuracy_is_of_two_workers() -> None:
+    assert "owners of shards" in known_accuracy(DEFAULT, 0.02, ["AdamW"], workers=16)
+    assert "owners of shards" not in known_accuracy(DEFAULT, 0.02, ["AdamW"], workers=15)
 
 
 def test_what_stays_is_said_too() -> None:

@@ -305,6 +305,26 @@ def test_files_hold_what_was_recorded(tmp_path: Path) -> None:
         assert forward == pytest.approx([(end - begin) * 1e6 for s in steps for begin, end in s.spans("forward")])
 
 
+class DenseAtFirst(TinyClassifier):
+    """With an optimizer whose first steps are dense."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), 1e-3)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_dense_steps_are_not_recorded(tmp_path: Path) -> None:
+    def run(rank: int) -> None:
+        strategy = SAFusionStrategy(density=0.05, collective="allgather")
+        profiler = OverlapProfiler(10, 3, tmp_path, table=False)
+        trainer(strategy, callbacks=[profiler], max_steps=30, max_epochs=-1).fit(DenseAtFirst(), classification())
+
+    run_launched(2, run)
+    steps = json.loads((tmp_path / "overlap.json").read_text())["steps"]
+    assert [row["step"] for row in steps] == [20, 21, 22, 27, 28, 29]
+    assert all(row["bytes_sent"] for row in steps)
+
+
 def test_a_fit_that_ends_between_reports_has_one_at_its_end(tmp_path: Path) -> None:
     def run(rank: int) -> Any:
         profiler = OverlapProfiler(5, 3, tmp_path, table=False)
