@@ -83,9 +83,6 @@ class Engine:
         self.heard = 0  #: bits of Notice that some rank has sent: the same on all ranks at the end of every window
         self.report: WindowRecord | None = None  #: of the latest window
         self.clock = clock_for(space.device)
-        # Reviews are collective, and wait for the device. Elsewhere they wait until the next window begins; but where
-        # ranks submit a tensor at different points, that too is a different point of their backward passes.
-        self._reviews_at_end = self.clock.instant or not overlap
         self.observers: list[Observer] = []
         self.order_known = False  #: the layout has the order in which gradients arrive
         # A tensor that is submitted again before its optimizer has stepped is sent dense and without its residual: the
@@ -107,6 +104,14 @@ class Engine:
         self._counts: LargestCounts | None = None  # what this rank says in a review of shared quotas
         self._offload = offload
         self._overflow = OverflowGuard(space, self.transport)
+
+    @property
+    def _reviews_at_end(self) -> bool:
+        """Whether reviews, which are collective and wait for the device, end a window; else they begin the next one.
+
+        Where ranks submit a tensor at different points, that would be at different points of their backward passes.
+        """
+        return self.clock.instant or not self.overlap
 
     @property
     def complete(self) -> bool:
