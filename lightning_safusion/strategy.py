@@ -505,7 +505,7 @@ class SAFusionStrategy(DDPStrategy):
         if engine is not None and self._interrupted and not all_attend(engine.windows if engine.between else None):
             engine, self._deserted = None, True
             rank_zero_warn(f"{filepath} is saved without residuals: an error has kept other workers from the save.")
-        if engine is None and torch.distributed.is_initialized():
+        elif engine is None and torch.distributed.is_initialized():
             engine = self._history.last
         save = super().save_checkpoint
         ranks = self.global_rank, self.local_rank

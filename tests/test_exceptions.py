@@ -40,8 +40,8 @@ class Keeps(OnExceptionCheckpoint):
         """Nothing to do."""
 
 
-def strategy(collective: str = "allgather") -> SAFusionStrategy:
-    return SAFusionStrategy(density=0.05, collective=collective, timeout=timedelta(seconds=8))  # type: ignore[arg-type]
+def strategy(collective: Any = "allgather") -> SAFusionStrategy:
+    return SAFusionStrategy(density=0.05, collective=collective, timeout=timedelta(seconds=8))
 
 
 def failed(callbacks: list[Callback], chosen: SAFusionStrategy) -> str:

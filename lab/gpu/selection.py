@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from lab.gpu.device import Device
 from lab.gpu.figures import Figure, note
@@ -13,8 +15,9 @@ from lab.gpu.jobs import shapes_of
 from lab.gpu.stages import Setting
 from lab.gpu.waits import watched
 from lab.selection import per_tensor
+from lightning_safusion.comm.wire.codec import Codec
 from lightning_safusion.comm.wire.formats import resolve_codec
-from lightning_safusion.sparsify import available_sparsifiers, resolve_sparsifier
+from lightning_safusion.sparsify import Segments, Sparsifier, available_sparsifiers, resolve_sparsifier
 
 _DENSITY, _WIRE = 0.01, "auto"
 
@@ -33,10 +36,7 @@ def selection(setting: Setting) -> Iterator[Figure]:
         segments = per_tensor(sparsifier, shapes, _DENSITY)
         codec = resolve_codec(_WIRE, numel, segments.capacity, torch.float32)
         out = torch.empty(codec.nbytes, dtype=torch.uint8, device=place.device)
-
-        def work(sparsifier=sparsifier, segments=segments, codec=codec, out=out) -> None:  # type: ignore[no-untyped-def]  # all are bound here
-            codec.encode(sparsifier.select(x, segments, 0), out)
-
+        work = partial(_send, sparsifier, segments, codec, x, out)
         work()  # constants reach the device
         place.wait()
         with watched(place) as stacks:
@@ -44,3 +44,7 @@ def selection(setting: Setting) -> Iterator[Figure]:
         about = "\n\n".join(stacks.seen)
         yield Figure(f"{name}: waits", stacks.seen.total(), most=0, note=about)
         yield note(f"{name}: selection and message", place.median(work, repetitions) / copy, "copies")
+
+
+def _send(sparsifier: Sparsifier, segments: Segments, codec: Codec, x: Tensor, out: Tensor) -> None:
+    codec.encode(sparsifier.select(x, segments, 0), out)

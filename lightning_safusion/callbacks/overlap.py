@@ -149,7 +149,7 @@ class OverlapProfiler(StrategyCallback):
     def _follow(self, strategy: SAFusionStrategy) -> None:
         """Observes the next step, if that is recorded."""
         engine = strategy.controller
-        if engine is not None and engine.windows < engine.dense_windows > 1:  # it exchanges as DDP does
+        if engine is not None and engine.dense:
             self._dense = self._count + 1
         self._recording = self._records(self._count)
         if self._recording:

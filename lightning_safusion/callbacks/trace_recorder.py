@@ -104,11 +104,11 @@ class TraceRecorder(StrategyCallback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._handles and self._strategy(trainer).controller is None:
-            self._finish(trainer)  # plain DDP has taken over
         engine = self._strategy(trainer).controller
-        dense = engine is not None and engine.windows < engine.dense_windows
-        if self._handles and self._batches >= self.skip_steps and not dense:
+        if self._handles and engine is None:
+            self._finish(trainer)  # plain DDP has taken over
+        # what a dense step exchanges has no times of its own, and would count as the optimizer's
+        elif self._handles and self._batches >= self.skip_steps and engine is not None and not engine.dense:
             self._step = _Marks(self._strategy(trainer).clock.mark())
 
     @override
@@ -200,12 +200,10 @@ class StepTimes:
 
 
 def _times(marks: _Marks, windows: Sequence[WindowEvents], clock: Clock) -> StepTimes | None:
-    """The times of a step; None if it had not exactly one window with all gradients, in buffers."""
+    """The times of a step; None if it had not exactly one window with all gradients."""
     begin, end = clock.seconds(marks.begin), clock.seconds(marks.end)
     inside = [events for events in windows if begin < events.drained <= end]
     if len(inside) != 1 or marks.before_backward is None or np.isnan(inside[0].ready).any():
-        return None
-    if not inside[0].buffers:  # averaged as DDP does: what that takes is not known, and would count as the optimizer's
         return None
     before = clock.seconds(marks.before_backward)
     ready, stalls = inside[0].ready - before, 0.0

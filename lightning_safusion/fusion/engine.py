@@ -114,6 +114,11 @@ class Engine:
         return self.clock.instant or not self.overlap
 
     @property
+    def dense(self) -> bool:
+        """Whether the next window is averaged as DDP does, without buffers."""
+        return self.windows < self.dense_windows
+
+    @property
     def complete(self) -> bool:
         """Whether every tensor of the open window has been pushed."""
         return self._window is not None and self._window.complete
@@ -174,7 +179,7 @@ class Engine:
         if density != self.space.quotas.density:
             self.space.set_density(density)
             self.planner.invalidate()
-        plain = self.windows < self.dense_windows
+        plain = self.dense
         plan = self.planner.plan(self.space.shape) if self.order_known and not plain else None
         ticking = False
         if self.ticks is not None and self.overlap and plan is not None and plan.groups:

@@ -63,11 +63,15 @@ def plan_table(job: Job, systems: Sequence[str] | None = None) -> list[PlanRow]:
     return rows
 
 
+def _sparse(rows: Sequence[PlanRow]) -> list[PlanRow]:
+    """The rows of sparse systems of the strategy."""
+    return [row for row in rows if row.system in SYSTEMS and SYSTEMS[row.system].sparse]
+
+
 def best_sparse(rows: Sequence[PlanRow]) -> PlanRow | None:
     """The fastest sparse system of the strategy that loses no gradients, if it is worth the change from DDP in bf16."""
-    able = [row for row in rows if row.system in SYSTEMS and row.comparable]
-    sparse = [row for row in able if SYSTEMS[row.system].sparse and SYSTEMS[row.system].conserves]
-    best = min(sparse, key=lambda row: row.iteration_s, default=None)
+    able = [row for row in _sparse(rows) if row.comparable and SYSTEMS[row.system].conserves]
+    best = min(able, key=lambda row: row.iteration_s, default=None)
     return best if best is not None and best.speedup > 1 + _WORTH else None
 
 
@@ -97,8 +101,7 @@ def when_to_compress(rows: Sequence[PlanRow], job: Job) -> str:
         rows: Of :func:`plan_table`; a sparse system of the strategy is among them.
         job: Theirs.
     """
-    able = [row for row in rows if row.system in SYSTEMS and SYSTEMS[row.system].sparse]
-    best = best_sparse(rows) or min(able, key=lambda row: row.iteration_s)
+    best = best_sparse(rows) or min(_sparse(rows), key=lambda row: row.iteration_s)
     rate = break_even(job, best.system)
     work = f"{best.device_s * 1e3:.1f} ms of the device in every step"
     if rate == 0:
@@ -123,7 +126,7 @@ def recommend(rows: Sequence[PlanRow], density: float, optimizer: str, workers: 
     """
     best = best_sparse(rows)
     lines = ["trainer:", "  strategy:", "    class_path: lightning_safusion.SAFusionStrategy", "    init_args:"]
-    if best is None and not any(row.system in SYSTEMS and SYSTEMS[row.system].sparse for row in rows):
+    if not _sparse(rows):
         return [f"No sparse system of the strategy was compared: add {DEFAULT!r} to the systems."], ""
     if best is None:
         verdict = "Dense DDP is the better choice here: no sparse system is faster than DDP in bf16 by more than 2 %."

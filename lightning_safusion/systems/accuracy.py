@@ -97,7 +97,7 @@ def known_accuracy(
     """
     if system in _HOOKS:
         return f"{_HOOKS[system]} ({_SOURCE})."
-    words = [f"{caution}." for caution in cautions]
+    words, measured = [f"{caution}." for caution in cautions], False
     for optimizer in dict.fromkeys(optimizers):
         table = _MEASURED.get(_kind(optimizer))
         if system != DEFAULT or table is None or density is None:
@@ -111,7 +111,8 @@ def known_accuracy(
             f"Accuracy with {optimizer}: on small networks the default at a density of {nearest:g} ended "
             f"{table[nearest]}{less} ({_SOURCE})."
         )
-    if system == DEFAULT and workers >= SHARDED_FROM:
+        measured = True
+    if measured and workers >= SHARDED_FROM:
         words.append(
             f"That is with two workers. From {SHARDED_FROM} on owners of shards select again: up to 0.7 % above "
             "it at a density of 2 % (docs/convergence.md#shards)."

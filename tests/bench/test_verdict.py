@@ -115,6 +115,7 @@ def test_a_row_of_dense_steps_is_not_judged() -> None:
 def test_what_is_known_of_accuracy_is_of_two_workers() -> None:
     assert "owners of shards" in known_accuracy(DEFAULT, 0.02, ["AdamW"], workers=16)
     assert "owners of shards" not in known_accuracy(DEFAULT, 0.02, ["AdamW"], workers=15)
+    assert "owners of shards" not in known_accuracy(DEFAULT, 0.02, ["Unknown"], workers=16)
 
 
 def test_what_stays_is_said_too() -> None:
