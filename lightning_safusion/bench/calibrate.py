@@ -31,6 +31,11 @@ def fit_run(run: Run, rhythm: Rhythm, on_machine: int | None = None) -> tuple[Tr
     Left out are the first block, in which connections are opened and orders learnt, and the first step of every other
     one, which meets the caches and the network as another team left them.
 
+    Args:
+        run: The run.
+        rhythm: Of its steps.
+        on_machine: Workers of each machine; by default all stand for machines, and share the cores of this one.
+
     Raises:
         RuntimeError: If no buffer was sparse.
     """
@@ -126,6 +131,8 @@ def _fit_costs(
         host,
         _jitter([each.sum(axis=1)[:, 0] for each in parts]),
         source,
+        nodes=workers // (on_machine or 1),
+        per_node=on_machine or 1,
     )
 
 

@@ -22,7 +22,7 @@ from lightning_safusion.comm.transport.torch_backend import default_transport
 from lightning_safusion.simulate.calibration import Calibration, CollectiveSample, CollectiveTimes
 from lightning_safusion.simulate.cluster import Cluster
 from lightning_safusion.simulate.comparison import break_even
-from lightning_safusion.simulate.device import DEVICES, Device
+from lightning_safusion.simulate.device import DEVICES
 from lightning_safusion.simulate.job import Job as SimulatedJob
 from lightning_safusion.simulate.trace import Trace
 
@@ -44,25 +44,17 @@ class Recorded:
 
     Args:
         trace: A step of it without any exchange.
-        costs: Of the group that ran it; None where nothing fits them.
-        nodes: Machines.
-        per_node: Workers on each.
-        device: Whose work is counted, where devices do it.
+        costs: Of the group that ran it, with its hardware.
     """
 
     trace: Trace
-    costs: Calibration | None
-    nodes: int
-    per_node: int
-    device: Device = DEVICES["a100"]
+    costs: Calibration
 
     @property
     def cluster(self) -> Cluster:
-        """The cluster that the job ran on, without jitter; each worker of a CPU job counts as a node."""
-        if self.costs is None:
-            return Cluster(self.nodes, self.per_node, device=self.device)
-        nodes, per_node = (self.nodes, self.per_node) if self.costs.host is None else (self.costs.workers, 1)
-        return Cluster.calibrated(self.costs, nodes, per_node, jitter=0.0, device=self.device)
+        """The cluster that the job ran on, without jitter."""
+        nodes, per_node = self.costs.placed or (self.costs.workers, 1)
+        return Cluster.calibrated(self.costs, nodes, per_node, jitter=0.0, device=DEVICES[self.costs.device or "a100"])
 
 
 def why_not() -> str | None:
@@ -115,7 +107,7 @@ def record(
     from lightning_safusion.bench.calibrate import fit_run  # scipy is an extra
 
     trace, costs = fit_run(Run({}, floor, ahead, behind), Rhythm(block=block), per_node)
-    return Recorded(_of_steps(trace, accumulated), costs, nodes, per_node)
+    return Recorded(_of_steps(trace, accumulated), costs)
 
 
 def _record_device(
@@ -142,9 +134,23 @@ def _record_device(
     }
     name = torch.cuda.get_device_name(meeting.device)
     source = f"timed on {meeting.workers} workers ({dist.get_backend()}, {name})"
-    device = next((DEVICES[key] for key in _NAMES if _NAMES[key].search(name)), DEVICES["a100"])
-    costs = Calibration(meeting.workers, times["allgather"], times["allreduce"], _ENTRY_BYTES, None, 0.0, source)
-    return Recorded(_of_steps(recorder.trace, accumulated), costs, nodes, per_node, device)
+    costs = Calibration(
+        meeting.workers,
+        times["allgather"],
+        times["allreduce"],
+        _ENTRY_BYTES,
+        host=None,
+        source=source,
+        nodes=nodes,
+        per_node=per_node,
+        device=known_device(name),
+    )
+    return Recorded(_of_steps(recorder.trace, accumulated), costs)
+
+
+def known_device(name: str) -> str | None:
+    """The device of :data:`DEVICES` that a driver's name is of, or is like; None if there is none."""
+    return next((key for key, pattern in _NAMES.items() if pattern.search(name)), None)
 
 
 def _of_steps(trace: Trace, accumulated: int) -> Trace:
@@ -168,9 +174,9 @@ def turning_point(
 
     Returns:
         Bits per second, None where the system is faster at no bandwidth (infinite where it is at all); and what the
-        link carries by the calibration, None without one.
+        link carries by the calibration, None where that is not measurable.
     """
-    beta = recorded.costs.link.beta if recorded.costs is not None else 0.0
+    beta = recorded.costs.link.beta
     job = SimulatedJob(recorded.trace, recorded.cluster, density or 1.0, _ENTRY_BYTES)
     rate = 1e9 * break_even(job, system, baseline)
     return rate or None, 8 / beta if beta else None

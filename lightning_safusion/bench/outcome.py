@@ -95,8 +95,7 @@ def write(outcome: Outcome, job: Job, output: Path, console: Console) -> None:
         console.print(literal(sentence, "bold" if sentence is verdict.sentences[0] else ""))
     if outcome.recorded is not None:
         outcome.recorded.trace.save(output / "trace.json")
-        if outcome.recorded.costs is not None:
-            outcome.recorded.costs.save(output / "calibration.json")
+        outcome.recorded.costs.save(output / "calibration.json")
     elif outcome.note:
         console.print(literal(f"Nothing was simulated: {outcome.note}."))
     strategy = best_strategy(verdict, job.ddp_options, YOURS in outcome.failures)

@@ -116,9 +116,14 @@ class Calibration:
         host: Costs of a step on the processors of a worker; None where accelerators do the work.
         jitter: Relative standard deviation of a worker's step without any exchange.
         source: How they were measured, in words.
+        nodes: Machines of the group; None in files that do not say.
+        per_node: Workers on each; None with ``nodes``.
+        device: Of :data:`~lightning_safusion.simulate.device.DEVICES`: the one that the workers had, or its like; None
+            where that is not known, and on CPUs.
 
     Raises:
-        ValueError: If there are fewer than two workers, or a number is negative or not finite.
+        ValueError: If there are fewer than two workers, nodes and workers on each do not make as many, or a number is
+            negative or not finite.
     """
 
     workers: int
@@ -128,16 +133,30 @@ class Calibration:
     host: Host | None
     jitter: float = 0.0
     source: str = ""
+    nodes: int | None = None
+    per_node: int | None = None
+    device: str | None = None
 
     def __post_init__(self) -> None:
         if self.workers < 2:
             raise ValueError(f"costs are calibrated on two workers or more, got {self.workers}")
+        if (self.nodes, self.per_node) != (None, None) and (self.nodes or 0) * (self.per_node or 0) != self.workers:
+            placed = f"got nodes={self.nodes} and per_node={self.per_node}"
+            raise ValueError(f"calibration: {self.workers} workers are nodes times workers on each, {placed}")
         for name, value in (asdict(self.host) if self.host is not None else {}).items():
             numbers = value.values() if isinstance(value, dict) else [value]
             if not all(isfinite(number) and number >= 0 for number in numbers):
                 raise ValueError(f"calibration: the cost of {name} must be finite and not negative, got {value}")
         if not self.entry_bytes > 0:
             raise ValueError(f"calibration: an entry has bytes on the wire, got entry_bytes={self.entry_bytes}")
+
+    @property
+    def placed(self) -> tuple[int, int] | None:
+        """Nodes and workers on each, as the simulator counts them: each worker of a CPU job is a node, because its
+        costs are those between two workers. None where the file does not say."""
+        if self.host is not None:
+            return self.workers, 1
+        return (self.nodes, self.per_node) if self.nodes is not None and self.per_node is not None else None
 
     @property
     def link(self) -> Link:

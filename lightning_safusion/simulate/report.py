@@ -40,18 +40,20 @@ _AXES = {
     "density": ("density", "density"),
     "nodes": ("workers", "workers"),
 }
+# The cluster where nothing says another one.
+_NODES, _PER_NODE, _DEVICE = 8, 8, "a100"
 _ALONE, _EXPOSED = "#4878b0", "#d03a2b"
 
 
 def run_plan(
     trace: str = "bert-large",
-    nodes: int = 8,
-    gpus_per_node: int = 8,
+    nodes: int | None = None,
+    gpus_per_node: int | None = None,
     bandwidth: str = "25gbit",
     optimizer: str = "AdamW",
     density: float | None = None,
     entry_bytes: float = 6.0,
-    device: str = "a100",
+    device: str | None = None,
     jitter: float | None = None,
     seed: int = 0,
     calibration: str | None = None,
@@ -63,8 +65,8 @@ def run_plan(
 
     Args:
         trace: Name of a trace that comes with the package, or the path of a JSON file.
-        nodes: Nodes of the cluster.
-        gpus_per_node: Workers in each node; they share its network card.
+        nodes: Nodes of the cluster; by default those of the calibration, or 8.
+        gpus_per_node: Workers in each node, which share its network card; by default those of the calibration, or 8.
         bandwidth: Of one node's network card, such as 25gbit.
         optimizer: Class of the job's optimizer, such as AdamW or SGD ("schedule-free" for those of schedulefree):
             decides the density, and what is said about accuracy.
@@ -73,12 +75,13 @@ def run_plan(
         entry_bytes: Bytes of a sent entry with its position, of systems with lossless values: 8, 6 or 4. The default
             system has its own.
         device: "a100", "h100", or the JSON file that "python -m lab gpu" has written on one: the speeds by which the
-            counted work of selecting, packing and decoding becomes seconds.
+            counted work of selecting, packing and decoding becomes seconds. By default that of the calibration, or
+            "a100".
         jitter: Relative standard deviation of computing times between workers; by default that of the calibration, or
             none.
         seed: Of the jitter.
-        calibration: JSON file of "safusion bench --calibrate": its costs replace bandwidth, entry_bytes, and
-            device where it was made on CPUs.
+        calibration: JSON file of "safusion bench": its costs replace bandwidth, entry_bytes, and device where it was
+            made on CPUs.
         systems: Systems to compare, separated by commas; all by default.
         sweep: Also vary something: "bandwidth", "density" or "nodes", or with values, as in "bandwidth=10gbit,25gbit";
             several are separated by spaces.
@@ -86,17 +89,19 @@ def run_plan(
 
     Raises:
         ModuleNotFoundError: If pictures need matplotlib; names the extra that brings it.
-        ValueError: If a name is unknown or a number makes no sense.
+        ValueError: If a name is unknown, a number makes no sense, or the calibration does not say on how many nodes
+            its workers were and no option does.
     """
     job_trace = resolve_trace(trace)
     density = default_density(optimizer) if density is None else density
     costs = Calibration.load(calibration) if calibration is not None else None
+    nodes, gpus_per_node, origin = _placed(nodes, gpus_per_node, costs, calibration)
+    found = resolve_device(device or (costs.device if costs is not None else None) or _DEVICE)
     if costs is not None:
-        cluster = Cluster.calibrated(costs, nodes, gpus_per_node, jitter, seed, resolve_device(device))
+        cluster = Cluster.calibrated(costs, nodes, gpus_per_node, jitter, seed, found)
         entry_bytes, bandwidth = costs.entry_bytes, f"the rate of {calibration}"
     else:
-        link, found = resolve_link(bandwidth), resolve_device(device)
-        cluster = Cluster(nodes, gpus_per_node, link, device=found, jitter=jitter or 0.0, seed=seed)
+        cluster = Cluster(nodes, gpus_per_node, resolve_link(bandwidth), device=found, jitter=jitter or 0.0, seed=seed)
     job = Job(job_trace, cluster, density, entry_bytes)
     over = parse_sweep(sweep) if sweep else {}
     if isinstance(systems, str):
@@ -105,12 +110,13 @@ def run_plan(
         need("matplotlib", "plot")
     rows = plan_table(job, systems)
     console = Console()
-    console.print(_plan_table(rows, job, bandwidth))
+    console.print(_plan_table(rows, job, f"{origin} at {bandwidth}"))
     console.print(literal(f"Times of the trace: {job_trace.source or 'not stated'}. Predictions, not measurements."))
     if costs is not None:
-        console.print(literal(f"Costs: {costs.source}."))
+        each = "" if costs.host is None else " Each worker counts as a node: these are costs between two workers."
+        console.print(literal(f"Costs: {costs.source}.{each}"))
     if costs is None or costs.host is None:
-        console.print(literal(f"Device: {cluster.device.described}; its work is counted."))
+        console.print(literal(f"Device: {cluster.device.described}; its work is counted.{_guessed(device, costs)}"))
     sentences, settings = recommend(rows, density, optimizer, cluster.workers)
     if costs is None and settings:
         sentences.insert(1, when_to_compress(rows, job))
@@ -135,6 +141,27 @@ def run_plan(
         console.print(literal(f"written to {output}"))
 
 
+def _placed(
+    nodes: int | None, gpus_per_node: int | None, costs: Calibration | None, file: str | None
+) -> tuple[int, int, str]:
+    """Nodes and workers on each, as given or else those of the calibration; and which of them are the calibration's."""
+    known: tuple[int, int] | None = (_NODES, _PER_NODE) if costs is None else costs.placed
+    if known is None and costs is not None and None in (nodes, gpus_per_node):
+        where = f"{file} does not say on how many nodes its {costs.workers} workers were"
+        raise ValueError(f"{where}: give --nodes and --gpus-per-node")
+    taken = ["nodes"] * (nodes is None) + ["workers of a node"] * (gpus_per_node is None)
+    origin = f" ({' and '.join(taken)} as in {file})" if taken and costs is not None else ""
+    all_nodes, in_each = known or (0, 0)
+    return all_nodes if nodes is None else nodes, in_each if gpus_per_node is None else gpus_per_node, origin
+
+
+def _guessed(device: str | None, costs: Calibration | None) -> str:
+    """Says it where nobody has said which device the workers have."""
+    if device is not None or costs is None:
+        return ""
+    return " It is the calibration's." if costs.device else " The calibration names none that is known: give --device."
+
+
 def parse_sweep(text: str) -> dict[str, list[str]]:
     """Reads ``"bandwidth=10gbit,25gbit density"``: names with values, or with the default ones.
 
@@ -153,12 +180,18 @@ def parse_sweep(text: str) -> dict[str, list[str]]:
     return over
 
 
-def _plan_table(rows: Sequence[PlanRow], job: Job, bandwidth: str) -> Table:
-    """All systems, fastest first."""
+def _plan_table(rows: Sequence[PlanRow], job: Job, hardware: str) -> Table:
+    """All systems, fastest first.
+
+    Args:
+        rows: Of the table.
+        job: Theirs.
+        hardware: Where the number of workers is from, and the rate of their links.
+    """
     trace, cluster = job.trace, job.cluster
     title = (
         f"{trace.name}: {sum(trace.numels) / 1e6:.1f} M parameters in {len(trace.tensors)} tensors, "
-        f"{trace.seconds * 1e3:.0f} ms alone; {cluster.nodes} x {cluster.gpus_per_node} workers at {bandwidth}; "
+        f"{trace.seconds * 1e3:.0f} ms alone; {cluster.nodes} x {cluster.gpus_per_node} workers{hardware}; "
         f"density {job.density:g}"
     )
     caption = (

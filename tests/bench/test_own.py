@@ -21,6 +21,7 @@ from lightning_safusion.bench.job import JobOptions, parse_job
 from lightning_safusion.bench.launch import counted, processes
 from lightning_safusion.bench.own import run_own
 from lightning_safusion.bench.run import run_bench
+from lightning_safusion.simulate.calibration import Calibration
 from lightning_safusion.simulate.report import run_plan
 from safusion_command import spelled
 from tests.e2e.processes import ROOT, environment
@@ -137,8 +138,12 @@ def test_classes_are_enough_and_files_for_plan_are_written(tmp_path: Path, capfd
     best = yaml.safe_load((tmp_path / "out" / "best.yaml").read_text())
     assert list(best) == ["trainer"]
     files = {"trace": str(tmp_path / "out" / "trace.json"), "calibration": str(tmp_path / "out" / "calibration.json")}
-    run_plan(**files, nodes=2, gpus_per_node=1, systems="ddp-bf16,saf-pooled")
-    assert "Net: 0.0 M parameters" in " ".join(capfd.readouterr().out.split())
+    run_plan(**files, systems="ddp-bf16,saf-pooled")
+    printed = " ".join(capfd.readouterr().out.split())
+    assert "Net: 0.0 M parameters" in printed
+    assert "2 x 1 workers (nodes and workers of a node as in" in printed
+    costs = Calibration.load(files["calibration"])
+    assert (costs.nodes, costs.per_node, costs.device) == (1, 2, None)
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import yaml
 
 from lightning_safusion.bench.files import with_strategy
-from lightning_safusion.bench.forecast import Recorded, rate_in_words, turning_point
+from lightning_safusion.bench.forecast import Recorded, known_device, rate_in_words, turning_point
 from lightning_safusion.bench.outcome import figures_of
 from lightning_safusion.bench.turns import Turned
 from lightning_safusion.bench.verdict import Verdict, best_strategy, decide, judge
@@ -189,8 +188,8 @@ def recorded(host: Any = None, megabytes: float = 40.0) -> Recorded:
     tensors = tuple(TraceTensor(f"t{i}", (int(megabytes * 1e6 / 40), 1), 4e-3, 1e-3) for i in range(10))
     line = LinearCost(1e-4, 8e-9)
     times = CollectiveTimes(tuple(CollectiveSample(n, line(n), line.per_byte * n, 0.0, 0.0) for n in (1000, 10**7)))
-    costs = Calibration(2, times, times, 6.0, host)
-    return Recorded(Trace("job", tensors, 1e-2), costs, 2, 1)
+    costs = Calibration(2, times, times, 6.0, host, nodes=2, per_node=1)
+    return Recorded(Trace("job", tensors, 1e-2), costs)
 
 
 def test_the_turning_point_is_where_the_exchange_hides_by_itself() -> None:
@@ -203,7 +202,11 @@ def test_the_turning_point_is_where_the_exchange_hides_by_itself() -> None:
     assert more is not None
     assert more > 1.5 * turning
     assert turning_point(recorded(), "ddp", None, "ddp")[0] is None
-    assert turning_point(replace(recorded(), costs=None), "saf-pooled", 0.02, "ddp")[1] is None
+
+
+def test_devices_by_the_names_of_drivers() -> None:
+    names = ("NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA GH200 480GB", "Tesla V100-SXM2-32GB")
+    assert [known_device(name) for name in names] == ["a100", "h100", "h100", None]
 
 
 def test_rates_in_words() -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,6 +50,9 @@ def test_a_file_holds_all_of_it(tmp_path: Path) -> None:
         allgather=straight(LinearCost(3e-3, 3e-6), 0.5, 1e-3),
         host=replace(COSTS.host, cores=0.5, forward=0.1, asleep=0.8, hook=1e-4, drain=LinearCost(1e-3, 2e-4)),
         jitter=0.03,
+        nodes=2,
+        per_node=2,
+        device="h100",
     )
     full.save(tmp_path / "costs.json")
     assert Calibration.load(tmp_path / "costs.json") == full
@@ -85,6 +89,9 @@ def test_numbers_that_make_no_sense_are_refused() -> None:
         replace(COSTS, host=replace(COSTS.host, hook=math.nan))
     with pytest.raises(ValueError, match="entry_bytes=0"):
         replace(COSTS, entry_bytes=0)
+    for placed in ({"nodes": 2}, {"per_node": 4}, {"nodes": 2, "per_node": 4}):
+        with pytest.raises(ValueError, match="4 workers are nodes times workers on each"):
+            replace(COSTS, **placed)
 
 
 def test_the_same_group_takes_measured_times_and_another_one_those_of_the_link() -> None:
@@ -128,6 +135,62 @@ def test_the_planner_takes_the_file(tmp_path: Path, capsys: pytest.CaptureFixtur
     job = Job(TRACE, Cluster.calibrated(COSTS, 4), 0.01, COSTS.entry_bytes)
     assert run_system("syncea", job).seconds == pytest.approx(expected)
     assert f"{expected * 1e3:.1f}" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "title", "device"),
+    [
+        ({}, "2 x 2 workers (nodes and workers of a node as in costs.json) at", "H100 80GB SXM"),
+        ({"nodes": 4}, "4 x 2 workers (workers of a node as in costs.json) at", "H100 80GB SXM"),
+        ({"gpus_per_node": 8, "device": "a100"}, "2 x 8 workers (nodes as in costs.json) at", "A100 80GB SXM"),
+        ({"nodes": 4, "gpus_per_node": 1}, "4 x 1 workers at the rate of costs.json", "H100 80GB SXM"),
+    ],
+)
+def test_the_hardware_is_that_of_the_job(
+    options: dict[str, Any],
+    title: str,
+    device: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    replace(COSTS, host=None, nodes=2, per_node=2, device="h100").save("costs.json")
+    run_plan("lstm", calibration="costs.json", systems="ddp,saf-pooled", **options)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert title in printed
+    assert f"Device: {device}" in printed
+    assert ("It is the calibration's." in printed) == ("device" not in options)
+
+
+def test_workers_on_processors_count_as_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    replace(COSTS, nodes=2, per_node=2).save(tmp_path / "costs.json")
+    run_plan("lstm", calibration=str(tmp_path / "costs.json"), systems="ddp,saf-pooled")
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "4 x 1 workers (nodes and workers of a node as in" in printed
+    assert "Costs: made up. Each worker counts as a node" in printed
+
+
+def test_files_that_do_not_say_on_how_many_nodes_they_were_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = tmp_path / "old.json"
+    replace(COSTS, host=None).save(old)
+    content = json.loads(old.read_text())
+    for name in ("nodes", "per_node", "device"):
+        del content[name]
+    old.write_text(json.dumps(content))
+    for options in ({}, {"nodes": 2}):
+        with pytest.raises(ValueError, match=r"old.json does not say .* 4 workers were: give --nodes and --gpus-per"):
+            run_plan("lstm", calibration=str(old), systems="ddp", **options)  # type: ignore[arg-type]  # of some options
+    run_plan("lstm", 2, 2, calibration=str(old), systems="ddp,saf-pooled")
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "2 x 2 workers at" in printed
+    assert "The calibration names none that is known: give --device." in printed
+    content["host"] = json.loads(json.dumps(asdict(COSTS)))["host"]  # on processors each worker counts as a node
+    old.write_text(json.dumps(content))
+    run_plan("lstm", calibration=str(old), systems="ddp,saf-pooled")
+    assert "4 x 1 workers" in " ".join(capsys.readouterr().out.split())
 
 
 def test_systems_whose_processors_are_not_counted_are_marked_and_never_recommended(
