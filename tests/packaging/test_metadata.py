@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+import shutil
+import sys
+from email import message_from_string
+from email.message import Message
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ import torch
 import lightning_safusion
 from lightning_safusion.__about__ import __version__
 from lightning_safusion.sparsify import Segments
+from tests.packaging.environments import run
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(lightning_safusion.__file__).parent
@@ -28,6 +33,47 @@ def test_metadata(metadata: importlib.metadata.PackageMetadata) -> None:
     assert metadata["Version"] == __version__
     assert metadata["License-Expression"] == "Apache-2.0"
     assert set(metadata.get_all("Provides-Extra", [])) == {"cli", "plot", "examples", "docs", "test"}
+
+
+def _built(folder: Path, home: str) -> Message:
+    """The metadata of a wheel, as it is built of this tree."""
+    tree = folder / "tree"
+    shutil.copytree(PACKAGE, tree / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__", "*.so.*"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "safusion_command.py"):
+        shutil.copy(ROOT / name, tree)
+    build = "from setuptools.build_meta import prepare_metadata_for_build_wheel as prepare; prepare('..')"
+    run(sys.executable, "-c", build, cwd=tree, SAFUSION_URL=home)
+    (path,) = folder.glob("*.dist-info/METADATA")
+    return message_from_string(path.read_text(encoding="utf-8"))
+
+
+def test_links_of_an_index_page_lead_to_the_repository(tmp_path: Path) -> None:
+    home = "https://forge.example/somebody/safusion"
+    built = _built(tmp_path, f"{home}/")
+    assert built["Description-Content-Type"] == "text/markdown"
+    text = str(built.get_payload())
+    targets = re.findall(r"\]\((.*?)\)", text)
+    assert len(targets) == len(re.findall(r"\]\(", (ROOT / "README.md").read_text(encoding="utf-8"))) > 30
+    assert all(target.startswith("https://") for target in targets)
+    begin = re.compile(rf"{home}/(blob|raw)/v{__version__}/([\w./]+)")
+    ours = {found[2]: found[1] for target in targets if (found := begin.match(target))}
+    assert len(ours) > 15
+    assert {path for path in ours if not (ROOT / path).is_file()} == set()
+    assert {path for path, kind in ours.items() if kind == "raw"} == {"docs/images/steps.png"}
+    assert f"({home}/blob/v{__version__}/README.md#papers)" in text
+    urls = dict(line.split(", ") for line in built.get_all("Project-URL", []))
+    assert {"Source", "Documentation", "Changelog", "Paper: SAFusion", "Paper: ADTopk"} == urls.keys()
+    assert urls["Source"] == home
+    assert urls["Changelog"] == f"{home}/blob/v{__version__}/CHANGELOG.md"
+
+
+def test_without_a_repository_the_readme_is_taken_as_it_is(tmp_path: Path) -> None:
+    built = _built(tmp_path, "")
+    assert str(built.get_payload()).strip() == (ROOT / "README.md").read_text(encoding="utf-8").strip()
+    urls = dict(line.split(", ") for line in built.get_all("Project-URL", []))
+    assert urls.keys() == {"Paper: SAFusion", "Paper: ADTopk"}
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert all(url.removeprefix("https://doi.org/") in citation for url in urls.values())
 
 
 def test_the_command_is_installed() -> None:

@@ -44,6 +44,11 @@ def test_a_release_is_published_without_a_token() -> None:
     assert "secrets." not in "".join(path.read_text() for path in WORKFLOWS)
 
 
+def test_what_is_built_for_a_release_knows_its_repository() -> None:
+    (build,) = (step for step in _steps(ROOT / ".github/workflows/wheels.yml") if "build_wheels" in step.get("run", ""))
+    assert build["env"] == {"SAFUSION_URL": "${{ github.server_url }}/${{ github.repository }}"}
+
+
 def test_the_citation_is_of_this_version_and_of_the_papers_of_the_readme() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert {"cff-version", "message", "title", "authors"} <= citation.keys()
@@ -51,10 +56,6 @@ def test_the_citation_is_of_this_version_and_of_the_papers_of_the_readme() -> No
     readme = (ROOT / "README.md").read_text()
     named = set(re.findall(r"https://doi\.org/([\w./]+)", readme))
     assert {paper["doi"] for paper in citation["references"]} == named
-    urls = re.findall(
-        r'^"Paper: .*" = "https://doi\.org/([\w./]+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE
-    )
-    assert set(urls) == named
 
 
 def test_security_and_contributing_are_found_where_forges_look() -> None:
