@@ -62,6 +62,10 @@ def test_the_sdist_has_all_that_git_has(built: Path, tmp_path: Path) -> None:
 
 def test_the_sdist_passes_tests_of_its_own(built: Path, tmp_path: Path) -> None:
     tree = unpack(built / f"lightning_safusion-{__version__}.tar.gz", tmp_path)
+    # all are found, slow ones too: what a module needs when it is imported was shipped
+    collected = run(sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", cwd=tree)
+    files = {line.partition("::")[0] for line in collected.splitlines() if "::" in line}
+    assert files == {str(path.relative_to(tree)) for path in tree.rglob("tests/**/test_*.py")}
     chosen = ["tests/packaging", "tests/test_strategy.py", "tests/examples/test_cli.py", "tests/lab/test_formats.py"]
     options = ["-q", "-m", "not slow", "-p", "no:cacheprovider"]
     printed = run(sys.executable, "-m", "pytest", *options, *chosen, cwd=tree)
