@@ -1,4 +1,5 @@
-"""Every YAML block is a configuration, every Python block compiles, and what it imports and builds exists."""
+"""Every YAML block is a configuration whose strategy can be built, every Python block compiles, and what it imports
+and builds exists."""
 
 from __future__ import annotations
 
@@ -9,8 +10,10 @@ from pathlib import Path
 import pytest
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_safusion
+from lightning_safusion import SAFusionStrategy
 from tests.documents.pages import PAGES, blocks, name
 
 PYTHON = [pytest.param(text, id=f"{name(page)}-{n}") for page in PAGES for n, text in enumerate(blocks(page, "python"))]
@@ -18,10 +21,11 @@ YAML = [pytest.param(text, id=f"{name(page)}-{n}") for page in PAGES for n, text
 
 
 class Parsed(LightningCLI):
-    """Reads a configuration, and builds nothing."""
+    """Reads a configuration and builds its classes, but no trainer: that may need a GPU."""
 
     def instantiate_classes(self) -> None:
-        """Nothing."""
+        """The classes."""
+        self.config_init = self.parser.instantiate_classes(self.config)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Nothing."""
@@ -30,7 +34,10 @@ class Parsed(LightningCLI):
 @pytest.mark.parametrize("text", YAML)
 def test_yaml_is_a_configuration(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(text)
-    Parsed(BoringModel, args=["--config", str(tmp_path / "config.yaml")], run=False, save_config_callback=None)
+    args = ["--config", str(tmp_path / "config.yaml")]
+    parsed = Parsed(BoringModel, args=args, run=False, save_config_callback=None)
+    strategy = parsed.config_init.trainer.strategy
+    assert isinstance(strategy, SAFusionStrategy) or strategy in StrategyRegistry.available_strategies()
 
 
 @pytest.mark.parametrize("text", PYTHON)
