@@ -66,7 +66,7 @@ def main(args: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: With 1 and a message if the command failed, with 2 if the arguments are wrong.
     """
-    about = "Sparsification before tensor fusion."
+    about = "Find out whether compressed gradients help your training, and watch them."
     run("safusion", about, COMMANDS, sys.argv[1:] if args is None else args, version("lightning-safusion"))
 
 

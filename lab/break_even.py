@@ -44,7 +44,7 @@ GATHERED = (
 )
 #: Nodes, and GPUs in each.
 CLUSTERS = ((2, 1), (4, 1), (8, 1), (16, 1), (32, 1), (2, 8), (4, 8), (8, 8))
-#: Trace, and the density that the strategy takes below its usual optimizer.
+#: Trace, and the density that the strategy takes with its usual optimizer.
 JOBS = {"ResNet-50": ("resnet-50", SuitedDensity.PLAIN), "BERT-large": ("bert-large", SuitedDensity.WITH_MOMENTUM)}
 BASELINES = {"ddp": "DDP", "ddp-bf16": "DDP in bf16"}
 _BLOCK = re.compile(r"(<!-- (bytes|densities|bandwidths|safusion plan [^\n]*?) -->\n).*?(?=<!-- end -->)", re.DOTALL)

@@ -71,8 +71,8 @@ class SAFusionStrategy(DDPStrategy):
             ``"gaussiank"``, ``"redsync"``, ``"sidco"``, ``"adtopk"``, ``"oktopk"``, ``"none"``, the name of an
             installed one, or a ``Sparsifier``.
         density: Share of the elements to send, in (0, 1], or a ``DensitySchedule``. None, with ``memory="auto"``: 0.02
-            below Adam, AdamW, NAdam, RMSprop, Adagrad and Adafactor, 0.05 below RAdam, 0.1 below SGD and schedule-free
-            optimizers, 0.25 below Lion and others with a momentum; Muon needs a number.
+            with Adam, AdamW, NAdam, RMSprop, Adagrad and Adafactor, 0.05 with RAdam, 0.1 with SGD and schedule-free
+            optimizers, 0.25 with Lion and others with a momentum; Muon needs a number.
         system: A scheme by name; ``safusion systems`` lists and explains them all. ``"saf-pooled"``, the default, is
             SAFusion with four bits per value, ``quota="auto"``, ``memory="auto"`` and ``select_by="auto"``. Its quota
             rule and wire format change where another argument needs it.
@@ -91,8 +91,8 @@ class SAFusionStrategy(DDPStrategy):
         dense_below: Tensors of fewer elements than this are dense.
         dense_below_ndim: Tensors of fewer dimensions than this are dense; 2: vectors and scalars.
         memory: Error feedback: ``"residual"``, ``"decoupled"`` (the residual is the momentum as well, in place of that
-            of Adam, AdamW, RAdam or SGD), ``"auto"`` (the latter where that loses less: below Adam and its kind up to a
-            density of 0.25, below SGD up to 0.02), ``"dgc"`` (momentum correction; plain SGD with it), ``"ef21"`` (the
+            of Adam, AdamW, RAdam or SGD), ``"auto"`` (the latter where that loses less: with Adam and its kind up to a
+            density of 0.25, with SGD up to 0.02), ``"dgc"`` (momentum correction; plain SGD with it), ``"ef21"`` (the
             optimizer gets a dense estimate of the gradient; use Adam with betas=(0.0, ...)), ``"none"``, or a
             ``Memory``.
         collective: ``"auto"`` (dense where that is predicted to be cheaper), ``"allgather"`` (always sparse),
@@ -103,8 +103,8 @@ class SAFusionStrategy(DDPStrategy):
             ``"sign"``), or a codec such as ``"block16-bf16"``.
         offload: Select from tensors on a thread of the host, as they become ready, where that delays nothing.
         select_by: Units in which elements are compared: ``"gradient"``; ``"update"``, how far the optimizer would move
-            them (gradients divided as by Adam, AdamW, NAdam, RAdam, RMSprop, Adagrad or Adafactor; as they are below
-            others); ``"auto"``, the latter below these and schedule-free ones, where the residual has a momentum.
+            them (gradients divided as by Adam, AdamW, NAdam, RAdam, RMSprop, Adagrad or Adafactor; as they are with
+            others); ``"auto"``, the latter with these and schedule-free ones, where the residual has a momentum.
         transport: Library that carries the bytes: ``"torch"`` (torch.distributed: gloo, NCCL) or ``"horovod"``, in
             processes that horovodrun or mpirun has started.
         kwargs: Every argument of :class:`~lightning.pytorch.strategies.DDPStrategy` and of ``DistributedDataParallel``.

@@ -40,7 +40,7 @@ FOUR_BITS = MappingProxyType(
 )
 RANKS = (1, 4, 16)
 POOLED, FEW_BITS = SCOPES["pooled"], SCOPES["pooled, 4 bits"]
-#: ``SAFusionStrategy(select_by="gradient")``: the default but below Adam and AdamW.
+#: ``SAFusionStrategy(select_by="gradient")``: the default, except with Adam and AdamW.
 DEFAULT = replace(FEW_BITS, memory="auto")
 CONTENDERS = MappingProxyType({**SCOPES, "the default": DEFAULT})
 #: Densities of four bits per value beyond those of all contenders: the bytes of float32 values at a few per cent.
@@ -195,7 +195,7 @@ def _memories() -> Configs:
 
 
 def _on_heads() -> Configs:
-    """Decoupled momentum below another adaptive task."""
+    """Decoupled momentum on another adaptive task."""
     at = [(0.1, DECOUPLED), *((density, memory) for density in MORE_DENSITIES for memory in FACTORS[:2])]
     at += [(0.05, FACTORS[0]), (0.05, FACTORS[1]), (0.01, FACTORS[1])]
     schemes = (*(replace(FEW_BITS, density=density, **memory) for density, memory in at), replace(DENSE, momentum=0.0))

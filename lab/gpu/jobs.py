@@ -75,7 +75,7 @@ def described(
 
 
 def default_settings(tensors: int, **given: Any) -> EngineSettings:
-    """The default's settings as they are below Adam, in a fixed number of buffers; always sparse.
+    """The default's settings as they are with Adam, in a fixed number of buffers; always sparse.
 
     Args:
         tensors: Of the model.

@@ -21,7 +21,7 @@ from lightning_safusion.comm.transport.interface import Transport
 
 #: Workers whose messages the only one decodes: they echo its own.
 _WORKERS = 8
-_WARM, _TIMED, _PROFILED = 30, 20, 3  # steps; the first 20 windows of the default are dense below Adam
+_WARM, _TIMED, _PROFILED = 30, 20, 3  # steps; the first 20 windows of the default are dense with Adam
 _BATCH = 8
 #: Words, width, layers, heads and words of a sentence; "base" has BERT-base's size.
 SIZES = {"base": (30_522, 768, 12, 12, 128), "middle": (8000, 256, 4, 4, 64), "small": (50, 16, 1, 2, 8)}

@@ -145,7 +145,7 @@ def suit_density(
     """
     if any(type(optimizer).__name__ == "Muon" for optimizer in optimizers):
         raise MisconfigurationException(
-            "below Muon no density that saves much has ended level with dense training (docs/convergence.md). Use "
+            "with Muon no density that saves much has ended level with dense training (docs/convergence.md). Use "
             "AdamW or plain DDP, or name a density, as in SAFusionStrategy(density=0.5), to train so all the same."
         )
     if carried_momentum(memory, density, optimizers, by_update) is not None:
@@ -163,7 +163,7 @@ def _level_with_momentum(optimizer: torch.optim.Optimizer) -> float:
 
 
 def caution(memory: Memory, density: float, optimizer: torch.optim.Optimizer, carried: bool = False) -> str | None:
-    """What error feedback costs below an optimizer with a momentum, other than SGD; None if nothing is known.
+    """What error feedback costs an optimizer that has a momentum, other than SGD; None if nothing is known.
 
     Measured in ``docs/convergence.md``.
 

@@ -103,16 +103,13 @@ def when_to_compress(rows: Sequence[PlanRow], job: Job) -> str:
     """
     best = best_sparse(rows) or min(_sparse(rows), key=lambda row: row.iteration_s)
     rate = break_even(job, best.system)
-    work = f"{best.device_s * 1e3:.1f} ms of the device in every step"
+    system, work = repr(best.system), f"selection and decoding take {best.device_s * 1e3:.1f} ms of every step"
     if rate == 0:
-        return f"Do not compress this job on these workers: {best.system!r} takes {work}, at any bandwidth too much."
+        return f"Do not compress this job: at no bandwidth is {system}, whose {work}, faster than DDP in bf16."
     if rate == inf:
-        return f"To compress pays at every bandwidth up to {RATES[1]:g} Gbit/s: {best.system!r} takes {work}."
+        return f"Compression pays at every bandwidth up to {RATES[1]:g} Gbit/s, with {system}, whose {work}."
     shown = f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}"
-    return (
-        f"Do not compress from about {shown} Gbit/s on: there {best.system!r}, which takes {work}, is no faster "
-        "than DDP in bf16."
-    )
+    return f"From about {shown} Gbit/s on, DDP in bf16 is as fast as {system}, whose {work}: do not compress there."
 
 
 def recommend(rows: Sequence[PlanRow], density: float, optimizer: str, workers: int = 2) -> tuple[list[str], str]:

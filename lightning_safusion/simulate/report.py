@@ -70,8 +70,8 @@ def run_plan(
         bandwidth: Of one node's network card, such as 25gbit.
         optimizer: Class of the job's optimizer, such as AdamW or SGD ("schedule-free" for those of schedulefree):
             decides the density, and what is said about accuracy.
-        density: Share of the gradient that sparse systems send; by default what SAFusionStrategy() takes below
-            the optimizer.
+        density: Share of the gradient that sparse systems send; by default what SAFusionStrategy() takes with
+            that optimizer.
         entry_bytes: Bytes of a sent entry with its position, of systems with lossless values: 8, 6 or 4. The default
             system has its own.
         device: "a100", "h100", or the JSON file that "python -m lab gpu" has written on one: the speeds by which the

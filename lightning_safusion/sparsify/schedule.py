@@ -53,8 +53,8 @@ class SuitedDensity(ConstantDensity):
     """A constant density that follows from the optimizers: what ``density=None`` stands for.
 
     2 % where the residual has a momentum (Adam and its kind), which ended level with dense training on the tasks that
-    judge it (``docs/convergence.md``), 5 % below RAdam; 25 % below optimizers with another momentum than SGD's, such as
-    Lion; 10 % below SGD and schedule-free optimizers.
+    judge it (``docs/convergence.md``), 5 % with RAdam; 25 % with optimizers that have another momentum than
+    SGD's, such as Lion; 10 % with SGD and schedule-free optimizers.
 
     Attributes:
         density: 10 % until the optimizers are known: at less SGD's momentum would count as the residual's.

@@ -63,7 +63,7 @@ _DENSITIES: Mapping[str, float] = MappingProxyType(
 
 
 def default_density(optimizer: str) -> float:
-    """The density that ``SAFusionStrategy()`` takes below an optimizer of which something is known.
+    """The density that ``SAFusionStrategy()`` takes with an optimizer of which something is known.
 
     Args:
         optimizer: Name of its class; schedule-free ones begin with that word.

@@ -247,7 +247,7 @@ def test_muon_is_refused_unless_a_density_is_named() -> None:
     """No density that saves much ends level with dense training (docs/convergence.md)."""
     params = [nn.Parameter(torch.ones(4, 4))]
     muon = torch.optim.Muon(params)
-    with pytest.raises(MisconfigurationException, match=r"below Muon .*density=0.5"):
+    with pytest.raises(MisconfigurationException, match=r"with Muon .*density=0.5"):
         suit_density(SuitedDensity(), AutoMemory(), [muon], by_update=False)
 
 

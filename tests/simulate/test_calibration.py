@@ -89,7 +89,8 @@ def test_numbers_that_make_no_sense_are_refused() -> None:
         replace(COSTS, host=replace(COSTS.host, hook=math.nan))
     with pytest.raises(ValueError, match="entry_bytes=0"):
         replace(COSTS, entry_bytes=0)
-    for placed in ({"nodes": 2}, {"per_node": 4}, {"nodes": 2, "per_node": 4}):
+    wrong: list[dict[str, Any]] = [{"nodes": 2}, {"per_node": 4}, {"nodes": 2, "per_node": 4}]
+    for placed in wrong:
         with pytest.raises(ValueError, match="4 workers are nodes times workers on each"):
             replace(COSTS, **placed)
 
@@ -180,9 +181,10 @@ def test_files_that_do_not_say_on_how_many_nodes_they_were_made(
     for name in ("nodes", "per_node", "device"):
         del content[name]
     old.write_text(json.dumps(content))
-    for options in ({}, {"nodes": 2}):
+    given: list[dict[str, Any]] = [{}, {"nodes": 2}]
+    for options in given:
         with pytest.raises(ValueError, match=r"old.json does not say .* 4 workers were: give --nodes and --gpus-per"):
-            run_plan("lstm", calibration=str(old), systems="ddp", **options)  # type: ignore[arg-type]  # of some options
+            run_plan("lstm", calibration=str(old), systems="ddp", **options)
     run_plan("lstm", 2, 2, calibration=str(old), systems="ddp,saf-pooled")
     printed = " ".join(capsys.readouterr().out.split())
     assert "2 x 2 workers at" in printed

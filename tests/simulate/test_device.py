@@ -140,12 +140,14 @@ def test_it_says_from_where_on_compression_loses(capsys: pytest.CaptureFixture[s
     assert break_even(replace(slow, density=0.9), "safusion-paper") == 0
     for job in (slow, fast):
         rows = plan_table(job, ["ddp", "saf-pooled"])
-        assert f"Do not compress from about {rate:.0f} Gbit/s on" in when_to_compress(rows, job)
+        assert f"From about {rate:.0f} Gbit/s on, DDP in bf16 is as fast" in when_to_compress(rows, job)
+    never = replace(slow, density=0.9)
+    assert "Do not compress this job" in when_to_compress(plan_table(never, ["safusion-paper"]), never)
     run_plan("lstm", nodes=8, gpus_per_node=1, bandwidth="1gbit", device="h100", systems=["ddp", "safusion", "gtopk"])
     printed = " ".join(capsys.readouterr().out.split())
     assert "Device: H100" in printed
     assert "its work is counted" in printed
-    assert "Do not compress from about" in printed
+    assert "do not compress there" in printed
     rows = plan_table(Job(resolve_trace("lstm"), Cluster(8, 1, LINKS["1gbit"])), ["safusion", "gtopk", "ddp"])
     assert [row.counted for row in rows] == [True, False, True]
     assert rows[2].device_s == 0 < rows[0].device_s
