@@ -28,17 +28,18 @@ def straight(line: LinearCost, queued: float = 1.0, processor: float = 0.0) -> C
     return CollectiveTimes(tuple(CollectiveSample(n, s, queued * s, processor, processor / 2) for n, s in seconds))
 
 
+HOST = Host(
+    cores=100.0,
+    ahead=StageCost(3e-3, 0.0, 3e-8),
+    behind=StageCost(1e-3, 0.0, 1e-8),
+    decode=StageCost(2e-3, 0.0, 1e-7),
+)
 COSTS = Calibration(
     workers=4,
     allgather=straight(LinearCost(3e-3, 3e-6)),
     allreduce=straight(LinearCost(4e-3, 2e-6)),
     entry_bytes=6.0,
-    host=Host(
-        cores=100.0,
-        ahead=StageCost(3e-3, 0.0, 3e-8),
-        behind=StageCost(1e-3, 0.0, 1e-8),
-        decode=StageCost(2e-3, 0.0, 1e-7),
-    ),
+    host=HOST,
     source="made up",
 )
 TRACE = Trace("job", tuple(TraceTensor(f"t{i}", (1000, 10), 0.01) for i in range(3)), 0.005, "made up")
@@ -48,7 +49,7 @@ def test_a_file_holds_all_of_it(tmp_path: Path) -> None:
     full = replace(
         COSTS,
         allgather=straight(LinearCost(3e-3, 3e-6), 0.5, 1e-3),
-        host=replace(COSTS.host, cores=0.5, forward=0.1, asleep=0.8, hook=1e-4, drain=LinearCost(1e-3, 2e-4)),
+        host=replace(HOST, cores=0.5, forward=0.1, asleep=0.8, hook=1e-4, drain=LinearCost(1e-3, 2e-4)),
         jitter=0.03,
         nodes=2,
         per_node=2,
@@ -84,9 +85,9 @@ def test_numbers_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ValueError, match="two workers or more"):
         replace(COSTS, workers=1)
     with pytest.raises(ValueError, match="cost of ahead"):
-        replace(COSTS, host=replace(COSTS.host, ahead=StageCost(-1.0)))
+        replace(COSTS, host=replace(HOST, ahead=StageCost(-1.0)))
     with pytest.raises(ValueError, match="cost of hook"):
-        replace(COSTS, host=replace(COSTS.host, hook=math.nan))
+        replace(COSTS, host=replace(HOST, hook=math.nan))
     with pytest.raises(ValueError, match="entry_bytes=0"):
         replace(COSTS, entry_bytes=0)
     wrong: list[dict[str, Any]] = [{"nodes": 2}, {"per_node": 4}, {"nodes": 2, "per_node": 4}]
@@ -121,7 +122,7 @@ def test_decoding_on_the_host_waits_for_the_end_of_backward() -> None:
 def test_the_planner_takes_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     COSTS.save(tmp_path / "costs.json")
     TRACE.save(tmp_path / "trace.json")
-    options = {
+    options: dict[str, Any] = {
         "nodes": 4,
         "gpus_per_node": 1,
         "systems": ["syncea"],
