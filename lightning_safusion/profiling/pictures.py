@@ -1,26 +1,24 @@
-"""Pictures: a step by buffer, parts of a step by rank, times and missing rates over steps; embedded as SVG for a page.
+"""Pictures: a step by buffer, parts of a step by rank, times and missing rates over steps.
 
 Matplotlib is optional: it is imported when something is drawn.
 """
 
 from __future__ import annotations
 
-from base64 import b64encode
-from collections.abc import Callable, Mapping, Sequence
-from io import StringIO
-from typing import TYPE_CHECKING, Any, ParamSpec
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from lightning_safusion.profiling.figures import PARTS, RankFigures, StepFigures
-from lightning_safusion.profiling.timeline import BufferTimeline, Interval, StepTimeline
+from lightning_safusion.profiling.svg import explain
+from lightning_safusion.profiling.timeline import BufferTimeline, Interval, StepTimeline, buffer_name
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
-
-_P = ParamSpec("_P")
 
 COLORS = {
     "data": "#c9ced6",
@@ -45,16 +43,6 @@ _HEIGHT = 0.62
 _TICKS = 32
 _WIDTH = 11.0  # inches
 
-_INK = "#0a0b0c"  # replaced by the text colour of the page
-_STYLE = "<style>svg{color:#1b2330}@media (prefers-color-scheme:dark){svg{color:#e4e8ee}}</style>"
-_INKED = ("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color")
-_OPTIONS: dict[Any, Any] = {
-    **dict.fromkeys(_INKED, _INK),
-    "svg.fonttype": "none",
-    "svg.hashsalt": "safusion",
-    "text.parse_math": False,  # a name is no formula
-}
-
 
 def new_axes(height: float) -> Axes:
     """Empty axes in a figure of their own, whose height is given in inches.
@@ -67,20 +55,6 @@ def new_axes(height: float) -> Axes:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError('pictures need matplotlib: pip install "lightning-safusion[plot]"') from error
     return Figure(figsize=(_WIDTH, height), layout="constrained").add_subplot()
-
-
-def embedded(draw: Callable[_P, Figure | SubFigure], *args: _P.args, **kwargs: _P.kwargs) -> str:
-    """A picture as the ``data:`` address of an SVG, whose text is light on dark screens."""
-    from matplotlib import rc_context
-
-    written = StringIO()
-    with rc_context(_OPTIONS):
-        draw(*args, **kwargs).figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
-    svg = written.getvalue()
-    svg = svg[svg.index("<svg") :]  # without the address of a DTD
-    head = svg.index(">") + 1
-    content = svg[:head] + _STYLE + svg[head:].replace(_INK, "currentColor")
-    return f"data:image/svg+xml;base64,{b64encode(content.encode()).decode()}"
 
 
 def plot_step(step: StepTimeline, ax: Axes | None = None) -> Figure | SubFigure:
@@ -160,38 +134,61 @@ def _legend() -> list[Artist]:
     return [tick, *(Patch(label=part, **_style(part)) for part in _DRAWN)]
 
 
-def _rows(step: StepTimeline) -> dict[str, list[tuple[int, Interval]]]:
-    """The intervals of each part with their rows; row 0 is the training loop."""
-    rows: dict[str, list[tuple[int, Interval]]] = {part: [] for part in _DRAWN}
-    rows["forward"] = [(0, span) for span in step.spans("forward")]
-    rows["backward"] = [(0, span) for span in step.backward]
-    rows["optimizer"] = [(0, span) for span in step.spans("optimizer")]
+class _Bar(NamedTuple):
+    row: int  # 0 is the training loop
+    span: Interval
+    of: str = ""  # the buffer
+
+
+def _bars(step: StepTimeline) -> dict[str, list[_Bar]]:
+    """The bars of each part."""
+    bars: dict[str, list[_Bar]] = {part: [] for part in _DRAWN}
+    bars["forward"] = [_Bar(0, span) for span in step.spans("forward")]
+    bars["backward"] = [_Bar(0, span) for span in step.backward]
+    bars["optimizer"] = [_Bar(0, span) for span in step.spans("optimizer")]
     for row, buffer in enumerate(step.buffers, start=1):
+        name = f" of buffer {row}, {buffer_name(buffer.tensors)}"
         parts = {"select": buffer.select, "decode": buffer.decode, "exposed": buffer.exposed}
         for part, span in parts.items():
-            rows[part].append((row, span))
+            bars[part].append(_Bar(row, span, name))
             if part == "exposed" or not buffer.beside:  # the backward pass stops for it
-                rows[part].append((0, span))
-        rows["exchange"].append((row, buffer.exchange))
-    return rows
+                bars[part].append(_Bar(0, span, name))
+        bars["exchange"].append(_Bar(row, buffer.exchange, name))
+    return bars
 
 
 def _draw_bars(ax: Axes, step: StepTimeline, begin: float) -> None:
-    from matplotlib import rcParams
     from matplotlib.collections import PolyCollection
 
     low, high = -_HEIGHT / 2, _HEIGHT / 2
-    for part, rows in _rows(step).items():
-        corners = [
-            [((moment - begin) * 1e3, row + side) for moment, side in ((a, low), (a, high), (b, high), (b, low))]
-            for row, (a, b) in rows
-            if a < b
-        ]
-        ax.add_collection(PolyCollection(corners, **_style(part)), autolim=False)
-    ready = np.array([(row, moment) for row, b in enumerate(step.buffers, start=1) for moment in b.ready])
-    if ready.size:
-        row, moment = ready[~np.isnan(ready[:, 1])].T
-        ax.vlines((moment - begin) * 1e3, row + low, row + high, colors=rcParams["text.color"], linewidth=0.8)
+    for part, bars in _bars(step).items():
+        corners, texts = [], []
+        for row, (a, b), name in bars:
+            if a < b:
+                first, last = (a - begin) * 1e3, (b - begin) * 1e3
+                corners.append([(first, row + low), (first, row + high), (last, row + high), (last, row + low)])
+                texts.append(f"{PARTS.get(part, part)}{name}: {last - first:.2f} ms, from {first:.2f} ms")
+        collection = PolyCollection(corners, **_style(part))
+        explain(collection, texts)
+        ax.add_collection(collection, autolim=False)
+    _draw_ready(ax, step, begin)
+
+
+def _draw_ready(ax: Axes, step: StepTimeline, begin: float) -> None:
+    from matplotlib import rcParams
+
+    ready = [
+        (row, (moment - begin) * 1e3, name)
+        for row, buffer in enumerate(step.buffers, start=1)
+        for name, moment in zip(buffer.tensors, buffer.ready, strict=True)
+        if not np.isnan(moment)
+    ]
+    if not ready:
+        return
+    rows, moments, names = zip(*ready, strict=True)
+    bottoms, tops = (np.array(rows) + side for side in (-_HEIGHT / 2, _HEIGHT / 2))
+    lines = ax.vlines(moments, bottoms, tops, colors=rcParams["text.color"], linewidth=0.8)
+    explain(lines, [f"gradient of {name} ready at {at:.2f} ms" for name, at in zip(names, moments, strict=True)])
 
 
 def _name(ax: Axes, buffer: BufferTimeline, row: int, begin: float) -> None:
@@ -220,7 +217,11 @@ def breakdown(figures: RankFigures) -> Figure | SubFigure:
     for part, label in PARTS.items():
         lengths = np.nan_to_num([getattr(each, f"{part}_s") * 1e3 for each in shown])
         if lengths.any():
-            axes.barh(range(len(shown)), lengths, left=at, color=COLORS[part], label=label)
+            bars = axes.barh(range(len(shown)), lengths, left=at, color=COLORS[part], label=label)
+            for rank, (bar, length) in enumerate(zip(bars, lengths, strict=True)):
+                seconds = shown[rank].step_s
+                share = f", {length / seconds / 1e3:.1%} of the step" if seconds > 0 else ""
+                explain(bar, [f"rank {rank}, {label}: {length:.2f} ms{share}"])
         at += lengths
     axes.set_yticks(range(len(shown)), [f"rank {rank}" for rank in range(len(shown))])
     axes.invert_yaxis()
@@ -234,8 +235,10 @@ def plot_times(steps: Mapping[int, StepFigures]) -> Figure | SubFigure:
     """Step time and exposed exchange of the recorded steps, over the run."""
     axes = new_axes(2.6)
     for part, color, label in (("step", COLORS["backward"], "step"), ("exposed", COLORS["exposed"], PARTS["exposed"])):
-        seconds = np.array([getattr(each, f"{part}_s") for each in steps.values()])
-        axes.plot(list(steps), seconds * 1e3, ".", color=color, label=label)
+        times = {number: getattr(each, f"{part}_s") * 1e3 for number, each in steps.items()}
+        known = {number: time for number, time in times.items() if not np.isnan(time)}
+        points = axes.scatter(list(known), list(known.values()), 9.0, color, label=label)
+        explain(points, [f"step {number}, {label}: {time:.2f} ms" for number, time in known.items()])
     axes.set_ylim(bottom=0.0)
     axes.locator_params(axis="x", integer=True)
     axes.set(xlabel="step", ylabel="ms")
@@ -265,3 +268,30 @@ def plot_rates(names: Sequence[str], steps: Sequence[int], rates: Any, ax: Axes 
     ax.set(xlabel="step", title="share of ranks and steps in which no element of the tensor was sent")
     ax.figure.colorbar(image, ax=ax, label="missing rate")
     return ax.figure
+
+
+def heat_map(names: Sequence[str], steps: Sequence[int], rates: Sequence[Sequence[float | None]]) -> Figure | SubFigure:
+    """What :func:`plot_rates` draws, for a page: with a text for each run of equal rates in a row.
+
+    Args:
+        names: Parameter names [T].
+        steps: First step of each column [C].
+        rates: [T, C]; None where there was no gradient.
+    """
+    from matplotlib.collections import PolyCollection
+
+    figure = plot_rates(names, steps, rates)
+    corners, texts = [], []
+    for row, (name, values) in enumerate(zip(names, rates, strict=True)):
+        first = 0
+        for rate, equal in groupby(values):
+            last = first + len(list(equal))
+            left, right, low, high = first - 0.5, last - 0.5, row - 0.5, row + 0.5
+            corners.append([(left, low), (left, high), (right, high), (right, low)])
+            missing = "no gradient" if rate is None else f"{rate:.0%} missing"
+            texts.append(f"{name}, from step {steps[first]}: {missing}")
+            first = last
+    cells = PolyCollection(corners, facecolor="none", linewidth=0)
+    explain(cells, texts)
+    figure.axes[0].add_collection(cells, autolim=False)
+    return figure

@@ -22,6 +22,7 @@ from lightning_safusion.profiling import pictures
 from lightning_safusion.profiling.figures import PARTS
 from lightning_safusion.profiling.overlap_file import FILE as OVERLAP
 from lightning_safusion.profiling.overlap_file import Overlap, read_file
+from lightning_safusion.profiling.svg import inline
 from lightning_safusion.profiling.timeline import from_row
 from lightning_safusion.report.advice import advise
 
@@ -131,6 +132,7 @@ def render_page(run: Run) -> str:
             pins=" ".join(f"{name.replace('_', '-')}=={version}" for name, version in overlap.versions.items()),
             parts=PARTS,
             colors=pictures.COLORS,
+            inline=inline,
             pictures=pictures,
             open_rows=_OPEN_ROWS,
             version=__version__,

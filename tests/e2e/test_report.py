@@ -49,7 +49,7 @@ def test_the_page_in_a_browser(window: Browser, run_dir: Path, tmp_path: Path, w
     assert window.console() == []
     assert window.ask("document.documentElement.scrollWidth") == width
     assert window.ask("[...document.querySelectorAll('section')].map(each => each.id)") == _SECTIONS
-    sizes = window.ask("[...document.querySelectorAll('img')].map(each => each.getBoundingClientRect().toJSON())")
+    sizes = window.ask("[...document.querySelectorAll('svg')].map(each => each.getBoundingClientRect().toJSON())")
     assert len(sizes) == 4
     assert all(size["width"] > 300 and size["height"] > 50 for size in sizes)
     dark = window.ask("getComputedStyle(document.body).backgroundColor") == "rgb(17, 21, 27)"
@@ -73,17 +73,30 @@ def test_the_page_says_what_was_measured(window: Browser, run_dir: Path) -> None
     assert window.ask("document.querySelectorAll('#tuning tbody tr').length") == len(overlap["decisions"])
 
 
-_COLOURS = """(() => {
-    const picture = document.querySelector('#timeline img'), canvas = document.createElement('canvas');
-    canvas.width = picture.naturalWidth;
-    canvas.height = picture.naturalHeight;
-    const context = canvas.getContext('2d'), found = new Set();
-    context.drawImage(picture, 0, 0);
-    const pixels = context.getImageData(0, 0, canvas.width, canvas.height).data;
-    for (let i = 0; i < pixels.length; i += 4)
-        if (pixels[i + 3] == 255) found.add(`rgb(${pixels[i]}, ${pixels[i + 1]}, ${pixels[i + 2]})`);
-    return [...found];
-})()"""
+# what is drawn on the page at the middle of each element with a text, and what the mouse shows there
+_TIPS = """[...document.querySelectorAll('svg g > title')].map(title => {
+    const drawn = title.parentElement.querySelector('path, use');
+    drawn.scrollIntoView({block: 'center', inline: 'center'});
+    const box = drawn.getBoundingClientRect();
+    const top = document.elementFromPoint(box.x + box.width / 2, box.y + box.height / 2);
+    const group = top && top.closest('svg g:has(> title)');
+    return [title.textContent, group ? group.firstElementChild.textContent : ''];
+})"""
+
+
+def test_bars_and_points_say_what_they_are(window: Browser, run_dir: Path) -> None:
+    window.show(run_dir / "report.html", _DESK, 900, "light")
+    shown = window.ask(_TIPS)
+    bars = ("forward: ", "backward: ", "exposed exchange of buffer ", "rank 1, forward: ")
+    for part in (*bars, ", step: ", ", from step "):
+        at_the_mouse = [under for text, under in shown if part in text]
+        assert at_the_mouse, part
+        assert any(part in under for under in at_the_mouse), (part, at_the_mouse)
+    assert any("<b>scale & shift</b>" in text for text, _ in shown)
+
+
+_COLOURS = """[...document.querySelectorAll('#timeline svg :is(title ~ * path, title ~ path, text)')].map(each =>
+    getComputedStyle(each).fill)"""
 
 
 def test_bars_and_text_stand_out_from_the_page(window: Browser, run_dir: Path) -> None:

@@ -1,16 +1,12 @@
-"""Pictures: bars are as long as their times, and an embedded picture makes no request."""
+"""Pictures: bars are as long as their times."""
 
 from __future__ import annotations
 
-import base64
-import re
 import sys
 from io import BytesIO
 from math import nan
-from xml.etree import ElementTree
 
 import pytest
-from matplotlib import rcParams
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
@@ -85,12 +81,6 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
         plot_step(cpu_step())
 
 
-def svg(address: str) -> str:
-    kind, _, content = address.partition(",")
-    assert kind == "data:image/svg+xml;base64"
-    return base64.b64decode(content).decode()
-
-
 def test_the_parts_of_a_step_follow_each_other() -> None:
     figures = StepFigures.of(run_step(0))
     (axes,) = pictures.breakdown(RankFigures((figures,))).axes
@@ -110,7 +100,7 @@ def test_unknown_parts_are_left_out() -> None:
     )
     (axes,) = pictures.breakdown(RankFigures((unknown,))).axes
     assert [container.get_label() for container in axes.containers] == ["forward"]
-    pictures.embedded(pictures.plot_times, {0: unknown, 1: unknown})
+    drawn(pictures.plot_times({0: unknown, 1: unknown}))
 
 
 def test_no_more_ranks_than_fit() -> None:
@@ -123,23 +113,3 @@ def test_the_heat_map_is_grey_where_there_was_no_gradient() -> None:
     (image,) = axes.images
     assert image.get_array().filled(-1.0).tolist() == [[0.0, 1.0], [-1.0, 0.25]]  # type: ignore[union-attr]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "b"]
-
-
-def test_an_embedded_picture_makes_no_request_and_follows_the_colour_scheme() -> None:
-    before = dict(rcParams)
-    written = svg(pictures.embedded(plot_step, run_step(3, names=("$x$", "a<b & 'c'"))))
-    ElementTree.fromstring(written)  # noqa: S314 - made here
-    assert dict(rcParams) == before
-    assert "$x$, a&lt;b &amp; 'c'" in written  # the name is no formula, and no markup
-    assert "prefers-color-scheme:dark" in written
-    assert "currentColor" in written
-    assert not re.search(r'href="(?!#|data:)|@import|url\((?!#)|<script', written)
-
-
-@pytest.mark.parametrize("buffers", [1, 40, 2000])
-def test_many_buffers_still_fit(buffers: int) -> None:
-    written = svg(pictures.embedded(plot_step, run_step(0, buffers)))
-    height = re.search(r'viewBox="0 0 [\d.]+ ([\d.]+)"', written)
-    assert height is not None
-    assert float(height[1]) < 1500
-    assert len(written) < 1e7
