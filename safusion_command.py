@@ -18,7 +18,7 @@ from argparse import SUPPRESS
 from argparse import ArgumentParser as PlainParser
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
-from inspect import signature
+from inspect import Parameter, signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, get_type_hints
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
 _SHELLS = ("bash", "zsh", "tcsh")
+_CHANGED = {"trace": "timeline"}
 
 #: Each subcommand: the function that it calls, as ``MODULE:NAME``, and what it does, in a line.
 COMMANDS = {
@@ -46,9 +47,9 @@ COMMANDS = {
         "lightning_safusion.systems.listing:print_systems",
         "Prints the systems that SAFusionStrategy(system=...) takes.",
     ),
-    "trace": (
-        "lightning_safusion.profiling.trace:trace",
-        "Merges the traces that OverlapProfiler has written on all ranks.",
+    "timeline": (
+        "lightning_safusion.profiling.timeline_file:timeline",
+        "Merges the timelines that OverlapProfiler has written on all ranks.",
     ),
     "report": (
         "lightning_safusion.report.page:report",
@@ -232,17 +233,22 @@ def spelled(args: Sequence[str], function: Callable[..., Any]) -> list[str]:
         function: Takes them.
 
     Raises:
-        LookupError: If there is no such option; suggests the closest.
+        LookupError: If there is no such option, or a value has none before it; suggests what was meant.
     """
     hints = get_type_hints(function)
-    known = [*signature(function).parameters, "help"]
+    parameters = signature(function).parameters
+    known = [*parameters, "help"]
     flags = {name for name in known if hints.get(name) in (bool, bool | None)}
     several = {name for name in hints if str(hints[name]).startswith(("list", "collections.abc.Sequence"))}
+    places = sum(each.default is each.empty for each in parameters.values())
     left, result = list(args), []
     lists: dict[str, tuple[int, list[str]]] = {}  # place in the result, values
     while left:
         word = left.pop(0)
         if not word.startswith("--"):
+            places -= not word.startswith("-")
+            if places < 0:
+                raise LookupError(_alone(word, parameters))
             result.append(word)
             continue
         option, equals, value = word.partition("=")
@@ -262,13 +268,28 @@ def spelled(args: Sequence[str], function: Callable[..., Any]) -> list[str]:
                 continue
             equals, value = "=", text
         result.append(f"--{name.replace('_', '-')}{equals}{value}")
+        if not equals and name in parameters and left and not left[0].startswith("--"):
+            result.append(left.pop(0))
     return result
 
 
+def _alone(word: str, parameters: Mapping[str, Parameter]) -> str:
+    """What is wrong with a value that has no option before it."""
+    options = [name for name, each in parameters.items() if each.default is not each.empty]
+    if "config" in options and word.endswith((".yaml", ".yml")):
+        options = ["config"]
+    meant = f" Did you mean --{options[0].replace('_', '-')} {word}?" if options else ""
+    return f"{word!r} has no option before it.{meant}"
+
+
 def _meant(name: str, known: Iterable[str]) -> str:
-    """As :func:`lightning_safusion.lookup.suggestion`, with dashes."""
-    close = difflib.get_close_matches(name.replace("_", "-"), [each.replace("_", "-") for each in known], n=1)
-    return f" Did you mean {close[0]}?" if close else ""
+    """What was probably meant: a name that it was changed to, one that begins with it, or the closest one."""
+    names = {each.replace("_", "-").lstrip("-"): each.replace("_", "-") for each in known}
+    plain = name.replace("_", "-").lstrip("-")
+    close = [each for each in names if each == _CHANGED.get(plain)]
+    close += sorted((each for each in names if plain and each.startswith(plain)), key=len)
+    close += difflib.get_close_matches(plain, names, n=1, cutoff=0.7)
+    return f" Did you mean {names[close[0]]}?" if close else ""
 
 
 def _parser_class() -> type[ArgumentParser]:

@@ -109,8 +109,16 @@ def test_options_read_from_the_source_are_those_of_the_function(path: str) -> No
         (["plan", "--gpu-per-node", "3"], "there is no option --gpu-per-node. Did you mean --gpus-per-node?"),
         (["plan", "--bandwith=1gbit"], "there is no option --bandwith. Did you mean --bandwidth?"),
         (["plan", "--node", "3"], "there is no option --node. Did you mean --nodes?"),  # no abbreviation
+        (["plan", "--gpus", "3"], "there is no option --gpus. Did you mean --gpus-per-node?"),
+        (["plan", "--model", "bert-large"], "there is no option --model.\n"),
         (["bench", "--zzz"], "there is no option --zzz.\n"),
-        (["pln"], "there is no 'pln' among demo, plan, bench, systems, trace, report. Did you mean plan?"),
+        (["bench", "--", "--zzz"], "there is no option --.\n"),
+        (["bench", "config.yaml"], "'config.yaml' has no option before it. Did you mean --config config.yaml?"),
+        (["plan", "bert-large"], "'bert-large' has no option before it. Did you mean --trace bert-large?"),
+        (["plan", "--nodes", "2", "3"], "'3' has no option before it. Did you mean --trace 3?"),
+        (["report", "run", "page.html"], "'page.html' has no option before it. Did you mean --output page.html?"),
+        (["pln"], "there is no 'pln' among demo, plan, bench, systems, timeline, report. Did you mean plan?"),
+        (["trace", "safusion"], "Did you mean timeline?"),
         (["--completion", "fish"], "--completion takes bash, zsh, tcsh"),
     ],
 )
@@ -170,7 +178,8 @@ def test_every_subcommand_is_a_documented_function(commands: Mapping[str, tuple[
         (["--some-flag", "false"], ["--some-flag", "false"]),
         (["--perhaps"], ["--perhaps=true"]),
         (["--some-flag", "--names", "a-b"], ["--some-flag=true", '--names=["a-b"]']),
-        (["a-b", "--text", "a,b"], ["a-b", "--text", "a,b"]),
+        (["4", "--text", "a,b"], ["4", "--text", "a,b"]),
+        (["--text", "--some-flag"], ["--text", "--some-flag=true"]),
     ],
 )
 def test_dashes_flags_and_several_values_are_understood(given: list[str], read: list[str]) -> None:

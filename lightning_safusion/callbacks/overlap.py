@@ -34,7 +34,7 @@ from lightning_safusion.profiling.figures import RankFigures, StepFigures, buffe
 from lightning_safusion.profiling.overlap_file import FILE, Overlap
 from lightning_safusion.profiling.pictures import plot_step
 from lightning_safusion.profiling.timeline import Moment, StepRecorder, StepTimeline
-from lightning_safusion.profiling.trace import clock_offsets, gather, meet, trace_events, write_trace
+from lightning_safusion.profiling.timeline_file import clock_offsets, gather, meet, timeline_events, write_timeline
 from lightning_safusion.strategy import SAFusionStrategy
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ class OverlapProfiler(StrategyCallback):
     Progress bars show ``exposed_ms``: milliseconds of exposed exchange per step. With plain DDP only phases are timed;
     figures of the exchange are left out, and a message says so.
 
-    At the end of a fit, also after an error, every rank writes ``trace_rank_00000.json`` (its own number) with the
-    latest recorded steps: ``safusion trace RUN_DIR`` merges them for https://ui.perfetto.dev. Rank 0 also writes
+    At the end of a fit, also after an error, every rank writes ``timeline_rank_00000.json`` (its own number) with the
+    latest recorded steps: ``safusion timeline RUN_DIR`` merges them for https://ui.perfetto.dev. Rank 0 also writes
     ``overlap.json`` for reports (keys: :class:`~lightning_safusion.profiling.overlap_file.Overlap`). Where the trainer
     starts processes of its own (spawn, fork), draw the picture from that file: ``plot_step(load_timeline(run_dir))`` of
     :mod:`lightning_safusion.profiling`.
@@ -273,7 +273,7 @@ class OverlapProfiler(StrategyCallback):
         about |= {"clock_offset_s": offset, "clock_error_s": error}
         with writing(self.run_dir):
             self.run_dir.mkdir(parents=True, exist_ok=True)
-            write_trace(self.run_dir, trace_events(self.steps, rank, host, offset), about)
+            write_timeline(self.run_dir, timeline_events(self.steps, rank, host, offset), about)
             if trainer.is_global_zero:
                 content = json.dumps(self._summary(trainer, self.figures).to_dict(), allow_nan=False, indent=1)
                 (self.run_dir / FILE).write_text(content, encoding="utf-8")

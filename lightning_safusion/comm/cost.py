@@ -7,6 +7,7 @@ Rabenseifner and Gropp (IJHPCA 2005, section 4) and, for sparse payloads, Li and
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -85,6 +86,15 @@ LINKS: Mapping[str, Link] = MappingProxyType(
         "200gbit-rdma": _preset(200, 8, 15),
     }
 )
+
+
+def plain_rate(rate: str) -> str:
+    """A rate as names of links have it: ``"25gbit"`` for ``"25Gbps"``, ``"25 Gbit/s"`` and ``"25GBIT"``.
+
+    What is no rate comes back as it is, bytes per second (``"3GB/s"``) among it.
+    """
+    match = re.fullmatch(r"(\d*\.?\d+)\s*([kKmMgG])(?:(?i:bits?(?:/s|ps)?)|bps|b/s)", rate.strip())
+    return rate if match is None else f"{match[1]}{match[2].lower()}bit"
 
 
 def log2_ceil(world_size: int) -> int:

@@ -15,7 +15,7 @@ from math import inf, log1p, sqrt
 
 import numpy as np
 
-from lightning_safusion.comm.cost import LINKS, Link, allgather_bytes, log2_ceil, ring_allreduce_bytes
+from lightning_safusion.comm.cost import LINKS, Link, allgather_bytes, log2_ceil, plain_rate, ring_allreduce_bytes
 from lightning_safusion.fusion.plans.costs import SelectionCost
 from lightning_safusion.simulate.calibration import Calibration, CollectiveTimes, Host
 from lightning_safusion.simulate.device import DEVICES, Device
@@ -231,14 +231,14 @@ def lognormal(rng: np.random.Generator, deviation: float, shape: tuple[int, ...]
 
 
 def resolve_link(bandwidth: str) -> Link:
-    """A link by the name of a preset, or by a rate such as ``"40gbit"``.
+    """A link by the name of a preset, or by a rate such as ``"40gbit"`` or ``"40 Gbit/s"``.
 
     A rate without a preset takes α and the launch of the nearest preset, and 85 % of the nominal rate.
 
     Raises:
         ValueError: If it is neither.
     """
-    name = bandwidth.strip().lower()
+    name = plain_rate(bandwidth).strip().lower()
     name = _ALIASES.get(name, name)
     if name in LINKS:
         return LINKS[name]

@@ -88,12 +88,17 @@ class Trace:
         """Reads a file of :meth:`save`; a ValueError names a file that is no trace of this format and version."""
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
+            if "traceEvents" in content:
+                raise ValueError(
+                    f"{path} is a timeline of steps for Perfetto (safusion timeline), no trace of a job: "
+                    "safusion bench and TraceRecorder write those"
+                )
             head = (content.pop("format"), content.pop("version"))
             if head != (_FORMAT, _VERSION):
                 raise ValueError(f"{path} has format and version {head}, expected {(_FORMAT, _VERSION)}")
             rows = content.pop("tensors")
             return cls(tensors=tuple(TraceTensor(**row | {"shape": tuple(row["shape"])}) for row in rows), **content)
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} is not a trace: {error!r}; write one with Trace.save") from error
 
 

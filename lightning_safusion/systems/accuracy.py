@@ -80,7 +80,11 @@ def default_density(optimizer: str) -> float:
 
 
 def _kind(optimizer: str) -> str:
-    return "schedule-free" if optimizer.startswith("schedule-free") else optimizer
+    """The name of a measured optimizer, for any case of its letters; another name comes back as it is."""
+    given = optimizer.lower()
+    if given.startswith("schedule-free"):
+        return "schedule-free"
+    return next((name for name in _MEASURED if name.lower() == given), optimizer)
 
 
 def known_accuracy(

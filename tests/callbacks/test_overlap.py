@@ -27,7 +27,7 @@ from lightning_safusion.callbacks import OverlapProfiler
 from lightning_safusion.comm import TorchTransport
 from lightning_safusion.comm.transport.interface import Transport, Work
 from lightning_safusion.fusion.events import Clock
-from lightning_safusion.profiling import StepFigures, load_timeline, merge_traces
+from lightning_safusion.profiling import StepFigures, load_timeline, merge_timelines
 from tests.models import TakeTurns, TinyClassifier, classification, trainer
 from tests.process_group import run_alone, run_launched
 
@@ -273,7 +273,7 @@ def test_ranks_agree_and_every_logger_gets_all_keys(tmp_path: Path) -> None:
         assert float(rows[-1]["safusion/exposed_s"]) == pytest.approx(figures.mean.exposed_s)
     (run_dir,) = (tmp_path / "first").glob("*/safusion")
     assert sorted(path.name for path in run_dir.iterdir()) == [
-        *("overlap.json", "trace_rank_00000.json", "trace_rank_00001.json")
+        *("overlap.json", "timeline_rank_00000.json", "timeline_rank_00001.json")
     ]
 
 
@@ -299,7 +299,7 @@ def test_files_hold_what_was_recorded(tmp_path: Path) -> None:
     assert content["plan"] == [[1, "allgather"]] * 7
     assert content["settings"]["fusion"] == "WFBP()"
     assert load_timeline(tmp_path) == mine[-1]
-    events = json.loads(merge_traces(tmp_path).read_text())["traceEvents"]
+    events = json.loads(merge_timelines(tmp_path).read_text())["traceEvents"]
     for rank, steps in enumerate((mine, theirs)):
         forward = [event["dur"] for event in events if event["pid"] == rank and event["name"] == "forward"]
         assert forward == pytest.approx([(end - begin) * 1e6 for s in steps for begin, end in s.spans("forward")])
@@ -458,7 +458,7 @@ def test_files_are_written_by_spawned_processes(tmp_path: Path) -> None:
         return str(load_timeline(tmp_path).step)
 
     assert run_alone(train, timeout=120) == "3"
-    assert merge_traces(tmp_path).exists()
+    assert merge_timelines(tmp_path).exists()
 
 
 def test_after_an_error_files_are_written_too(tmp_path: Path) -> None:
@@ -474,7 +474,7 @@ def test_after_an_error_files_are_written_too(tmp_path: Path) -> None:
 
     run_launched(2, run)
     assert load_timeline(tmp_path).step == 4
-    assert merge_traces(tmp_path).exists()
+    assert merge_timelines(tmp_path).exists()
 
 
 def test_a_second_fit_begins_anew(tmp_path: Path) -> None:

@@ -75,10 +75,12 @@ def test_links_by_name_and_by_rate() -> None:
     forty = resolve_link("40gbit")
     assert forty.beta == pytest.approx(8 / (40e9 * 0.85))
     assert forty.alpha == LINKS["25gbit"].alpha
+    for spelled in ("25Gbps", "25Gbit/s", "25 Gbit/s", "25GBIT", "25 Gbits/s", "25Gb/s"):
+        assert resolve_link(spelled) is LINKS["25gbit"]
     assert resolve_link("500mbit").beta == pytest.approx(resolve_link("0.5gbit").beta)
 
 
-@pytest.mark.parametrize("name", ["fast", "gbit", "-1gbit", "0gbit", "nangbit", "25"])
+@pytest.mark.parametrize("name", ["fast", "gbit", "-1gbit", "0gbit", "nangbit", "25", "25GB/s", "25GBps"])
 def test_other_bandwidths_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="25gbit"):
         resolve_link(name)

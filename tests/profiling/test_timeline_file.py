@@ -1,4 +1,4 @@
-"""Trace files: their events, the command that merges those of all ranks, and the clocks of hosts."""
+"""Timelines for Perfetto: their events, the command that merges those of all ranks, and the clocks of hosts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ import pytest
 import torch
 
 from lightning_safusion.cli import main
-from lightning_safusion.profiling.trace import LANES, clock_offsets, meet, merge_traces, trace_events, write_trace
+from lightning_safusion.profiling.timeline_file import (
+    LANES,
+    clock_offsets,
+    meet,
+    merge_timelines,
+    timeline_events,
+    write_timeline,
+)
+from lightning_safusion.simulate.trace import Trace, TraceTensor
 from tests.process_group import run_ranks
 from tests.profiling.steps import cpu_step, plain_step, unrecorded
 
@@ -36,7 +44,7 @@ def of(events: list[dict[str, Any]], lane: str, phase: str = "X") -> list[tuple[
 
 
 def test_every_part_has_its_lane() -> None:
-    events = trace_events([cpu_step()], rank=3, host="node7")
+    events = timeline_events([cpu_step()], rank=3, host="node7")
     assert of(events, "training") == [
         *(("step 7", 0.0, 23.0), ("data", 0.0, 1.0), ("forward", 1.0, 3.0)),
         *(("backward", 4.0, 16.0), ("optimizer", 20.0, 2.0)),
@@ -54,37 +62,37 @@ def test_every_part_has_its_lane() -> None:
 
 
 def test_ids_of_collectives_are_unique_also_between_steps() -> None:
-    events = trace_events([cpu_step(7), cpu_step(8)], rank=0)
+    events = timeline_events([cpu_step(7), cpu_step(8)], rank=0)
     begun = Counter(event["id"] for event in events if event["ph"] == "b")
     assert set(begun.values()) == {1}
     assert begun == Counter(event["id"] for event in events if event["ph"] == "e")
 
 
 def test_the_counter_holds_the_bytes_under_way() -> None:
-    events = [event for event in trace_events([cpu_step()], 0) if event["ph"] == "C"]
+    events = [event for event in timeline_events([cpu_step()], 0) if event["ph"] == "C"]
     levels = [(event["ts"] / 1e6, event["args"]["bytes"]) for event in events]
     assert levels == [(7.0, 300), (10.0, 0), (13.0, 300), (18.0, 0)]
 
 
 def test_times_are_of_the_first_ranks_clock() -> None:
-    events = trace_events([cpu_step()], rank=1, offset=-5.0)
+    events = timeline_events([cpu_step()], rank=1, offset=-5.0)
     assert of(events, "training")[0] == ("step 7", 5.0, 23.0)
 
 
 @pytest.mark.parametrize("step", [unrecorded(cpu_step()), plain_step()])
 def test_files_are_json_also_where_moments_are_unknown(tmp_path: Path, step: Any) -> None:
-    path = write_trace(tmp_path, trace_events([step], 0), about(0, world_size=1))
-    assert path.name == "trace_rank_00000.json"
+    path = write_timeline(tmp_path, timeline_events([step], 0), about(0, world_size=1))
+    assert path.name == "timeline_rank_00000.json"
     assert json.loads(path.read_text())["displayTimeUnit"] == "ms"
 
 
 def test_the_command_merges_all_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for rank in range(2):
-        write_trace(tmp_path, trace_events([cpu_step()], rank, offset=100.0 + rank), about(rank))
-    write_trace(tmp_path, trace_events([cpu_step()], 2), about(2, run=0.5, world_size=3))  # of an older run
-    main(["trace", str(tmp_path)])
+        write_timeline(tmp_path, timeline_events([cpu_step()], rank, offset=100.0 + rank), about(rank))
+    write_timeline(tmp_path, timeline_events([cpu_step()], 2), about(2, run=0.5, world_size=3))  # of an older run
+    main(["timeline", str(tmp_path)])
     assert "perfetto" in capsys.readouterr().out
-    merged = json.loads((tmp_path / "trace.json").read_text())
+    merged = json.loads((tmp_path / "timeline.json").read_text())
     events = merged["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1}
     assert min(event["ts"] for event in events if "ts" in event) == 0.0  # rank 1, whose clock is ahead
@@ -92,21 +100,44 @@ def test_the_command_merges_all_ranks(tmp_path: Path, capsys: pytest.CaptureFixt
     assert [rank["rank"] for rank in merged["safusion"]["ranks"]] == [0, 1]
 
 
-def test_a_merged_trace_can_be_compressed(tmp_path: Path) -> None:
-    write_trace(tmp_path, trace_events([cpu_step()], 0), about(0, world_size=1))
-    path = merge_traces(tmp_path, tmp_path / "all.json.gz")
+def test_a_merged_timeline_can_be_compressed(tmp_path: Path) -> None:
+    write_timeline(tmp_path, timeline_events([cpu_step()], 0), about(0, world_size=1))
+    path = merge_timelines(tmp_path, tmp_path / "all.json.gz")
     assert json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no trace_rank_\*.json in .*OverlapProfiler writes"):
-        merge_traces(tmp_path)
-    write_trace(tmp_path, trace_events([cpu_step()], 1), about(1, world_size=4))
-    with pytest.raises(ValueError, match="no trace of rank 0, 2, 3"):
-        merge_traces(tmp_path)
-    (tmp_path / "trace_rank_00000.json").write_text('{"traceEvents": []}')
-    with pytest.raises(ValueError, match="trace_rank_00000.json is no trace of OverlapProfiler"):
-        merge_traces(tmp_path)
+    with pytest.raises(ValueError, match=r"no timeline_rank_\*.json in .*OverlapProfiler writes"):
+        merge_timelines(tmp_path)
+    write_timeline(tmp_path, timeline_events([cpu_step()], 1), about(1, world_size=4))
+    with pytest.raises(ValueError, match="no timeline of rank 0, 2, 3"):
+        merge_timelines(tmp_path)
+    (tmp_path / "timeline_rank_00000.json").write_text('{"traceEvents": []}')
+    with pytest.raises(ValueError, match="timeline_rank_00000.json is no timeline of OverlapProfiler"):
+        merge_timelines(tmp_path)
+
+
+def test_files_below_the_loggers_directory_are_found(tmp_path: Path) -> None:
+    (tmp_path / "safusion").mkdir()
+    write_timeline(tmp_path / "safusion", timeline_events([cpu_step()], 0), about(0, world_size=1))
+    assert merge_timelines(tmp_path) == tmp_path / "safusion" / "timeline.json"
+
+
+def test_a_trace_of_a_job_is_no_timeline_and_the_other_way_round(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    Trace("job", (TraceTensor("t", (1,), 0.1),)).save(trace)
+    with pytest.raises(
+        SystemExit, match=r"trace.json is a job's trace, which safusion plan --trace reads: give the dir"
+    ):
+        main(["timeline", str(trace)])
+    path = write_timeline(tmp_path, timeline_events([cpu_step()], 0), about(0, world_size=1))
+    with pytest.raises(SystemExit, match=r"timeline_rank_00000.json is no directory: give the directory with"):
+        main(["timeline", str(path)])
+    with pytest.raises(SystemExit, match=r"timeline_rank_00000.json is a timeline of steps for Perfetto"):
+        main(["plan", "--trace", str(path)])
+    packed = merge_timelines(tmp_path, tmp_path / "all.json.gz")
+    with pytest.raises(SystemExit, match=r"all.json.gz is not a trace"):
+        main(["plan", "--trace", str(packed)])
 
 
 def meetings(offsets: list[float], seed: int, rounds: int = 8) -> np.ndarray:

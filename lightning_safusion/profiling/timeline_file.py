@@ -1,13 +1,14 @@
-"""Traces for Perfetto (https://ui.perfetto.dev) and ``chrome://tracing``: a process per rank, a lane per stream.
+"""Timelines for Perfetto (https://ui.perfetto.dev) and ``chrome://tracing``: a process per rank, a lane per stream.
 
-Every rank writes ``trace_rank_00000.json`` in the Chrome format, in microseconds of rank 0's clock. Beside the events a
-file holds ``"safusion"``: ``run`` (the same in all files of a fit), ``rank``, ``world_size``, ``host``,
+Every rank writes ``timeline_rank_00000.json`` in the Chrome format, in microseconds of rank 0's clock. Beside the
+events a file holds ``"safusion"``: ``run`` (the same in all files of a fit), ``rank``, ``world_size``, ``host``,
 ``clock_offset_s`` (subtracted from this rank's clock) and ``clock_error_s`` (the largest possible error of that);
 :func:`clock_offsets` finds both.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,12 +25,13 @@ from torch import Tensor
 from lightning_safusion.profiling.timeline import Interval, StepTimeline, buffer_name
 
 LANES = {"training": 0, "select": 1, "exchange": 2, "exposed": 3, "decode": 4}
+_FILES = "timeline_rank_*.json"
 _SHOWN_TENSORS = 32  # names in the arguments of one event
 
 Event = dict[str, Any]
 
 
-def trace_events(steps: Sequence[StepTimeline], rank: int, host: str = "", offset: float = 0.0) -> list[Event]:
+def timeline_events(steps: Sequence[StepTimeline], rank: int, host: str = "", offset: float = 0.0) -> list[Event]:
     """The events of one rank, whose clock is ``offset`` seconds ahead of rank 0's."""
     names = [("process", 0, f"rank {rank}" + (f" on {host}" if host else ""), rank)]
     names += [("thread", tid, lane, tid) for lane, tid in LANES.items()]
@@ -92,46 +94,58 @@ def _bytes_under_way(step: StepTimeline) -> Iterator[Event]:
         yield _event("C", "bytes under way", moment, args={"bytes": level})
 
 
-def write_trace(folder: Path, events: Sequence[Event], about: Mapping[str, Any]) -> Path:
+def write_timeline(folder: Path, events: Sequence[Event], about: Mapping[str, Any]) -> Path:
     """Writes the events of one rank to a run's directory, with the entry ``"safusion"``; returns the file."""
-    path = folder / f"trace_rank_{about['rank']:05d}.json"
+    path = folder / f"timeline_rank_{about['rank']:05d}.json"
     _write(path, {"traceEvents": list(events), "displayTimeUnit": "ms", "safusion": dict(about)})
     return path
 
 
-def merge_traces(run_dir: Path, output: Path | None = None) -> Path:
-    """Merges as :func:`trace` does, without traces of older runs in the same directory; returns the file.
+def merge_timelines(run_dir: Path, output: Path | None = None) -> Path:
+    """Merges as :func:`timeline` does, without timelines of older runs in the same directory; returns the file.
 
     Raises:
-        ValueError: If there are no traces, those of some ranks are missing, or a file is no trace.
+        ValueError: If there are no timelines, those of some ranks are missing, or a file is no timeline.
     """
-    paths = sorted(run_dir.glob("trace_rank_*.json"))
+    if run_dir.is_file():
+        raise ValueError(_no_directory(run_dir))
+    if not any(run_dir.glob(_FILES)) and (run_dir / "safusion").is_dir():
+        run_dir = run_dir / "safusion"  # where callbacks write, below the logger's directory
+    paths = sorted(run_dir.glob(_FILES))
     if not paths:
-        raise ValueError(f"no trace_rank_*.json in {run_dir}: OverlapProfiler writes them at the end of a fit")
-    traces = [_read(path) for path in paths]
-    newest = max(traces, key=lambda trace: trace["safusion"]["run"])["safusion"]
-    traces = [trace for trace in traces if trace["safusion"]["run"] == newest["run"]]
-    missing = set(range(newest["world_size"])) - {trace["safusion"]["rank"] for trace in traces}
+        raise ValueError(f"no {_FILES} in {run_dir}: OverlapProfiler writes them at the end of a fit")
+    timelines = [_read(path) for path in paths]
+    newest = max(timelines, key=lambda each: each["safusion"]["run"])["safusion"]
+    timelines = [each for each in timelines if each["safusion"]["run"] == newest["run"]]
+    missing = set(range(newest["world_size"])) - {each["safusion"]["rank"] for each in timelines}
     if missing:
         ranks = ", ".join(map(str, sorted(missing)[:20]))
-        raise ValueError(f"no trace of rank {ranks} in {run_dir}: copy the files of the other hosts there first")
-    events = [event for trace in traces for event in trace["traceEvents"]]
+        raise ValueError(f"no timeline of rank {ranks} in {run_dir}: copy the files of the other hosts there first")
+    events = [event for each in timelines for event in each["traceEvents"]]
     zero = min((event["ts"] for event in events if "ts" in event), default=0.0)
     events = [event | {"ts": event["ts"] - zero} if "ts" in event else event for event in events]
-    output = run_dir / "trace.json" if output is None else output
-    about = {"run": newest["run"], "ranks": [trace["safusion"] for trace in traces]}
+    output = run_dir / "timeline.json" if output is None else output
+    about = {"run": newest["run"], "ranks": [each["safusion"] for each in timelines]}
     _write(output, {"traceEvents": events, "displayTimeUnit": "ms", "safusion": about})
     return output
 
 
-def trace(run_dir: Path, output: Path | None = None) -> None:
-    """Merges the traces that OverlapProfiler has written on all ranks; open the result in https://ui.perfetto.dev.
+def timeline(run_dir: Path, output: Path | None = None) -> None:
+    """Merges the timelines that OverlapProfiler has written on all ranks; open the result in https://ui.perfetto.dev.
 
     Args:
-        run_dir: The directory with ``trace_rank_*.json``.
-        output: File to write, compressed if it ends in ``.gz``; ``trace.json`` in that directory by default.
+        run_dir: The directory with ``timeline_rank_*.json``, or the logger's directory around it.
+        output: File to write, compressed if it ends in ``.gz``; ``timeline.json`` beside the others by default.
     """
-    print(f"{merge_traces(run_dir, output)}: open it in https://ui.perfetto.dev")
+    print(f"{merge_timelines(run_dir, output)}: open it in https://ui.perfetto.dev")
+
+
+def _no_directory(path: Path) -> str:
+    kind = "no directory"
+    with contextlib.suppress(TypeError, ValueError):
+        if "tensors" in json.loads(path.read_bytes()):
+            kind = "a job's trace, which safusion plan --trace reads"
+    return f"{path} is {kind}: give the directory with {_FILES} of OverlapProfiler"
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -139,7 +153,7 @@ def _read(path: Path) -> dict[str, Any]:
         content: dict[str, Any] = json.loads(path.read_text())
         _ = content["safusion"]["run"], content["safusion"]["world_size"], content["traceEvents"]
     except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is no trace of OverlapProfiler: {error!r}") from error
+        raise ValueError(f"{path} is no timeline of OverlapProfiler: {error!r}") from error
     return content
 
 
