@@ -93,7 +93,9 @@ def write(outcome: Outcome, job: Job, output: Path, console: Console) -> None:
     console.print()
     for sentence in verdict.sentences:
         console.print(literal(sentence, "bold" if sentence is verdict.sentences[0] else ""))
+    written = ["Settings"]
     if outcome.recorded is not None:
+        written += ["trace", "costs"]
         outcome.recorded.trace.save(output / "trace.json")
         outcome.recorded.costs.save(output / "calibration.json")
     elif outcome.note:
@@ -113,7 +115,7 @@ def write(outcome: Outcome, job: Job, output: Path, console: Console) -> None:
     (output / "bench.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
     _write_steps(outcome.turns, output / "steps.csv")
     plot_tables([(outcome.conditions, figures)]).savefig(output / "bench.png", dpi=120)
-    console.print(literal(f"Settings, trace, costs, table and picture: {output}"))
+    console.print(literal(f"{', '.join(written)}, table and picture: {output}"))
 
 
 def figures_of(turns: Mapping[str, Sequence[Sequence[Turned]]]) -> list[SystemFigures]:
