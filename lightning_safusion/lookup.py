@@ -36,11 +36,16 @@ def look_up(kind: str, name: str, table: Mapping[str, _T], instead: str = "") ->
     return table[name]
 
 
-def need(module: str, extra: str) -> None:
+def need(module: str, extra: str, what: str = "this") -> None:
     """Checks that a module of an extra is installed, before the work begins whose results need it.
+
+    Args:
+        module: Its name.
+        extra: Brings it.
+        what: Needs it.
 
     Raises:
         ModuleNotFoundError: If it is missing; names the extra that brings it.
     """
     if importlib.util.find_spec(module) is None:
-        raise ModuleNotFoundError(f'this needs {module}: pip install "lightning-safusion[{extra}]"')
+        raise ModuleNotFoundError(f'{what} needs {module}: pip install "lightning-safusion[{extra}]"')

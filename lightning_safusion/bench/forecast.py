@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -55,13 +54,6 @@ class Recorded:
         """The cluster that the job ran on, without jitter."""
         nodes, per_node = self.costs.placed or (self.costs.workers, 1)
         return Cluster.calibrated(self.costs, nodes, per_node, jitter=0.0, device=DEVICES[self.costs.device or "a100"])
-
-
-def why_not() -> str | None:
-    """What is missing to fit costs on CPUs; None if nothing is."""
-    if importlib.util.find_spec("scipy") is None:
-        return 'costs are not fitted without scipy: pip install "lightning-safusion[examples]"'
-    return None
 
 
 def record(

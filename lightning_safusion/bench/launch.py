@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_safusion.bench.job import JobOptions
 from lightning_safusion.bench.team import die_with_parent
+from lightning_safusion.lookup import need
 
 #: Set in the processes that this module has started.
 STARTED = "SAFUSION_BENCH_STARTED"
@@ -57,6 +59,7 @@ def processes(arguments: Mapping[str, Any], options: JobOptions) -> Iterator[Non
         options: Of the command.
 
     Raises:
+        ModuleNotFoundError: If scipy is missing, where the job's costs on CPUs are to be fitted; names the extra.
         ValueError: If there is one worker only, or processes are missing that this one cannot start.
     """
     strategy = DDPStrategy()
@@ -67,6 +70,8 @@ def processes(arguments: Mapping[str, Any], options: JobOptions) -> Iterator[Non
             "there is one worker, and nothing to exchange: set devices or num_nodes in the trainer's section, give "
             "--workers, or start the command with torchrun or srun"
         )
+    if options.calibrate and isinstance(trainer.accelerator, CPUAccelerator):
+        need("scipy", "cli", "a bench of a job on CPUs, unless with --calibrate false,")
     if environment is None or environment.creates_processes_externally:
         yield
         return

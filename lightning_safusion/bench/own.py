@@ -24,7 +24,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 
-from lightning_safusion.bench.forecast import Recorded, record, why_not
+from lightning_safusion.bench.forecast import Recorded, record
 from lightning_safusion.bench.job import Job, JobOptions, parse_job
 from lightning_safusion.bench.launch import as_started, counted, processes
 from lightning_safusion.bench.measure import FLOOR, IN_STEP, REFERENCE_STRATEGIES
@@ -241,9 +241,8 @@ class _Run:
 
     def _record(self, progress: TurnProgress) -> tuple[Recorded | None, str, bool]:
         """Records the job: what was recorded, on the first process, or why nothing was; whether to stop. Collective."""
-        missing = why_not() if self.meeting.device.type == "cpu" else None
-        if not self.options.calibrate or missing is not None:
-            return None, missing or "calibrate is false", False
+        if not self.options.calibrate:
+            return None, "calibrate is false", False
         progress.begin("trace and costs of the job")
         accumulated = self.job.trainer.get("accumulate_grad_batches") or 1
         place = (self.nodes, self.per_node, one_machine(self.meeting))

@@ -14,8 +14,10 @@ from rich.console import Console
 from lightning_safusion.bench.links import bits_per_second, why_no_links
 from lightning_safusion.bench.measure import REFERENCE_STRATEGIES, REFERENCES, Rhythm, Task, measure
 from lightning_safusion.bench.results import Conditions, as_record, build_table, plot_tables, summarize
+from lightning_safusion.bench.rows import parse_row
 from lightning_safusion.bench.team import machines
 from lightning_safusion.bench.workload import scaled
+from lightning_safusion.comm.cost import plain_rate
 from lightning_safusion.literal import literal
 from lightning_safusion.lookup import need
 from lightning_safusion.simulate.trace import resolve_trace
@@ -88,7 +90,7 @@ def run_bench(
 
     Raises:
         ValueError: If a name or number makes no sense, or an option does not go with the kind of job.
-        ModuleNotFoundError: If matplotlib, or scipy with calibrate, is missing; names the extra that brings it.
+        ModuleNotFoundError: If matplotlib, or scipy where costs are to be fitted, is missing; names the extra.
         RuntimeError: If a worker fails; names its log.
     """
     if config or data is not None or any(mark in model for mark in ".:"):
@@ -161,14 +163,18 @@ def _run_laboratory(
         output: Folder for the results.
     """
     density, bandwidth, paced, scale = over
+    bandwidth = tuple(map(plain_rate, bandwidth))
     names = list(dict.fromkeys([*REFERENCE_STRATEGIES, *REFERENCES, *systems]))
+    for name in systems:
+        if name not in (*REFERENCE_STRATEGIES, *REFERENCES):
+            parse_row(name)
     if paced is None and scale != 1:
         raise ValueError(f"scale={scale:g} scales a trace: give one with paced, or choose a size")
     for share in density:
         if not 0 < share <= 1:
             raise ValueError(f"density is a share in (0, 1], got {share:g}")
     if calibrate:
-        need("scipy", "examples")
+        need("scipy", "cli")
     console, output = begin(workers, output)
     trace = scaled(resolve_trace(paced), scale) if paced is not None else None
     task = replace(task, trace=trace)

@@ -221,6 +221,7 @@ def test_ctrl_c_gives_what_there_is(tmp_path: Path, capfd: pytest.CaptureFixture
     shown = " ".join(capfd.readouterr().out.split())
     assert "Stopping after this step" in shown
     assert "Nothing was simulated: calibrate is false" in shown
+    assert "Settings, table and picture: " in shown  # neither trace nor costs
 
 
 @pytest.mark.slow
@@ -316,6 +317,18 @@ def test_processes_that_it_cannot_start_are_missed_at_once(
         monkeypatch.setenv(name, value)
     arguments = {"accelerator": "cpu", "devices": 2, "num_nodes": machines}
     with pytest.raises(ValueError, match=message), processes(arguments, JobOptions()):
+        pass
+
+
+def test_missing_scipy_is_noticed_before_processes_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    monkeypatch.setattr("lightning_safusion.bench.launch._start", lambda *_: pytest.fail("a process was started"))
+    arguments = {"accelerator": "cpu", "devices": 2}
+    message = r"unless with --calibrate false, needs scipy: pip install \"lightning-safusion\[cli\]\""
+    with pytest.raises(ModuleNotFoundError, match=message), processes(arguments, JobOptions()):
+        pass
+    monkeypatch.setenv("LOCAL_RANK", "0")  # the processes are there
+    with processes(arguments, JobOptions(calibrate=False)):
         pass
 
 

@@ -83,6 +83,7 @@ def test_without_root_the_loopback_is_measured_and_that_is_said(
     ("options", "message"),
     [
         ({"systems": ["saffusion"]}, "unknown system 'saffusion'"),
+        ({"systems": ["saf-pooled[wire=q4,densty=1]"]}, "unknown option 'densty'"),
         ({"model": "mlp"}, "models are conv"),
         ({"density": [0.0]}, "density is a share"),
         ({"workers": 1}, "a single worker exchanges nothing"),
@@ -93,9 +94,12 @@ def test_without_root_the_loopback_is_measured_and_that_is_said(
         ({"paced": "bert"}, "unknown trace 'bert'"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+def test_arguments_that_make_no_sense_are_refused_before_anything_is_printed(
+    tmp_path: Path, options: dict[str, Any], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(ValueError, match=message):
         run_bench(output=tmp_path, **(SHORT | options))
+    assert not capfd.readouterr().out
 
 
 def test_a_worker_that_fails_is_reported_with_its_log(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ OWN = {"lightning_safusion", "safusion_command"}
 BROUGHT = {"triton", "horovod"}
 
 #: Rooms that commands load, and the extras that bring what they import at once.
-LOADED_LATER = {"bench": ("cli", "examples"), "demo": ("cli", "examples")}
+LOADED_LATER = {"bench": ("cli",), "demo": ("cli", "examples")}
 
 
 @cache
