@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.strategies import DDPStrategy
+
+_HOOK = {"ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"}  # no row's but the user's own
 
 
 def read_files(paths: Sequence[str]) -> tuple[dict[str, Any], bool]:
@@ -71,6 +75,8 @@ def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
 def with_strategy(content: Mapping[str, Any], strategy: Mapping[str, Any] | None) -> str:
     """A user's file with another strategy, as YAML; the section of the trainer alone where there is no file.
 
+    Of the user's own strategy the arguments of DDPStrategy stay (its timeout, plugins), without those of a hook.
+
     Args:
         content: Of the file.
         strategy: ``class_path`` and ``init_args``; None leaves the user's own.
@@ -79,9 +85,15 @@ def with_strategy(content: Mapping[str, Any], strategy: Mapping[str, Any] | None
     inner = copy["fit"] if isinstance(copy.get("fit"), dict) else copy
     trainer = inner["trainer"] = dict(inner.get("trainer") or {})
     if strategy is not None:
-        trainer["strategy"] = dict(strategy)
+        trainer["strategy"] = {**strategy, "init_args": {**_kept(trainer.get("strategy")), **strategy["init_args"]}}
     elif not content:
         trainer["strategy"] = "ddp"
     import yaml  # of the extra cli
 
     return yaml.safe_dump(copy, sort_keys=False)
+
+
+def _kept(strategy: Any) -> dict[str, Any]:
+    given = (strategy.get("init_args") or {}) if isinstance(strategy, dict) else {}
+    known = signature(DDPStrategy).parameters.keys() - _HOOK
+    return {name: value for name, value in given.items() if name in known}

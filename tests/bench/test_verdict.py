@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from math import inf
 from typing import Any
 
 import pytest
 import yaml
+from lightning.pytorch import Trainer
+from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from lightning_safusion.bench.files import with_strategy
 from lightning_safusion.bench.forecast import Recorded, known_device, rate_in_words, turning_point
@@ -242,6 +246,24 @@ def test_the_strategy_in_the_users_file(row: str, strategy: dict[str, Any]) -> N
     assert read["fit"]["trainer"] == {"devices": 2, "strategy": strategy}
     assert read["fit"]["model"] == {"class_path": "a.B"}
     assert yaml.safe_load(with_strategy({}, made)) == {"trainer": {"strategy": strategy}}
+
+
+@pytest.mark.parametrize("row", ["ddp", DEFAULT])
+def test_options_of_the_users_strategy_stay_in_the_file(row: str) -> None:
+    saving = {"class_path": "lightning.pytorch.plugins.io.TorchCheckpointIO"}
+    given = {"timeout": "0:05:00", "checkpoint_io": saving, "process_group_backend": "gloo", "density": 0.3}
+    hook = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_hook"
+    mine = {"class_path": "lightning_safusion.SAFusionStrategy", "init_args": {**given, "ddp_comm_hook": hook}}
+    content = {"trainer": {"accelerator": "cpu", "devices": 2, "strategy": mine}}
+    made = best_strategy(Verdict(row, "yours", ()), {"process_group_backend": "gloo", "timeout": timedelta(minutes=5)})
+    written = with_strategy(content, made)
+    arguments = yaml.safe_load(written)["trainer"]["strategy"]["init_args"]
+    assert arguments == {name: value for name, value in given.items() if name != "density"}
+    parser = LightningArgumentParser()
+    parser.add_lightning_class_args(Trainer, "trainer")
+    strategy = parser.instantiate_classes(parser.parse_string(written)).trainer.strategy
+    assert strategy._timeout == timedelta(minutes=5)
+    assert isinstance(strategy.checkpoint_io, TorchCheckpointIO)
 
 
 def test_the_users_own_strategy_stays_in_the_file() -> None:
