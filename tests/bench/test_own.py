@@ -8,12 +8,14 @@ import os
 import re
 import subprocess
 import sys
+import weakref
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_safusion.bench import own
 from lightning_safusion.bench.files import read_files
@@ -222,6 +224,28 @@ def test_ctrl_c_gives_what_there_is(tmp_path: Path, capfd: pytest.CaptureFixture
     assert "Stopping after this step" in shown
     assert "Nothing was simulated: calibrate is false" in shown
     assert "Settings, table and picture: " in shown  # neither trace nor costs
+
+
+@pytest.mark.slow
+def test_memory_of_a_row_is_given_back_before_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[tuple[str, weakref.ref[Any]]] = []
+    alive: list[list[str]] = []  # before each turn
+    turn, fit = own.Bench.turn, own.Bench._fit
+
+    def watched_turn(self: own.Bench, row: str, *args: Any, **kwargs: Any) -> Any:
+        alive.append([name for name, each in kept if each() is not None])
+        return turn(self, row, *args, **kwargs)
+
+    def watched_fit(self: own.Bench, strategy: DDPStrategy, *args: Any) -> None:
+        fit(self, strategy, *args)
+        kept.extend((type(each).__name__, weakref.ref(each)) for each in (strategy, *strategy.optimizers))
+
+    monkeypatch.setattr(own.Bench, "turn", watched_turn)
+    monkeypatch.setattr(own.Bench, "_fit", watched_fit)
+    said = bench(tmp_path, lambda _: (alive, [name for name, _ in kept]), config=configs(tmp_path), rounds=1)
+    for before, names in said:
+        assert {"SAFusionStrategy", "DDPStrategy", "AdamW"} <= set(names)
+        assert before == [[]] * 4
 
 
 @pytest.mark.slow
