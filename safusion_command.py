@@ -14,9 +14,10 @@ import importlib.util
 import json
 import os
 import sys
-from argparse import SUPPRESS
+from argparse import SUPPRESS, Action
 from argparse import ArgumentParser as PlainParser
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
 from inspect import Parameter, signature
 from pathlib import Path
@@ -116,7 +117,7 @@ def _about(
     parser: ArgumentParser,
     commands: Mapping[str, tuple[str, str]],
     args: Sequence[str],
-    make: type[ArgumentParser],
+    make: Callable[..., ArgumentParser],
 ) -> None:
     """Answers arguments that begin with no subcommand: help, version, completion, or an error."""
     about = "Print what completes the command in a shell, and exit."
@@ -172,8 +173,9 @@ def add_arguments(parser: ArgumentParser, function: Callable[..., Any]) -> None:
     from docstring_parser import parse  # jsonargparse[signatures] brings it
 
     documented = parse(function.__doc__ or "")
-    parser.description = "\n\n".join(filter(None, (documented.short_description, documented.long_description)))
-    texts = {each.arg_name: " ".join((each.description or "").split()) for each in documented.params}
+    about_all = "\n\n".join(filter(None, (documented.short_description, documented.long_description)))
+    parser.description = about_all.replace("``", "")
+    texts = {each.arg_name: " ".join((each.description or "").replace("``", "").split()) for each in documented.params}
     hints = get_type_hints(function)
     for name, parameter in signature(function).parameters.items():
         about: dict[str, Any] = {"type": hints[name], "help": texts[name]}
@@ -292,13 +294,21 @@ def _meant(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {names[close[0]]}?" if close else ""
 
 
-def _parser_class() -> type[ArgumentParser]:
+def _parser_class() -> Callable[..., ArgumentParser]:
     try:
-        from jsonargparse import ArgumentParser
+        from jsonargparse import ArgumentParser, DefaultHelpFormatter
     except ModuleNotFoundError as error:
         message = 'the command line needs jsonargparse: pip install "lightning-safusion[cli]"'
         raise ModuleNotFoundError(message) from error
-    return ArgumentParser
+
+    class Help(DefaultHelpFormatter):
+        """Types as people name them."""
+
+        def _get_type_str(self, action: Action) -> str | None:
+            text: str | None = super()._get_type_str(action)
+            return text and text.replace("<class 'Path'>", "Path").replace("Sequence[", "list[")
+
+    return partial(ArgumentParser, formatter_class=Help)
 
 
 if __name__ == "__main__":

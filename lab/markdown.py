@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 
-def markdown(columns: Sequence[str], rows: Iterable[Sequence[object]], names: int = 1) -> str:
+def markdown(columns: Sequence[str], rows: Iterable[Iterable[object]], names: int = 1) -> str:
     """A table in markdown.
 
     Args:

@@ -36,6 +36,16 @@ def test_help_explains_every_argument_of_the_demo(capsys: pytest.CaptureFixture[
     assert "Share of the gradient elements" in text
 
 
+@pytest.mark.parametrize("command", safusion_command.COMMANDS)
+def test_help_names_types_as_people_do(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "<class" not in text
+    assert "Sequence[" not in text
+    assert "--document" not in text
+
+
 @pytest.mark.parametrize("arguments", [[], ["train"], ["demo", "--density", "much"], ["demo", "--colour", "red"]])
 def test_what_cannot_be_parsed_ends_with_2(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:

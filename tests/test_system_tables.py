@@ -6,24 +6,24 @@ from pathlib import Path
 
 import pytest
 
+from lab.__main__ import main
+from lab.systems import documented
 from lightning_safusion import SYSTEMS, SAFusionStrategy
-from lightning_safusion.cli import main
 from lightning_safusion.systems import EngineSystem, HookSystem
-from lightning_safusion.systems.listing import documented
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "systems.md"
 
 
 def test_the_document_has_the_tables_of_today() -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
-    assert documented(text) == text, "run: safusion systems --document docs/systems.md"
+    assert documented(text) == text, "run: python -m lab systems docs/systems.md"
     assert all(f"| `{name}`" in text for name in SYSTEMS)
 
 
 def test_the_command_writes_tables_between_their_marks(tmp_path: Path) -> None:
     path = tmp_path / "systems.md"
     path.write_text("before\n<!-- systems: hooks -->\nold\n<!-- end -->\nafter\n")
-    main(["systems", "--document", str(path)])
+    main(["systems", str(path)])
     lines = path.read_text().splitlines()
     assert (lines[0], lines[-1]) == ("before", "after")
     assert "old" not in lines

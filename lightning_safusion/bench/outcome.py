@@ -20,7 +20,7 @@ from lightning_safusion.bench.forecast import Recorded, turning_point
 from lightning_safusion.bench.job import Job
 from lightning_safusion.bench.measure import FLOOR, IN_STEP, Block
 from lightning_safusion.bench.meeting import Meeting
-from lightning_safusion.bench.results import SystemFigures, machine, plain_table, plot_tables, summarize
+from lightning_safusion.bench.results import SystemFigures, machine, plot_tables, summarize
 from lightning_safusion.bench.rows import parse_row
 from lightning_safusion.bench.turns import Bench, Turned
 from lightning_safusion.bench.verdict import YOURS, Verdict, best_strategy, decide, judge
@@ -28,6 +28,7 @@ from lightning_safusion.integration.parameters import trainable
 from lightning_safusion.literal import literal
 from lightning_safusion.simulate.systems import SIMULATED
 from lightning_safusion.systems import DEFAULT
+from lightning_safusion.tables import plain_table
 
 
 @dataclass(frozen=True)

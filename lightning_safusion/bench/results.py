@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
-from rich import box
 from rich.markup import escape
 from rich.table import Table
 
 from lightning_safusion.__about__ import __version__
 from lightning_safusion.bench.measure import FLOOR, IN_STEP, Block
 from lightning_safusion.kernels import cpu as native
+from lightning_safusion.tables import plain_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -176,15 +176,6 @@ def build_table(rows: Sequence[SystemFigures], conditions: Conditions) -> Table:
             "" if row.density is None else f"{row.density:.2%}",
             _number(row.peak_bytes, 2**20),
         )
-    return table
-
-
-def plain_table(title: str, caption: str, names: str, figures: Sequence[str]) -> Table:
-    """An empty table without frames: a column of names, and one for each of the figures."""
-    table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    table.add_column(names, no_wrap=True)
-    for heading in figures:
-        table.add_column(heading, justify="right", no_wrap=True)
     return table
 
 

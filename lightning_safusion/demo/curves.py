@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.table import Table
 
-from lightning_safusion.bench.results import plain_table
+from lightning_safusion.tables import plain_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

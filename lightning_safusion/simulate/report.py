@@ -23,6 +23,7 @@ from lightning_safusion.simulate.systems import SIMULATED
 from lightning_safusion.simulate.trace import resolve_trace
 from lightning_safusion.systems import SYSTEMS
 from lightning_safusion.systems.accuracy import default_density
+from lightning_safusion.tables import plain_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -196,7 +197,7 @@ def _plan_table(rows: Sequence[PlanRow], job: Job, hardware: str) -> Table:
     )
     caption = (
         "device: ms that selecting, packing and decoding take of a worker, ~ as an order of magnitude; MB that a "
-        "worker and a node receive; collectives started; speed-up over DDP in bf16; "
+        "worker and a node receive; collectives started; over bf16: times as fast as DDP in bf16; "
         "*: simulated only, not a system of the strategy"
     )
     if not all(row.comparable for row in rows):
@@ -204,10 +205,8 @@ def _plan_table(rows: Sequence[PlanRow], job: Job, hardware: str) -> Table:
             "; †: predicted without the work on the processors that the calibration has measured, so too fast beside "
             "the others, and never recommended"
         )
-    table = Table(title=literal(title, "table.title"), caption=caption)
-    table.add_column("system", no_wrap=True)
-    for heading in ("ms", "exposed", "device", "MB", "node MB", "calls", "speed-up"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = ("ms", "exposed", "device", "MB", "node\nMB", "calls", "over\nbf16")
+    table = plain_table(literal(title, "table.title"), caption, "system", headings)
     for row in sorted(rows, key=lambda row: row.iteration_s):
         table.add_row(
             "† " * (not row.comparable) + row.system + " *" * (row.system not in SYSTEMS),

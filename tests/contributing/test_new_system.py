@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from lab.systems import documented
 from lightning_safusion import SYSTEMS, SAFusionStrategy
 from lightning_safusion.cli import main
 from lightning_safusion.systems import EngineSystem
-from lightning_safusion.systems.listing import documented
 from tests.models import TinyClassifier, classification, trainer
 from tests.process_group import run_launched
 

@@ -158,6 +158,16 @@ def test_the_command_begins_with_the_default_density(
     assert f"Accuracy with {options.get('optimizer', 'AdamW')}: on small networks" in " ".join(printed.split())
 
 
+def test_a_terminal_of_80_columns_shows_the_whole_table(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    run_plan(bandwidth="1gbit")
+    table = capsys.readouterr().out.partition("device: ms that")[0]
+    assert "wfbp-dense" in table
+    assert "…" not in table
+
+
 def test_an_unknown_optimizer_needs_a_density() -> None:
     with pytest.raises(ValueError, match=r"'Shampoo': nothing is known .* name a density"):
         run_plan("lstm", optimizer="Shampoo")
@@ -170,5 +180,5 @@ def test_the_command_takes_a_recorded_trace(tmp_path: Path, capsys: pytest.Captu
     run_plan(str(tmp_path / "mine.json"), nodes=2, gpus_per_node=1, systems="safusion, ddp")
     printed = capsys.readouterr().out
     assert "37.3 M parameters" in printed
-    assert all(f"│ {system} " in printed for system in ("safusion", "ddp"))
+    assert all(f"\n{system} " in printed for system in ("safusion", "ddp"))
     assert "wfbp" not in printed
