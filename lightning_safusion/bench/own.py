@@ -47,6 +47,7 @@ ROWS = ("ddp-bf16", "powersgd", DEFAULT, f"{DEFAULT}[density=0.02]", f"{DEFAULT}
 _SETTLING, _POWERSGD = 3, 12
 # The same in the first turn of a row without an engine: memory, caches and processes that load data settle as well.
 _FIRST = 12
+_ONCE = 2.0  # seconds: torchrun passes on what the terminal has sent to this process as well
 _TIMEOUT = timedelta(minutes=30)  # Lightning's own
 
 
@@ -100,7 +101,7 @@ class _Run:
 
     def __init__(self, options: JobOptions, job: Job, rows: list[str]) -> None:
         self.options, self.job, self.rows = options, job, rows
-        self.interrupted = False
+        self.interrupted, self.heard = False, 0.0
         self.learning = set(rows)  # that have had no turn yet
         self.results = {row: _Turns() for row in rows}
         self.began = time.monotonic()
@@ -267,9 +268,10 @@ class _Run:
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if not self.interrupted:
-            self.interrupted = True
+            self.interrupted, self.heard = True, time.monotonic()
             self.console.print("Stopping after this step; what there is follows. Ctrl-C again ends it at once.")
-            signal.signal(number, signal.default_int_handler)
+        elif time.monotonic() - self.heard > _ONCE:
+            raise KeyboardInterrupt
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import weakref
@@ -26,7 +27,7 @@ from lightning_safusion.bench.run import run_bench
 from lightning_safusion.simulate.calibration import Calibration
 from lightning_safusion.simulate.report import run_plan
 from safusion_command import spelled
-from tests.e2e.processes import ROOT, environment
+from tests.e2e.processes import ROOT, environment, started
 from tests.process_group import run_alone, run_launched
 
 ROW = "saf-pooled[density=0.1,collective=allgather]"
@@ -224,6 +225,19 @@ def test_ctrl_c_gives_what_there_is(tmp_path: Path, capfd: pytest.CaptureFixture
     assert "Stopping after this step" in shown
     assert "Nothing was simulated: calibrate is false" in shown
     assert "Settings, table and picture: " in shown  # neither trace nor costs
+
+
+@pytest.mark.slow
+def test_ctrl_c_under_torchrun_gives_what_there_is(tmp_path: Path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, "-m", "lightning_safusion.cli", "bench", "--config", config(tmp_path), "--rounds", "500"]
+    more = ["--systems", "ddp-bf16", "--calibrate", "false", "--output", "out"]
+    with started([*command, *more], tmp_path / "log") as program:
+        program.wait_for("round 2 of 500", 120.0)
+        os.killpg(program.pid, signal.SIGINT)  # as a terminal does: to all processes
+        program.wait_for("Settings, table and picture: out", 30.0)
+    assert "Keep ddp" in program.output or "Take ddp-bf16" in program.output
+    assert [row["system"] for row in results(tmp_path)["systems"]][2:] == ["ddp", "ddp-bf16"]
 
 
 @pytest.mark.slow
