@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_safusion.comm.collectives.shards import Pieces, Shard
+from lightning_safusion.comm.collectives.host_shards import HostShard
+from lightning_safusion.comm.collectives.shards import Pieces
 from lightning_safusion.sparsify.base import Segments
 
 SIZES = (1000, 3, 0, 40_000, 64, 1, 7000)
@@ -57,10 +58,10 @@ def test_a_pool_has_no_pieces() -> None:
 
 def test_an_owner_keeps_what_it_does_not_deliver() -> None:
     pieces = Pieces.of(segments(sizes=(100,)), 1)
-    shard = Shard(pieces.owned(0), torch.device("cpu"))
+    shard = HostShard(pieces.owned(0), torch.zeros(0, 0, dtype=torch.uint8), None)
     x = torch.arange(100.0)
     shard.take(x, [])
-    sums = shard.summed(torch.zeros(0, 0, dtype=torch.uint8), None)
+    sums = shard.summed()
     sums[7] = 5.0  # of others
     delivered = shard.largest(None)
     assert delivered.indices.tolist() == [95, 96, 97, 98, 99]

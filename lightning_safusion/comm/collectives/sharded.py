@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_safusion.comm.collectives.host_shards import HostShard, Routes
 from lightning_safusion.comm.collectives.multiphase import Entries, MultiPhaseExchange, joined, message_sizes
-from lightning_safusion.comm.collectives.shards import Pieces, Shard
+from lightning_safusion.comm.collectives.shards import Pieces, Receiver, Shard
 from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.comm.exchange import (
     FIELD_BYTES,
@@ -24,6 +26,7 @@ from lightning_safusion.comm.exchange import (
 from lightning_safusion.comm.transport.interface import FinishedWork, Transport, Work
 from lightning_safusion.comm.wire.codec import Codec, Inbox, spread
 from lightning_safusion.comm.wire.formats import value_format
+from lightning_safusion.comm.wire.mailing import Mailing
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify.base import Segments, Selection
 from lightning_safusion.sparsify.selection.torch_view import compact
@@ -82,7 +85,6 @@ class ShardedExchange(MultiPhaseExchange, StreamOrderedExchange):
         #: Pieces with what a worker sends of each, and what their owners deliver.
         self.first, self.second = pieces.times(self.scattered), pieces.times(self.gathered)
         self.segments = None if segments is None else self.first.segments()
-        self._members = [np.flatnonzero(pieces.owners == owner).tolist() for owner in range(workers)]
         self._edges = device_constant(np.append(pieces.runs[:, 0], spec.numel), device)
         self._owners = device_constant(np.append(pieces.owners, workers), device)
         #: Formats of the entries for each owner, and of those that each owner delivers.
@@ -103,9 +105,23 @@ class ShardedExchange(MultiPhaseExchange, StreamOrderedExchange):
         self._size = max(message_sizes(self.delivered))
         #: uint8, the sums that it delivers, and uint8 [workers, nbytes], those that all owners do.
         self.sums, self.gathered_sums = self._memory(self._size), self._memory(self._size * workers).view(workers, -1)
+        length, outs = spec.num_tensors + 1, [*self._first.split(self.out_sizes)]
+        self._sent_headers = [out[:length] for out in outs if len(out)]
+        self._received_headers = [self.arriving[:, :length], self._own[None, :length]]
         self.headers = self._headers()
-        self._shard = Shard(self.second.owned(transport.rank), device)
-        self._inbox = self._inboxes() if device.type == "cpu" else None
+        on_host, own = device.type == "cpu", self.out[transport.rank]
+        messages = self.arriving[:, self.header : self.header + _nbytes(own)]
+        self._shard = (HostShard if on_host else Shard)(self.second.owned(transport.rank), messages, own)
+        #: Owners that it sends something, with the format and the memory of the message.
+        self._receivers = [
+            Receiver(owner, codec, out[self.header : self.header + codec.nbytes])
+            for owner, (codec, out) in enumerate(zip(self.out, outs, strict=True))
+            if codec is not None and len(out)
+        ]
+        self._routes = Routes(pieces, spec.numel, self._receivers) if on_host else None
+        own = self.delivered[transport.rank]
+        self._delivery = Mailing([own], [self.sums[: own.nbytes]]) if on_host and own is not None else None
+        self._inbox = self._inboxes() if on_host else None
         self._units: SpanUnits | None = None
         self._sent_parts: list[Entries] = []  # of other shards, as decoded
         self._scattering: Work | None = None
@@ -135,8 +151,7 @@ class ShardedExchange(MultiPhaseExchange, StreamOrderedExchange):
 
     def _headers(self) -> Tensor:
         """uint8 [workers, T + 1], flags and notices of all others, and its own."""
-        length = self.spec.num_tensors + 1
-        return torch.cat([self.arriving[:, :length], self._own[None, :length]])
+        return torch.cat(self._received_headers)
 
     def sent(self) -> tuple[Tensor, Tensor]:
         return self._sent
@@ -163,11 +178,11 @@ class ShardedExchange(MultiPhaseExchange, StreamOrderedExchange):
     def encode(self, x: Tensor, part: Part) -> None:
         if self.spec.dense_runs:
             self.lane.encode(torch.cat(self.dense_runs(x)), part)
-        length = self.spec.num_tensors
-        for out in (*self._first.split(self.out_sizes), self._own):
-            if len(out):
-                out[:length].copy_(part.flags)
-                out[length : length + 1].fill_(part.notices)
+        header = self._own[: self.spec.num_tensors + 1]
+        header[:-1].copy_(part.flags)
+        header[-1:].fill_(part.notices)
+        if self._sent_headers:
+            torch._foreach_copy_(self._sent_headers, [header] * len(self._sent_headers))
         self._pack(x, part)
 
     def _start_lane(self) -> Work:
@@ -180,31 +195,19 @@ class ShardedExchange(MultiPhaseExchange, StreamOrderedExchange):
         self._units = part.units
         edges = self.spec.edges
         self._shard.take(x, [(edges[tensor], edges[tensor + 1]) for tensor in part.absent])
+        selection = self._nothing if part.selection is None else part.selection
+        if self._routes is not None:
+            self._sent_parts = [self._routes.send(selection)]
+            return
         self._sent_parts = []
-        pieces = self._cut(self._nothing if part.selection is None else part.selection)
-        for out, codec, selection in zip(self._first.split(self.out_sizes), self.out, pieces, strict=True):
-            if codec is not None and len(out):
-                values = codec.encode(selection, out[self.header : self.header + codec.nbytes])
-                self._sent_parts.append(Entries(spread(selection.indices, selection.count), values))
+        for owner, codec, out in self._receivers:
+            mine = self._within(owner, codec, selection)
+            self._sent_parts.append(Entries(spread(mine.indices, mine.count), codec.encode(mine, out)))
 
-    def _cut(self, selection: Selection) -> list[Selection]:
-        """What is selected in the shard of each owner."""
-        if self.device.type != "cpu":
-            return [self._within(owner, selection) for owner in range(self.transport.world_size)]
-        found = Entries.of(selection, self.device)
-        places = torch.searchsorted(found.indices, self._edges).tolist()
-        parts = []
-        for members, codec in zip(self._members, self.out, strict=True):
-            pieces = [found[places[piece] : places[piece + 1]] for piece in members]
-            # a selection that keeps to the cut has no more
-            part = joined([found[:0], *pieces]).largest(0 if codec is None else codec.capacity)
-            parts.append(Selection(part.indices, part.values, len(part)))
-        return parts
-
-    def _within(self, owner: int, selection: Selection) -> Selection:
+    def _within(self, owner: int, codec: Codec, selection: Selection) -> Selection:
         """What is selected in the shard of an owner, in a fixed shape."""
-        codec, most = self.out[owner], len(selection.indices)
-        if codec is None or owner == self.transport.rank or not most:
+        most = len(selection.indices)
+        if not most:
             return self._nothing
         piece = torch.searchsorted(self._edges, selection.indices, right=True).sub_(1)
         mine = (self._owners[piece] == owner) & (torch.arange(most, device=self.device) < selection.count)
@@ -254,18 +257,25 @@ class ShardedExchange(MultiPhaseExchange, StreamOrderedExchange):
 
     def _select_sums(self) -> None:
         """Adds up its shard, and writes what it delivers of that."""
-        shard, rank = self._shard, self.transport.rank
-        codec, delivering = self.out[rank], self.delivered[rank]
-        sums = shard.summed(self.arriving[:, self.header : self.header + _nbytes(codec)], codec)
-        units, self._units = self._units, None  # nothing holds an optimizer's state after the window
-        delivered = shard.largest(units)
-        self.sums.zero_()
-        if delivering is not None:
-            out = self.sums[: delivering.nbytes]
-            values = delivering.encode(Selection(delivered.indices, delivered.values, len(delivered)), out)
-            delivered = Entries(delivered.indices, values)
+        shard, units, self._units = (
+            self._shard,
+            self._units,
+            None,
+        )  # nothing holds an optimizer's state after the window
+        sums = shard.summed()
+        delivered = self._delivered(shard.largest(units))
         parts = joined([*self._sent_parts, shard.leaving(sums, delivered)])
         self._sent = parts.indices, parts.values
+
+    def _delivered(self, found: Entries) -> Entries:
+        """Writes what it delivers; returns it as it will be decoded."""
+        codec, indices, values = self.delivered[self.transport.rank], found.indices, found.values
+        if self._delivery is not None:
+            count = np.array([len(indices)])
+            values = torch.from_numpy(self._delivery.write(indices.numpy(), values.numpy(), count))
+        elif codec is not None:
+            values = codec.encode(Selection(indices, values, len(indices)), self.sums[: codec.nbytes])
+        return Entries(indices, values)
 
     def _finish(self) -> Entries:
         self.advance(wait=True)
@@ -286,12 +296,28 @@ class ShardedExchange(MultiPhaseExchange, StreamOrderedExchange):
         return scratch
 
     def decode_into(self, gradients: Sequence[Tensor]) -> bool | None:
-        if self._inbox is None or self.spec.dense_runs or not native.serves(*gradients):
+        if self._inbox is None or not native.serves(*gradients) or self.lane.dtype != torch.float32:
             return None
         messages = [message for inbox in self._inbox for message in inbox()]
-        filled = [gradient for gradient in gradients if len(gradient)]
-        parts = native.Parts.between(self.spec.edges)
-        return native.mean_into(filled, parts, lambda start, stop: messages, 1.0 / self.transport.world_size)
+        (sparse, places), (dense, lanes) = self._tensors
+        scale, means = 1.0 / self.transport.world_size, [self._lane]
+        finite = native.mean_into([gradients[t] for t in sparse], places, lambda start, stop: messages, scale)
+        return finite & native.mean_into([gradients[t] for t in dense], lanes, lambda start, stop: means, 1.0)
+
+    @cached_property
+    def _lane(self) -> native.Message:
+        """The means of dense tensors (float32)."""
+        return native.Message.dense(self.lane.decode(self._nothing.values))
+
+    @cached_property
+    def _tensors(self) -> tuple[tuple[list[int], native.Parts], tuple[list[int], native.Parts]]:
+        """Tensors with selected elements, and where they lie in the span; dense ones, and where these lie in the lane."""
+        sizes = np.diff(self.spec.edges)
+        dense = np.array(self.spec.dense_tensors, np.int64)
+        sparse = np.setdiff1d(np.flatnonzero(sizes), dense)
+        edges, lanes = np.asarray(self.spec.edges), np.asarray(self.lane.spec.edges)
+        places = native.Parts.of(edges[sparse], sizes[sparse]), native.Parts.of(lanes[dense], sizes[dense])
+        return (sparse.tolist(), places[0]), (dense.tolist(), places[1])
 
 
 def _nbytes(codec: Codec | None) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +15,6 @@ from torch import Tensor
 from lightning_safusion.comm.collectives.multiphase import Entries
 from lightning_safusion.comm.wire.codec import Codec
 from lightning_safusion.comm.wire.formats import resolve_codec
-from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify.base import Segments
 from lightning_safusion.sparsify.basic import TopK
 from lightning_safusion.sparsify.selection.survey import History, SpanSurvey
@@ -104,25 +104,39 @@ class Pieces:
         return resolve_codec(f"eliasfano-{values}", numel, int(self.quotas.sum()), dtype, edges, entries)
 
 
+class Receiver(NamedTuple):
+    """An owner that is sent something.
+
+    Args:
+        owner: Its rank.
+        codec: Format of the message.
+        memory: uint8 [nbytes], the message.
+    """
+
+    owner: int
+    codec: Codec
+    memory: Tensor
+
+
 class Shard:
     """What one worker owns of a span, put together.
 
     Args:
         pieces: Where it lies, with the entries that it delivers.
-        device: Where it is kept.
+        messages: uint8 [world_size - 1, nbytes], where those of others arrive, on its device.
+        codec: Their format; None if others send nothing.
     """
 
-    def __init__(self, pieces: Pieces, device: torch.device) -> None:
+    def __init__(self, pieces: Pieces, messages: Tensor, codec: Codec | None) -> None:
         self.runs: list[tuple[int, int]] = [(start, stop) for start, stop in pieces.runs.tolist()]
-        self.device = device
+        self.device, self._messages, self._codec = messages.device, messages, codec
         self._history = History(pieces.segments())
         edges = self._history.segments.edges
         self._pieces = list(pairwise(edges.tolist()))
         # int64 [M]: where pieces begin in the span and in the shard, and how far apart that is
-        self._starts = device_constant(pieces.runs[:, 0].copy(), device)
-        self._begins = device_constant(edges[:-1].copy(), device)
-        self._shifts = device_constant(pieces.runs[:, 0] - edges[:-1], device)
-        self._parts = native.Parts.of(pieces.runs[:, 0].copy(), pieces.sizes)
+        self._starts = device_constant(pieces.runs[:, 0].copy(), self.device)
+        self._begins = device_constant(edges[:-1].copy(), self.device)
+        self._shifts = device_constant(pieces.runs[:, 0] - edges[:-1], self.device)
 
     @cached_property
     def _held(self) -> Tensor:
@@ -133,25 +147,23 @@ class Shard:
         """Copies its elements of a span (float32 [N]); zeros in place of what is absent."""
         if self.runs:
             torch.cat([x[start:stop] for start, stop in self.runs], out=self._held)
+        self._leave_out(absent)
+
+    def _leave_out(self, absent: Sequence[tuple[int, int]]) -> None:
         for (start, stop), (low, high) in zip(self.runs if absent else (), self._pieces, strict=False):
             if any(first <= start and stop <= last for first, last in absent):
                 self._held[low:high] = 0
 
-    def summed(self, messages: Tensor, codec: Codec | None) -> Tensor:
-        """Adds what others have sent (uint8 [world_size - 1, nbytes]) and returns it, float32, in rank order."""
+    def summed(self) -> Tensor:
+        """Adds what others have sent and returns it, float32 [S], in rank order."""
         sums = torch.zeros_like(self._held)
-        if codec is None or not len(messages):
+        if self._codec is None or not len(self._messages):
             return sums
-        inbox = codec.inbox(messages) if native.serves(self._held) else None
-        if inbox is not None:
-            known, pieces = inbox(), sums.split(self._history.segments.sizes.tolist())
-            native.mean_into(list(pieces), self._parts, lambda start, stop: known, 1.0)
-        else:
-            for message in messages:
-                indices, values = codec.decode(message)
-                # padding may lie beside the shard: it adds its zeros elsewhere, no two at one place
-                anywhere = torch.arange(len(indices), device=self.device)
-                sums.index_add_(0, torch.where(values == 0, anywhere, self._places(indices)), values)
+        for message in self._messages:
+            indices, values = self._codec.decode(message)
+            # padding may lie beside the shard: it adds its zeros elsewhere, no two at one place
+            anywhere = torch.arange(len(indices), device=self.device)
+            sums.index_add_(0, torch.where(values == 0, anywhere, self._places(indices)), values)
         self._held += sums
         return sums
 
@@ -164,13 +176,16 @@ class Shard:
         return self.in_span(Entries.of(selection, self.device).indices, self._held)
 
     def leaving(self, sums: Tensor, delivered: Entries) -> Entries:
-        """What leaves the residual: what is delivered, without what is of others."""
-        change = -sums
+        """What leaves the residual: what is delivered, without what is of others (``sums``, is overwritten)."""
+        change = sums.neg_()
         if len(change):
             change.index_add_(0, self._places(delivered.indices), delivered.values)
-        # the host does not wait to hear where a device has found something
-        places = change.nonzero().view(-1) if change.is_cpu else torch.arange(len(change), device=self.device)
-        return self.in_span(places, change)
+        return self.in_span(self._changed(change), change)
+
+    def _changed(self, change: Tensor) -> Tensor:
+        """Places (int64) of everything that is not zero, and maybe others."""
+        # all: the host would wait to hear where a device has found something
+        return torch.arange(len(change), device=self.device)
 
     def _places(self, indices: Tensor) -> Tensor:
         """Where positions of the span are in the shard."""

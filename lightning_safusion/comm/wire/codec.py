@@ -187,6 +187,10 @@ class Codec(ABC):
         """Writes ascending positions into fields on the host, whose views are made once; None if kernels cannot."""
         return None
 
+    def outgoing(self, memory: Tensor) -> native.Outgoing | None:
+        """How compiled kernels write all of a message into uint8 [nbytes] on the host; None if they cannot."""
+        return None
+
     @abstractmethod
     def decode_padded(self, message: Tensor) -> tuple[Tensor, Tensor]:
         """:meth:`decode` on any device: a fixed number of entries, so that the host need not know the count."""

@@ -131,6 +131,18 @@ CLONES int64_t safusion_elias_fano(const void *positions, int64_t position_bits,
     return sound && (to.entry == size || position_of(positions, position_bits, to.entry) >= below);
 }
 
+/* How many messages have ranks that ascend from 0, and no more entries than there is room for, before one that has not. */
+int64_t safusion_sound(const struct message *messages, int64_t number)
+{
+    for (int64_t m = 0; m < number; m++) {
+        const uint32_t *ranks = (const uint32_t *)(intptr_t)messages[m].ends;
+        int wrong = ranks[0] != 0 || ranks[messages[m].blocks] > messages[m].room;
+        for (int64_t region = 0; region < messages[m].blocks; region++) wrong |= ranks[region] > ranks[region + 1];
+        if (wrong) return m;
+    }
+    return number;
+}
+
 /* The last run that begins at a position, or before it. */
 static inline const struct run *run_of(const struct message *of, int64_t position)
 {

@@ -46,3 +46,9 @@ HIDDEN int add_elias_fano(const struct message *from, int64_t start, int64_t siz
 
 /* An entry not behind the first that is not before a position, or, `behind`, not before the last that is not behind it. */
 HIDDEN int64_t near_entry(const struct message *of, int64_t position, int behind);
+
+/* Elias and Fano's positions of a message: eliasfano.c. */
+struct run;
+int64_t safusion_elias_fano(const void *positions, int64_t position_bits, int64_t size, int64_t below,
+                            const struct run *runs, int64_t run_count, int64_t low_bits, uint32_t *ranks,
+                            int64_t rank_words, uint64_t *high, int64_t high_words, uint32_t *low, int64_t low_words);

@@ -63,7 +63,7 @@ class Message:
         starts: int64 [P], the first position of each part, ascending.
 
     Attributes:
-        described: ``struct message``; holds as long as this does.
+        described: int64 [14], ``struct message``; holds as long as this does.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Message:
     ) -> None:
         self._held = places, values, scales, starts
         coded = [_at(values), bits, _at(scales), _at(starts), len(starts)]
-        self.described = [*places.described, *coded, *places.more]
+        self.described = np.array([*places.described, *coded, *places.more], np.int64)
 
     @classmethod
     def dense(cls, values: Tensor) -> Message:
@@ -131,7 +131,7 @@ def mean_into(
             if piece is not None:
                 stop = max(low + 1, min(high, int(ends.searchsorted(parts.starts[low] + piece, side="right"))))
             messages = read(int(parts.starts[low]), int(ends[stop - 1]))
-            described = np.array(list(map(attrgetter("described"), messages)), np.int64)
+            described = _together(messages)
             runs = addresses[low:stop], parts.starts[low:stop], parts.sizes[low:stop], stop - low
             result = kernels().safusion_mean(*runs, described, len(messages), scale, past_caches)
             check_sound(result >= 0)
@@ -140,6 +140,11 @@ def mean_into(
         return finite
 
     return all(shared(write, parts.sizes))
+
+
+def _together(messages: Sequence[Message | Outgoing]) -> np.ndarray:
+    """int64, what C is told of several messages."""
+    return np.concatenate([_NONE, *map(attrgetter("described"), messages)])
 
 
 def take(x: Tensor, places: np.ndarray) -> np.ndarray:
@@ -156,8 +161,7 @@ def take_out(memory: Tensor, indices: Tensor, sent: Tensor) -> None:
 
 def take_out_message(memory: Tensor, message: Message) -> None:
     """``memory[position] -= value`` for all entries of a message: float32 [D], contiguous; errors as of the mean."""
-    described = np.array(message.described, np.int64)
-    check_sound(bool(kernels().safusion_add_message(described, len(memory), -1, memory.numpy())))
+    check_sound(bool(kernels().safusion_add_message(message.described, len(memory), -1, memory.numpy())))
 
 
 def check_sound(sound: bool) -> None:
@@ -284,6 +288,60 @@ def quantize(positions: np.ndarray, values: np.ndarray, into: Codes, sent: np.nd
     parts = into.starts, len(into.starts), into.bits, into.codes, into.scales
     echo = None if sent is None else address(sent)
     return bool(kernels().safusion_quantize(*described, values, *parts, echo))
+
+
+class Outgoing:
+    """Where a message of Elias and Fano's positions and of codes is to be written, in arrays that stay where they are.
+
+    Args:
+        below: See :func:`write_elias_fano`; so are the next three.
+        runs: Where each may have entries.
+        low_bits: Of a position in its bucket.
+        fields: For positions.
+        codes: For values; codes and scales lie in ``field``.
+        field: uint8, all bytes of values.
+        room: For entries.
+
+    Attributes:
+        described: int64 [16], ``struct outgoing``; holds as long as this does.
+    """
+
+    def __init__(
+        self, below: int, runs: np.ndarray, low_bits: int, fields: EliasFano, codes: Codes, field: np.ndarray, room: int
+    ) -> None:
+        self._held, self.room = (runs, fields, codes, field), room
+        places = [number for array in fields for number in (_at(array), len(array))]
+        coded = [_at(field), len(field), codes.bits, _at(codes.scales), _at(codes.starts), len(codes.starts)]
+        self.described = np.array([below, _at(runs), len(runs), low_bits, *places, *coded], np.int64)
+
+
+def write_messages(
+    positions: np.ndarray, values: np.ndarray, counts: np.ndarray, messages: Sequence[Outgoing]
+) -> np.ndarray | None:
+    """Writes every byte of the fields of several messages: :func:`write_elias_fano` and :func:`quantize`.
+
+    Args:
+        positions: int32 or int64 [K], those for one message behind those for the one before.
+        values: float32 [K].
+        counts: int64, entries of each message.
+        messages: Where they are written.
+
+    Returns:
+        float32 [K], the decoded values; None if a message has no room for its entries, positions do not ascend or lie
+        in no run, or a value or scale is not finite in bfloat16. What was written is to be written again then.
+    """
+    if any(count > message.room for count, message in zip(counts.tolist(), messages, strict=True)):
+        return None
+    described = _together(messages)
+    sent = empty(len(positions), np.float32)
+    given = positions, 8 * positions.itemsize, counts, values, described, len(messages)
+    return sent if kernels().safusion_write(*given, sent) == len(messages) else None
+
+
+def sound(messages: Sequence[Message]) -> bool:
+    """Whether the ranks of messages with Elias and Fano's positions ascend, to no more entries than there is room for."""
+    described = _together(messages)
+    return bool(kernels().safusion_sound(described, len(messages)) == len(messages))
 
 
 def values(positions: np.ndarray, of: Codes, first: int = 0) -> np.ndarray | None:

@@ -1,0 +1,121 @@
+"""Shards on the host: compiled kernels, and NumPy for short lists, where PyTorch takes several times as long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_safusion.comm.collectives.multiphase import Entries
+from lightning_safusion.comm.collectives.shards import Pieces, Receiver, Shard
+from lightning_safusion.comm.wire.codec import Codec
+from lightning_safusion.comm.wire.mailing import Mailing
+from lightning_safusion.kernels import cpu as native
+from lightning_safusion.sparsify.base import Selection
+
+_BEHIND = np.iinfo(np.int64).max
+_ZERO = np.zeros(1, np.int32)
+
+
+class Routes:
+    """Sends the entries of a span to the owners of their pieces.
+
+    Args:
+        pieces: Of all owners.
+        numel: Elements of the span.
+        receivers: Owners that are sent something, ascending.
+    """
+
+    def __init__(self, pieces: Pieces, numel: int, receivers: Sequence[Receiver]) -> None:
+        owners, codecs, memory = ([receiver[field] for receiver in receivers] for field in range(3))
+        edges = np.append(pieces.runs[:, 0], numel)
+        self._edges = {edges.dtype: edges}
+        if numel < native.MOST_ELEMENTS:
+            self._edges[np.dtype(np.int32)] = edges.astype(np.int32)
+        order = pieces.owners.argsort(kind="stable")
+        self._order = order[np.isin(pieces.owners[order], owners)]
+        self._bounds = pieces.owners[self._order].searchsorted([*owners, _BEHIND])
+        self._room = np.array([codec.capacity for codec in codecs], np.int64)
+        self._mailing = Mailing(codecs, memory)
+
+    def send(self, selection: Selection) -> Entries:
+        """Writes all messages; returns what is in them, as it will be decoded, owner by owner."""
+        count = int(selection.count)
+        positions, values = selection.positions[:count].numpy(), selection.values[:count].numpy()
+        places, counts = self._by_owner(positions)
+        if (counts > self._room).any():
+            places, counts = self._largest(places, counts, values)
+        positions = positions[places]
+        sent = self._mailing.write(positions, values[places], counts)
+        return Entries(torch.from_numpy(positions).long(), torch.from_numpy(sent))
+
+    def _by_owner(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Places (int64) of the entries for each owner, ascending, behind those for the one before; and their numbers."""
+        cuts = positions.searchsorted(self._edges[positions.dtype])
+        starts, counts = cuts[self._order], np.diff(cuts)[self._order]
+        ends = np.append(0, counts.cumsum())
+        places = np.repeat(starts - ends[:-1], counts) + np.arange(ends[-1])
+        return places, np.diff(ends[self._bounds])
+
+    def _largest(self, places: np.ndarray, counts: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of each owner the largest entries that it has room for; a selection that keeps to the cut has no more."""
+        kept = []
+        for own, room in zip(np.split(places, counts.cumsum()[:-1]), self._room.tolist(), strict=True):
+            entries = Entries(torch.from_numpy(own), torch.from_numpy(values[own]))
+            kept.append(entries.largest(room).indices.numpy())
+        return np.concatenate(kept), np.minimum(counts, self._room)
+
+
+class HostShard(Shard):
+    """A shard on the host."""
+
+    def __init__(self, pieces: Pieces, messages: Tensor, codec: Codec | None) -> None:
+        super().__init__(pieces, messages, codec)
+        self._inbox = None if codec is None else codec.inbox(messages)
+        self._parts = native.Parts.of(pieces.runs[:, 0].copy(), pieces.sizes)
+        self._whole = native.Parts.between([0, self._history.segments.numel])
+        #: Most elements that others send.
+        self._most = 0 if codec is None else codec.capacity * len(messages)
+
+    @cached_property
+    def _sums(self) -> tuple[Tensor, list[Tensor]]:
+        """float32 [S], what others have sent, as a whole and piece by piece."""
+        sums = torch.zeros_like(self._held)
+        return sums, list(sums.split(self._history.segments.sizes.tolist()))
+
+    def take(self, x: Tensor, absent: Sequence[tuple[int, int]]) -> None:
+        if self.runs:
+            span = x.numpy()
+            np.concatenate([span[start:stop] for start, stop in self.runs], out=self._held.numpy())
+        self._leave_out(absent)
+
+    def summed(self) -> Tensor:
+        if self._inbox is None or not len(self._messages) or not native.serves(self._held):
+            return super().summed()
+        messages, (sums, pieces) = self._inbox(), self._sums
+        native.mean_into(pieces, self._parts, lambda start, stop: messages, 1.0)
+        self._held += sums
+        return sums
+
+    def _changed(self, change: Tensor) -> Tensor:
+        room = self._most + self._history.segments.capacity
+        if len(change) and native.serves(change) and self._history.segments.numel < native.MOST_ELEMENTS:
+            found = native.survey(change.numpy(), self._whole, native.Wanted(_ZERO, room)).lists
+            if found is not None:
+                return torch.from_numpy(found.places.astype(np.int64))
+        return change.nonzero().view(-1)
+
+    def _places(self, indices: Tensor) -> Tensor:
+        return torch.from_numpy(indices.numpy() - self._apart(indices, self._starts))
+
+    def in_span(self, places: Tensor, values: Tensor) -> Entries:
+        indices = places.numpy() + self._apart(places, self._begins)
+        return Entries(torch.from_numpy(indices), torch.from_numpy(values.numpy()[places.numpy()]))
+
+    def _apart(self, ascending: Tensor, begins: Tensor) -> np.ndarray:
+        """How far apart are span and shard at places or positions of which pieces begin at some."""
+        firsts = ascending.numpy().searchsorted(begins.numpy())
+        return self._shifts.numpy().repeat(np.diff(firsts, append=len(ascending)))
