@@ -71,7 +71,10 @@ def described(home: str) -> dict[str, object]:
 # vectors, the package is installed without the kernels (optional).
 kernels = Extension(
     "lightning_safusion.kernels.cpu.libkernels",
-    [f"lightning_safusion/kernels/cpu/{name}.c" for name in ("candidates", "eliasfano", "elements", "messages")],
+    [
+        f"lightning_safusion/kernels/cpu/{name}.c"
+        for name in ("candidates", "eliasfano", "elements", "messages", "shards")
+    ],
     depends=[f"lightning_safusion/kernels/cpu/{name}.h" for name in ("kernels", "messages")],
     extra_compile_args=["-O3", "-g0", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-math-errno"],
     optional=True,

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from lightning_safusion.comm.collectives.host_shards import HostShard
-from lightning_safusion.comm.collectives.shards import Pieces
-from lightning_safusion.sparsify.base import Segments
+from lightning_safusion.comm.collectives.host_shards import HostShard, Routes
+from lightning_safusion.comm.collectives.multiphase import Entries
+from lightning_safusion.comm.collectives.shards import Pieces, Receiver, Shard
+from lightning_safusion.comm.wire.mailing import Mailing
+from lightning_safusion.kernels import cpu as native
+from lightning_safusion.sparsify.base import Segments, Selection
+from lightning_safusion.sparsify.basic import TopK
 
 SIZES = (1000, 3, 0, 40_000, 64, 1, 7000)
 
@@ -56,17 +62,104 @@ def test_a_pool_has_no_pieces() -> None:
         Pieces.of(segments(pool=5), 2)
 
 
-def test_an_owner_keeps_what_it_does_not_deliver() -> None:
+@pytest.mark.parametrize("kind", [Shard, HostShard])
+def test_an_owner_keeps_what_it_does_not_deliver(kind: type[Shard]) -> None:
     pieces = Pieces.of(segments(sizes=(100,)), 1)
-    shard = HostShard(pieces.owned(0), torch.zeros(0, 0, dtype=torch.uint8), None)
+    shard = kind(pieces.owned(0), torch.zeros(0, 0, dtype=torch.uint8), None)
     x = torch.arange(100.0)
     shard.take(x, [])
     sums = shard.summed()
     sums[7] = 5.0  # of others
-    delivered = shard.largest(None)
+    delivered = shard.largest(sums, None)
     assert delivered.indices.tolist() == [95, 96, 97, 98, 99]
     leaving = shard.leaving(sums, delivered)
     assert leaving.indices.tolist() == [7, 95, 96, 97, 98, 99]
     assert leaving.values.tolist() == [-5.0, 95.0, 96.0, 97.0, 98.0, 99.0]
     shard.take(x, [(0, 100)])
-    assert not shard.largest(None).values.any()
+    assert not shard.largest(torch.zeros(100), None).values.any()
+
+
+def drawn(generator: torch.Generator, numel: int) -> Tensor:
+    """Heavy-tailed, with many zeros."""
+    return torch.randn(numel, generator=generator) ** 3 * (torch.rand(numel, generator=generator) < 0.7)
+
+
+def selected(x: Tensor, pieces: Pieces) -> Selection:
+    """The largest elements of each piece."""
+    return TopK().select(x, pieces.segments(), 0)
+
+
+@pytest.mark.parametrize("wire", ["q4", "bf16"])
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("overflowing", [True, False])
+def test_a_shard_on_the_host_does_what_pytorch_would(wire: str, compiled: bool, overflowing: bool) -> None:
+    workers, generator = 4, torch.Generator().manual_seed(0)
+    whole = Pieces.of(segments(), workers)
+    sent, delivered = whole.times(0.5), whole.times(3.5)
+    numel, codec = sum(SIZES), sent.owned(1).codec(wire, sum(SIZES), torch.float32)
+    assert codec is not None
+    messages = torch.zeros(workers - 1, codec.nbytes, dtype=torch.uint8)
+    ours, theirs = (kind(delivered.owned(1), messages, codec) for kind in (HostShard, Shard))
+    own = Receiver(1, codec, messages[0])
+    with contextlib.nullcontext() if compiled else native.unused():
+        for step in range(6):
+            for message in messages:
+                x = drawn(generator, numel)
+                if overflowing and step == 4:
+                    x[20_000:30_000] = 3e38
+                Routes(whole, numel, [own._replace(memory=message)]).send(selected(x, sent))
+            x = drawn(generator, numel)
+            found = []
+            for shard in (ours, theirs):
+                shard.take(x, [(0, 1000)] if step == 2 else [])
+                sums = shard.summed()
+                largest = shard.largest(sums, None)
+                leaving = shard.leaving(sums, largest)
+                lists = largest.indices, largest.values, leaving.indices, leaving.values
+                found.append([each.clone() for each in (sums, shard._held, *lists)])
+            assert bool(found[0][0].isfinite().all()) is not (overflowing and step == 4)
+            torch.testing.assert_close(*found, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("workers", [2, 3, 8])
+@pytest.mark.parametrize("wire", ["q4", "sign", "fp32"])
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("spoilt", ["", "more", "nan"])
+def test_the_messages_for_all_owners_are_those_of_each(workers: int, wire: str, compiled: bool, spoilt: str) -> None:
+    generator, pieces, numel = torch.Generator().manual_seed(workers), Pieces.of(segments(), workers), sum(SIZES)
+    codecs = [pieces.owned(owner).codec(wire, numel, torch.float32) for owner in range(workers)]
+    receivers = [
+        Receiver(owner, codec, torch.full((codec.nbytes,), 255, dtype=torch.uint8))
+        for owner, codec in enumerate(codecs)
+        if codec is not None and owner != 1
+    ]
+    with contextlib.nullcontext() if compiled else native.unused():
+        routes = Routes(pieces, numel, receivers)
+        for _ in range(2):
+            x = drawn(generator, numel)
+            selection = selected(x, pieces.times(1.5) if spoilt == "more" else pieces)
+            if spoilt == "nan":
+                selection.values[5] = torch.nan
+            sent = routes.send(selection)
+            indices, values = [], []
+            for owner, codec, memory in receivers:
+                runs = pieces.runs[pieces.owners == owner].tolist()
+                mine = torch.cat([torch.arange(start, stop) for start, stop in runs])
+                inside = torch.isin(selection.indices, mine)
+                part = Entries(selection.indices[inside], selection.values[inside]).largest(codec.capacity)
+                message = torch.zeros(codec.nbytes, dtype=torch.uint8)
+                values.append(codec.encode(Selection(part.indices, part.values, len(part)), message))
+                indices.append(part.indices)
+                assert torch.equal(message, memory)
+            assert torch.equal(sent.indices, torch.cat(indices))
+            torch.testing.assert_close(sent.values, torch.cat(values), rtol=0, atol=0, equal_nan=True)
+
+
+def test_what_a_message_has_no_room_for_is_refused() -> None:
+    pieces = Pieces.of(segments(), 1)
+    codec = pieces.codec("q4", sum(SIZES), torch.float32)
+    assert codec is not None
+    mailing = Mailing([codec], [torch.zeros(codec.nbytes, dtype=torch.uint8)])
+    entries = selected(drawn(torch.Generator().manual_seed(0), sum(SIZES)), pieces.times(2))
+    with pytest.raises(ValueError, match="the message has room for"):
+        mailing.write(entries.indices.numpy(), entries.values.numpy(), np.array([len(entries.indices)]))

@@ -15,9 +15,10 @@ from lightning_safusion.comm.wire.codec import Codec
 from lightning_safusion.comm.wire.mailing import Mailing
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify.base import Selection
+from lightning_safusion.sparsify.selection.survey import Foresight
+from lightning_safusion.sparsify.selection.units import SpanUnits
 
 _BEHIND = np.iinfo(np.int64).max
-_ZERO = np.zeros(1, np.int32)
 
 
 class Routes:
@@ -30,7 +31,7 @@ class Routes:
     """
 
     def __init__(self, pieces: Pieces, numel: int, receivers: Sequence[Receiver]) -> None:
-        owners, codecs, memory = ([receiver[field] for receiver in receivers] for field in range(3))
+        owners, codecs = [receiver.owner for receiver in receivers], [receiver.codec for receiver in receivers]
         edges = np.append(pieces.runs[:, 0], numel)
         self._edges = {edges.dtype: edges}
         if numel < native.MOST_ELEMENTS:
@@ -39,7 +40,7 @@ class Routes:
         self._order = order[np.isin(pieces.owners[order], owners)]
         self._bounds = pieces.owners[self._order].searchsorted([*owners, _BEHIND])
         self._room = np.array([codec.capacity for codec in codecs], np.int64)
-        self._mailing = Mailing(codecs, memory)
+        self._mailing = Mailing(codecs, [receiver.memory for receiver in receivers])
 
     def send(self, selection: Selection) -> Entries:
         """Writes all messages; returns what is in them, as it will be decoded, owner by owner."""
@@ -53,7 +54,7 @@ class Routes:
         return Entries(torch.from_numpy(positions).long(), torch.from_numpy(sent))
 
     def _by_owner(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Places (int64) of the entries for each owner, ascending, behind those for the one before; and their numbers."""
+        """Places (int64) of the entries for each owner, ascending, one owner after the other; their numbers."""
         cuts = positions.searchsorted(self._edges[positions.dtype])
         starts, counts = cuts[self._order], np.diff(cuts)[self._order]
         ends = np.append(0, counts.cumsum())
@@ -74,17 +75,23 @@ class HostShard(Shard):
 
     def __init__(self, pieces: Pieces, messages: Tensor, codec: Codec | None) -> None:
         super().__init__(pieces, messages, codec)
+        segments = self._history.segments
+        self._foresight = Foresight(self._history, segments.edges.tolist())
+        # where its pieces are in the span, and in what is held
+        self._in_span = native.Parts.of(pieces.runs[:, 0].copy(), pieces.sizes)
+        self._in_shard = native.Parts.between(segments.edges.tolist())
         self._inbox = None if codec is None else codec.inbox(messages)
-        self._parts = native.Parts.of(pieces.runs[:, 0].copy(), pieces.sizes)
-        self._whole = native.Parts.between([0, self._history.segments.numel])
-        #: Most elements that others send.
-        self._most = 0 if codec is None else codec.capacity * len(messages)
+        #: Most elements that change.
+        self._room = segments.capacity + (0 if codec is None else codec.capacity * len(messages))
 
     @cached_property
-    def _sums(self) -> tuple[Tensor, list[Tensor]]:
-        """float32 [S], what others have sent, as a whole and piece by piece."""
-        sums = torch.zeros_like(self._held)
-        return sums, list(sums.split(self._history.segments.sizes.tolist()))
+    def _sums(self) -> Tensor:
+        """float32 [S], what others have sent."""
+        return torch.zeros_like(self._held)
+
+    @cached_property
+    def _pieces_of_sums(self) -> list[Tensor]:
+        return list(self._sums.split(self._history.segments.sizes.tolist()))
 
     def take(self, x: Tensor, absent: Sequence[tuple[int, int]]) -> None:
         if self.runs:
@@ -95,18 +102,29 @@ class HostShard(Shard):
     def summed(self) -> Tensor:
         if self._inbox is None or not len(self._messages) or not native.serves(self._held):
             return super().summed()
-        messages, (sums, pieces) = self._inbox(), self._sums
-        native.mean_into(pieces, self._parts, lambda start, stop: messages, 1.0)
-        self._held += sums
-        return sums
+        messages = self._inbox()
+        native.mean_into(self._pieces_of_sums, self._in_span, lambda start, stop: messages, 1.0)
+        return self._sums
 
-    def _changed(self, change: Tensor) -> Tensor:
-        room = self._most + self._history.segments.capacity
-        if len(change) and native.serves(change) and self._history.segments.numel < native.MOST_ELEMENTS:
-            found = native.survey(change.numpy(), self._whole, native.Wanted(_ZERO, room)).lists
-            if found is not None:
-                return torch.from_numpy(found.places.astype(np.int64))
-        return change.nonzero().view(-1)
+    def largest(self, sums: Tensor, units: SpanUnits | None) -> Entries:
+        # in one pass, where the thresholds can be predicted
+        wanted = self._foresight.wanted() if units is None and sums is self._sums else None
+        if wanted is None:
+            return super().largest(sums, units)
+        added = native.add_finite(self._held, self._in_shard, self._pieces_of_sums, 1.0, wanted)
+        for piece in added.left_out:
+            self._held[slice(*self._pieces[piece])] += self._pieces_of_sums[piece]
+        with self._foresight.known(self._held, added.found) as survey:
+            return self._top(self._held, survey)
+
+    def leaving(self, sums: Tensor, delivered: Entries) -> Entries:
+        left = None
+        if native.serves(sums):
+            entries = delivered.indices.numpy(), delivered.values.numpy()
+            left = native.leaving(sums.numpy(), self._in_span, *entries, self._room)
+        if left is None:
+            return super().leaving(sums, delivered)
+        return Entries(*map(torch.from_numpy, left))
 
     def _places(self, indices: Tensor) -> Tensor:
         return torch.from_numpy(indices.numpy() - self._apart(indices, self._starts))

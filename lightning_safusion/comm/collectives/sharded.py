@@ -121,7 +121,7 @@ class ShardedExchange(MultiPhaseExchange, StreamOrderedExchange):
         self._routes = Routes(pieces, spec.numel, self._receivers) if on_host else None
         own = self.delivered[transport.rank]
         self._delivery = Mailing([own], [self.sums[: own.nbytes]]) if on_host and own is not None else None
-        self._inbox = self._inboxes() if on_host else None
+        self._inboxes = self._readable() if on_host else None
         self._units: SpanUnits | None = None
         self._sent_parts: list[Entries] = []  # of other shards, as decoded
         self._scattering: Work | None = None
@@ -142,8 +142,8 @@ class ShardedExchange(MultiPhaseExchange, StreamOrderedExchange):
     def _memory(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.uint8, device=self.device)
 
-    def _inboxes(self) -> list[Inbox] | None:
-        """What compiled kernels read: the messages of all owners; None if they cannot."""
+    def _readable(self) -> list[Inbox] | None:
+        """How compiled kernels read the messages of all owners; None if they cannot."""
         pairs = zip(self.delivered, self.gathered_sums, strict=True)
         found = [codec.inbox(row[None, : codec.nbytes]) for codec, row in pairs if codec is not None]
         known = [inbox for inbox in found if inbox is not None]
@@ -257,13 +257,9 @@ class ShardedExchange(MultiPhaseExchange, StreamOrderedExchange):
 
     def _select_sums(self) -> None:
         """Adds up its shard, and writes what it delivers of that."""
-        shard, units, self._units = (
-            self._shard,
-            self._units,
-            None,
-        )  # nothing holds an optimizer's state after the window
-        sums = shard.summed()
-        delivered = self._delivered(shard.largest(units))
+        units, self._units = self._units, None  # nothing holds an optimizer's state after the window
+        shard, sums = self._shard, self._shard.summed()
+        delivered = self._delivered(shard.largest(sums, units))
         parts = joined([*self._sent_parts, shard.leaving(sums, delivered)])
         self._sent = parts.indices, parts.values
 
@@ -296,9 +292,9 @@ class ShardedExchange(MultiPhaseExchange, StreamOrderedExchange):
         return scratch
 
     def decode_into(self, gradients: Sequence[Tensor]) -> bool | None:
-        if self._inbox is None or not native.serves(*gradients) or self.lane.dtype != torch.float32:
+        if self._inboxes is None or not native.serves(*gradients) or self.lane.dtype != torch.float32:
             return None
-        messages = [message for inbox in self._inbox for message in inbox()]
+        messages = [message for inbox in self._inboxes for message in inbox()]
         (sparse, places), (dense, lanes) = self._tensors
         scale, means = 1.0 / self.transport.world_size, [self._lane]
         finite = native.mean_into([gradients[t] for t in sparse], places, lambda start, stop: messages, scale)
@@ -311,7 +307,7 @@ class ShardedExchange(MultiPhaseExchange, StreamOrderedExchange):
 
     @cached_property
     def _tensors(self) -> tuple[tuple[list[int], native.Parts], tuple[list[int], native.Parts]]:
-        """Tensors with selected elements, and where they lie in the span; dense ones, and where these lie in the lane."""
+        """Tensors with selected elements, and where they are in the span; dense ones, and where in the lane."""
         sizes = np.diff(self.spec.edges)
         dense = np.array(self.spec.dense_tensors, np.int64)
         sparse = np.setdiff1d(np.flatnonzero(sizes), dense)

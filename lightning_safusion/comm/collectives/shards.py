@@ -155,7 +155,7 @@ class Shard:
                 self._held[low:high] = 0
 
     def summed(self) -> Tensor:
-        """Adds what others have sent and returns it, float32 [S], in rank order."""
+        """What others have sent, float32 [S], added up in rank order."""
         sums = torch.zeros_like(self._held)
         if self._codec is None or not len(self._messages):
             return sums
@@ -164,28 +164,28 @@ class Shard:
             # padding may lie beside the shard: it adds its zeros elsewhere, no two at one place
             anywhere = torch.arange(len(indices), device=self.device)
             sums.index_add_(0, torch.where(values == 0, anywhere, self._places(indices)), values)
-        self._held += sums
         return sums
 
-    def largest(self, units: SpanUnits | None) -> Entries:
-        """Its largest elements, at positions in the span."""
+    def largest(self, sums: Tensor, units: SpanUnits | None) -> Entries:
+        """Adds the sums, and returns its largest elements, at positions in the span."""
         if not len(self._held):
             return Entries.none(self.device)
+        self._held += sums
         compared = self._held if units is None else units.within(self.runs).weigh(self._held)
-        selection = _TOP.select(compared, self._history.segments, 0, SpanSurvey(compared, self._history))
+        return self._top(compared, SpanSurvey(compared, self._history))
+
+    def _top(self, compared: Tensor, survey: SpanSurvey) -> Entries:
+        selection = _TOP.select(compared, self._history.segments, 0, survey)
         return self.in_span(Entries.of(selection, self.device).indices, self._held)
 
     def leaving(self, sums: Tensor, delivered: Entries) -> Entries:
-        """What leaves the residual: what is delivered, without what is of others (``sums``, is overwritten)."""
-        change = sums.neg_()
+        """What leaves the residual: what is delivered, without the sums, which are of others."""
+        change = -sums
         if len(change):
             change.index_add_(0, self._places(delivered.indices), delivered.values)
-        return self.in_span(self._changed(change), change)
-
-    def _changed(self, change: Tensor) -> Tensor:
-        """Places (int64) of everything that is not zero, and maybe others."""
-        # all: the host would wait to hear where a device has found something
-        return torch.arange(len(change), device=self.device)
+        # the host does not wait to hear where a device has found something
+        places = change.nonzero().view(-1) if change.is_cpu else torch.arange(len(change), device=self.device)
+        return self.in_span(places, change)
 
     def _places(self, indices: Tensor) -> Tensor:
         """Where positions of the span are in the shard."""

@@ -29,7 +29,6 @@ from lightning_safusion.kernels.cpu.messages import (
     Codes,
     EliasFano,
     Message,
-    Outgoing,
     Places,
     check_entries,
     mark,
@@ -44,6 +43,6 @@ from lightning_safusion.kernels.cpu.messages import (
     take_out_message,
     values,
     write_elias_fano,
-    write_messages,
     write_offsets,
 )
+from lightning_safusion.kernels.cpu.shards import Outgoing, leaving, write_messages

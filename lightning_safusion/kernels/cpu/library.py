@@ -46,6 +46,7 @@ _RETURNING = {
     "survey": "aaaipippaaia",
     "keep_above": "aaaaia",
     "keep_largest": "aaaaai",
+    "leaving": "aaaiaaiiaa",
     "marked": "aip",
     "mean": "aaaiaifi",
     "quantize": "aiiaaiiaap",

@@ -150,38 +150,6 @@ int64_t safusion_quantize(const void *positions, int64_t position_bits, int64_t 
     return 1;
 }
 
-/* Where a message of Elias and Fano's positions and of codes is to be written: addresses and numbers, as messages.py
- * gives them. */
-struct outgoing {
-    int64_t below, runs, run_count, low_bits;
-    int64_t ranks, rank_words, high, high_words, low, low_words;
-    int64_t codes, field_bytes, bits, scales, starts, parts; /* codes and scales are one field */
-};
-
-/* Messages of entries that are one behind the other, so many each. Returns how many were written before one that has no
- * codes, or whose positions do not ascend in its runs. */
-int64_t safusion_write(const void *positions, int64_t position_bits, const int64_t *counts, const float *values,
-                       const struct outgoing *messages, int64_t number, float *sent)
-{
-    for (int64_t m = 0; m < number; m++) {
-        const struct outgoing *to = messages + m;
-        const int64_t size = counts[m];
-        uint8_t *codes = (uint8_t *)(intptr_t)to->codes;
-        memset(codes, 0, (size_t)to->field_bytes);
-        if (!safusion_elias_fano(positions, position_bits, size, to->below, (const struct run *)(intptr_t)to->runs,
-                                 to->run_count, to->low_bits, (uint32_t *)(intptr_t)to->ranks, to->rank_words,
-                                 (uint64_t *)(intptr_t)to->high, to->high_words, (uint32_t *)(intptr_t)to->low,
-                                 to->low_words)
-            || !safusion_quantize(positions, position_bits, size, values, (const int64_t *)(intptr_t)to->starts,
-                                  to->parts, to->bits, codes, (uint16_t *)(intptr_t)to->scales, sent))
-            return m;
-        positions = (const uint8_t *)positions + size * (position_bits >> 3);
-        values += size;
-        sent += size;
-    }
-    return number;
-}
-
 int64_t safusion_values(const int64_t *positions, int64_t size, const int64_t *starts, int64_t parts, int64_t bits,
                         const uint8_t *codes, int64_t first_code, const uint16_t *scales, float *values)
 {

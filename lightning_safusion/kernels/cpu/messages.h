@@ -52,3 +52,8 @@ struct run;
 int64_t safusion_elias_fano(const void *positions, int64_t position_bits, int64_t size, int64_t below,
                             const struct run *runs, int64_t run_count, int64_t low_bits, uint32_t *ranks,
                             int64_t rank_words, uint64_t *high, int64_t high_words, uint32_t *low, int64_t low_words);
+
+/* Codes of values: messages.c. */
+int64_t safusion_quantize(const void *positions, int64_t position_bits, int64_t size, const float *values,
+                          const int64_t *starts, int64_t parts, int64_t bits, uint8_t *codes, uint16_t *scales,
+                          float *sent);

@@ -36,7 +36,7 @@ class Places:
             offsets: uint8 or uint16 [K or more], in blocks of 256 or 65536 elements; int64: positions in the span.
             ends: int64 [blocks + 1], entries before each block, and in all.
         """
-        return cls([_at(offsets), 8 * offsets.itemsize, _at(ends), len(ends) - 1], [offsets, ends])
+        return cls([at(offsets), 8 * offsets.itemsize, at(ends), len(ends) - 1], [offsets, ends])
 
     @classmethod
     def elias_fano(cls, fields: EliasFano, runs: np.ndarray, low_bits: int, room: int) -> Places:
@@ -48,8 +48,8 @@ class Places:
             low_bits: As there.
             room: For entries.
         """
-        described = [_at(fields.high), _ELIAS_FANO, _at(fields.ranks), len(fields.ranks) - 1]
-        return cls(described, [*fields, runs], [_at(fields.low), low_bits, _at(runs), len(runs), room])
+        described = [at(fields.high), _ELIAS_FANO, at(fields.ranks), len(fields.ranks) - 1]
+        return cls(described, [*fields, runs], [at(fields.low), low_bits, at(runs), len(runs), room])
 
 
 class Message:
@@ -75,13 +75,13 @@ class Message:
         starts: np.ndarray = _NONE,
     ) -> None:
         self._held = places, values, scales, starts
-        coded = [_at(values), bits, _at(scales), _at(starts), len(starts)]
+        coded = [at(values), bits, at(scales), at(starts), len(starts)]
         self.described = np.array([*places.described, *coded, *places.more], np.int64)
 
     @classmethod
     def dense(cls, values: Tensor) -> Message:
         """A value for every position (float32, contiguous)."""
-        return cls(Places([_at(_NONE), _DENSE, _at(_NO_ENDS), 0], []), values.numpy(), 32)
+        return cls(Places([at(_NONE), _DENSE, at(_NO_ENDS), 0], []), values.numpy(), 32)
 
     @classmethod
     def decoded(cls, indices: Tensor, values: Tensor) -> Message:
@@ -90,7 +90,7 @@ class Message:
         return cls(places, values.contiguous().numpy(), 32)
 
 
-def _at(array: np.ndarray) -> int:
+def at(array: np.ndarray) -> int:
     """Where an array lies in memory."""
     address: int = array.__array_interface__["data"][0]
     return address
@@ -142,9 +142,14 @@ def mean_into(
     return all(shared(write, parts.sizes))
 
 
-def _together(messages: Sequence[Message | Outgoing]) -> np.ndarray:
-    """int64, what C is told of several messages."""
+def _together(messages: Sequence[Message]) -> np.ndarray:
+    """int64 [M * 14], what C is told of several messages."""
     return np.concatenate([_NONE, *map(attrgetter("described"), messages)])
+
+
+def sound(messages: Sequence[Message]) -> bool:
+    """Whether the ranks in messages with Elias and Fano's positions ascend, to as many entries as there is room for."""
+    return bool(kernels().safusion_sound(_together(messages), len(messages)) == len(messages))
 
 
 def take(x: Tensor, places: np.ndarray) -> np.ndarray:
@@ -288,60 +293,6 @@ def quantize(positions: np.ndarray, values: np.ndarray, into: Codes, sent: np.nd
     parts = into.starts, len(into.starts), into.bits, into.codes, into.scales
     echo = None if sent is None else address(sent)
     return bool(kernels().safusion_quantize(*described, values, *parts, echo))
-
-
-class Outgoing:
-    """Where a message of Elias and Fano's positions and of codes is to be written, in arrays that stay where they are.
-
-    Args:
-        below: See :func:`write_elias_fano`; so are the next three.
-        runs: Where each may have entries.
-        low_bits: Of a position in its bucket.
-        fields: For positions.
-        codes: For values; codes and scales lie in ``field``.
-        field: uint8, all bytes of values.
-        room: For entries.
-
-    Attributes:
-        described: int64 [16], ``struct outgoing``; holds as long as this does.
-    """
-
-    def __init__(
-        self, below: int, runs: np.ndarray, low_bits: int, fields: EliasFano, codes: Codes, field: np.ndarray, room: int
-    ) -> None:
-        self._held, self.room = (runs, fields, codes, field), room
-        places = [number for array in fields for number in (_at(array), len(array))]
-        coded = [_at(field), len(field), codes.bits, _at(codes.scales), _at(codes.starts), len(codes.starts)]
-        self.described = np.array([below, _at(runs), len(runs), low_bits, *places, *coded], np.int64)
-
-
-def write_messages(
-    positions: np.ndarray, values: np.ndarray, counts: np.ndarray, messages: Sequence[Outgoing]
-) -> np.ndarray | None:
-    """Writes every byte of the fields of several messages: :func:`write_elias_fano` and :func:`quantize`.
-
-    Args:
-        positions: int32 or int64 [K], those for one message behind those for the one before.
-        values: float32 [K].
-        counts: int64, entries of each message.
-        messages: Where they are written.
-
-    Returns:
-        float32 [K], the decoded values; None if a message has no room for its entries, positions do not ascend or lie
-        in no run, or a value or scale is not finite in bfloat16. What was written is to be written again then.
-    """
-    if any(count > message.room for count, message in zip(counts.tolist(), messages, strict=True)):
-        return None
-    described = _together(messages)
-    sent = empty(len(positions), np.float32)
-    given = positions, 8 * positions.itemsize, counts, values, described, len(messages)
-    return sent if kernels().safusion_write(*given, sent) == len(messages) else None
-
-
-def sound(messages: Sequence[Message]) -> bool:
-    """Whether the ranks of messages with Elias and Fano's positions ascend, to no more entries than there is room for."""
-    described = _together(messages)
-    return bool(kernels().safusion_sound(described, len(messages)) == len(messages))
 
 
 def values(positions: np.ndarray, of: Codes, first: int = 0) -> np.ndarray | None:
