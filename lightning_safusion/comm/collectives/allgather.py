@@ -68,8 +68,6 @@ class SparseAllGather(StreamOrderedExchange):
         self.headers = messages[:, : tensors + 1]
         on_host = device.type == "cpu"
         self._host_headers = self.headers.numpy() if on_host else None
-        regular = np.tile(np.array([*[TensorFlag.FRESH] * tensors, 0], np.uint8), (workers, 1))
-        self._regular, self._regular_headers = Verdict.of(regular), regular.tobytes()
         self._write = None if codec is None else codec.outbox(self._send[self._selection])
         self._inbox = codec.inbox(messages[:, self._selection]) if codec is not None and on_host else None
         self._read: list[native.Message] = []  # of this window, where compiled kernels have read them
@@ -202,7 +200,7 @@ class SparseAllGather(StreamOrderedExchange):
         received = self._host_headers
         if headers is not None or received is None:
             received = (self.headers if headers is None else headers).cpu().numpy()
-        return self._regular if received.tobytes() == self._regular_headers else Verdict.of(received)
+        return Verdict.of(received)
 
     def standing(self) -> tuple[Tensor, Tensor]:
         flags, notices = self.headers[:, :-1], self.headers[:, -1]

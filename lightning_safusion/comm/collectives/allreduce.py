@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from lightning_safusion.comm.exchange import (
     saturated,
 )
 from lightning_safusion.comm.transport.interface import Transport, Work
+from lightning_safusion.sparsify.selection.view import device_constant
 
 _COUNTED = (TensorFlag.FRESH, TensorFlag.BAD, TensorFlag.BYPASS)
 
@@ -48,6 +50,7 @@ class DenseAllReduce(StreamOrderedExchange):
         length = spec.numel + len(_COUNTED) * spec.num_tensors + len(Notice)
         self._buffer = torch.zeros(padded(length, self.dtype), dtype=self.dtype, device=device)
         self.headers = self._buffer[spec.numel : length]
+        self._counted = device_constant(np.array(_COUNTED, np.uint8)[:, None], device)
         self.bytes_sent = self._buffer.nbytes
         self.bytes_received = round(2 * (transport.world_size - 1) / transport.world_size * self.bytes_sent)
 
@@ -63,8 +66,7 @@ class DenseAllReduce(StreamOrderedExchange):
         for tensor in part.absent:
             buffer[spec.edges[tensor] : spec.edges[tensor + 1]] = 0
         counts, notices = self._counts(self.headers)
-        for row, flag in zip(counts, _COUNTED, strict=True):
-            row.copy_((part.flags & flag) != 0)
+        counts.copy_((part.flags & self._counted) != 0)
         notices.zero_()
         for place, notice in enumerate(Notice):
             if part.notices & notice:

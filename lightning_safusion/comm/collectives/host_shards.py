@@ -15,9 +15,11 @@ from lightning_safusion.comm.wire.codec import Codec
 from lightning_safusion.comm.wire.mailing import Mailing
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify.base import Selection
-from lightning_safusion.sparsify.selection.survey import Foresight
+from lightning_safusion.sparsify.basic import TopK
+from lightning_safusion.sparsify.selection.survey import Foresight, SpanSurvey
 from lightning_safusion.sparsify.selection.units import SpanUnits
 
+_TOP = TopK()
 _BEHIND = np.iinfo(np.int64).max
 
 
@@ -77,6 +79,8 @@ class HostShard(Shard):
         super().__init__(pieces, messages, codec)
         segments = self._history.segments
         self._foresight = Foresight(self._history, segments.edges.tolist())
+        self._edges_as = {np.dtype(kind): segments.edges.astype(kind) for kind in (np.int32, np.int64)}
+        self._apart = pieces.runs[:, 0] - segments.edges[:-1]
         # where its pieces are in the span, and in what is held
         self._in_span = native.Parts.of(pieces.runs[:, 0].copy(), pieces.sizes)
         self._in_shard = native.Parts.between(segments.edges.tolist())
@@ -126,14 +130,10 @@ class HostShard(Shard):
             return super().leaving(sums, delivered)
         return Entries(*map(torch.from_numpy, left))
 
-    def _places(self, indices: Tensor) -> Tensor:
-        return torch.from_numpy(indices.numpy() - self._apart(indices, self._starts))
-
-    def in_span(self, places: Tensor, values: Tensor) -> Entries:
-        indices = places.numpy() + self._apart(places, self._begins)
-        return Entries(torch.from_numpy(indices), torch.from_numpy(values.numpy()[places.numpy()]))
-
-    def _apart(self, ascending: Tensor, begins: Tensor) -> np.ndarray:
-        """How far apart are span and shard at places or positions of which pieces begin at some."""
-        firsts = ascending.numpy().searchsorted(begins.numpy())
-        return self._shifts.numpy().repeat(np.diff(firsts, append=len(ascending)))
+    def _top(self, compared: Tensor, survey: SpanSurvey) -> Entries:
+        selection = _TOP.select(compared, self._history.segments, 0, survey)
+        places = selection.positions.numpy()
+        cuts = places.searchsorted(self._edges_as[places.dtype])
+        indices = places + self._apart.repeat(cuts[1:] - cuts[:-1])
+        values = selection.values if compared is self._held else self._held[selection.indices]
+        return Entries(torch.from_numpy(indices), values)

@@ -106,9 +106,10 @@ class ShardedExchange(MultiPhaseExchange, StreamOrderedExchange):
         #: uint8, the sums that it delivers, and uint8 [workers, nbytes], those that all owners do.
         self.sums, self.gathered_sums = self._memory(self._size), self._memory(self._size * workers).view(workers, -1)
         length, outs = spec.num_tensors + 1, [*self._first.split(self.out_sizes)]
-        self._sent_headers = [out[:length] for out in outs if len(out)]
-        self._received_headers = [self.arriving[:, :length], self._own[None, :length]]
-        self.headers = self._headers()
+        self._own_header, *self._sent_headers = [out[:length] for out in (self._own, *outs) if len(out)]
+        self._received_headers = [self.arriving[:, :length], self._own_header[None]]
+        self.headers = torch.cat(self._received_headers)
+        self._headers_on_host = [each.numpy() for each in (self.headers, *self._received_headers) if each.is_cpu]
         on_host, own = device.type == "cpu", self.out[transport.rank]
         messages = self.arriving[:, self.header : self.header + _nbytes(own)]
         self._shard = (HostShard if on_host else Shard)(self.second.owned(transport.rank), messages, own)
@@ -121,7 +122,6 @@ class ShardedExchange(MultiPhaseExchange, StreamOrderedExchange):
         self._routes = Routes(pieces, spec.numel, self._receivers) if on_host else None
         own = self.delivered[transport.rank]
         self._delivery = Mailing([own], [self.sums[: own.nbytes]]) if on_host and own is not None else None
-        self._inboxes = self._readable() if on_host else None
         self._units: SpanUnits | None = None
         self._sent_parts: list[Entries] = []  # of other shards, as decoded
         self._scattering: Work | None = None
@@ -142,16 +142,25 @@ class ShardedExchange(MultiPhaseExchange, StreamOrderedExchange):
     def _memory(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.uint8, device=self.device)
 
-    def _readable(self) -> list[Inbox] | None:
-        """How compiled kernels read the messages of all owners; None if they cannot."""
+    @cached_property
+    def _inboxes(self) -> tuple[list[Inbox], list[native.Message]] | None:
+        """The messages of all owners, and how compiled kernels read them; None if they cannot."""
+        if self.device.type != "cpu":
+            return None
         pairs = zip(self.delivered, self.gathered_sums, strict=True)
         found = [codec.inbox(row[None, : codec.nbytes]) for codec, row in pairs if codec is not None]
         known = [inbox for inbox in found if inbox is not None]
-        return known if len(known) == len(found) else None
+        if len(known) < len(found):
+            return None
+        return known, [message for inbox in known for message in inbox()]
 
-    def _headers(self) -> Tensor:
-        """uint8 [workers, T + 1], flags and notices of all others, and its own."""
-        return torch.cat(self._received_headers)
+    def _read_headers(self) -> Tensor:
+        """uint8 [workers, T + 1], flags and notices of all others, and its own, as they are now."""
+        if not self._headers_on_host:
+            return torch.cat(self._received_headers)
+        into, others, own = self._headers_on_host
+        into[:-1], into[-1:] = others, own
+        return self.headers
 
     def sent(self) -> tuple[Tensor, Tensor]:
         return self._sent
@@ -168,7 +177,8 @@ class ShardedExchange(MultiPhaseExchange, StreamOrderedExchange):
         return every.indices, every.values
 
     def verdict(self, headers: Tensor | None = None) -> Verdict:
-        return Verdict.of((self._headers() if headers is None else headers).cpu().numpy())
+        received = (self._read_headers() if headers is None else headers).cpu().numpy()
+        return Verdict.of(received)
 
     def standing(self) -> tuple[Tensor, Tensor]:
         flags, notices = self.headers[:, :-1], self.headers[:, -1]
@@ -178,7 +188,7 @@ class ShardedExchange(MultiPhaseExchange, StreamOrderedExchange):
     def encode(self, x: Tensor, part: Part) -> None:
         if self.spec.dense_runs:
             self.lane.encode(torch.cat(self.dense_runs(x)), part)
-        header = self._own[: self.spec.num_tensors + 1]
+        header = self._own_header
         header[:-1].copy_(part.flags)
         header[-1:].fill_(part.notices)
         if self._sent_headers:
@@ -233,7 +243,7 @@ class ShardedExchange(MultiPhaseExchange, StreamOrderedExchange):
         if not wait and not self._arrived:
             return False  # nor does a device wait in the stream that selects
         self.await_first()
-        self.headers = self._headers()
+        self.headers = self._read_headers()
         if self._size:  # else the whole span is dense
             self._select_sums()
         self.gather()
@@ -294,7 +304,10 @@ class ShardedExchange(MultiPhaseExchange, StreamOrderedExchange):
     def decode_into(self, gradients: Sequence[Tensor]) -> bool | None:
         if self._inboxes is None or not native.serves(*gradients) or self.lane.dtype != torch.float32:
             return None
-        messages = [message for inbox in self._inboxes for message in inbox()]
+        inboxes, messages = self._inboxes
+        if not native.sound(messages):
+            for inbox in inboxes:
+                inbox()  # says what is wrong
         (sparse, places), (dense, lanes) = self._tensors
         scale, means = 1.0 / self.transport.world_size, [self._lane]
         finite = native.mean_into([gradients[t] for t in sparse], places, lambda start, stop: messages, scale)
