@@ -73,8 +73,6 @@ class Buffer:
         """Finds elements while gradients are added; None where nothing is selected from what is in host memory."""
         if self.history is None or self.exchange.selects_itself or self.device.type != "cpu":
             return None
-        if self.exchange.cuts_tensors:
-            return None
         return Foresight(self.history, self.edges)
 
     @cached_property

@@ -113,7 +113,9 @@ class Shipment:
             return False
         else:
             wanted = foresight.wanted(weights, None if selector.lazy else units.keys.numpy())
-        added = None if wanted is None else buffer.memory.compensate_finite(buffer.places, self.grads, wanted)
+        if wanted is None:
+            return False
+        added = buffer.memory.compensate_finite(buffer.places, self.grads, wanted, foresight.cut)
         if added is None:
             return False
         self.flags = marked(buffer.all_fresh, added.left_out) if added.left_out else buffer.all_fresh

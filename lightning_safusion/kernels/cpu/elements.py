@@ -41,7 +41,8 @@ class Wanted(NamedTuple):
     """What to find in some runs of a span in one pass.
 
     Args:
-        floors: int32 [S]: elements with bits of magnitude above the floor of their run. None for no element.
+        floors: int32 [S]: elements with bits of magnitude above the floor of their run. None for no element. Of every
+            part, int32 [P]: what is found is told part by part.
         room: Most elements that each thread may find.
         sums: Of the elements or of their magnitudes, and of squares: of a thousand in float32, of these in float64.
         weights: What is looked for, and summed, are keys; None for the elements themselves. Gradients only.
@@ -92,7 +93,8 @@ def _look(
         wanted: What to find.
     """
     floors, room, kind, *_ = wanted
-    number, cut = len(parts.starts), len(parts.starts) != len(parts.firsts)
+    number = len(parts.starts)
+    cut = len(parts.firsts) != number and (floors is None or len(floors) != number)
     counts, sums = np.zeros(number, np.int64), None if kind is None else np.zeros((2, number))
     if floors is not None:
         floors = floors.astype(np.int32, copy=False)

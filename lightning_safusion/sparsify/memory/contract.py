@@ -67,7 +67,7 @@ class Memory(ABC):
         """
 
     def compensate_finite(
-        self, ids: Sequence[int], grads: Sequence[Tensor], wanted: Wanted | None = None
+        self, ids: Sequence[int], grads: Sequence[Tensor], wanted: Wanted | None = None, cut: Parts | None = None
     ) -> Added | None:
         """:meth:`compensate` for gradients that may not be finite, in one pass that also looks for elements and sums.
 
@@ -75,6 +75,7 @@ class Memory(ABC):
             ids: As there.
             grads: As there.
             wanted: What to look for in the new memory, with a floor for each id.
+            cut: These tensors, cut into parts with a floor each; positions count from the first tensor.
 
         Returns:
             Which gradients were left out, and what was found; None if this memory or device has no such pass.

@@ -44,13 +44,19 @@ class ResidualMemory(Memory):
         torch._foreach_add_(views, added)
 
     def compensate_finite(
-        self, ids: Sequence[int], grads: Sequence[Tensor], wanted: native.Wanted | None = None
+        self,
+        ids: Sequence[int],
+        grads: Sequence[Tensor],
+        wanted: native.Wanted | None = None,
+        cut: native.Parts | None = None,
     ) -> native.Added | None:
         data, parts = self._pending.data, self._pending.parts[ids if isinstance(ids, range) else tuple(ids)]
         if parts is None or type(self).compensate is not ResidualMemory.compensate:
             return None
         if not native.serves(data, *grads, dtypes=native.FLOAT32):
             return None
+        if cut is not None:
+            parts = cut._replace(starts=cut.starts + parts.starts[0])
         return native.add_finite(data, parts, grads, self.decay, wanted)
 
     def commit(self, start: int, indices: Tensor, sent: Tensor) -> None:

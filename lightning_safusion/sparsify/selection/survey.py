@@ -181,23 +181,27 @@ class Foresight:
 
     Args:
         history: Of the span that will be selected from.
-        edges: Where the tensors of the span begin and end: each lies in one segment.
+        edges: Where the tensors of the span begin and end.
+
+    Attributes:
+        cut: The tensors, cut where segments begin; None where each lies in one segment.
     """
 
     def __init__(self, history: History, edges: Sequence[int]) -> None:
         self.history, segments, live = history, history.segments, history.live
         bounds, number = np.asarray(edges, np.int64), len(live.places)
-        starts = bounds[:-1][np.diff(bounds) > 0]
+        self.cut = None if np.isin(segments.edges, bounds).all() else _parts(bounds, segments.edges)
+        starts = bounds[:-1][np.diff(bounds) > 0] if self.cut is None else self.cut.starts
         live_places = np.full(len(segments), number)
         live_places[live.places] = np.arange(number)
-        #: int64 [T], the live segment of each tensor, A for tensors that lie in none
+        #: int64 [T], the live segment of each tensor, or part of one, A for those that lie in none
         self._owners = live_places[np.searchsorted(segments.edges, starts, side="right") - 1]
         #: each tensor is a segment of its own, as before fusion
         self._one_each = np.array_equal(self._owners, np.arange(number))
         self._wanted = native.Wanted()
 
     def wanted(self, weights: native.Weights | None = None, keys: np.ndarray | None = None) -> native.Wanted | None:
-        """What to look for, with a floor for each non-empty tensor; None if nothing is known.
+        """What to look for, with a floor for each non-empty tensor, or part of one; None if nothing is known.
 
         Args:
             weights: Of each tensor, where keys are compared.
@@ -230,6 +234,13 @@ class Foresight:
         """float64 [A], sums over the tensors of each live segment."""
         number = len(self.history.live.places)
         return np.bincount(self._owners, per_tensor, number + 1)[:number]
+
+
+def _parts(edges: np.ndarray, cuts: np.ndarray) -> native.Parts:
+    """Tensors between edges, those without elements left out, cut for threads and at some more places."""
+    starts = native.Parts.between(np.union1d(edges, cuts).tolist()).starts
+    firsts = np.unique(starts.searchsorted(edges[:-1]))
+    return native.Parts(starts, np.diff(starts, append=edges[-1]), firsts[firsts < len(starts)])
 
 
 class Selector:
