@@ -82,7 +82,7 @@ class Cluster:
     ) -> None:
         self.specs = list(tensors if tensors is not None else specs())
         self.order = list(order if order is not None else reversed(range(len(self.specs))))
-        self.transports = local_transports(world_size, timeout=20.0)
+        self.transports = local_transports(world_size, timeout=60.0)
         self.pool = ThreadPoolExecutor(world_size)
         self.settings = [make_settings() for _ in range(world_size)]
         self.controllers: list[Engine] = self.each(

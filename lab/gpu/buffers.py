@@ -44,6 +44,7 @@ class Case:
         kinds: Of their gradients.
         values: What the gradients look like.
         world_size: Ranks.
+        wire: The format of what is sent.
     """
 
     sizes: tuple[int, ...]
@@ -53,6 +54,7 @@ class Case:
     kinds: tuple[int, ...] = ()
     values: str = "normal"
     world_size: int = 2
+    wire: str = "q4"
 
     @property
     def edges(self) -> np.ndarray:
@@ -85,7 +87,7 @@ class Case:
         codec, capacity = None, 0 if segments is None else segments.capacity
         if segments is not None:
             entries = None if segments.pool else quotas.tolist()
-            codec = resolve_codec("eliasfano-q4", edges[-1], capacity, torch.float32, edges, entries)
+            codec = resolve_codec(f"eliasfano-{self.wire}", edges[-1], capacity, torch.float32, edges, entries)
         spec = SpanSpec(edges[-1], capacity, tuple(edges), tuple(runs))
         return SparseAllGather(spec, Ranks(self.world_size, rank), HOST, codec)
 

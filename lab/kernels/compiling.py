@@ -24,7 +24,7 @@ from lab.kernels.described import described
 from lightning_safusion.comm.wire.formats import resolve_codec
 from lightning_safusion.kernels.cuda import buffer, elements, owners, wire
 from lightning_safusion.kernels.cuda.launch import options_of
-from lightning_safusion.kernels.cuda.tables import KINDS, Cut, Message, Runs, ShardTables, Tables
+from lightning_safusion.kernels.cuda.tables import FOUR_BITS, KINDS, Cut, Message, Runs, ShardTables, Tables
 from lightning_safusion.sparsify.base import Selection
 
 
@@ -73,12 +73,19 @@ class Target:
             self.found[label]["compilations"] += 1
 
 
-def tables(pool: int, kind: int, selected: bool = True, sizes: tuple[int, ...] = (60_000, 10_000, 1000)) -> Tables:
+def tables(
+    pool: int,
+    kind: int,
+    selected: bool = True,
+    sizes: tuple[int, ...] = (60_000, 10_000, 1000),
+    values: int = FOUR_BITS,
+) -> Tables:
     """A buffer of three tensors, the last of them dense, or all."""
     number = np.arange(4)
     runs = Runs(number * 1000, number * 3, number[:3] * 60, np.full(3, 10)) if selected else None
     capacity = 7000 + pool if selected else 0
-    message = Message(capacity, 3, 180 if selected else 0, (16, 32, 800, 1600, 2600), 12_800, 16, runs)
+    parts = 180 if selected and values == FOUR_BITS else 0
+    message = Message(capacity, 3, parts, (16, 32, 800, 1600, 2600), 12_800, 16, runs, values)
     quotas = np.array([6000, 1000, 0]) if selected else np.zeros(3, int)
     lanes = np.array([-1, -1, 11_000]) if selected else np.array([16, 2000, 3000])
     return Tables(np.concatenate([[0], np.cumsum(sizes)]), quotas, pool, np.full(3, kind), lanes, message)
@@ -101,6 +108,20 @@ def compile_buffer(own: Tables, moment: int | None) -> None:
         kernels.pack(0)
         kernels.decode(0.9, window.status)
         window.commit([kernels])
+
+
+def compile_buffers_of_several_kinds() -> None:
+    """Compiles what ends a window whose buffers have values of several kinds."""
+    device, window = torch.device("cpu"), buffer.WindowKernels(torch.device("cpu"))
+    sent, received, memory = (torch.zeros(size, dtype=torch.uint8) for size in (12_800, 25_600, 4 * 71_000))
+    window.commit(
+        [
+            buffer.BufferKernels(
+                tables(0, 0, values=values), memory.view(torch.float32), sent, received, 0, buffer.Workspace(device)
+            )
+            for values in (0, FOUR_BITS)
+        ]
+    )
 
 
 def compile_owner(own: Tables, moment: int | None) -> None:
@@ -147,8 +168,12 @@ def compile_all() -> None:
             compile_buffer(tables(pool, kind), moment)
         compile_buffer(tables(pool, 0, sizes=(8000, 9000, 1000)), None)
     compile_buffer(tables(0, 0, selected=False), None)
+    for kind, values in ((0, 0), (0, 1), (0, 2), (1, 1), (2, 2)):
+        compile_buffer(tables(0, kind, values=values), None)
+    compile_buffers_of_several_kinds()
     for kind, moment in ((0, None), (0, 0), (1, 1), (2, 2)):
         compile_owner(tables(0, kind), moment)
+    compile_owner(tables(0, 0, values=0), None)
     compile_wire()
 
 

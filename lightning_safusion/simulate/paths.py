@@ -9,7 +9,7 @@ and positions once for every 8 bits of a key, and of what is chosen by positions
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lightning_safusion.kernels.cuda import work as fused
@@ -72,16 +72,22 @@ class Path(ABC):
 
 @dataclass(frozen=True)
 class FusedKernels(Path):
-    """The kernels of the default's parts."""
+    """The kernels of whole buffers.
+
+    Args:
+        bits: Of a value in a message.
+    """
+
+    bits: int = 4
 
     def selection(self, span: Span) -> dict[str, Work]:
-        return fused.selection(span)
+        return fused.selection(replace(span, bits=self.bits))
 
     def decoding(self, span: Span, messages: int) -> dict[str, Work]:
-        return fused.decoding(span, messages)
+        return fused.decoding(replace(span, bits=self.bits), messages)
 
     def commitment(self, span: Span) -> dict[str, Work]:
-        return fused.commitment(span)
+        return fused.commitment(replace(span, bits=self.bits))
 
     def end(self) -> dict[str, Work]:
         return fused.END
@@ -94,11 +100,13 @@ class FusedShards(Path):
     Args:
         workers: Each owns a shard.
         scattered, gathered: Entries, for each of the quota: see :class:`~lightning_safusion.kernels.cuda.work.Shards`.
+        bits: Of a value in a message.
     """
 
     workers: int
     scattered: float
     gathered: float
+    bits: int = 4
 
     def selection(self, span: Span) -> dict[str, Work]:
         return self._shards(span).selection()
@@ -113,7 +121,7 @@ class FusedShards(Path):
         return fused.END
 
     def _shards(self, span: Span) -> Shards:
-        return Shards(span, self.workers, self.scattered, self.gathered)
+        return Shards(replace(span, bits=self.bits), self.workers, self.scattered, self.gathered)
 
 
 @dataclass(frozen=True)

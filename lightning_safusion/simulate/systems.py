@@ -131,13 +131,13 @@ def _as_row(row: EngineSystem, job: Job) -> Job:
 
 def _path_of(row: EngineSystem, job: Job, codec: Codec) -> Path:
     """Fused kernels where all parts are those that they know."""
-    parts = row.compressor, row.scope, codec.values.name
-    if parts == ("topk", "tensor", "q4"):
+    values = codec.values
+    if (row.compressor, row.scope) == ("topk", "tensor") and values.width in (4, 16, 32):
         if _has_shards(row, job):
-            return FusedShards(job.cluster.workers, ShardedExchange.scattered, ShardedExchange.gathered)
+            return FusedShards(job.cluster.workers, ShardedExchange.scattered, ShardedExchange.gathered, values.width)
         if find_collective(row.collective).exchange is SparseAllGather and codec.layout == "eliasfano":
-            return FusedKernels()
-    return TorchOperations(row.compressor, codec.values.few_bits)
+            return FusedKernels(values.width)
+    return TorchOperations(row.compressor, values.few_bits)
 
 
 def _has_shards(row: EngineSystem, job: Job) -> bool:

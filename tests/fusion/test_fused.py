@@ -1,7 +1,7 @@
 """Windows in fused kernels: the same bits as where the host decides and the CPU's kernels work, and no host work.
 
 Covers: gradients and residuals over several windows, for quotas by tensor and pooled, keys in units of the update,
-    dense tensors, gradients of 16 bits, buffers that are not fused beside fused ones; numbers that are not finite; a
+    dense tensors, gradients and values of 16 bits, fp32 values, buffers that are not fused beside fused ones; numbers that are not finite; a
     rank that fails; notices; a forgotten window; what was sent; which parts the kernels serve.
 """
 
@@ -24,6 +24,7 @@ from tests.cluster import Cluster, specs
 HOST = torch.device("cpu")
 SHAPES = ((40, 30), (40,), (1,), (64,), (0,), (50, 50), (230,), (3,))
 # Beside an empty tensor PyTorch adds on the CPU, and rounds products and sums together.
+LONG = ((60, 50), (50, 70))
 FULL = tuple(shape for shape in SHAPES if shape != (0,))
 
 
@@ -72,6 +73,10 @@ def same_numbers(clusters: list[Cluster], steps: int = 3) -> None:
         {"memory": "decoupled", "tensors": specs(FULL)},
         {"tensors": specs(SHAPES, dense=(1, 5))},
         {"tensors": specs(SHAPES, dense=(1, 5)), "quota": "pooled"},
+        {"wire": "auto", "density": 0.05},
+        {"wire": "eliasfano-bf16", "tensors": specs(SHAPES, dense=(1, 5))},
+        {"wire": "eliasfano-fp16", "quota": "pooled"},
+        {"wire": "auto", "tensors": [*specs(LONG)[:1], *specs(LONG, dtype=torch.bfloat16)[1:]], "fusion": "wfbp"},
         {"tensors": specs(SHAPES, dtype=torch.bfloat16)},
         {"tensors": specs(SHAPES, dtype=torch.float16, dense=(5,))},
         {"tensors": [*specs(SHAPES)[:4], *specs(SHAPES, dtype=torch.bfloat16)[4:]]},
@@ -134,7 +139,13 @@ def test_buffers_that_are_not_fused_are_beside_fused_ones(make: Callable[..., Cl
 
 @pytest.mark.parametrize(
     "options",
-    [{"compressor": "threshold"}, {"memory": "none"}, {"wire": "fp32"}, {"wire": "bitmap-q4"}, {"scope": "group"}],
+    [
+        {"compressor": "threshold"},
+        {"memory": "none"},
+        {"wire": "eliasfano-q2"},
+        {"wire": "bitmap-q4"},
+        {"scope": "group"},
+    ],
 )
 def test_other_parts_are_left_to_torch(make: Callable[..., Cluster], options: Any) -> None:
     cluster = make(**options)

@@ -68,6 +68,8 @@ def same_numbers(clusters: list[Cluster], steps: int = 3) -> None:
         {"memory": "decoupled", "tensors": specs(FULL)},
         {"tensors": specs(FULL, dense=(1,))},
         {"tensors": specs(FULL, dtype=torch.bfloat16, dense=(1,))},
+        {"wire": "fp32"},
+        {"wire": "fp16", "tensors": specs(FULL, dense=(1,))},
         {"tensors": [*specs(FULL)[:3], *specs(FULL, dtype=torch.float16)[3:]]},
         {"tensors": specs(((60,),)), "world_size": 3},
         pytest.param({"world_size": 4, "tensors": specs(((70, 70), (64,), (9000,)))}, marks=pytest.mark.slow),
@@ -129,7 +131,7 @@ def test_buffers_that_are_not_fused_are_beside_fused_ones(make: Callable[..., Cl
     [
         {"compressor": "threshold"},
         {"memory": "none"},
-        {"wire": "fp32"},
+        {"wire": "q2"},
         {"scope": "group"},
         {"tensors": specs(FULL, dtype=torch.float16, dense=(1,))},
     ],

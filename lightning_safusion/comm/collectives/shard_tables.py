@@ -12,7 +12,7 @@ from lightning_safusion.comm.collectives.shards import Pieces
 from lightning_safusion.comm.exchange import aligned
 from lightning_safusion.comm.wire.codec import Codec
 from lightning_safusion.comm.wire.elias_fano import EliasFanoCodec
-from lightning_safusion.kernels.cuda.tables import Cut, Message, Runs, ShardTables, Tables
+from lightning_safusion.kernels.cuda.tables import FOUR_BITS, Cut, Message, Runs, ShardTables, Tables
 
 
 def shard_tables(exchange: ShardedExchange, kinds: np.ndarray) -> ShardTables | None:
@@ -94,7 +94,8 @@ def _together(pieces: Pieces, messages: Sequence[Message]) -> Message:
             buckets[mine], regions[mine] = runs.buckets[:-1], runs.regions[:-1]
             parts[mine], bits[mine] = runs.parts, runs.part_bits
     capacity, scales = sum(message.capacity for message in messages), sum(message.parts for message in messages)
-    return Message(capacity, 0, scales, (0,) * 5, 0, 0, Runs(buckets, regions, parts[:-1], bits[:-1]))
+    kinds = {message.values for message in messages if message.capacity} or {FOUR_BITS}
+    return Message(capacity, 0, scales, (0,) * 5, 0, 0, Runs(buckets, regions, parts[:-1], bits[:-1]), kinds.pop())
 
 
 def _of_shard(pieces: Pieces, codec: Codec | None, nbytes: int, header: int) -> Tables | None:

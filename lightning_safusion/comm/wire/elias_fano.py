@@ -22,9 +22,9 @@ from lightning_safusion.comm.wire.codec import (
     marked,
     positions_to_write,
 )
-from lightning_safusion.comm.wire.values import QuantizedField, fill, packed, unpacked
+from lightning_safusion.comm.wire.values import FloatField, QuantizedField, fill, packed, unpacked
 from lightning_safusion.kernels import cpu as native
-from lightning_safusion.kernels.cuda.tables import Message, Runs
+from lightning_safusion.kernels.cuda.tables import FOUR_BITS, KINDS, Message, Runs
 from lightning_safusion.sparsify.base import Selection
 from lightning_safusion.sparsify.selection.torch_view import find_marked
 from lightning_safusion.sparsify.selection.view import device_constant
@@ -113,12 +113,17 @@ class EliasFanoCodec(Codec):
             begin: Bytes of it before these fields.
             header: Bytes of flags and notices in it.
         """
-        if not isinstance(self.field, QuantizedField) or self.field.bits != 4:
+        field = self.field
+        if isinstance(field, QuantizedField) and field.bits == 4:
+            values, scales, length = FOUR_BITS, field.starts, field.code_bytes
+        elif isinstance(field, FloatField):
+            values, scales, length = KINDS.index(field.dtype), np.empty(0, np.int64), blocks_of(field.nbytes, 4) * 4
+        else:
             return None
         ranks, high, low, codes = accumulate((begin, *self.field_bytes[:3]))
-        words = (ranks // 4, high // 4, low // 4, codes // 4, (codes + self.field.code_bytes) // 4)
-        runs, parts = self._runs(starts, stops, self.field.starts), len(self.field.starts)
-        return Message(self.capacity, self.low, parts, words, nbytes, header, runs)
+        words = (ranks // 4, high // 4, low // 4, codes // 4, (codes + length) // 4)
+        runs = self._runs(starts, stops, scales)
+        return Message(self.capacity, self.low, len(scales), words, nbytes, header, runs, values)
 
     def _runs(self, starts: np.ndarray, stops: np.ndarray, scales: np.ndarray) -> Runs:
         """Where tensors lie in a message; ``scales``: int64 [P], where the parts begin that share a scale."""

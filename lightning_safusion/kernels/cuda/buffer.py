@@ -13,7 +13,7 @@ from lightning_safusion.kernels.cuda import accumulate as accumulating
 from lightning_safusion.kernels.cuda import commit, decode, digits, encode
 from lightning_safusion.kernels.cuda.graphs import recorded
 from lightning_safusion.kernels.cuda.launch import address_of, launch
-from lightning_safusion.kernels.cuda.tables import KINDS, WIDTH, Message, Runs, Tables
+from lightning_safusion.kernels.cuda.tables import ANY_VALUES, FOUR_BITS, KINDS, WIDTH, Message, Runs, Tables
 from lightning_safusion.kernels.cuda.workspace import Constants, Weighing, Workspace
 from lightning_safusion.sparsify.selection.view import device_constant
 
@@ -87,6 +87,7 @@ class Packer:
         launch(
             encode.write, count, keys, values.view(torch.int32), *arrays, self._entries, self._largest,
             tables.message.capacity, room, number, count, POOLED=bool(self._pools), BLOCK=BLOCK,
+            SCALED=tables.message.values == FOUR_BITS,
         )  # fmt: skip
 
     def pack(self, notices: int) -> None:
@@ -99,7 +100,8 @@ class Packer:
         arrays = self._entries, self._largest, self.flags, self.constants.shape, self._words, self.out, self._halves
         sizes = notices, tables.message.capacity, tables.heads, programs
         count = programs * len(tables.described)
-        launch(encode.pack, count, *arrays, *sizes, SELECTED=tables.room > 0, GROUPS=GROUPS)
+        options = {"SELECTED": tables.room > 0, "GROUPS": GROUPS, "VALUES": tables.message.values}
+        launch(encode.pack, count, *arrays, *sizes, **options)
 
 
 class BufferKernels:
@@ -217,7 +219,7 @@ class BufferKernels:
             scales, strides = (decay, 1.0 / self.world), (words, 4 * words, self.world, self.world)
             launch(
                 decode.decode, count, received, self.sent, self.received, *arrays, *scales, *strides, number, number,
-                count, KIND=kind, BITS=BITS, OWNED=False,
+                count, KIND=kind, BITS=BITS, OWNED=False, VALUES=self.tables.message.values,
             )  # fmt: skip
 
     def headers(self) -> int:
@@ -290,7 +292,9 @@ class WindowKernels:
         count, world = self._tiles.shape[1], buffers[0].world
         arrays = self._tiles, self._buffers, self._status, self.verdicts
         sizes = self._turn, 1.0 / world, world, count
-        launch(commit.commit, count + len(parts), *arrays, *sizes, BITS=BITS)
+        kinds = {buffer.tables.message.values for buffer in buffers if buffer.tables.room}
+        values = kinds.pop() if len(kinds) == 1 else ANY_VALUES if kinds else FOUR_BITS
+        launch(commit.commit, count + len(parts), *arrays, *sizes, BITS=BITS, VALUES=values)
         self._turn = 1 - self._turn
 
     def read(self, copy: Tensor, buffers: Sequence[BufferKernels]) -> tuple[int, list[Tensor]]:

@@ -86,6 +86,7 @@ def _take_out(
     factor: tl.tensor,
     world: tl.tensor,
     BITS: tl.constexpr,
+    VALUES: tl.constexpr,
 ) -> None:
     """Subtracts what a tile has in this rank's message, and adds what a narrow gradient could not hold of the mean.
 
@@ -111,9 +112,10 @@ def _take_out(
         if shard != 0:
             elsewhere = tl.load(tensors + ELSEWHERE * (number + 1) + tensor) + offset
             target = shard.to(tl.pointer_type(tl.float32)) + elsewhere
-        bucket, elements, begin, _size, earlier, part, part_bits, low_bits, high, low, codes, scales, lowest, last = (
-            describe_tile(shape, tensors, tiles, tile, number, count)
-        )
+        (
+            bucket, elements, begin, _size, earlier, part, part_bits, low_bits, high, low, codes, scales, lowest, last,
+            values,
+        ) = describe_tile(shape, tensors, tiles, tile, number, count)  # fmt: skip
         before, behind, length, _wrong = read_region(message, shape, tiles, tile, count)
         seen = before
         for at in range(0, length, BITS):
@@ -122,7 +124,8 @@ def _take_out(
             if (buckets <= last) & (buckets + BITS - here >= lowest):
                 value, place, hit, _outside = read_entries(
                     message, marked, before, seen, behind, at,
-                    elements, begin, size, earlier, part, part_bits, low_bits, low, codes, scales, BITS,
+                    elements, begin, size, earlier, part, part_bits, low_bits, low, codes, scales, values,
+                    BITS, VALUES,
                 )  # fmt: skip
                 old = tl.load(target + place, mask=hit, other=0.0)
                 tl.store(target + place, old - value, mask=hit)
@@ -172,18 +175,19 @@ def commit(
     world: tl.tensor,
     count: tl.tensor,
     BITS: tl.constexpr,
+    VALUES: tl.constexpr,
 ) -> None:
     """Takes what all buffers have sent out of the residual if the window is good: one program a tile.
 
     Behind them one program a buffer reports: ``verdicts`` (uint8) gets the status and the headers. ``status`` is int32
-    [2]: that of this window (``turn``), and of the next, which becomes 0.
+    [2]: that of this window (``turn``), and of the next, which becomes 0. ``VALUES``: the kind of those in messages.
     """
     program = tl.program_id(0)
     if program < count:
         good = tl.load(status + turn) == 0
         row = buffers + _COLUMNS * tl.load(tiles + _BUFFER * count + program)
         if good | (tl.load(row + _SUMS) != 0):
-            _take_out(tiles, row, program, count, good, factor, world, BITS)
+            _take_out(tiles, row, program, count, good, factor, world, BITS, VALUES)
     else:
         if program == count:
             tl.store(verdicts.to(tl.pointer_type(tl.int32)), tl.load(status + turn))

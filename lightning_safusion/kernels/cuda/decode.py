@@ -147,6 +147,7 @@ def decode(
     count: tl.tensor,
     KIND: tl.constexpr,
     BITS: tl.constexpr,
+    VALUES: tl.constexpr,
     OWNED: tl.constexpr,
 ) -> None:
     """Writes the mean of all messages into gradients of one kind, and judges the window.
@@ -162,13 +163,14 @@ def decode(
         tiles: int32 [8, count]; a program each.
         tensors: int32 [13, number + 1].
         addresses: int64 [4, number].
-        shape: int32 [n, 15], of messages.
+        shape: int32 [n, 16], of messages.
         status: int32 [1].
         decay: Of the residual.
         factor: Of all values.
         heads: Tensors in a header.
         KIND: Of the gradients.
         BITS: Of messages that are read together.
+        VALUES: Their kind.
         OWNED: Elements are in the message of their owner only, and lanes hold means.
     """
     tile = tl.program_id(0)
@@ -207,7 +209,9 @@ def decode(
             shape += described
             message += (described // DESCRIPTION).to(tl.int64) * stride
             times = tile * 0 + 1
-        damaged = add_messages(message, stride, times, factor, sums, shape, tensors, tiles, tile, number, count, BITS)
+        damaged = add_messages(
+            message, stride, times, factor, sums, shape, tensors, tiles, tile, number, count, BITS, VALUES
+        )
         for at in range(0, size, _PIECE):
             lanes = at + tl.arange(0, _PIECE)
             mean = tl.load(sums + lanes, mask=lanes < size, other=0.0)

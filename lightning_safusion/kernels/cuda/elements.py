@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from lightning_safusion.kernels.cuda import tables
 from lightning_safusion.kernels.cuda.launch import VERSION
 
 #: The bits of a float32 without its sign order magnitudes as integers; from the second number on it is not finite.
@@ -33,13 +34,17 @@ ELSEWHERE, RANKED = tl.constexpr(11), tl.constexpr(12)
 #: tensor's dense lane, in bytes from the beginning of a message, or -1; and of what means are added up in.
 GRADS, MOMENTS, LANES, SUMS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
-#: Places in the description of a message, int32 [15]: most entries; bits of a position in its bucket; regions; parts;
-#: words before the ranks, the high bits, the low bits, the codes and the scales; the word behind it; bytes of the
-#: header; words before it; entries that it has; entries and parts of the messages before it.
+#: Places in the description of a message, int32 [16]: most entries; bits of a position in its bucket; regions; parts;
+#: words before the ranks, the high bits, the low bits, the values and the scales; the word behind it; bytes of the
+#: header; words before it; entries that it has; entries and parts of the messages before it; the kind of its
+#: values.
 CAPACITY, LOW_BITS, REGION_COUNT, PART_COUNT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 RANKS, HIGH, LOW, CODES, SCALES = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7), tl.constexpr(8)
 END, HEADER_BYTES, START, ROOM = tl.constexpr(9), tl.constexpr(10), tl.constexpr(11), tl.constexpr(12)
-EARLIER_ENTRIES, EARLIER_PARTS, DESCRIPTION = tl.constexpr(13), tl.constexpr(14), tl.constexpr(15)
+EARLIER_ENTRIES, EARLIER_PARTS, VALUES_KIND = tl.constexpr(13), tl.constexpr(14), tl.constexpr(15)
+DESCRIPTION = tl.constexpr(16)
+#: Kinds of values beside those of numbers.
+FOUR_BITS, ANY_VALUES = tl.constexpr(tables.FOUR_BITS), tl.constexpr(tables.ANY_VALUES)
 
 
 @triton.jit

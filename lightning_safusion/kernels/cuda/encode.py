@@ -1,4 +1,4 @@
-"""Kernels that write a message: positions by Elias and Fano, values in four bits.
+"""Kernels that write a message: positions by Elias and Fano, values in four bits or as numbers.
 
 :func:`write` visits the elements and gives every selected one its place among the entries; :func:`pack` visits the
 entries, and owns whole words of the fields in which an entry has less than one. Places come from sums of counts, never
@@ -19,6 +19,7 @@ from lightning_safusion.kernels.cuda.elements import (
     EARLIER_PARTS,
     EDGES,
     END,
+    FOUR_BITS,
     FRESH,
     HEADER_BYTES,
     HIGH,
@@ -40,11 +41,14 @@ from lightning_safusion.kernels.cuda.elements import (
     SLOTS,
     SPANS,
     START,
+    as_bfloat16,
+    as_float16,
     quotient,
 )
 
 _REGION = tl.constexpr(9)  # buckets of a region, as a power of two
 _WIDE = tl.constexpr(512)  # tensors or chunks that are looked at together
+_MOST_BFLOAT16 = tl.constexpr(0x7F7F0000)  # bits of the largest bfloat16 as a float32
 
 
 @triton.jit
@@ -137,8 +141,9 @@ def _store_entries(
     part_bits: tl.tensor,
     low_bits: tl.tensor,
     BLOCK: tl.constexpr,
+    SCALED: tl.constexpr,
 ) -> None:
-    """What :func:`pack` needs of the entries of a block, and the largest magnitudes of its parts.
+    """What :func:`pack` needs of the entries of a block, and, if parts have scales, their largest magnitudes.
 
     Args:
         entries, most, largest: As for :func:`write`. ``part`` is the tensor's first one.
@@ -152,9 +157,10 @@ def _store_entries(
     own = ((part + (local >> part_bits)) << low_bits) | (local & ((1 << low_bits) - 1))
     tl.store(entries + place, own, mask=kept)
     tl.store(entries + most + place, raw, mask=kept)
-    few = tl.max(tl.reshape(tl.where(kept, raw & MAGNITUDE, 0), [BLOCK // 128, 128]), 1)
-    parts = (first + 128 * tl.arange(0, BLOCK // 128)) >> part_bits
-    tl.atomic_max(largest + part + parts, few, mask=few > 0, sem="relaxed")
+    if SCALED:
+        few = tl.max(tl.reshape(tl.where(kept, raw & MAGNITUDE, 0), [BLOCK // 128, 128]), 1)
+        parts = (first + 128 * tl.arange(0, BLOCK // 128)) >> part_bits
+        tl.atomic_max(largest + part + parts, few, mask=few > 0, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["most", "room", "number", "count"], do_not_specialize_on_alignment=["keys", "values"])
@@ -175,6 +181,7 @@ def write(
     count: tl.tensor,
     POOLED: tl.constexpr,
     BLOCK: tl.constexpr,
+    SCALED: tl.constexpr,
 ) -> None:
     """Sets the high bits of all entries, writes the ranks, and leaves the rest of the entries to :func:`pack`.
 
@@ -215,7 +222,7 @@ def write(
         tl.atomic_or(high + (unary >> 5), 1 << (unary & 31), mask=kept, sem="relaxed")
         _store_entries(
             entries, most, largest, values + offsets, upto - 1, kept, local, at - origin, part, part_bits, low_bits,
-            BLOCK,
+            BLOCK, SCALED,
         )  # fmt: skip
         last = tl.max(both, 0)
         equal += last >> 16
@@ -255,6 +262,61 @@ def _write_header(
         tl.store(message + place, byte.to(tl.uint8), mask=place < bytes)
 
 
+@triton.jit
+def _store_codes(
+    message: tl.tensor,
+    raw: tl.tensor,
+    largest: tl.tensor,
+    program: tl.tensor,
+    valid: tl.tensor,
+    codes: tl.tensor,
+    scale_words: tl.tensor,
+    GROUPS: tl.constexpr,
+) -> None:
+    """Four bits for each of ``GROUPS`` times 32 values, eight in a word; ``largest``: of the parts that they are in."""
+    SIZE: tl.constexpr = GROUPS * 32
+    scale = _scale(largest)
+    usable = (scale > 0) & (scale < INFINITE)
+    eight = tl.full([SIZE], 8.0, tl.float32)
+    factor = quotient(eight, tl.where(usable, scale.to(tl.float32, bitcast=True), 1.0))
+    level = (raw & MAGNITUDE).to(tl.float32, bitcast=True) * factor
+    whole = tl.where(usable, tl.where(level < 7.0, level, 7.0), 0.0).to(tl.int32)
+    code = tl.where(valid, whole | (((raw >> 31) & 1) << 3), 0)
+    words = tl.sum(tl.reshape(code, [GROUPS * 4, 8]) << (4 * tl.arange(0, 8))[None, :], 1)
+    place = codes + program * GROUPS * 4 + tl.arange(0, GROUPS * 4)
+    tl.store(message + place, words, mask=place < scale_words)
+
+
+@triton.jit
+def _store_numbers(
+    message: tl.tensor,
+    halves: tl.tensor,
+    raw: tl.tensor,
+    entry: tl.tensor,
+    codes: tl.tensor,
+    capacity: tl.tensor,
+    VALUES: tl.constexpr,
+) -> None:
+    """Values (bits of float32) as they are, or in 16 bits, where finite ones that are too large become the largest.
+
+    Two of 16 bits fill a word: behind an odd number of them there is one more.
+    """
+    if VALUES == 0:
+        tl.store(message + codes + entry, raw, mask=entry < capacity)
+    else:
+        value = raw.to(tl.float32, bitcast=True)
+        if VALUES == 1:
+            magnitude = raw & MAGNITUDE
+            cut = (magnitude > _MOST_BFLOAT16) & (magnitude < INFINITE)
+            coded, _value = as_bfloat16(
+                tl.where(cut, (raw ^ magnitude) | _MOST_BFLOAT16, raw).to(tl.float32, bitcast=True)
+            )
+        else:
+            narrow, _value = as_float16(value)
+            coded = tl.where((raw & MAGNITUDE) == INFINITE, value.to(tl.float16), narrow).to(tl.int16, bitcast=True)
+        tl.store(halves + 2 * codes + entry, coded, mask=entry < capacity + (capacity & 1))
+
+
 @triton.jit(do_not_specialize=["notices", "most", "number", "programs"])
 def pack(
     entries: tl.tensor,
@@ -270,8 +332,9 @@ def pack(
     programs: tl.tensor,
     SELECTED: tl.constexpr,
     GROUPS: tl.constexpr,
+    VALUES: tl.constexpr,
 ) -> None:
-    """Writes low bits, codes, scales, the number of entries, header and padding.
+    """Writes low bits, values, scales, the number of entries, header and padding.
 
     A program for ``GROUPS`` times 32 entries of a message; ``programs``: of each message. ``message``, ``header`` and
     ``scales`` are the memory of all messages as int32, uint8 and int16; ``entries`` and ``largest``: see :func:`write`;
@@ -286,23 +349,19 @@ def pack(
         room, low_bits, parts = tl.load(shape + ROOM), tl.load(shape + LOW_BITS), tl.load(shape + PART_COUNT)
         entries += tl.load(shape + EARLIER_ENTRIES)
         largest += tl.load(shape + EARLIER_PARTS)
+        capacity = tl.load(shape + CAPACITY)
         if program == 0:
-            tl.store(message + tl.load(shape + RANKS) + tl.load(shape + REGION_COUNT), room, mask=parts > 0)
+            tl.store(message + tl.load(shape + RANKS) + tl.load(shape + REGION_COUNT), room, mask=capacity > 0)
         low, codes, scale_words = tl.load(shape + LOW), tl.load(shape + CODES), tl.load(shape + SCALES)
         entry = program * SIZE + tl.arange(0, SIZE)
         valid = entry < room
         own = tl.load(entries + entry, mask=valid, other=0)
         raw = tl.load(entries + most + entry, mask=valid, other=0)
-        scale = _scale(tl.load(largest + (own >> low_bits), mask=valid, other=0))
-        usable = (scale > 0) & (scale < INFINITE)
-        eight = tl.full([SIZE], 8.0, tl.float32)
-        factor = quotient(eight, tl.where(usable, scale.to(tl.float32, bitcast=True), 1.0))
-        level = (raw & MAGNITUDE).to(tl.float32, bitcast=True) * factor
-        whole = tl.where(usable, tl.where(level < 7.0, level, 7.0), 0.0).to(tl.int32)
-        code = tl.where(valid, whole | (((raw >> 31) & 1) << 3), 0)
-        words = tl.sum(tl.reshape(code, [GROUPS * 4, 8]) << (4 * tl.arange(0, 8))[None, :], 1)
-        place = codes + program * GROUPS * 4 + tl.arange(0, GROUPS * 4)
-        tl.store(message + place, words, mask=place < scale_words)
+        if VALUES == FOUR_BITS:
+            most_of_parts = tl.load(largest + (own >> low_bits), mask=valid, other=0)
+            _store_codes(message, raw, most_of_parts, program, valid, codes, scale_words, GROUPS)
+        else:
+            _store_numbers(message, scales, raw, entry, codes, capacity, VALUES)
         fields = tl.reshape(own & ((1 << low_bits) - 1), [GROUPS, 32])
         group = low + (program * GROUPS + tl.arange(0, GROUPS)) * low_bits
         for word in range(0, low_bits):
@@ -323,7 +382,7 @@ def _pad(message: tl.tensor, scales: tl.tensor, shape: tl.tensor, parts: tl.tens
     capacity, low_bits = tl.load(shape + CAPACITY), tl.load(shape + LOW_BITS)
     first = program == 0
     ranks = tl.load(shape + RANKS) + tl.load(shape + REGION_COUNT)
-    _zero_words(message, ranks + (parts > 0).to(tl.int32), tl.load(shape + HIGH), first)
+    _zero_words(message, ranks + (capacity > 0).to(tl.int32), tl.load(shape + HIGH), first)
     used = tl.load(shape + LOW) + ((capacity + 31) >> 5) * low_bits
     _zero_words(message, used, tl.load(shape + CODES), first)
     scale_words = tl.load(shape + SCALES)

@@ -10,8 +10,10 @@ import triton
 import triton.language as tl
 
 from lightning_safusion.kernels.cuda.elements import (
+    ANY_VALUES,
     CAPACITY,
     CODES,
+    FOUR_BITS,
     HIGH,
     LOW,
     LOW_BITS,
@@ -20,6 +22,8 @@ from lightning_safusion.kernels.cuda.elements import (
     PARTS,
     RANKS,
     SCALES,
+    VALUES_KIND,
+    load_float,
 )
 
 # Elements of a tile that are in registers at a time.
@@ -54,7 +58,7 @@ def describe_tile(
     Returns:
         Buckets before the region, its elements, those of it before the tile, of the tile, of the tensor before the
         region; the first part of the tensor and the bits of a part; bits of a position; words before high bits, low
-        bits, codes and scales; the first and the last bucket of the tile in the region.
+        bits, values and scales; the first and the last bucket of the tile in the region; the kind of the values.
     """
     tensor, begin = tl.load(tiles + tile), tl.load(tiles + _BEGIN * count + tile)
     bucket, elements = tl.load(tiles + _BUCKET * count + tile), tl.load(tiles + _ELEMENTS * count + tile)
@@ -66,7 +70,10 @@ def describe_tile(
     # what is behind the region is damage, which the program of its end finds
     last = tl.where(begin + size < elements, (begin + size - 1) >> low_bits, MAGNITUDE)
     first, earlier = begin >> low_bits, offset - begin
-    return bucket, elements, begin, size, earlier, part, part_bits, low_bits, high, low, codes, scales, first, last
+    kind = tl.load(shape + VALUES_KIND)
+    return (
+        bucket, elements, begin, size, earlier, part, part_bits, low_bits, high, low, codes, scales, first, last, kind,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -79,6 +86,53 @@ def read_bits(
     word = tl.load(message + (place >> 5), mask=bit < length, other=0)
     marked = tl.where(bit < length, (word >> (place & 31)) & 1, 0)
     return marked, tl.sum(marked, 0)
+
+
+@triton.jit
+def _decoded(
+    message: tl.tensor,
+    entry: tl.tensor,
+    hit: tl.tensor,
+    place: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+) -> tl.tensor:
+    """Values of four bits, from their codes and the scales of their parts."""
+    in_parts = (message + scales).to(tl.pointer_type(tl.int16)) + place
+    scale = (tl.load(in_parts, mask=hit, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    code = tl.load(message + codes + (entry >> 3), mask=hit, other=0) >> ((entry & 7) * 4)
+    value = (((code & 7).to(tl.float32) + 0.5) * 0.125) * scale
+    return tl.where((code & 8) != 0, -value, value)
+
+
+@triton.jit
+def _values(
+    message: tl.tensor,
+    entry: tl.tensor,
+    hit: tl.tensor,
+    place: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    kind: tl.tensor,
+    VALUES: tl.constexpr,
+) -> tl.tensor:
+    """float32, the values of entries; ``place``: their parts."""
+    if VALUES == FOUR_BITS:
+        found = _decoded(message, entry, hit, place, codes, scales)
+    elif VALUES == ANY_VALUES:
+        found = tl.zeros_like(entry).to(tl.float32)
+        address = (message + codes).to(tl.int64)
+        if kind == 0:
+            found = load_float(address, entry, hit, 0)
+        if kind == 1:
+            found = load_float(address, entry, hit, 1)
+        if kind == 2:
+            found = load_float(address, entry, hit, 2)
+        if kind == FOUR_BITS:
+            found = _decoded(message, entry, hit, place, codes, scales)
+    else:
+        found = load_float((message + codes).to(tl.int64), entry, hit, VALUES)
+    return found
 
 
 @triton.jit
@@ -99,7 +153,9 @@ def read_entries(
     low: tl.tensor,
     codes: tl.tensor,
     scales: tl.tensor,
+    kind: tl.tensor,
     BITS: tl.constexpr,
+    VALUES: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """What some bits of a region say: values, their places in the tile, which are there, and which are damaged.
 
@@ -109,8 +165,9 @@ def read_entries(
         before, behind: Of :func:`read_region`.
         seen: Entries up to these bits.
         at: Bits before them.
-        elements, begin, size, earlier, part, part_bits, low_bits, low, codes, scales: Of :func:`describe_tile`.
+        elements, begin, size, earlier, part, part_bits, low_bits, low, codes, scales, kind: Of :func:`describe_tile`.
         BITS: How many.
+        VALUES: Their kind, or ``ANY_VALUES`` if only the device knows it.
     """
     entry = seen + tl.cumsum(marked, 0) - marked
     hit = (marked != 0) & (entry < behind)
@@ -123,11 +180,9 @@ def read_entries(
     inside = (bucket << low_bits) + (both.to(tl.int32) & ((1 << low_bits) - 1))
     wrong = hit & (inside >= elements)
     hit = hit & (inside >= begin) & (inside < begin + size)
-    in_parts = (message + scales).to(tl.pointer_type(tl.int16)) + part + ((earlier + inside) >> part_bits)
-    scale = (tl.load(in_parts, mask=hit, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    code = tl.load(message + codes + (entry >> 3), mask=hit, other=0) >> ((entry & 7) * 4)
-    value = (((code & 7).to(tl.float32) + 0.5) * 0.125) * scale
-    return tl.where((code & 8) != 0, -value, value), inside - begin, hit, wrong.to(tl.int32)
+    place = part + ((earlier + inside) >> part_bits)
+    value = _values(message, entry, hit, place, codes, scales, kind, VALUES)
+    return value, inside - begin, hit, wrong.to(tl.int32)
 
 
 @triton.jit
@@ -144,6 +199,7 @@ def add_messages(
     number: tl.tensor,
     count: tl.tensor,
     BITS: tl.constexpr,
+    VALUES: tl.constexpr,
 ) -> tl.tensor:
     """Adds up in the memory of a tile what some messages have there, one after the other; whether one is damaged.
 
@@ -153,9 +209,9 @@ def add_messages(
         times: How many.
         factor: For their values.
         sums: float32, of the tile; it is overwritten.
-        shape, tensors, tiles, tile, number, count, BITS: See :func:`decode`.
+        shape, tensors, tiles, tile, number, count, BITS, VALUES: See :func:`decode`.
     """
-    bucket, elements, begin, size, earlier, part, part_bits, low_bits, high, low, codes, scales, first, last = (
+    bucket, elements, begin, size, earlier, part, part_bits, low_bits, high, low, codes, scales, first, last, kind = (
         describe_tile(shape, tensors, tiles, tile, number, count)
     )
     damaged, entries_damaged = tile * 0, tl.zeros([BITS], tl.int32)
@@ -172,7 +228,8 @@ def add_messages(
             if (buckets <= last) & (buckets + BITS - here >= first):
                 value, place, hit, outside = read_entries(
                     messages, marked, before, seen, behind, at,
-                    elements, begin, size, earlier, part, part_bits, low_bits, low, codes, scales, BITS,
+                    elements, begin, size, earlier, part, part_bits, low_bits, low, codes, scales, kind, BITS,
+                    VALUES,
                 )  # fmt: skip
                 old = tl.load(sums + place, mask=hit, other=0.0)
                 tl.store(sums + place, old + value * factor, mask=hit)

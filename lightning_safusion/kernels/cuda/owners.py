@@ -107,6 +107,7 @@ class OwnerKernels(BufferKernels):
                 reducing.reduce, count, self.mail.arriving.view(torch.int32), self.memory, self._sums,
                 held.view(torch.float32), keys, tiles, constants.tensors, *arrays, words, others, packer.tables.number,
                 count, MOMENT=moment, DIGIT=packer.tables.digits[0], BITS=BITS,
+                VALUES=packer.tables.message.values,
             )  # fmt: skip
         packer.find(keys if self._weighed() else held, held)
         packer.selected = True
@@ -125,6 +126,7 @@ class OwnerKernels(BufferKernels):
             buffer.launch(
                 decode.decode, count, self.received.view(torch.int32), self.origin, mail.arriving, *arrays, *scales,
                 *strides, heads, number, count, KIND=kind, BITS=BITS, OWNED=True,
+                VALUES=self.tables.message.values,
             )  # fmt: skip
 
     def parts(self, place: int) -> Iterator[tuple[np.ndarray, list[int]]]:

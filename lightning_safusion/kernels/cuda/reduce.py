@@ -33,6 +33,7 @@ def reduce(
     MOMENT: tl.constexpr,
     DIGIT: tl.constexpr,
     BITS: tl.constexpr,
+    VALUES: tl.constexpr,
 ) -> None:
     """Adds up the messages of others, in the order of ranks, and to that sum this rank's residual.
 
@@ -48,9 +49,10 @@ def reduce(
         tiles, tensors: Of the shard; ``tensors`` say where its pieces are in the buffer.
         addresses: int64 [4, number], of the moments of these pieces.
         epsilons: float32 [number].
-        shape: int32 [1, 15], of the messages.
+        shape: int32 [1, 16], of the messages.
         histogram: int32 [number, 2^DIGIT], of the first digit of the keys.
         BITS: Of messages that are read together.
+        VALUES: Their kind.
     """
     tile = tl.program_id(0)
     piece = tl.load(tiles + tile)
@@ -60,7 +62,9 @@ def reduce(
     sums, held, keys = sums + place, held + place, keys + place
     memory += tl.load(row + ELSEWHERE * (number + 1)) + offset
     moments, epsilon = tl.load(addresses + MOMENTS * number + piece), tl.load(epsilons + piece)
-    damaged = add_messages(arriving, stride, others, 1.0, sums, shape, tensors, tiles, tile, number, count, BITS)
+    damaged = add_messages(
+        arriving, stride, others, 1.0, sums, shape, tensors, tiles, tile, number, count, BITS, VALUES
+    )
     BINS: tl.constexpr = 1 << DIGIT
     bins = tl.arange(0, BINS)
     counts = tl.zeros([BINS], tl.int32)

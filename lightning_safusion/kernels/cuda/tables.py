@@ -13,6 +13,8 @@ import torch
 
 #: Kinds of gradients and second moments, in the order of their numbers in kernels.
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
+#: Kinds of values in a message: numbers of the types above by their places, codes of four bits, or any of these.
+FOUR_BITS, ANY_VALUES = 3, 4
 #: Elements of the largest block of a chunk, which begins at a multiple of them in its tensor; and how many chunks a
 #: buffer has, about: a few waves of a large device.
 WIDTH, CHUNKS = 2048, 2048
@@ -48,10 +50,11 @@ class Message:
         capacity: Most entries.
         low_bits: Of a position in its bucket.
         parts: That share a scale.
-        fields: Words before ranks, high bits, low bits, codes and scales.
+        fields: Words before ranks, high bits, low bits, values and scales.
         nbytes: In all.
         header: Bytes of flags, notices and padding.
         runs: Where tensors lie in it; None if nothing is selected.
+        values: Their kind: a place in ``KINDS``, or ``FOUR_BITS``. Numbers have no parts.
     """
 
     capacity: int
@@ -61,9 +64,10 @@ class Message:
     nbytes: int
     header: int
     runs: Runs | None
+    values: int = FOUR_BITS
 
     def described(self, start: int = 0, room: int = 0, entries: int = 0, parts: int = 0) -> np.ndarray:
-        """int32 [15], as kernels read it.
+        """int32 [16], as kernels read it.
 
         Args:
             start: Words before the message, where several lie one behind the other.
@@ -73,7 +77,7 @@ class Message:
         regions = 0 if self.runs is None else int(self.runs.regions[-1])
         fields = [start + field for field in self.fields]
         numbers = [self.capacity, self.low_bits, regions, self.parts, *fields, start + self.nbytes // 4, self.header]
-        return np.array([*numbers, start, room, entries, parts], np.int32)
+        return np.array([*numbers, start, room, entries, parts, self.values], np.int32)
 
 
 class Cut(NamedTuple):
@@ -183,7 +187,7 @@ class Tables:
 
     @cached_property
     def described(self) -> np.ndarray:
-        """int32 [n, 15], the messages as kernels read them."""
+        """int32 [n, 16], the messages as kernels read them."""
         if self.cut is None:
             return self.message.described(room=self.room)[None]
         messages, rooms = self.cut.messages, np.bincount(self.owners, self.limited, len(self.cut.messages))

@@ -103,6 +103,7 @@ class Span:
         by_update: Elements are compared by how far the optimizer would move them.
         pooled: Its tensors share a part of their quotas.
         messages: Among which its entries are divided.
+        bits: Of a value in a message; those of 4 have scales.
     """
 
     elements: float
@@ -113,6 +114,7 @@ class Span:
     by_update: bool = False
     pooled: bool = False
     messages: int = 1
+    bits: int = 4
 
     @property
     def low_bits(self) -> int:
@@ -127,7 +129,7 @@ class Span:
 
     @property
     def message(self) -> float:
-        """Bytes of positions and values of four bits, with a scale for 128."""
+        """Bytes of positions and values."""
         return self._positions + self._values
 
     @property
@@ -149,7 +151,7 @@ class Span:
 
     @property
     def _values(self) -> float:
-        return self.entries * (4 + 16 / _PART) / 8
+        return self.entries * (self.bits + (16 / _PART if self.bits == 4 else 0)) / 8
 
     @property
     def tiles(self) -> float:

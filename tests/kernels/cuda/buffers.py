@@ -38,7 +38,8 @@ def cases(draw: Any, values: Sequence[str] = ("normal", "ties", "zeros", "one", 
     dense = draw(st.sets(st.integers(0, len(sizes) - 1), max_size=len(sizes) // 2))
     kinds = tuple(draw(st.lists(st.sampled_from([0, 0, 1, 2]), min_size=len(sizes), max_size=len(sizes))))
     density = draw(st.sampled_from([0.3, 0.1, 0.1, 0.02, 0.003]))
-    return Case(sizes, density, draw(st.booleans()), frozenset(dense), kinds, draw(st.sampled_from(list(values))))
+    pooled, wire = draw(st.booleans()), draw(st.sampled_from(["q4", "q4", "fp32", "bf16", "fp16"]))
+    return Case(sizes, density, pooled, frozenset(dense), kinds, draw(st.sampled_from(list(values))), wire=wire)
 
 
 __all__ = ["DECAY", "DEVICE", "HOST", "Case", "Rank", "WindowKernels", "cases", "gather", "oracle"]
