@@ -22,6 +22,7 @@ from lightning_safusion.sparsify.selection.view import device_constant
 
 T = TypeVar("T")
 _SHOWN_TENSORS = 8
+_ABSENCES = 2  # cuts without absent tensors that are kept
 
 
 @dataclass(eq=False)
@@ -62,6 +63,8 @@ class Buffer:
         self.dense_pieces = [(start, stop) for start, stop, _ in self.exchange.spec.dense_runs]
         self.history = None if self.segments is None else History(self.segments)
         self._constants: dict[Hashable, Any] = {}
+        #: Cuts without tensors that were absent, the latest last: each has constants on the device.
+        self._absences: dict[tuple[int, ...], History] = {}
 
     @cached_property
     def all_fresh(self) -> Tensor:
@@ -117,7 +120,8 @@ class Buffer:
         return selector.span_units(self.indices, self.edges, together)
 
     def _without(self, history: History, absent: Sequence[int], early: Sequence[int]) -> History:
-        """The cut without these tensors; that without early ones alone is the same in every step."""
+        """The cut without these tensors: that without early ones alone is the same in every step, and steps of several
+        optimizers take turns with few cuts."""
 
         def cut() -> History:
             skip = np.zeros(len(self.sizes), bool)
@@ -127,7 +131,14 @@ class Buffer:
                 skip = skip[np.searchsorted(self.edges, starts, side="right") - 1]
             return History(history.segments.skipping(skip))
 
-        return cut() if absent else self.constant(("without", *sorted(early)), cut)
+        if not absent:
+            return self.constant(("without", *sorted(early)), cut)
+        missing = tuple(sorted({*absent, *early}))
+        known = self._absences.pop(missing, None) or cut()
+        while len(self._absences) >= _ABSENCES:
+            del self._absences[next(iter(self._absences))]
+        self._absences[missing] = known
+        return known
 
     def constant(self, key: Hashable, make: Callable[[], T]) -> T:
         """The value that ``make`` returns, made once for each key."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from itertools import compress
 from typing import ClassVar
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.kernels import cpu as native
-from lightning_safusion.sparsify.base import Reads, Segments, Selection, Sparsifier
+from lightning_safusion.sparsify.base import Reads, Segments, Selection, Sparsifier, constant_of_segments
 from lightning_safusion.sparsify.selection.native import NativeView
 from lightning_safusion.sparsify.selection.survey import SpanSurvey
 from lightning_safusion.sparsify.selection.torch_view import TorchView
@@ -60,17 +61,37 @@ def pooled(
     """
     if segments.capacity == 0 or segments.numel == 0 or not segments.quotas.any():
         return empty_selection(x.device)
-    live = (segments.quotas > 0) | (segments.sizes == 0)
-    if live.all():
+    runs, together = _live(segments)
+    if together is None:
         floors = segmented_view(x, segments.unpooled, survey).top()
         room = min(segments.capacity, segments.numel) - len(floors.indices)
         return segmented_view(x, segments, survey).merge(floors, choose(x, segments.as_one), room)
-    places = np.flatnonzero(live)  # of a copy in which the live segments are moved together
+    chosen = pooled(torch.cat([x[start:stop] for start, stop in runs]), together, choose)
+    stops, distances = _way_back(segments, x.device)
+    moved = distances[torch.searchsorted(stops, chosen.indices, right=True)]
+    return Selection(chosen.indices + moved, chosen.values, chosen.count)
+
+
+@constant_of_segments
+def _live(segments: Segments) -> tuple[list[tuple[int, int]], Segments | None]:
+    """The runs of segments with a quota, and the cut of these when they are moved together; None if all have one."""
+    live = (segments.quotas > 0) | (segments.sizes == 0)
+    if live.all():
+        return [(0, segments.numel)], None
+    changes = np.flatnonzero(np.diff(live, prepend=False, append=False))
+    bounds = segments.edges[changes].reshape(-1, 2)
+    runs = [(start, stop) for start, stop in bounds.tolist() if start < stop]
     edges = np.concatenate([np.zeros(1, np.int64), np.cumsum(segments.sizes[live])])
-    keys, shapes = tuple(segments.keys[i] for i in places), tuple(segments.shapes[i] for i in places)
-    index = device_constant(np.flatnonzero(np.repeat(live, segments.sizes)), x.device)
-    chosen = pooled(x[index], Segments(edges, segments.quotas[live], keys, shapes, segments.pool), choose)
-    return Selection(index[chosen.indices], chosen.values, chosen.count)
+    keys, shapes = tuple(compress(segments.keys, live)), tuple(compress(segments.shapes, live))
+    return runs, Segments(edges, segments.quotas[live], keys, shapes, segments.pool)
+
+
+@constant_of_segments
+def _way_back(segments: Segments, device: torch.device) -> tuple[Tensor, Tensor]:
+    """int64 [R] each: where the runs end when they are moved together, and how far each was moved."""
+    runs = np.array(_live(segments)[0], np.int64)
+    stops = (runs[:, 1] - runs[:, 0]).cumsum()
+    return device_constant(stops, device), device_constant(runs[:, 1] - stops, device)
 
 
 class ThresholdSparsifier(Sparsifier):

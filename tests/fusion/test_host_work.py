@@ -1,0 +1,102 @@
+"""What the host makes to select on a device, where PyTorch's operations do it: nothing of the length of a buffer.
+
+Covers: pooled quotas over one-element and dense tensors in windows, and over absent tensors in selections; how often
+    cuts without absent tensors are made, and that they go.
+"""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from collections.abc import Callable
+from functools import partial
+from weakref import ref
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_safusion.comm.transport.torch_backend import SoloTransport
+from lightning_safusion.fusion.buffers import Buffer
+from lightning_safusion.fusion.build import build_engine
+from lightning_safusion.fusion.engine import Engine
+from lightning_safusion.sparsify import TopK
+from lightning_safusion.sparsify.base import Segments, Selection
+from lightning_safusion.sparsify.selection.survey import Selector, SpanSurvey
+from tests.cluster import settings, specs
+from tests.cuda import fake_cuda, read_nothing
+
+SHAPES = ((400_000,), (1,), (700, 700), (300,), (90_000,), (1,))
+LITTLE = 1 << 19  # bytes; half a byte for each element
+
+
+def made(work: Callable[[], object]) -> int:
+    """Most bytes of host memory that Python and NumPy had at a time for it."""
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def pooled_engine(device: torch.device, dense: tuple[int, ...] = ()) -> Engine:
+    options = settings(fusion="single", collective="allgather", quota="pooled", density=0.01)
+    engine = build_engine(options, specs(SHAPES, dense=dense), SoloTransport(), device, False, deferred=True)
+    for _ in range(3):
+        window(engine, device)
+    return engine
+
+
+def window(engine: Engine, device: torch.device) -> None:
+    for spec in reversed(specs(SHAPES)):
+        engine.push(spec.index, torch.empty(spec.numel, device=device))
+    engine.drain()
+
+
+def largest(engine: Engine) -> Buffer:
+    return max(engine.space.buffers.values(), key=lambda buffer: len(buffer.places))
+
+
+@pytest.mark.parametrize("dense", [(), (2,), (0, 3)])
+def test_a_window_with_tensors_of_which_nothing_is_selected(
+    monkeypatch: pytest.MonkeyPatch, dense: tuple[int, ...]
+) -> None:
+    read_nothing(monkeypatch)
+    with fake_cuda(monkeypatch) as device:
+        engine = pooled_engine(device, dense)
+        segments = largest(engine).segments
+        assert segments is not None
+        assert segments.pool > 0
+        assert (segments.quotas == 0).sum() >= 2  # the tensors of one element, and the dense ones
+        assert made(lambda: window(engine, device)) < LITTLE
+
+
+def test_a_selection_without_absent_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    read_nothing(monkeypatch)
+    with fake_cuda(monkeypatch) as device:
+        engine = pooled_engine(device)
+        buffer, selector = largest(engine), Selector(TopK())
+        for absent in ([1], [0, 4], [2]):
+            assert made(partial(buffer.select, selector, 1, absent, ())) < LITTLE
+
+
+def test_cuts_without_absent_tensors_are_made_once_and_not_kept_for_ever() -> None:
+    engine = pooled_engine(torch.device("cpu"))
+    buffer, cuts = largest(engine), []
+
+    class Noting(TopK):
+        def select(self, x: Tensor, segments: Segments, step: int, survey: SpanSurvey | None = None) -> Selection:
+            cuts.append(ref(segments))
+            return super().select(x, segments, step, survey)
+
+    selector = Selector(Noting())
+    for absent in ([1], [0, 4], [4, 0], [1]):  # two optimizers that take turns
+        buffer.select(selector, 1, absent, ())
+    assert cuts[0]() is not None
+    assert cuts[0]() is cuts[3]()
+    assert cuts[1]() is cuts[2]()
+    for absent in ([2], [3], [0]):
+        buffer.select(selector, 1, absent, ())
+    gc.collect()
+    assert cuts[0]() is None
