@@ -100,12 +100,13 @@ class Allocated(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
+        same = func is torch.ops.aten.view.dtype  # its stand-in has memory of its own, where a device has none
         for tensor in tree_leaves(results):
             if isinstance(tensor, Tensor) and tensor.device.type == "cuda":
                 storage = tensor.untyped_storage()
                 known = self._alive.get(storage._cdata)
                 if known is None or known[0].expired():
-                    self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                    self._alive[storage._cdata] = StorageWeakRef(storage), 0 if same else storage.nbytes()
         self.peak = max(self.peak, self.now)
         return results
 

@@ -187,6 +187,8 @@ class Engine:
             ticking = True
         elif plan is not None and plan is not self._followed:
             self._followed = plan
+            if not self.space.buffers.keys() >= {*plan.groups}:  # their sizes are others
+                self._free_shared()
             self.space.keep_only(plan.groups)
             if self._offload is not None:
                 self._offload.follow(plan, self.planner.costs(self.space.shape).ready)
@@ -402,9 +404,15 @@ class Engine:
         """Frees buffers and figures; the state that a checkpoint holds stays."""
         self.reset()
         self.report = None
-        self._drain.scratch.release()
-        if self._device_drain is not None:
-            self._device_drain.release()
+        self._free_shared()
         if self._offload is not None:
             self._offload.release()
         native.release()
+
+    def _free_shared(self) -> None:
+        """Frees what buffers use in turn, which has the size of the largest: the first one holds the whole model."""
+        self._drain.scratch.release()
+        if self.space.selector.units is not None:
+            self.space.selector.units.release()
+        if self._device_drain is not None:
+            self._device_drain.release()

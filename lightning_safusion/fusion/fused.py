@@ -230,8 +230,10 @@ class FusedPath:
             self._windows.forget()
 
     def release(self) -> None:
-        """Frees the memory of selections."""
-        self._workspace = self._owning = None
+        """Frees the memory of selections; buffers that stay take other memory."""
+        for workspace in (self._workspace, self._owning):
+            if workspace is not None:
+                workspace.release()
 
 
 def _tables(buffer: Buffer, exchange: SparseAllGather, selector: Selector) -> Tables | None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,10 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
+from lightning_safusion.comm.collectives.allgather import SparseAllGather
 from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.transport.interface import Transport
 from lightning_safusion.comm.transport.torch_backend import SoloTransport
 from lightning_safusion.fusion import fused
+from lightning_safusion.fusion.buffers import Buffer
 from lightning_safusion.fusion.build import build_engine
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.layout import TensorSpec
@@ -24,7 +30,7 @@ from lightning_safusion.kernels.cuda import buffer, work
 from lightning_safusion.simulate.trace import resolve_trace
 from lightning_safusion.sparsify.selection.units import Moment, UpdateUnits
 from tests.cluster import settings
-from tests.cuda import Silent, fake_cuda, read_nothing
+from tests.cuda import Allocated, Silent, fake_cuda, read_nothing
 
 # Operations of PyTorch that start nothing on the device.
 FREE = ("empty", "view", "split", "slice", "alias", "detach", "select", "as_strided", "unbind", "unsqueeze", "reshape")
@@ -59,6 +65,22 @@ def described(dtype: torch.dtype = torch.float32) -> list[TensorSpec]:
     return [TensorSpec(f"t{i}", i, shape, math.prod(shape), dtype) for i, shape in enumerate(shapes)]
 
 
+def alternating() -> list[TensorSpec]:
+    """BERT-base's tensors, every other one of 16 bits."""
+    return [replace(spec, dtype=torch.bfloat16) if spec.index % 2 else spec for spec in described()]
+
+
+def short() -> list[TensorSpec]:
+    """Hundreds of short tensors; some have one element, some are dense."""
+    sizes = [1 if i % 10 == 3 else 1500 for i in range(300)]
+    return [TensorSpec(f"t{i}", i, (n,), n, torch.float32, dense=i % 7 == 0) for i, n in enumerate(sizes)]
+
+
+def long(dtype: torch.dtype = torch.float32) -> list[TensorSpec]:
+    """Few tensors, which take the fake device as long as small ones."""
+    return [TensorSpec(f"t{i}", i, (1000, 1000), 1_000_000, dtype) for i in range(30)]
+
+
 class Device:
     """An engine with BERT-base's tensors on a device that is not there."""
 
@@ -68,6 +90,7 @@ class Device:
         monkeypatch.setattr(buffer, "launch", self.launch)
         monkeypatch.setattr(buffer, "address_of", id)
         self.counting, self.specs = Counting(), specs
+        self.grads: dict[int, Tensor] = {}
         self.options = {"collective": "allgather", "wire": "q4", "density": 0.1} | options
 
     def launch(self, kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
@@ -78,7 +101,7 @@ class Device:
     def engine(self, device: torch.device, transport: Transport | None = None) -> Engine:
         transport = transport or SoloTransport()
         made = build_engine(settings(**self.options), self.specs, transport, device, False, deferred=True)
-        self.grads = {s.index: torch.empty(s.numel, dtype=s.dtype, device=device) for s in self.specs}
+        self.grads = self.grads or {s.index: torch.empty(s.numel, dtype=s.dtype, device=device) for s in self.specs}
         return made
 
     def temporary(self, engine: Engine) -> int:
@@ -138,12 +161,53 @@ def test_launches_of_a_window(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "by_update", "workers"),
-    [(torch.float32, True, 16), (torch.float32, False, 64), (torch.bfloat16, True, 256), (torch.float32, False, 2)],
+    ("specs", "options", "workers"),
+    [
+        pytest.param(described, {}, 8, id="fp32"),
+        pytest.param(described, {"quota": "pooled"}, 32, id="fp32, pooled"),
+        pytest.param(partial(described, torch.float16), {}, 8, id="fp16"),
+        pytest.param(alternating, {"quota": "pooled"}, 8, id="fp32 and bf16, pooled"),
+        pytest.param(short, {}, 32, id="short"),
+        pytest.param(short, {"fusion": "single", "quota": "pooled"}, 8, id="short, pooled in one buffer"),
+    ],
+)
+def test_launches_do_not_depend_on_workers_nor_on_the_number_of_tensors(
+    monkeypatch: pytest.MonkeyPatch, specs: Callable[[], list[TensorSpec]], options: Any, workers: int
+) -> None:
+    job = Device(monkeypatch, specs(), **options)
+    with fake_cuda(monkeypatch) as device:
+        transport = Silent(workers)
+        engine = job.engine(device, transport)
+        for _ in range(4):
+            job.window(engine)
+        with job.counting:
+            job.counting.started.clear()
+            transport.calls = 0
+            job.window(engine)
+    report = engine.report
+    assert report is not None
+    assert all(isinstance(shipment, fused.FusedShipment) for shipment in report._shipments)
+    dtypes, buffers = len({spec.dtype for spec in job.specs}), len(report._shipments)
+    assert transport.calls == buffers
+    assert sum(job.counting.started.values()) + transport.calls <= 2 * dtypes + 15 * buffers
+    assert job.counting.uploads <= 1  # the verdict, to the host
+    largest = max(shipment.buffer.edges[-1] for shipment in report._shipments)
+    assert job.temporary(engine) <= (4 if specs is short else 2) * largest
+
+
+@pytest.mark.parametrize(
+    ("dtype", "by_update", "workers", "most"),
+    [
+        (torch.float32, True, 16, 2),
+        (torch.float32, False, 64, 2),
+        (torch.bfloat16, True, 256, 2),
+        (torch.float32, False, 2, 4),
+    ],
 )
 def test_launches_of_a_window_in_which_owners_reduce(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, by_update: bool, workers: int
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, by_update: bool, workers: int, most: float
 ) -> None:
+    """``most``: bytes that selections use in turn, per element of the largest buffer. An owner holds its part again."""
     job = Device(monkeypatch, described(dtype), collective="sharded")
     with fake_cuda(monkeypatch) as device:
         transport = Silent(workers, rank=1)
@@ -167,7 +231,7 @@ def test_launches_of_a_window_in_which_owners_reduce(
     assert started["commit"] == 1
     assert transport.calls == 2 * buffers
     sizes = [shipment.buffer.edges[-1] for shipment in report._shipments]
-    assert job.temporary(engine) <= (4 if workers >= 16 else 6) * max(sizes)  # an owner holds its part again
+    assert job.temporary(engine) <= most * max(sizes)
     # as the planner is told
     launches = sum(part.launches for part in work.END.values())
     for shipment in report._shipments:
@@ -179,3 +243,48 @@ def test_launches_of_a_window_in_which_owners_reduce(
     # of 26: selections 6 and 5, a digit more each for short pieces; 2 collectives, means, and zeros for two workspaces
     assert sum(started.values()) + transport.calls <= 2 + 19 * buffers
     assert job.counting.uploads <= 1
+
+
+def message_bytes(buffer: Buffer) -> int:
+    """Of all messages of a buffer."""
+    exchange = buffer.exchange
+    if isinstance(exchange, ShardedExchange):
+        memory = [exchange.sending, exchange.arriving, exchange.sums, exchange.gathered_sums, exchange.lane.message]
+    else:
+        assert isinstance(exchange, SparseAllGather)
+        memory = list(exchange.messages)
+    return sum(tensor.untyped_storage().nbytes() for tensor in memory)
+
+
+@pytest.mark.parametrize(
+    ("specs", "options", "workers", "most"),
+    [
+        pytest.param(long, {}, 8, 6, id="fp32"),
+        pytest.param(partial(long, torch.bfloat16), {}, 8, 10, id="bf16"),
+        pytest.param(long, {"collective": "sharded"}, 16, 6, id="fp32, shards"),
+        pytest.param(partial(long, torch.bfloat16), {"collective": "sharded"}, 16, 10, id="bf16, shards"),
+        pytest.param(short, {}, 8, 6, id="short"),
+        pytest.param(short, {"collective": "sharded"}, 16, 9.5, id="short, shards"),
+    ],
+)
+def test_memory_that_stays(
+    monkeypatch: pytest.MonkeyPatch, specs: Callable[[], list[TensorSpec]], options: Any, workers: int, most: float
+) -> None:
+    """Bytes per element without gradients, moments and messages; with keys, and what selections use in turn."""
+    job = Device(monkeypatch, specs(), **options)
+    with fake_cuda(monkeypatch) as device:
+        moments = [Moment(torch.empty(spec.numel, device=device), 1e-8) for spec in job.specs]
+        job.grads = {s.index: torch.empty(s.numel, dtype=s.dtype, device=device) for s in job.specs}
+        with Allocated() as memory:
+            engine = job.engine(device, Silent(workers, rank=1))
+            engine.space.compare_in(UpdateUnits(moments.__getitem__, device))
+            for _ in range(3):
+                job.window(engine)
+            gc.collect()
+            report, buffers = engine.report, engine.space.buffers.values()
+            held = memory.now - sum(map(message_bytes, buffers))
+    assert report is not None
+    assert all(isinstance(shipment, fused.FusedShipment) for shipment in report._shipments)
+    assert len(buffers) > 3  # the first window had one
+    numel = sum(spec.numel for spec in job.specs)
+    assert held <= most * numel

@@ -89,8 +89,9 @@ def tapes(make_fused: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch) -
     return made
 
 
-def windows(cluster: Cluster, steps: int, moved_at: int = -1) -> list[torch.Tensor]:
-    """Means and residuals of all windows; gradients lie in the same memory, but for once."""
+def windows(cluster: Cluster, steps: int, moved_at: int = -1, freed_at: int = -1) -> list[torch.Tensor]:
+    """Means and residuals of all windows; gradients lie in the same memory, but for once, and so does what buffers
+    share."""
     grads, found = cluster.random_grads(0), []
 
     def run(rank: int) -> None:
@@ -101,6 +102,9 @@ def windows(cluster: Cluster, steps: int, moved_at: int = -1) -> list[torch.Tens
     for step in range(steps):
         if step == moved_at:
             grads = cluster.random_grads(step)
+        if step == freed_at:
+            for controller in cluster.controllers:
+                controller._free_shared()
         for ours, new in zip(grads, cluster.random_grads(step), strict=True):
             for grad, values in zip(ours, new, strict=True):
                 grad.copy_(values)
@@ -131,6 +135,14 @@ def test_replays_give_the_numbers_of_launches(
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     assert tapes.captured >= 2 * 2  # by both ranks, again when gradients had moved
     assert tapes.replayed > tapes.captured
+
+
+def test_memory_that_was_freed_is_in_no_graph(make_fused: Callable[..., Cluster], tapes: Tapes) -> None:
+    options = {"collective": "sharded", "wire": "q4", "memory": "decoupled"}
+    clusters = [make_fused(2, specs(SHAPES), deferred, **options) for deferred in (True, False)]
+    ours, theirs = (windows(cluster, 6, freed_at=3) for cluster in clusters)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert tapes.captured >= 2 * 2  # again when it was other memory
 
 
 def test_a_device_that_captures_nothing_starts_kernels(caplog: pytest.LogCaptureFixture) -> None:

@@ -32,7 +32,7 @@ class Workspace:
     """Memory that the selections of all buffers of one stream use in turn.
 
     Attributes:
-        moves: How often it has grown, and so moved.
+        moves: How often it has got other memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -51,6 +51,13 @@ class Workspace:
             self.moves += 1
         self._memory[: ends[zeros]].zero_()
         return [self._memory[at : at + size] for at, size in zip(ends, sizes, strict=False)]
+
+    def release(self) -> None:
+        """Frees the memory. The host does not wait: the allocator keeps it for the stream on which it was taken, where
+        what takes it next comes behind all that uses it now."""
+        if len(self._memory):
+            self._memory = self._memory.new_empty(0)
+            self.moves += 1
 
 
 @dataclass(frozen=True, eq=False)

@@ -62,6 +62,10 @@ class UpdateUnits:
             self._memory = self._memory.new_empty(edges[-1])
         return SpanUnits(known, edges, self._memory[: edges[-1]])
 
+    def release(self) -> None:
+        """Frees the memory of keys, which spans use in turn on the stream on which they are selected from."""
+        self._memory = self._memory.new_empty(0)
+
 
 class SpanUnits:
     """The units of one span.
