@@ -6,22 +6,31 @@ One process and a process group of one, so that no exchange is in the figure: ba
 runs that alternate in one process. The cost of selecting elements grows with their number and is measured by
 ``python -m lab selection``; here tensors are small on purpose. A second column sends everything dense, so that what is
 left is the hook, the window and the delivery.
+
+Where Triton is installed, a last line has the CPU time that Python takes for a gradient where fused kernels select:
+``Engine.push`` on tensors in host memory, with launches that start nothing. What CUDA takes for launches, streams and
+events is for a device to say (``python -m lab gpu --stages windows``).
 """
 
 # No "from __future__ import annotations": DDP compares a hook's annotation with the class itself.
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_safusion.comm import TorchTransport
+from lightning_safusion.comm.exchange import TensorFlag
+from lightning_safusion.comm.transport.torch_backend import SoloTransport
 from lightning_safusion.fusion.build import build_engine
+from lightning_safusion.fusion.fused import FusedShipment
 from lightning_safusion.fusion.hook import DDPHook
-from lightning_safusion.fusion.layout import specs_from_parameters
+from lightning_safusion.fusion.layout import TensorSpec, specs_from_parameters
 from lightning_safusion.fusion.plans.adaptive import Adaptive
 from lightning_safusion.fusion.plans.policy import Aligned
 from lightning_safusion.fusion.settings import EngineSettings
@@ -69,6 +78,47 @@ def wrapped(tensors: int, width: int, hook: str, sparse: float, per_buffer: int)
     return step
 
 
+def pushed(tensors: int, width: int, steps: int) -> tuple[float, int]:
+    """CPU seconds that ``Engine.push`` takes for a gradient, median of windows, and how many buffers there are.
+
+    Args:
+        tensors: Gradients of a window, of width x width and of width elements in turn.
+        width: Of these.
+        steps: Windows; the first half warms up.
+
+    Raises:
+        RuntimeError: If the buffers are not those of fused kernels.
+    """
+    from lightning_safusion.kernels.cuda.buffer import BufferKernels, WindowKernels  # imports Triton
+
+    def all_fresh(self: WindowKernels, copy: Tensor, buffers: Sequence[BufferKernels]) -> tuple[int, list[Tensor]]:
+        headers = [torch.full((buffer.world, buffer.tables.heads + 1), int(TensorFlag.FRESH)) for buffer in buffers]
+        return 0, [torch.nn.functional.pad(header[:, :-1], (0, 1)).to(torch.uint8) for header in headers]
+
+    sizes = [width * (1 if index % 2 else width) for index in range(tensors)]
+    specs = [TensorSpec(f"t{i}", i, (size,), size, torch.float32) for i, size in enumerate(sizes)]
+    settings = EngineSettings(
+        resolve_sparsifier("topk"), ConstantDensity(0.02), Adaptive(), ResidualMemory(), collective="allgather",
+        wire="q4",
+    )  # fmt: skip
+    with (
+        patch("lightning_safusion.fusion.fused.serves_buffers", lambda device: True),
+        patch("lightning_safusion.kernels.cuda.buffer.launch", lambda *arguments, **constants: None),
+        patch.object(WindowKernels, "read", all_fresh),
+    ):
+        engine = build_engine(settings, specs, SoloTransport(), torch.device("cpu"), False, deferred=True)
+        grads, times = [torch.zeros(size) for size in sizes], []
+        for _ in range(steps):
+            begin = time.process_time()
+            for index in reversed(range(tensors)):
+                engine.push(index, grads[index])
+            times.append(time.process_time() - begin)
+            engine.drain()
+    if engine.report is None or not all(isinstance(each, FusedShipment) for each in engine.report._shipments):
+        raise RuntimeError("kernels do not serve these buffers")
+    return statistics.median(times[steps // 2 :]) / tensors, len(engine.report._shipments)
+
+
 def hook(
     tensors: int = 500,
     width: int = 32,
@@ -105,3 +155,6 @@ def hook(
         above = (median - floor) / tensors * 1e6
         print(f"{name:10s} backward {median * 1e3:7.2f} ms   above no-op {above:6.2f} us per tensor")
     dist.destroy_process_group()
+    if find_spec("triton") is not None:
+        seconds, buffers = pushed(tensors, width, steps)
+        print(f"fused kernels, launches stubbed: {seconds * 1e6:.2f} us of CPU time per tensor, {buffers} buffers")
