@@ -20,6 +20,7 @@ from lightning_safusion.fusion.fused import FusedShipment
 from lightning_safusion.fusion.shipment import Shipment
 from lightning_safusion.sparsify.selection.units import Moment, UpdateUnits
 from tests.cluster import Cluster, specs
+from tests.kernels.cuda.buffers import in_order
 
 HOST = torch.device("cpu")
 SHAPES = ((40, 30), (40,), (1,), (64,), (0,), (50, 50), (230,), (3,))
@@ -110,6 +111,16 @@ def test_elements_are_compared_in_units_of_the_update(
         for controller in cluster.controllers:
             controller.space.compare_in(UpdateUnits(moments(cluster, dtype, without), HOST))
     same_numbers(clusters, 3)
+    assert all(isinstance(shipment, FusedShipment) for shipment in shipments(clusters[0]))
+
+
+@pytest.mark.parametrize(
+    "options", [{"world_size": 3}, {"tensors": [*specs(SHAPES)[:4], *specs(SHAPES, dtype=torch.bfloat16)[4:]]}]
+)
+def test_programs_in_any_order_give_the_same_numbers(make: Callable[..., Cluster], options: Any) -> None:
+    clusters = [make(**options, deferred=deferred) for deferred in (True, False)]
+    with in_order(4):
+        same_numbers(clusters)
     assert all(isinstance(shipment, FusedShipment) for shipment in shipments(clusters[0]))
 
 

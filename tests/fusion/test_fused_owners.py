@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -25,6 +24,7 @@ from lightning_safusion.sparsify.selection.units import Moment, UpdateUnits
 from tests.cluster import Cluster, assert_conserved, specs
 from tests.fusion.test_fused import HOST, moments, residuals, shipments
 from tests.fusion.test_fused import same_numbers as same_gradients
+from tests.kernels.cuda.buffers import in_order
 
 # The first has several owners, others one; one is dense by itself.
 SHAPES = ((30, 20), (40,), (1,), (0,), (90,))
@@ -93,18 +93,10 @@ def test_ties_zeros_and_subnormal_numbers(make: Callable[..., Cluster], scale: f
         assert all(torch.equal(a, b) for a, b in zip(*map(residuals, clusters), strict=True))
 
 
-def test_programs_in_any_order_make_the_same_numbers(
-    make: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    interpreter = pytest.importorskip("triton.runtime.interpreter").interpreter_builder
-    place = interpreter.set_grid_idx
-
-    def shuffled(x: int, y: int, z: int) -> None:
-        programs = interpreter.grid_dim[0]
-        place(int(np.random.default_rng(programs).permutation(programs)[x]), y, z)
-
-    monkeypatch.setattr(interpreter, "set_grid_idx", shuffled)
-    same_numbers([make(deferred=deferred) for deferred in (True, False)], 2)
+def test_programs_in_any_order_make_the_same_numbers(make: Callable[..., Cluster]) -> None:
+    clusters = [make(deferred=deferred) for deferred in (True, False)]
+    with in_order(4):
+        same_numbers(clusters, 2)
 
 
 @pytest.mark.parametrize(("dtype", "without"), [(torch.float32, -1), (torch.bfloat16, 1), (torch.float64, 0)])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 
 from lab.gpu.buffers import DECAY, DEVICE, HOST, Case, Rank, gather
@@ -42,4 +44,36 @@ def cases(draw: Any, values: Sequence[str] = ("normal", "ties", "zeros", "one", 
     return Case(sizes, density, pooled, frozenset(dense), kinds, draw(st.sampled_from(list(values))), wire=wire)
 
 
-__all__ = ["DECAY", "DEVICE", "HOST", "Case", "Rank", "WindowKernels", "cases", "gather", "oracle"]
+#: Seeds of the order of programs; None: as the interpreter has them.
+ORDERS = st.none() | st.integers(0, 1000)
+
+
+@contextmanager
+def in_order(seed: int | None) -> Iterator[None]:
+    """The interpreter runs the programs of every grid in an order that is drawn from a seed."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter").interpreter_builder
+    place = interpreter.set_grid_idx
+
+    def shuffled(x: int, y: int, z: int) -> None:
+        programs = interpreter.grid_dim[0]
+        place(int(np.random.default_rng([seed or 0, programs]).permutation(programs)[x]), y, z)
+
+    with pytest.MonkeyPatch.context() as patched:
+        if seed is not None:
+            patched.setattr(interpreter, "set_grid_idx", shuffled)
+        yield
+
+
+__all__ = [
+    "DECAY",
+    "DEVICE",
+    "HOST",
+    "ORDERS",
+    "Case",
+    "Rank",
+    "WindowKernels",
+    "cases",
+    "gather",
+    "in_order",
+    "oracle",
+]
