@@ -107,6 +107,11 @@ class Collective:
         """See :attr:`Exchange.conserves`."""
         return self.exchange.conserves
 
+    @property
+    def several(self) -> bool:
+        """It has work on more than one communicator at once."""
+        return self.dense_lane or self.levels or self.exchange.phases
+
     def connect(self, main: Transport, node: Hashable = None, own: bool = False) -> Communicators:
         """Opens the communicators it needs, from that of all ranks. Collective.
 

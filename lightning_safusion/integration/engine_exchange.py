@@ -19,11 +19,12 @@ from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.events import Observer
 from lightning_safusion.fusion.hook import DDPHook
 from lightning_safusion.fusion.layout import TensorSpec
+from lightning_safusion.fusion.plans.ticking import Horovod
 from lightning_safusion.fusion.record import nothing_exchanged
 from lightning_safusion.fusion.replan import Decision
 from lightning_safusion.fusion.settings import EngineSettings
 from lightning_safusion.integration.exchange import Choice, GradientExchange, Mode
-from lightning_safusion.integration.hindrances import hindrances
+from lightning_safusion.integration.hindrances import hindrances, needs_of_several_communicators
 from lightning_safusion.integration.optimizer import MomentumSwitch, fit_to_optimizers
 from lightning_safusion.integration.parameters import (
     caution,
@@ -84,8 +85,8 @@ class EngineExchange(GradientExchange):
         self.settings = settings
         if device.type == "cpu" and not cpu.usable():
             announce("there are no compiled kernels, so NumPy selects; installed with a C compiler it is faster")
-        if device.type == "cuda" and (hindered := hindrances(os.environ)) is not None:
-            announce(hindered)
+        if device.type == "cuda":
+            _say_what_cuda_needs(settings, transport)
         overlap = not options.get("find_unused_parameters")
         # every tensor has a gradient on all ranks in each step: the host need not wait for an exchange
         never_waits = device.type == "cuda" and transport.stream_ordered and automatic
@@ -206,6 +207,19 @@ class History:
         if engine is None:
             return {"windows": self.windows, "replans": self.replans, **figures}
         return {"windows": engine.windows, "replans": self.replans + engine.planner.replans, **figures}
+
+
+def _say_what_cuda_needs(settings: EngineSettings, transport: Transport) -> None:
+    """One line each on overlap and on communicators, where something is missing."""
+    needed = [hindrances(os.environ)]
+    collective, own_pace = settings.collective_over(transport.world_size), settings.fusion.streams
+    timed = isinstance(settings.fusion, Horovod)
+    if transport.world_size > 1 and transport.stream_ordered and (own_pace or timed or collective.several):
+        name = "sharded" if settings.collective == "auto" else settings.collective
+        parts = f"fusion={settings.fusion.name!r}" if own_pace or timed else f"collective={name!r}"
+        needed.append(needs_of_several_communicators(parts, own_pace, os.environ))
+    for line in filter(None, needed):
+        announce(line)
 
 
 def announce(text: str) -> None:

@@ -1,4 +1,5 @@
-"""Environment variables with which nothing runs beside the backward pass of a CUDA device."""
+"""Environment variables of CUDA and NCCL: those with which nothing runs beside the backward pass, and those that two
+communicators at once need."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 # Of the backward pass, selection, waiting for exchanges, decoding, and NCCL.
 _STREAMS = 5
+_CONNECTIONS, _IMPLICIT = "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_LAUNCH_ORDER_IMPLICIT"
 
 
 def _true(value: str) -> bool:
@@ -22,7 +24,7 @@ def _detail(value: str) -> bool:
 
 # By name: which values hinder, and how.
 _HINDRANCES: Mapping[str, tuple[Callable[[str], bool], str]] = {
-    "CUDA_DEVICE_MAX_CONNECTIONS": (_few, f"the {_STREAMS} streams of an exchange wait for each other"),
+    _CONNECTIONS: (_few, f"the {_STREAMS} streams of an exchange wait for each other"),
     "CUDA_LAUNCH_BLOCKING": (_true, "the host waits for every kernel"),
     "TORCH_NCCL_BLOCKING_WAIT": (_true, "the host waits for every exchange"),
     "NCCL_BLOCKING_WAIT": (_true, "the host waits for every exchange"),
@@ -48,3 +50,30 @@ def hindrances(variables: Mapping[str, str]) -> str | None:
     if not found:
         return None
     return f"exchanges do not overlap with the backward pass, because of {', '.join(found)}: unset what is not needed"
+
+
+def needs_of_several_communicators(parts: str, own_pace: bool, variables: Mapping[str, str]) -> str | None:
+    """What NCCL needs where two communicators have kernels on a device at once, as one line.
+
+    Args:
+        parts: The setting that has them.
+        own_pace: Each worker launches when its own buffers are full, so that orders differ.
+        variables: The environment of the process.
+
+    Returns:
+        None if it has what it needs.
+    """
+    if own_pace:
+        return (
+            f"{parts} launches at each worker's own pace, and NCCL may deadlock where communicators have kernels in "
+            "different orders: do not use it on GPUs beside other collectives of the model, as SyncBatchNorm has"
+        )
+    connections = variables.get(_CONNECTIONS, "").strip()
+    few = connections.isdigit() and int(connections) < 8
+    if not few and _true(variables.get(_IMPLICIT, "")):
+        return None
+    room = f"{_CONNECTIONS} at 8 or more" + (f" (it is {connections})" if few else "")
+    return (
+        f"{parts} uses two communicators at once, and NCCL may deadlock where their kernels have different orders: set "
+        f"{_IMPLICIT}=1 (NCCL 2.26 or later), and leave {room}"
+    )

@@ -1,17 +1,21 @@
-"""Environment variables that take overlap away are noticed, in one line, where a CUDA device is used."""
+"""Environment variables that take overlap away are noticed, in one line, where a CUDA device is used; and so is what
+two communicators at once need."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 
+from lightning_safusion.comm.transport.interface import Transport
 from lightning_safusion.comm.transport.torch_backend import SoloTransport
 from lightning_safusion.integration import engine_exchange
 from lightning_safusion.integration.engine_exchange import EngineExchange
 from lightning_safusion.integration.exchange import Choice, Mode
 from lightning_safusion.integration.hindrances import _HINDRANCES, hindrances
 from tests.cluster import settings, specs
-from tests.cuda import fake_cuda
+from tests.cuda import Silent, fake_cuda
 
 
 @pytest.mark.parametrize(
@@ -34,10 +38,10 @@ def test_values_that_hinder_are_named(name: str, values: tuple[str, ...], harmle
     assert not any(hindrances({"PATH": "/bin", name: value}) for value in harmless)
 
 
-def build(device: torch.device) -> None:
+def build(device: torch.device, transport: Transport | None = None, **parts: Any) -> None:
     choice, options = Choice(Mode.ENGINE), {"static_graph": False}
-    chosen = settings(collective="allgather")
-    EngineExchange(chosen, specs(), choice, SoloTransport(), device, 0, options, True, True, [])
+    chosen = settings(**({"collective": "allgather"} | parts))
+    EngineExchange(chosen, specs(), choice, transport or SoloTransport(), device, 0, options, True, True, [])
 
 
 @pytest.fixture
@@ -45,7 +49,7 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     said: list[str] = []
     monkeypatch.setattr(engine_exchange, "rank_zero_info", said.append)
     monkeypatch.setattr(engine_exchange, "build_engine", lambda *_, **__: EngineExchange)
-    for name in _HINDRANCES:
+    for name in (*_HINDRANCES, "NCCL_LAUNCH_ORDER_IMPLICIT"):
         monkeypatch.delenv(name, raising=False)
     return said
 
@@ -67,3 +71,53 @@ def test_it_says_nothing_elsewhere(lines: list[str], monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
     build(torch.device("cpu"))
     assert not any("NCCL" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("parts", "named"),
+    [
+        ({"collective": "hybrid"}, "collective='hybrid'"),
+        ({"collective": "hierarchical"}, "collective='hierarchical'"),
+        ({"collective": "auto", "quota": "auto"}, "collective='sharded'"),  # the default with 16 workers
+        ({"fusion": "horovod"}, "fusion='horovod'"),
+    ],
+)
+def test_two_communicators_at_once_say_what_they_need(
+    lines: list[str], monkeypatch: pytest.MonkeyPatch, parts: dict[str, Any], named: str
+) -> None:
+    with fake_cuda(monkeypatch) as device:
+        build(device, Silent(16), **parts)
+        (line,) = lines
+        assert f"{named} uses two communicators at once" in line
+        assert "NCCL_LAUNCH_ORDER_IMPLICIT=1" in line
+        assert "CUDA_DEVICE_MAX_CONNECTIONS at 8 or more" in line
+        lines.clear()
+        monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+        build(device, Silent(16), **parts)
+        assert not lines
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "6")
+        build(device, Silent(16), **parts)
+        assert ["it is 6" in line for line in lines] == [True]
+
+
+def test_naive_fusion_says_what_no_setting_mends(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    with fake_cuda(monkeypatch) as device:
+        build(device, Silent(2), fusion="naive")
+    (line,) = lines
+    assert "fusion='naive' launches at each worker's own pace" in line
+    assert "SyncBatchNorm" in line
+
+
+@pytest.mark.parametrize("parts", [{"collective": "allgather"}, {"collective": "auto", "quota": "auto"}])
+def test_one_communicator_needs_nothing(
+    lines: list[str], monkeypatch: pytest.MonkeyPatch, parts: dict[str, Any]
+) -> None:
+    with fake_cuda(monkeypatch) as device:
+        build(device, Silent(8), **parts)
+        build(device, Silent(1), collective="hybrid")
+        gloo = Silent(8)
+        gloo.stream_ordered = False
+        build(device, gloo, collective="hybrid")
+    build(torch.device("cpu"), Silent(8), collective="hybrid")
+    assert not any("communicators" in line for line in lines)
