@@ -121,6 +121,19 @@ def test_the_predicted_step_of_bert_base_is_that_of_the_documents(
     assert " | ".join(f"{step:.2f}" for step in [*found, shards]) in page
 
 
+def test_keys_that_are_written_once_move_fewer_bytes_than_moments_in_every_pass() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
+    elements = 109.5e6 / 4
+    for density in (0.1, 0.02):
+        span = Span(elements, density * elements, 50)
+        plain, keyed = work.selection(span), work.selection(replace(span, by_update=True))
+        once = sum(part.nbytes - plain[name].nbytes for name, part in keyed.items()) / elements
+        passes = 1 + plain["narrow"].launches + plain["count_chunks"].launches + plain["write"].launches
+        assert once < 4 * passes
+        assert f"{once:.1f}" in page
+        assert f"would be {4 * passes:.0f}:" in page
+
+
 @cache
 def bert_large(rate: str, nodes: int = 8, gpus: int = 8) -> Job:
     return Job(resolve_trace("bert-large"), Cluster(nodes, gpus, resolve_link(rate)), 0.05)
