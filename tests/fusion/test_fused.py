@@ -1,8 +1,8 @@
 """Windows in fused kernels: the same bits as where the host decides and the CPU's kernels work, and no host work.
 
 Covers: gradients and residuals over several windows, for quotas by tensor and pooled, keys in units of the update,
-    dense tensors, gradients and values of 16 bits, fp32 values, buffers that are not fused beside fused ones; numbers that
-    are not finite; a rank that fails; notices; a forgotten window; what was sent; which parts the kernels serve.
+    dense tensors, gradients and values of 16 bits, fp32 values, buffers that are not fused beside fused ones; numbers
+    that are not finite; a rank that fails; notices; a forgotten window; what was sent; which parts the kernels serve.
 """
 
 from __future__ import annotations

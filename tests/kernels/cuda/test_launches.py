@@ -30,6 +30,8 @@ pytestmark = [
 
 OLDER = {version: ["90"] for version in study.TRITONS if version != triton.__version__}
 OLDER |= {"3.2.0": ["80", "90"], "3.3.1": ["90", "100"], "3.6.0": ["80", "90", "100"]}
+# Histograms are counted by votes before Triton 3.8: most instructions over fewest, where these are known to be more.
+MOST = {"compensate": 2.75, "reduce": 1.75}
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +74,8 @@ def test_so_they_do_with_the_versions_that_torch_pins(all_versions: Found) -> No
 def test_no_version_needs_many_more_instructions(all_versions: Found) -> None:
     for target in ("80", "90", "100"):
         for label, ratio in study.ratios(all_versions, target).items():
-            # before Triton 3.8 histograms are counted by votes
-            known = label.startswith(("compensate", "reduce")) and "BITS=0" not in label
-            assert ratio <= (2.8 if known else 1.5), (label, target)
+            most = 1.5 if "BITS=0" in label else MOST.get(label.partition("[")[0], 1.5)
+            assert ratio <= most, (label, target)
 
 
 def counted(variants: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
