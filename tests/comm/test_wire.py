@@ -384,6 +384,20 @@ def test_few_bits_arrive_as_the_sender_says(wire: str, numel: int, count: int) -
 
 
 @pytest.mark.parametrize("values", QUANTIZED)
+@pytest.mark.parametrize("count", [1, 129, 5000])
+def test_every_layout_decodes_the_same_numbers(values: str, count: int) -> None:
+    edges, found = (0, 300, 300, 40_000, 70_000), []
+    for layout in LAYOUTS:
+        codec = resolve_codec(f"{layout}-{values}", edges[-1], count, torch.float32, edges)
+        out = message(codec)
+        codec.encode(noise(edges[-1], count), out)
+        found.append(codec.decode(out))
+    for indices, decoded in found[1:]:
+        assert torch.equal(indices, found[0][0])
+        assert torch.equal(decoded, found[0][1])
+
+
+@pytest.mark.parametrize("values", QUANTIZED)
 def test_few_bits_round_to_levels_of_their_part_of_a_tensor(values: str) -> None:
     levels = 2 ** (QUANTIZED[values] - 1)
     # 426 positions have about 128 entries; the second tensor is shorter than that, and a thousand times larger

@@ -115,24 +115,29 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, name
         assert [name for name, (_, untrained) in results.items() if untrained] == []
 
 
-def _continue(rank: int, earlier: Path | None, path: Path, caplog: pytest.LogCaptureFixture) -> dict[str, Any]:
+def _continue(
+    rank: int, earlier: Path | None, path: Path, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> dict[str, Any]:
     """Saves at once what an earlier checkpoint becomes on this number of workers, or after 3 steps without one."""
     steps = 3 if earlier is None else 4
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        job = run(ours(), steps, saving(path, 3), ckpt=earlier)
+        job = run(ours(**options), steps, saving(path, 3), ckpt=earlier)
     said = [text.partition(" was saved by ")[2].partition(":")[0] for text in caplog.messages]
     told = [text for text in said if text]
     return {"warnings": complaints(caught), "told": told, "parameters": parameters(job)}
 
 
-def test_residuals_survive_other_numbers_of_workers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("options", [{}, JOBS["sharded"]], ids=["all-gather", "shards"])
+def test_residuals_survive_other_numbers_of_workers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
+) -> None:
     paths: list[Path | None] = [None, *(tmp_path / f"{i}.ckpt" for i in range(3))]
     masses, told = [], []
     caplog.set_level("INFO")
     for earlier, path, world_size in zip(paths, paths[1:], (2, 1, 3), strict=False):
         assert path is not None
-        results = run_ranks(world_size, _continue, earlier, path, caplog)
+        results = run_ranks(world_size, _continue, earlier, path, options, caplog)
         assert [r["warnings"] for r in results] == [[]] * world_size
         assert all(equal(results[0]["parameters"], r["parameters"]) for r in results)
         masses.append(mass(Path(f"{path}.safusion"), world_size))

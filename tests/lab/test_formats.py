@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lab.formats import LAYOUTS, formats
+from lab.formats import LAYOUTS, formats, size
 from lightning_safusion.kernels import cpu as native
+from lightning_safusion.simulate.trace import resolve_trace
 
 
 @pytest.mark.skipif(not native.usable(), reason="no compiled kernels")
@@ -16,3 +17,10 @@ def test_the_fewest_bits_are_those_of_elias_and_fano(capsys: pytest.CaptureFixtu
     bits = [float(row[2]) for row in rows]
     assert min(bits) == bits[-1] == pytest.approx(10.5, abs=0.2)
     assert all(float(row[4]) > 0 and float(row[5]) > 0 for row in rows)
+
+
+@pytest.mark.parametrize(("density", "ratio"), [(0.1, 33.7), (0.05, 61.0), (0.02, 136.1), (0.01, 250.7)])
+def test_what_a_message_of_bert_base_saves(density: float, ratio: float) -> None:
+    """As docs/guide/exchange.md says."""
+    sizes = [tensor.numel for tensor in resolve_trace("bert-base").tensors]
+    assert 4 * sum(sizes) / size("eliasfano", "q4", sizes, density) == pytest.approx(ratio, abs=0.05)

@@ -102,10 +102,10 @@ def test_the_bytes_of_the_predicted_step_of_bert_base(density: float, by_update:
 @pytest.mark.parametrize(
     ("density", "by_update", "gathered", "sharded"),
     [
-        (0.02, True, [3.01, 3.80, 6.94], 3.45),  # the default below Adam
+        (0.02, True, [3.01, 3.80, 6.94], 3.45),  # the default with Adam
         (0.02, False, [2.74, 3.52, 6.67], 3.16),
         (0.1, True, [3.38, 4.67, 9.87], 4.97),
-        (0.1, False, [3.10, 4.40, 9.59], 4.68),  # the default below SGD
+        (0.1, False, [3.10, 4.40, 9.59], 4.68),  # the default with SGD
     ],
 )
 def test_the_predicted_step_of_bert_base_is_that_of_the_documents(
