@@ -322,7 +322,8 @@ int64_t safusion_mean(const int64_t *grads, const int64_t *starts, const int64_t
         for (int64_t at = 0; at < sizes[p]; at += DECODED) {
             int64_t size = sizes[p] - at < DECODED ? sizes[p] - at : DECODED;
             memset(block, 0, sizeof(float) * (size_t)size);
-            for (int64_t r = 0; r < ranks; r++) sound &= add_message(messages + r, starts[p] + at, size, scale, block);
+            for (int64_t r = 0; r < ranks; r++)
+                sound &= add_message(messages + r, starts[p] + at, size, scale, block, 1);
             finite &= certain || all_finite(block, size);
             if (past_caches) stream(grad + at, block, size);
             else memcpy(grad + at, block, sizeof(float) * (size_t)size);

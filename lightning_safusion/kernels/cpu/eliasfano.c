@@ -182,12 +182,27 @@ static void go_to_part(struct products *products, const struct message *from, in
         products->of[code] = products->levels[code] * scale * factor;
 }
 
+#define LATE 256 /* entries that are read ahead, so that their elements arrive from memory meanwhile */
+
+/* Elements that have been asked for, and what is added to them. */
+struct late {
+    int64_t number;
+    float *elements[LATE], values[LATE];
+};
+
+static inline void add_late(struct late *late)
+{
+    for (int64_t i = 0; i < late->number; i++) *late->elements[i] += late->values[i];
+    late->number = 0;
+}
+
 /* Where the decoding of a run is. Elements count from the first that is wanted, `from_x` of the run. */
 struct reading {
     const struct message *from;
     const struct run *run;
     float *target, factor;
     struct products *products;
+    struct late *late;        /* 0 where the target is in a cache */
     int64_t from_x, size;     /* of what is wanted */
     int64_t limit;            /* elements that need no other part's scale, and are wanted */
     int64_t entry, bucket;    /* the next entry, and the bucket that a 1 in the first bit of the word would mean */
@@ -217,10 +232,15 @@ static inline __attribute__((always_inline)) int add_entries(struct reading *at,
             go_to_part(at->products, from, origin + y, at->factor);
             at->limit = up_to(at->products->next - origin, at->size);
         }
-        if (value_bits == 32) at->target[y] += ((const float *)values)[entry] * at->factor;
-        else if (value_bits == 16)
-            at->target[y] += as_float((uint32_t)((const uint16_t *)values)[entry] << 16) * at->factor;
-        else at->target[y] += at->products->of[coded & codes];
+        const float value = value_bits == 32   ? ((const float *)values)[entry] * at->factor
+                            : value_bits == 16 ? as_float((uint32_t)((const uint16_t *)values)[entry] << 16) * at->factor
+                                               : at->products->of[coded & codes];
+        if (at->late) {
+            __builtin_prefetch(at->target + y, 1);
+            at->late->elements[at->late->number] = at->target + y;
+            at->late->values[at->late->number++] = value;
+        }
+        else at->target[y] += value;
     }
     return 1;
 }
@@ -258,6 +278,7 @@ static inline __attribute__((always_inline)) int add_run(struct reading *shared,
             }
             if (!add_entries(&at, found < together ? found : together, value_bits))
                 return at.disorder >= 0 && at.before < run->stop - origin;
+            if (at.late && at.late->number > LATE - together) add_late(at.late);
             bit += at.word ? 64 - __builtin_clzll(all ^ at.word) : width;
         }
         if (at.disorder < 0) return 0;
@@ -278,8 +299,11 @@ CLONES static int add_any_run(struct reading *at)
     ADD_RUN(1);
 }
 
-int add_elias_fano(const struct message *from, int64_t start, int64_t size, float factor, float *target)
+int add_elias_fano(const struct message *from, int64_t start, int64_t size, float factor, float *target, int cached)
 {
+    struct late late;
+    int sound = 1;
+    late.number = 0;
     const struct run *runs = (const struct run *)(intptr_t)from->runs, *end = runs + from->run_count;
     struct products products = {.next = INT64_MAX};
     if (!from->run_count || size <= 0) return 1;
@@ -290,12 +314,14 @@ int add_elias_fano(const struct message *from, int64_t start, int64_t size, floa
         products.next = end_of(from, products.part);
         go_to_part(&products, from, start, factor);
     }
-    for (const struct run *run = run_of(from, start); run < end && run->start < start + size; run++) {
+    for (const struct run *run = run_of(from, start); sound && run < end && run->start < start + size; run++) {
         const int64_t from_x = start > run->start ? start - run->start : 0;
         const int64_t to_x = (start + size < run->stop ? start + size : run->stop) - run->start;
+        float *wanted = target + (run->start + from_x - start);
         struct reading at = {
-            from, run, target + (run->start + from_x - start), factor, &products, from_x, to_x - from_x, 0, 0, 0, 0, 0, 0};
-        if (at.size > 0 && !add_any_run(&at)) return 0;
+            from, run, wanted, factor, &products, cached ? 0 : &late, from_x, to_x - from_x, 0, 0, 0, 0, 0, 0};
+        if (at.size > 0) sound = add_any_run(&at);
     }
-    return 1;
+    add_late(&late);
+    return sound;
 }

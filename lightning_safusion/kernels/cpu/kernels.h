@@ -52,7 +52,7 @@ struct message {
 };
 
 /* target[position - start] += factor * value for what a message has of a run of elements; whether it is sound. */
-HIDDEN int add_message(const struct message *from, int64_t start, int64_t size, float factor, float *target);
+HIDDEN int add_message(const struct message *from, int64_t start, int64_t size, float factor, float *target, int cached);
 
 /* No value that a message has of a run of elements has a larger magnitude; infinite for NaN. */
 HIDDEN float largest_value(const struct message *of, int64_t start, int64_t stop);

@@ -232,9 +232,9 @@ static inline __attribute__((always_inline)) void add_entries(const struct messa
     }
 }
 
-int add_message(const struct message *from, int64_t start, int64_t size, float factor, float *target)
+int add_message(const struct message *from, int64_t start, int64_t size, float factor, float *target, int cached)
 {
-    if (from->offset_bits == 1) return add_elias_fano(from, start, size, factor, target);
+    if (from->offset_bits == 1) return add_elias_fano(from, start, size, factor, target, cached);
 #define KIND(OFFSETS)                                                                                     \
     if (from->value_bits == 32) add_entries(from, start, size, factor, target, OFFSETS, 32);              \
     else if (from->value_bits == 16) add_entries(from, start, size, factor, target, OFFSETS, 16);         \
@@ -269,5 +269,5 @@ float largest_value(const struct message *of, int64_t start, int64_t stop)
 
 int64_t safusion_add_message(const struct message *from, int64_t size, float factor, float *target)
 {
-    return add_message(from, 0, size, factor, target);
+    return add_message(from, 0, size, factor, target, 0);
 }

@@ -41,8 +41,9 @@ static inline int64_t end_of(const struct message *of, int64_t part)
     return part + 1 < of->parts ? ((const int64_t *)(intptr_t)of->starts)[part + 1] : INT64_MAX;
 }
 
-/* What a message with Elias and Fano's positions has of a run of elements; whether it is sound. */
-HIDDEN int add_elias_fano(const struct message *from, int64_t start, int64_t size, float factor, float *target);
+/* What a message with Elias and Fano's positions has of a run of elements; whether it is sound. `cached`: the target is
+ * in a cache. */
+HIDDEN int add_elias_fano(const struct message *from, int64_t start, int64_t size, float factor, float *target, int cached);
 
 /* An entry not behind the first that is not before a position, or, `behind`, not before the last that is not behind it. */
 HIDDEN int64_t near_entry(const struct message *of, int64_t position, int behind);
