@@ -168,8 +168,8 @@ def compile_all() -> None:
             compile_buffer(tables(pool, kind), moment)
         compile_buffer(tables(pool, 0, sizes=(8000, 9000, 1000)), None)
     compile_buffer(tables(0, 0, selected=False), None)
-    for kind, values in ((0, 0), (0, 1), (0, 2), (1, 1), (2, 2)):
-        compile_buffer(tables(0, kind, values=values), None)
+    for kind in range(3):
+        compile_buffer(tables(0, kind, values=kind), None)
     compile_buffers_of_several_kinds()
     for kind, moment in ((0, None), (0, 0), (1, 1), (2, 2)):
         compile_owner(tables(0, kind), moment)
