@@ -164,11 +164,13 @@ def test_launches_of_a_window(
     ("specs", "options", "workers"),
     [
         pytest.param(described, {}, 8, id="fp32"),
-        pytest.param(described, {"quota": "pooled"}, 32, id="fp32, pooled"),
-        pytest.param(partial(described, torch.float16), {}, 8, id="fp16"),
-        pytest.param(alternating, {"quota": "pooled"}, 8, id="fp32 and bf16, pooled"),
+        pytest.param(described, {"quota": "pooled"}, 32, id="fp32, pooled", marks=pytest.mark.slow),
+        pytest.param(partial(described, torch.float16), {}, 8, id="fp16", marks=pytest.mark.slow),
+        pytest.param(alternating, {"quota": "pooled"}, 8, id="fp32 and bf16, pooled", marks=pytest.mark.slow),
         pytest.param(short, {}, 32, id="short"),
-        pytest.param(short, {"fusion": "single", "quota": "pooled"}, 8, id="short, pooled in one buffer"),
+        pytest.param(
+            short, {"fusion": "single", "quota": "pooled"}, 8, id="short, pooled in one buffer", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_launches_do_not_depend_on_workers_nor_on_the_number_of_tensors(
@@ -260,11 +262,13 @@ def message_bytes(buffer: Buffer) -> int:
     ("specs", "options", "workers", "most"),
     [
         pytest.param(long, {}, 8, 6, id="fp32"),
-        pytest.param(partial(long, torch.bfloat16), {}, 8, 10, id="bf16"),
-        pytest.param(long, {"collective": "sharded"}, 16, 6, id="fp32, shards"),
-        pytest.param(partial(long, torch.bfloat16), {"collective": "sharded"}, 16, 10, id="bf16, shards"),
-        pytest.param(short, {}, 8, 6, id="short"),
-        pytest.param(short, {"collective": "sharded"}, 16, 9.5, id="short, shards"),
+        pytest.param(partial(long, torch.bfloat16), {}, 8, 10, id="bf16", marks=pytest.mark.slow),
+        pytest.param(long, {"collective": "sharded"}, 16, 6, id="fp32, shards", marks=pytest.mark.slow),
+        pytest.param(
+            partial(long, torch.bfloat16), {"collective": "sharded"}, 16, 10, id="bf16, shards", marks=pytest.mark.slow
+        ),
+        pytest.param(short, {}, 8, 6, id="short", marks=pytest.mark.slow),
+        pytest.param(short, {"collective": "sharded"}, 16, 9.5, id="short, shards", marks=pytest.mark.slow),
     ],
 )
 def test_memory_that_stays(

@@ -69,7 +69,7 @@ def same_numbers(clusters: list[Cluster], steps: int = 3) -> None:
         {"tensors": specs(FULL, dense=(1,))},
         {"tensors": specs(FULL, dtype=torch.bfloat16, dense=(1,))},
         {"wire": "fp32"},
-        {"wire": "fp16", "tensors": specs(FULL, dense=(1,))},
+        pytest.param({"wire": "fp16", "tensors": specs(FULL, dense=(1,))}, marks=pytest.mark.slow),
         {"tensors": [*specs(FULL)[:3], *specs(FULL, dtype=torch.float16)[3:]]},
         {"tensors": specs(((60,),)), "world_size": 3},
         pytest.param({"world_size": 4, "tensors": specs(((70, 70), (64,), (9000,)))}, marks=pytest.mark.slow),
