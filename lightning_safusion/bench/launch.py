@@ -50,30 +50,26 @@ def counted(arguments: Mapping[str, Any], workers: int | None) -> dict[str, Any]
     return chosen
 
 
-@contextmanager
-def processes(arguments: Mapping[str, Any], options: JobOptions) -> Iterator[None]:
-    """Starts the other processes of this machine if nothing else does, and ends them with the context.
+def _check(trainer: Trainer, calibrate: bool, starts: bool) -> None:
+    """Refuses a job that cannot be measured.
 
     Args:
-        arguments: Of the trainer.
-        options: Of the command.
+        trainer: Of the job.
+        calibrate: Its costs are to be fitted.
+        starts: The processes beside this one are to be started here.
 
     Raises:
-        ModuleNotFoundError: If scipy is missing, where the job's costs on CPUs are to be fitted; names the extra.
+        ModuleNotFoundError: If scipy is missing, where costs on CPUs are to be fitted; names the extra.
         ValueError: If there is one worker only, or processes are missing that this one cannot start.
     """
-    strategy = DDPStrategy()
-    trainer = Trainer(**arguments, strategy=strategy, logger=False, enable_checkpointing=False)
-    environment = strategy.cluster_environment
     if trainer.world_size < 2:
         raise ValueError(
             "there is one worker, and nothing to exchange: set devices or num_nodes in the trainer's section, give "
             "--workers, or start the command with torchrun or srun"
         )
-    if options.calibrate and isinstance(trainer.accelerator, CPUAccelerator):
+    if calibrate and isinstance(trainer.accelerator, CPUAccelerator):
         need("scipy", "cli", "a bench of a job on CPUs, unless with --calibrate false,")
-    if environment is None or environment.creates_processes_externally:
-        yield
+    if not starts:
         return
     if int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         name = os.environ.get("SLURM_JOB_NAME", "")
@@ -86,6 +82,27 @@ def processes(arguments: Mapping[str, Any], options: JobOptions) -> Iterator[Non
             f"the trainer has {trainer.num_nodes} machines, and nothing has started their processes: start the command "
             "with torchrun or srun, or set num_nodes to 1"
         )
+
+
+@contextmanager
+def processes(arguments: Mapping[str, Any], options: JobOptions) -> Iterator[None]:
+    """Starts the other processes of this machine if nothing else does, and ends them with the context.
+
+    Args:
+        arguments: Of the trainer.
+        options: Of the command.
+
+    Raises:
+        ModuleNotFoundError, ValueError: See :func:`_check`.
+    """
+    strategy = DDPStrategy()
+    trainer = Trainer(**arguments, strategy=strategy, logger=False, enable_checkpointing=False)
+    environment = strategy.cluster_environment
+    starts = environment is not None and not environment.creates_processes_externally
+    _check(trainer, options.calibrate, starts)
+    if environment is None or not starts:
+        yield
+        return
     count = strategy.num_processes
     os.environ.update(
         {

@@ -116,6 +116,16 @@ class Device:
             engine.push(spec.index, self.grads[spec.index])
         engine.drain()
 
+    def count(self, engine: Engine, transport: Silent | None = None) -> None:
+        """Counts what one window starts, after those in which orders and plans become known."""
+        for _ in range(4):
+            self.window(engine)
+        if transport is not None:
+            transport.calls = 0
+        with self.counting:
+            self.counting.started.clear()
+            self.window(engine)
+
 
 @pytest.mark.parametrize(
     ("dtype", "options", "by_update", "per_buffer"),
@@ -135,11 +145,7 @@ def test_launches_of_a_window(
         if by_update:
             moments = [Moment(torch.empty(spec.numel, device=device), 1e-8) for spec in job.specs]
             engine.space.compare_in(UpdateUnits(lambda index: moments[index], device))
-        for _ in range(4):
-            job.window(engine)
-        with job.counting:
-            job.counting.started.clear()
-            job.window(engine)
+        job.count(engine)
     started = job.counting.started
     report = engine.report
     assert report is not None
@@ -180,12 +186,7 @@ def test_launches_do_not_depend_on_workers_nor_on_the_number_of_tensors(
     with fake_cuda(monkeypatch) as device:
         transport = Silent(workers)
         engine = job.engine(device, transport)
-        for _ in range(4):
-            job.window(engine)
-        with job.counting:
-            job.counting.started.clear()
-            transport.calls = 0
-            job.window(engine)
+        job.count(engine, transport)
     report = engine.report
     assert report is not None
     assert all(isinstance(shipment, fused.FusedShipment) for shipment in report._shipments)
@@ -217,12 +218,7 @@ def test_launches_of_a_window_in_which_owners_reduce(
         if by_update:
             moments = [Moment(torch.empty(spec.numel, device=device), 1e-8) for spec in job.specs]
             engine.space.compare_in(UpdateUnits(lambda index: moments[index], device))
-        for _ in range(4):
-            job.window(engine)
-        with job.counting:
-            job.counting.started.clear()
-            transport.calls = 0
-            job.window(engine)
+        job.count(engine, transport)
     started, report = job.counting.started, engine.report
     assert report is not None
     buffers = len(report._shipments)

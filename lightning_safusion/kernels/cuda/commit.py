@@ -12,7 +12,7 @@ from lightning_safusion.kernels.cuda.elements import (
     LANES,
     SHAPES,
     SUMS,
-    load_float,
+    load_kind,
     round_float,
 )
 from lightning_safusion.kernels.cuda.entries import (
@@ -39,19 +39,6 @@ _BUFFER = tl.constexpr(8)
 
 
 @triton.jit
-def _load_kind(address: tl.tensor, offsets: tl.tensor, inside: tl.tensor, kind: tl.tensor) -> tl.tensor:
-    """:func:`load_float` of a kind that is known on the device only."""
-    found = tl.zeros_like(offsets).to(tl.float32)
-    if kind == 0:
-        found = load_float(address, offsets, inside, 0)
-    if kind == 1:
-        found = load_float(address, offsets, inside, 1)
-    if kind == 2:
-        found = load_float(address, offsets, inside, 2)
-    return found
-
-
-@triton.jit
 def _take_lane(
     row: tl.tensor,
     lane: tl.tensor,
@@ -70,7 +57,7 @@ def _take_lane(
         old = tl.load(memory + elements, mask=inside, other=0.0)
         sent = old
         if tl.load(row + _SUMS) == 0:
-            sent = _load_kind(tl.load(row + _MESSAGE) + lane, offset + elements, inside, kind)
+            sent = load_kind(tl.load(row + _MESSAGE) + lane, offset + elements, inside, kind)
         if (tl.load(row + _SUMS) != 0) & (kind != 0):
             sent = round_float(old * factor, kind) * world.to(tl.float32)
         tl.store(memory + elements, old - sent, mask=elements < tl.where(good, size, 0))

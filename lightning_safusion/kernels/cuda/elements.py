@@ -81,6 +81,19 @@ def load_float(address: tl.tensor, offsets: tl.tensor, inside: tl.tensor, KIND: 
 
 
 @triton.jit
+def load_kind(address: tl.tensor, offsets: tl.tensor, inside: tl.tensor, kind: tl.tensor) -> tl.tensor:
+    """:func:`load_float` of a kind that is known on the device only."""
+    found = tl.zeros_like(offsets).to(tl.float32)
+    if kind == 0:
+        found = load_float(address, offsets, inside, 0)
+    if kind == 1:
+        found = load_float(address, offsets, inside, 1)
+    if kind == 2:
+        found = load_float(address, offsets, inside, 2)
+    return found
+
+
+@triton.jit
 def store_float(
     address: tl.tensor, offsets: tl.tensor, value: tl.tensor, inside: tl.tensor, KIND: tl.constexpr
 ) -> tl.tensor:

@@ -24,6 +24,7 @@ from lightning_safusion.kernels.cuda.elements import (
     SCALES,
     VALUES_KIND,
     load_float,
+    load_kind,
 )
 
 # Elements of a tile that are in registers at a time.
@@ -120,14 +121,7 @@ def _values(
     if VALUES == FOUR_BITS:
         found = _decoded(message, entry, hit, place, codes, scales)
     elif VALUES == ANY_VALUES:
-        found = tl.zeros_like(entry).to(tl.float32)
-        address = (message + codes).to(tl.int64)
-        if kind == 0:
-            found = load_float(address, entry, hit, 0)
-        if kind == 1:
-            found = load_float(address, entry, hit, 1)
-        if kind == 2:
-            found = load_float(address, entry, hit, 2)
+        found = load_kind((message + codes).to(tl.int64), entry, hit, kind)
         if kind == FOUR_BITS:
             found = _decoded(message, entry, hit, place, codes, scales)
     else:

@@ -17,6 +17,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from lightning_safusion.comm.collectives.shard_tables import shard_tables
+from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.exchange import Part, SpanSpec
 from lightning_safusion.kernels.cuda import buffer, work
 from lightning_safusion.kernels.cuda.buffer import Weighing, Workspace
@@ -141,6 +142,18 @@ def test_bytes_of_an_element(traffic: Traffic, moments: list[int] | None, densit
     counted(traffic, stages, elements, 55 + 0.5 * workers)
 
 
+def unwritten(exchange: ShardedExchange) -> Mail:
+    """Memory of its messages: those of others are there, its own are not."""
+    return Mail(
+        torch.zeros_like(exchange.sending),
+        exchange.arriving.clone(),
+        torch.zeros_like(exchange.sums),
+        exchange.gathered_sums.clone(),
+        exchange.lane.message,
+        sum(exchange.out_sizes),
+    )
+
+
 @pytest.mark.parametrize(
     ("workers", "by_update", "most"),
     [
@@ -160,17 +173,11 @@ def test_bytes_of_an_element_where_owners_reduce(traffic: Traffic, workers: int,
         for x, exchange in zip(xs, team.exchanges, strict=True)
     ]
     mean, exchange = team.step(xs, parts)[1].mean, team.exchanges[1]
+    assert isinstance(exchange, ShardedExchange)
     tables = shard_tables(exchange, np.zeros(2, np.int64))
     assert tables is not None
     memory, grads = torch.zeros(numel), list(xs[1].clone().split(sizes))
-    mail = Mail(
-        torch.zeros_like(exchange.sending),
-        exchange.arriving.clone(),
-        torch.zeros_like(exchange.sums),
-        exchange.gathered_sums.clone(),
-        exchange.lane.message,
-        sum(exchange.out_sizes),
-    )
+    mail = unwritten(exchange)
     workspaces = Workspace(HOST), Workspace(HOST)
     kernels = OwnerKernels(tables, memory, mail, 1, *workspaces)
     # roots of 1, so that keys are the elements, as the CPU's are
