@@ -37,6 +37,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "dense tensors": {"dense": (1, 4)},
     "collective='allreduce'": {"collective": "allreduce", "by_update": False, "memory": "residual"},
     "compressor='gaussiank'": {"compressor": "gaussiank"},
+    "compressor='randomk'": {"compressor": "randomk"},
     "collective='sharded'": {"collective": "sharded"},
 }
 

@@ -22,10 +22,10 @@ from triton.backends.compiler import GPUTarget
 
 from lab.kernels.described import described
 from lightning_safusion.comm.wire.formats import resolve_codec
-from lightning_safusion.kernels.cuda import buffer, elements, owners, wire
+from lightning_safusion.kernels.cuda import buffer, chosen, elements, owners, wire
 from lightning_safusion.kernels.cuda.launch import options_of
 from lightning_safusion.kernels.cuda.tables import FOUR_BITS, KINDS, Cut, Message, Runs, ShardTables, Tables
-from lightning_safusion.sparsify.base import Selection
+from lightning_safusion.sparsify.base import Segments, Selection
 
 
 class Target:
@@ -110,6 +110,26 @@ def compile_buffer(own: Tables, moment: int | None) -> None:
         window.commit([kernels])
 
 
+def compile_chosen(own: Tables) -> None:
+    """Compiles what other compressors than Top-k start beside the kernels of a buffer."""
+    memory, workspace, number = torch.zeros(own.numel + 1)[1:], buffer.Workspace(torch.device("cpu")), own.number
+    sent, received = torch.zeros(12_800, dtype=torch.uint8), torch.zeros(25_600, dtype=torch.uint8)
+    grads = [torch.zeros(size) for size in own.sizes.tolist()]
+    segments = Segments(own.edges, own.quotas, tuple(range(number)), ((1,),) * number)
+    selection = Selection(torch.arange(50), torch.ones(50), torch.tensor(40))
+    placed = chosen.PlacedKernels(own, memory, sent, received, 0, workspace)
+    placed.locate(grads, None)
+    estimated = chosen.ThresholdKernels(own, memory, sent, received, 0, workspace)
+    estimated.locate(grads, None)
+    for _ in range(2):
+        placed.add(0.9)
+        placed.place(selection)
+        view = estimated.add(0.9, None, segments)
+        for magnitudes in (False, True):
+            view.moments(magnitudes=magnitudes)
+        estimated.find(view, torch.zeros(number))
+
+
 def compile_buffers_of_several_kinds() -> None:
     """Compiles what ends a window whose buffers have values of several kinds."""
     device, window = torch.device("cpu"), buffer.WindowKernels(torch.device("cpu"))
@@ -171,6 +191,8 @@ def compile_all() -> None:
     for kind in range(3):
         compile_buffer(tables(0, kind, values=kind), None)
     compile_buffers_of_several_kinds()
+    for values in (0, FOUR_BITS):
+        compile_chosen(tables(0, 0, values=values))
     for kind, moment in ((0, None), (0, 0), (1, 1), (2, 2)):
         compile_owner(tables(0, kind), moment)
     compile_owner(tables(0, 0, values=0), None)

@@ -31,7 +31,10 @@ TARGETS = ("80", "90", "100", "gfx942")
 #: Combinations that have no compiler: that of Triton 3.2 does not know devices of compute capability 10.
 UNKNOWN = frozenset({("3.2.0", "100")})
 #: Kernels of a buffer; others are of other message formats.
-OF_BUFFERS = ("compensate", "share", "narrow", "count_chunks", "write", "pack", "decode", "reduce", "commit")
+OF_BUFFERS = (
+    "compensate", "share", "narrow", "count_chunks", "write", "pack", "decode", "reduce", "commit", "place",
+    "count_above", "add_up",
+)  # fmt: skip
 
 #: By version, target and variant of a kernel: what :func:`lab.kernels.described.described` finds.
 Found = dict[str, dict[str, dict[str, dict[str, Any]]]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -17,13 +17,16 @@ from lightning_safusion.fusion.shipment import Shipment, Stage
 from lightning_safusion.fusion.window import Window
 from lightning_safusion.kernels.cuda import MOST_ELEMENTS, serves_buffers
 from lightning_safusion.kernels.cuda.tables import KINDS, ShardTables, Tables
+from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier
 from lightning_safusion.sparsify.basic import TopK
 from lightning_safusion.sparsify.memory.residual import AutoMemory, DecoupledMomentum, ResidualMemory
+from lightning_safusion.sparsify.selection.select import ThresholdSparsifier
 from lightning_safusion.sparsify.selection.survey import Selector
 from lightning_safusion.sparsify.selection.units import SpanUnits
 
 if TYPE_CHECKING:  # imports Triton
     from lightning_safusion.kernels.cuda.buffer import BufferKernels, Weighing, WindowKernels, Workspace
+    from lightning_safusion.kernels.cuda.chosen import PlacedKernels, ThresholdKernels
     from lightning_safusion.kernels.cuda.owners import OwnerKernels
 
 _RESIDUALS = (ResidualMemory, AutoMemory, DecoupledMomentum)
@@ -58,12 +61,16 @@ class FusedShipment(Shipment):
             return
         try:
             with self.range("select"):
-                self.weighing = _weighing(self.buffer.units(selector))
-                self.kernels.locate(self.grads, self.weighing)
-                self.kernels.select(self._decay, self.weighing)
+                self._find(selector)
             self.flags = self.buffer.all_fresh  # those of the message are on the device
         except Exception as error:
             self.window.error = error
+
+    def _find(self, selector: Selector) -> None:
+        """Adds the gradients to the residual, and finds what is sent of the sum."""
+        self.weighing = _weighing(self.buffer.units(selector))
+        self.kernels.locate(self.grads, self.weighing)
+        self.kernels.select(self._decay, self.weighing)
 
     def pack(self, notices: int) -> None:
         if self.flags is not None:
@@ -92,11 +99,35 @@ class FusedShipment(Shipment):
         counts = np.where(self.buffer.dense, self.buffer.sizes, 0)
         if self.buffer.segments is None:
             return counts
-        indices, values = self.sent()
-        # padding has no value, but what is sent has one, unless its whole part is zero
-        found = indices[: self.kernels.tables.room].cpu().numpy()
-        ends = found.searchsorted(self.buffer.edges_as[found.dtype])
-        return counts + ends[1:] - ends[:-1]
+        return counts + self._counts(self.sent()[0][: self.kernels.entries()])
+
+
+class ThresholdShipment(FusedShipment):
+    """One buffer in one window whose compressor estimates a threshold for each tensor."""
+
+    kernels: ThresholdKernels
+
+    def _find(self, selector: Selector) -> None:
+        self.weighing = _weighing(self.buffer.units(selector))
+        self.kernels.locate(self.grads, self.weighing)
+        # kernels are made for such compressors, and where something is selected
+        sparsifier, segments = cast(ThresholdSparsifier, selector.sparsifier), cast(Segments, self.buffer.segments)
+        view = self.kernels.add(self._decay, self.weighing, segments)
+        with selector.lock:
+            thresholds = sparsifier.thresholds(view, self.window.step)
+        self.kernels.find(view, thresholds)
+
+
+class PlacedShipment(FusedShipment):
+    """One buffer in one window from which a compressor selects by operations of PyTorch."""
+
+    kernels: PlacedKernels
+
+    def _find(self, selector: Selector) -> None:
+        self.kernels.locate(self.grads, None)
+        self.kernels.add(self._decay)
+        selection = self.buffer.select(selector, self.window.step, (), (), self.buffer.units(selector))
+        self.kernels.place(cast(Selection, selection))  # kernels are made where something is selected
 
 
 class OwnerShipment(FusedShipment):
@@ -182,22 +213,31 @@ class FusedPath:
         if not window.deferred or window.taken(buffer.group) is not None or not isinstance(memory, ResidualMemory):
             return Shipment(buffer, window)
         if isinstance(exchange, SparseAllGather):
-            kernels = buffer.constant("kernels", lambda: self._kernels(buffer, exchange, selector))
-            if kernels is not None:
-                return FusedShipment(buffer, window, memory, kernels)
+            made = buffer.constant("kernels", lambda: self._kernels(buffer, exchange, selector))
+            if made is not None:
+                shipment, kernels = made
+                return shipment(buffer, window, memory, kernels)
         if isinstance(exchange, ShardedExchange):
             owner = buffer.constant("kernels", lambda: self._owner_kernels(buffer, exchange, selector))
             if owner is not None:
                 return OwnerShipment(buffer, window, memory, exchange, owner)
         return Shipment(buffer, window)
 
-    def _kernels(self, buffer: Buffer, exchange: SparseAllGather, selector: Selector) -> BufferKernels | None:
-        tables = _tables(buffer, exchange, selector)
+    def _kernels(
+        self, buffer: Buffer, exchange: SparseAllGather, selector: Selector
+    ) -> tuple[type[FusedShipment], BufferKernels] | None:
+        tables = _tables(buffer, exchange)
         if tables is None:
             return None
-        from lightning_safusion.kernels.cuda.buffer import BufferKernels  # imports Triton
+        from lightning_safusion.kernels.cuda.buffer import BufferKernels  # these import Triton
+        from lightning_safusion.kernels.cuda.chosen import PlacedKernels, ThresholdKernels
 
-        return BufferKernels(tables, buffer.span, *exchange.messages, exchange.transport.rank, self._workspaces()[0])
+        shipment, kernels = FusedShipment, BufferKernels
+        if buffer.segments is not None and type(selector.sparsifier) is not TopK:
+            estimates = _estimates_thresholds(selector.sparsifier) and not buffer.segments.pool
+            shipment, kernels = (ThresholdShipment, ThresholdKernels) if estimates else (PlacedShipment, PlacedKernels)
+        rank = exchange.transport.rank
+        return shipment, kernels(tables, buffer.span, *exchange.messages, rank, self._workspaces()[0])
 
     def _owner_kernels(self, buffer: Buffer, exchange: ShardedExchange, selector: Selector) -> OwnerKernels | None:
         tables = _shard_tables(buffer, exchange, selector)
@@ -236,10 +276,10 @@ class FusedPath:
                 workspace.release()
 
 
-def _tables(buffer: Buffer, exchange: SparseAllGather, selector: Selector) -> Tables | None:
+def _tables(buffer: Buffer, exchange: SparseAllGather) -> Tables | None:
     """What kernels are told of a buffer; None if they do not serve it."""
     segments, edges = buffer.segments, np.asarray(buffer.edges, np.int64)
-    if type(exchange) is not SparseAllGather or not _served(buffer, selector):
+    if type(exchange) is not SparseAllGather or not _served(buffer):
         return None
     if segments is not None and not np.array_equal(segments.edges, edges):
         return None
@@ -252,16 +292,20 @@ def _tables(buffer: Buffer, exchange: SparseAllGather, selector: Selector) -> Ta
 
 def _shard_tables(buffer: Buffer, exchange: ShardedExchange, selector: Selector) -> ShardTables | None:
     """What kernels are told of a buffer whose shards have owners; None if they do not serve it."""
-    if buffer.segments is None or buffer.fused or not _served(buffer, selector):
+    if buffer.segments is None or buffer.fused or type(selector.sparsifier) is not TopK or not _served(buffer):
         return None
     tables = shard_tables(exchange, _kinds(buffer))
     return tables if tables is not None and serves_buffers(buffer.device) else None
 
 
-def _served(buffer: Buffer, selector: Selector) -> bool:
-    """Whether memory, compressor, types and length are those that kernels know."""
-    known = type(buffer.memory) in _RESIDUALS and buffer.dtypes <= {*KINDS} and 0 < buffer.edges[-1] <= MOST_ELEMENTS
-    return known and (buffer.segments is None or type(selector.sparsifier) is TopK)
+def _served(buffer: Buffer) -> bool:
+    """Whether memory, types and length are those that kernels know."""
+    return type(buffer.memory) in _RESIDUALS and buffer.dtypes <= {*KINDS} and 0 < buffer.edges[-1] <= MOST_ELEMENTS
+
+
+def _estimates_thresholds(sparsifier: Sparsifier) -> bool:
+    """Whether it selects what exceeds its thresholds, and nothing else."""
+    return isinstance(sparsifier, ThresholdSparsifier) and type(sparsifier).select is ThresholdSparsifier.select
 
 
 def _kinds(buffer: Buffer) -> np.ndarray:

@@ -39,6 +39,10 @@ class Operations(NamedTuple):
 
 #: Gradients are added to the residual, and elements are selected from it: all are sorted.
 SELECT = {"topk": Operations(31, 401, 82, 2), "gaussiank": Operations(258, 896, 108, 2)}
+#: Positions that do not depend on elements come from the host; their values are read.
+DRAW = Operations(3, 0, 32)
+#: A threshold is worked out from moments, and refined so many times, in numbers of each tensor.
+ESTIMATE, REFINEMENTS = Operations(126, 0, 0), 8
 #: A message is written; with values of a few bits, or floats.
 ENCODE = {True: Operations(99, 1.1, 587), False: Operations(67, 1.1, 402)}
 #: A message of one worker is read and added to the means.
@@ -91,6 +95,36 @@ class FusedKernels(Path):
 
     def end(self) -> dict[str, Work]:
         return fused.END
+
+
+@dataclass(frozen=True)
+class FusedEstimates(FusedKernels):
+    """The same kernels with thresholds that ``"gaussiank"`` estimates."""
+
+    def selection(self, span: Span) -> dict[str, Work]:
+        if not span.elements:
+            return {}
+        estimate = ESTIMATE.work(span.elements, span.entries) + fused.estimation(span, REFINEMENTS)
+        return super().selection(span) | {"operations": estimate}
+
+
+@dataclass(frozen=True)
+class FusedPlaces(FusedKernels):
+    """The same kernels with elements that a compressor chooses in PyTorch's operations.
+
+    Args:
+        bits: See :class:`FusedKernels`.
+        compressor: ``"randomk"``; others are taken for ``"topk"``.
+    """
+
+    compressor: str = "randomk"
+
+    def selection(self, span: Span) -> dict[str, Work]:
+        if not span.elements:
+            return {}
+        operations = DRAW if self.compressor == "randomk" else SELECT["topk"]
+        chosen = operations.work(span.elements, span.entries, span.tensors)
+        return fused.placement(replace(span, bits=self.bits)) | {"operations": chosen}
 
 
 @dataclass(frozen=True)

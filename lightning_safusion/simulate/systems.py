@@ -31,7 +31,15 @@ from lightning_safusion.lookup import look_up
 from lightning_safusion.simulate.cluster import CollectiveCost
 from lightning_safusion.simulate.engine import mean_iteration
 from lightning_safusion.simulate.job import Job, line
-from lightning_safusion.simulate.paths import SELECT, FusedKernels, FusedShards, Path, TorchOperations
+from lightning_safusion.simulate.paths import (
+    SELECT,
+    FusedEstimates,
+    FusedKernels,
+    FusedPlaces,
+    FusedShards,
+    Path,
+    TorchOperations,
+)
 from lightning_safusion.simulate.per_tensor import adtopk, espresso, hipress, ssfusion
 from lightning_safusion.simulate.schedule import Iteration, Message, Schedule, Stream, Timer
 from lightning_safusion.systems import SYSTEMS, EngineSystem, HookSystem
@@ -131,12 +139,17 @@ def _as_row(row: EngineSystem, job: Job) -> Job:
 
 def _path_of(row: EngineSystem, job: Job, codec: Codec) -> Path:
     """Fused kernels where all parts are those that they know."""
-    values = codec.values
-    if (row.compressor, row.scope) == ("topk", "tensor") and values.width in (4, 16, 32):
-        if _has_shards(row, job):
+    values, shards = codec.values, _has_shards(row, job)
+    if row.scope == "tensor" and values.width in (4, 16, 32):
+        if shards and row.compressor == "topk":
             return FusedShards(job.cluster.workers, ShardedExchange.scattered, ShardedExchange.gathered, values.width)
-        if find_collective(row.collective).exchange is SparseAllGather and codec.layout == "eliasfano":
-            return FusedKernels(values.width)
+        gathers = find_collective(row.collective).exchange is SparseAllGather and codec.layout == "eliasfano"
+        if gathers and not shards:
+            if row.compressor == "topk":
+                return FusedKernels(values.width)
+            if row.compressor == "gaussiank" and row.quota != "pooled":
+                return FusedEstimates(values.width)
+            return FusedPlaces(values.width, row.compressor)
     return TorchOperations(row.compressor, values.few_bits)
 
 

@@ -27,6 +27,7 @@ from lightning_safusion.fusion.build import build_engine
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.layout import TensorSpec
 from lightning_safusion.kernels.cuda import buffer, work
+from lightning_safusion.simulate.paths import FusedEstimates, FusedPlaces, Path
 from lightning_safusion.simulate.trace import resolve_trace
 from lightning_safusion.sparsify.selection.units import Moment, UpdateUnits
 from tests.cluster import settings
@@ -164,6 +165,35 @@ def test_launches_of_a_window(
     assert sum(started.values()) <= (2 + 15) * buffers
     assert job.counting.uploads <= 1  # the verdict, to the host
     assert job.temporary(engine) <= 2 * max(sizes)
+
+
+@pytest.mark.parametrize(
+    ("compressor", "path", "shipment", "by_update"),
+    [
+        ("gaussiank", FusedEstimates(), fused.ThresholdShipment, True),
+        ("randomk", FusedPlaces(), fused.PlacedShipment, False),
+    ],
+)
+def test_other_compressors_cost_what_the_planner_is_told(
+    monkeypatch: pytest.MonkeyPatch, compressor: str, path: Path, shipment: type[Any], by_update: bool
+) -> None:
+    job = Device(monkeypatch, long(), compressor=compressor)
+    with fake_cuda(monkeypatch) as device:
+        engine = job.engine(device)
+        if by_update:
+            moments = [Moment(torch.empty(spec.numel, device=device), 1e-8) for spec in job.specs]
+            engine.space.compare_in(UpdateUnits(lambda index: moments[index], device))
+        job.count(engine)
+    report, started = engine.report, job.counting.started
+    assert report is not None
+    assert all(type(own) is shipment for own in report._shipments)
+    buffers = len(report._shipments)
+    span = work.Span(1e6, 1e5)
+    told = path.selection(span) | path.decoding(span, 2) | {"all-gather": work.Work(1)}
+    launches = sum(part.launches for part in told.values()) * buffers + work.END["commit"].launches
+    print(dict(started), buffers)
+    assert sum(started.values()) == pytest.approx(launches, rel=0.05)
+    assert job.counting.uploads <= 1 + buffers * (compressor == "randomk")  # the verdict; and positions
 
 
 @pytest.mark.parametrize(

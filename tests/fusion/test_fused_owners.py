@@ -46,7 +46,7 @@ def exchanges(cluster: Cluster, rank: int) -> list[ShardedExchange]:
     return found  # type: ignore[return-value]
 
 
-def same_numbers(clusters: list[Cluster], steps: int = 3) -> None:
+def same_numbers(clusters: list[Cluster], steps: int = 2) -> None:
     """Gradients, residuals and messages are equal, bit for bit, in every window."""
     same_gradients(clusters, steps)
     for rank in range(len(clusters[0].transports)):

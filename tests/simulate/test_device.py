@@ -102,21 +102,23 @@ def test_the_bytes_of_the_predicted_step_of_bert_base(density: float, by_update:
 @pytest.mark.parametrize(
     ("density", "by_update", "gathered", "sharded"),
     [
-        (0.02, True, [3.01, 3.80, 6.94], 3.45),  # the default with Adam
-        (0.02, False, [2.74, 3.52, 6.67], 3.16),
-        (0.1, True, [3.38, 4.67, 9.87], 4.97),
-        (0.1, False, [3.10, 4.40, 9.59], 4.68),  # the default with SGD
+        (0.02, True, [2.99, 3.81, 7.08], 3.40),  # the default with Adam
+        (0.02, False, [2.75, 3.56, 6.83], 3.14),
+        (0.1, True, [3.36, 4.73, 10.19], 4.84),
+        (0.1, False, [3.12, 4.48, 9.94], 4.57),  # the default with SGD
     ],
 )
 def test_the_predicted_step_of_bert_base_is_that_of_the_documents(
     density: float, by_update: bool, gathered: list[float], sharded: float
 ) -> None:
-    """The budgets of 3, 4 and 8 ms hold with 2 % and elements as they are; what is beyond them is on the page."""
+    """The budgets of 3, 4 and 8 ms hold with 2 %; what is beyond them is on the page."""
     # a message is read 256 bits at a time by every program: nearly a quarter of a millisecond for each worker. With
     # fewer entries a region has several tiles, and a program passes over most of its bits
     found = [step_of(EXACT, workers, density, by_update) for workers in (2, 8, 32)]
     shards = step_of(EXACT, 32, density, by_update, sharded=True)
     assert [*found, shards] == pytest.approx([*gathered, sharded], abs=0.01)
+    if density == 0.02:
+        assert all(step <= budget for step, budget in zip(found, (3, 4, 8), strict=True))
     page = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()
     assert " | ".join(f"{step:.2f}" for step in [*found, shards]) in page
 

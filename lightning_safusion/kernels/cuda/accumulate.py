@@ -89,10 +89,10 @@ def compensate(
             compared = keys_of(x, moments, epsilon, offsets - first, inside, MOMENT)
             tl.store(keys + offsets, magnitudes(compared), mask=inside)
         if BITS > 0:
-            digits = tl.where(inside, magnitudes(compared) >> (31 - BITS), 0)
-            outside = BLOCK - tl.minimum(stop - at, BLOCK)  # counted in bin 0
-            counts += tl.histogram(digits, BINS) - tl.where(bins == 0, outside, 0)
-    if BITS > 0:  # noqa: SIM102 - one is known to the compiler, the other to the device
+            counts += tl.histogram(magnitudes(compared) >> (31 - BITS), BINS)
+    if BITS > 0:
+        # zeros behind the last block's elements are in bin 0
+        counts -= tl.where(bins == 0, tl.cdiv(stop - start, BLOCK) * BLOCK - (stop - start), 0)
         if tl.load(tensors + QUOTAS * (number + 1) + tensor) > 0:
             tl.atomic_add(histogram + tensor * BINS + bins, counts, mask=counts > 0, sem="relaxed")
     flags += tl.load(tensors + FLAGS * (number + 1) + tensor)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_safusion.kernels.cuda import accumulate as accumulating
 from lightning_safusion.kernels.cuda import commit, decode, digits, encode
+from lightning_safusion.kernels.cuda.elements import ROOM
 from lightning_safusion.kernels.cuda.graphs import recorded
 from lightning_safusion.kernels.cuda.launch import address_of, launch
 from lightning_safusion.kernels.cuda.tables import ANY_VALUES, FOUR_BITS, KINDS, WIDTH, Message, Runs, Tables
@@ -36,24 +37,28 @@ class Packer:
     def __init__(self, tables: Tables, out: Tensor, workspace: Workspace) -> None:
         self.tables, self.out, self.workspace = tables, out, workspace
         self.constants = Constants.of(tables, out.device)
-        self._words, self._halves = out.view(torch.int32), out.view(torch.int16)
+        self.words, self._halves = out.view(torch.int32), out.view(torch.int16)
+        self.entries = self.largest = torch.empty(0)  #: int32 [2, most], [P]: see :func:`encode.write`
         self.selected = False  #: what :meth:`pack` writes is there
         self.flags = self.histogram = torch.empty(0)  #: int32 [T], [T, bins]: what is written before :meth:`find`
 
-    def take(self, more: Sequence[int] = ()) -> list[Tensor]:
-        """Takes memory for a selection; returns further int32 vectors of the lengths ``more``."""
-        tables, levels, number = self.tables, self.tables.digits, self.tables.number
+    def take(self, more: Sequence[int] = (), *, known: bool = False) -> list[Tensor]:
+        """Takes memory for a selection; returns further int32 vectors of the lengths ``more``.
+
+        ``known``: Nothing will be searched for.
+        """
+        tables, levels, number = self.tables, () if known else self.tables.digits, self.tables.number
         message, count = tables.message, tables.chunks.shape[1]
         histogram_sizes = [number << bits for bits in levels] if tables.room else []
         pool_sizes = [1 << bits for bits in levels] if tables.pool else []
         zeros = [tables.heads, message.parts, *histogram_sizes, *pool_sizes]
         rest = [4 * number] * len(levels) + [2 * count, 2 * message.capacity, *more]
         taken = iter(self.workspace.take([*zeros, *rest], len(zeros)))
-        self.flags, self._largest = next(taken), next(taken)
+        self.flags, self.largest = next(taken), next(taken)
         self._histograms = [next(taken) for _ in histogram_sizes]
         self._pools = [next(taken) for _ in pool_sizes]
         self._states = [next(taken) for _ in levels]
-        self._counts, self._entries, *others = taken
+        self._counts, self.entries, *others = taken
         self.histogram = self._histograms[0] if self._histograms else self.flags
         return others
 
@@ -78,14 +83,14 @@ class Packer:
             following = levels[level + 1]
             shift -= following
             launch(
-                digits.narrow, count, *span, constants.shape, self._words, histogram, pool, before, found,
+                digits.narrow, count, *span, constants.shape, self.words, histogram, pool, before, found,
                 self._histograms[level + 1], len(tables.described), room, number, count, BITS_BEFORE=bits,
                 BITS=following, SHIFT=shift, FIRST=first, POOLED=pooled, BLOCK=WIDTH,
             )  # fmt: skip
             before = found
-        arrays = constants.chunks, constants.tensors, constants.shape, self._states[-1], self._counts, self._words
+        arrays = constants.chunks, constants.tensors, constants.shape, self._states[-1], self._counts, self.words
         launch(
-            encode.write, count, keys, values.view(torch.int32), *arrays, self._entries, self._largest,
+            encode.write, count, keys, values.view(torch.int32), *arrays, self.entries, self.largest,
             tables.message.capacity, room, number, count, POOLED=bool(self._pools), BLOCK=BLOCK,
             SCALED=tables.message.values == FOUR_BITS,
         )  # fmt: skip
@@ -97,7 +102,7 @@ class Packer:
         self.selected, tables = False, self.tables
         most = int(tables.described[:, 0].max())
         programs = max(1, -(-most // (32 * GROUPS)))
-        arrays = self._entries, self._largest, self.flags, self.constants.shape, self._words, self.out, self._halves
+        arrays = self.entries, self.largest, self.flags, self.constants.shape, self.words, self.out, self._halves
         sizes = notices, tables.message.capacity, tables.heads, programs
         count = programs * len(tables.described)
         options = {"SELECTED": tables.room > 0, "GROUPS": GROUPS, "VALUES": tables.message.values}
@@ -196,13 +201,17 @@ class BufferKernels:
 
     def _select(self, decay: float, keys: Tensor) -> None:
         self.packer.take()
-        bits = self.tables.digits[0] if self.tables.room else 0
+        self._compensate(decay, keys)
+        self.packer.find(keys, self.memory)
+
+    def _compensate(self, decay: float, keys: Tensor, *, known: bool = False) -> None:
+        """Adds the gradients to the residual, and counts the first digit of keys, unless what is sent is known."""
+        bits = self.tables.digits[0] if self.tables.room and not known else 0
         for kind, moment, chunks, count in self._launches:
             arrays = self.constants.tensors, self.addresses, self._epsilons, self.packer.flags, self.packer.histogram
             sizes = decay, self.share, self.tables.number, count
             options = {"GRAD": kind, "MOMENT": moment, "BITS": bits, "BLOCK": BLOCK}
             launch(accumulating.compensate, count, self.memory, keys, chunks, *arrays, self.origin, *sizes, **options)
-        self.packer.find(keys, self.memory)
 
     def pack(self, notices: int) -> None:
         """Writes the message; ``notices``: bits for all ranks."""
@@ -221,6 +230,10 @@ class BufferKernels:
                 decode.decode, count, received, self.sent, self.received, *arrays, *scales, *strides, number, number,
                 count, KIND=kind, BITS=BITS, OWNED=False, VALUES=self.tables.message.values,
             )  # fmt: skip
+
+    def entries(self) -> int:
+        """How many entries its own message has (waits for the device)."""
+        return int(self.constants.shape[0, ROOM.value])
 
     def headers(self) -> int:
         """Bytes of the headers of all messages."""

@@ -10,7 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 # Warps of a program, so many that no register is spilled; of other kernels 8.
-_WARPS = dict.fromkeys(("compensate", "share", "narrow", "write", "pack", "decode", "reduce", "commit"), 4)
+_WARPS = dict.fromkeys(
+    ("compensate", "share", "narrow", "write", "pack", "decode", "reduce", "commit", "place", "add_up"), 4
+)
 #: Version of Triton.
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 # Registers of a thread that a kernel may have. Without a limit some versions of NVIDIA's compiler spill one, so that a

@@ -197,6 +197,16 @@ class Tables:
         return np.stack([message.described(*places) for message, *places in rows])
 
     @cached_property
+    def region_starts(self) -> np.ndarray:
+        """int32 [R], the first elements of the regions of a message."""
+        if self.message.runs is None:
+            return np.zeros(0, np.int32)
+        before, first = self.message.runs.regions, self.edges[:-1]
+        tensor = np.repeat(np.arange(self.number), np.diff(before))
+        inside = np.arange(before[-1]) - before[tensor]
+        return (first[tensor] + (inside << (self.message.low_bits + _REGION))).astype(np.int32)
+
+    @cached_property
     def tensors(self) -> np.ndarray:
         """int32 [13, T + 1], as kernels read it."""
         number, runs = self.number, self.message.runs

@@ -11,7 +11,7 @@ tests hold the numbers to what the kernels do. How long it takes is for a device
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, log2
 from typing import NamedTuple
 
 from lightning_safusion.kernels.cuda.tables import CHUNKS, TILE, WIDTH, digits_of
@@ -65,17 +65,20 @@ class Loop(NamedTuple):
 
 #: By kernel; "by update": where moments of the optimizer are read; the mean of both for ``"narrow"``.
 LOOPS: dict[str, Loop] = {
-    "compensate": Loop(266, 149, 128, 1024),
-    "compensate by update": Loop(632, 287, 128, 1024),
-    "narrow": Loop(531, 347, 128, 2048),
-    "count_chunks": Loop(122, 637, 256, 2048),
-    "write": Loop(823, 229, 128, 1024),
-    "pack": Loop(70, 532, 128, 512),
-    "decode": Loop(212, 469, 128, 256),
-    "decode of owners": Loop(239, 628, 128, 256),
-    "reduce": Loop(212, 206, 128, 256),
-    "reduce by update": Loop(256, 356, 128, 256),
-    "commit": Loop(223, 328, 128, 256),
+    "compensate": Loop(266, 166, 128, 1024),
+    "compensate by update": Loop(602, 302, 128, 1024),
+    "narrow": Loop(544, 346, 128, 2048),
+    "count_chunks": Loop(122, 638, 256, 2048),
+    "write": Loop(823, 228, 128, 1024),
+    "pack": Loop(68, 519, 128, 512),
+    "decode": Loop(224, 455, 128, 256),
+    "decode of owners": Loop(214, 609, 128, 256),
+    "reduce": Loop(220, 192, 128, 256),
+    "reduce by update": Loop(252, 340, 128, 256),
+    "commit": Loop(209, 322, 128, 256),
+    "place": Loop(115, 432, 128, 256),
+    "count_above": Loop(107, 117, 256, 2048),
+    "add_up": Loop(82, 166, 128, 1024),
 }
 # Instructions of each thread in their other loops: for each message of a tile, for bits of its region that are passed
 # over, for each header, and for 512 elements: cleared; delivered; added to the residual of an owner, and compared by
@@ -187,6 +190,32 @@ def selection(span: Span) -> dict[str, Work]:
     if not span.elements:
         return {}
     return {"zero": _zeros(span), "compensate": _compensation(span)} | _packing(span)
+
+
+def estimation(span: Span, counts: int) -> Work:
+    """Of a threshold for each tensor: moments, and elements counted above so many; and above the one that is taken.
+
+    Operations on one number of each tensor are not in it.
+    """
+    passes, n = counts + 1, span.elements
+    counted = LOOPS["count_above"].instructions(n, span.chunks)
+    return Work(1 + passes, 4 * n * (1 + passes), LOOPS["add_up"].instructions(n, span.chunks) + passes * counted)
+
+
+def placement(span: Span) -> dict[str, Work]:
+    """From elements that are chosen, and gradients that are added, to a message."""
+    if not span.elements:
+        return {}
+    k, loop = span.entries, LOOPS["place"]
+    # each is looked up among tensors, and each region among them: a pass of the loop halves what is left
+    halvings = 2 * ceil(log2(max(2.0, k, span.tensors)))
+    placed = loop.threads * (loop.once + loop.length * halvings) * ceil(k / loop.items)
+    return {
+        "zero": Work(2, 4 * k / _PART + span.message),
+        "compensate": _compensation(replace(span, by_update=False)),
+        "write": Work(1, (12 + _ENTRY) * k + span.message, placed),
+        "pack": _packing(span)["pack"],
+    }
 
 
 def _zeros(span: Span) -> Work:

@@ -253,7 +253,7 @@ class Selector:
     def __init__(self, sparsifier: Sparsifier) -> None:
         self.sparsifier = sparsifier
         self.units: UpdateUnits | None = None  #: in which elements are compared; None: those of the gradient
-        self._selecting = Lock()
+        self.lock = Lock()  #: held while it selects
         self._takes_survey = "survey" in inspect.signature(sparsifier.select).parameters
         self._trusted = type(sparsifier).__module__.startswith("lightning_safusion.")
         #: Reads a span through a view alone, so that keys need not be written before they are read.
@@ -287,7 +287,7 @@ class Selector:
         if units is not None:
             compared = units.keys if survey is not None else units.weigh(x)
         known = {"survey": survey or SpanSurvey(compared, history)} if self._takes_survey else {}
-        with self._selecting:
+        with self.lock:
             selection = select(compared, history.segments, step, **known)
             if units is not None:
                 selection = selection.with_values_of(x)

@@ -78,8 +78,15 @@ class TorchView(SegmentedView):
 
     def __init__(self, x: Tensor, segments: Segments) -> None:
         self.x, self.segments = x, segments
-        self._fixed = _Constants.of(segments, x.device)
-        self._bits = x.detach().view(torch.int32) & MAGNITUDE_BITS
+
+    @cached_property
+    def _fixed(self) -> _Constants:
+        return _Constants.of(self.segments, self.x.device)
+
+    @cached_property
+    def _bits(self) -> Tensor:
+        """int32 [N], of the magnitudes."""
+        return self.x.detach().view(torch.int32) & MAGNITUDE_BITS
 
     def moments(self, *, magnitudes: bool = False) -> tuple[Tensor, Tensor]:
         elements = self.x.double()

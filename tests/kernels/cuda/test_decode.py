@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 from lightning_safusion.kernels import cpu
 from tests.kernels.cuda.buffers import DECAY, DEVICE, ORDERS, Case, Rank, WindowKernels, cases, gather, in_order
 
-EXAMPLES = 12
+EXAMPLES = 8
 
 
 def sent(case: Case, seed: int) -> list[Rank]:
@@ -156,7 +156,7 @@ def fields(rank: Rank) -> Sequence[int]:
     return rank.kernels.tables.message.fields
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(st.integers(0, 10**6), st.integers(0, 2**32 - 1), st.sampled_from([0.1, 0.003]))
 def test_damaged_messages_do_no_harm(place: int, word: int, density: float) -> None:
     rank = sent(Case((2500, 4200), density=density), 5)[0]

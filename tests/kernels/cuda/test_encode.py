@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 from lightning_safusion.kernels.cuda import tables as tables_module
 from tests.kernels.cuda.buffers import ORDERS, Case, Rank, cases, in_order, oracle
 
-EXAMPLES = 12  # about a second each in the interpreter
+EXAMPLES = 8  # about a second each in the interpreter
 
 
 def check(rank: Rank, notices: int = 0) -> None:

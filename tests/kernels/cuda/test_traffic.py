@@ -21,6 +21,7 @@ from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.exchange import Part, SpanSpec
 from lightning_safusion.kernels.cuda import buffer, work
 from lightning_safusion.kernels.cuda.buffer import Weighing, Workspace
+from lightning_safusion.kernels.cuda.chosen import PlacedKernels, ThresholdKernels
 from lightning_safusion.kernels.cuda.owners import Mail, OwnerKernels
 from lightning_safusion.sparsify.basic import TopK
 from tests.comm.exchanges import Workers, gradients, sharded
@@ -140,6 +141,33 @@ def test_bytes_of_an_element(traffic: Traffic, moments: list[int] | None, densit
     span = work.Span(elements, density * elements, len(case.sizes), by_update=moments is not None)
     stages = work.selection(span), work.decoding(span, workers), work.commitment(span)
     counted(traffic, stages, elements, 55 + 0.5 * workers)
+
+
+def test_bytes_of_an_element_that_is_chosen_or_exceeds_a_threshold(traffic: Traffic) -> None:
+    case = Case((40_000, 20_000), 0.1)
+    rank, elements, segments = Rank.of(case, 0, 3), float(sum(case.sizes)), case.segments
+    assert segments is not None
+    own = rank.kernels
+    arguments = own.tables, rank.memory, own.sent, own.received, 0, own.packer.workspace
+    span = work.Span(elements, 0.1 * elements, len(case.sizes))
+    selection = TopK().select(rank.memory, segments, 0)
+    placing = PlacedKernels(*arguments)
+    placing.locate(rank.grads, None)
+    placing.add(DECAY)
+    parts = selection.indices, selection.values, placing.packer.entries, placing.sent
+    traffic.bytes.clear()
+    traffic.follow(*parts)
+    placing.place(selection)
+    assert traffic.bytes["place"] == pytest.approx(work.placement(span)["write"].nbytes, rel=0.15)
+    estimating = ThresholdKernels(*arguments)
+    estimating.locate(rank.grads, None)
+    view = estimating.add(DECAY, None, segments)
+    traffic.bytes.clear()
+    traffic.follow(rank.memory)
+    view.moments()
+    for _ in range(3):
+        view.count_above(torch.zeros(len(case.sizes)))
+    assert sum(traffic.bytes.values()) == pytest.approx(work.estimation(span, 2).nbytes, rel=0.01)
 
 
 def unwritten(exchange: ShardedExchange) -> Mail:

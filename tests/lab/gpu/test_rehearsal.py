@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow  # three minutes of a core, in the interpreter
 #: Of every stage: how many figures it has in a rehearsal, and one of them.
 FOUND = {
     "environment": (11, "the interpreter runs the kernels"),
-    "waits": (16, "waits of a window: default"),
+    "waits": (18, "waits of a window: default"),
     "numerics": (20, "messages, means, residuals: ties"),
     "passes": (26, "write: of the copy's bandwidth"),
     "windows": (12, "launches, 8 workers"),

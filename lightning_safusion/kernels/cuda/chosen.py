@@ -1,0 +1,136 @@
+"""The launches of a buffer whose elements another compressor than Top-k chooses."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_safusion.kernels.cuda import buffer, statistics
+from lightning_safusion.kernels.cuda.buffer import BLOCK, BufferKernels, Weighing
+from lightning_safusion.kernels.cuda.elements import QUOTAS, ROOM, SLOTS
+from lightning_safusion.kernels.cuda.place import place
+from lightning_safusion.kernels.cuda.tables import FOUR_BITS, WIDTH, Tables
+from lightning_safusion.kernels.cuda.workspace import Constants
+from lightning_safusion.sparsify.base import Segments, Selection
+from lightning_safusion.sparsify.selection.torch_view import TorchView
+from lightning_safusion.sparsify.selection.view import device_constant
+
+_PLACED = 256  # entries, and regions, of a program that places them
+
+
+class PlacedKernels(BufferKernels):
+    """Writes into messages what a compressor has selected by operations of PyTorch."""
+
+    def add(self, decay: float) -> None:
+        """Adds the gradients to the residual."""
+        self.packer.take(known=True)
+        self._compensate(decay, self.memory.view(torch.int32), known=True)
+
+    def place(self, selection: Selection) -> None:
+        """Takes the elements that are sent, and their values."""
+        packer, message, number = self.packer, self.tables.message, self.tables.number
+        _set_room(packer.constants, selection.count)
+        packer.words[message.fields[1] : message.fields[2]].zero_()
+        indices, values = selection.indices, selection.values.view(torch.int32)
+        count = -(-max(len(indices), len(self._regions)) // _PLACED)
+        arrays = packer.constants.tensors, packer.constants.shape, self._regions
+        steps = max(len(indices), number + 1).bit_length() + 1
+        buffer.launch(
+            place, count, indices, values, *arrays, packer.words, packer.entries, packer.largest, message.capacity,
+            number, steps, BLOCK=_PLACED, SCALED=message.values == FOUR_BITS,
+        )  # fmt: skip
+        packer.selected = True
+
+    @cached_property
+    def _regions(self) -> Tensor:
+        """int32 [R], the first elements of the regions of a message."""
+        return device_constant(self.tables.region_starts, self.memory.device)
+
+
+class ThresholdKernels(BufferKernels):
+    """Selects what exceeds thresholds that a compressor estimates: of each tensor its largest elements, as many as
+    exceed the threshold, but at least one and no more than its quota."""
+
+    def add(self, decay: float, weighing: Weighing | None, segments: Segments) -> KernelView:
+        """Adds the gradients to the residual.
+
+        Returns:
+            What the thresholds are estimated from: the sums, or in the units of the update their keys.
+        """
+        self._keys = self.memory.view(torch.int32) if weighing is None else weighing.keys
+        self.packer.take()
+        self._compensate(decay, self._keys)
+        x = self.memory
+        if weighing is not None:
+            x = torch.copysign(self._keys.view(torch.float32), x)
+        return KernelView(x, segments, self.tables, self.packer.constants, self._chunks_of_each)
+
+    def find(self, view: KernelView, thresholds: Tensor) -> None:
+        """Finds what is sent; ``thresholds``: float32 [T], of magnitudes."""
+        constants, number = self.packer.constants, self.tables.number
+        quotas = view.count_above(thresholds).clamp_(min=1).minimum(self._limits)
+        upto = quotas.cumsum(0)
+        constants.tensors[QUOTAS.value, :number].copy_(quotas)
+        constants.tensors[SLOTS.value, :number].copy_(upto - quotas)
+        _set_room(constants, upto[-1:])
+        self.packer.find(self._keys, self.memory)
+        self.packer.selected = True
+
+    @cached_property
+    def _limits(self) -> Tensor:
+        """int64 [T], most elements of each tensor."""
+        return device_constant(self.tables.limited, self.memory.device)
+
+    @cached_property
+    def _chunks_of_each(self) -> Tensor:
+        """int64 [T], chunks of each tensor."""
+        number = np.bincount(self.tables.chunks[0], minlength=self.tables.number)
+        return device_constant(number.astype(np.int64), self.memory.device)
+
+
+def _set_room(constants: Constants, count: int | Tensor) -> None:
+    """Says how many entries the message of this window has."""
+    room = constants.shape[0, ROOM.value : ROOM.value + 1]
+    if isinstance(count, Tensor):
+        room.copy_(count.view(1))
+    else:
+        room.fill_(count)
+
+
+class KernelView(TorchView):
+    """Counts and adds up elements in one pass over them; everything else is left to PyTorch's operations.
+
+    Args:
+        x: float32 [N].
+        segments: Its tensors and their quotas, as in the tables.
+        tables: Of the buffer.
+        constants: The same on its device.
+        chunks_of_each: int64 [T], how many of its pieces each tensor has.
+    """
+
+    def __init__(
+        self, x: Tensor, segments: Segments, tables: Tables, constants: Constants, chunks_of_each: Tensor
+    ) -> None:
+        super().__init__(x, segments)
+        self._tables, self._constants, self._chunks_of_each = tables, constants, chunks_of_each
+
+    def count_above(self, thresholds: Tensor, enough: Tensor | None = None) -> Tensor:
+        found = torch.zeros(self._tables.number, dtype=torch.int32, device=self.x.device)
+        arrays = self.x.view(torch.int32), self._constants.chunks, self._constants.tensors
+        sizes = self._tables.number, self._tables.chunks.shape[1]
+        buffer.launch(statistics.count_above, sizes[1], *arrays, thresholds, found, *sizes, BLOCK=WIDTH)
+        return found.long()
+
+    def moments(self, *, magnitudes: bool = False) -> tuple[Tensor, Tensor]:
+        count = self._tables.chunks.shape[1]
+        sums = torch.empty(2, count, dtype=torch.float64, device=self.x.device)
+        arrays = self.x, self._constants.chunks, self._constants.tensors
+        sizes = self._tables.number, count
+        buffer.launch(statistics.add_up, count, *arrays, sums, *sizes, MAGNITUDES=magnitudes, BLOCK=BLOCK)
+        total, squares = (
+            torch.segment_reduce(row, "sum", lengths=self._chunks_of_each, unsafe=True, initial=0.0) for row in sums
+        )
+        return total, squares
