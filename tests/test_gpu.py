@@ -80,7 +80,7 @@ def over(rank: int, backend: str, world_size: int, folder: str, **options: Any) 
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("compressor", ["topk", "gaussiank", "none"])
+@pytest.mark.parametrize("compressor", ["topk", "gaussiank", "randomk", "none"])
 def test_nccl_streams_give_the_numbers_of_the_cpu(tmp_path: Path, compressor: str) -> None:
     density = 1.0 if compressor == "none" else 0.05
     on_gpu = over(0, "nccl", 1, str(tmp_path), compressor=compressor, density=density)
