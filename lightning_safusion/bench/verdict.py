@@ -161,7 +161,9 @@ def _doubts(floor: float, baseline: SystemFigures, count: int) -> list[str]:
 
 def _memory(best: SystemFigures, baseline: SystemFigures) -> str:
     more = best.peak_bytes - baseline.peak_bytes
-    word = "more" if more >= 0 else "less"
+    if abs(more) < _MB:
+        return f"Memory: as much per worker as {baseline.system}, within 1 MB (at the peak of a turn)."
+    word = "more" if more > 0 else "less"
     return f"Memory: {abs(more) / _MB:,.0f} MB {word} per worker than {baseline.system} (at the peak of a turn)."
 
 

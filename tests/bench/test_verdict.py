@@ -103,6 +103,15 @@ def test_it_is_said_in_words() -> None:
     assert "waits for data longer" not in text
 
 
+@pytest.mark.parametrize("peak", [100, 600_100, 0])
+def test_memory_that_does_not_differ_is_not_called_less(peak: int) -> None:
+    given = rounds(**{DEFAULT: turns(0.25, 0.25, 0.25, peak=peak)})
+    given["ddp"] = turns(1.0, 1.1, 0.9, peak=400_000 if peak else 100)
+    text = " ".join(said(given).sentences)
+    assert ("Memory: as much per worker as ddp, within 1 MB" in text) == bool(peak)
+    assert "0 MB" not in text
+
+
 def test_the_best_dense_row_is_named_beside_the_users() -> None:
     given = rounds(**{DEFAULT: turns(0.25, 0.25, 0.25), "ddp-bf16": turns(0.5, 0.5, 0.5)})
     verdict = judge(figures_of(given), given, (2.1e9, None), DEFAULT, "ddp-bf16")

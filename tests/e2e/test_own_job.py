@@ -1,7 +1,8 @@
 """A stranger's job, on two machines joined by a slow link and by a fast one: is what ``safusion bench`` says true?
 
-What is asked for is the answer of two trainings of 200 steps each, with the stranger's strategy and with that of
-``best.yaml``, or with the default where the stranger's is to stay.
+The command is the one that a stranger types, with a file and a folder and nothing else. It answers within ten minutes,
+and says what the answer depends on. The truth is two trainings of 200 steps each, with the stranger's strategy and with
+that of ``best.yaml``, or with the default where the stranger's is to stay.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,14 @@ import pytest
 import yaml
 
 from lightning_safusion.bench.links import Namespace, linked_namespaces
+from lightning_safusion.bench.own import ALWAYS, ROWS
 from tests.e2e.processes import environment, need, started
 
 pytestmark = pytest.mark.slow
 
 LIMIT = 150.0
+# Of a benchmark: what the documents promise. It is no time that is measured: the machine may be busy.
+MINUTES = 10
 # Two trainings one after the other, on a machine that others use as well, differ by this much without a reason.
 NOISE = 0.25
 
@@ -94,8 +99,8 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def launch(machines: Sequence[Namespace], folder: Path, name: str, *command: str) -> str:
-    """Runs a command under torchrun on both machines; returns what the first has printed."""
+def launch(machines: Sequence[Namespace], folder: Path, name: str, *command: str, limit: float = LIMIT) -> str:
+    """Runs a command under torchrun on both machines, for so many seconds; returns what the first has printed."""
     main, programs = machines[0], []
     env = environment(GLOO_SOCKET_IFNAME="eth0", NUMEXPR_MAX_THREADS="1")
     for rank, machine in enumerate(machines):
@@ -115,7 +120,7 @@ def launch(machines: Sequence[Namespace], folder: Path, name: str, *command: str
         started(programs[0], folder / f"{name}-0.log", env) as first,
         started(programs[1], folder / f"{name}-1.log", env) as second,
     ):
-        output = first.finish(LIMIT)
+        output = first.finish(limit)
         second.finish(20)
     return output
 
@@ -128,15 +133,45 @@ def trained(machines: Sequence[Namespace], folder: Path, name: str, file: str) -
     return float(found[1])
 
 
+def check_words(printed: str, verdict: dict[str, Any]) -> None:
+    """Fails unless the verdict is printed as it is written, and says all that a user wants to know.
+
+    Args:
+        printed: By the command.
+        verdict: What it wrote.
+    """
+    words, best = " ".join(verdict["verdict"]), verdict["best"]
+    assert words in " ".join(printed.split())
+    rows = {row["system"]: row for row in verdict["systems"]}
+    assert {*ALWAYS, *ROWS} == rows.keys() | verdict["left_out"].keys()
+    if best == "ddp":
+        assert re.match(r"Keep ddp: no row is faster by more than \d+% of its [\d.]+ m?s step\.", words)
+        assert "Accuracy stays that of plain DDP." in words
+    else:
+        taken = rf"Take {re.escape(best)}: [\d.]+ m?s per step, ([\d.]+) times as fast as ddp \([\d.]+ m?s\)"
+        found = re.match(taken, words)
+        assert found, words
+        assert float(found[1]) == pytest.approx(1 / rows[best]["over_ddp"], abs=0.01)
+        assert re.search(r"Memory: ([\d,]+ MB (more|less) per worker than|as much per worker as) ddp", words)
+        known = r"Accuracy with AdamW: .* at a density of 0\.\d+ .*\(docs/convergence\.md\)"
+        assert re.search("accuracy was not measured here" if best == "ddp-bf16" else known, words)
+    rate = r"about [\d.]+ [kMG]bit/s"
+    changes = rf"the answer changes (above|below) {rate} per machine: \S+ is (as fast|faster) there"
+    assert re.search(rf"By simulation ({changes}|\S+ is faster than \S+ at (no|every) bandwidth)", words)
+
+
 @pytest.mark.parametrize("rate", ["100mbit", "10gbit"])
 def test_the_verdict_on_a_strangers_job_is_true(tmp_path: Path, rate: str) -> None:
     need("ip", "tc")
     (tmp_path / "mine.py").write_text(SCRIPT)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(CONFIG))
-    rows = ["--systems", "saf-pooled", "--rounds", "3", "--calibrate", "false", "--output", "out"]
+    command = ("-m", "safusion_command", "bench", "--config", "config.yaml", "--output", "out")
     with linked_namespaces(2, rate) as machines:
-        launch(machines, tmp_path, "bench", "-m", "safusion_command", "bench", "--config", "config.yaml", *rows)
+        begun = time.monotonic()
+        printed = launch(machines, tmp_path, "bench", *command, limit=60 * MINUTES)
+        print(f"{rate}: a verdict after {time.monotonic() - begun:.0f} s")
         verdict = json.loads((tmp_path / "out" / "bench.json").read_text())
+        check_words(printed, verdict)
         stays = verdict["best"] == "ddp"
         other = "default.yaml" if stays else "out/best.yaml"
         default = {"class_path": "lightning_safusion.SAFusionStrategy"}
