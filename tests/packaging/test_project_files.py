@@ -49,6 +49,19 @@ def test_what_is_built_for_a_release_knows_its_repository() -> None:
     assert build["env"] == {"SAFUSION_URL": "${{ github.server_url }}/${{ github.repository }}"}
 
 
+def test_addresses_of_other_sites_are_tried_every_week_and_hold_up_no_change() -> None:
+    path = ROOT / ".github" / "workflows" / "docs.yml"
+    docs = yaml.safe_load(path.read_text())
+    assert docs[True]["schedule"]  # YAML 1.1 takes "on" for a truth value
+    (at,) = (place for place, step in enumerate(_steps(path)) if "lychee" in step.get("uses", ""))
+    checked, before = _steps(path)[at], _steps(path)[:at]
+    assert checked["continue-on-error"] == "${{ github.event_name != 'schedule' }}"
+    assert checked["with"]["fail"]
+    site = re.findall(r"^site_dir: (\S+)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert checked["with"]["args"].split()[-2:] == [*site, "*.md"]
+    assert any("make docs" in step.get("run", "") for step in before)  # which builds the site
+
+
 def test_the_citation_is_of_this_version_and_of_the_papers_of_the_readme() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert {"cff-version", "message", "title", "authors"} <= citation.keys()
