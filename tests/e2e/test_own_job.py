@@ -188,8 +188,9 @@ def test_the_verdict_on_a_strangers_job_is_true(tmp_path: Path, rate: str) -> No
     if stays:
         assert plain < (1 + NOISE) * sparse
     else:
-        assert sparse < plain
+        assert sparse < (1 + NOISE) * plain
     if rate == "100mbit":
         assert not stays
+        assert sparse < plain
         said = next(row["over_ddp"] for row in verdict["systems"] if row["system"] == verdict["best"])
         assert 1 / 3 < sparse / plain / said < 3  # a machine may be busy while one of them runs
