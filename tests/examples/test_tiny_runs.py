@@ -38,6 +38,7 @@ BOUNDS = {
     "bert_base_squad": ("val_f1", 35.0),
     "bert_large_squad": ("val_f1", 35.0),
 }
+RESUMED = ("lstm_wikitext2", "resnet152_cifar100", "bert_base_squad")
 
 
 def assert_learnt(workload: str, run: Run) -> None:
@@ -67,9 +68,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)
-def test_a_sparse_training_learns_and_resumes(workload: str, data: Callable[[str], list[str]], tmp_path: Path) -> None:
+def test_a_sparse_training_learns(workload: str, data: Callable[[str], list[str]], tmp_path: Path) -> None:
+    """One of each kind of data also goes on from its checkpoint."""
     run = fit(tmp_path / "first", workload, *data(workload))
     assert_learnt(workload, run)
+    if workload not in RESUMED:
+        return
     third = ["--trainer.max_epochs=3", f"--ckpt_path={run.checkpoint}"]
     resumed = fit(tmp_path / "resumed", workload, *data(workload), *third)
     assert len(resumed.column(BOUNDS[workload][0])) == 1
