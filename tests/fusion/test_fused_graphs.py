@@ -3,14 +3,14 @@
 No device is here to capture a graph. A stand-in does what one does: it notes what is started, with its arguments,
 without doing it, and does it when it is replayed.
 
-Covers: all-gather and shards, pooled quotas, units of the update; gradients that move; a device that captures nothing;
-    the switch.
+Covers: all-gather and shards, pooled quotas, units of the update; gradients that move; notices; a device that captures
+    nothing; the switch.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -81,7 +81,7 @@ class Tapes:
 
 
 @pytest.fixture
-def tapes(make_fused: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch) -> Iterator[Tapes]:
+def tapes(make_fused: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch) -> Tapes:
     made = Tapes(buffer.launch)
     monkeypatch.setattr(buffer, "launch", made.launch)
     for module in (buffer, owners):
@@ -135,6 +135,17 @@ def test_replays_give_the_numbers_of_launches(
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     assert tapes.captured >= 2 * 2  # by both ranks, again when gradients had moved
     assert tapes.replayed > tapes.captured
+
+
+def test_notices_are_in_the_message_of_their_window_only(tapes: Tapes) -> None:
+    rank, read = Rank.of(Case((300, 40)), 0, 1), []
+    rank.kernels.locate(rank.grads, None)
+    for notices in (0, 0, 0, 4, 0, 0, 0):
+        rank.kernels.select(DECAY, None)
+        rank.kernels.pack(notices)
+        read.append(int(rank.kernels.sent[len(rank.grads)]))
+    assert read == [0, 0, 0, 4, 0, 0, 0]
+    assert tapes.captured == 3  # the selection; the message without notices, twice
 
 
 def test_memory_that_was_freed_is_in_no_graph(make_fused: Callable[..., Cluster], tapes: Tapes) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_safusion.kernels.cuda import accumulate as accumulating
 from lightning_safusion.kernels.cuda import commit, decode, digits, encode
 from lightning_safusion.kernels.cuda.elements import ROOM
-from lightning_safusion.kernels.cuda.graphs import recorded
+from lightning_safusion.kernels.cuda.graphs import Recorded, recorded
 from lightning_safusion.kernels.cuda.launch import address_of, launch
 from lightning_safusion.kernels.cuda.tables import ANY_VALUES, FOUR_BITS, KINDS, WIDTH, Message, Runs, Tables
 from lightning_safusion.kernels.cuda.workspace import Constants, Weighing, Workspace
@@ -95,11 +95,18 @@ class Packer:
             SCALED=tables.message.values == FOUR_BITS,
         )  # fmt: skip
 
-    def pack(self, notices: int) -> None:
+    def pack(self, notices: int, recorded: Recorded | None = None) -> None:
         """Writes the messages; ``notices``: bits for all ranks."""
         if not self.selected:
             raise RuntimeError("nothing was selected that could be packed")
-        self.selected, tables = False, self.tables
+        self.selected = False
+        if recorded is None:
+            self._pack(notices)
+        else:
+            recorded.run((notices, self.workspace.moves), lambda: self._pack(notices))
+
+    def _pack(self, notices: int) -> None:
+        tables = self.tables
         most = int(tables.described[:, 0].max())
         programs = max(1, -(-most // (32 * GROUPS)))
         arrays = self.entries, self.largest, self.flags, self.constants.shape, self.words, self.out, self._halves
@@ -127,7 +134,8 @@ class BufferKernels:
         self.tables, self.memory, self.rank = tables, memory, rank
         self.sent, self.received = sent, received
         self.world = len(received) // max(1, len(sent))
-        self.packer, self._selection = Packer(tables, sent, workspace), recorded(memory.device)
+        self.packer = Packer(tables, sent, workspace)
+        self._selection, self._packing = recorded(memory.device), recorded(memory.device)
         self.constants = self.packer.constants
         #: Where lanes are counted from, and the share of an element that is there.
         self.origin, self.share = sent, 1.0
@@ -215,7 +223,7 @@ class BufferKernels:
 
     def pack(self, notices: int) -> None:
         """Writes the message; ``notices``: bits for all ranks."""
-        self.packer.pack(notices)
+        self.packer.pack(notices, self._packing)
 
     # -- from messages to means --------------------------------------------------------------------------------------
 
