@@ -105,6 +105,11 @@ class Device:
         self.grads = self.grads or {s.index: torch.empty(s.numel, dtype=s.dtype, device=device) for s in self.specs}
         return made
 
+    def compare_by_update(self, engine: Engine, device: torch.device) -> None:
+        """Gives every tensor a second moment."""
+        moments = [Moment(torch.empty(spec.numel, device=device), 1e-8) for spec in self.specs]
+        engine.space.compare_in(UpdateUnits(moments.__getitem__, device))
+
     def temporary(self, engine: Engine) -> int:
         """Bytes that selections use in turn, without keys."""
         drain = engine._device_drain
@@ -144,8 +149,7 @@ def test_launches_of_a_window(
     with fake_cuda(monkeypatch) as device:
         engine = job.engine(device)
         if by_update:
-            moments = [Moment(torch.empty(spec.numel, device=device), 1e-8) for spec in job.specs]
-            engine.space.compare_in(UpdateUnits(lambda index: moments[index], device))
+            job.compare_by_update(engine, device)
         job.count(engine)
     started = job.counting.started
     report = engine.report
@@ -181,8 +185,7 @@ def test_other_compressors_cost_what_the_planner_is_told(
     with fake_cuda(monkeypatch) as device:
         engine = job.engine(device)
         if by_update:
-            moments = [Moment(torch.empty(spec.numel, device=device), 1e-8) for spec in job.specs]
-            engine.space.compare_in(UpdateUnits(lambda index: moments[index], device))
+            job.compare_by_update(engine, device)
         job.count(engine)
     report, started = engine.report, job.counting.started
     assert report is not None
@@ -246,8 +249,7 @@ def test_launches_of_a_window_in_which_owners_reduce(
         transport = Silent(workers, rank=1)
         engine = job.engine(device, transport)
         if by_update:
-            moments = [Moment(torch.empty(spec.numel, device=device), 1e-8) for spec in job.specs]
-            engine.space.compare_in(UpdateUnits(lambda index: moments[index], device))
+            job.compare_by_update(engine, device)
         job.count(engine, transport)
     started, report = job.counting.started, engine.report
     assert report is not None

@@ -119,9 +119,9 @@ class KernelView(TorchView):
 
     def count_above(self, thresholds: Tensor, enough: Tensor | None = None) -> Tensor:
         found = torch.zeros(self._tables.number, dtype=torch.int32, device=self.x.device)
-        arrays = self.x.view(torch.int32), self._constants.chunks, self._constants.tensors
+        span = self.x.view(torch.int32), self._constants.chunks, self._constants.tensors
         sizes = self._tables.number, self._tables.chunks.shape[1]
-        buffer.launch(statistics.count_above, sizes[1], *arrays, thresholds, found, *sizes, BLOCK=WIDTH)
+        buffer.launch(statistics.count_above, sizes[1], *span, thresholds.contiguous(), found, *sizes, BLOCK=WIDTH)
         return found.long()
 
     def moments(self, *, magnitudes: bool = False) -> tuple[Tensor, Tensor]:
