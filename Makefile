@@ -28,9 +28,12 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# pytest leaves with 5 where nothing was selected: no slow test is no failure.
+# Tests that measure or wait for others run alone, the rest side by side. pytest leaves with 5 where nothing was selected: no
+# slow test is no failure.
+ALONE := tests/bench tests/callbacks tests/e2e
 slow: $(STAMP)
-	$(BIN)/python -m pytest -m slow || test $$? -eq 5
+	$(BIN)/python -m pytest -m slow -n 2 $(ALONE:%=--ignore=%) || test $$? -eq 5
+	$(BIN)/python -m pytest -m slow $(ALONE) || test $$? -eq 5
 
 # The documents as a site, in build/site; and their links, commands, YAML files and snippets.
 docs: $(STAMP)

@@ -31,10 +31,8 @@ def test_medians_are_compared_and_their_spread_is_shown() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("job", [{}, {"paced": "lstm", "scale": 0.0005}], ids=["computed", "paced"])
-def test_rows_are_measured_in_turns_and_alone(
-    tmp_path: Path, job: dict[str, Any], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_are_measured_in_turns_and_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    job = {"paced": "lstm", "scale": 0.0005}
     rows = ["ddp-bf16", "saf-inter[density=0.1]"]
     run_alone(lambda: turns(rows, output=tmp_path, **TINY | job), timeout=180)
     runs = {path.parent.name: path for path in tmp_path.glob("*/bench.json")}

@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.skipif(not (BINARIES / "ptxas").exists(), reason="this Triton has no compiler for NVIDIA's devices"),
 ]
 
-OLDER: dict[str, Sequence[str]] = {"3.2.0": ["80", "90"], "3.3.1": ["100"], "3.6.0": ["90"]}
+OLDER: dict[str, Sequence[str]] = {"3.2.0": ["90"], "3.3.1": ["100"], "3.6.0": ["90"]}
 if os.environ.get("SAFUSION_VERSIONS") == "1":
     OLDER = dict.fromkeys((version for version in study.TRITONS if version != triton.__version__), study.TARGETS)
 # Histograms are counted by votes before Triton 3.8: most instructions over fewest, where these are known to be more.
