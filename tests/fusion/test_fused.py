@@ -57,7 +57,7 @@ def moments(cluster: Cluster, dtype: torch.dtype = torch.float32, without: int =
     return lambda index: None if index == without else Moment(own[index], 1e-8)
 
 
-def same_numbers(clusters: list[Cluster], steps: int = 2) -> None:
+def same_numbers(clusters: list[Cluster], steps: int = 3) -> None:
     """Gradients and residuals are equal, bit for bit, in every window."""
     for step in range(steps):
         device, host = (cluster.step(cluster.random_grads(step)) for cluster in clusters)
@@ -72,15 +72,15 @@ def same_numbers(clusters: list[Cluster], steps: int = 2) -> None:
         {},
         {"quota": "pooled", "world_size": 3},
         {"quota": "shared", "density": 0.02},
-        {"memory": "decoupled", "tensors": specs(FULL)},
+        pytest.param({"memory": "decoupled", "tensors": specs(FULL)}, marks=pytest.mark.slow),
         {"tensors": specs(SHAPES, dense=(1, 5))},
-        {"tensors": specs(SHAPES, dense=(1, 5)), "quota": "pooled"},
+        pytest.param({"tensors": specs(SHAPES, dense=(1, 5)), "quota": "pooled"}, marks=pytest.mark.slow),
         {"wire": "auto", "density": 0.05},
         pytest.param({"wire": "eliasfano-bf16", "tensors": specs(SHAPES, dense=(1, 5))}, marks=pytest.mark.slow),
         pytest.param({"wire": "eliasfano-fp16", "quota": "pooled"}, marks=pytest.mark.slow),
         {"wire": "auto", "tensors": [*specs(LONG)[:1], *specs(LONG, dtype=torch.bfloat16)[1:]], "fusion": "wfbp"},
         {"tensors": specs(SHAPES, dtype=torch.bfloat16)},
-        {"tensors": specs(SHAPES, dtype=torch.float16, dense=(5,))},
+        pytest.param({"tensors": specs(SHAPES, dtype=torch.float16, dense=(5,))}, marks=pytest.mark.slow),
         {"tensors": [*specs(SHAPES)[:4], *specs(SHAPES, dtype=torch.bfloat16)[4:]]},
     ],
 )
@@ -127,7 +127,7 @@ def test_other_compressors_have_the_numbers_of_the_cpu(
         (torch.float32, -1, {"memory": "decoupled", "tensors": specs(FULL)}),
         (torch.float32, 5, {}),
         (torch.bfloat16, -1, {"tensors": specs(SHAPES, dtype=torch.bfloat16)}),
-        (torch.float64, -1, {}),
+        pytest.param(torch.float64, -1, {}, marks=pytest.mark.slow),
         (torch.float32, -1, {"quota": "pooled"}),
     ],
 )
