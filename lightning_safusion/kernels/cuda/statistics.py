@@ -60,8 +60,9 @@ def add_up(
         start, stop = tl.load(chunks + count + chunk), tl.load(chunks + 2 * count + chunk)
         for at in range(start, stop, BLOCK):
             offsets = at + tl.arange(0, BLOCK)
-            value = tl.load(x + offsets, mask=offsets < stop, other=0.0).to(tl.float64)
-            total += tl.abs(value) if MAGNITUDES else value
-            squares += value * value
+            value = tl.load(x + offsets, mask=offsets < stop, other=0.0)
+            wide = value.to(tl.float64)
+            squares += wide * wide
+            total += tl.abs(value).to(tl.float64) if MAGNITUDES else wide
     tl.store(sums + chunk, tl.sum(total, 0))
     tl.store(sums + count + chunk, tl.sum(squares, 0))
