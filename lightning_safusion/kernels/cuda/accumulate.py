@@ -29,7 +29,8 @@ def keys_of(
     """How far the optimizer would move elements, with every operation rounded as on the CPU; without moments x."""
     roots = tl.zeros_like(x) + 1.0
     if moments != 0:
-        roots = root(load_float(moments, offsets, inside, MOMENT)) + epsilon
+        # zeros behind the end stay zeros without an epsilon too: their digits are known
+        roots = root(load_float(moments, offsets, inside, MOMENT, 1)) + epsilon
     return quotient(x, roots)
 
 

@@ -68,15 +68,17 @@ def as_float16(value: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 
 
 @triton.jit
-def load_float(address: tl.tensor, offsets: tl.tensor, inside: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
-    """Numbers at an address as float32. ``KIND`` 0: float32, 1: bfloat16, 2: float16."""
+def load_float(
+    address: tl.tensor, offsets: tl.tensor, inside: tl.tensor, KIND: tl.constexpr, OTHER: tl.constexpr = 0
+) -> tl.tensor:
+    """Numbers at an address as float32, ``OTHER`` (0 or 1) outside. ``KIND`` 0: float32, 1: bfloat16, 2: float16."""
     if KIND == 0:
-        found = tl.load(address.to(tl.pointer_type(tl.float32)) + offsets, mask=inside, other=0.0)
+        found = tl.load(address.to(tl.pointer_type(tl.float32)) + offsets, mask=inside, other=OTHER)
     elif KIND == 1:
-        narrow = tl.load(address.to(tl.pointer_type(tl.int16)) + offsets, mask=inside, other=0)
+        narrow = tl.load(address.to(tl.pointer_type(tl.int16)) + offsets, mask=inside, other=OTHER * 0x3F80)
         found = (narrow.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
-        found = tl.load(address.to(tl.pointer_type(tl.float16)) + offsets, mask=inside, other=0.0).to(tl.float32)
+        found = tl.load(address.to(tl.pointer_type(tl.float16)) + offsets, mask=inside, other=OTHER).to(tl.float32)
     return found
 
 

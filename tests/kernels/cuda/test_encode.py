@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from lightning_safusion.kernels.cuda import tables as tables_module
-from tests.kernels.cuda.buffers import ORDERS, Case, Rank, cases, in_order, oracle
+from lightning_safusion.kernels.cuda.workspace import Weighing
+from lightning_safusion.sparsify.selection.units import Moment, SpanUnits
+from tests.kernels.cuda.buffers import DECAY, ORDERS, Case, Rank, cases, in_order, oracle
 
 EXAMPLES = 8  # about a second each in the interpreter
 
@@ -153,3 +155,18 @@ def test_memory_that_was_freed_is_taken_anew() -> None:
     assert workspace.moves > moves  # no graph that has its address is used again
     rank.memory.copy_(before)
     assert torch.equal(rank.run(), written)
+
+
+def test_keys_without_an_epsilon_are_counted_behind_no_end() -> None:
+    rank = Rank.of(Case((700, 90, 1100)), 0, 5, [0, 1, 2])
+    own = rank.moments or []
+    rank.kernels.sent.fill_(0)
+    weighing = Weighing(own, [0.0] * 3, torch.empty_like(rank.memory).view(torch.int32))
+    accumulated = rank.expected()[0]
+    moments = [Moment(moment.cpu().float(), 0.0) for moment in own if moment is not None]
+    keys = SpanUnits(moments, rank.case.edges.tolist(), torch.empty_like(accumulated)).weigh(accumulated)
+    expected = rank.message(accumulated, keys).clone()
+    rank.kernels.locate(rank.grads, weighing)
+    rank.kernels.select(DECAY, weighing)
+    rank.kernels.pack(0)
+    assert np.flatnonzero(rank.kernels.sent.cpu().numpy() != expected.numpy()).tolist() == []
