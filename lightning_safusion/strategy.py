@@ -98,7 +98,8 @@ class SAFusionStrategy(DDPStrategy):
         collective: ``"auto"`` (dense where that is predicted to be cheaper), ``"allgather"`` (always sparse),
             ``"hybrid"`` (the same, with an all-reduce beside it for dense tensors), ``"hierarchical"`` (dense inside
             every node, the largest sums of each to the others), ``"sharded"`` (sparse to owners and back, whose volume
-            does not grow with the workers), ``"allreduce"``, ``"oktopk"`` (sparse all-reduce) or ``"gtopk"`` (tree).
+            does not grow with the workers), ``"hierarchical-sharded"`` (dense inside every node, sums of nodes to
+            owners and back), ``"allreduce"``, ``"oktopk"`` (sparse all-reduce) or ``"gtopk"`` (tree).
         wire: ``"auto"`` (lossless), ``"bf16"``, ``"fp16"``, ``"fp32"``, a few bits per value (``"q4"``, ``"q2"``,
             ``"sign"``), or a codec such as ``"block16-bf16"``.
         offload: Select from tensors on a thread of the host, as they become ready, where that delays nothing.

@@ -34,7 +34,8 @@ def test_the_default_is_a_row_of_the_table() -> None:
         ({"fusion": "naive"}, "auto", "auto"),
         ({"collective": "oktopk"}, "auto", "auto"),
         ({"collective": "gtopk"}, "auto", "auto"),
-        ({"collective": "hierarchical"}, "auto", "auto"),
+        ({"collective": "hierarchical"}, "auto", "q4"),
+        ({"collective": "hierarchical-sharded"}, "auto", "q4"),
         ({"collective": "allgather"}, "auto", "q4"),
         ({"collective": "hybrid"}, "auto", "q4"),
         ({"collective": "sharded"}, "auto", "q4"),
@@ -63,9 +64,10 @@ def test_a_part_that_was_given_never_gives_way(given: dict[str, Any]) -> None:
     "given",
     [{"quota": "pooled"}, {"offload": True}, {"fusion": "naive"}, {"wire": "block16-bf16"}, {"fusion": "horovod"}],
 )
-def test_what_does_not_go_with_shards_is_refused(given: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="collective='sharded'|collective='allgather'"):
-        SAFusionStrategy(collective="sharded", **given)
+@pytest.mark.parametrize("name", ["sharded", "hierarchical-sharded"])
+def test_what_does_not_go_with_shards_is_refused(name: str, given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"collective='{name}'|collective='allgather'"):
+        SAFusionStrategy(collective=name, **given)
 
 
 @pytest.mark.parametrize(
@@ -78,6 +80,7 @@ def test_what_does_not_go_with_shards_is_refused(given: dict[str, Any]) -> None:
         (16, {"collective": "sharded"}, True),
         (64, {"collective": "allgather"}, False),
         (64, {"collective": "hierarchical"}, False),
+        (64, {"collective": "hierarchical-sharded"}, False),
         (64, {"quota": "pooled"}, False),
         (64, {"offload": True}, False),
         (64, {"wire": "block16-bf16"}, False),

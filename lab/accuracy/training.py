@@ -17,6 +17,7 @@ from lab.virtual.powersgd import PowerSGD
 from lab.virtual.training import VirtualTraining
 from lab.virtual.workers import Averager, Dense, Engines, Rounded
 from lightning_safusion.baselines.hooks import POWERSGD_RANKS, POWERSGD_START
+from lightning_safusion.comm.catalogue import find_collective
 from lightning_safusion.fusion.layout import TensorSpec
 from lightning_safusion.fusion.plans.costs import GroupCosts
 from lightning_safusion.fusion.plans.plan import Plan
@@ -123,7 +124,7 @@ def check_trainable(row: TrainedRow, task: Task) -> None:
         reason = "workers hold different weights, and virtual ones share them"
     elif settings.fusion.streams or isinstance(settings.fusion, Horovod):
         reason = "what shares a buffer is a matter of each step's timing, which virtual workers do not have"
-    elif settings.collective == "hierarchical":
+    elif find_collective(settings.collective).levels:
         reason = "virtual workers have no nodes"
     elif task.optimizer == "sgd" and "beta2" in dict(row.training):
         reason = f"{task.name} is trained with SGD, which has no beta2"

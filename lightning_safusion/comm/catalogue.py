@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -11,8 +12,10 @@ import torch
 from lightning_safusion.comm.collectives.allgather import SparseAllGather
 from lightning_safusion.comm.collectives.allreduce import DenseAllReduce
 from lightning_safusion.comm.collectives.gtopk import GTopKExchange
-from lightning_safusion.comm.collectives.hierarchical import HierarchicalExchange, NodeTransports
+from lightning_safusion.comm.collectives.hierarchical import HierarchicalExchange
+from lightning_safusion.comm.collectives.hierarchical_sharded import HierarchicalShardedExchange
 from lightning_safusion.comm.collectives.hybrid import HybridExchange
+from lightning_safusion.comm.collectives.nodes import NodeTransports
 from lightning_safusion.comm.collectives.ok_allreduce import OkTopkExchange
 from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.cost import CollectiveChoice
@@ -138,10 +141,12 @@ def _hybrid(buffer: SparseBuffer, over: Communicators) -> Exchange:
     return HybridExchange(buffer.spec, over.main, over.beside, buffer.device, codec)
 
 
-def _hierarchical(buffer: SparseBuffer, over: Communicators) -> Exchange:
+def _over_nodes(
+    kind: type[HierarchicalExchange] | type[HierarchicalShardedExchange], buffer: SparseBuffer, over: Communicators
+) -> Exchange:
     if over.nodes is None:
-        raise ValueError("collective='hierarchical' needs communicators of nodes: open them with Collective.connect")
-    return HierarchicalExchange(buffer.spec, over.nodes, buffer.device, buffer.wire, buffer.dtype, buffer.segments)
+        raise ValueError(f"{kind.__name__} needs communicators of nodes: open them with Collective.connect")
+    return kind(buffer.spec, over.nodes, buffer.device, buffer.wire, buffer.dtype, buffer.segments)
 
 
 def _oktopk(buffer: SparseBuffer, over: Communicators) -> Exchange:
@@ -163,7 +168,10 @@ COLLECTIVES: dict[str, Collective] = {
     "auto": Collective(SparseAllGather, _allgather, choice="auto"),
     "allgather": Collective(SparseAllGather, _allgather),
     "hybrid": Collective(HybridExchange, _hybrid, dense_lane=True),
-    "hierarchical": Collective(HierarchicalExchange, _hierarchical, levels=True),
+    "hierarchical": Collective(HierarchicalExchange, partial(_over_nodes, HierarchicalExchange), levels=True),
+    "hierarchical-sharded": Collective(
+        HierarchicalShardedExchange, partial(_over_nodes, HierarchicalShardedExchange), levels=True
+    ),
     "allreduce": Collective(SparseAllGather, _allgather, choice="allreduce"),
     "sharded": Collective(ShardedExchange, _sharded),
     "oktopk": Collective(OkTopkExchange, _oktopk),

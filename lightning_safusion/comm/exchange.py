@@ -185,7 +185,7 @@ class Exchange(ABC):
     few_bits: ClassVar[bool] = False
     #: It selects from sums that only it sees: a selection from one rank's part would be thrown away.
     selects_itself: ClassVar[bool] = False
-    #: It cuts tensors into parts with quotas of their own: :attr:`segments`.
+    #: It cuts tensors into parts with quotas of their own: :attr:`segments`, unless it :attr:`selects_itself`.
     cuts_tensors: ClassVar[bool] = False
     #: Share of a quota that a worker sends of what it has selected itself.
     scattered: ClassVar[float] = 1.0
@@ -312,6 +312,10 @@ class Exchange(ABC):
     def sent(self) -> tuple[Tensor, Tensor]:
         """``(indices int64 [K], values float32 [K])`` of the sparse part as the receivers decoded them."""
         return self._sent
+
+    def chosen(self) -> Tensor:
+        """int64 [K], ascending: where elements were sent, of a collective that :attr:`selects_itself`."""
+        return self.sent()[0]
 
     def sent_message(self) -> native.Message | None:
         """The message itself, where compiled kernels can read it; None otherwise."""

@@ -77,8 +77,8 @@ class EngineSettings:
         if self.select_by == "update" and not self.knows_updates:
             raise ValueError(
                 "select_by='update' compares elements before they are sent, with the optimizer's state at hand: it "
-                f"needs offload=False and collective='allgather', 'hybrid', 'sharded' or 'auto', got {self.offload} "
-                f"and {self.collective!r}; use select_by='gradient'"
+                f"needs offload=False, got {self.offload}, and a collective other than 'oktopk', 'gtopk' and "
+                f"'allreduce', got {self.collective!r}; use select_by='gradient'"
             )
 
     @property
@@ -138,8 +138,8 @@ class EngineSettings:
         if value_format(self.wire).few_bits and (self.fusion.streams or not collective.few_bits):
             raise ValueError(
                 f"wire={self.wire!r} rounds so much that the rounding error must stay in the sender's residual, which "
-                "only messages that arrive as they were sent allow: use collective='allgather', 'hybrid', 'sharded' or "
-                "'auto', and a fusion other than 'naive'"
+                "only messages that arrive as they were sent allow: use a collective other than 'oktopk', 'gtopk' and "
+                "'allreduce', and a fusion other than 'naive'"
             )
         if self.fusion.streams and (collective.dense_lane or collective.levels):
             raise ValueError(

@@ -320,7 +320,7 @@ class Shipment:
         elif self._packed is not None:
             counts += self._packed
         elif buffer.exchange.selects_itself:
-            counts += self._counts(buffer.exchange.sent()[0])
+            counts += self._counts(buffer.exchange.chosen())
         counts[self.absent] = 0
         return counts
 

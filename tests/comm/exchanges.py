@@ -14,7 +14,9 @@ from torch import Tensor
 from lab.virtual.transport import local_transports
 from lightning_safusion.comm import Transport, resolve_codec
 from lightning_safusion.comm.collectives.gtopk import GTopKExchange
-from lightning_safusion.comm.collectives.hierarchical import HierarchicalExchange, NodeTransports
+from lightning_safusion.comm.collectives.hierarchical import HierarchicalExchange
+from lightning_safusion.comm.collectives.hierarchical_sharded import HierarchicalShardedExchange
+from lightning_safusion.comm.collectives.nodes import NodeTransports
 from lightning_safusion.comm.collectives.ok_allreduce import OkTopkExchange
 from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.exchange import Exchange, Notice, Part, SpanSpec, TensorFlag, Verdict
@@ -57,10 +59,25 @@ def nodes_of(world_size: int) -> list[int]:
 
 
 def hierarchical(nodes: Sequence[int] | None = None, wire: str = "auto", segments: Segments | None = None) -> Build:
+    return _over_nodes(HierarchicalExchange, nodes, wire, segments)
+
+
+def hierarchical_sharded(
+    nodes: Sequence[int] | None = None, wire: str = "auto", segments: Segments | None = None
+) -> Build:
+    return _over_nodes(HierarchicalShardedExchange, nodes, wire, segments)
+
+
+def _over_nodes(
+    kind: type[HierarchicalExchange] | type[HierarchicalShardedExchange],
+    nodes: Sequence[int] | None,
+    wire: str,
+    segments: Segments | None,
+) -> Build:
     def build(spec: SpanSpec, transport: Transport) -> Exchange:
         names = nodes_of(transport.world_size) if nodes is None else nodes
         made = NodeTransports.make(transport, names[transport.rank])
-        return HierarchicalExchange(spec, made, CPU, wire, torch.float32, segments)
+        return kind(spec, made, CPU, wire, torch.float32, segments)
 
     return build
 

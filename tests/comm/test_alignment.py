@@ -18,7 +18,19 @@ from lightning_safusion.comm.collectives.hybrid import HybridExchange
 from lightning_safusion.comm.collectives.negotiated import Stream, StreamedTensor
 from lightning_safusion.comm.exchange import Exchange, SpanSpec
 from lightning_safusion.comm.wire.values import VALUES
-from tests.comm.exchanges import CPU, Build, Workers, gradients, gtopk, hierarchical, oktopk, same, sharded, span
+from tests.comm.exchanges import (
+    CPU,
+    Build,
+    Workers,
+    gradients,
+    gtopk,
+    hierarchical,
+    hierarchical_sharded,
+    oktopk,
+    same,
+    sharded,
+    span,
+)
 
 LINE = 128
 
@@ -72,6 +84,7 @@ def hybrid(spec: SpanSpec, transport: Transport) -> Exchange:
         (hybrid, {"all_gather", "all_reduce"}),
         (hierarchical(wire="bf16"), {"all_to_all", "all_gather", "all_reduce"}),
         (sharded("q4"), {"all_to_all", "all_gather", "all_reduce"}),
+        (hierarchical_sharded(wire="q4"), {"all_to_all", "all_gather", "all_reduce"}),
         (gtopk("coo-bf16"), {"permute", "broadcast", "all_reduce"}),
         (oktopk("coo-bf16"), {"all_to_all", "all_reduce"}),
     ],

@@ -11,7 +11,7 @@ from lightning_safusion.comm.catalogue import COLLECTIVES, Collective
 from lightning_safusion.comm.collectives.allgather import SparseAllGather
 from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from tests.cluster import Cluster, assert_conserved, settings, specs
-from tests.comm.exchanges import Build, gtopk, hierarchical, oktopk
+from tests.comm.exchanges import Build, gtopk, hierarchical, hierarchical_sharded, oktopk
 from tests.quick import quick_of
 
 BUILDS: dict[str, Build | None] = {
@@ -19,6 +19,8 @@ BUILDS: dict[str, Build | None] = {
     "oktopk-bf16": oktopk(refresh=3, wire="bf16", balance=1.0),
     "hierarchical": hierarchical(),
     "hierarchical-bf16": hierarchical(wire="bf16"),
+    "hierarchical-sharded": hierarchical_sharded(),
+    "hierarchical-sharded-q4": hierarchical_sharded(wire="q4"),
     "gtopk": gtopk(),
     "sharded": None,  # as it is in the catalogue
 }
@@ -70,7 +72,7 @@ def test_nothing_is_lost_in_training_but_by_gtopk(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.filterwarnings("ignore:.* tensors .* were computed on some ranks only")
-@pytest.mark.parametrize("name", ["oktopk", "hierarchical", "sharded"])
+@pytest.mark.parametrize("name", ["oktopk", "hierarchical", "hierarchical-sharded", "sharded"])
 def test_nothing_is_lost_with_selection_behind_fusion(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     assert drift(monkeypatch, BUILDS[name], 3, scope="group") < 2e-6
 

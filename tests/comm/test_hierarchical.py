@@ -13,10 +13,12 @@ from torch import Tensor
 
 from lightning_safusion import SAFusionStrategy
 from lightning_safusion.comm import SoloTransport
-from lightning_safusion.comm.collectives.hierarchical import HierarchicalExchange, NodeTransports
+from lightning_safusion.comm.collectives.hierarchical import HierarchicalExchange
+from lightning_safusion.comm.collectives.nodes import NodeTransports
 from lightning_safusion.comm.exchange import Part, SpanSpec, aligned, padded
 from lightning_safusion.sparsify.base import Segments, Selection
 from lightning_safusion.sparsify.basic import TopK
+from lightning_safusion.sparsify.selection.units import Moment, SpanUnits
 from tests.cluster import Cluster, settings
 from tests.comm.exchanges import (
     CPU,
@@ -107,7 +109,7 @@ def test_bytes_are_those_of_the_formulas(cluster: list[int]) -> None:
             assert exchange.transports.inside.bytes_received == scattered + gathered
 
 
-@pytest.mark.parametrize("wire", ["bf16", "fp32", "fp16", "auto"])
+@pytest.mark.parametrize("wire", ["bf16", "fp32", "fp16", "auto", "q4", "sign"])
 def test_rounding_stays_with_the_senders(wire: str) -> None:
     cluster = [0, 1, 0, 1, 1]
     workers = Workers(5, span(1000, 40), hierarchical(cluster, wire=wire))
@@ -162,6 +164,24 @@ def test_every_segment_has_its_quota_of_the_sums_of_a_node(cluster: list[int]) -
     assert conserved(results)
 
 
+def test_elements_are_compared_in_the_units_of_the_update() -> None:
+    cluster = [0, 0, 1, 1, 1]
+    workers = Workers(5, span(2000, 50), hierarchical(cluster))
+    xs = gradients(5, 2000)
+    moment = Moment(torch.rand(2000, generator=torch.Generator().manual_seed(0)) ** 8, 1e-6)
+    flags = torch.ones(1, dtype=torch.uint8)
+    parts = [Part(None, flags, units=SpanUnits([moment], (0, 2000), torch.zeros(2000))) for _ in xs]
+    results = workers.step(xs, parts)
+    keys = [x / (moment.values.sqrt() + moment.epsilon) for x in xs]
+    _, by_update = expected(keys, cluster, 50)
+    total = torch.zeros(2000)
+    for node, chosen in zip(nodes_in(cluster), by_update, strict=True):
+        total += torch.where(chosen, torch.stack([xs[rank] for rank in node]).sum(0), 0.0)
+    torch.testing.assert_close(results[0].mean * 5, total, atol=1e-4, rtol=1e-5)
+    assert same(results)
+    assert conserved(results)
+
+
 @pytest.mark.parametrize(
     ("scope", "quota"), [("tensor", "proportional"), ("tensor", "pooled"), ("group", "proportional")]
 )
@@ -204,9 +224,9 @@ class Nodes(InGroup):
         return [0, 1, 1][self.global_rank()]
 
 
-def train(rank: int) -> tuple[Any, list[Tensor], int]:
+def train(rank: int, collective: str) -> tuple[Any, list[Tensor], int]:
     strategy = SAFusionStrategy(
-        collective="hierarchical", cluster_environment=Nodes(), process_group_backend="gloo", density=0.1
+        collective=collective, cluster_environment=Nodes(), process_group_backend="gloo", density=0.1
     )
     layout: list[Any] = []
     job = run(strategy, 6, At(3, lambda trainer: layout.append(nodes_of_strategy(trainer))))
@@ -219,19 +239,21 @@ def nodes_of_strategy(trainer: Trainer) -> Any:
     return exchange.transports.nodes
 
 
-def test_nodes_are_those_of_the_job() -> None:
-    results = run_ranks(3, train)
+@pytest.mark.parametrize("collective", ["hierarchical", "hierarchical-sharded"])
+def test_nodes_are_those_of_the_job(collective: str) -> None:
+    results = run_ranks(3, train, collective)
     assert [nodes for nodes, _, _ in results] == [((0,), (1, 2))] * 3
     assert [windows for _, _, windows in results] == [6] * 3
     for _, weights, _ in results[1:]:
         assert all(torch.equal(mine, first) for mine, first in zip(weights, results[0][1], strict=True))
 
 
-def test_what_does_not_go_together_is_refused() -> None:
+@pytest.mark.parametrize("collective", ["hierarchical", "hierarchical-sharded"])
+def test_what_does_not_go_together_is_refused(collective: str) -> None:
     with pytest.raises(ValueError, match="needs compressor='topk' .* got 'gaussiank'"):
-        SAFusionStrategy(collective="hierarchical", compressor="gaussiank")
+        SAFusionStrategy(collective=collective, compressor="gaussiank")
     with pytest.raises(ValueError, match="'naive' has no buffers .* use collective='allgather'"):
-        SAFusionStrategy(collective="hierarchical", fusion="naive")
+        SAFusionStrategy(collective=collective, fusion="naive")
 
 
 def test_a_single_worker() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_safusion.comm import default_transport
-from lightning_safusion.comm.collectives.hierarchical import HierarchicalExchange
+from lightning_safusion.comm.collectives.nodes import NodeExchange
 from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.exchange import Notice, Part, TensorFlag
 from tests.comm.exchanges import (
@@ -21,6 +21,7 @@ from tests.comm.exchanges import (
     gradients,
     gtopk,
     hierarchical,
+    hierarchical_sharded,
     oktopk,
     part_of,
     same,
@@ -40,6 +41,12 @@ EXACT: dict[str, Build] = {
     "hierarchical": hierarchical(),
     "hierarchical-bf16": hierarchical(wire="bf16"),
     "hierarchical-fp16": hierarchical(wire="fp16"),
+    "hierarchical-q4": hierarchical(wire="q4"),
+    "hierarchical-sharded": hierarchical_sharded(),
+    "hierarchical-sharded-bf16": hierarchical_sharded(wire="bf16"),
+    "hierarchical-sharded-q4": hierarchical_sharded(wire="q4"),
+    "hierarchical-sharded-one-node": hierarchical_sharded([0] * 8),
+    "hierarchical-sharded-one-each": hierarchical_sharded(range(8)),
     "sharded": sharded(),
     "sharded-bf16": sharded("bf16", scattered=1.0, gathered=1.0),
     "sharded-q4": sharded("q4"),
@@ -84,7 +91,7 @@ def test_bytes_are_those_that_the_transport_has_moved(build: Build, world_size: 
 def moved(workers: Workers, rank: int) -> float:
     transports: list[Any] = [workers.transports[rank]]
     exchange = workers.exchanges[rank]
-    if isinstance(exchange, HierarchicalExchange):
+    if isinstance(exchange, NodeExchange):
         transports += [exchange.transports.inside, exchange.transports.between]
     if isinstance(exchange, ShardedExchange):
         transports.append(exchange._beside)

@@ -228,7 +228,7 @@ def test_the_command_line_overrides(args: list[str], expected: Callable[[], SAFu
         ("wire=bf17", "'bf17'"),
         ("density=2", "density must be in (0, 1], got 2.0"),
         ("scope=layer", "Literal['tensor', 'group']"),
-        ("collective=alltoall", "'auto', 'allgather', 'hybrid', 'hierarchical', 'allreduce', "),
+        ("collective=alltoall", "'auto', 'allgather', 'hybrid', 'hierarchical', 'hierarchical-sharded', 'allreduce', "),
         ("transport=mpi", "Literal['torch'"),
         ("compresor=topk", "Option 'compresor' is not accepted"),
         ("compressor.class_path=lightning_safusion.GausianK", "no attribute 'GausianK'; it has DGC, SYSTEMS, WFBP,"),

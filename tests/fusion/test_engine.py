@@ -58,7 +58,7 @@ def test_nothing_is_lost_in_a_few_bits(make: Callable[..., Cluster], wire: str, 
     assert_conserved(make(3, **({"tensors": tensors, "wire": wire, "collective": "allgather"} | options)))
 
 
-@pytest.mark.parametrize("options", [{"collective": "oktopk"}, {"collective": "hierarchical"}, {"fusion": "naive"}])
+@pytest.mark.parametrize("options", [{"collective": "oktopk"}, {"collective": "gtopk"}, {"fusion": "naive"}])
 def test_few_bits_need_messages_to_all(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="wire='q2' rounds so much"):
         settings(wire="q2", **options)

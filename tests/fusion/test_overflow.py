@@ -88,6 +88,8 @@ SUMMED = [{0: 3e38, 1: 3e38}]  # the sum over workers does
         ({"collective": "oktopk"}, SUMMED),
         ({"collective": "gtopk"}, SUMMED),
         ({"collective": "hierarchical", "world_size": 4, "nodes": [0, 0, 1, 1]}, SUMMED),
+        ({"collective": "hierarchical-sharded", "world_size": 4, "nodes": [0, 0, 1, 1]}, SUMMED),
+        ({"collective": "hierarchical-sharded", "world_size": 4, "nodes": [0, 1, 0, 1], "wire": "q4"}, SUMMED),
         ({"fusion": "naive"}, ADDED),
     ],
 )

@@ -13,7 +13,7 @@ def unreadable(index: int) -> Moment | None:
     raise TypeError(f"no second moment of tensor {index}")
 
 
-@pytest.mark.parametrize("collective", ["allgather", "sharded"])
+@pytest.mark.parametrize("collective", ["allgather", "sharded", "hierarchical", "hierarchical-sharded"])
 def test_units_that_cannot_be_read_stop_all_ranks(collective: str) -> None:
     cluster = Cluster(2, lambda: settings(collective=collective, density=0.05), specs())
     cluster.step(cluster.random_grads(0))

@@ -50,6 +50,8 @@ JOBS: dict[str, dict[str, Any]] = {
     "oktopk all-reduce": {"density": 0.1, "system": "oktopk"},
     "gtopk": {"density": 0.1, "system": "gtopk"},
     "sharded": {"density": 0.1, "collective": "sharded"},
+    "hierarchical": {"density": 0.1, "collective": "hierarchical"},
+    "hierarchical-sharded": {"density": 0.1, "collective": "hierarchical-sharded"},
     "randomk": SPARSE | {"compressor": "randomk"},
     "naive": SPARSE | {"system": "saf-naive"},
     "horovod": SPARSE | {"system": "horovod"},
@@ -71,7 +73,14 @@ OTHERS = tuple(name for name in JOBS if name not in QUICK)
 
 def ours(**options: Any) -> SAFusionStrategy:
     """A strategy for the process group at hand; its parts keep state, so each gets its own."""
-    return SAFusionStrategy(cluster_environment=InGroup(), process_group_backend="gloo", **deepcopy(SPARSE | options))
+    return SAFusionStrategy(cluster_environment=InNodes(), process_group_backend="gloo", **deepcopy(SPARSE | options))
+
+
+class InNodes(InGroup):
+    """The last two of three processes share a machine, and no others."""
+
+    def node_rank(self) -> int:
+        return min(self.global_rank(), 1)
 
 
 def ddp() -> DDPStrategy:
@@ -128,7 +137,9 @@ def _continue(
     return {"warnings": complaints(caught), "told": told, "parameters": parameters(job)}
 
 
-@pytest.mark.parametrize("options", [{}, JOBS["sharded"]], ids=["all-gather", "shards"])
+@pytest.mark.parametrize(
+    "options", [{}, JOBS["sharded"], JOBS["hierarchical-sharded"]], ids=["all-gather", "shards", "shards of nodes"]
+)
 def test_residuals_survive_other_numbers_of_workers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
 ) -> None:

@@ -78,6 +78,7 @@ def test_it_says_nothing_elsewhere(lines: list[str], monkeypatch: pytest.MonkeyP
     [
         ({"collective": "hybrid"}, "collective='hybrid'"),
         ({"collective": "hierarchical"}, "collective='hierarchical'"),
+        ({"collective": "hierarchical-sharded"}, "collective='hierarchical-sharded'"),
         ({"collective": "auto", "quota": "auto"}, "collective='sharded'"),  # the default with 16 workers
         ({"fusion": "horovod"}, "fusion='horovod'"),
     ],

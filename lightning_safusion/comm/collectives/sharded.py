@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm.collectives.host_shards import HostShard, Routes
-from lightning_safusion.comm.collectives.multiphase import Entries, MultiPhaseExchange, joined, message_sizes
-from lightning_safusion.comm.collectives.shards import Pieces, Receiver, Shard
+from lightning_safusion.comm.collectives.multiphase import Entries, MultiPhaseExchange, joined
+from lightning_safusion.comm.collectives.shards import Formats, Pieces, Receiver, Shard
 from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.comm.exchange import (
-    FIELD_BYTES,
     Notice,
     Part,
     SpanSpec,
@@ -25,7 +24,6 @@ from lightning_safusion.comm.exchange import (
 )
 from lightning_safusion.comm.transport.interface import FinishedWork, Transport, Work
 from lightning_safusion.comm.wire.codec import Codec, Inbox, spread
-from lightning_safusion.comm.wire.formats import value_format
 from lightning_safusion.comm.wire.mailing import Mailing
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify.base import Segments, Selection
@@ -79,30 +77,26 @@ class ShardedExchange(MultiPhaseExchange, StreamOrderedExchange):
     ) -> None:
         super().__init__(spec, transport, device)
         self._beside = beside
-        workers, values = transport.world_size, value_format(wire, dtype).name
-        empty = Segments(np.zeros(1, np.int64), np.zeros(0, np.int64), (), ())
-        pieces = Pieces.of(segments or empty, workers)
+        workers, rank = transport.world_size, transport.rank
+        formats = self.formats(spec, workers, wire, dtype, segments)
         #: Pieces with what a worker sends of each, and what their owners deliver.
-        self.first, self.second = pieces.times(self.scattered), pieces.times(self.gathered)
+        self.first, self.second = formats.first, formats.second
         self.segments = None if segments is None else self.first.segments()
-        self._edges = device_constant(np.append(pieces.runs[:, 0], spec.numel), device)
-        self._owners = device_constant(np.append(pieces.owners, workers), device)
+        self._edges = device_constant(np.append(self.first.runs[:, 0], spec.numel), device)
+        self._owners = device_constant(np.append(self.first.owners, workers), device)
         #: Formats of the entries for each owner, and of those that each owner delivers.
-        self.out = [self.first.owned(owner).codec(values, spec.numel, dtype) for owner in range(workers)]
-        self.delivered = [self.second.owned(owner).codec(values, spec.numel, dtype) for owner in range(workers)]
+        self.out, self.delivered = formats.out, formats.delivered
         # flags and notices go with every message; what it selects in its own shard is there
-        self.header = aligned(spec.num_tensors + 1, FIELD_BYTES)
-        self.out_sizes, self.in_sizes = (
-            [aligned(self.header + _nbytes(codec)) for codec in each]
-            for each in (self.out, [self.out[transport.rank]] * workers)
-        )
-        row, self.out_sizes[transport.rank], self.in_sizes[transport.rank] = self.in_sizes[0], 0, 0
+        self.header, self._formats = formats.header, formats
+        row, nbytes = aligned(self.header + formats.nbytes(rank)), formats.nbytes(rank)
+        self.out_sizes, self.in_sizes = formats.out_sizes(rank), [row] * workers
+        self.in_sizes[rank] = 0
         #: uint8, the messages for all other owners, and behind them a header that stays here.
         self.sending = self._memory(sum(self.out_sizes) + aligned(self.header))
         self._first, self._own = self.sending.split([sum(self.out_sizes), aligned(self.header)])
         #: uint8 [workers - 1, nbytes], those of all others.
         self.arriving = self._memory(sum(self.in_sizes)).view(workers - 1, row)
-        self._size = max(message_sizes(self.delivered))
+        self._size = formats.delivered_size
         #: uint8, the sums that it delivers, and uint8 [workers, nbytes], those that all owners do.
         self.sums, self.gathered_sums = self._memory(self._size), self._memory(self._size * workers).view(workers, -1)
         length, outs = spec.num_tensors + 1, [*self._first.split(self.out_sizes)]
@@ -110,23 +104,29 @@ class ShardedExchange(MultiPhaseExchange, StreamOrderedExchange):
         self._received_headers = [self.arriving[:, :length], self._own_header[None]]
         self.headers = torch.cat(self._received_headers)
         self._headers_on_host = [each.numpy() for each in (self.headers, *self._received_headers) if each.is_cpu]
-        on_host, own = device.type == "cpu", self.out[transport.rank]
-        messages = self.arriving[:, self.header : self.header + _nbytes(own)]
-        self._shard = (HostShard if on_host else Shard)(self.second.owned(transport.rank), messages, own)
+        on_host, messages = device.type == "cpu", self.arriving[:, self.header : self.header + nbytes]
+        self._shard = (HostShard if on_host else Shard)(self.second.owned(rank), messages, self.out[rank])
         #: Owners that it sends something, with the format and the memory of the message.
         self._receivers = [
             Receiver(owner, codec, out[self.header : self.header + codec.nbytes])
             for owner, (codec, out) in enumerate(zip(self.out, outs, strict=True))
             if codec is not None and len(out)
         ]
-        self._routes = Routes(pieces, spec.numel, self._receivers) if on_host else None
-        own = self.delivered[transport.rank]
+        self._routes = Routes(self.first, spec.numel, self._receivers) if on_host else None
+        own = self.delivered[rank]
         self._delivery = Mailing([own], [self.sums[: own.nbytes]]) if on_host and own is not None else None
         self._units: SpanUnits | None = None
         self._sent_parts: list[Entries] = []  # of other shards, as decoded
         self._scattering: Work | None = None
         self._gathering: Work | None = None
         self._arrived = False  # the first phase has ended, as far as another thread has said
+
+    @classmethod
+    def formats(cls, spec: SpanSpec, workers: int, wire: str, dtype: torch.dtype, segments: Segments | None) -> Formats:
+        """What so many workers send each other; arguments as in the constructor."""
+        empty = Segments(np.zeros(1, np.int64), np.zeros(0, np.int64), (), ())
+        pieces = Pieces.of(segments or empty, workers)
+        return Formats.of(spec, workers, wire, dtype, pieces.times(cls.scattered), pieces.times(cls.gathered))
 
     @classmethod
     def received(cls, world_size: int, message: float) -> float:
@@ -167,12 +167,7 @@ class ShardedExchange(MultiPhaseExchange, StreamOrderedExchange):
 
     def sent_with(self, leaving: Tensor) -> tuple[Tensor, Tensor]:
         """:meth:`sent`, where kernels have written the messages; ``leaving``: float32 [S], of its own shard."""
-        parts = zip(self._first.split(self.out_sizes), self.out, strict=True)
-        owned = [
-            Entries(*codec.decode(out[self.header : self.header + codec.nbytes]))
-            for out, codec in parts
-            if codec is not None and len(out)
-        ]
+        owned = self._formats.scattered(self._first, self.transport.rank)
         every = joined([*owned, self._shard.in_span(leaving.nonzero().view(-1), leaving)])
         return every.indices, every.values
 
@@ -327,8 +322,3 @@ class ShardedExchange(MultiPhaseExchange, StreamOrderedExchange):
         edges, lanes = np.asarray(self.spec.edges), np.asarray(self.lane.spec.edges)
         places = native.Parts.of(edges[sparse], sizes[sparse]), native.Parts.of(lanes[dense], sizes[dense])
         return (sparse.tolist(), places[0]), (dense.tolist(), places[1])
-
-
-def _nbytes(codec: Codec | None) -> int:
-    """Bytes of a message without its header and padding."""
-    return 0 if codec is None else codec.nbytes

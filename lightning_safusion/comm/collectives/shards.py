@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.collectives.multiphase import Entries
+from lightning_safusion.comm.collectives.multiphase import Entries, message_sizes
+from lightning_safusion.comm.exchange import FIELD_BYTES, SpanSpec, aligned
 from lightning_safusion.comm.wire.codec import Codec
-from lightning_safusion.comm.wire.formats import resolve_codec
+from lightning_safusion.comm.wire.formats import resolve_codec, value_format
 from lightning_safusion.sparsify.base import Segments
 from lightning_safusion.sparsify.basic import TopK
 from lightning_safusion.sparsify.selection.survey import History, SpanSurvey
@@ -50,7 +51,7 @@ class Pieces:
             ValueError: If segments compete for a pool: the entries of a shard would have no fixed number.
         """
         if segments.pool:
-            raise ValueError("collective='sharded' needs a fixed number of entries for each shard: no quota='pooled'")
+            raise ValueError("shards with owners need a fixed number of entries for each: no quota='pooled'")
         runs, quotas, owners, keys = [], [], [], []
         for (start, stop), quota, key in zip(
             pairwise(segments.edges.tolist()), segments.quotas.tolist(), segments.keys, strict=True
@@ -102,6 +103,67 @@ class Pieces:
             edges.append(numel)
             entries.append(0)
         return resolve_codec(f"eliasfano-{values}", numel, int(self.quotas.sum()), dtype, edges, entries)
+
+
+@dataclass(frozen=True, eq=False)
+class Formats:
+    """What workers send each other of a span whose pieces have owners: a function of the cut and their number.
+
+    Args:
+        first: Pieces with what a worker sends of each.
+        second: The same with what their owners deliver.
+        out: Formats of the entries for each owner; None: it gets none.
+        delivered: Formats of those that each owner delivers.
+        header: Bytes before the entries for an owner, for flags and notices.
+    """
+
+    first: Pieces
+    second: Pieces
+    out: list[Codec | None]
+    delivered: list[Codec | None]
+    header: int
+
+    @classmethod
+    def of(cls, spec: SpanSpec, workers: int, wire: str, dtype: torch.dtype, first: Pieces, second: Pieces) -> Formats:
+        """From the pieces; other arguments as those of an exchange and of :func:`resolve_codec`."""
+        values = value_format(wire, dtype).name
+        out, delivered = (
+            [pieces.owned(owner).codec(values, spec.numel, dtype) for owner in range(workers)]
+            for pieces in (first, second)
+        )
+        return cls(first, second, out, delivered, aligned(spec.num_tensors + 1, FIELD_BYTES))
+
+    def nbytes(self, owner: int) -> int:
+        """Bytes of the entries for an owner."""
+        codec = self.out[owner]
+        return 0 if codec is None else codec.nbytes
+
+    def out_sizes(self, rank: int) -> list[int]:
+        """Bytes that a worker sends to each owner; none to itself."""
+        sizes = [aligned(self.header + self.nbytes(owner)) for owner in range(len(self.out))]
+        sizes[rank] = 0
+        return sizes
+
+    @cached_property
+    def delivered_size(self) -> int:
+        """Bytes that every owner delivers: room for the most."""
+        return max(message_sizes(self.delivered))
+
+    def scattered(self, messages: Tensor, rank: int) -> list[Entries]:
+        """Reads what a worker has sent to other owners, one message behind the other (uint8); with padding."""
+        parts = zip(messages.split(self.out_sizes(rank)), self.out, strict=True)
+        return [
+            Entries(*codec.decode(out[self.header : self.header + codec.nbytes]))
+            for out, codec in parts
+            if codec is not None and len(out)
+        ]
+
+    def gathered(self, rows: Tensor) -> list[Entries]:
+        """Reads what each owner has delivered (uint8 [workers, delivered_size]); with padding."""
+        return [
+            Entries.none(rows.device) if codec is None else Entries(*codec.decode(row[: codec.nbytes]))
+            for codec, row in zip(self.delivered, rows, strict=True)
+        ]
 
 
 class Receiver(NamedTuple):

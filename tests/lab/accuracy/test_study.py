@@ -171,6 +171,7 @@ def test_the_dense_steps_of_powersgd_take_as_long_as_those_of_ddp() -> None:
         ({"systems": ["saf-naive"]}, "each step's timing"),
         ({"systems": ["omgs[fusion=horovod]"]}, "scope='tensor'"),
         ({"systems": ["wfbp[collective=hierarchical]"]}, "have no nodes"),
+        ({"systems": ["wfbp[collective=hierarchical-sharded]"]}, "have no nodes"),
         ({"systems": ["wfbp[beta2=0.9]"]}, "SGD, which has no beta2"),
         ({"systems": ["wfbp[lr=fast]"]}, "lr is a number, got 'fast'"),
     ],

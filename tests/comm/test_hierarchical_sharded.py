@@ -1,0 +1,234 @@
+"""Shards of nodes: what :class:`ShardedExchange` would do with the sums of nodes, and no more bytes from many nodes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_safusion.comm import SoloTransport, Transport
+from lightning_safusion.comm.collectives.hierarchical_sharded import HierarchicalShardedExchange
+from lightning_safusion.comm.collectives.nodes import NodeTransports, shard_of
+from lightning_safusion.comm.collectives.sharded import ShardedExchange
+from lightning_safusion.comm.exchange import Exchange, Part, SpanSpec
+from lightning_safusion.comm.wire.formats import message_bytes
+from lightning_safusion.fusion.quota import Scope
+from lightning_safusion.sparsify.base import Segments, Selection, span_segments
+from lightning_safusion.sparsify.basic import TopK
+from lightning_safusion.sparsify.selection.survey import History, Selector
+from lightning_safusion.sparsify.selection.units import Moment, SpanUnits
+from tests.cluster import Cluster, settings
+from tests.comm.exchanges import (
+    CPU,
+    Build,
+    Workers,
+    conserved,
+    gradients,
+    hierarchical_sharded,
+    part_of,
+    same,
+    span,
+    through,
+)
+from tests.quick import quick_of
+
+#: Node of every rank.
+CLUSTERS: list[list[int]] = [
+    [0],
+    [0, 0, 0],
+    [0, 1],
+    [0, 0, 1],
+    [1, 0, 1, 0, 0],
+    [0, 1, 2, 3, 4],
+    [0, 1, 1, 0, 2, 2, 2, 3],
+    [0, 1, 2, 2, 1, 0, 0, 1],
+    list(range(8)),
+]
+SIZES = (700, 1, 0, 300, 999)
+
+
+def nodes_in(cluster: list[int]) -> list[list[int]]:
+    """Ranks of every node."""
+    return [[rank for rank, node in enumerate(cluster) if node == name] for name in dict.fromkeys(cluster)]
+
+
+def segments_of(density: float) -> Segments:
+    """Five tensors, of which one is empty, and one is dense."""
+    quotas = np.array([max(1, int(size * density)) if size not in (0, 300) else 0 for size in SIZES])
+    edges = np.append(0, np.cumsum(SIZES))
+    return Segments(edges, quotas, tuple(range(5)), tuple((size,) for size in SIZES))
+
+
+def spec_of(segments: Segments) -> SpanSpec:
+    edges = tuple(segments.edges.tolist())
+    return SpanSpec(edges[-1], segments.capacity, edges, ((edges[3], edges[4], torch.float32),))
+
+
+def units_of(spec: SpanSpec) -> SpanUnits:
+    """Second moments of all tensors but one."""
+    generator = torch.Generator().manual_seed(7)
+    moments = [Moment(torch.rand(high - low, generator=generator) ** 8, 1e-6) for low, high in pairwise(spec.edges)]
+    return SpanUnits([None, *moments[1:]], spec.edges, torch.zeros(spec.numel))
+
+
+def flat(segments: Segments, wire: str) -> Build:
+    """What a rail is to do with the sums of a shard."""
+
+    def build(spec: SpanSpec, transport: Transport) -> Exchange:
+        return ShardedExchange(spec, transport, transport.subgroup(), CPU, wire, torch.float32, segments)
+
+    return build
+
+
+def selected(x: Tensor, cut: Segments | None, units: SpanUnits | None) -> Selection:
+    assert cut is not None
+    return Selector(TopK()).select(x, History(cut), 0, units=units)
+
+
+@pytest.mark.parametrize("wire", ["auto", "q4"])
+@pytest.mark.parametrize("by_update", [False, True])
+@pytest.mark.parametrize("cluster", CLUSTERS, ids=str)
+def test_nodes_do_what_single_workers_would_do_with_their_sums(cluster: list[int], by_update: bool, wire: str) -> None:
+    n, nodes, segments = len(cluster), nodes_in(cluster), segments_of(0.05)
+    spec, width = spec_of(segments), min(map(len, nodes))
+    workers = Workers(n, spec, hierarchical_sharded(cluster, wire, segments))
+    edges = [spec.numel * shard // width for shard in range(width + 1)]
+    cuts = [shard_of(segments, low, high) for low, high in pairwise(edges)]
+    rails = [sorted(node[place] for node in nodes) for place in range(width)]
+    alone = [
+        Workers(len(nodes), SpanSpec(cut.numel, cut.capacity, (0, cut.numel), ()), flat(cut, wire)) for cut in cuts
+    ]
+    flags = torch.ones(spec.num_tensors, dtype=torch.uint8)
+    for step in range(3):
+        xs = gradients(n, spec.numel, seed=step)
+        units = [units_of(spec) if by_update else None for _ in xs]
+        results = workers.step(xs, [Part(None, flags, units=own) for own in units])
+        assert same(results)
+        assert conserved(results)
+        for low, high, rail, team in zip(edges, edges[1:], rails, alone, strict=False):
+            members = [next(node for node in nodes if rank in node) for rank in rail]
+            # added one after the other, as the exchange does: few bits are the same then
+            sums = [sum((xs[rank] for rank in node), torch.zeros(spec.numel))[low:high] for node in members]
+            weights = [units_of(spec).within([(low, high)]) if by_update else None for _ in sums]
+            parts = [
+                Part(selected(x, exchange.segments, own), flags[:1], units=own)
+                for x, exchange, own in zip(sums, team.exchanges, weights, strict=True)
+            ]
+            expected = team.step(sums, parts)
+            sparse = torch.ones(high - low, dtype=torch.bool)
+            sparse[max(0, 701 - low) : max(0, 1001 - low)] = False  # the dense tensor
+            mean = results[0].mean[low:high][sparse] * n
+            torch.testing.assert_close(mean, expected[0].mean[sparse] * len(nodes), atol=1e-4, rtol=1e-5)
+            for node, theirs in zip(members, expected, strict=True):
+                taken = torch.stack([results[rank].sent for rank in node]).sum(0)[low:high][sparse]
+                torch.testing.assert_close(taken, theirs.sent[sparse], atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS, ids=str)
+def test_all_members_of_a_node_know_what_it_has_sent(cluster: list[int]) -> None:
+    n, nodes = len(cluster), nodes_in(cluster)
+    workers = Workers(n, span(4000, 200), hierarchical_sharded(cluster))
+    xs = gradients(n, 4000)
+    results = workers.step(xs)
+    for node in nodes:
+        chosen = [workers.exchanges[rank].chosen() for rank in node]
+        assert all(torch.equal(each, chosen[0]) for each in chosen)
+        assert bool((chosen[0].diff() > 0).all())
+        # half a quota to other owners, at most, and its share of what owners deliver
+        assert 0.4 * 200 / n < len(chosen[0]) <= 1.1 * 200 * (0.5 + 3.5 / len(nodes))
+        for place, rank in enumerate(node):
+            mine = torch.zeros(4000)
+            mine[chosen[0]] = xs[rank][chosen[0]]
+            width = min(map(len, nodes))
+            owned = slice(4000 * place // width, 4000 * (place + 1) // width) if place < width else slice(0, 0)
+            mine[owned] = results[rank].sent[owned]  # and what its owner has not delivered
+            assert torch.equal(results[rank].sent, mine)
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 4, 8])
+def test_many_nodes_receive_no_more_than_few(nodes: int) -> None:
+    cluster = [node for node in range(nodes) for _ in range(2)]
+    numel, capacity = 60_000, 3000
+    workers = Workers(len(cluster), span(numel, capacity), hierarchical_sharded(cluster, wire="bf16"))
+    workers.step(gradients(len(cluster), numel))
+    message = message_bytes("eliasfano-bf16", numel, capacity)
+    for node in nodes_in(cluster):
+        received = sum(workers.exchanges[rank].transports.between.bytes_received for rank in node)
+        assert received == pytest.approx(4 * (nodes - 1) / nodes * message, rel=0.15)
+        for rank in node:
+            exchange = workers.exchanges[rank]
+            inside, between = exchange.transports.inside, exchange.transports.between
+            counted = exchange.lane.bytes_received + inside.bytes_received + between.bytes_received
+            assert exchange.bytes_received == counted
+
+
+@pytest.mark.parametrize("wire", ["fp16", "q4"])
+def test_what_does_not_fit_stays_in_the_node(wire: str) -> None:
+    workers = Workers(4, span(40, 40), hierarchical_sharded([0, 0, 1, 1], wire=wire))
+    for step in range(3):
+        xs = [1e5 * x for x in gradients(4, 40, seed=step)]
+        results = workers.step(xs)
+        assert same(results)
+        assert conserved(results)
+        assert results[0].finite
+
+
+def test_a_tensor_of_which_a_rank_sends_nothing_is_not_charged_to_it() -> None:
+    spec = SpanSpec(600, 60, (0, 300, 600), ())
+    workers = Workers(4, spec, hierarchical_sharded([0, 0, 1, 1], wire="bf16"))
+    xs = gradients(4, 600)
+    parts = [part_of(x, spec) for x in xs]
+    tensors = slice(0, 300), slice(300, 600)
+    for absent in range(2):
+        for rank in range(4):
+            each = [Part(None, part.flags, (absent,) if place == rank else ()) for place, part in enumerate(parts)]
+            results = workers.step(xs, each)
+            assert not results[rank].sent[tensors[absent]].any()
+            assert results[rank].sent[tensors[1 - absent]].any()
+            assert same(results)
+        results = workers.step(xs, [Part(None, part.flags, (absent,)) for part in parts])
+        assert not results[0].mean[tensors[absent]].any()
+        assert conserved(results)
+
+
+@pytest.mark.parametrize("scope", ["tensor", "group"])
+@pytest.mark.parametrize("wire", ["q4", "fp32"])
+@pytest.mark.parametrize("nodes", quick_of([[0, 1, 0, 1, 1], [0, 0, 0], [0, 1, 2]], ([0, 1, 0, 1, 1],)), ids=str)
+def test_under_the_engine(nodes: list[int], wire: str, scope: Scope) -> None:
+    n = len(nodes)
+    cluster = Cluster(n, lambda: settings(collective="hierarchical-sharded", scope=scope, wire=wire), nodes=nodes)
+    given = [torch.zeros(spec.numel, dtype=torch.float64) for spec in cluster.specs]
+    delivered = [torch.zeros_like(total) for total in given]
+    for step in range(4):
+        grads = cluster.random_grads(step)
+        means = cluster.step(grads)
+        for index in range(len(given)):
+            given[index] += sum(mine[index].double() for mine in grads)
+            assert all(torch.equal(means[0][index], other[index]) for other in means[1:])
+            delivered[index] += n * means[0][index].double()
+    for index, total in enumerate(given):
+        held = sum(cluster.residual(rank, index) for rank in range(n))
+        torch.testing.assert_close(delivered[index] + held, total, rtol=1e-5, atol=1e-4)
+    report = cluster.controllers[0].report
+    assert report is not None
+    assert 0.02 < report.as_dict()["achieved_density"] < 0.25
+    cluster.close()
+
+
+def test_a_single_worker() -> None:
+    transports = NodeTransports.make(SoloTransport(), "here")
+    exchange = HierarchicalShardedExchange(span(10, 2), transports, CPU, "auto", torch.float32, None)
+    result = through(exchange, torch.arange(10.0))
+    assert result.mean.nonzero().view(-1).tolist() == [3, 4, 5, 6, 7, 8, 9]  # three and a half quotas
+    assert torch.equal(result.mean, result.sent)
+
+
+def test_segments_that_compete_are_refused() -> None:
+    transports = NodeTransports.make(SoloTransport(), "here")
+    pooled = span_segments(10, 2)
+    pooled = Segments(pooled.edges, pooled.quotas, pooled.keys, pooled.shapes, pool=3)
+    with pytest.raises(ValueError, match="no quota='pooled'"):
+        HierarchicalShardedExchange(span(10, 2), transports, CPU, "auto", torch.float32, pooled)
