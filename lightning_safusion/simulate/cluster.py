@@ -182,6 +182,23 @@ class Cluster:
     def hierarchical(self, message: float, nbytes: float) -> CollectiveCost:
         """Dense inside the node (``nbytes``), sparse between nodes (a ``message`` of each): reduce-scatter, all-gather
         of each shard, all-gather inside."""
+        return self._two_levels(nbytes, log2_ceil(self.nodes), allgather_bytes(self.nodes, message))
+
+    def hierarchical_sharded(self, scattered: float, gathered: float, nbytes: float) -> CollectiveCost:
+        """Dense inside the node (``nbytes``), sums of nodes to owners and back: reduce-scatter, an all-to-all and an
+        all-gather of each shard, all-gather inside.
+
+        Args:
+            scattered: Bytes that a node has for all owners.
+            gathered: Bytes that all owners deliver.
+            nbytes: Bytes of the dense buffer.
+        """
+        outside = (self.nodes - 1) / self.nodes * (scattered + gathered)
+        return self._two_levels(nbytes, self.nodes + log2_ceil(self.nodes), outside)
+
+    def _two_levels(self, nbytes: float, rounds: int, outside: float) -> CollectiveCost:
+        """An all-reduce of ``nbytes`` inside nodes; in the middle of it messages in sequence, ``outside`` bytes in all
+        to each node."""
         g = self.gpus_per_node
         inside = CollectiveCost()
         if g > 1:
@@ -190,8 +207,7 @@ class Cluster:
             inside = CollectiveCost(seconds, volume)
         if self.nodes == 1:
             return inside
-        outside = (self.nodes - 1) * message
-        seconds = self.inter.launch + log2_ceil(self.nodes) * self.inter.alpha + outside * self.inter.beta
+        seconds = self.inter.launch + rounds * self.inter.alpha + outside * self.inter.beta
         return inside + CollectiveCost(seconds, outside / g, outside)
 
     def _flat(self, rounds: int, received: float, entering: float) -> CollectiveCost:

@@ -73,9 +73,16 @@ _SHARDED = EngineSystem(
     collective="sharded",
 )
 
-#: All systems that the simulator knows, by name: those of the strategy, and variants of two.
+_OVER_NODES = replace(
+    _SHARDED,
+    name="saf-nodes-sharded",
+    summary="as saf-pooled, dense inside the node, sums of nodes to owners and back",
+    collective="hierarchical-sharded",
+)
+
+#: All systems that the simulator knows, by name: those of the strategy, and variants of two of them.
 SIMULATED: Mapping[str, EngineSystem | HookSystem] = ChainMap(
-    {_VARIANT.name: _VARIANT, _SHARDED.name: _SHARDED}, SYSTEMS
+    {row.name: row for row in (_VARIANT, _SHARDED, _OVER_NODES)}, SYSTEMS
 )
 
 
@@ -84,7 +91,8 @@ def is_counted(name: str) -> bool:
     row = look_up("system", name, SIMULATED)
     if isinstance(row, HookSystem):
         return row.ddp_hook in ("none", "bf16", "fp16", "dear")
-    kinds = row.compressor in ("none", *SELECT) and row.collective not in ("oktopk", "gtopk", "hierarchical")
+    collective = find_collective(row.collective)
+    kinds = row.compressor in ("none", *SELECT) and row.collective not in ("oktopk", "gtopk") and not collective.levels
     return kinds and not row.offload
 
 
@@ -255,16 +263,23 @@ def _stream(job: Job) -> Schedule:
     return Schedule(Stream(entries.tolist(), capacity, message), job.selects.tolist())
 
 
-def _hierarchical(job: Job) -> Schedule:
+def _hierarchical(job: Job, owners: bool = False) -> Schedule:
     """The exact programme's groups over an exchange in three phases. Each worker selects from its shard of the node's
-    sum, after the reduce-scatter inside the node."""
+    sum, after the reduce-scatter inside the node. ``owners``: it sends what it has selected to owners, which select
+    again."""
     cluster, costs = job.cluster, job.group_costs()
     density = float(job.sparse_bytes.sum()) / max(1, int(job.numels.sum()))
+    scattered, gathered = ShardedExchange.scattered, ShardedExchange.gathered
 
     def message(places: Sequence[int], span: Span, nbytes: float) -> Message:
-        exchange = cluster.hierarchical(nbytes, 2 * span.elements)
-        between = float(job.select_cost(span.elements / cluster.gpus_per_node))
-        return replace(job.decoded(places, exchange, span, cluster.nodes, between=between), collectives=3)
+        shard = span.elements / cluster.gpus_per_node
+        exchange, between = cluster.hierarchical(nbytes, 2 * span.elements), float(job.select_cost(shard))
+        times, collectives = float(cluster.nodes), 3
+        if owners:
+            exchange = cluster.hierarchical_sharded(scattered * nbytes, gathered * nbytes, 2 * span.elements)
+            between += float(job.select_cost(shard / cluster.nodes))
+            times, collectives = scattered + gathered, 4
+        return replace(job.decoded(places, exchange, span, times, between=between), collectives=collectives)
 
     def seconds(nbytes: float) -> float:
         found = message([], job.span(nbytes / density, nbytes / job.entry_bytes), nbytes)
@@ -315,6 +330,7 @@ _SPECIAL: Mapping[str, Callable[[Job], Schedule]] = {
     "gtopk": _gtopk,
     "oktopk": _oktopk,
     "hierarchical": _hierarchical,
+    "hierarchical-sharded": partial(_hierarchical, owners=True),
     "sharded": _sharded,
     "adtopk": adtopk,
     "cupcake": _cupcake,

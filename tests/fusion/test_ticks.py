@@ -272,11 +272,7 @@ def test_where_nothing_may_leave_early_nothing_is_asked() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"scope": "group"},
-        {"offload": True},
-        *({"collective": name} for name in ("hierarchical", "hierarchical-sharded", "oktopk", "gtopk")),
-    ],
+    [{"scope": "group"}, {"offload": True}, *({"collective": name} for name in ("hierarchical", "oktopk", "gtopk"))],
     ids=str,
 )
 def test_what_learns_from_buffers_is_refused(options: dict[str, Any]) -> None:

@@ -55,17 +55,31 @@ def test_hierarchical_time_is_that_of_its_three_phases() -> None:
     assert flat(8).hierarchical(S, D).seconds == pytest.approx(outside)
 
 
+@pytest.mark.parametrize(("nodes", "level"), [(4, 1.0), (6, 5 / 6 * 4 / 5), (16, 0.25)])
+def test_shards_of_nodes_bring_no_more_from_many(nodes: int, level: float) -> None:
+    cluster = Cluster(nodes, 8, LINK, INSIDE)
+    gathered, sharded = cluster.hierarchical(S, D), cluster.hierarchical_sharded(S / 2, 7 / 2 * S, D)
+    assert sharded.node_bytes == pytest.approx((nodes - 1) / nodes * 4 * S)
+    assert sharded.node_bytes == pytest.approx(level * gathered.node_bytes)
+    rounds = nodes + (nodes - 1).bit_length()
+    inside = 2 * 1e-4 + 2 * 7 * 1e-5 + 2 * 7 / 8 * D * 1e-11
+    assert sharded.seconds == pytest.approx(inside + 1e-2 + rounds * 1e-3 + sharded.node_bytes * 1e-9)
+    assert sharded.nbytes == pytest.approx(2 * 7 / 8 * D + sharded.node_bytes / 8)
+
+
 def test_one_node_uses_its_own_links_and_no_network_card() -> None:
     node = Cluster(1, 8, LINK, INSIDE)
     assert node.allgather(S).seconds == pytest.approx(1e-4 + 3 * 1e-5 + 7 * S * 1e-11)
-    for cost in (node.allreduce(D), node.allgather(S), node.gtopk(S), node.oktopk(S), node.hierarchical(S, D)):
+    two_levels = node.hierarchical(S, D), node.hierarchical_sharded(S, S, D)
+    for cost in (node.allreduce(D), node.allgather(S), node.gtopk(S), node.oktopk(S), *two_levels):
         assert cost.node_bytes == 0
         assert 0 < cost.seconds < 1e-3
 
 
 def test_one_worker_exchanges_nothing() -> None:
     alone = flat(1)
-    for cost in (alone.allreduce(D), alone.allgather(S), alone.gtopk(S), alone.oktopk(S), alone.hierarchical(S, D)):
+    two_levels = alone.hierarchical(S, D), alone.hierarchical_sharded(S, S, D)
+    for cost in (alone.allreduce(D), alone.allgather(S), alone.gtopk(S), alone.oktopk(S), *two_levels):
         assert (cost.seconds, cost.nbytes, cost.node_bytes) == (0, 0, 0)
 
 

@@ -17,7 +17,7 @@ from lightning_safusion.simulate.device import DEVICES
 from lightning_safusion.simulate.engine import simulate
 from lightning_safusion.simulate.job import Job, line
 from lightning_safusion.simulate.schedule import Iteration
-from lightning_safusion.simulate.systems import SIMULATED, build_schedule, run_system
+from lightning_safusion.simulate.systems import SIMULATED, build_schedule, is_counted, run_system
 from lightning_safusion.simulate.trace import resolve_trace
 from lightning_safusion.systems import SYSTEMS
 
@@ -255,3 +255,14 @@ def test_the_default_is_not_behind_ddp_on_slow_networks(nodes: int) -> None:
     for link, ahead in (("25gbit", True), ("100gbit-roce", True), ("200gbit-rdma", False)):
         job = Job(load("bert-large"), Cluster(nodes, 8, LINKS[link]), 0.05)
         assert (run("saf-pooled", job).seconds <= run("ddp-bf16", job).seconds) == ahead
+
+
+@pytest.mark.parametrize("nodes", [2, 4, 8, 32])
+def test_a_node_receives_as_much_from_many_nodes_as_from_few(nodes: int) -> None:
+    job = Job(load("bert-base"), Cluster(nodes, 8, LINKS["10gbit"]), 0.05)
+    message = 10.5 / 8 * job.entries.sum()
+    share = message * (nodes - 1) / nodes
+    assert run("saf-nodes-sharded", job).node_bytes == pytest.approx(4 * share, rel=0.05)
+    # half a quota from each worker of all other nodes, where they are not added up first
+    assert run("saf-sharded", job).node_bytes == pytest.approx((8 / 2 + 7 / 2) * share, rel=0.05)
+    assert not is_counted("saf-nodes-sharded")
