@@ -289,12 +289,14 @@ def weights(**options: Any) -> list[Tensor]:
     return [param.detach().clone() for param in model.parameters()]
 
 
-def test_the_default_compares_updates_of_adamw(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("collective", ["allgather", "hierarchical", "hierarchical-sharded"])
+def test_the_default_compares_updates_of_adamw(caplog: pytest.LogCaptureFixture, collective: str) -> None:
     def run(rank: int) -> Any:
         with caplog.at_level(logging.INFO):
-            default = weights()
+            default = weights(collective=collective)
         said = caplog.text
-        return default, weights(select_by="update"), weights(select_by="gradient"), said
+        named = [weights(collective=collective, select_by=units) for units in ("update", "gradient")]
+        return default, *named, said
 
     first, second = run_launched(2, run)
     for default, named, other in zip(first[0], first[1], second[0], strict=True):
