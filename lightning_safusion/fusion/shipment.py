@@ -275,14 +275,13 @@ class Shipment:
         """
         self._held = None
         buffer, memory, exchange = self.buffer, self.buffer.memory, self.buffer.exchange
-        withdrawn = [t for t in repaired if not self.window.bypass[buffer.group.start + t]] if repaired else []
         if self.sparse:
-            message = exchange.sent_message() if not withdrawn and good is None else None
+            message = exchange.sent_message() if not repaired and good is None else None
             if message is None or not memory.commit_message(buffer.start, buffer.stop, message):
-                memory.commit(buffer.start, *self._sent(withdrawn, good))
+                memory.commit(buffer.start, *self._sent(repaired, good))
         pieces = buffer.dense_pieces
-        if self.absent or withdrawn:
-            left_out, edges = {*self.absent, *withdrawn}, buffer.edges
+        if self.absent or repaired:
+            left_out, edges = {*self.absent, *repaired}, buffer.edges
             pieces = [(edges[t], edges[t + 1]) for t in np.flatnonzero(buffer.dense) if t not in left_out]
         for start, stop in pieces:
             if stop > start:

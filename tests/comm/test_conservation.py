@@ -77,6 +77,26 @@ def test_nothing_is_lost_with_selection_behind_fusion(monkeypatch: pytest.Monkey
     assert drift(monkeypatch, BUILDS[name], 3, scope="group") < 2e-6
 
 
+@pytest.mark.filterwarnings("ignore:.* tensors .* were computed on some ranks only")
+@pytest.mark.parametrize("collective", ["sharded", "hierarchical-sharded"])
+def test_an_owner_that_sends_a_tensor_dense_keeps_no_sums_of_it(collective: str) -> None:
+    cluster = Cluster(16, lambda: settings(collective=collective, wire="fp32"), nodes=range(16))
+    given = [torch.zeros(spec.numel, dtype=torch.float64) for spec in cluster.specs]
+    left = [torch.zeros_like(total) for total in given]
+    for step in range(3):
+        if step == 2:  # on one rank alone its optimizer has not stepped
+            cluster.controllers[0].unstepped[6] = True
+        grads = cluster.random_grads(step)
+        means = cluster.step(grads)[0]
+        for index, mean in enumerate(means):
+            given[index] += sum(mine[index].double() for mine in grads)
+            left[index] += 16 * mean.double()
+    for index, total in enumerate(given):
+        held = sum(cluster.residual(rank, index) for rank in range(16))
+        torch.testing.assert_close(left[index] + held, total, rtol=1e-5, atol=1e-4)
+    cluster.close()
+
+
 def test_nothing_is_lost_where_the_default_takes_shards() -> None:
     cluster = Cluster(16, lambda: settings(quota="auto", wire="q4", density=0.05))
     assert_conserved(cluster)
