@@ -39,6 +39,7 @@ SHARDED_TASKS = (
     "digits-vit",
 )
 SHARDED_DENSITIES = (0.05, SuitedDensity.WITH_MOMENTUM)
+SHARDED_WORKERS = (2, 4, 8, 16)
 #: What else a training may have.
 OPTIONS = ("clip=1.0", "clip_value=0.01", "weight_decay=0.1", "accumulate=4,batch=8", "precision=bf16")
 
@@ -74,11 +75,10 @@ def rivals() -> Configs:
 
 
 def shards() -> Configs:
-    """Shards beside a sparse all-gather: eight workers on several tasks, and other numbers of them on one."""
+    """Shards beside a sparse all-gather, by number of workers."""
 
     def both(workers: int) -> list[Scheme]:
         gathered = [replace(DEFAULT, density=density, workers=workers) for density in SHARDED_DENSITIES]
         return [*gathered, *(replace(scheme, collective="sharded") for scheme in gathered)]
 
-    several = [(TASKS[name], scheme) for name in SHARDED_TASKS for scheme in both(8)]
-    return [*several, *((TASKS[SHARDED_TASKS[0]], scheme) for workers in (2, 4, 16) for scheme in both(workers))]
+    return [(TASKS[name], scheme) for workers in SHARDED_WORKERS for name in SHARDED_TASKS for scheme in both(workers)]

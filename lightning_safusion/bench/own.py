@@ -43,8 +43,9 @@ from lightning_safusion.systems import DEFAULT
 ALWAYS = (FLOOR, IN_STEP, "ddp")
 #: Rows that are compared where none are named.
 ROWS = ("ddp-bf16", "powersgd", DEFAULT, f"{DEFAULT}[density=0.02]", f"{DEFAULT}[density=0.1]")
-# Steps before those that count, in every turn: DDP makes its buckets anew after the first, PowerSGD sends ten dense.
-_SETTLING, _POWERSGD = 3, 12
+# Steps before those that count, in every turn: DDP makes its buckets anew after the first, sparse systems predict their
+# thresholds after some, PowerSGD sends ten dense.
+_SETTLING, _POWERSGD = 4, 12
 # The same in the first turn of a row without an engine: memory, caches and processes that load data settle as well.
 _FIRST = 12
 _ONCE = 2.0  # seconds: torchrun passes on what the terminal has sent to this process as well

@@ -131,6 +131,7 @@ class Conditions:
         parameters: Elements of the model.
         paced: Workers slept through the job's computation.
         scale: Sizes, and the link's rate in proportion, are this share of the job's.
+        slow_motion: Computation and links take so many times as long as the job's.
     """
 
     job: str
@@ -140,12 +141,14 @@ class Conditions:
     parameters: int
     paced: bool = False
     scale: float = 1.0
+    slow_motion: float = 1.0
 
     @property
     def title(self) -> str:
         """All of it in a line."""
         paced = "paced: " if self.paced else ""
         scaled = f" (sizes and rate x {self.scale:g})" if self.scale != 1 else ""
+        scaled += f", in slow motion x {self.slow_motion:g}" if self.slow_motion != 1 else ""
         link = f"links of {self.bandwidth}{scaled}" if self.bandwidth else f"loopback{scaled}"
         size = f"{self.parameters / 1e6:.1f} M parameters"
         return f"{paced}{self.job}, {size}; {self.workers} workers, {link}, density {self.density:g}"

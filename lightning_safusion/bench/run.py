@@ -39,6 +39,7 @@ def run_bench(
     bandwidth: Sequence[str] = (),
     paced: str | None = None,
     scale: float = 1.0,
+    slow_motion: float = 1.0,
     rounds: int | None = None,
     block: int = 6,
     warmup: int | None = None,
@@ -77,6 +78,8 @@ def run_bench(
         paced: Workers sleep through this trace (name or file) in place of training a model, so that more of them than
             cores can be measured: schedule and network are real, computation is not.
         scale: With paced: share of the trace's sizes that is exchanged, over links of that share of the bandwidth.
+        slow_motion: With paced: the computation, and what the links carry, takes so many times as long. What workers do
+            for the exchange does not: as if each had so many times the processor.
         rounds: Turns of each system: 6; of a job of yours 4.
         block: Steps of a turn; the first does not count.
         warmup: Steps of each system before the first round: 30; of a job of yours 45, for systems that learn.
@@ -95,7 +98,8 @@ def run_bench(
     """
     if config or data is not None or any(mark in model for mark in ".:"):
         laboratory = {"size": size, "batch_size": batch_size, "paced": paced, "bandwidth": bandwidth or None}
-        _refuse(laboratory | {"scale": None if scale == 1 else scale}, "is of this package's networks, not of your job")
+        laboratory |= {k: None if v == 1 else v for k, v in {"scale": scale, "slow_motion": slow_motion}.items()}
+        _refuse(laboratory, "is of this package's networks, not of your job")
         from lightning_safusion.bench.job import JobOptions
         from lightning_safusion.bench.own import ROWS, run_own
         from lightning_safusion.systems import DEFAULT
@@ -128,7 +132,7 @@ def run_bench(
         Task(model, size or "base", 16 if batch_size is None else batch_size, seed=seed),
         systems or _SYSTEMS,
         Rhythm(6 if rounds is None else rounds, block, 30 if warmup is None else warmup),
-        (density or (0.01,), bandwidth, paced, scale),
+        (density or (0.01,), bandwidth, paced, scale, slow_motion),
         2 if workers is None else workers,
         bool(calibrate),
         output,
@@ -146,7 +150,7 @@ def _run_laboratory(
     task: Task,
     systems: Sequence[str],
     rhythm: Rhythm,
-    over: tuple[Sequence[float], Sequence[str], str | None, float],
+    over: tuple[Sequence[float], Sequence[str], str | None, float, float],
     workers: int,
     calibrate: bool,
     output: Path,
@@ -157,12 +161,12 @@ def _run_laboratory(
         task: The network.
         systems: Rows.
         rhythm: Of the turns.
-        over: Densities, rates of the links, the trace that workers sleep through, and its scale.
+        over: Densities, rates of the links, the trace that workers sleep through, its scale and slow motion.
         workers: Processes.
         calibrate: Fit costs.
         output: Folder for the results.
     """
-    density, bandwidth, paced, scale = over
+    density, bandwidth, paced, scale, slow_motion = over
     bandwidth = tuple(map(plain_rate, bandwidth))
     names = list(dict.fromkeys([*REFERENCE_STRATEGIES, *REFERENCES, *systems]))
     for name in systems:
@@ -170,21 +174,23 @@ def _run_laboratory(
             parse_row(name)
     if paced is None and scale != 1:
         raise ValueError(f"scale={scale:g} scales a trace: give one with paced, or choose a size")
+    if paced is None and slow_motion != 1:
+        raise ValueError(f"slow_motion={slow_motion:g} is of a trace: give one with paced")
     for share in density:
         if not 0 < share <= 1:
             raise ValueError(f"density is a share in (0, 1], got {share:g}")
     if calibrate:
         need("scipy", "cli")
     console, output = begin(workers, output)
-    trace = scaled(resolve_trace(paced), scale) if paced is not None else None
+    trace = scaled(resolve_trace(paced), scale, slow_motion) if paced is not None else None
     task = replace(task, trace=trace)
     parameters = sum(param.numel() for param in task.module().parameters())
     job = f"{task.model} ({task.size}), batch {task.batch_size}" if trace is None else trace.name
     tables = []
     for rate in usable_rates(bandwidth, console):
-        with machines(workers, rate and f"{bits_per_second(rate) * scale / 1e3:.0f}kbit") as place:
+        with machines(workers, rate and f"{bits_per_second(rate) * scale / slow_motion / 1e3:.0f}kbit") as place:
             for share in density:
-                conditions = Conditions(job, workers, rate, share, parameters, trace is not None, scale)
+                conditions = Conditions(job, workers, rate, share, parameters, trace is not None, scale, slow_motion)
                 console.print(literal(conditions.title, "bold"))
                 shared = replace(task, density=share)
                 run = measure(shared, names, place, rhythm, output / "logs", console, calibrate)

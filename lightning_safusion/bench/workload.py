@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -200,8 +201,8 @@ class _Pace(torch.autograd.Function):
         return grads[0], ctx.grad, None, None
 
 
-def scaled(trace: Trace, factor: float) -> Trace:
-    """The trace with a share of its elements, and the same times.
+def scaled(trace: Trace, factor: float, slow_motion: float = 1.0) -> Trace:
+    """The trace with a share of its elements, and the same times or longer ones.
 
     Matrices become smaller in both of their first two dimensions, by the root of the factor each. On a link whose rate
     is scaled by the same factor an exchange takes as long as before, while selection takes that much less.
@@ -209,18 +210,24 @@ def scaled(trace: Trace, factor: float) -> Trace:
     Args:
         trace: The trace.
         factor: Share of the elements, in (0, 1].
+        slow_motion: All of its times become so many times as long; at least 1.
 
     Raises:
-        ValueError: If the factor is out of range.
+        ValueError: If a number is out of range.
     """
     if not 0 < factor <= 1:
         raise ValueError(f"a trace is scaled by a factor in (0, 1], got {factor}")
-    if factor == 1:
+    if not 1 <= slow_motion < math.inf:
+        raise ValueError(f"slow motion makes times 1 or more times as long, got {slow_motion:g}")
+    if factor == slow_motion == 1:
         return trace
     tensors = []
     for tensor in trace.tensors:
         sides = list(tensor.shape)
         for side in range(min(2, len(sides))):
             sides[side] = max(1, round(sides[side] * factor ** (1 / min(2, len(sides)))))
-        tensors.append(replace(tensor, shape=tuple(sides)))
-    return Trace(f"{trace.name} x {factor:g}", tuple(tensors), trace.optimizer, f"{trace.source}; sizes x {factor:g}")
+        times = {"forward": tensor.forward * slow_motion, "backward": tensor.backward * slow_motion}
+        tensors.append(replace(tensor, shape=tuple(sides), **times))
+    change = f"sizes x {factor:g}" + ("" if slow_motion == 1 else f", times x {slow_motion:g}")
+    name, source = f"{trace.name} x {factor:g}", f"{trace.source}; {change}"
+    return Trace(name, tuple(tensors), trace.optimizer * slow_motion, source)

@@ -91,6 +91,8 @@ def test_without_root_the_loopback_is_measured_and_that_is_said(
         ({"rounds": 0}, "needs 1 round"),
         ({"block": 1}, "blocks of 2 steps"),
         ({"scale": 0.5}, "scale=0.5 scales a trace"),
+        ({"slow_motion": 4.0}, "slow_motion=4 is of a trace"),
+        ({"paced": "bert-base", "slow_motion": 0.5}, "slow motion makes times 1 or more"),
         ({"paced": "bert"}, "unknown trace 'bert'"),
     ],
 )

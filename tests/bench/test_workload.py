@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -46,6 +47,17 @@ def test_a_scaled_trace_has_the_share_of_the_elements_and_all_of_the_time() -> N
     assert scaled(trace, 1.0) is trace
     with pytest.raises(ValueError, match="factor in"):
         scaled(trace, 1.5)
+
+
+def test_in_slow_motion_a_trace_has_the_same_elements_and_longer_times() -> None:
+    trace = resolve_trace("bert-base")
+    slow = scaled(trace, 1.0, 8.0)
+    assert slow.seconds == pytest.approx(8 * trace.seconds)
+    assert slow.numels == trace.numels
+    assert "times x 8" in slow.source
+    for factor in (0.5, math.nan, math.inf):
+        with pytest.raises(ValueError, match="slow motion"):
+            scaled(trace, 1.0, factor)
 
 
 def test_a_paced_worker_sleeps_through_its_trace_and_has_its_gradients_in_its_order() -> None:
