@@ -97,8 +97,9 @@ def run_bench(
         RuntimeError: If a worker fails; names its log.
     """
     if config or data is not None or any(mark in model for mark in ".:"):
-        laboratory = {"size": size, "batch_size": batch_size, "paced": paced, "bandwidth": bandwidth or None}
-        laboratory |= {k: None if v == 1 else v for k, v in {"scale": scale, "slow_motion": slow_motion}.items()}
+        laboratory: dict[str, object] = {"size": size, "batch_size": batch_size, "paced": paced}
+        laboratory |= {"bandwidth": bandwidth or None, "scale": None if scale == 1 else scale}
+        laboratory["slow_motion"] = None if slow_motion == 1 else slow_motion
         _refuse(laboratory, "is of this package's networks, not of your job")
         from lightning_safusion.bench.job import JobOptions
         from lightning_safusion.bench.own import ROWS, run_own

@@ -226,8 +226,8 @@ def scaled(trace: Trace, factor: float, slow_motion: float = 1.0) -> Trace:
         sides = list(tensor.shape)
         for side in range(min(2, len(sides))):
             sides[side] = max(1, round(sides[side] * factor ** (1 / min(2, len(sides)))))
-        times = {"forward": tensor.forward * slow_motion, "backward": tensor.backward * slow_motion}
-        tensors.append(replace(tensor, shape=tuple(sides), **times))
+        forward, backward = tensor.forward * slow_motion, tensor.backward * slow_motion
+        tensors.append(replace(tensor, shape=tuple(sides), forward=forward, backward=backward))
     change = f"sizes x {factor:g}" + ("" if slow_motion == 1 else f", times x {slow_motion:g}")
     name, source = f"{trace.name} x {factor:g}", f"{trace.source}; {change}"
     return Trace(name, tuple(tensors), trace.optimizer * slow_motion, source)
