@@ -194,7 +194,7 @@ def run_missing(
                 while left and len(running) < processes:
                     start(left.popleft())
                 for pipe in wait(list(running), timeout=1.0):
-                    finish(*running.pop(pipe))  # type: ignore[call-overload]  # one of ours
+                    finish(*running.pop(pipe))  # type: ignore[call-overload]  # wait has these pipes only
                     progress.advance(bar)
                 progress.refresh()
     finally:
