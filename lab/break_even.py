@@ -19,7 +19,7 @@ from math import inf
 from pathlib import Path
 
 from lab.markdown import markdown
-from lightning_safusion.comm.catalogue import SHARDED_FROM
+from lightning_safusion.comm.catalogue import BYTES_ALONE, shards_pay
 from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.cost import allgather_bytes, ring_allreduce_bytes
 from lightning_safusion.comm.wire.formats import message_bytes
@@ -96,9 +96,12 @@ def bytes_table() -> str:
 
 
 def received(workers: int, entries: int) -> float:
-    """Bytes that a worker of the default receives, of :data:`ELEMENTS` elements with so many entries."""
+    """Bytes that a worker of the default receives, of :data:`ELEMENTS` elements with so many entries.
+
+    On a link where bytes alone take time.
+    """
     message = message_bytes("q4", ELEMENTS, entries)
-    if workers < SHARDED_FROM:
+    if not shards_pay(workers, BYTES_ALONE, message):
         return allgather_bytes(workers, message)
     return Cluster(workers).sharded(ShardedExchange.scattered * message, ShardedExchange.gathered * message).nbytes
 

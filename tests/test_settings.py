@@ -8,6 +8,7 @@ import pytest
 
 from lightning_safusion import SAFusionStrategy
 from lightning_safusion.comm.collectives.sharded import ShardedExchange
+from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.systems import DEFAULT, SYSTEMS
 from tests.cluster import specs
 
@@ -93,6 +94,16 @@ def test_what_does_not_go_with_shards_is_refused(name: str, given: dict[str, Any
 def test_the_default_takes_shards_among_many_workers(workers: int, given: dict[str, Any], shards: bool) -> None:
     collective = SAFusionStrategy(**given).settings.collective_over(workers)
     assert (collective.exchange is ShardedExchange) is shards
+
+
+@pytest.mark.parametrize(
+    ("given", "shards"), [({}, True), ({"quota": "pooled"}, False), ({"collective": "allgather"}, False)]
+)
+def test_the_default_takes_shards_among_eight_on_slow_links(given: dict[str, Any], shards: bool) -> None:
+    settings = SAFusionStrategy(**given).settings
+    for gather, slow in ((LinearCost(1e-4, 1e-7), True), (LinearCost(1e-2, 1e-9), False)):
+        collective = settings.collective_over(8, gather, 1e5)
+        assert (collective.exchange is ShardedExchange) is (shards and slow)
 
 
 def test_the_default_is_sparse_among_thousands_of_workers() -> None:

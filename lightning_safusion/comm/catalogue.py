@@ -18,7 +18,7 @@ from lightning_safusion.comm.collectives.hybrid import HybridExchange
 from lightning_safusion.comm.collectives.nodes import NodeTransports
 from lightning_safusion.comm.collectives.ok_allreduce import OkTopkExchange
 from lightning_safusion.comm.collectives.sharded import ShardedExchange
-from lightning_safusion.comm.cost import CollectiveChoice
+from lightning_safusion.comm.cost import CollectiveChoice, LinearCost
 from lightning_safusion.comm.exchange import Exchange, SpanSpec, StreamOrderedExchange
 from lightning_safusion.comm.transport.interface import Transport
 from lightning_safusion.comm.wire.codec import Codec
@@ -182,6 +182,24 @@ COLLECTIVES: dict[str, Collective] = {
 #: many bytes, but has no second selection.
 SHARDED_FROM = 16
 AUTO_SHARDED = replace(COLLECTIVES["sharded"], choice="auto")
+#: All-gather on a link where bytes alone take time.
+BYTES_ALONE = LinearCost(0.0, 1.0)
+# Among fewer workers an all-gather must take so many times as long: shards have one phase and one selection more.
+_WORTH = 1.4
+
+
+def shards_pay(world_size: int, gather: LinearCost | None, message: float) -> bool:
+    """Whether ``"auto"`` takes shards; never with five workers or fewer.
+
+    Args:
+        world_size: Workers.
+        gather: Seconds of a sparse all-gather by the bytes of one worker's message; None if they are not known: then
+            the number of workers decides.
+        message: Bytes of one worker's messages in a step.
+    """
+    if gather is None or world_size >= SHARDED_FROM:
+        return world_size >= SHARDED_FROM
+    return gather(message) > _WORTH * ShardedExchange.cost(gather, world_size)(message)
 
 
 def find_collective(name: str) -> Collective:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
 
 from lightning_safusion.__about__ import __version__
 from lightning_safusion.comm.calibrate import calibrate
+from lightning_safusion.comm.catalogue import Collective, find_collective
 from lightning_safusion.comm.collectives.sharded import ShardedExchange
+from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.comm.transport.interface import Transport, during
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.layout import Layout, TensorSpec
@@ -60,6 +62,27 @@ def check_equal(transport: Transport, values: dict[str, str]) -> None:
             )
 
 
+def _collective(
+    settings: EngineSettings,
+    specs: Sequence[TensorSpec],
+    world_size: int,
+    prior: Mapping[str, LinearCost] | None,
+    announce: Callable[[str], None] | None,
+) -> Collective:
+    """What carries the buffers, by the measured costs of the links if there are any."""
+    if prior is None:
+        return settings.collective_over(world_size)
+    gather, message = prior["allgather"], settings.message(specs)
+    collective = settings.collective_over(world_size, gather, message)
+    if collective is not settings.collective_over(world_size) and announce is not None:
+        seconds = ShardedExchange.cost(gather, world_size)(message)
+        announce(
+            f"gradients go to owners and back (collective='sharded'): {1e3 * seconds:.3g} ms by the measured links, "
+            f"{1e3 * gather(message):.3g} with collective='allgather'"
+        )
+    return collective
+
+
 def build_engine(
     settings: EngineSettings,
     specs: Sequence[TensorSpec],
@@ -90,8 +113,11 @@ def build_engine(
     layout = Layout(tuple(specs))
     settings.memory.world_size = transport.world_size
     settings.memory.bind(layout.edges.tolist(), device)
-    collective = settings.collective_over(transport.world_size)
-    choice = "allgather" if collective.choice == "auto" and settings.memory.lives_on_sparsity else collective.choice
+    choice = find_collective(settings.collective).choice
+    if choice == "auto" and settings.memory.lives_on_sparsity:
+        choice = "allgather"
+    prior = calibrate(transport, device) if measure and (settings.fusion.needs_costs or choice == "auto") else None
+    collective = _collective(settings, specs, transport.world_size, prior, announce)
     timer = settings.fusion if isinstance(settings.fusion, Horovod) else None
     ticks = Ticks(transport.host_subgroup(), timer.cycle_s) if timer else None
     # launched at each rank's own pace, between the collectives of the model's own backward (SyncBatchNorm)
@@ -101,9 +127,7 @@ def build_engine(
         name = settings.collective
         announce(f"all workers are on one node, where collective={name!r} saves nothing: system='ddp' is faster")
     own_pace = transport.subgroup() if settings.fusion.streams else None
-    space = GradientSpace(layout, settings, communicators, device, own_pace)
-    wanted = settings.fusion.needs_costs or choice == "auto"
-    prior = calibrate(transport, device) if measure and wanted else None
+    space = GradientSpace(layout, settings, collective, communicators, device, own_pace)
     if prior is not None and collective.exchange is ShardedExchange:
         prior["allgather"] = ShardedExchange.cost(prior["allgather"], transport.world_size)
     # narrow gradients cannot represent a mean exactly: the rest stays in the residual; DDP sends wide ones as float64

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, get_args
 
-from lightning_safusion.comm.catalogue import AUTO_SHARDED, SHARDED_FROM, Collective, find_collective
+from lightning_safusion.comm.catalogue import AUTO_SHARDED, BYTES_ALONE, Collective, find_collective, shards_pay
 from lightning_safusion.comm.collectives.sharded import ShardedExchange
-from lightning_safusion.comm.cost import allgather_bytes, ring_allreduce_bytes
+from lightning_safusion.comm.cost import LinearCost, allgather_bytes, ring_allreduce_bytes
 from lightning_safusion.comm.wire.elias_fano import EliasFanoCodec
 from lightning_safusion.comm.wire.formats import message_bytes, value_format
 from lightning_safusion.fusion.layout import Layout, TensorSpec
@@ -86,16 +86,29 @@ class EngineSettings:
         """Elements can be compared in the units of the update: none are again, as gradients, by the collective."""
         return find_collective(self.collective).few_bits and not self.offload
 
-    def collective_over(self, world_size: int) -> Collective:
-        """What carries the buffers of so many workers: from :data:`SHARDED_FROM` on shards, if the quotas are
-        ``"auto"`` too; other quotas are those of a paper.
+    def collective_over(self, world_size: int, gather: LinearCost | None = None, message: float = 0.0) -> Collective:
+        """What carries the buffers of so many workers: shards where :func:`shards_pay`, if the quotas are ``"auto"``
+        too; other quotas are those of a paper.
 
-        No measured time has a part in it, since the choice changes what is learned.
+        Args:
+            world_size: Workers.
+            gather, message: See :func:`shards_pay`.
         """
         free = self.collective == self.quota == "auto" and self._against_shards() is None
-        if free and world_size >= SHARDED_FROM:
+        if free and shards_pay(world_size, gather, message):
             return AUTO_SHARDED
         return find_collective(self.collective)
+
+    def message(self, specs: Sequence[TensorSpec]) -> float:
+        """Bytes that a worker sends in its first step, all messages of a sparse all-gather together."""
+        quotas = tensor_quotas(Layout(tuple(specs)), self.compressor, self.density(0, 0))
+        # tensors of one size have messages of one size
+        rows = zip(specs, quotas.counts.tolist(), quotas.dense.tolist(), strict=True)
+        alike = Counter((spec.numel, spec.dtype, count, dense) for spec, count, dense in rows)
+        return sum(
+            number * (numel * dtype.itemsize if dense else message_bytes(self.wire, numel, count, dtype))
+            for (numel, dtype, count, dense), number in alike.items()
+        )
 
     def _against_shards(self) -> str | None:
         """Why tensors cannot be cut into shards; None if they can."""
@@ -198,18 +211,10 @@ class EngineSettings:
         density = self.density(0, 0)
         if density >= 1 or self.compressor.name == "none":
             return "everything is sent (density 1)"
-        quotas = tensor_quotas(Layout(tuple(specs)), self.compressor, density)
         reduced = sum(spec.numel * spec.dtype.itemsize for spec in specs)
-        # tensors of one size have messages of one size
-        rows = zip(specs, quotas.counts.tolist(), quotas.dense.tolist(), strict=True)
-        alike = Counter((spec.numel, spec.dtype, count, dense) for spec, count, dense in rows)
-        gathered = sum(
-            number * (numel * dtype.itemsize if dense else message_bytes(self.wire, numel, count, dtype))
-            for (numel, dtype, count, dense), number in alike.items()
-        )
-        sharded = self.collective_over(world_size).exchange is ShardedExchange
+        sharded = self.collective_over(world_size, BYTES_ALONE, 1.0).exchange is ShardedExchange
         received = ShardedExchange.received if sharded else allgather_bytes
-        by_sparse, by_reduce = received(world_size, gathered), ring_allreduce_bytes(world_size, reduced)
+        by_sparse, by_reduce = received(world_size, self.message(specs)), ring_allreduce_bytes(world_size, reduced)
         if by_sparse < by_reduce:
             return None
         return (

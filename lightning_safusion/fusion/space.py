@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.catalogue import Communicators, SparseBuffer
+from lightning_safusion.comm.catalogue import Collective, Communicators, SparseBuffer
 from lightning_safusion.comm.collectives.allreduce import DenseAllReduce
 from lightning_safusion.comm.collectives.negotiated import Stream, StreamedTensor
 from lightning_safusion.comm.exchange import Exchange, SpanSpec
@@ -41,6 +41,7 @@ class GradientSpace:
     Args:
         layout: The tensors.
         settings: Of the engine; their memory is bound to the layout.
+        collective: Of the buffers.
         communicators: Of the buffers.
         device: Where gradients live.
         stream_transport: Of buffers that each worker fills at its own pace; only they need it.
@@ -50,6 +51,7 @@ class GradientSpace:
         self,
         layout: Layout,
         settings: EngineSettings,
+        collective: Collective,
         communicators: Communicators,
         device: torch.device,
         stream_transport: Transport | None = None,
@@ -65,7 +67,7 @@ class GradientSpace:
         self._settings = settings
         self._rule: QuotaRule = "shared" if settings.quota == "auto" else settings.quota
         self.shares = Shares()  #: of shared quotas
-        self._collective = settings.collective_over(communicators.main.world_size)
+        self.collective = collective
         self._communicators = communicators
         self._stream_transport = stream_transport
         self._stream: Stream | None = None
@@ -87,14 +89,14 @@ class GradientSpace:
             quotas=tuple(self.quotas.counts.tolist()),
             world_size=self.transport.world_size,
             entry_bytes=entry_bytes,
-            hybrid=self._collective.dense_lane,
+            hybrid=self.collective.dense_lane,
             device=str(self.device),
         )
 
     @property
     def scattered(self) -> float:
         """Share of the quotas that a worker sends of what it has selected itself."""
-        return self._collective.exchange.scattered
+        return self.collective.exchange.scattered
 
     def accumulated(self) -> Tensor:
         """float32 [D]: what the error feedback holds of each element, in the order of ``layout``; not a copy."""
@@ -192,7 +194,7 @@ class GradientSpace:
         else:
             dtype = dtypes[0] if len({*dtypes}) == 1 else torch.float32
             sparse = SparseBuffer(spec, self.device, settings.wire, dtype, segments)
-            exchange = self._collective.build(sparse, self._communicators)
+            exchange = self.collective.build(sparse, self._communicators)
         if group in self._restored:
             exchange.load_state_dict(self._restored.pop(group))
         segments = exchange.segments or segments

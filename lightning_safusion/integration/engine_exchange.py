@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_safusion.comm.catalogue import Collective
 from lightning_safusion.comm.transport.interface import Transport, during
 from lightning_safusion.fusion.build import build_engine
 from lightning_safusion.fusion.engine import Engine
@@ -85,8 +86,6 @@ class EngineExchange(GradientExchange):
         self.settings = settings
         if device.type == "cpu" and not cpu.usable():
             announce("there are no compiled kernels, so NumPy selects; installed with a C compiler it is faster")
-        if device.type == "cuda":
-            _say_what_cuda_needs(settings, transport)
         overlap = not options.get("find_unused_parameters")
         # every tensor has a gradient on all ranks in each step: the host need not wait for an exchange
         never_waits = device.type == "cuda" and transport.stream_ordered and automatic
@@ -103,6 +102,8 @@ class EngineExchange(GradientExchange):
                 node=node,
                 yields=replaceable,
             )
+        if device.type == "cuda":
+            _say_what_cuda_needs(settings, self.engine.space.collective, transport)
         self.engine.observers = observers
 
     def ddp_options(self, options: dict[str, Any]) -> dict[str, Any]:
@@ -209,10 +210,10 @@ class History:
         return {"windows": engine.windows, "replans": self.replans + engine.planner.replans, **figures}
 
 
-def _say_what_cuda_needs(settings: EngineSettings, transport: Transport) -> None:
+def _say_what_cuda_needs(settings: EngineSettings, collective: Collective, transport: Transport) -> None:
     """One line each on overlap and on communicators, where something is missing."""
     needed = [hindrances(os.environ)]
-    collective, own_pace = settings.collective_over(transport.world_size), settings.fusion.streams
+    own_pace = settings.fusion.streams
     timed = isinstance(settings.fusion, Horovod)
     if transport.world_size > 1 and transport.stream_ordered and (own_pace or timed or collective.several):
         name = "sharded" if settings.collective == "auto" else settings.collective

@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 
 from lightning_safusion.baselines.hooks import POWERSGD_RANKS
-from lightning_safusion.comm.catalogue import SHARDED_FROM, find_collective
+from lightning_safusion.comm.catalogue import find_collective, shards_pay
 from lightning_safusion.comm.collectives.allgather import SparseAllGather
 from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.wire.codec import Codec
@@ -136,13 +136,13 @@ def _as_row(row: EngineSystem, job: Job) -> Job:
     numel = min(int(job.numels.sum()), _CODEC_ELEMENTS)
     entries = max(1, int(numel * job.density))
     codec = resolve_codec(row.wire, numel, entries, torch.float32)
-    return replace(
+    job = replace(
         job,
         dense_below=max(job.dense_below, row.dense_below),
         entry_bytes=job.entry_bytes if row.wire == "auto" else codec.nbytes / entries,
-        path=_path_of(row, job, codec),
         by_update=row.select_by == "auto",
     )
+    return replace(job, path=_path_of(row, job, codec))
 
 
 def _path_of(row: EngineSystem, job: Job, codec: Codec) -> Path:
@@ -163,9 +163,10 @@ def _path_of(row: EngineSystem, job: Job, codec: Codec) -> Path:
 
 def _has_shards(row: EngineSystem, job: Job) -> bool:
     """Whether selections go to owners and back."""
-    return row.collective == "sharded" or (
-        row.collective == row.quota == "auto" and job.cluster.workers >= SHARDED_FROM
-    )
+    if not row.collective == row.quota == "auto":
+        return row.collective == "sharded"
+    gather = line(lambda message: job.cluster.allgather(message).seconds)
+    return shards_pay(job.cluster.workers, gather, float(job.sparse_bytes.sum()))
 
 
 def _buckets(job: Job, first: float = DDP_FIRST_BUCKET) -> list[range]:

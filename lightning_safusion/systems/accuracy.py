@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from lightning_safusion.comm.catalogue import SHARDED_FROM
+from lightning_safusion.comm.catalogue import BYTES_ALONE, SHARDED_FROM, shards_pay
 from lightning_safusion.sparsify.schedule import SuitedDensity
 from lightning_safusion.systems.rows import DEFAULT
 
@@ -116,9 +116,10 @@ def known_accuracy(
             f"{table[nearest]}{less} ({_SOURCE})."
         )
         measured = True
-    if measured and workers >= SHARDED_FROM:
+    if measured and shards_pay(workers, BYTES_ALONE, 1.0):
+        where = "" if workers >= SHARDED_FROM else "on slow links "
         words.append(
-            f"That is with two workers. From {SHARDED_FROM} on owners of shards select again: up to 0.7 % above "
-            "it at a density of 2 % (docs/convergence.md#shards)."
+            f"That is with two workers. With {workers} {where}owners of shards select again: up to 0.7 % above it at a "
+            "density of 2 % (docs/convergence.md#shards)."
         )
     return " ".join([*words, "Compare with a dense run before a long one."])

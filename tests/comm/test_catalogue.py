@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_safusion.comm.catalogue import find_collective
+from lightning_safusion.comm.catalogue import BYTES_ALONE, find_collective, shards_pay
+from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.comm.wire.formats import value_format
 
 
@@ -46,3 +47,22 @@ def test_what_each_format_of_values_is(wire: str, name: str, width: int, few_bit
     assert value_format("auto", torch.bfloat16).name == "bf16"
     with pytest.raises(ValueError, match="unknown wire format 'dense-q4'"):
         value_format("dense-q4")
+
+
+@pytest.mark.parametrize(
+    ("workers", "gather", "pay"),
+    [
+        # the number alone
+        (15, None, False),
+        (16, None, True),
+        # by bytes an all-gather takes (P - 1) / (4 (P - 1) / P) times as long
+        (5, BYTES_ALONE, False),
+        (6, BYTES_ALONE, True),
+        (8, LinearCost(1e-3, 1e-6), True),
+        # latency counts twice
+        (8, LinearCost(1e-3, 1e-10), False),
+        (64, LinearCost(1e-3, 0.0), True),
+    ],
+)
+def test_shards_pay_where_bytes_take_the_time(workers: int, gather: LinearCost | None, pay: bool) -> None:
+    assert shards_pay(workers, gather, 100_000) is pay

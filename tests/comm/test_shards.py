@@ -57,6 +57,21 @@ def test_a_tensor_has_the_same_pieces_in_every_buffer(workers: int) -> None:
     assert together.quotas[inside].tolist() == alone.quotas.tolist()
 
 
+@pytest.mark.parametrize("period", [2, 4, 8, 12, 16])
+@pytest.mark.parametrize("workers", [8, 16])
+def test_tensors_of_equal_layers_have_owners_of_all_ranks(period: int, workers: int) -> None:
+    # in each layer one tensor is larger than the others, too small to be cut
+    layers = 96 // period
+    quotas = np.tile([3 * workers, *[1] * (period - 1)], layers)
+    sizes = tuple(range(1000, 1000 + len(quotas)))
+    edges = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+    cut = Segments(edges, quotas, tuple(range(len(quotas))), tuple((size,) for size in sizes))
+    pieces = Pieces.of(cut, workers)
+    assert len(pieces.owners) == len(quotas)
+    large = np.bincount(pieces.owners[::period], minlength=workers)
+    assert large.max() <= -(-layers // workers) + 2
+
+
 def test_a_pool_has_no_pieces() -> None:
     with pytest.raises(ValueError, match="no quota='pooled'"):
         Pieces.of(segments(pool=5), 2)

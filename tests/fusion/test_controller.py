@@ -15,9 +15,11 @@ import pytest
 import torch
 
 from lab.virtual.transport import local_transports
+from lightning_safusion.comm.collectives.sharded import ShardedExchange
+from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.comm.transport.interface import ReduceOp, Work
 from lightning_safusion.comm.transport.torch_backend import SoloTransport
-from lightning_safusion.fusion import engine
+from lightning_safusion.fusion import build, engine
 from lightning_safusion.fusion.build import build_engine
 from lightning_safusion.fusion.events import Clock
 from lightning_safusion.sparsify import NoMemory, Segments, Selection, TopK
@@ -351,6 +353,28 @@ def test_buffers_are_announced_once() -> None:
             controller.push(spec.index, torch.ones(spec.numel))
         controller.drain()
     assert said == ["10 tensors travel in 2 buffers, 0 sparse and 2 dense"]
+
+
+@pytest.mark.parametrize(("workers", "per_byte", "shards"), [(6, 1e-4, True), (6, 1e-12, False), (3, 1e-4, False)])
+def test_the_links_decide_on_shards(
+    monkeypatch: pytest.MonkeyPatch, workers: int, per_byte: float, shards: bool
+) -> None:
+    costs = {"allgather": LinearCost(1e-4, per_byte), "allreduce": LinearCost(1.0, 1.0)}
+    monkeypatch.setattr(build, "calibrate", lambda transport, device: dict(costs))
+    said: list[str] = []
+    cluster = Cluster(
+        workers,
+        lambda: settings(fusion="adaptive", collective="auto", quota="auto"),
+        measure=True,
+        announce=said.append,
+    )
+    spaces = [controller.space for controller in cluster.controllers]
+    assert {space.collective.exchange is ShardedExchange for space in spaces} == {shards}
+    assert sum("go to owners and back (collective='sharded'): " in line for line in said) == workers * shards
+    for step in range(4):
+        grads = cluster.step(cluster.random_grads(step))
+        assert all(torch.equal(a, b) for other in grads[1:] for a, b in zip(grads[0], other, strict=True))
+    cluster.close()
 
 
 def test_measured_plans_are_equal_on_all_ranks(make: Callable[..., Cluster]) -> None:

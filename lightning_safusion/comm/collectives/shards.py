@@ -25,6 +25,9 @@ from lightning_safusion.sparsify.selection.view import device_constant
 _TOP = TopK()
 # Tensors whose quota has so many entries for each worker are cut into pieces, one for each; others have one owner.
 _LEAST = 4
+# 2^32 over the golden ratio: multiples of it spread evenly, whatever distance tensors of one kind have in a model
+# (Knuth, The Art of Computer Programming, volume 3, section 6.4).
+_GOLDEN, _TURN = 2654435769, 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +60,7 @@ class Pieces:
             pairwise(segments.edges.tolist()), segments.quotas.tolist(), segments.keys, strict=True
         ):
             number = workers if quota >= _LEAST * workers else 1
-            first = key if isinstance(key, int) else start
+            first = (key if isinstance(key, int) else start) * _GOLDEN % 2**_TURN * workers >> _TURN
             for i in range(number):
                 size = stop - start
                 runs.append((start + size * i // number, start + size * (i + 1) // number))
