@@ -3,6 +3,7 @@ two communicators at once need."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from lightning_safusion.comm.transport.interface import Transport
 from lightning_safusion.comm.transport.torch_backend import SoloTransport
+from lightning_safusion.fusion.settings import EngineSettings
 from lightning_safusion.integration import engine_exchange
 from lightning_safusion.integration.engine_exchange import EngineExchange
 from lightning_safusion.integration.exchange import Choice, Mode
@@ -44,11 +46,16 @@ def build(device: torch.device, transport: Transport | None = None, **parts: Any
     EngineExchange(chosen, specs(), choice, transport or SoloTransport(), device, 0, options, True, True, [])
 
 
+def engine(chosen: EngineSettings, _: Any, transport: Transport, *__: Any, **___: Any) -> Any:
+    """No more of an engine than the strategy reads before it runs."""
+    return SimpleNamespace(space=SimpleNamespace(collective=chosen.collective_over(transport.world_size)))
+
+
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     said: list[str] = []
     monkeypatch.setattr(engine_exchange, "rank_zero_info", said.append)
-    monkeypatch.setattr(engine_exchange, "build_engine", lambda *_, **__: EngineExchange)
+    monkeypatch.setattr(engine_exchange, "build_engine", engine)
     for name in (*_HINDRANCES, "NCCL_LAUNCH_ORDER_IMPLICIT"):
         monkeypatch.delenv(name, raising=False)
     return said
