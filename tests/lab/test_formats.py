@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+from itertools import accumulate
 
-from lab.formats import LAYOUTS, formats, size
+import pytest
+import torch
+
+from lab.convergence import plan
+from lab.formats import LAYOUTS, formats, quotas, size
+from lab.virtual.transport import local_transports
+from lightning_safusion.comm.collectives.allgather import SparseAllGather
+from lightning_safusion.comm.exchange import SpanSpec
+from lightning_safusion.comm.wire.formats import resolve_codec
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.simulate.trace import resolve_trace
 
@@ -24,3 +32,18 @@ def test_what_a_message_of_bert_base_saves(density: float, ratio: float) -> None
     """As docs/guide/exchange.md says."""
     sizes = [tensor.numel for tensor in resolve_trace("bert-base").tensors]
     assert 4 * sum(sizes) / size("eliasfano", "q4", sizes, density) == pytest.approx(ratio, abs=0.05)
+
+
+@pytest.mark.parametrize(("density", "ratio"), [(0.1, 33), (0.05, 60), (0.01, 240)])
+def test_what_a_message_of_a_small_model_saves(density: float, ratio: float) -> None:
+    """The whole message, with its header and the bytes that round it up."""
+    sizes = [parameter.numel() for parameter in plan.TASKS["bytes-transformer"].model().parameters()]
+    edges, entries = list(accumulate(sizes, initial=0)), quotas(sizes, density)
+    capacity = sum(entries)
+    codec = resolve_codec("eliasfano-q4", edges[-1], capacity, torch.float32, edges, entries)
+    (transport,) = local_transports(1)
+    spec = SpanSpec(edges[-1], capacity, tuple(edges), ())
+    sent = SparseAllGather(spec, transport, torch.device("cpu"), codec).bytes_sent
+    assert sent % 128 == 0
+    assert sent > codec.nbytes + len(sizes)
+    assert 4 * edges[-1] / sent >= ratio

@@ -31,6 +31,8 @@ from lightning_safusion.sparsify.selection.view import device_constant
 
 # Buckets of a region, as a power of two, and most bits of a position in its bucket.
 _REGION, _MOST_BITS = 9, 24
+# Ranks have 16 bits where there is room for fewer entries.
+_NARROW = 1 << 16
 
 
 class _Tables(NamedTuple):
@@ -55,14 +57,15 @@ class EliasFanoCodec(Codec):
     ====== ==================== ===========================================================
     field  32-bit words         content
     ====== ==================== ===========================================================
-    ranks  R + 1                entries before each region, and in all
+    ranks  R + 1, or half       entries before each region, and in all
     high   ceil((K + H) / 32)   for each bucket a 1 for every entry, then a 0
     low    l ceil(K / 32) + 1   l bits for each entry: its place in its bucket
     values                      as they are in every format
     ====== ==================== ===========================================================
 
-    The first of several bits is the lowest, each field fills a multiple of 16 bytes, and l takes the fewest bits. Ranks
-    let both directions begin anywhere: entry e of bucket b is bit e + b of ``high``, and field e of ``low``.
+    The first of several bits is the lowest, each field fills a multiple of 16 bytes, and l takes the fewest bits. A
+    rank has 16 bits if K < 65536, else 32. Ranks let both directions begin anywhere: entry e of bucket b is bit e + b
+    of ``high``, and field e of ``low``.
     """
 
     layout = "eliasfano"
@@ -73,6 +76,9 @@ class EliasFanoCodec(Codec):
         super().__init__(shape)
         self._ends = np.array([stop for _, stop in shape.runs], np.int64)
         self._starts = np.array([start for start, _ in shape.runs], np.int64)
+        narrow = self.capacity < _NARROW
+        self._rank = np.dtype(np.uint16 if narrow else np.uint32)
+        self._signed = torch.int16 if narrow else torch.int32
         longest = (shape.numel // max(1, shape.capacity)).bit_length() + 2
         self.low = min(range(min(longest, _MOST_BITS) + 1), key=lambda low: sum(self._words(low)))
         self._buckets = _summed(self._blocks(self.low))
@@ -86,7 +92,8 @@ class EliasFanoCodec(Codec):
     def _words(self, low: int) -> tuple[int, int, int]:
         """Words of ranks, high and low."""
         buckets, regions = (int(self._blocks(bits).sum()) for bits in (low, low + _REGION))
-        return regions + 1, blocks_of(self.capacity + buckets, 32), low * blocks_of(self.capacity, 32) + 1
+        ranks = blocks_of((regions + 1) * self._rank.itemsize, 4)
+        return ranks, blocks_of(self.capacity + buckets, 32), low * blocks_of(self.capacity, 32) + 1
 
     @property
     def field_bytes(self) -> tuple[int, ...]:
@@ -157,7 +164,7 @@ class EliasFanoCodec(Codec):
         mask = torch.zeros(places + 1, dtype=torch.uint8, device=positions.device)
         mask.index_fill_(0, torch.where(positions < self.numel, bits, places), 1)
         high.copy_(packed(mask[:places], 1))
-        fill(ranks.view(torch.int32), torch.searchsorted(bucket, tables.regions))
+        fill(ranks.view(self._signed), torch.searchsorted(bucket, tables.regions))
         inside.masked_fill_(positions >= self.numel, 0)
         each = (inside[:, None] >> torch.arange(self.low, device=positions.device) & 1).to(torch.uint8).view(-1)
         fill(low, packed(torch.nn.functional.pad(each, (0, -len(each) % 8)), 1))
@@ -165,7 +172,7 @@ class EliasFanoCodec(Codec):
 
     def _arrays(self, fields: Sequence[Tensor]) -> native.EliasFano:
         ranks, high, low = (field.numpy() for field in fields[:3])
-        return native.EliasFano(ranks.view(np.uint32), high.view(np.uint64), low.view(np.uint32))
+        return native.EliasFano(ranks.view(self._rank), high.view(np.uint64), low.view(np.uint32))
 
     def _places(self, fields: Sequence[Tensor]) -> native.Places:
         arrays = self._arrays(fields)
@@ -174,7 +181,8 @@ class EliasFanoCodec(Codec):
 
     def placer(self, fields: Sequence[Tensor]) -> Callable[[np.ndarray], None]:
         arrays = self._arrays(fields)
-        return lambda positions: native.write_elias_fano(positions, self.numel, self._described, self.low, arrays)
+        described = self.numel, self._described, self.low, self.capacity, arrays
+        return lambda positions: native.write_elias_fano(positions, *described)
 
     def outgoing(self, memory: Tensor) -> native.Outgoing | None:
         *fields, values, rest = self._fields(memory)
@@ -182,8 +190,8 @@ class EliasFanoCodec(Codec):
         codes = self.field.codes(values)
         if codes is None:
             return None
-        written = self.numel, self._described, self.low, self._arrays(fields)
-        return native.Outgoing(*written, codes, values.numpy(), self.capacity)
+        written = self.numel, self._described, self.low, self.capacity, self._arrays(fields)
+        return native.Outgoing(*written, codes, values.numpy())
 
     def reader(self, message: Tensor) -> Reader:
         *fields, values, _ = self._fields(message)
@@ -250,7 +258,7 @@ class EliasFanoCodec(Codec):
         *fields, values, _ = messages.split(self._split_sizes, dim=1)
         found = [self.field.compiled(field, self._places(own)) for *own, field in zip(*fields, values, strict=True)]
         known = [message for message in found if message is not None]
-        ranks = fields[0].numpy().view(np.uint32)[:, : len(self._bucket_of_region)]
+        ranks = fields[0].numpy().view(self._rank)[:, : len(self._bucket_of_region)]
 
         def read() -> list[native.Message]:
             if not (native.usable() and native.sound(known)):
@@ -269,7 +277,7 @@ class EliasFanoCodec(Codec):
         each = unpacked(low, 1)[: self.capacity * self.low].view(self.capacity, self.low).long()
         inside = (each << torch.arange(self.low, device=message.device)).sum(1)
         indices = tables.starts[run] + (bucket - tables.firsts[run] << self.low) + inside
-        count = ranks.view(torch.int32)[len(tables.regions) - 1]
+        count = ranks.view(self._signed)[len(tables.regions) - 1].long() & (1 << 8 * self._rank.itemsize) - 1
         return self._padded(indices.clamp_(0, max(self.numel - 1, 0)), field, count)
 
 

@@ -1,6 +1,6 @@
 /* Positions by Elias and Fano: quotients in unary (the high bits), remainders in binary (the low ones). A bucket is 2^l
  * elements of one tensor, and has a 1 for each of its entries, then a 0: entry e of bucket b is bit e + b. A region is
- * 512 buckets of one tensor; ranks are the entries before each. */
+ * 512 buckets of one tensor; ranks are the entries before each, in 16 bits where there is room for fewer than 2^16. */
 #include "messages.h"
 
 #define REGION 9 /* buckets of a region, as a power of two */
@@ -17,6 +17,23 @@ static inline uint64_t bits_from(const void *field, int64_t bit)
     uint64_t word;
     memcpy(&word, (const uint8_t *)field + (bit >> 3), sizeof word);
     return word >> (bit & 7);
+}
+
+static inline int64_t rank_of(const void *ranks, int64_t room, int64_t region)
+{
+    return room >> 16 ? ((const uint32_t *)ranks)[region] : ((const uint16_t *)ranks)[region];
+}
+
+/* Entries before a region of a message. */
+static inline int64_t rank_at(const struct message *of, int64_t region)
+{
+    return rank_of((const void *)(intptr_t)of->ends, of->room, region);
+}
+
+static inline void set_rank(void *ranks, int64_t room, int64_t region, int64_t entries)
+{
+    if (room >> 16) ((uint32_t *)ranks)[region] = (uint32_t)entries;
+    else ((uint16_t *)ranks)[region] = (uint16_t)entries;
 }
 
 static inline int64_t buckets_of(const struct run *run, int64_t low_bits)
@@ -104,25 +121,26 @@ static inline __attribute__((always_inline)) int write_run(struct written *to, c
     return 1;
 }
 
-/* Fields are whole words, of 64 bits and of 32. Returns whether positions below a number ascend and lie in runs; what is
- * behind it is left out. */
+/* Fields of bits are whole words, of 64 bits and of 32. Returns whether positions below a number ascend and lie in runs;
+ * what is behind it is left out. */
 CLONES int64_t safusion_elias_fano(const void *positions, int64_t position_bits, int64_t size, int64_t below,
-                                   const struct run *runs, int64_t run_count, int64_t low_bits, uint32_t *ranks, int64_t rank_words,
-                                   uint64_t *high, int64_t high_words, uint32_t *low, int64_t low_words)
+                                   const struct run *runs, int64_t run_count, int64_t low_bits, int64_t room,
+                                   void *ranks, int64_t rank_bytes, uint64_t *high, int64_t high_words, uint32_t *low,
+                                   int64_t low_words)
 {
     struct written to = {0};
     int sound = 1;
     memset(high, 0, sizeof *high * (size_t)high_words);
-    memset(ranks, 0, sizeof *ranks * (size_t)rank_words);
+    memset(ranks, 0, (size_t)rank_bytes);
     for (const struct run *run = runs; sound && run < runs + run_count; run++) {
         const int64_t regions = regions_of(run, low_bits);
         int64_t end = to.entry;
         for (int64_t region = 0; region < regions; region++) {
-            ranks[run->region + region] = (uint32_t)end;
+            set_rank(ranks, room, run->region + region, end);
             int64_t next = run->start + ((region + 1) << (low_bits + REGION));
             end = entry_at(positions, position_bits, end, size, next < run->stop ? next : run->stop);
         }
-        ranks[run->region + regions] = (uint32_t)end;
+        set_rank(ranks, room, run->region + regions, end);
         if (position_bits == 32) sound = write_run(&to, positions, end, run, low_bits, high, low, 32);
         else sound = write_run(&to, positions, end, run, low_bits, high, low, 64);
     }
@@ -135,9 +153,9 @@ CLONES int64_t safusion_elias_fano(const void *positions, int64_t position_bits,
 int64_t safusion_sound(const struct message *messages, int64_t number)
 {
     for (int64_t m = 0; m < number; m++) {
-        const uint32_t *ranks = (const uint32_t *)(intptr_t)messages[m].ends;
-        int wrong = ranks[0] != 0 || ranks[messages[m].blocks] > messages[m].room;
-        for (int64_t region = 0; region < messages[m].blocks; region++) wrong |= ranks[region] > ranks[region + 1];
+        const struct message *of = messages + m;
+        int wrong = rank_at(of, 0) != 0 || rank_at(of, of->blocks) > of->room;
+        for (int64_t region = 0; region < of->blocks; region++) wrong |= rank_at(of, region) > rank_at(of, region + 1);
         if (wrong) return m;
     }
     return number;
@@ -158,12 +176,11 @@ static inline const struct run *run_of(const struct message *of, int64_t positio
 
 int64_t near_entry(const struct message *of, int64_t position, int behind)
 {
-    const uint32_t *ranks = (const uint32_t *)(intptr_t)of->ends;
     if (!of->run_count) return 0;
     const struct run *run = run_of(of, position);
     const int64_t x = position - run->start, size = run->stop - run->start;
     if (x < 0) return 0;
-    return ranks[run->region + ((x < size ? x : size - 1) >> (of->low_bits + REGION)) + (behind || x >= size)];
+    return rank_at(of, run->region + ((x < size ? x : size - 1) >> (of->low_bits + REGION)) + (behind || x >= size));
 }
 
 static inline int64_t up_to(int64_t number, int64_t most) { return number < 0 ? 0 : number < most ? number : most; }
@@ -252,16 +269,15 @@ static inline __attribute__((always_inline)) int add_run(struct reading *shared,
 {
     struct reading at = *shared;
     const struct run *run = at.run;
-    const uint32_t *ranks = (const uint32_t *)(intptr_t)at.from->ends;
     const int64_t low_bits = at.from->low_bits, buckets = buckets_of(run, low_bits), origin = run->start + at.from_x;
     const int64_t last_region = (at.from_x + at.size - 1) >> (low_bits + REGION);
     at.limit = value_bits < 16 ? up_to(at.products->next - origin, at.size) : at.size;
     for (int64_t region = at.from_x >> (low_bits + REGION); region <= last_region; region++) {
-        const int64_t first_bucket = region << REGION, last = ranks[run->region + region + 1];
+        const int64_t first_bucket = region << REGION, last = rank_at(at.from, run->region + region + 1);
         const int64_t stop = buckets - first_bucket < 1 << REGION ? buckets : first_bucket + (1 << REGION);
         const int64_t end = last + run->bucket + stop;
         if (last > at.from->room) return 0;
-        at.entry = ranks[run->region + region];
+        at.entry = rank_at(at.from, run->region + region);
         at.before = (first_bucket << low_bits) - at.from_x - 1;
         at.disorder = 0;
         for (int64_t bit = at.entry + run->bucket + first_bucket; at.entry < last;) {

@@ -51,8 +51,8 @@ HIDDEN int64_t near_entry(const struct message *of, int64_t position, int behind
 /* Elias and Fano's positions of a message: eliasfano.c. */
 struct run;
 int64_t safusion_elias_fano(const void *positions, int64_t position_bits, int64_t size, int64_t below,
-                            const struct run *runs, int64_t run_count, int64_t low_bits, uint32_t *ranks,
-                            int64_t rank_words, uint64_t *high, int64_t high_words, uint32_t *low, int64_t low_words);
+                            const struct run *runs, int64_t run_count, int64_t low_bits, int64_t room, void *ranks,
+                            int64_t rank_bytes, uint64_t *high, int64_t high_words, uint32_t *low, int64_t low_words);
 
 /* Codes of values: messages.c. */
 int64_t safusion_quantize(const void *positions, int64_t position_bits, int64_t size, const float *values,

@@ -214,7 +214,7 @@ class EliasFano(NamedTuple):
     """Fields of a message.
 
     Args:
-        ranks: uint32 [R + 1], entries before each region, and in all.
+        ranks: [R + 1], entries before each region, and in all: uint16 if there is room for fewer than 2^16, or uint32.
         high: uint64, for each bucket a 1 for every entry, then a 0; the lowest bit comes first.
         low: uint32, the places of entries in their buckets, one behind the other.
     """
@@ -224,7 +224,9 @@ class EliasFano(NamedTuple):
     low: np.ndarray
 
 
-def write_elias_fano(positions: np.ndarray, below: int, runs: np.ndarray, low_bits: int, into: EliasFano) -> None:
+def write_elias_fano(
+    positions: np.ndarray, below: int, runs: np.ndarray, low_bits: int, room: int, into: EliasFano
+) -> None:
     """Writes every byte of the fields.
 
     Args:
@@ -232,14 +234,15 @@ def write_elias_fano(positions: np.ndarray, below: int, runs: np.ndarray, low_bi
         below: Positions from this number on are padding.
         runs: int64 [T, 4], where each begins and ends, and the buckets and regions before it.
         low_bits: Of a position in its bucket.
+        room: For entries.
         into: Fields.
 
     Raises:
         ValueError: If positions do not ascend, or lie in no run.
     """
-    described = positions, 8 * positions.itemsize, len(positions), below, runs, len(runs), low_bits
+    described = positions, 8 * positions.itemsize, len(positions), below, runs, len(runs), low_bits, room
     ranks, high, low = into
-    if not kernels().safusion_elias_fano(*described, ranks, len(ranks), high, len(high), low, len(low)):
+    if not kernels().safusion_elias_fano(*described, ranks, ranks.nbytes, high, len(high), low, len(low)):
         raise ValueError("a selection's positions do not ascend, or lie in tensors that have no quota")
 
 

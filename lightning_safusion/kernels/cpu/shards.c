@@ -6,8 +6,8 @@
 /* Where a message of Elias and Fano's positions and of codes is to be written: addresses and numbers, as messages.py
  * gives them. */
 struct outgoing {
-    int64_t below, runs, run_count, low_bits;
-    int64_t ranks, rank_words, high, high_words, low, low_words;
+    int64_t below, runs, run_count, low_bits, room;
+    int64_t ranks, rank_bytes, high, high_words, low, low_words;
     int64_t codes, field_bytes, bits, scales, starts, parts; /* codes and scales are one field */
 };
 
@@ -22,7 +22,7 @@ int64_t safusion_write(const void *positions, int64_t position_bits, const int64
         uint8_t *codes = (uint8_t *)(intptr_t)to->codes;
         memset(codes, 0, (size_t)to->field_bytes);
         if (!safusion_elias_fano(positions, position_bits, size, to->below, (const struct run *)(intptr_t)to->runs,
-                                 to->run_count, to->low_bits, (uint32_t *)(intptr_t)to->ranks, to->rank_words,
+                                 to->run_count, to->low_bits, to->room, (void *)(intptr_t)to->ranks, to->rank_bytes,
                                  (uint64_t *)(intptr_t)to->high, to->high_words, (uint32_t *)(intptr_t)to->low,
                                  to->low_words)
             || !safusion_quantize(positions, position_bits, size, values, (const int64_t *)(intptr_t)to->starts,

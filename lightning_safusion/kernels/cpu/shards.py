@@ -17,25 +17,26 @@ class Outgoing:
     """Where a message of Elias and Fano's positions and of codes is to be written, in arrays that stay where they are.
 
     Args:
-        below: See :func:`write_elias_fano`; so are the next three.
+        below: See :func:`write_elias_fano`; so are the next four.
         runs: Where each may have entries.
         low_bits: Of a position in its bucket.
+        room: For entries.
         fields: For positions.
         codes: For values; codes and scales lie in ``field``.
         field: uint8, all bytes of values.
-        room: For entries.
 
     Attributes:
-        described: int64 [16], ``struct outgoing``; holds as long as this does.
+        described: int64 [17], ``struct outgoing``; holds as long as this does.
     """
 
     def __init__(
-        self, below: int, runs: np.ndarray, low_bits: int, fields: EliasFano, codes: Codes, field: np.ndarray, room: int
+        self, below: int, runs: np.ndarray, low_bits: int, room: int, fields: EliasFano, codes: Codes, field: np.ndarray
     ) -> None:
         self._held, self.room = (runs, fields, codes, field), room
-        places = [number for array in fields for number in (at(array), len(array))]
+        ranks, high, low = fields
+        places = [at(ranks), ranks.nbytes, at(high), len(high), at(low), len(low)]
         coded = [at(field), len(field), codes.bits, at(codes.scales), at(codes.starts), len(codes.starts)]
-        self.described = np.array([below, at(runs), len(runs), low_bits, *places, *coded], np.int64)
+        self.described = np.array([below, at(runs), len(runs), low_bits, room, *places, *coded], np.int64)
 
 
 def write_messages(

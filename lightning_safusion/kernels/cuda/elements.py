@@ -43,8 +43,36 @@ RANKS, HIGH, LOW, CODES, SCALES = tl.constexpr(4), tl.constexpr(5), tl.constexpr
 END, HEADER_BYTES, START, ROOM = tl.constexpr(9), tl.constexpr(10), tl.constexpr(11), tl.constexpr(12)
 EARLIER_ENTRIES, EARLIER_PARTS, VALUES_KIND = tl.constexpr(13), tl.constexpr(14), tl.constexpr(15)
 DESCRIPTION = tl.constexpr(16)
+# With room for fewer entries than this the ranks of a message have 16 bits, else 32.
+_FEW_ENTRIES = tl.constexpr(1 << 16)
 #: Kinds of values beside those of numbers.
 FOUR_BITS, ANY_VALUES = tl.constexpr(tables.FOUR_BITS), tl.constexpr(tables.ANY_VALUES)
+
+
+@triton.jit
+def wide_ranks(shape: tl.tensor) -> tl.tensor:
+    """1 if the ranks of a message have 32 bits, 0 if they have 16; ``shape`` describes it."""
+    return (tl.load(shape + CAPACITY) >= _FEW_ENTRIES).to(tl.int32)
+
+
+@triton.jit
+def load_rank(message: tl.tensor, shape: tl.tensor, region: tl.tensor) -> tl.tensor:
+    """Entries of a message (int32) before a region."""
+    wide = wide_ranks(shape)
+    word = tl.load(message + tl.load(shape + RANKS) + (region >> (1 - wide)))
+    return tl.where(wide != 0, word, (word >> ((region & 1) << 4)) & 0xFFFF)
+
+
+@triton.jit
+def store_rank(message: tl.tensor, shape: tl.tensor, region: tl.tensor, entries: tl.tensor, inside: tl.tensor) -> None:
+    """Writes what :func:`load_rank` reads.
+
+    In halves of words, as other programs may write the other half: of 16 bits the same half twice.
+    """
+    wide = wide_ranks(shape)
+    half = (message + tl.load(shape + RANKS)).to(tl.pointer_type(tl.int16)) + (region << wide)
+    tl.store(half, entries.to(tl.int16), mask=inside)
+    tl.store(half + wide, (entries >> (wide << 4)).to(tl.int16), mask=inside)
 
 
 @triton.jit

@@ -44,6 +44,8 @@ from lightning_safusion.kernels.cuda.elements import (
     as_bfloat16,
     as_float16,
     quotient,
+    store_rank,
+    wide_ranks,
 )
 
 _REGION = tl.constexpr(9)  # buckets of a region, as a power of two
@@ -196,8 +198,8 @@ def write(
     shape += tl.load(row + SHAPES * (number + 1))
     entries += tl.load(shape + EARLIER_ENTRIES)
     largest += tl.load(shape + EARLIER_PARTS)
-    origin, ranks = tl.load(row + EDGES * (number + 1)), message + tl.load(shape + RANKS)
-    low_bits, high = tl.load(shape + LOW_BITS), message + tl.load(shape + HIGH)
+    origin, low_bits = tl.load(row + EDGES * (number + 1)), tl.load(shape + LOW_BITS)
+    high = message + tl.load(shape + HIGH)
     bucket, part = tl.load(row + BUCKETS * (number + 1)), tl.load(row + PARTS * (number + 1))
     region, part_bits = tl.load(row + REGIONS * (number + 1)), tl.load(row + PART_BITS * (number + 1))
     inside_region = (1 << (low_bits + _REGION)) - 1
@@ -217,7 +219,8 @@ def write(
         upto = slot + (both & 0xFFFF) + tl.minimum(order, mine) - before
         if (((at - origin) & inside_region) == 0) | (inside_region < BLOCK):
             begins = (offsets < ranked) & ((local & inside_region) == 0)
-            tl.store(ranks + region + (local >> (low_bits + _REGION)), upto - kept.to(tl.int32), mask=begins)
+            place = region + (local >> (low_bits + _REGION))
+            store_rank(message, shape, place, upto - kept.to(tl.int32), begins)
         unary = upto - 1 + bucket + (local >> low_bits)
         tl.atomic_or(high + (unary >> 5), 1 << (unary & 31), mask=kept, sem="relaxed")
         _store_entries(
@@ -238,9 +241,10 @@ def _scale(bits: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _zero_words(message: tl.tensor, start: tl.tensor, stop: tl.tensor, wanted: tl.tensor) -> None:
-    """Zeros in fewer than 64 words."""
+    """Zeros in fewer than 64 words, or halves of them: ``message`` is int32 or int16."""
     place = start + tl.arange(0, 64)
-    tl.store(message + place, tl.zeros([64], tl.int32), mask=place < tl.where(wanted, stop, start))
+    zeros = tl.zeros([64], message.dtype.element_ty)
+    tl.store(message + place, zeros, mask=place < tl.where(wanted, stop, start))
 
 
 @triton.jit
@@ -351,7 +355,7 @@ def pack(
         largest += tl.load(shape + EARLIER_PARTS)
         capacity = tl.load(shape + CAPACITY)
         if program == 0:
-            tl.store(message + tl.load(shape + RANKS) + tl.load(shape + REGION_COUNT), room, mask=capacity > 0)
+            store_rank(message, shape, tl.load(shape + REGION_COUNT), room, capacity > 0)
         low, codes, scale_words = tl.load(shape + LOW), tl.load(shape + CODES), tl.load(shape + SCALES)
         entry = program * SIZE + tl.arange(0, SIZE)
         valid = entry < room
@@ -381,8 +385,9 @@ def _pad(message: tl.tensor, scales: tl.tensor, shape: tl.tensor, parts: tl.tens
     """The first program zeroes what rounds fields up."""
     capacity, low_bits = tl.load(shape + CAPACITY), tl.load(shape + LOW_BITS)
     first = program == 0
-    ranks = tl.load(shape + RANKS) + tl.load(shape + REGION_COUNT)
-    _zero_words(message, ranks + (capacity > 0).to(tl.int32), tl.load(shape + HIGH), first)
+    ranks = tl.load(shape + REGION_COUNT) + (capacity > 0).to(tl.int32)
+    behind = 2 * tl.load(shape + RANKS) + (ranks << wide_ranks(shape))
+    _zero_words(scales, behind, 2 * tl.load(shape + HIGH), first)
     used = tl.load(shape + LOW) + ((capacity + 31) >> 5) * low_bits
     _zero_words(message, used, tl.load(shape + CODES), first)
     scale_words = tl.load(shape + SCALES)

@@ -20,11 +20,11 @@ from lightning_safusion.kernels.cuda.elements import (
     MAGNITUDE,
     PART_BITS,
     PARTS,
-    RANKS,
     SCALES,
     VALUES_KIND,
     load_float,
     load_kind,
+    load_rank,
 )
 
 # Elements of a tile that are in registers at a time.
@@ -42,8 +42,7 @@ def read_region(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Entries before the region of a tile and behind it, bits that it has, and whether the ranks are impossible."""
     region, buckets = tl.load(tiles + _REGION * count + tile), tl.load(tiles + _BUCKETS * count + tile)
-    ranks = message + tl.load(shape + RANKS) + region
-    before, behind = tl.load(ranks), tl.load(ranks + 1)
+    before, behind = load_rank(message, shape, region), load_rank(message, shape, region + 1)
     wrong = (before < 0) | (behind < before) | (behind > tl.load(shape + CAPACITY)) | ((region == 0) & (before != 0))
     behind = tl.where(wrong, before, behind)
     return before, behind, tl.where(wrong, 0, behind - before + buckets), wrong

@@ -13,9 +13,9 @@ from lightning_safusion.kernels.cuda.elements import (
     MAGNITUDE,
     PART_BITS,
     PARTS,
-    RANKS,
     REGION_COUNT,
     ROOM,
+    store_rank,
 )
 
 
@@ -71,4 +71,4 @@ def place(
     tl.atomic_or(message + tl.load(shape + HIGH) + (unary >> 5), 1 << (unary & 31), mask=valid, sem="relaxed")
     ranked = own < tl.load(shape + REGION_COUNT)
     first = tl.load(regions + own, mask=ranked, other=0)
-    tl.store(message + tl.load(shape + RANKS) + own, _first_above(positions, room, first - 1, steps), mask=ranked)
+    store_rank(message, shape, own, _first_above(positions, room, first - 1, steps), ranked)

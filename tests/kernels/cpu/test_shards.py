@@ -54,15 +54,16 @@ def test_what_is_no_number_leaves() -> None:
     assert found[0] == [101]
 
 
+@pytest.mark.parametrize(("capacity", "width"), [(4000, torch.int16), (65_536, torch.int32)])
 @pytest.mark.parametrize("spoil", [0, 1, -1])
-def test_ranks_that_do_not_ascend_are_seen(spoil: int) -> None:
-    codec = resolve_codec("eliasfano-q4", 500_000, 4000, torch.float32)
+def test_ranks_that_do_not_ascend_are_seen(spoil: int, capacity: int, width: torch.dtype) -> None:
+    codec = resolve_codec("eliasfano-q4", 500_000, capacity, torch.float32)
     memory = torch.zeros(3, codec.nbytes, dtype=torch.uint8)
     read = codec.inbox(memory)
     assert read is not None
     messages = read()
     assert native.sound(messages)
-    memory[1].view(torch.int32)[spoil if spoil >= 0 else messages[1].described[3]] = 4001
+    memory[1].view(width)[spoil if spoil >= 0 else messages[1].described[3]] = capacity + 1
     assert not native.sound(messages)
     with pytest.raises(ValueError, match="damaged"):
         read()

@@ -172,16 +172,16 @@ def test_damage_is_noticed() -> None:
     case = Case((2500, 2100))
     ranks, high, low = 0, 1, 2
 
-    def status_with(field: int, word: int, change: int) -> int:
+    def status_with(field: int, half: int, change: int) -> int:
         rank = sent(case, 5)[0]
-        words = rank.kernels.received.view(torch.int32).view(2, -1)
-        words[1, fields(rank)[field] + word] ^= change
+        halves = rank.kernels.received.view(torch.int16).view(2, -1)
+        halves[1, 2 * fields(rank)[field] + half] ^= change
         return decoded(rank)[0]
 
     assert status_with(ranks, 0, 1) & 1  # entries before the first region
-    assert status_with(ranks, 1, 1 << 20) & 1  # more entries than there is room for
+    assert status_with(ranks, 1, 1 << 12) & 1  # more entries than there is room for
     assert status_with(ranks, 1, 1) & 1  # another number of entries than there are bits
-    assert status_with(ranks, 2, -(2**31)) & 1
+    assert status_with(ranks, 2, -(2**15)) & 1
     assert status_with(high, 0, 1 << 3) & 1  # a bit more or less
     assert status_with(low, 0, 0) == 0
 

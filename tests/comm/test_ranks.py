@@ -1,0 +1,148 @@
+"""Ranks of positions by Elias and Fano: 16 bits each where there is room for fewer than 65536 entries, else 32.
+
+Covers: what is written at the border with compiled kernels, NumPy and PyTorch, against regions counted here; one tensor
+    with many regions, many tiny tensors, no entries; messages written and read by owners; damage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_safusion.comm.wire.elias_fano import EliasFanoCodec
+from lightning_safusion.comm.wire.formats import resolve_codec
+from lightning_safusion.kernels import cpu as native
+from lightning_safusion.kernels.cpu import Parts
+from lightning_safusion.sparsify.base import Selection
+
+BORDER = 1 << 16
+LONG, TINY = [0, 40_000_000], list(range(0, 400_001, 40))
+
+
+def codec_of(edges: Sequence[int], capacity: int, values: str = "q4") -> EliasFanoCodec:
+    codec = resolve_codec(f"eliasfano-{values}", edges[-1], capacity, torch.float32, edges)
+    assert isinstance(codec, EliasFanoCodec)
+    return codec
+
+
+def drawn(edges: Sequence[int], count: int) -> Tensor:
+    """Ascending positions, more of them in the first third."""
+    generator = np.random.default_rng(count)
+    some = (edges[-1] * generator.random(2 * count + 10) ** 1.5).astype(np.int64)
+    return torch.from_numpy(np.sort(generator.choice(np.unique(some), count, replace=False)))
+
+
+def written(codec: EliasFanoCodec, positions: Tensor, padded: bool = False) -> Tensor:
+    message, count = torch.full((codec.nbytes,), 255, dtype=torch.uint8), len(positions)
+    number = torch.tensor(count) if padded else count
+    codec.encode(Selection(positions, torch.ones(count), number), message)
+    return message
+
+
+def counted(edges: Sequence[int], low: int, positions: Tensor) -> np.ndarray:
+    """Entries before each region, and in all."""
+    length = 512 << low
+    firsts = [np.arange(start, stop, length) for start, stop in zip(edges[:-1], edges[1:], strict=True)]
+    return np.append(positions.numpy().searchsorted(np.concatenate(firsts)), len(positions))
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("edges", [LONG, TINY], ids=["long", "tiny"])
+@pytest.mark.parametrize("capacity", [BORDER - 1, BORDER])
+def test_ranks_have_the_width_that_their_numbers_need(edges: list[int], capacity: int, compiled: bool) -> None:
+    codec, positions = codec_of(edges, capacity), drawn(edges, capacity)
+    width = np.uint16 if capacity < BORDER else np.uint32
+    expected = counted(edges, codec.low, positions)
+    assert len(expected) > 100
+    size = codec.field_bytes[0]
+    assert size == -(-expected.astype(width).nbytes // 16) * 16
+    with contextlib.nullcontext() if compiled else native.unused():
+        message = written(codec, positions)
+        field = message[:size].numpy().view(width)
+        assert np.array_equal(field[: len(expected)], expected)
+        assert not field[len(expected) :].any()
+        assert torch.equal(codec.decode(message)[0], positions)
+        start, stop = edges[-1] // 3, edges[-1] // 2
+        inside = positions[(positions >= start) & (positions < stop)]
+        assert torch.equal(codec.reader(message)(start, stop)[0], inside)
+    assert torch.equal(codec.decode_padded(message)[0], positions)
+    assert torch.equal(written(codec, positions, padded=True), message)
+
+
+@pytest.mark.parametrize("capacity", [BORDER - 1, BORDER])
+@pytest.mark.parametrize("count", [0, 1, 40_000])
+def test_fewer_entries_than_there_is_room_for(capacity: int, count: int) -> None:
+    codec, positions = codec_of(TINY, capacity, "fp32"), drawn(TINY, count)
+    message = written(codec, positions)
+    assert torch.equal(codec.decode(message)[0], positions)
+    indices, values = codec.decode_padded(message)
+    assert torch.equal(indices[:count], positions)
+    assert values.count_nonzero() == count
+    with native.unused():
+        assert torch.equal(written(codec, positions), message)
+
+
+@pytest.mark.parametrize("edges", [LONG, TINY, [0, 0], [0, 1]])
+def test_room_for_nothing(edges: list[int]) -> None:
+    codec = codec_of(edges, 0, "fp32")
+    nothing = torch.empty(0, dtype=torch.int64)
+    message = written(codec, nothing)
+    assert len(codec.decode(message)[0]) == len(codec.decode_padded(message)[0]) == 0
+    assert not message[: codec.field_bytes[0]].any()
+    with native.unused():
+        assert torch.equal(written(codec, nothing), message)
+
+
+@pytest.mark.skipif(not native.usable(), reason="the package was installed without a C compiler")
+@pytest.mark.parametrize("capacity", [BORDER - 1, BORDER])
+def test_compiled_kernels_read_and_write_several_messages(capacity: int) -> None:
+    codec, positions = codec_of(TINY, capacity), drawn(TINY, capacity)
+    memory = torch.full((2, codec.nbytes), 255, dtype=torch.uint8)
+    outgoing = [codec.outgoing(message) for message in memory]
+    known = [message for message in outgoing if message is not None]
+    both = positions.repeat(2)
+    sent = native.write_messages(both.numpy(), np.ones(len(both), np.float32), np.full(2, capacity), known)
+    assert sent is not None
+    message = written(codec, positions)
+    assert all(torch.equal(each, message) for each in memory)
+    read = codec.inbox(memory)
+    assert read is not None
+    mean = torch.zeros(TINY[-1])
+    assert native.mean_into([mean], Parts.between([0, TINY[-1]]), lambda start, stop: read(), 0.5)
+    indices, values = codec.decode(message)
+    assert torch.equal(mean, torch.zeros_like(mean).index_add_(0, indices, values))
+
+
+def read_regions(codec: EliasFanoCodec, message: Tensor, compiled: bool) -> None:
+    """Reads a message region by region, with compiled kernels or with NumPy."""
+    if compiled:
+        inbox = codec.inbox(message[None])
+        assert inbox is not None
+        native.mean_into([torch.zeros(LONG[-1])], Parts.between(LONG), lambda start, stop: inbox(), 1.0)
+        return
+    read, length = codec.reader(message), 512 << codec.low
+    for start in range(0, LONG[-1], length):
+        read(start, min(start + length, LONG[-1]))
+
+
+@pytest.mark.parametrize(
+    "compiled", [pytest.param(True, marks=pytest.mark.skipif(not native.usable(), reason="no compiled kernels")), False]
+)
+@pytest.mark.parametrize("capacity", [BORDER - 2, BORDER])
+@pytest.mark.parametrize(
+    ("region", "change"), [(0, 1), (40, -1), (40, 1 << 14), (-1, 1), (-1, -1)], ids=lambda number: str(number)
+)
+def test_damaged_ranks_are_refused(capacity: int, compiled: bool, region: int, change: int) -> None:
+    codec, positions = codec_of(LONG, capacity), drawn(LONG, capacity)
+    message = written(codec, positions)
+    ranks = message[: codec.field_bytes[0]].view(torch.int16 if capacity < BORDER else torch.int32)
+    ranks[region % len(counted(LONG, codec.low, positions))] += change
+    with contextlib.nullcontext() if compiled else native.unused(), pytest.raises(ValueError, match="damaged"):
+        read_regions(codec, message, compiled)
+    indices, _ = codec.decode_padded(message)
+    assert bool(((indices >= 0) & (indices < codec.numel)).all())
