@@ -260,7 +260,7 @@ def spelled(args: Sequence[str], function: Callable[..., Any]) -> list[str]:
         if not equals and name in flags and (not left or left[0].lower() not in ("true", "false")):
             equals, value = "=", "true"
         if name in several and (equals or left):
-            from lightning_safusion.bench.rows import split  # the subcommand imports the package next
+            from lightning_safusion.notation import split  # the subcommand imports the package next
 
             text = value if equals else left.pop(0)
             if not text.startswith("["):

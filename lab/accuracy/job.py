@@ -13,8 +13,9 @@ from typing_extensions import override
 
 from lab.tasks import Task, loss
 from lightning_safusion.bench import measure
-from lightning_safusion.bench.rows import Row, parse_row, read, typed
+from lightning_safusion.bench.rows import Row, parse_row
 from lightning_safusion.bench.workload import Batch, Workload
+from lightning_safusion.notation import read, typed
 
 #: Options of the optimizer, in place of those of the task that is trained.
 _OPTIONS = {"lr": float, "momentum": float, "beta2": float}

@@ -10,7 +10,7 @@ from typing import Any
 from lab.accuracy.training import Curve
 from lab.tasks import Task
 from lightning_safusion.baselines.hooks import POWERSGD_RANKS, POWERSGD_START
-from lightning_safusion.bench.rows import read
+from lightning_safusion.notation import read
 from lightning_safusion.systems import resolve_system
 
 #: How much worse than DDP's at its end the metric may be: points of accuracy as a share, or a share of the loss.

@@ -6,9 +6,9 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from lab.convergence.adaptive import ClippedResidual
-from lightning_safusion.bench.rows import hints_of, make_part, read, typed
 from lightning_safusion.fusion.plans.policy import Aligned, Single
 from lightning_safusion.fusion.settings import EngineSettings
+from lightning_safusion.notation import hints_of, make_part, read, typed
 from lightning_safusion.sparsify import Memory, resolve_density, resolve_memory, resolve_sparsifier
 from lightning_safusion.sparsify.schedule import DenseStart, DensitySchedule, ExponentialRamp
 from lightning_safusion.sparsify.selection.units import SelectBy

@@ -27,9 +27,9 @@ from lab.tasks.models import (
     TwoHeads,
 )
 from lab.tasks.optimizers import OPTIMIZERS
-from lightning_safusion.bench.rows import hints_of, read, typed
 from lightning_safusion.demo.digits import WIDTHS, DigitsNet
 from lightning_safusion.lookup import look_up
+from lightning_safusion.notation import hints_of, read, typed
 
 # Held-out samples that are evaluated together.
 _EVALUATED = 64

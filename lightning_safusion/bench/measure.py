@@ -30,9 +30,10 @@ from typing_extensions import override
 from lightning_safusion.baselines.hooks import HookExchange
 from lightning_safusion.bench.links import sent_bytes
 from lightning_safusion.bench.recorders import EngineRecord, EngineRecorder, FloorRecord, FloorRecorder
-from lightning_safusion.bench.rows import parse_row, read
+from lightning_safusion.bench.rows import parse_row
 from lightning_safusion.bench.team import Place, Team, make_trainer, started
 from lightning_safusion.bench.workload import Classifier, Paced, Workload
+from lightning_safusion.notation import read
 from lightning_safusion.simulate.trace import Trace
 from lightning_safusion.strategy import SAFusionStrategy
 from lightning_safusion.systems import resolve_system

@@ -1,4 +1,4 @@
-"""From a system and the arguments of the strategy to the settings of the engine."""
+"""From a row of parts, or the arguments of the strategy, to the settings of the engine."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_safusion.comm.catalogue import find_collective
 from lightning_safusion.fusion.plans.registry import resolve_fusion
 from lightning_safusion.fusion.settings import EngineSettings
+from lightning_safusion.notation import read, typed
 from lightning_safusion.sparsify.memory.residual import resolve_memory
 from lightning_safusion.sparsify.registry import resolve_sparsifier
 from lightning_safusion.sparsify.schedule import DensitySchedule, SuitedDensity, resolve_density
@@ -34,6 +35,27 @@ class JobParts:
     system: EngineSystem | HookSystem
     settings: EngineSettings
     dense_rules: tuple[list[str], int, int]
+
+
+def read_row(text: str, hints: Mapping[str, Any]) -> tuple[EngineSystem | HookSystem, dict[str, Any]]:
+    """Reads a system with options in brackets; patterns of a list are separated by ``|``.
+
+    Args:
+        text: Such as ``"saf-pooled[wire=q4,density=0.1]"``.
+        hints: Annotation of every option that there is.
+
+    Returns:
+        The system, and the options with values of the annotated types.
+
+    Raises:
+        ValueError: If there is no such system or option, or an option cannot have its value.
+    """
+    name, texts = read(text)
+    options = typed(text, texts, hints)
+    system = resolve_system(name)
+    if isinstance(system, HookSystem) and "density" in options:
+        raise ValueError(f"row {text!r}: {name} is DDP with a hook of torch and has no density")
+    return system, options
 
 
 def job_parts(

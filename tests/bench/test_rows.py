@@ -5,20 +5,9 @@ from __future__ import annotations
 import pytest
 
 from lightning_safusion.bench.measure import Rhythm, Task
-from lightning_safusion.bench.rows import parse_row, split
+from lightning_safusion.bench.rows import parse_row
 from lightning_safusion.fusion.plans.policy import Aligned
 from lightning_safusion.sparsify import ResidualMemory
-
-
-def test_commas_in_brackets_do_not_separate_rows() -> None:
-    rows = split("ddp, saf-pooled[wire=q4, memory=residual[decay=0.9, x=1]],omgs")
-    assert rows == ["ddp", "saf-pooled[wire=q4,memory=residual[decay=0.9,x=1]]", "omgs"]
-
-
-@pytest.mark.parametrize("text", ["ddp[wire=q4", "ddp]", "ddp,,omgs", "omgs[wire=q4]x", "[wire=q4]", "a]b["])
-def test_what_is_no_list_of_rows_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="several are written as in"):
-        split(text)
 
 
 def test_a_strategy_gets_the_options_of_its_row() -> None:
