@@ -2,11 +2,53 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
+
+from lightning_safusion.literal import literal
+
+_INDENT = "  "
+
+
+@dataclass(frozen=True)
+class RowName:
+    """A cell with a name that may have options in brackets: on more lines where it is too long for one.
+
+    Args:
+        name: Of the row.
+        before, after: What stands beside it.
+    """
+
+    name: str
+    before: str = ""
+    after: str = ""
+
+    def lines(self, width: int) -> list[str]:
+        """The name in lines of so many characters, as far as it can be cut: behind commas and opening brackets, and an
+        option that is longer than a line behind its equals sign."""
+        lines = [""]
+        for option in re.findall(r"[^\[,]+[\[,]?", self.before + self.name):
+            long = len(_INDENT + option) > width
+            for piece in [*(re.findall("[^=]+=?", option) if long else [option])]:
+                if lines[-1].strip() and len(lines[-1] + piece) > width:
+                    lines.append(_INDENT)
+                lines[-1] += piece
+        lines[-1] += self.after
+        return lines
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        narrow, wide = (max(map(len, self.lines(width))) for width in (1, 1 << 16))
+        return Measurement(min(narrow, options.max_width), min(wide, options.max_width))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield literal("\n".join(self.lines(options.max_width)))
 
 
 def plain_table(title: str | Text, caption: str, names: str, figures: Sequence[str]) -> Table:
@@ -14,7 +56,7 @@ def plain_table(title: str | Text, caption: str, names: str, figures: Sequence[s
     table = Table(
         title=title, caption=caption, box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False, show_edge=False
     )
-    table.add_column(names, no_wrap=True)
+    table.add_column(names)
     for heading in figures:
         table.add_column(heading, justify="right", no_wrap=True)
     return table

@@ -8,13 +8,12 @@ from typing import Any
 
 from matplotlib import colormaps
 from matplotlib.figure import Figure
-from rich.markup import escape
 from rich.table import Table
 
 from lab.accuracy.reached import ACCURACY_BELOW, LOSS_ABOVE, Reached
 from lab.tasks import Task
 from lightning_safusion.bench.results import machine
-from lightning_safusion.tables import plain_table
+from lightning_safusion.tables import RowName, plain_table
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ def build_table(rows: Sequence[Reached], setting: Setting, floor_s: float) -> Ta
     for row in rows:
         known = [value for value in row.seconds.values() if value is not None]
         table.add_row(
-            escape(row.name),
+            RowName(row.name),
             "never" if row.mean_seconds is None else f"{row.mean_seconds:.1f}",
             f"{min(known):.1f} - {max(known):.1f}" if known else "",
             "" if row.mean_steps is None else f"{row.mean_steps:.0f}",

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
-from rich.markup import escape
 from rich.table import Table
 
 from lightning_safusion.__about__ import __version__
 from lightning_safusion.bench.measure import FLOOR, IN_STEP, Block
 from lightning_safusion.kernels import cpu as native
-from lightning_safusion.tables import plain_table
+from lightning_safusion.tables import RowName, plain_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -167,7 +166,7 @@ def build_table(rows: Sequence[SystemFigures], conditions: Conditions) -> Table:
     )
     for row in rows:
         table.add_row(
-            escape(row.system) + (" (ddp)" if row.by_ddp else ""),
+            RowName(row.system, after=" (ddp)" * row.by_ddp),
             _ms(row.step_s),
             f"{_ms(row.low_s)} - {_ms(row.high_s)}",
             f"{row.over_floor:.2f}",

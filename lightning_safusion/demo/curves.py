@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
-from rich.markup import escape
 from rich.table import Table
 
-from lightning_safusion.tables import plain_table
+from lightning_safusion.tables import RowName, plain_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -59,7 +58,7 @@ def build_table(histories: Sequence[History], title: str) -> Table:
     )
     for history in histories:
         table.add_row(
-            escape(history.system),
+            RowName(history.system),
             f"{history.accuracies[-1]:.2%}",
             f"{history.missing_share:.1%}",
             f"{history.median('density'):.2%}",
