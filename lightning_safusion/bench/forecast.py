@@ -14,15 +14,18 @@ from lightning.pytorch import Callback
 from lightning_safusion.bench.measure import Rhythm, Run
 from lightning_safusion.bench.meeting import Meeting
 from lightning_safusion.bench.recorders import EngineRecorder, FloorRecorder, Kept
+from lightning_safusion.bench.rows import parse_row
 from lightning_safusion.bench.turns import Bench
 from lightning_safusion.callbacks.trace_recorder import TraceRecorder
 from lightning_safusion.comm.calibrate import calibrate
 from lightning_safusion.comm.transport.torch_backend import default_transport
+from lightning_safusion.notation import read
 from lightning_safusion.simulate.calibration import Calibration, CollectiveSample, CollectiveTimes
 from lightning_safusion.simulate.cluster import Cluster
 from lightning_safusion.simulate.comparison import break_even
 from lightning_safusion.simulate.device import DEVICES
 from lightning_safusion.simulate.job import Job as SimulatedJob
+from lightning_safusion.simulate.rows import simulated_row
 from lightning_safusion.simulate.trace import Trace
 
 #: Rows whose costs are recorded: selection before and after fusion, in buffers that all ranks cut alike.
@@ -153,6 +156,19 @@ def _of_steps(trace: Trace, accumulated: int) -> Trace:
     return replace(trace, optimizer=trace.optimizer + (accumulated - 1) * batch)
 
 
+def simulated_as(row: str) -> str | None:
+    """A row as the simulator reads it, but without its density; None if there is no prediction for its options."""
+    system, options = read(row)
+    options.pop("density", None)
+    if options.pop("memory", None):  # no time of its own, but the default's wire format depends on it
+        options["wire"] = parse_row(row).strategy(None).settings.wire
+    pairs = ",".join(f"{option}={value}" for option, value in options.items())
+    try:
+        return simulated_row(f"{system}[{pairs}]" if pairs else system).name
+    except ValueError:
+        return None
+
+
 def turning_point(
     recorded: Recorded, system: str, density: float | None, baseline: str
 ) -> tuple[float | None, float | None]:
@@ -160,7 +176,7 @@ def turning_point(
 
     Args:
         recorded: The job.
-        system: Name of the system.
+        system: As :func:`simulated_as` has it.
         density: Of the system; None: it has none.
         baseline: Name of the other one.
 

@@ -12,23 +12,20 @@ from statistics import fmean
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from lightning_safusion.bench.files import with_strategy
-from lightning_safusion.bench.forecast import Recorded, turning_point
+from lightning_safusion.bench.forecast import Recorded, simulated_as, turning_point
 from lightning_safusion.bench.job import Job
 from lightning_safusion.bench.measure import FLOOR, IN_STEP, Block
 from lightning_safusion.bench.meeting import Meeting
 from lightning_safusion.bench.results import SystemFigures, machine, plot_tables, summarize
-from lightning_safusion.bench.rows import parse_row
 from lightning_safusion.bench.turns import Bench, Turned
 from lightning_safusion.bench.verdict import YOURS, Verdict, best_strategy, decide, judge
 from lightning_safusion.integration.parameters import trainable
 from lightning_safusion.literal import literal
-from lightning_safusion.simulate.systems import SIMULATED
-from lightning_safusion.systems import DEFAULT
-from lightning_safusion.tables import plain_table
+from lightning_safusion.systems import DEFAULT, SYSTEMS
+from lightning_safusion.tables import RowName, plain_table
 
 
 @dataclass(frozen=True)
@@ -141,7 +138,7 @@ def table_of(figures: Sequence[SystemFigures], conditions: JobConditions) -> Tab
     for row in figures:
         sent = "" if row.bytes_sent is None else f"{row.bytes_sent / (4 * conditions.parameters):.2%}"
         table.add_row(
-            escape(row.system) + (" (plain ddp)" if row.by_ddp else ""),
+            RowName(row.system, after=" (plain ddp)" * row.by_ddp),
             f"{row.step_s * 1e3:.1f}",
             f"{row.low_s * 1e3:.1f} - {row.high_s * 1e3:.1f}",
             f"{row.over_floor:.2f}",
@@ -160,13 +157,12 @@ def _verdict(figures: Sequence[SystemFigures], outcome: Outcome) -> Verdict:
         sparse = [each for each in figures if each.density is not None or each.system.startswith(DEFAULT)]
         row = min(sparse, key=lambda each: each.step_s).system if sparse else DEFAULT
     point, rival = None, baseline.system
-    known = row not in (FLOOR, IN_STEP, "ddp", YOURS) and parse_row(row).system in SIMULATED
-    if outcome.recorded is not None and known and baseline.system in SIMULATED:
+    system = None if row in (FLOOR, IN_STEP, "ddp", YOURS) else simulated_as(row)
+    if outcome.recorded is not None and system is not None and baseline.system in SYSTEMS:
         turns = outcome.turns.get(row)
         density = turns[0][0].density if turns else None
         measured = {each.system for each in figures}
         dense = dict.fromkeys([baseline.system, *({"ddp-bf16"} & measured - {row})])
-        system = parse_row(row).system
         points = {name: turning_point(outcome.recorded, system, density, name) for name in dense}
         rival = min(points, key=lambda name: points[name][0] or 0.0)  # the first that is as fast
         point = points[rival]

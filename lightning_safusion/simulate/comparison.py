@@ -10,12 +10,20 @@ from typing import Any
 
 from lightning_safusion.simulate.cluster import resolve_link
 from lightning_safusion.simulate.job import Job
-from lightning_safusion.simulate.systems import SIMULATED, is_counted, run_system
+from lightning_safusion.simulate.rows import simulated_row
+from lightning_safusion.simulate.systems import is_counted, run_system
 from lightning_safusion.systems import DEFAULT, SYSTEMS
 from lightning_safusion.systems.accuracy import known_accuracy
 
 #: All systems are compared with this dense exchange, which needs no other package.
 BASELINE = "ddp-bf16"
+#: Rows that are compared where none are named: all systems, and exchanges that no system has of its own.
+COMPARED: tuple[str, ...] = (
+    *SYSTEMS,
+    "safusion[collective=hierarchical]",
+    "saf-pooled[collective=sharded]",
+    "saf-pooled[collective=hierarchical-sharded]",
+)
 #: Gbit/s between which the end of compression's gain is looked for.
 RATES = (0.1, 1600.0)
 _HALVINGS = 8
@@ -25,7 +33,7 @@ _WORTH = 0.02
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One system on one cluster, as files have it: seconds and bytes of its
+    """One row on one cluster, as files have it: the system as it is written, with its options; seconds and bytes of its
     :class:`~lightning_safusion.simulate.schedule.Iteration`, the speed-up over DDP in bf16, and whether the work of the
     device was counted (or measured, on processors); else its time is an order of magnitude."""
 
@@ -43,13 +51,17 @@ class PlanRow:
     counted: bool = True
 
 
-def plan_table(job: Job, systems: Sequence[str] | None = None) -> list[PlanRow]:
-    """The prediction for each system, in the order of ``systems``; all of them by default.
+def plan_table(job: Job, systems: Sequence[str] = COMPARED) -> list[PlanRow]:
+    """The prediction for each row, in the order of ``systems``.
+
+    Args:
+        job: The job.
+        systems: Systems, with options as :func:`~lightning_safusion.simulate.rows.simulated_row` reads them.
 
     Raises:
-        ValueError: If a name is unknown.
+        ValueError: If there is no such row; nothing was simulated then.
     """
-    names = list(SIMULATED) if systems is None else list(systems)
+    names = [simulated_row(name).name for name in systems]
     results = {name: run_system(name, job) for name in dict.fromkeys([BASELINE, *names])}
     baseline = results[BASELINE].seconds
     rows, counted = [], job.cluster.host is not None
@@ -64,13 +76,13 @@ def plan_table(job: Job, systems: Sequence[str] | None = None) -> list[PlanRow]:
 
 
 def _sparse(rows: Sequence[PlanRow]) -> list[PlanRow]:
-    """The rows of sparse systems of the strategy."""
-    return [row for row in rows if row.system in SYSTEMS and SYSTEMS[row.system].sparse]
+    """The rows that send less than all of every gradient."""
+    return [row for row in rows if simulated_row(row.system).sparse]
 
 
 def best_sparse(rows: Sequence[PlanRow]) -> PlanRow | None:
-    """The fastest sparse system of the strategy that loses no gradients, if it is worth the change from DDP in bf16."""
-    able = [row for row in _sparse(rows) if row.comparable and SYSTEMS[row.system].conserves]
+    """The fastest sparse row that loses no gradients, if it is worth the change from DDP in bf16."""
+    able = [row for row in _sparse(rows) if row.comparable and simulated_row(row.system).conserves]
     best = min(able, key=lambda row: row.iteration_s, default=None)
     return best if best is not None and best.speedup > 1 + _WORTH else None
 
@@ -98,7 +110,7 @@ def when_to_compress(rows: Sequence[PlanRow], job: Job) -> str:
     """A sentence: up to which bandwidth it pays to compress, and what that costs the device.
 
     Args:
-        rows: Of :func:`plan_table`; a sparse system of the strategy is among them.
+        rows: Of :func:`plan_table`; a sparse one is among them.
         job: Theirs.
     """
     best = best_sparse(rows) or min(_sparse(rows), key=lambda row: row.iteration_s)
@@ -117,14 +129,14 @@ def recommend(rows: Sequence[PlanRow], density: float, optimizer: str, workers: 
 
     Args:
         rows: Of :func:`plan_table`.
-        density: Share of the elements that sparse rows send.
+        density: Share of the elements that sparse rows without one of their own send.
         optimizer: Name of its class.
         workers: That train.
     """
     best = best_sparse(rows)
     lines = ["trainer:", "  strategy:", "    class_path: lightning_safusion.SAFusionStrategy", "    init_args:"]
     if not _sparse(rows):
-        return [f"No sparse system of the strategy was compared: add {DEFAULT!r} to the systems."], ""
+        return [f"No sparse system was compared: add {DEFAULT!r} to the systems."], ""
     if best is None:
         verdict = "Dense DDP is the better choice here: no sparse system is faster than DDP in bf16 by more than 2 %."
         return [verdict], "\n".join([*lines, f"      system: {BASELINE}"]) + "\n"
@@ -132,19 +144,23 @@ def recommend(rows: Sequence[PlanRow], density: float, optimizer: str, workers: 
         f"{best.system!r} takes {best.iteration_s * 1e3:.1f} ms per iteration, "
         f"{best.speedup:.2f} times as fast as DDP in bf16; {best.exposed_s * 1e3:.1f} ms are exposed."
     )
-    lines += [f"      system: {best.system}", f"      density: {density}"]
-    return [verdict, known_accuracy(best.system, density, [optimizer], workers=workers)], "\n".join(lines) + "\n"
+    row = simulated_row(best.system)
+    arguments: dict[str, Any] = {"system": row.parts.system.name, "density": density, **row.options}
+    lines += [f"      {name}: {str(value).lower()}" for name, value in arguments.items()]
+    accuracy = known_accuracy(row.known_as, arguments["density"], [optimizer], workers=workers)
+    return [verdict, accuracy], "\n".join(lines) + "\n"
 
 
 def sweep_table(
-    job: Job, systems: Sequence[str] | None = None, *, over: Mapping[str, Sequence[Any]]
+    job: Job, systems: Sequence[str] = COMPARED, *, over: Mapping[str, Sequence[Any]]
 ) -> list[dict[str, Any]]:
     """The table for every combination of values.
 
     Args:
         job: The job, with the values that do not vary.
         systems: As of :func:`plan_table`.
-        over: Values of ``"bandwidth"`` (such as ``"25gbit"``), ``"density"`` and ``"nodes"``.
+        over: Values of ``"bandwidth"`` (such as ``"25gbit"``), ``"density"`` (of rows that have none of their own) and
+            ``"nodes"``.
 
     Returns:
         One flat record per combination and system: nodes, workers, bandwidth, density, and the fields of

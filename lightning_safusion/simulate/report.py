@@ -14,16 +14,23 @@ from rich.table import Table
 
 from lightning_safusion.literal import literal
 from lightning_safusion.lookup import need
+from lightning_safusion.notation import split
 from lightning_safusion.simulate.calibration import Calibration
 from lightning_safusion.simulate.cluster import Cluster, resolve_link
-from lightning_safusion.simulate.comparison import PlanRow, plan_table, recommend, sweep_table, when_to_compress
+from lightning_safusion.simulate.comparison import (
+    COMPARED,
+    PlanRow,
+    plan_table,
+    recommend,
+    sweep_table,
+    when_to_compress,
+)
 from lightning_safusion.simulate.device import resolve_device
 from lightning_safusion.simulate.job import Job
-from lightning_safusion.simulate.systems import SIMULATED
+from lightning_safusion.simulate.rows import simulated_row
 from lightning_safusion.simulate.trace import resolve_trace
-from lightning_safusion.systems import SYSTEMS
 from lightning_safusion.systems.accuracy import default_density
-from lightning_safusion.tables import plain_table
+from lightning_safusion.tables import RowName, plain_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,6 +51,7 @@ _AXES = {
 # The cluster where nothing says another one.
 _NODES, _PER_NODE, _DEVICE = 8, 8, "a100"
 _ALONE, _EXPOSED = "#4878b0", "#d03a2b"
+_LABEL = 44  # characters of a line beside a bar
 
 
 def run_plan(
@@ -83,16 +91,19 @@ def run_plan(
         seed: Of the jitter.
         calibration: JSON file of "safusion bench": its costs replace bandwidth, entry_bytes, and device where it was
             made on CPUs.
-        systems: Systems to compare, separated by commas; all by default.
+        systems: Systems to compare, separated by commas, with options as in "ddp,saf-pooled[wire=q2,density=0.1]"; all
+            by default. Options are the arguments of SAFusionStrategy that change a prediction: density, compressor,
+            fusion, scope, quota, collective, wire, dense_below, offload, select_by.
         sweep: Also vary something: "bandwidth", "density" or "nodes", or with values, as in "bandwidth=10gbit,25gbit";
             several are separated by spaces.
         output: Folder for tables (CSV, JSON), settings (YAML) and pictures (PNG).
 
     Raises:
         ModuleNotFoundError: If pictures need matplotlib; names the extra that brings it.
-        ValueError: If a name is unknown, a number makes no sense, or the calibration does not say on how many nodes
-            its workers were and no option does.
+        ValueError: If a name or an option is unknown, the strategy would refuse a row, a number makes no sense, or the
+            calibration does not say on how many nodes its workers were and no option does.
     """
+    names = _names(systems)
     job_trace = resolve_trace(trace)
     density = default_density(optimizer) if density is None else density
     costs = Calibration.load(calibration) if calibration is not None else None
@@ -105,11 +116,9 @@ def run_plan(
         cluster = Cluster(nodes, gpus_per_node, resolve_link(bandwidth), device=found, jitter=jitter or 0.0, seed=seed)
     job = Job(job_trace, cluster, density, entry_bytes)
     over = parse_sweep(sweep) if sweep else {}
-    if isinstance(systems, str):
-        systems = [name.strip() for name in systems.split(",")]
     if output is not None:
         need("matplotlib", "plot")
-    rows = plan_table(job, systems)
+    rows = plan_table(job, names)
     console = Console()
     console.print(_plan_table(rows, job, f"{origin} at {bandwidth}"))
     console.print(literal(f"Times of the trace: {job_trace.source or 'not stated'}. Predictions, not measurements."))
@@ -122,10 +131,10 @@ def run_plan(
     if costs is None and settings:
         sentences.insert(1, when_to_compress(rows, job))
     for sentence in sentences:
-        console.print(sentence)
+        console.print(literal(sentence))
     if settings:
         console.print(settings, markup=False, highlight=False)
-    records = sweep_table(job, systems, over=over) if over else []
+    records = sweep_table(job, names, over=over) if over else []
     if records:
         console.print(_sweep_table(records, list(over)))
     if output is not None:
@@ -140,6 +149,14 @@ def run_plan(
         if len(over) == 1:
             plot_sweep(records, *over).savefig(folder / "sweep.png", dpi=120)
         console.print(literal(f"written to {output}"))
+
+
+def _names(systems: str | list[str] | None) -> list[str]:
+    """The rows that are meant; refuses wrong ones before any work."""
+    names = split(systems) if isinstance(systems, str) else list(COMPARED if systems is None else systems)
+    for name in names:
+        simulated_row(name)
+    return names
 
 
 def _placed(
@@ -197,8 +214,7 @@ def _plan_table(rows: Sequence[PlanRow], job: Job, hardware: str) -> Table:
     )
     caption = (
         "device: ms that selecting, packing and decoding take of a worker, ~ as an order of magnitude; MB that a "
-        "worker and a node receive; collectives started; over bf16: times as fast as DDP in bf16; "
-        "*: simulated only, not a system of the strategy"
+        "worker and a node receive; collectives started; over bf16: times as fast as DDP in bf16"
     )
     if not all(row.comparable for row in rows):
         caption += (
@@ -209,7 +225,7 @@ def _plan_table(rows: Sequence[PlanRow], job: Job, hardware: str) -> Table:
     table = plain_table(literal(title, "table.title"), caption, "system", headings)
     for row in sorted(rows, key=lambda row: row.iteration_s):
         table.add_row(
-            "† " * (not row.comparable) + row.system + " *" * (row.system not in SYSTEMS),
+            RowName(row.system, "† " * (not row.comparable)),
             *(f"{seconds * 1e3:.1f}" for seconds in (row.iteration_s, row.exposed_s)),
             "~" * (not row.counted) + f"{row.device_s * 1e3:.1f}",
             *(f"{nbytes / 1e6:.1f}" for nbytes in (row.bytes_received, row.node_bytes)),
@@ -231,8 +247,8 @@ def _sweep_table(records: Sequence[dict[str, Any]], names: Sequence[str]) -> Tab
         table.add_column(heading)
     for point, group in points.items():
         best = min(group, key=lambda record: (not record["comparable"], record["iteration_s"]))
-        figures = [best["system"], f"{best['iteration_s'] * 1e3:.1f}", f"{best['speedup']:.2f}"]
-        table.add_row(*(f"{value:g}" for value in point), *figures)
+        figures = f"{best['iteration_s'] * 1e3:.1f}", f"{best['speedup']:.2f}"
+        table.add_row(*(f"{value:g}" for value in point), RowName(best["system"]), *figures)
     return table
 
 
@@ -247,9 +263,9 @@ def _write_records(records: Sequence[Mapping[str, Any]], stem: Path) -> None:
 
 def plot_table(rows: Sequence[PlanRow]) -> Figure:
     """Bars of all systems of one cluster, fastest on top: the trace alone, and the exposed time."""
-    figure, ax = _new_figure(1.2 + 0.26 * len(rows))
     ordered = sorted(rows, key=lambda row: -row.iteration_s)
-    names = [row.system for row in ordered]
+    names = ["\n".join(RowName(row.system).lines(_LABEL)) for row in ordered]
+    figure, ax = _new_figure(1.2 + 0.26 * sum(name.count("\n") + 1 for name in names))
     alone = [(row.iteration_s - row.exposed_s) * 1e3 for row in ordered]
     ax.barh(names, alone, color=_ALONE, label="forward, backward, optimizer")
     ax.barh(names, [row.exposed_s * 1e3 for row in ordered], left=alone, color=_EXPOSED, label="exposed")
@@ -268,7 +284,7 @@ def plot_sweep(records: Sequence[Mapping[str, Any]], over: str) -> Figure:
     field, heading = _AXES[over]
     for name in dict.fromkeys(record["system"] for record in records):
         points = sorted((record[field], record["iteration_s"] * 1e3) for record in records if record["system"] == name)
-        ax.plot(*zip(*points, strict=True), "-" if SIMULATED[name].sparse else "--", marker=".", label=name)
+        ax.plot(*zip(*points, strict=True), "-" if simulated_row(name).sparse else "--", marker=".", label=name)
     ax.set_xscale("log")
     ax.set_yscale("log")
     ax.set_xlabel(heading)

@@ -1,12 +1,11 @@
 """The published systems on the clock: the schedule of an iteration under each system, from its row.
 
-The rows are those of ``lightning_safusion.systems``; most are planned by their own policy. All of them run on the same
-engine and the same wire, so that only the idea differs.
+Most are planned by their own policy. All of them run on the same engine and the same wire, so that only the idea
+differs.
 """
 
 from __future__ import annotations
 
-from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,19 +14,18 @@ from itertools import pairwise
 import torch
 
 from lightning_safusion.baselines.hooks import POWERSGD_RANKS
-from lightning_safusion.comm.catalogue import find_collective, shards_pay
+from lightning_safusion.comm.catalogue import Collective, find_collective
 from lightning_safusion.comm.collectives.allgather import SparseAllGather
 from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.wire.codec import Codec
 from lightning_safusion.comm.wire.formats import resolve_codec
-from lightning_safusion.fusion.plans.adaptive import plan_optimal
 from lightning_safusion.fusion.plans.costs import DDP_BUCKET, DDP_FIRST_BUCKET, ddp_buckets
 from lightning_safusion.fusion.plans.plan import Plan
-from lightning_safusion.fusion.plans.policy import Naive
+from lightning_safusion.fusion.plans.policy import FusionPolicy, Naive
 from lightning_safusion.fusion.plans.searching import Cupcake
 from lightning_safusion.fusion.plans.ticking import Horovod
+from lightning_safusion.fusion.settings import EngineSettings
 from lightning_safusion.kernels.cuda.work import Span
-from lightning_safusion.lookup import look_up
 from lightning_safusion.simulate.cluster import CollectiveCost
 from lightning_safusion.simulate.engine import mean_iteration
 from lightning_safusion.simulate.job import Job, line
@@ -41,9 +39,9 @@ from lightning_safusion.simulate.paths import (
     TorchOperations,
 )
 from lightning_safusion.simulate.per_tensor import adtopk, espresso, hipress, ssfusion
+from lightning_safusion.simulate.rows import SimulatedRow, sends_less, simulated_row
 from lightning_safusion.simulate.schedule import Iteration, Message, Schedule, Stream, Timer
-from lightning_safusion.systems import SYSTEMS, EngineSystem, HookSystem
-from lightning_safusion.systems.rows import SMALL
+from lightning_safusion.systems import HookSystem
 
 # PowerSGD: compression pays if it saves this factor; kernels of one matrix, launched one by one.
 _POWERSGD_MIN_RATE, _POWERSGD_LAUNCH = 2.0, 50e-6
@@ -52,121 +50,95 @@ _CODEC_ELEMENTS = 1 << 24
 # Elastic averaging reads and writes all weights this many times: 3 for the workers' distance, 6 to move them.
 _ELASTIC_PASSES = 9
 
-_VARIANT = EngineSystem(
-    "safusion-hierarchical",
-    "as safusion, dense inside the node, sparse between nodes",
-    SYSTEMS["safusion"].source,
-    "adaptive",
-    collective="hierarchical",
-    dense_below=SMALL,
-)
-
-_SHARDED = EngineSystem(
-    "saf-sharded",
-    "as saf-pooled, sparse to owners and back",
-    SYSTEMS["saf-pooled"].source,
-    "adaptive",
-    quota="auto",
-    memory="auto",
-    wire="q4",
-    select_by="auto",
-    collective="sharded",
-)
-
-_OVER_NODES = replace(
-    _SHARDED,
-    name="saf-nodes-sharded",
-    summary="as saf-pooled, dense inside the node, sums of nodes to owners and back",
-    collective="hierarchical-sharded",
-)
-
-#: All systems that the simulator knows, by name: those of the strategy, and variants of two of them.
-SIMULATED: Mapping[str, EngineSystem | HookSystem] = ChainMap(
-    {row.name: row for row in (_VARIANT, _SHARDED, _OVER_NODES)}, SYSTEMS
-)
-
 
 def is_counted(name: str) -> bool:
-    """Whether the work of a device is counted for this system; else its time is an order of magnitude."""
-    row = look_up("system", name, SIMULATED)
-    if isinstance(row, HookSystem):
-        return row.ddp_hook in ("none", "bf16", "fp16", "dear")
-    collective = find_collective(row.collective)
-    kinds = row.compressor in ("none", *SELECT) and row.collective not in ("oktopk", "gtopk") and not collective.levels
-    return kinds and not row.offload
+    """Whether the work of a device is counted for this row; else its time is an order of magnitude."""
+    parts = simulated_row(name).parts
+    if isinstance(parts.system, HookSystem):
+        return parts.system.ddp_hook in ("none", "bf16", "fp16", "dear")
+    settings = parts.settings
+    kinds = settings.compressor.name in ("none", *SELECT) and settings.collective not in ("oktopk", "gtopk")
+    return kinds and not find_collective(settings.collective).levels and not settings.offload
 
 
 def run_system(name: str, job: Job, iterations: int = 20) -> Iteration:
-    """The mean iteration of one system."""
+    """The mean iteration of one row."""
     return mean_iteration(job.trace, job.cluster, build_schedule(name, job), iterations)
 
 
 def build_schedule(name: str, job: Job) -> Schedule:
     """The iteration of a job under one system.
 
+    Args:
+        name: Of the system, with options as :func:`~lightning_safusion.simulate.rows.simulated_row` reads them.
+        job: The job; a row may have another density.
+
     Raises:
-        ValueError: If the system is unknown; the message lists the names.
+        ValueError: If there is no such row.
     """
-    row = look_up("system", name, SIMULATED)
-    if isinstance(row, HookSystem):
-        return replace(_HOOKS[row.ddp_hook](job), engine=False)
-    job = _as_row(row, job)
-    schedule = _engine_schedule(row, job)
+    row = simulated_row(name)
+    if isinstance(row.parts.system, HookSystem):
+        return replace(_HOOKS[row.parts.system.ddp_hook](job), engine=False)
+    job = _of_row(row, job)
+    schedule = _engine_schedule(row.parts.settings, job)
     counted = row.sparse and job.cluster.host is None and job.cluster.device.selection is None
     return replace(schedule, end=job.cluster.device.seconds(job.path.end())) if counted else schedule
 
 
-def _engine_schedule(row: EngineSystem, job: Job) -> Schedule:
-    collective = find_collective(row.collective)
-    if row.fusion == "selective":
-        return ssfusion(job, row.offload, collective.dense_lane)
-    if row.fusion == "horovod":
-        return _horovod(job, row.sparse)
-    if _has_shards(row, job) and row.collective == "auto":
-        return _sharded(job, dense=True)
-    for part in (row.collective, row.compressor, row.fusion):
+def _engine_schedule(settings: EngineSettings, job: Job) -> Schedule:
+    policy, collective = settings.fusion, _collective_of(settings, job)
+    sparse, dense = sends_less(settings), collective.choice != "allgather"
+    if policy.name == "selective":
+        return ssfusion(job, settings.offload, collective.dense_lane)
+    if policy.name == "horovod":
+        return _horovod(job, sparse)
+    for part in (settings.collective, settings.compressor.name, policy.name):
         if part in _SPECIAL:
             return _SPECIAL[part](job)
-    plan = row.policy().plan(job.group_costs(sparse=row.sparse, dense=collective.choice != "allgather"))
-    return job.schedule(plan, behind=row.scope == "group")
+    if collective.levels:
+        return _hierarchical(job, policy, owners=collective.exchange.cuts_tensors)
+    if sparse and collective.exchange.cuts_tensors:
+        return _sharded(job, policy, dense)
+    plan = policy.plan(job.group_costs(sparse=sparse, dense=dense))
+    return job.schedule(plan, behind=settings.scope == "group")
 
 
-def _as_row(row: EngineSystem, job: Job) -> Job:
-    """The job with the dense tensors, the wire format and the way through a device of a row."""
+def _of_row(row: SimulatedRow, job: Job) -> Job:
+    """The job with the density, the dense tensors, the wire format and the way through a device of a row."""
+    settings, density = row.parts.settings, row.options.get("density", job.density)
     numel = min(int(job.numels.sum()), _CODEC_ELEMENTS)
-    entries = max(1, int(numel * job.density))
-    codec = resolve_codec(row.wire, numel, entries, torch.float32)
+    entries = max(1, int(numel * density))
+    codec = resolve_codec(settings.wire, numel, entries, torch.float32)
     job = replace(
         job,
-        dense_below=max(job.dense_below, row.dense_below),
-        entry_bytes=job.entry_bytes if row.wire == "auto" else codec.nbytes / entries,
-        by_update=row.select_by == "auto",
+        density=density,
+        dense_below=max(job.dense_below, row.parts.dense_rules[1]),
+        entry_bytes=job.entry_bytes if settings.wire == "auto" else codec.nbytes / entries,
+        by_update=settings.select_by != "gradient" and settings.knows_updates,
     )
-    return replace(job, path=_path_of(row, job, codec))
+    return replace(job, path=_path_of(settings, job, codec))
 
 
-def _path_of(row: EngineSystem, job: Job, codec: Codec) -> Path:
+def _path_of(settings: EngineSettings, job: Job, codec: Codec) -> Path:
     """Fused kernels where all parts are those that they know."""
-    values, shards = codec.values, _has_shards(row, job)
-    if row.scope == "tensor" and values.width in (4, 16, 32):
-        if shards and row.compressor == "topk":
+    values, compressor = codec.values, settings.compressor.name
+    exchange = _collective_of(settings, job).exchange
+    if settings.scope == "tensor" and values.width in (4, 16, 32):
+        if exchange is ShardedExchange and compressor == "topk":
             return FusedShards(job.cluster.workers, ShardedExchange.scattered, ShardedExchange.gathered, values.width)
-        gathers = find_collective(row.collective).exchange is SparseAllGather and codec.layout == "eliasfano"
-        if gathers and not shards:
-            if row.compressor == "topk":
+        if exchange is SparseAllGather and codec.layout == "eliasfano":
+            if compressor == "topk":
                 return FusedKernels(values.width)
-            if row.compressor == "gaussiank" and row.quota != "pooled":
+            if compressor == "gaussiank" and settings.quota != "pooled":
                 return FusedEstimates(values.width)
-            return FusedPlaces(values.width, row.compressor)
-    return TorchOperations(row.compressor, values.few_bits)
+            return FusedPlaces(values.width, compressor)
+    return TorchOperations(compressor, values.few_bits)
 
 
-def _has_shards(row: EngineSystem, job: Job) -> bool:
-    """Whether selections go to owners and back."""
-    if not row.collective == row.quota == "auto":
-        return row.collective == "sharded"
+def _collective_of(settings: EngineSettings, job: Job) -> Collective:
+    """What carries the buffers of so many workers, as the strategy chooses it."""
     gather = line(lambda message: job.cluster.allgather(message).seconds)
-    return shards_pay(job.cluster.workers, gather, float(job.sparse_bytes.sum()))
+    return settings.collective_over(job.cluster.workers, gather, float(job.sparse_bytes.sum()))
 
 
 def _buckets(job: Job, first: float = DDP_FIRST_BUCKET) -> list[range]:
@@ -264,10 +236,9 @@ def _stream(job: Job) -> Schedule:
     return Schedule(Stream(entries.tolist(), capacity, message), job.selects.tolist())
 
 
-def _hierarchical(job: Job, owners: bool = False) -> Schedule:
-    """The exact programme's groups over an exchange in three phases. Each worker selects from its shard of the node's
-    sum, after the reduce-scatter inside the node. ``owners``: it sends what it has selected to owners, which select
-    again."""
+def _hierarchical(job: Job, policy: FusionPolicy, owners: bool) -> Schedule:
+    """Groups over an exchange in three phases. Each worker selects from its shard of the node's sum, after the
+    reduce-scatter inside the node. ``owners``: it sends what it has selected to owners, which select again."""
     cluster, costs = job.cluster, job.group_costs()
     density = float(job.sparse_bytes.sum()) / max(1, int(job.numels.sum()))
     scattered, gathered = ShardedExchange.scattered, ShardedExchange.gathered
@@ -289,24 +260,25 @@ def _hierarchical(job: Job, owners: bool = False) -> Schedule:
     cost, ready = line(seconds), job.group_costs(sparse=False, dense=True).ready
     messages = []
     costs = replace(costs, ready=ready, per_buffer=0.0, sparse=(cost.fixed, cost.per_byte))
-    for group in plan_optimal(costs).groups:
+    for group in policy.plan(costs).groups:
         places = range(group.start, group.stop)
         nbytes, elements = float(job.sparse_bytes[places].sum()), float(job.numels[places].sum())
         messages.append(message(places, job.span(elements, nbytes / job.entry_bytes), nbytes))
     return Schedule(messages)
 
 
-def _sharded(job: Job, dense: bool = False) -> Schedule:
-    """The exact programme's groups over an exchange in two phases; between them each worker selects from its shard.
-    ``dense``: groups may be dense."""
+def _sharded(job: Job, policy: FusionPolicy, dense: bool) -> Schedule:
+    """Groups over an exchange in two phases; between them each worker selects from its shard. ``dense``: groups may be
+    dense."""
     cluster, counted = job.cluster, job.cluster.device.decode is None
+    fused = counted and isinstance(job.path, FusedShards)
 
     def message(places: Sequence[int], span: Span, nbytes: float, select: float = 0.0) -> Message:
         scattered, gathered = ShardedExchange.scattered, ShardedExchange.gathered
         exchange = cluster.sharded(scattered * nbytes, gathered * nbytes)
-        # counted work of a buffer has all phases in it
-        between = 0.0 if counted else float(job.select_cost(span.elements / cluster.workers))
-        times = cluster.workers if counted else scattered + gathered
+        # the work of fused kernels has all phases in it
+        between = 0.0 if fused else float(job.select_cost(span.elements / cluster.workers))
+        times = cluster.workers if fused else scattered + gathered
         return replace(job.decoded(places, exchange, span, times, select, between), collectives=2)
 
     def seconds(nbytes: float) -> float:
@@ -315,7 +287,7 @@ def _sharded(job: Job, dense: bool = False) -> Schedule:
 
     cost = line(seconds)
     messages = []
-    for group in plan_optimal(replace(job.group_costs(dense=dense), sparse=(cost.fixed, cost.per_byte))).groups:
+    for group in policy.plan(replace(job.group_costs(dense=dense), sparse=(cost.fixed, cost.per_byte))).groups:
         places = range(group.start, group.stop)
         if group.collective == "allreduce":
             messages.append(job.dense_message(places))
@@ -325,14 +297,11 @@ def _sharded(job: Job, dense: bool = False) -> Schedule:
     return Schedule(messages)
 
 
-# By the collective, compressor or grouping that asks for it. Only these do what no plan expresses: several phases,
-# streams, searches by trial, choices for each tensor.
+# By the collective, compressor or grouping that asks for it. Only these do what no plan expresses: streams, searches by
+# trial, choices for each tensor.
 _SPECIAL: Mapping[str, Callable[[Job], Schedule]] = {
     "gtopk": _gtopk,
     "oktopk": _oktopk,
-    "hierarchical": _hierarchical,
-    "hierarchical-sharded": partial(_hierarchical, owners=True),
-    "sharded": _sharded,
     "adtopk": adtopk,
     "cupcake": _cupcake,
     "naive": _stream,

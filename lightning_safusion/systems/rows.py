@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lightning_safusion.baselines.hooks import DDPHookName
-from lightning_safusion.comm.catalogue import find_collective
 from lightning_safusion.fusion.plans.adaptive import Adaptive
 from lightning_safusion.fusion.plans.policy import FusionPolicy
 from lightning_safusion.fusion.plans.registry import resolve_fusion
@@ -74,11 +73,6 @@ class EngineSystem(System):
         """Whether it sends less than all of every gradient."""
         return self.compressor != "none"
 
-    @property
-    def conserves(self) -> bool:
-        """Whether the residual keeps everything that is not sent: the tree of gTop-k drops entries."""
-        return find_collective(self.collective).conserves
-
 
 @dataclass(frozen=True)
 class HookSystem(System):
@@ -92,7 +86,6 @@ class HookSystem(System):
 
     #: All of every gradient is exchanged, or an approximation of it whose error stays with the hook.
     sparse: ClassVar[bool] = False
-    conserves: ClassVar[bool] = True
 
 
 #: The system of ``SAFusionStrategy()``: the best one at equal bytes.

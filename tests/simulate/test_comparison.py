@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_safusion import SYSTEMS, SAFusionStrategy
+from lightning_safusion import SAFusionStrategy
 from lightning_safusion.comm.cost import LINKS
 from lightning_safusion.simulate.calibration import CollectiveSample, CollectiveTimes
 from lightning_safusion.simulate.cluster import Cluster
-from lightning_safusion.simulate.comparison import best_sparse, plan_table, recommend, sweep_table
+from lightning_safusion.simulate.comparison import COMPARED, best_sparse, plan_table, recommend, sweep_table
 from lightning_safusion.simulate.job import Job
 from lightning_safusion.simulate.report import SWEEPS, parse_sweep, plot_sweep, plot_table, run_plan
-from lightning_safusion.simulate.systems import SIMULATED
 from lightning_safusion.simulate.trace import resolve_trace
+from safusion_command import main
 
 LSTM, RESNET = resolve_trace("lstm"), resolve_trace("resnet-50")
 SLOW = Job(LSTM, Cluster(8, 1, LINKS["1gbit"]))
@@ -42,7 +42,7 @@ def test_the_baseline_is_run_even_if_it_is_not_asked_for() -> None:
 
 
 def test_all_systems_by_default() -> None:
-    assert [row.system for row in plan_table(SLOW)] == list(SIMULATED)
+    assert [row.system for row in plan_table(SLOW)] == list(COMPARED)
 
 
 def test_sparse_is_recommended_where_it_pays() -> None:
@@ -76,12 +76,33 @@ def test_a_recommendation_says_what_is_known_of_accuracy(optimizer: str, words: 
     assert words in accuracy
 
 
-def test_systems_of_the_simulator_alone_are_not_recommended() -> None:
-    rows = plan_table(Job(LSTM, Cluster(8, 8, LINKS["10gbit"])), ["safusion-hierarchical", "safusion", "ddp-bf16"])
-    assert min(rows, key=lambda row: row.iteration_s).system == "safusion-hierarchical"
-    _, settings = recommend(rows, 0.01, "AdamW")
-    strategy = SAFusionStrategy(**yaml.safe_load(settings)["trainer"]["strategy"]["init_args"])
-    assert strategy.system in SYSTEMS
+@pytest.mark.parametrize(
+    ("options", "given"),
+    [
+        ("collective=hierarchical", {"density": 0.01, "collective": "hierarchical"}),
+        ("collective=hierarchical,density=0.005", {"density": 0.005, "collective": "hierarchical"}),
+        (
+            "wire=q4,dense_below=4096,scope=tensor",
+            {"density": 0.01, "wire": "q4", "dense_below": 4096, "scope": "tensor"},
+        ),
+    ],
+)
+def test_settings_have_the_options_of_the_best_row(options: str, given: dict[str, Any]) -> None:
+    best = f"safusion[{options}]"
+    (verdict, accuracy), settings = recommend(
+        plan_table(Job(LSTM, Cluster(8, 8, LINKS["10gbit"])), [best, "wfbp"]), 0.01, "AdamW"
+    )
+    assert repr(best) in verdict
+    assert f"with AdamW and {best} is not known" in accuracy
+    arguments = yaml.safe_load(settings)["trainer"]["strategy"]["init_args"]
+    assert arguments == {"system": "safusion", **given}
+    assert SAFusionStrategy(**arguments).system == "safusion"
+
+
+def test_the_defaults_accuracy_is_known_at_the_density_of_a_row() -> None:
+    (_, accuracy), settings = recommend(plan_table(SLOW, ["saf-pooled[density=0.02]"]), 0.01, "AdamW")
+    assert "a density of 0.02 ended" in accuracy
+    assert yaml.safe_load(settings)["trainer"]["strategy"]["init_args"] == {"system": "saf-pooled", "density": 0.02}
 
 
 def test_sweeps_run_every_combination() -> None:
@@ -182,3 +203,28 @@ def test_the_command_takes_a_recorded_trace(tmp_path: Path, capsys: pytest.Captu
     assert "37.3 M parameters" in printed
     assert all(f"\n{system} " in printed for system in ("safusion", "ddp"))
     assert "wfbp" not in printed
+
+
+def test_the_command_takes_rows_with_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = "ddp-bf16, saf-pooled[collective=sharded, density=0.1],saf-pooled[density=0.2]"
+    names = ["ddp-bf16", "saf-pooled[collective=sharded,density=0.1]", "saf-pooled[density=0.2]"]
+    options = ["--nodes", "8", "--gpus-per-node", "1", "--bandwidth", "1gbit", "--sweep", "nodes=2,16"]
+    main(["plan", "--trace", "lstm", *options, "--systems", rows, "--output", str(tmp_path)])
+    printed = "".join(line.strip() for line in capsys.readouterr().out.splitlines())
+    assert f"'{names[1]}' takes" in printed
+    assert "simulated only" not in printed
+    for stem, count in (("plan", 1), ("sweep", 2)):
+        records = json.loads((tmp_path / f"{stem}.json").read_text(encoding="utf-8"))
+        assert [record["system"] for record in records] == names * count
+        with (tmp_path / f"{stem}.csv").open(encoding="utf-8") as file:
+            assert [row["system"] for row in csv.DictReader(file)] == names * count
+    arguments = yaml.safe_load((tmp_path / "settings.yaml").read_text(encoding="utf-8"))["trainer"]["strategy"]
+    assert arguments["init_args"] == {"system": "saf-pooled", "density": 0.1, "collective": "sharded"}
+
+
+def test_the_command_names_a_wrong_row(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="safusion: row 'saf-pooled\\[wire=q9\\]': unknown wire format 'q9'"):
+        main(["plan", "--trace", "missing", "--systems", "ddp,saf-pooled[wire=q9]"])
+    with pytest.raises(SystemExit, match="several are written as in"):
+        main(["plan", "--systems", "ddp,saf-pooled[wire=q4"])
+    assert capsys.readouterr().out == ""

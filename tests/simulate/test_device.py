@@ -17,7 +17,6 @@ from lightning_safusion.comm.cost import LINKS
 from lightning_safusion.fusion.plans.costs import NOMINAL_SELECTION
 from lightning_safusion.kernels.cuda import work
 from lightning_safusion.kernels.cuda.work import Span, Work
-from lightning_safusion.simulate import systems
 from lightning_safusion.simulate.cluster import Cluster, resolve_link
 from lightning_safusion.simulate.comparison import break_even, plan_table, when_to_compress
 from lightning_safusion.simulate.device import DEVICES, Device, resolve_device
@@ -25,7 +24,6 @@ from lightning_safusion.simulate.job import Job
 from lightning_safusion.simulate.report import run_plan
 from lightning_safusion.simulate.systems import build_schedule, run_system
 from lightning_safusion.simulate.trace import resolve_trace
-from lightning_safusion.systems import SYSTEMS, EngineSystem
 
 MEASURED = Device("made up", 2e12, 5e-6, 1e13, factors={"decode": 1.5}, source="a test")
 
@@ -154,15 +152,9 @@ def test_the_planner_charges_64_workers_what_was_counted(rate: str) -> None:
 
 @pytest.mark.parametrize("workers", [8, 16, 32, 64])
 @pytest.mark.parametrize("rate", ["1gbit", "10gbit", "25gbit", "100gbit"])
-def test_shards_are_ahead_of_an_all_gather_where_the_default_takes_them(
-    monkeypatch: pytest.MonkeyPatch, workers: int, rate: str
-) -> None:
-    row = SYSTEMS["saf-pooled"]
-    assert isinstance(row, EngineSystem)
-    gathering = replace(row, name="gathering", collective="allgather")
-    monkeypatch.setattr(systems, "SIMULATED", {**systems.SIMULATED, gathering.name: gathering})
+def test_shards_are_ahead_of_an_all_gather_where_the_default_takes_them(workers: int, rate: str) -> None:
     for job in (bert_large(rate, workers, 1), bert_large(rate, workers // 8, 8)):
-        shards, gathered = run_system("saf-pooled", job), run_system(gathering.name, job)
+        shards, gathered = run_system("saf-pooled", job), run_system("saf-pooled[collective=allgather]", job)
         assert shards.device < gathered.device
         assert shards.seconds < gathered.seconds
 

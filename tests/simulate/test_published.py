@@ -94,7 +94,7 @@ def columns(trace: Trace, gbit: float) -> list[float]:
         per_tensor(trace, cluster, "threshold"),
         milliseconds(job, job.schedule(plan_pareto(job.group_costs()))),
         oktopk(job),
-        milliseconds(job, build_schedule("safusion-hierarchical", job)),
+        milliseconds(job, build_schedule("safusion[collective=hierarchical]", job)),
     ]
 
 

@@ -13,11 +13,12 @@ from lightning_safusion.fusion.plans.adaptive import plan_optimal
 from lightning_safusion.fusion.plans.costs import SelectionCost, ddp_buckets
 from lightning_safusion.fusion.plans.pricing import predict_finish
 from lightning_safusion.simulate.cluster import Cluster
+from lightning_safusion.simulate.comparison import COMPARED
 from lightning_safusion.simulate.device import DEVICES
 from lightning_safusion.simulate.engine import simulate
 from lightning_safusion.simulate.job import Job, line
 from lightning_safusion.simulate.schedule import Iteration
-from lightning_safusion.simulate.systems import SIMULATED, build_schedule, is_counted, run_system
+from lightning_safusion.simulate.systems import build_schedule, is_counted, run_system
 from lightning_safusion.simulate.trace import resolve_trace
 from lightning_safusion.systems import SYSTEMS
 
@@ -33,7 +34,7 @@ def lstm(nodes: int = 4, gpus: int = 1) -> Job:
     return Job(load("lstm"), Cluster(nodes, gpus, LINKS["1gbit"]), 0.01)
 
 
-@pytest.mark.parametrize("name", SIMULATED)
+@pytest.mark.parametrize("name", COMPARED)
 @pytest.mark.parametrize("cluster", [(1, 1), (3, 1), (2, 4)])
 def test_every_system_runs_on_every_shape_of_cluster(name: str, cluster: tuple[int, int]) -> None:
     job = lstm(*cluster)
@@ -46,8 +47,8 @@ def test_every_system_runs_on_every_shape_of_cluster(name: str, cluster: tuple[i
         assert covered == set(range(len(job.numels)))
 
 
-def test_every_system_of_the_strategy_is_a_row() -> None:
-    assert set(SYSTEMS) <= set(SIMULATED)
+def test_every_system_of_the_strategy_is_compared() -> None:
+    assert set(SYSTEMS) <= set(COMPARED)
 
 
 def test_four_bits_are_half_a_byte_beside_a_position_of_five() -> None:
@@ -169,7 +170,7 @@ def test_groups_over_an_exchange_in_phases_are_the_best_ones() -> None:
     costs = replace(job.group_costs(), ready=ready, sparse=(cost.fixed, cost.per_byte))
     best = predict_finish(plan_optimal(costs), costs) + sum(tensor.forward for tensor in job.trace.tensors)
     # the share of elements that are sent differs a little between groups
-    assert run("safusion-hierarchical", job).seconds == pytest.approx(best, rel=2e-3)
+    assert run("safusion[collective=hierarchical]", job).seconds == pytest.approx(best, rel=2e-3)
 
 
 def test_ssfusion_keeps_its_budget_and_its_lanes() -> None:
@@ -240,7 +241,7 @@ def test_jobs_refuse_senseless_numbers(field: str, value: float) -> None:
 @pytest.mark.parametrize("nodes", [2, 3, 8, 15, 16, 64])
 def test_shards_receive_as_much_from_many_workers_as_from_few(nodes: int) -> None:
     job = Job(load("bert-base"), Cluster(nodes, 1, LINKS["10gbit"]), 0.05)
-    sharded, default = run("saf-sharded", job), run("saf-pooled", job)
+    sharded, default = run("saf-pooled[collective=sharded]", job), run("saf-pooled", job)
     message = 10.5 / 8 * job.entries.sum()
     # half a message to the owners, and seven halves back
     assert sharded.nbytes == pytest.approx(4 * message * (nodes - 1) / nodes, rel=0.05)
@@ -262,7 +263,7 @@ def test_a_node_receives_as_much_from_many_nodes_as_from_few(nodes: int) -> None
     job = Job(load("bert-base"), Cluster(nodes, 8, LINKS["10gbit"]), 0.05)
     message = 10.5 / 8 * job.entries.sum()
     share = message * (nodes - 1) / nodes
-    assert run("saf-nodes-sharded", job).node_bytes == pytest.approx(4 * share, rel=0.05)
+    assert run("saf-pooled[collective=hierarchical-sharded]", job).node_bytes == pytest.approx(4 * share, rel=0.05)
     # half a quota from each worker of all other nodes, where they are not added up first
-    assert run("saf-sharded", job).node_bytes == pytest.approx((8 / 2 + 7 / 2) * share, rel=0.05)
-    assert not is_counted("saf-nodes-sharded")
+    assert run("saf-pooled[collective=sharded]", job).node_bytes == pytest.approx((8 / 2 + 7 / 2) * share, rel=0.05)
+    assert not is_counted("saf-pooled[collective=hierarchical-sharded]")
