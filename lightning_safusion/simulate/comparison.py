@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
+from json import dumps
 from math import inf
 from typing import Any
 
@@ -146,7 +147,7 @@ def recommend(rows: Sequence[PlanRow], density: float, optimizer: str, workers: 
     )
     row = simulated_row(best.system)
     arguments: dict[str, Any] = {"system": row.parts.system.name, "density": density, **row.options}
-    lines += [f"      {name}: {str(value).lower()}" for name, value in arguments.items()]
+    lines += [f"      {name}: {value if isinstance(value, str) else dumps(value)}" for name, value in arguments.items()]
     accuracy = known_accuracy(row.known_as, arguments["density"], [optimizer], workers=workers)
     return [verdict, accuracy], "\n".join(lines) + "\n"
 

@@ -99,6 +99,13 @@ def test_settings_have_the_options_of_the_best_row(options: str, given: dict[str
     assert SAFusionStrategy(**arguments).system == "safusion"
 
 
+def test_settings_say_true_and_false_as_yaml_does() -> None:
+    _, settings = recommend(plan_table(SLOW, ["ssfusion[offload=false]"]), 0.01, "AdamW")
+    assert "offload: false\n" in settings
+    strategy = SAFusionStrategy(**yaml.safe_load(settings)["trainer"]["strategy"]["init_args"])
+    assert strategy.settings.offload is False
+
+
 def test_the_defaults_accuracy_is_known_at_the_density_of_a_row() -> None:
     (_, accuracy), settings = recommend(plan_table(SLOW, ["saf-pooled[density=0.02]"]), 0.01, "AdamW")
     assert "a density of 0.02 ended" in accuracy
