@@ -46,7 +46,7 @@ ESTIMATE, REFINEMENTS = Operations(126, 0, 0), 8
 #: A message is written; with values of a few bits, or floats.
 ENCODE = {True: Operations(99, 1.1, 587), False: Operations(67, 1.1, 402)}
 #: A message of one worker is read and added to the means.
-DECODE = {True: Operations(50, 1.2, 563), False: Operations(31, 1.2, 457)}
+DECODE = {True: Operations(51, 1.2, 563), False: Operations(32, 1.2, 457)}
 #: Means are cleared before, judged, and written into the gradients.
 DELIVER = Operations(25, 42, 0)
 #: What was sent leaves the residual.

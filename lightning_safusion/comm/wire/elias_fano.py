@@ -78,7 +78,8 @@ class EliasFanoCodec(Codec):
         self._starts = np.array([start for start, _ in shape.runs], np.int64)
         narrow = self.capacity < _NARROW
         self._rank = np.dtype(np.uint16 if narrow else np.uint32)
-        self._signed = torch.int16 if narrow else torch.int32
+        # torch writes as signed numbers what it reads as counts
+        self._signed, self._counted = (torch.int16, torch.uint16) if narrow else (torch.int32, torch.int32)
         longest = (shape.numel // max(1, shape.capacity)).bit_length() + 2
         self.low = min(range(min(longest, _MOST_BITS) + 1), key=lambda low: sum(self._words(low)))
         self._buckets = _summed(self._blocks(self.low))
@@ -277,7 +278,7 @@ class EliasFanoCodec(Codec):
         each = unpacked(low, 1)[: self.capacity * self.low].view(self.capacity, self.low).long()
         inside = (each << torch.arange(self.low, device=message.device)).sum(1)
         indices = tables.starts[run] + (bucket - tables.firsts[run] << self.low) + inside
-        count = ranks.view(self._signed)[len(tables.regions) - 1].long() & (1 << 8 * self._rank.itemsize) - 1
+        count = ranks.view(self._counted)[len(tables.regions) - 1].long()
         return self._padded(indices.clamp_(0, max(self.numel - 1, 0)), field, count)
 
 

@@ -11,7 +11,7 @@ import pytest
 import lightning_safusion
 
 ROOT = Path(lightning_safusion.__file__).parent
-PLANS = "lightning_safusion.fusion.plans"
+PLANS, SETTINGS = "lightning_safusion.fusion.plans", "lightning_safusion.fusion.settings"
 #: What the modules of ``fusion/plans/`` may import of this package besides each other.
 ALLOWED = ("lightning_safusion.comm.cost", "lightning_safusion.lookup")
 
@@ -40,6 +40,7 @@ def test_a_planning_module_imports_nothing_of_the_engine(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "simulate").glob("*.py")), ids=lambda path: path.name)
-def test_the_simulator_uses_nothing_of_fusion_but_plans(path: Path) -> None:
+def test_the_simulator_uses_nothing_of_fusion_but_plans_and_settings(path: Path) -> None:
     fusion = {module for module in imported(path) if module.startswith("lightning_safusion.fusion")}
-    assert {module for module in fusion if not module.startswith(f"{PLANS}.")} == set()
+    # settings are values
+    assert {module for module in fusion if not module.startswith((f"{PLANS}.", SETTINGS))} == set()
