@@ -49,6 +49,7 @@ from lightning_safusion.kernels.cuda.elements import (
 )
 
 _REGION = tl.constexpr(9)  # buckets of a region, as a power of two
+_SHORTEST = tl.constexpr(512)  # elements of a region whose buckets have one
 _WIDE = tl.constexpr(512)  # tensors or chunks that are looked at together
 _MOST_BFLOAT16 = tl.constexpr(0x7F7F0000)  # bits of the largest bfloat16 as a float32
 
@@ -217,10 +218,13 @@ def write(
         local = offsets - origin
         # entries up to this element
         upto = slot + (both & 0xFFFF) + tl.minimum(order, mine) - before
-        if (((at - origin) & inside_region) == 0) | (inside_region < BLOCK):
-            begins = (offsets < ranked) & ((local & inside_region) == 0)
-            place = region + (local >> (low_bits + _REGION))
-            store_rank(message, shape, place, upto - kept.to(tl.int32), begins)
+        if ((at - origin) & inside_region) == 0:  # else none begins in this block
+            begun = region + ((at - origin) >> (low_bits + _REGION))
+            store_rank(message, shape, begun, slot, at < ranked)
+            for ahead in tl.static_range(_SHORTEST, BLOCK, _SHORTEST):
+                earlier = slot + tl.sum((kept & (offsets < at + ahead)).to(tl.int32), 0)
+                begins = (at + ahead < ranked) & ((ahead & inside_region) == 0)
+                store_rank(message, shape, begun + (ahead >> (low_bits + _REGION)), earlier, begins)
         unary = upto - 1 + bucket + (local >> low_bits)
         tl.atomic_or(high + (unary >> 5), 1 << (unary & 31), mask=kept, sem="relaxed")
         _store_entries(
