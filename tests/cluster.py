@@ -68,7 +68,6 @@ class Cluster:
         measure: Plan with measured times.
         deferred: Let the device decide at the end of a window, as on CUDA.
         nodes: Node of every rank.
-        announce: Called with what each engine has to say.
     """
 
     def __init__(
@@ -80,7 +79,6 @@ class Cluster:
         measure: bool = False,
         deferred: bool = False,
         nodes: Sequence[int] | None = None,
-        announce: Callable[[str], None] | None = None,
     ) -> None:
         self.specs = list(tensors if tensors is not None else specs())
         self.order = list(order if order is not None else reversed(range(len(self.specs))))
@@ -94,7 +92,6 @@ class Cluster:
                 self.transports[rank],
                 torch.device("cpu"),
                 measure,
-                announce,
                 deferred=deferred,
                 node=nodes[rank] if nodes is not None else None,
             )

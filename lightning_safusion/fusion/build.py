@@ -66,13 +66,13 @@ def _collective(
     settings: EngineSettings,
     specs: Sequence[TensorSpec],
     world_size: int,
-    prior: Mapping[str, LinearCost] | None,
+    links: Mapping[str, LinearCost] | None,
     announce: Callable[[str], None] | None,
 ) -> Collective:
-    """What carries the buffers, by the measured costs of the links if there are any."""
-    if prior is None:
+    """What carries the buffers, by the measured costs of the links if they are to decide."""
+    if links is None:
         return settings.collective_over(world_size)
-    gather, message = prior["allgather"], settings.message(specs)
+    gather, message = links["allgather"], settings.message(specs)
     collective = settings.collective_over(world_size, gather, message)
     if collective is not settings.collective_over(world_size) and announce is not None:
         seconds = ShardedExchange.cost(gather, world_size)(message)
@@ -117,7 +117,9 @@ def build_engine(
     if choice == "auto" and settings.memory.lives_on_sparsity:
         choice = "allgather"
     prior = calibrate(transport, device) if measure and (settings.fusion.needs_costs or choice == "auto") else None
-    collective = _collective(settings, specs, transport.world_size, prior, announce)
+    # on processors shards are more work, which can be more than they save
+    links = None if device.type == "cpu" else prior
+    collective = _collective(settings, specs, transport.world_size, links, announce)
     timer = settings.fusion if isinstance(settings.fusion, Horovod) else None
     ticks = Ticks(transport.host_subgroup(), timer.cycle_s) if timer else None
     # launched at each rank's own pace, between the collectives of the model's own backward (SyncBatchNorm)

@@ -137,6 +137,8 @@ def _path_of(settings: EngineSettings, job: Job, codec: Codec) -> Path:
 
 def _collective_of(settings: EngineSettings, job: Job) -> Collective:
     """What carries the buffers of so many workers, as the strategy chooses it."""
+    if job.cluster.host is not None:
+        return settings.collective_over(job.cluster.workers)
     gather = line(lambda message: job.cluster.allgather(message).seconds)
     return settings.collective_over(job.cluster.workers, gather, float(job.sparse_bytes.sum()))
 

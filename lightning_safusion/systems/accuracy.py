@@ -117,7 +117,7 @@ def known_accuracy(
         )
         measured = True
     if measured and shards_pay(workers, BYTES_ALONE, 1.0):
-        where = "" if workers >= SHARDED_FROM else "on slow links "
+        where = "" if workers >= SHARDED_FROM else "on GPUs with slow links "
         words.append(
             f"That is with two workers. With {workers} {where}owners of shards select again: up to 0.7 % above it at a "
             "density of 2 % (docs/convergence.md#shards)."

@@ -126,7 +126,7 @@ def test_a_row_of_dense_steps_is_not_judged() -> None:
 
 def test_what_is_known_of_accuracy_is_of_two_workers() -> None:
     assert "With 16 owners of shards" in known_accuracy(DEFAULT, 0.02, ["AdamW"], workers=16)
-    assert "With 6 on slow links owners of shards" in known_accuracy(DEFAULT, 0.02, ["AdamW"], workers=6)
+    assert "With 6 on GPUs with slow links owners of shards" in known_accuracy(DEFAULT, 0.02, ["AdamW"], workers=6)
     assert "owners of shards" not in known_accuracy(DEFAULT, 0.02, ["AdamW"], workers=5)
     assert "owners of shards" not in known_accuracy(DEFAULT, 0.02, ["Unknown"], workers=16)
 

@@ -25,6 +25,7 @@ from lightning_safusion.fusion.events import Clock
 from lightning_safusion.sparsify import NoMemory, Segments, Selection, TopK
 from lightning_safusion.sparsify.selection.survey import Selector
 from tests.cluster import Cluster, settings, specs
+from tests.cuda import Silent, fake_cuda
 
 
 @pytest.fixture
@@ -356,25 +357,22 @@ def test_buffers_are_announced_once() -> None:
 
 
 @pytest.mark.parametrize(("workers", "per_byte", "shards"), [(6, 1e-4, True), (6, 1e-12, False), (3, 1e-4, False)])
-def test_the_links_decide_on_shards(
+def test_the_links_of_devices_decide_on_shards(
     monkeypatch: pytest.MonkeyPatch, workers: int, per_byte: float, shards: bool
 ) -> None:
     costs = {"allgather": LinearCost(1e-4, per_byte), "allreduce": LinearCost(1.0, 1.0)}
     monkeypatch.setattr(build, "calibrate", lambda transport, device: dict(costs))
     said: list[str] = []
-    cluster = Cluster(
-        workers,
-        lambda: settings(fusion="adaptive", collective="auto", quota="auto"),
-        measure=True,
-        announce=said.append,
-    )
-    spaces = [controller.space for controller in cluster.controllers]
-    assert {space.collective.exchange is ShardedExchange for space in spaces} == {shards}
-    assert sum("go to owners and back (collective='sharded'): " in line for line in said) == workers * shards
-    for step in range(4):
-        grads = cluster.step(cluster.random_grads(step))
-        assert all(torch.equal(a, b) for other in grads[1:] for a, b in zip(grads[0], other, strict=True))
-    cluster.close()
+
+    def carried_on(device: torch.device) -> bool:
+        options = settings(fusion="adaptive", collective="auto", quota="auto")
+        made = build_engine(options, specs(), Silent(workers), device, announce=said.append)
+        return made.space.collective.exchange is ShardedExchange
+
+    with fake_cuda(monkeypatch) as device:
+        assert carried_on(device) is shards
+    assert sum("go to owners and back (collective='sharded'): " in line for line in said) == shards
+    assert not carried_on(torch.device("cpu"))
 
 
 def test_measured_plans_are_equal_on_all_ranks(make: Callable[..., Cluster]) -> None:
