@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, get_args
 
-from lightning_safusion.comm.catalogue import AUTO_SHARDED, BYTES_ALONE, Collective, find_collective, shards_pay
+from lightning_safusion.comm.catalogue import AUTO_SHARDED, Collective, find_collective, shards_pay
 from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.cost import LinearCost, allgather_bytes, ring_allreduce_bytes
 from lightning_safusion.comm.wire.elias_fano import EliasFanoCodec
@@ -212,7 +212,7 @@ class EngineSettings:
         if density >= 1 or self.compressor.name == "none":
             return "everything is sent (density 1)"
         reduced = sum(spec.numel * spec.dtype.itemsize for spec in specs)
-        sharded = self.collective_over(world_size, BYTES_ALONE, 1.0).exchange is ShardedExchange
+        sharded = self.collective_over(world_size).exchange is ShardedExchange
         received = ShardedExchange.received if sharded else allgather_bytes
         by_sparse, by_reduce = received(world_size, self.message(specs)), ring_allreduce_bytes(world_size, reduced)
         if by_sparse < by_reduce:
