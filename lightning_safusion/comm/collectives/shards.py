@@ -72,8 +72,8 @@ class Pieces:
 
     def owned(self, owner: int) -> Pieces:
         """Those of a worker with entries."""
-        mine = (self.owners == owner) & (self.quotas > 0)
-        keys = tuple(key for key, own in zip(self.keys, mine, strict=True) if own)
+        mine = ((self.owners == owner) & (self.quotas > 0)).nonzero()[0]
+        keys = tuple(self.keys[place] for place in mine.tolist())
         return Pieces(self.runs[mine], self.quotas[mine], self.owners[mine], keys)
 
     @property

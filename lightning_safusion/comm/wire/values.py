@@ -231,8 +231,11 @@ def scale_edges(edges: Sequence[int], entries: Sequence[int] | None, capacity: i
         if entries is None
         else [(stop - start, own) for (start, stop), own in zip(runs, entries, strict=True)]
     )
-    lengths = [1 << max(_SHARING, round(_SHARING + math.log2(max(numel, 1) / max(own, 1)))) for numel, own in ratios]
-    starts = [np.arange(start, stop, length) for (start, stop), length in zip(runs, lengths, strict=True)]
+    length = {
+        (numel, own): 1 << max(_SHARING, round(_SHARING + math.log2(max(numel, 1) / max(own, 1))))
+        for numel, own in set(ratios)
+    }
+    starts = [np.arange(start, stop, length[ratio]) for (start, stop), ratio in zip(runs, ratios, strict=True)]
     return [*np.concatenate([np.empty(0, np.int64), *starts]).tolist(), edges[-1]]
 
 
