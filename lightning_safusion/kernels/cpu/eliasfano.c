@@ -11,7 +11,9 @@ static inline void set_rank(void *ranks, int64_t room, int64_t region, int64_t e
 
 /* What is written so far, and what is still in registers. */
 struct written {
-    int64_t entry, word_at, low_at, filled;
+    uint64_t *high;
+    uint8_t *low;
+    int64_t low_bytes, entry, word_at, low_at, filled;
     uint64_t word, bits;
 };
 
@@ -27,59 +29,97 @@ static inline int64_t entry_at(const void *positions, int64_t position_bits, int
     return first;
 }
 
-static inline void append(struct written *to, uint32_t *low, uint64_t bits, int64_t number)
+/* Writes up to 56 of the low bits. */
+static inline void append(struct written *to, uint64_t bits, int64_t number)
 {
+    const int64_t left = to->low_bytes - to->low_at;
     to->bits |= bits << to->filled;
     to->filled += number;
-    if (to->filled < 32) return;
-    low[to->low_at++] = (uint32_t)to->bits;
-    to->bits >>= 32;
-    to->filled -= 32;
+    if (left >= 8) memcpy(to->low + to->low_at, &to->bits, 8);
+    else if (left > 0) memcpy(to->low + to->low_at, &to->bits, (size_t)left);
+    to->low_at += to->filled >> 3;
+    to->bits >>= to->filled & ~INT64_C(7);
+    to->filled &= 7;
 }
 
-/* The lowest bits, up to eight, of four bytes, one behind the other. */
-static inline uint64_t joined(const uint8_t *four, int64_t bits)
+/* The lowest bits, up to eight, of eight bytes, one behind the other. */
+static inline uint64_t joined(const uint8_t *eight, int64_t bits)
 {
-    const uint32_t one = ((1U << bits) - 1) * 0x00010001U, two = (UINT32_C(1) << 2 * bits) - 1;
-    uint32_t word;
-    memcpy(&word, four, sizeof word);
+    const uint64_t one = ((UINT64_C(1) << bits) - 1) * UINT64_C(0x0001000100010001);
+    const uint64_t two = ((UINT64_C(1) << 2 * bits) - 1) * UINT64_C(0x0000000100000001);
+    const uint64_t four = (UINT64_C(1) << 4 * bits) - 1;
+    uint64_t word;
+    memcpy(&word, eight, sizeof word);
     word = (word & one) | (word >> (8 - bits) & one << bits);
-    return (word & two) | (uint64_t)(word >> 16 & two) << 2 * bits;
+    word = (word & two) | (word >> (16 - 2 * bits) & two << 2 * bits);
+    return (word & four) | (word >> (32 - 4 * bits) & four << 4 * bits);
 }
 
-/* The entries of a run up to `end`, and whether they ascend in it; compiled for each kind of positions. */
-static inline __attribute__((always_inline)) int write_run(struct written *to, const void *positions, int64_t end,
-                                                           const struct run *run, int64_t low_bits, uint64_t *high,
-                                                           uint32_t *low, const int64_t position_bits)
+/* The places of entries in their buckets. */
+static inline void write_low(struct written *to, const uint32_t *places, const uint8_t *narrow, int64_t number,
+                             int64_t low_bits)
 {
-    const int64_t mask = (INT64_C(1) << low_bits) - 1, last = run->stop - run->start - 1;
-    struct written now = *to;
-    int64_t at[FEW], xs[FEW + 1], wrong = 0; /* of elements of the run, the first is that before */
-    uint8_t narrow[FEW];
-    xs[0] = -1;
-    while (now.entry < end) {
-        const int64_t number = end - now.entry < FEW ? end - now.entry : FEW, first = now.entry + run->bucket;
-        for (int64_t i = 0; i < number; i++) {
-            const int64_t x = xs[i + 1] = position_of(positions, position_bits, now.entry + i) - run->start;
-            at[i] = first + i + (x >> low_bits);
-            narrow[i] = (uint8_t)(x & mask);
-        }
-        for (int64_t i = 0; i < number; i++) wrong |= (xs[i + 1] - 1 - xs[i]) | (last - xs[i + 1]); /* negative */
-        if (wrong < 0) return 0;
-        for (int64_t i = 0; i < number; i++) {
-            if (at[i] >> 6 != now.word_at) {
-                high[now.word_at] = now.word;
-                now.word_at = at[i] >> 6;
-                now.word = 0;
-            }
-            now.word |= UINT64_C(1) << (at[i] & 63);
-        }
-        int64_t i = 0;
-        for (; low_bits <= 8 && i + 4 <= number; i += 4) append(&now, low, joined(narrow + i, low_bits), 4 * low_bits);
-        for (; i < number; i++) append(&now, low, (uint64_t)(xs[i + 1] & mask), low_bits);
-        now.entry += number;
-        xs[0] = xs[number];
+    const uint32_t mask = (UINT32_C(1) << low_bits) - 1;
+    int64_t i = 0;
+    for (; low_bits < 8 && i + 8 <= number; i += 8) append(to, joined(narrow + i, low_bits), 8 * low_bits);
+    for (; i < number; i++) append(to, places[i] & mask, low_bits);
+}
+
+/* Sets bits that ascend, counted from the first of a word on; what is set in a word is written again with each. */
+static inline void write_high(struct written *to, const uint32_t *bits, int64_t number, int64_t first_word)
+{
+    uint64_t word = to->word;
+    int64_t word_at = to->word_at;
+    for (int64_t i = 0; i < number; i++) {
+        const int64_t own = first_word + (bits[i] >> 6);
+        word = (word & -(uint64_t)(own == word_at)) | UINT64_C(1) << (bits[i] & 63);
+        to->high[word_at = own] = word;
     }
+    to->word = word;
+    to->word_at = word_at;
+}
+
+/* Entries of a run, and the first of each of its regions. Returns whether they ascend in it; compiled for each kind of
+ * positions. */
+static inline __attribute__((always_inline)) int write_run(struct written *to, const void *positions, int64_t end,
+                                                           const struct run *run, int64_t low_bits, void *ranks,
+                                                           int64_t room, const int64_t position_bits)
+{
+    struct written now = *to;
+    const int64_t regions = regions_of(run, low_bits);
+    int64_t region = 0, before = run->start - 1;
+    uint32_t places[FEW], bits[FEW];
+    uint8_t narrow[FEW];
+    while (now.entry < end) {
+        int64_t number = end - now.entry < FEW ? end - now.entry : FEW;
+        const int64_t first = position_of(positions, position_bits, now.entry);
+        if (first <= before) return 0;
+        const int64_t bucket = (first - run->start) >> low_bits, origin = run->start + (bucket << low_bits);
+        while (position_of(positions, position_bits, now.entry + number - 1) - origin > INT32_MAX && number > 1) number /= 2;
+        before = position_of(positions, position_bits, now.entry + number - 1);
+        if (before < first || before >= run->stop) return 0;
+        const int64_t bit = now.entry + run->bucket + bucket;
+        const uint32_t shift = (uint32_t)(bit & 63);
+        uint64_t wide = 0;
+        for (int64_t i = 0; i < number; i++) {
+            const int64_t position = position_of(positions, position_bits, now.entry + i);
+            places[i] = (uint32_t)position - (uint32_t)origin;
+            if (position_bits == 64) wide |= (uint64_t)(position - origin) >> 32;
+            bits[i] = shift + (uint32_t)i + (places[i] >> low_bits);
+            narrow[i] = (uint8_t)places[i];
+        }
+        uint32_t wrong = wide != 0;
+        for (int64_t i = 1; i < number; i++) wrong |= places[i] <= places[i - 1];
+        if (wrong) return 0;
+        for (; region < regions && run->start + (region << (low_bits + REGION)) <= before; region++) {
+            const int64_t from = run->start + (region << (low_bits + REGION)) - origin;
+            set_rank(ranks, room, run->region + region, now.entry + entry_at(places, 32, 0, from > 0 ? number : 0, from));
+        }
+        write_high(&now, bits, number, bit >> 6);
+        write_low(&now, places, narrow, number, low_bits);
+        now.entry += number;
+    }
+    for (; region <= regions; region++) set_rank(ranks, room, run->region + region, end);
     *to = now;
     return 1;
 }
@@ -91,24 +131,19 @@ CLONES int64_t safusion_elias_fano(const void *positions, int64_t position_bits,
                                    void *ranks, int64_t rank_bytes, uint64_t *high, int64_t high_words, uint32_t *low,
                                    int64_t low_words)
 {
-    struct written to = {0};
+    struct written to = {high, (uint8_t *)low, 4 * low_words, 0, 0, 0, 0, 0, 0};
     int sound = 1;
     memset(high, 0, sizeof *high * (size_t)high_words);
     memset(ranks, 0, (size_t)rank_bytes);
     for (const struct run *run = runs; sound && run < runs + run_count; run++) {
-        const int64_t regions = regions_of(run, low_bits);
-        int64_t end = to.entry;
-        for (int64_t region = 0; region < regions; region++) {
-            set_rank(ranks, room, run->region + region, end);
-            int64_t next = run->start + ((region + 1) << (low_bits + REGION));
-            end = entry_at(positions, position_bits, end, size, next < run->stop ? next : run->stop);
-        }
-        set_rank(ranks, room, run->region + regions, end);
-        if (position_bits == 32) sound = write_run(&to, positions, end, run, low_bits, high, low, 32);
-        else sound = write_run(&to, positions, end, run, low_bits, high, low, 64);
+        const int64_t end = entry_at(positions, position_bits, to.entry, size, run->stop);
+        if (position_bits == 32) sound = write_run(&to, positions, end, run, low_bits, ranks, room, 32);
+        else sound = write_run(&to, positions, end, run, low_bits, ranks, room, 64);
     }
-    if (to.entry) high[to.word_at] = to.word;
-    for (; to.low_at < low_words; to.bits >>= 32) low[to.low_at++] = (uint32_t)to.bits;
+    if (to.low_at < to.low_bytes) {
+        memset(to.low + to.low_at, 0, (size_t)(to.low_bytes - to.low_at));
+        to.low[to.low_at] = (uint8_t)to.bits;
+    }
     return sound && (to.entry == size || position_of(positions, position_bits, to.entry) >= below);
 }
 
