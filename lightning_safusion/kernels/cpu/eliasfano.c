@@ -65,15 +65,25 @@ static inline void write_low(struct written *to, const uint32_t *places, const u
     for (; i < number; i++) append(to, places[i] & mask, low_bits);
 }
 
-/* Sets bits that ascend, counted from the first of a word on; what is set in a word is written again with each. */
+/* One number or another, without a branch that nobody can foresee. */
+static inline uint64_t chosen(int first, uint64_t one, uint64_t other) { return other ^ ((one ^ other) & -(uint64_t)first); }
+
+/* Sets bits that ascend, counted from the first of a word on, eight at once where they lie in 64: what is set in a word is
+ * written again with each. */
 static inline void write_high(struct written *to, const uint32_t *bits, int64_t number, int64_t first_word)
 {
     uint64_t word = to->word;
     int64_t word_at = to->word_at;
-    for (int64_t i = 0; i < number; i++) {
+    for (int64_t i = 0, together; i < number; i += together) {
         const int64_t own = first_word + (bits[i] >> 6);
-        word = (word & -(uint64_t)(own == word_at)) | UINT64_C(1) << (bits[i] & 63);
-        to->high[word_at = own] = word;
+        const uint32_t first = bits[i], shift = first & 63;
+        uint64_t set = 1;
+        together = i + 8 <= number && bits[i + 7] - first < 64 ? 8 : 1;
+        if (together == 8)
+            for (int j = 1; j < 8; j++) set |= UINT64_C(1) << (bits[i + j] - first);
+        to->high[own] = word = chosen(own == word_at, word, 0) | set << shift;
+        word_at = first_word + (bits[i + together - 1] >> 6);
+        to->high[word_at] = word = chosen(own == word_at, word, set >> 1 >> (63 - shift));
     }
     to->word = word;
     to->word_at = word_at;
