@@ -109,13 +109,13 @@ static inline __attribute__((always_inline)) int write_run(struct written *to, c
         before = position_of(positions, position_bits, now.entry + number - 1);
         if (before < first || before >= run->stop) return 0;
         const int64_t bit = now.entry + run->bucket + bucket;
-        const uint32_t shift = (uint32_t)(bit & 63);
         uint64_t wide = 0;
+        uint32_t ones = (uint32_t)(bit & 63);
         for (int64_t i = 0; i < number; i++) {
             const int64_t position = position_of(positions, position_bits, now.entry + i);
             places[i] = (uint32_t)position - (uint32_t)origin;
             if (position_bits == 64) wide |= (uint64_t)(position - origin) >> 32;
-            bits[i] = shift + (uint32_t)i + (places[i] >> low_bits);
+            bits[i] = ones++ + (places[i] >> low_bits);
             narrow[i] = (uint8_t)places[i];
         }
         uint32_t wrong = wide != 0;

@@ -92,26 +92,46 @@ static inline void find_bits(struct batch *batch, const uint8_t *high, int64_t b
     batch->number = to - batch->bits;
 }
 
-/* Which elements the entries are, from so many at once that their low bits are in one word. */
-static inline __attribute__((always_inline)) void find_some(struct batch *batch, const struct message *from,
-                                                            int64_t entry, const int64_t together)
+/* So many numbers of up to eight bits that lie one behind the other, in bytes. */
+static inline uint64_t apart(uint64_t word, int64_t bits)
 {
-    const int64_t low_bits = from->low_bits;
-    const uint64_t mask = (UINT64_C(1) << low_bits) - 1;
-    for (int64_t i = 0; i < batch->number; i += together) {
-        const uint64_t lows = bits_from((const void *)(intptr_t)from->low, (entry + i) * low_bits);
-        for (int64_t j = 0; j < together; j++)
-            batch->places[i + j] = (uint32_t)(batch->bits[i + j] - (i + j)) << low_bits
-                                   | (uint32_t)(lows >> j * low_bits & mask);
+    const uint64_t four = (UINT64_C(1) << 4 * bits) - 1;
+    const uint64_t two = ((UINT64_C(1) << 2 * bits) - 1) * UINT64_C(0x0000000100000001);
+    const uint64_t one = ((UINT64_C(1) << bits) - 1) * UINT64_C(0x0001000100010001);
+    word = (word & four) | (word >> 4 * bits & four) << 32;
+    word = (word & two) | (word >> 2 * bits & two) << 16;
+    return (word & one) | (word >> bits & one) << 8;
+}
+
+/* Which elements the entries are: eight places at once, if they have fewer than eight bits in a bucket. */
+static inline void find_near(struct batch *batch, const struct message *from, int64_t entry)
+{
+    const void *low = (const void *)(intptr_t)from->low;
+    const int64_t low_bits = from->low_bits, number = batch->number;
+    uint8_t inside[BATCH], ones = 0;
+    for (int64_t i = 0; i < number; i += 8) {
+        const uint64_t eight = apart(bits_from(low, (entry + i) * low_bits), low_bits);
+        memcpy(inside + i, &eight, sizeof eight);
     }
+    for (int64_t i = 0; i < number; i++)
+        batch->places[i] = (uint32_t)(uint8_t)(batch->bits[i] - ones++) << low_bits | inside[i];
+}
+
+static inline void find_far(struct batch *batch, const struct message *from, int64_t entry)
+{
+    const void *low = (const void *)(intptr_t)from->low;
+    const int64_t low_bits = from->low_bits;
+    const uint32_t mask = (UINT32_C(1) << low_bits) - 1;
+    for (int64_t i = 0; i < batch->number; i++)
+        batch->places[i] = (uint32_t)(batch->bits[i] - i) << low_bits
+                           | ((uint32_t)bits_from(low, (entry + i) * low_bits) & mask);
 }
 
 /* The same, and whether they ascend. */
 static inline int find_places(struct batch *batch, const struct message *from, int64_t entry)
 {
-    if (from->low_bits <= 7) find_some(batch, from, entry, 8);
-    else if (from->low_bits <= 14) find_some(batch, from, entry, 4);
-    else find_some(batch, from, entry, 2);
+    if (from->low_bits < 8) find_near(batch, from, entry);
+    else find_far(batch, from, entry);
     uint32_t wrong = 0;
     for (int64_t i = 1; i < batch->number; i++) wrong |= batch->places[i] <= batch->places[i - 1];
     return !wrong;
