@@ -30,7 +30,7 @@ static inline int64_t entry_at(const void *positions, int64_t position_bits, int
 }
 
 /* Writes up to 56 of the low bits. */
-static inline void append(struct written *to, uint64_t bits, int64_t number)
+INLINE void append(struct written *to, uint64_t bits, int64_t number)
 {
     const int64_t left = to->low_bytes - to->low_at;
     to->bits |= bits << to->filled;
@@ -43,7 +43,7 @@ static inline void append(struct written *to, uint64_t bits, int64_t number)
 }
 
 /* The lowest bits, up to eight, of eight bytes, one behind the other. */
-static inline uint64_t joined(const uint8_t *eight, int64_t bits)
+INLINE uint64_t joined(const uint8_t *eight, int64_t bits)
 {
     const uint64_t one = ((UINT64_C(1) << bits) - 1) * UINT64_C(0x0001000100010001);
     const uint64_t two = ((UINT64_C(1) << 2 * bits) - 1) * UINT64_C(0x0000000100000001);
@@ -56,7 +56,7 @@ static inline uint64_t joined(const uint8_t *eight, int64_t bits)
 }
 
 /* The places of entries in their buckets. */
-static inline void write_low(struct written *to, const uint32_t *places, const uint8_t *narrow, int64_t number,
+INLINE void write_low(struct written *to, const uint32_t *places, const uint8_t *narrow, int64_t number,
                              int64_t low_bits)
 {
     const uint32_t mask = (UINT32_C(1) << low_bits) - 1;
@@ -66,11 +66,11 @@ static inline void write_low(struct written *to, const uint32_t *places, const u
 }
 
 /* One number or another, without a branch that nobody can foresee. */
-static inline uint64_t chosen(int first, uint64_t one, uint64_t other) { return other ^ ((one ^ other) & -(uint64_t)first); }
+INLINE uint64_t chosen(int first, uint64_t one, uint64_t other) { return other ^ ((one ^ other) & -(uint64_t)first); }
 
 /* Sets bits that ascend, counted from the first of a word on, eight at once where they lie in 64: what is set in a word is
  * written again with each. */
-static inline void write_high(struct written *to, const uint32_t *bits, int64_t number, int64_t first_word)
+INLINE void write_high(struct written *to, const uint32_t *bits, int64_t number, int64_t first_word)
 {
     uint64_t word = to->word;
     int64_t word_at = to->word_at;
@@ -91,7 +91,7 @@ static inline void write_high(struct written *to, const uint32_t *bits, int64_t 
 
 /* Entries of a run, and the first of each of its regions. Returns whether they ascend in it; compiled for each kind of
  * positions. */
-static inline __attribute__((always_inline)) int write_run(struct written *to, const void *positions, int64_t end,
+INLINE int write_run(struct written *to, const void *positions, int64_t end,
                                                            const struct run *run, int64_t low_bits, void *ranks,
                                                            int64_t room, const int64_t position_bits)
 {

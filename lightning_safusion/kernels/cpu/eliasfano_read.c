@@ -62,14 +62,17 @@ static void go_to_part(struct products *products, const struct message *from, in
         products->of[code] = products->levels[code] * scale * factor;
 }
 
-/* Entries of some buckets. */
+/* Entries of a run that lie in a few of its buckets. */
 struct batch {
-    int64_t number;
-    uint8_t bits[BATCH];     /* of high bits that are read together */
-    uint32_t places[BATCH];  /* elements behind the first of the bucket that a 1 in the first of these bits would mean */
+    int64_t entry, number;  /* of the first, and how many */
+    uint8_t bits[BATCH];    /* of high bits that are read together */
+    uint32_t places[BATCH]; /* elements behind place 0, the first of the bucket that bit 0 would mean */
+    int64_t first, stop;    /* those that are wanted */
+    int64_t position;       /* of place 0 */
+    float *target;          /* the same */
 };
 
-static inline uint8_t *put_set(uint8_t *to, uint8_t byte, uint64_t before)
+INLINE uint8_t *put_set(uint8_t *to, uint8_t byte, uint64_t before)
 {
     const uint64_t bits = all_set[byte] + before * UINT64_C(0x0101010101010101);
     memcpy(to, &bits, sizeof bits);
@@ -77,11 +80,11 @@ static inline uint8_t *put_set(uint8_t *to, uint8_t byte, uint64_t before)
 }
 
 /* Which bits are set of those from one on, as far as they are taken, up to an end. */
-static inline void find_bits(struct batch *batch, const uint8_t *high, int64_t bit, int64_t end)
+INLINE void find_bits(struct batch *batch, const uint8_t *high, int64_t bit, int64_t end, int64_t most)
 {
     const uint8_t *bytes = high + (bit >> 3), first = (uint8_t)(0xFF << (bit & 7));
-    const int64_t all = ((end + 7) >> 3) - (bit >> 3), taken = all < TAKEN ? all : TAKEN;
-    const uint8_t last = all <= TAKEN ? (uint8_t)(0xFF >> (-end & 7)) : 0xFF;
+    const int64_t all = ((end + 7) >> 3) - (bit >> 3), taken = all < most ? all : most;
+    const uint8_t last = all <= most ? (uint8_t)(0xFF >> (-end & 7)) : 0xFF;
     uint8_t *to = batch->bits;
     if (taken == 1) to = put_set(to, bytes[0] & first & last, 0);
     else {
@@ -93,7 +96,7 @@ static inline void find_bits(struct batch *batch, const uint8_t *high, int64_t b
 }
 
 /* So many numbers of up to eight bits that lie one behind the other, in bytes. */
-static inline uint64_t apart(uint64_t word, int64_t bits)
+INLINE uint64_t apart(uint64_t word, int64_t bits)
 {
     const uint64_t four = (UINT64_C(1) << 4 * bits) - 1;
     const uint64_t two = ((UINT64_C(1) << 2 * bits) - 1) * UINT64_C(0x0000000100000001);
@@ -104,34 +107,34 @@ static inline uint64_t apart(uint64_t word, int64_t bits)
 }
 
 /* Which elements the entries are: eight places at once, if they have fewer than eight bits in a bucket. */
-static inline void find_near(struct batch *batch, const struct message *from, int64_t entry)
+INLINE void find_near(struct batch *batch, const struct message *from)
 {
-    const void *low = (const void *)(intptr_t)from->low;
-    const int64_t low_bits = from->low_bits, number = batch->number;
+    const int64_t low_bits = from->low_bits, number = batch->number, bit = batch->entry * low_bits;
+    const uint8_t *low = (const uint8_t *)(intptr_t)from->low + (bit >> 3);
     uint8_t inside[BATCH], ones = 0;
-    for (int64_t i = 0; i < number; i += 8) {
-        const uint64_t eight = apart(bits_from(low, (entry + i) * low_bits), low_bits);
+    for (int64_t i = 0; i < number; i += 8, low += low_bits) { /* eight have as many bits as one has bytes */
+        const uint64_t eight = apart(bits_from(low, bit & 7), low_bits);
         memcpy(inside + i, &eight, sizeof eight);
     }
     for (int64_t i = 0; i < number; i++)
         batch->places[i] = (uint32_t)(uint8_t)(batch->bits[i] - ones++) << low_bits | inside[i];
 }
 
-static inline void find_far(struct batch *batch, const struct message *from, int64_t entry)
+INLINE void find_far(struct batch *batch, const struct message *from)
 {
     const void *low = (const void *)(intptr_t)from->low;
     const int64_t low_bits = from->low_bits;
     const uint32_t mask = (UINT32_C(1) << low_bits) - 1;
     for (int64_t i = 0; i < batch->number; i++)
         batch->places[i] = (uint32_t)(batch->bits[i] - i) << low_bits
-                           | ((uint32_t)bits_from(low, (entry + i) * low_bits) & mask);
+                           | ((uint32_t)bits_from(low, (batch->entry + i) * low_bits) & mask);
 }
 
 /* The same, and whether they ascend. */
-static inline int find_places(struct batch *batch, const struct message *from, int64_t entry)
+INLINE int find_places(struct batch *batch, const struct message *from)
 {
-    if (from->low_bits < 8) find_near(batch, from, entry);
-    else find_far(batch, from, entry);
+    if (from->low_bits < 8) find_near(batch, from);
+    else find_far(batch, from);
     uint32_t wrong = 0;
     for (int64_t i = 1; i < batch->number; i++) wrong |= batch->places[i] <= batch->places[i - 1];
     return !wrong;
@@ -149,129 +152,135 @@ static inline int64_t entry_at(const struct batch *batch, int64_t first, int64_t
     return first;
 }
 
-/* Where the decoding of a run is. Elements count from the first that is wanted, `from_x` of the run. */
+/* What is read, and where its elements go. */
 struct reading {
     const struct message *from;
-    const struct run *run;
     float *target, factor;
-    struct products *products;
-    struct batch *batch;
+    int64_t start, size; /* of what is wanted */
+    int64_t taken;       /* bytes of high bits that are read together */
+    struct products products;
     int cached;
-    int64_t from_x, size; /* of what is wanted */
-    int64_t entry;        /* the first of the batch */
+    struct batch batches[2], *next, *late; /* late: its elements have been asked for, and are on their way from memory */
 };
 
-/* Adds entries from one of a batch on to before another: `target` is the first element of its places. */
-static inline __attribute__((always_inline)) void add_entries(const struct reading *at, int64_t i, int64_t stop,
-                                                              float *target, const int64_t value_bits)
+INLINE void add_codes(const struct reading *at, const struct batch *batch, int64_t i,
+                                                            int64_t stop, const int64_t bits)
+{
+    const void *codes = (const void *)(intptr_t)at->from->values;
+    const uint32_t *places = batch->places;
+    const float *products = at->products.of;
+    const uint64_t mask = (UINT64_C(1) << bits) - 1;
+    float *target = batch->target;
+    for (; i + 8 <= stop; i += 8) {
+        const uint64_t eight = bits_from(codes, (batch->entry + i) * bits);
+        for (int64_t j = 0; j < 8; j++) target[places[i + j]] += products[eight >> j * bits & mask];
+    }
+    if (i == stop) return;
+    for (uint64_t rest = bits_from(codes, (batch->entry + i) * bits); i < stop; i++, rest >>= bits)
+        target[places[i]] += products[rest & mask];
+}
+
+INLINE void add_coded(struct reading *at, const struct batch *batch)
+{
+    struct products *products = &at->products;
+    for (int64_t i = batch->first, stop; i < batch->stop; i = stop) {
+        if (batch->position + batch->places[i] >= products->next)
+            go_to_part(products, at->from, batch->position + batch->places[i], at->factor);
+        const int64_t limit = products->next - batch->position;
+        stop = batch->places[batch->stop - 1] < limit ? batch->stop : entry_at(batch, i, limit);
+        if (at->from->value_bits == 4) add_codes(at, batch, i, stop, 4); /* shifts by a constant take less time */
+        else add_codes(at, batch, i, stop, at->from->value_bits);
+    }
+}
+
+CLONES static void add_batch(struct reading *at, const struct batch *batch)
 {
     const void *values = (const void *)(intptr_t)at->from->values;
-    const uint32_t *places = at->batch->places;
-    const float *products = at->products->of, factor = at->factor;
-    const int64_t bits = value_bits == 4 ? 4 : at->from->value_bits & 7, entry = at->entry;
-    const uint64_t mask = (UINT64_C(1) << bits) - 1;
-    if (value_bits == 32)
-        for (; i < stop; i++) target[places[i]] += ((const float *)values)[entry + i] * factor;
-    else if (value_bits == 16)
-        for (; i < stop; i++)
-            target[places[i]] += as_float((uint32_t)((const uint16_t *)values)[entry + i] << 16) * factor;
-    else {
-        for (; i + 8 <= stop; i += 8) {
-            const uint64_t codes = bits_from(values, (entry + i) * bits);
-            for (int64_t j = 0; j < 8; j++) target[places[i + j]] += products[codes >> j * bits & mask];
-        }
-        for (uint64_t codes = bits_from(values, (entry + i) * bits); i < stop; i++, codes >>= bits)
-            target[places[i]] += products[codes & mask];
-    }
+    const float factor = at->factor, *wide = (const float *)values + batch->entry;
+    const uint16_t *half = (const uint16_t *)values + batch->entry;
+    float *target = batch->target;
+    if (at->from->value_bits == 32)
+        for (int64_t i = batch->first; i < batch->stop; i++) target[batch->places[i]] += wide[i] * factor;
+    else if (at->from->value_bits == 16)
+        for (int64_t i = batch->first; i < batch->stop; i++)
+            target[batch->places[i]] += as_float((uint32_t)half[i] << 16) * factor;
+    else add_coded(at, batch);
 }
 
-/* Adds what is wanted of a batch, whose places count from element `base` on. */
-static inline __attribute__((always_inline)) void add_batch(const struct reading *at, int64_t base,
-                                                            const int64_t value_bits)
+/* Adds what is wanted of the next batch, at once or one later. */
+INLINE void take_batch(struct reading *at)
 {
-    const struct batch *batch = at->batch;
-    const int64_t stop = base + batch->places[batch->number - 1] < at->size ? batch->number
-                                                                           : entry_at(batch, 0, at->size - base);
-    int64_t i = entry_at(batch, 0, -base);
-    float *target = at->target + base;
-    if (!at->cached)
-        for (int64_t j = i; j < stop; j++) __builtin_prefetch(target + batch->places[j], 1);
-    if (value_bits >= 16) {
-        add_entries(at, i, stop, target, value_bits);
+    struct batch *batch = at->next;
+    const int64_t before = at->start - batch->position, end = before + at->size;
+    batch->first = entry_at(batch, 0, before);
+    batch->stop = batch->places[batch->number - 1] < end ? batch->number : entry_at(batch, batch->first, end);
+    batch->target = at->target - before;
+    if (at->cached) {
+        add_batch(at, batch);
         return;
     }
-    const int64_t origin = at->run->start + at->from_x + base; /* position of place 0 */
-    while (i < stop) {
-        if (origin + batch->places[i] >= at->products->next)
-            go_to_part(at->products, at->from, origin + batch->places[i], at->factor);
-        const int64_t limit = at->products->next - origin;
-        const int64_t end = batch->places[stop - 1] < limit ? stop : entry_at(batch, i, limit);
-        add_entries(at, i, end, target, value_bits);
-        i = end;
-    }
+    for (int64_t i = batch->first; i < batch->stop; i++) __builtin_prefetch(batch->target + batch->places[i], 1);
+    if (at->late) add_batch(at, at->late);
+    at->late = batch;
+    at->next = at->batches + (batch == at->batches);
 }
 
-/* What a message has of a run, and whether it is sound; compiled for each kind of values. */
-static inline __attribute__((always_inline)) int add_run(struct reading *at, const int64_t value_bits)
+/* Adds what a message has of a region, of which elements are wanted from a bucket on; whether it is sound. */
+INLINE int add_region(struct reading *at, const struct run *run, int64_t region, int64_t first_bucket)
 {
     const struct message *from = at->from;
-    const struct run *run = at->run;
-    struct batch *batch = at->batch;
-    const int64_t low_bits = from->low_bits, buckets = buckets_of(run, low_bits);
-    const int64_t first_bucket = at->from_x >> low_bits, last_region = (at->from_x + at->size - 1) >> (low_bits + REGION);
-    for (int64_t region = first_bucket >> REGION; region <= last_region; region++) {
-        const int64_t last = rank_at(from, run->region + region + 1), bucket = region << REGION;
-        const int64_t stop = buckets - bucket < 1 << REGION ? buckets : bucket + (1 << REGION);
-        const int64_t end = last + run->bucket + stop;
-        int64_t before = (bucket << low_bits) - at->from_x - 1; /* the latest element */
-        if (last > from->room) return 0;
-        at->entry = rank_at(from, run->region + region);
-        for (int64_t bit = at->entry + run->bucket + bucket; at->entry < last; at->entry += batch->number) {
-            if (bit >= end) return 0;
-            find_bits(batch, (const uint8_t *)(intptr_t)from->offsets, bit, end);
-            const int64_t bits = bit & ~INT64_C(7), number = batch->number, zeros = bits - run->bucket - at->entry;
-            bit = bits + BATCH;
-            if (at->entry + number > last) return 0; /* not as many as the ranks say */
-            if (number == 0 || zeros + batch->bits[number - 1] - (number - 1) < first_bucket) continue; /* not wanted */
-            const int64_t base = (zeros << low_bits) - at->from_x;
-            if (!find_places(batch, from, at->entry) || base + batch->places[0] <= before) return 0;
-            before = base + batch->places[number - 1];
-            if (before >= run->stop - run->start - at->from_x) return 0;
-            add_batch(at, base, value_bits);
-            if (before >= at->size) return 1;
-        }
+    const int64_t low_bits = from->low_bits, buckets = buckets_of(run, low_bits), bucket = region << REGION;
+    const int64_t stop = buckets - bucket < 1 << REGION ? buckets : bucket + (1 << REGION);
+    const int64_t last = rank_at(from, run->region + region + 1), end = last + run->bucket + stop;
+    int64_t entry = rank_at(from, run->region + region), before = run->start + (bucket << low_bits) - 1;
+    if (last > from->room) return 0;
+    for (int64_t bit = entry + run->bucket + bucket; entry < last && before < at->start + at->size - 1;) {
+        struct batch *batch = at->next;
+        if (bit >= end) return 0; /* not as many as the ranks say */
+        find_bits(batch, (const uint8_t *)(intptr_t)from->offsets, bit, end, at->taken);
+        const int64_t number = batch->number, zeros = (bit & ~INT64_C(7)) - run->bucket - entry;
+        bit = (bit & ~INT64_C(7)) + 8 * at->taken;
+        batch->entry = entry;
+        entry += number;
+        if (entry > last) return 0;
+        if (number == 0 || zeros + batch->bits[number - 1] - (number - 1) < first_bucket) continue; /* none is wanted */
+        batch->position = run->start + (zeros << low_bits);
+        if (!find_places(batch, from) || batch->position + batch->places[0] <= before) return 0;
+        before = batch->position + batch->places[number - 1];
+        if (before >= run->stop) return 0;
+        take_batch(at);
     }
     return 1;
 }
 
-CLONES static int add_any_run(struct reading *at)
+CLONES static int add_runs(struct reading *at)
 {
-    if (at->from->value_bits == 32) return add_run(at, 32);
-    if (at->from->value_bits == 16) return add_run(at, 16);
-    if (at->from->value_bits == 4) return add_run(at, 4); /* the usual ones: shifts by a constant take less time */
-    return add_run(at, 1);
+    const struct message *from = at->from;
+    const struct run *runs = (const struct run *)(intptr_t)from->runs, *run = run_of(from, at->start);
+    const int64_t end = at->start + at->size, low_bits = from->low_bits;
+    for (; run < runs + from->run_count && run->start < end; run++) {
+        const int64_t first = at->start > run->start ? at->start - run->start : 0;
+        const int64_t last = (end < run->stop ? end : run->stop) - 1 - run->start;
+        if (first > last) continue;
+        for (int64_t region = first >> (low_bits + REGION); region <= last >> (low_bits + REGION); region++)
+            if (!add_region(at, run, region, first >> low_bits)) return 0;
+    }
+    if (at->late) add_batch(at, at->late);
+    return 1;
 }
 
 int add_elias_fano(const struct message *from, int64_t start, int64_t size, float factor, float *target, int cached)
 {
-    struct batch batch;
-    int sound = 1;
-    const struct run *runs = (const struct run *)(intptr_t)from->runs, *end = runs + from->run_count;
-    struct products products = {.next = INT64_MAX};
+    struct reading at;
     if (!from->run_count || size <= 0) return 1;
+    at.from = from, at.target = target, at.factor = factor, at.start = start, at.size = size, at.cached = cached;
+    at.taken = cached ? TAKEN : TAKEN_LATE, at.next = at.batches, at.late = 0;
     if (from->value_bits < 16) {
         if (!from->parts) return 1;
-        level_table(from->value_bits, products.levels);
-        products.part = part_of(from, start);
-        products.next = end_of(from, products.part);
-        go_to_part(&products, from, start, factor);
+        level_table(from->value_bits, at.products.levels);
+        at.products.part = part_of(from, start);
+        at.products.next = end_of(from, at.products.part);
+        go_to_part(&at.products, from, start, factor);
     }
-    for (const struct run *run = run_of(from, start); sound && run < end && run->start < start + size; run++) {
-        const int64_t from_x = start > run->start ? start - run->start : 0;
-        const int64_t to_x = (start + size < run->stop ? start + size : run->stop) - run->start;
-        float *wanted = target + (run->start + from_x - start);
-        struct reading at = {from, run, wanted, factor, &products, &batch, cached, from_x, to_x - from_x, 0};
-        if (at.size > 0) sound = add_any_run(&at);
-    }
-    return sound;
+    return add_runs(&at);
 }

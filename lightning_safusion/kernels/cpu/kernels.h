@@ -20,6 +20,7 @@
 #define CLONES
 #endif
 
+#define INLINE static inline __attribute__((always_inline)) /* a part of what CLONES compiles, or of several kinds */
 #define HIDDEN __attribute__((visibility("hidden"))) /* between these sources */
 #define MAGNITUDE 0x7FFFFFFF /* the bits of a float without its sign: as integers they order magnitudes */
 #define INFINITE 0x7F800000
