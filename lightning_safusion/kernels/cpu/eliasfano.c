@@ -1,7 +1,7 @@
 /* Elias and Fano's positions, written: eliasfano.h says what they are. */
 #include "eliasfano.h"
 
-#define FEW 256  /* entries whose bits are found before they are written */
+#define FEW 256 /* entries whose bits are found before they are written */
 
 static inline void set_rank(void *ranks, int64_t room, int64_t region, int64_t entries)
 {
@@ -55,79 +55,84 @@ INLINE uint64_t joined(const uint8_t *eight, int64_t bits)
     return (word & four) | (word >> (32 - 4 * bits) & four << 4 * bits);
 }
 
+/* Entries of a run that are written together. */
+struct chunk {
+    int64_t number, word;  /* of high bits that the first has its bit in */
+    int64_t origin, last;  /* positions: where the bucket of the first begins, and of the last */
+    uint32_t places[FEW];  /* elements behind the origin */
+    uint32_t bits[FEW];    /* of high bits, from the first of the word on */
+    uint8_t lowest[FEW];   /* bits of places */
+};
+
+/* The next entries of a run, behind a position; whether they ascend in it. Compiled for each kind of positions. */
+INLINE int find_chunk(struct chunk *chunk, const void *positions, int64_t entry, int64_t end, const struct run *run,
+                      int64_t before, int64_t low_bits, const int64_t position_bits)
+{
+    const int64_t first = position_of(positions, position_bits, entry), bucket = (first - run->start) >> low_bits;
+    const int64_t bit = entry + run->bucket + bucket, origin = run->start + (bucket << low_bits);
+    int64_t number = end - entry < FEW ? end - entry : FEW, wrong = 0;
+    while (number > 1 && position_of(positions, position_bits, entry + number - 1) - origin > INT32_MAX) number /= 2;
+    const int64_t last = position_of(positions, position_bits, entry + number - 1);
+    for (int64_t i = 1; i < number; i++)
+        wrong |= position_of(positions, position_bits, entry + i) <= position_of(positions, position_bits, entry + i - 1);
+    if (wrong || first <= before || last >= run->stop) return 0;
+    uint32_t ones = (uint32_t)(bit & 63);
+    for (int64_t i = 0; i < number; i++) {
+        const uint32_t place = (uint32_t)position_of(positions, position_bits, entry + i) - (uint32_t)origin;
+        chunk->places[i] = place;
+        chunk->bits[i] = ones++ + (place >> low_bits);
+        chunk->lowest[i] = (uint8_t)place;
+    }
+    chunk->number = number, chunk->word = bit >> 6, chunk->origin = origin, chunk->last = last;
+    return 1;
+}
+
 /* The places of entries in their buckets. */
-INLINE void write_low(struct written *to, const uint32_t *places, const uint8_t *narrow, int64_t number,
-                             int64_t low_bits)
+INLINE void write_low(struct written *to, const struct chunk *chunk, int64_t low_bits)
 {
     const uint32_t mask = (UINT32_C(1) << low_bits) - 1;
     int64_t i = 0;
-    for (; low_bits < 8 && i + 8 <= number; i += 8) append(to, joined(narrow + i, low_bits), 8 * low_bits);
-    for (; i < number; i++) append(to, places[i] & mask, low_bits);
+    if (low_bits < 8)
+        for (; i + 8 <= chunk->number; i += 8) append(to, joined(chunk->lowest + i, low_bits), 8 * low_bits);
+    for (; i < chunk->number; i++) append(to, chunk->places[i] & mask, low_bits);
 }
 
 /* One number or another, without a branch that nobody can foresee. */
 INLINE uint64_t chosen(int first, uint64_t one, uint64_t other) { return other ^ ((one ^ other) & -(uint64_t)first); }
 
-/* Sets bits that ascend, counted from the first of a word on, eight at once where they lie in 64: what is set in a word is
- * written again with each. */
-INLINE void write_high(struct written *to, const uint32_t *bits, int64_t number, int64_t first_word)
+/* Sets the bits of entries, eight at once where they lie in 64; a word is written again whenever it gets more of them. */
+INLINE void write_high(struct written *to, const struct chunk *chunk)
 {
-    uint64_t word = to->word;
-    int64_t word_at = to->word_at;
-    for (int64_t i = 0, together; i < number; i += together) {
-        const int64_t own = first_word + (bits[i] >> 6);
+    const uint32_t *bits = chunk->bits;
+    for (int64_t i = 0, together; i < chunk->number; i += together) {
         const uint32_t first = bits[i], shift = first & 63;
+        const int64_t own = chunk->word + (first >> 6);
         uint64_t set = 1;
-        together = i + 8 <= number && bits[i + 7] - first < 64 ? 8 : 1;
+        together = i + 8 <= chunk->number && bits[i + 7] - first < 64 ? 8 : 1;
         if (together == 8)
             for (int j = 1; j < 8; j++) set |= UINT64_C(1) << (bits[i + j] - first);
-        to->high[own] = word = chosen(own == word_at, word, 0) | set << shift;
-        word_at = first_word + (bits[i + together - 1] >> 6);
-        to->high[word_at] = word = chosen(own == word_at, word, set >> 1 >> (63 - shift));
+        to->high[own] = to->word = chosen(own == to->word_at, to->word, 0) | set << shift;
+        to->word_at = chunk->word + (bits[i + together - 1] >> 6);
+        to->high[to->word_at] = to->word = chosen(own == to->word_at, to->word, set >> 1 >> (63 - shift));
     }
-    to->word = word;
-    to->word_at = word_at;
 }
 
-/* Entries of a run, and the first of each of its regions. Returns whether they ascend in it; compiled for each kind of
- * positions. */
-INLINE int write_run(struct written *to, const void *positions, int64_t end,
-                                                           const struct run *run, int64_t low_bits, void *ranks,
-                                                           int64_t room, const int64_t position_bits)
+/* Entries of a run up to `end`, and those before each of its regions. Returns whether they ascend in it. */
+INLINE int write_run(struct written *to, const void *positions, int64_t end, const struct run *run, int64_t low_bits,
+                     void *ranks, int64_t room, const int64_t position_bits)
 {
+    const int64_t regions = regions_of(run, low_bits), length = INT64_C(1) << (low_bits + REGION);
     struct written now = *to;
-    const int64_t regions = regions_of(run, low_bits);
-    int64_t region = 0, before = run->start - 1;
-    uint32_t places[FEW], bits[FEW];
-    uint8_t narrow[FEW];
-    while (now.entry < end) {
-        int64_t number = end - now.entry < FEW ? end - now.entry : FEW;
-        const int64_t first = position_of(positions, position_bits, now.entry);
-        if (first <= before) return 0;
-        const int64_t bucket = (first - run->start) >> low_bits, origin = run->start + (bucket << low_bits);
-        while (position_of(positions, position_bits, now.entry + number - 1) - origin > INT32_MAX && number > 1) number /= 2;
-        before = position_of(positions, position_bits, now.entry + number - 1);
-        if (before < first || before >= run->stop) return 0;
-        const int64_t bit = now.entry + run->bucket + bucket;
-        uint64_t wide = 0;
-        uint32_t ones = (uint32_t)(bit & 63);
-        for (int64_t i = 0; i < number; i++) {
-            const int64_t position = position_of(positions, position_bits, now.entry + i);
-            places[i] = (uint32_t)position - (uint32_t)origin;
-            if (position_bits == 64) wide |= (uint64_t)(position - origin) >> 32;
-            bits[i] = ones++ + (places[i] >> low_bits);
-            narrow[i] = (uint8_t)places[i];
+    struct chunk chunk;
+    int64_t region = 0, begin = run->start; /* of the next region */
+    for (chunk.last = run->start - 1; now.entry < end; now.entry += chunk.number) {
+        if (!find_chunk(&chunk, positions, now.entry, end, run, chunk.last, low_bits, position_bits)) return 0;
+        for (; begin <= chunk.last; begin += length) {
+            const int64_t first = begin < chunk.origin ? 0 : entry_at(chunk.places, 32, 0, chunk.number, begin - chunk.origin);
+            set_rank(ranks, room, run->region + region++, now.entry + first);
         }
-        uint32_t wrong = wide != 0;
-        for (int64_t i = 1; i < number; i++) wrong |= places[i] <= places[i - 1];
-        if (wrong) return 0;
-        for (; region < regions && run->start + (region << (low_bits + REGION)) <= before; region++) {
-            const int64_t from = run->start + (region << (low_bits + REGION)) - origin;
-            set_rank(ranks, room, run->region + region, now.entry + entry_at(places, 32, 0, from > 0 ? number : 0, from));
-        }
-        write_high(&now, bits, number, bit >> 6);
-        write_low(&now, places, narrow, number, low_bits);
-        now.entry += number;
+        write_high(&now, &chunk);
+        write_low(&now, &chunk, low_bits);
     }
     for (; region <= regions; region++) set_rank(ranks, room, run->region + region, end);
     *to = now;

@@ -1,19 +1,22 @@
-/* Elias and Fano's positions, read. Entries come in batches: which bits they are, then which elements; nothing of a batch is
- * added before all of that is known to be sound. */
+/* Elias and Fano's positions, read: eliasfano.h says what they are. Entries come in batches: which bits they have, then
+ * which elements they are; nothing of a batch is added before all of that is known to be sound. */
 #include "eliasfano.h"
 
 #define TAKEN 32          /* bytes of high bits that are read together: the number of a bit of them fits in a byte */
 #define BATCH (8 * TAKEN) /* entries at most */
+#define TAKEN_FAR 8       /* bytes where elements come from memory: more would be asked for than can be on their way */
+#define LATE 3            /* batches that are found while these elements come */
 
 /* Which bits of a byte are set, each in a byte of a word, one behind the other. */
 #define SET(byte, bit, before) ((uint64_t)((byte) >> bit & 1) * bit << 8 * (before))
 #define ONES(byte, bit) ((byte) >> bit & 1)
 #define ONES_2(byte) (ONES(byte, 0) + ONES(byte, 1))
 #define ONES_4(byte) (ONES_2(byte) + ONES(byte, 2) + ONES(byte, 3))
-#define ALL_SET(byte)                                                                                             \
-    SET(byte, 1, ONES(byte, 0)) | SET(byte, 2, ONES_2(byte)) | SET(byte, 3, ONES_2(byte) + ONES(byte, 2))         \
-        | SET(byte, 4, ONES_4(byte)) | SET(byte, 5, ONES_4(byte) + ONES(byte, 4))                                 \
-        | SET(byte, 6, ONES_4(byte) + ONES_2((byte) >> 4)) | SET(byte, 7, ONES_4(byte) + ONES_2((byte) >> 4) + ONES(byte, 6))
+#define ONES_6(byte) (ONES_4(byte) + ONES(byte, 4) + ONES(byte, 5))
+#define ALL_SET(byte)                                                                                     \
+    SET(byte, 1, ONES(byte, 0)) | SET(byte, 2, ONES_2(byte)) | SET(byte, 3, ONES_2(byte) + ONES(byte, 2)) \
+        | SET(byte, 4, ONES_4(byte)) | SET(byte, 5, ONES_4(byte) + ONES(byte, 4))                         \
+        | SET(byte, 6, ONES_6(byte)) | SET(byte, 7, ONES_6(byte) + ONES(byte, 6))
 #define FOUR(byte) ALL_SET(byte), ALL_SET((byte) + 1), ALL_SET((byte) + 2), ALL_SET((byte) + 3)
 #define SIXTEEN(byte) FOUR(byte), FOUR((byte) + 4), FOUR((byte) + 8), FOUR((byte) + 12)
 #define QUARTER(byte) SIXTEEN(byte), SIXTEEN((byte) + 16), SIXTEEN((byte) + 32), SIXTEEN((byte) + 48)
@@ -58,8 +61,7 @@ static void go_to_part(struct products *products, const struct message *from, in
 {
     while (position >= products->next) products->next = end_of(from, ++products->part);
     const float scale = scale_of_part(from, products->part);
-    for (int code = 0; code < 16; code++)
-        products->of[code] = products->levels[code] * scale * factor;
+    for (int code = 0; code < 16; code++) products->of[code] = products->levels[code] * scale * factor;
 }
 
 /* Entries of a run that lie in a few of its buckets. */
@@ -69,7 +71,7 @@ struct batch {
     uint32_t places[BATCH]; /* elements behind place 0, the first of the bucket that bit 0 would mean */
     int64_t first, stop;    /* those that are wanted */
     int64_t position;       /* of place 0 */
-    float *target;          /* the same */
+    float *target;          /* element of place 0 */
 };
 
 INLINE uint8_t *put_set(uint8_t *to, uint8_t byte, uint64_t before)
@@ -160,11 +162,12 @@ struct reading {
     int64_t taken;       /* bytes of high bits that are read together */
     struct products products;
     int cached;
-    struct batch batches[2], *next, *late; /* late: its elements have been asked for, and are on their way from memory */
+    int64_t found, added; /* batches, which take turns */
+    struct batch batches[LATE + 1];
 };
 
-INLINE void add_codes(const struct reading *at, const struct batch *batch, int64_t i,
-                                                            int64_t stop, const int64_t bits)
+/* Entries of a part whose values share a scale. */
+INLINE void add_codes(const struct reading *at, const struct batch *batch, int64_t i, int64_t stop, const int64_t bits)
 {
     const void *codes = (const void *)(intptr_t)at->from->values;
     const uint32_t *places = batch->places;
@@ -207,22 +210,24 @@ CLONES static void add_batch(struct reading *at, const struct batch *batch)
     else add_coded(at, batch);
 }
 
-/* Adds what is wanted of the next batch, at once or one later. */
+/* Adds what is wanted of batches, but for some of the latest. */
+INLINE void add_found(struct reading *at, int64_t late)
+{
+    for (; at->added + late < at->found; at->added++) add_batch(at, at->batches + at->added % (LATE + 1));
+}
+
+/* Adds what is wanted of the next batch, at once or, where its elements are asked for first, some batches later. */
 INLINE void take_batch(struct reading *at)
 {
-    struct batch *batch = at->next;
+    struct batch *batch = at->batches + at->found % (LATE + 1);
     const int64_t before = at->start - batch->position, end = before + at->size;
     batch->first = entry_at(batch, 0, before);
     batch->stop = batch->places[batch->number - 1] < end ? batch->number : entry_at(batch, batch->first, end);
     batch->target = at->target - before;
-    if (at->cached) {
-        add_batch(at, batch);
-        return;
-    }
-    for (int64_t i = batch->first; i < batch->stop; i++) __builtin_prefetch(batch->target + batch->places[i], 1);
-    if (at->late) add_batch(at, at->late);
-    at->late = batch;
-    at->next = at->batches + (batch == at->batches);
+    if (!at->cached)
+        for (int64_t i = batch->first; i < batch->stop; i++) __builtin_prefetch(batch->target + batch->places[i], 1);
+    at->found++;
+    add_found(at, at->cached ? 0 : LATE);
 }
 
 /* Adds what a message has of a region, of which elements are wanted from a bucket on; whether it is sound. */
@@ -235,7 +240,7 @@ INLINE int add_region(struct reading *at, const struct run *run, int64_t region,
     int64_t entry = rank_at(from, run->region + region), before = run->start + (bucket << low_bits) - 1;
     if (last > from->room) return 0;
     for (int64_t bit = entry + run->bucket + bucket; entry < last && before < at->start + at->size - 1;) {
-        struct batch *batch = at->next;
+        struct batch *batch = at->batches + at->found % (LATE + 1);
         if (bit >= end) return 0; /* not as many as the ranks say */
         find_bits(batch, (const uint8_t *)(intptr_t)from->offsets, bit, end, at->taken);
         const int64_t number = batch->number, zeros = (bit & ~INT64_C(7)) - run->bucket - entry;
@@ -265,7 +270,7 @@ CLONES static int add_runs(struct reading *at)
         for (int64_t region = first >> (low_bits + REGION); region <= last >> (low_bits + REGION); region++)
             if (!add_region(at, run, region, first >> low_bits)) return 0;
     }
-    if (at->late) add_batch(at, at->late);
+    add_found(at, 0);
     return 1;
 }
 
@@ -274,7 +279,8 @@ int add_elias_fano(const struct message *from, int64_t start, int64_t size, floa
     struct reading at;
     if (!from->run_count || size <= 0) return 1;
     at.from = from, at.target = target, at.factor = factor, at.start = start, at.size = size, at.cached = cached;
-    at.taken = cached ? TAKEN : TAKEN_LATE, at.next = at.batches, at.late = 0;
+    at.taken = cached ? TAKEN : TAKEN_FAR, at.found = at.added = 0;
+    at.products = (struct products){0};
     if (from->value_bits < 16) {
         if (!from->parts) return 1;
         level_table(from->value_bits, at.products.levels);

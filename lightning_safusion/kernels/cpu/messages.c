@@ -194,9 +194,8 @@ CLONES static void add_all(const float *restrict values, int64_t size, float fac
 }
 
 /* Compiled for each kind of offsets and of values. */
-static inline __attribute__((always_inline)) void add_entries(const struct message *from, int64_t start, int64_t size,
-                                                              float factor, float *target, const int64_t offset_bits,
-                                                              const int64_t value_bits)
+INLINE void add_entries(const struct message *from, int64_t start, int64_t size, float factor, float *target,
+                        const int64_t offset_bits, const int64_t value_bits)
 {
     const int64_t *ends = (const int64_t *)(intptr_t)from->ends;
     const void *offsets = (const void *)(intptr_t)from->offsets, *values = (const void *)(intptr_t)from->values;

@@ -36,9 +36,8 @@ int64_t safusion_write(const void *positions, int64_t position_bits, const int64
 }
 
 /* Appends what is not zero of a part of `sums` with other signs; whether there was room. */
-static inline __attribute__((always_inline)) int append_negative(const float *sums, int64_t from, int64_t to,
-                                                                 int64_t start, int64_t room, int64_t *found,
-                                                                 int64_t *positions, float *values)
+INLINE int append_negative(const float *sums, int64_t from, int64_t to, int64_t start, int64_t room, int64_t *found,
+                           int64_t *positions, float *values)
 {
     for (int64_t at = from; at < to; at += SCANNED) {
         const int64_t stop = to - at < SCANNED ? to : at + SCANNED;
