@@ -70,7 +70,8 @@ INLINE int find_chunk(struct chunk *chunk, const void *positions, int64_t entry,
 {
     const int64_t first = position_of(positions, position_bits, entry), bucket = (first - run->start) >> low_bits;
     const int64_t bit = entry + run->bucket + bucket, origin = run->start + (bucket << low_bits);
-    int64_t number = end - entry < FEW ? end - entry : FEW, wrong = 0;
+    int64_t number = end - entry < FEW ? end - entry : FEW;
+    int wrong = 0;
     while (number > 1 && position_of(positions, position_bits, entry + number - 1) - origin > INT32_MAX) number /= 2;
     const int64_t last = position_of(positions, position_bits, entry + number - 1);
     for (int64_t i = 1; i < number; i++)
@@ -104,6 +105,8 @@ INLINE uint64_t chosen(int first, uint64_t one, uint64_t other) { return other ^
 INLINE void write_high(struct written *to, const struct chunk *chunk)
 {
     const uint32_t *bits = chunk->bits;
+    uint64_t word = to->word;
+    int64_t word_at = to->word_at;
     for (int64_t i = 0, together; i < chunk->number; i += together) {
         const uint32_t first = bits[i], shift = first & 63;
         const int64_t own = chunk->word + (first >> 6);
@@ -111,10 +114,12 @@ INLINE void write_high(struct written *to, const struct chunk *chunk)
         together = i + 8 <= chunk->number && bits[i + 7] - first < 64 ? 8 : 1;
         if (together == 8)
             for (int j = 1; j < 8; j++) set |= UINT64_C(1) << (bits[i + j] - first);
-        to->high[own] = to->word = chosen(own == to->word_at, to->word, 0) | set << shift;
-        to->word_at = chunk->word + (bits[i + together - 1] >> 6);
-        to->high[to->word_at] = to->word = chosen(own == to->word_at, to->word, set >> 1 >> (63 - shift));
+        to->high[own] = word = chosen(own == word_at, word, 0) | set << shift;
+        word_at = chunk->word + (bits[i + together - 1] >> 6);
+        to->high[word_at] = word = chosen(own == word_at, word, set >> 1 >> (63 - shift));
     }
+    to->word = word;
+    to->word_at = word_at;
 }
 
 /* Entries of a run up to `end`, and those before each of its regions. Returns whether they ascend in it. */

@@ -189,8 +189,8 @@ INLINE void add_coded(struct reading *at, const struct batch *batch)
     for (int64_t i = batch->first, stop; i < batch->stop; i = stop) {
         if (batch->position + batch->places[i] >= products->next)
             go_to_part(products, at->from, batch->position + batch->places[i], at->factor);
-        const int64_t limit = products->next - batch->position;
-        stop = batch->places[batch->stop - 1] < limit ? batch->stop : entry_at(batch, i, limit);
+        const int all = batch->position + batch->places[batch->stop - 1] < products->next; /* maybe the largest number */
+        stop = all ? batch->stop : entry_at(batch, i, products->next - batch->position);
         if (at->from->value_bits == 4) add_codes(at, batch, i, stop, 4); /* shifts by a constant take less time */
         else add_codes(at, batch, i, stop, at->from->value_bits);
     }

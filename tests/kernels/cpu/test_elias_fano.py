@@ -1,0 +1,133 @@
+"""Compiled kernels write and read Elias and Fano's positions bit by bit as NumPy does.
+
+Covers: numbers of entries about those that are handled together (8, and 256); entries side by side, and far apart; places
+    of no bits up to more than a byte; tensors and parts that end anywhere; pieces of a message; several messages written
+    by one call; positions that do not ascend.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_safusion.comm.wire.elias_fano import EliasFanoCodec
+from lightning_safusion.comm.wire.formats import resolve_codec
+from lightning_safusion.kernels import cpu as native
+from lightning_safusion.kernels.cpu import Parts
+from lightning_safusion.sparsify.base import Selection
+
+pytestmark = pytest.mark.skipif(not native.usable(), reason="the package was installed without a C compiler")
+
+COUNTS = (1, 7, 8, 9, 255, 256, 257, 600)
+
+
+def codec_of(numel: int, capacity: int, values: str = "q4") -> EliasFanoCodec:
+    """Of tensors of a few elements, and of the rest in two that are about as large."""
+    edges = sorted({0, 1, min(numel, 40), min(numel, 41), (numel + 90) // 2, numel} - {numel + 1})
+    codec = resolve_codec(
+        f"eliasfano-{values}", numel, capacity, torch.float32, [edge for edge in edges if edge <= numel]
+    )
+    assert isinstance(codec, EliasFanoCodec)
+    return codec
+
+
+def places(kind: str, numel: int, count: int) -> Tensor:
+    """Ascending positions, int64."""
+    generator = np.random.default_rng(count)
+    found = {
+        "anywhere": lambda: np.sort(generator.choice(numel, count, replace=False, shuffle=False)),
+        "together": lambda: np.arange(count) + (numel - count) // 3,
+        "at both ends": lambda: np.append(np.arange(count // 2), np.arange(numel - count + count // 2, numel)),
+    }[kind]()
+    return torch.from_numpy(found.astype(np.int64))
+
+
+def selected(positions: Tensor) -> Selection:
+    values = torch.from_numpy(np.random.default_rng(3).standard_normal(len(positions)).astype(np.float32))
+    return Selection(positions, values, len(positions))
+
+
+def written(codec: EliasFanoCodec, selection: Selection) -> Tensor:
+    message = torch.full((codec.nbytes,), 255, dtype=torch.uint8)
+    codec.encode(selection, message)
+    return message
+
+
+@pytest.mark.parametrize("kind", ["anywhere", "together", "at both ends"])
+@pytest.mark.parametrize("share", [1, 2, 5, 30, 130, 700, 5000])
+def test_bytes_are_those_of_numpy(share: int, kind: str) -> None:
+    for count in COUNTS:
+        codec = codec_of(count * share, count)
+        selection = selected(places(kind, count * share, count))
+        with native.unused():
+            expected = written(codec, selection)
+        narrow = dataclasses.replace(selection, indices=selection.indices.int())
+        assert torch.equal(written(codec, selection), expected), count
+        assert torch.equal(written(codec, narrow), expected), count
+        memory = torch.full((2, codec.nbytes), 255, dtype=torch.uint8)
+        outgoing = [message for message in map(codec.outgoing, memory) if message is not None]
+        both, values = selection.indices.repeat(2).numpy(), selection.values.repeat(2).numpy()
+        assert native.write_messages(both, values, np.full(2, count), outgoing) is not None
+        assert all(torch.equal(each, expected) for each in memory), count
+
+
+@pytest.mark.parametrize("values", ["q4", "q2", "sign", "fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["anywhere", "together", "at both ends"])
+@pytest.mark.parametrize("share", [1, 2, 5, 30, 130, 700])
+def test_any_piece_has_the_numbers_of_numpy(share: int, kind: str, values: str) -> None:
+    generator = np.random.default_rng(share)
+    for count in COUNTS:
+        numel = count * share
+        codec = codec_of(numel, count, values)
+        message = written(codec, selected(places(kind, numel, count)))
+        with native.unused():
+            at, sent = codec.decode(message)
+        whole = torch.zeros(numel).index_add_(0, at, sent * 0.3)
+        inbox = codec.inbox(message[None])
+        assert inbox is not None
+        read = partial(lambda known, start, stop: known, inbox())
+        cuts = [(0, numel), *np.sort(generator.integers(0, numel + 1, (8, 2))).tolist()]
+        for start, stop in cuts:
+            if start < stop:
+                mean = torch.full((stop - start,), torch.nan)
+                assert native.mean_into([mean], Parts.between([start, stop]), read, 0.3)
+                assert torch.equal(mean, whole[start:stop]), (count, start, stop)
+        memory = torch.randn(numel)
+        rest = memory.index_add(0, at, sent, alpha=-1)
+        native.take_out_message(memory, inbox()[0])
+        assert torch.equal(memory, rest), count
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("wrong", [0, 1, 100, 255, 256, 299])
+def test_positions_that_do_not_ascend_are_refused(wrong: int, dtype: torch.dtype) -> None:
+    codec = codec_of(30_000, 300)
+    for place in (-1, -(1 << 31), 30_000 - 1, 1 << 30, 0):
+        positions = places("anywhere", 29_000, 300) + 1
+        positions[wrong] = place
+        if (wrong == 0 and place == 0) or (wrong == 299 and place >= 30_000 - 1):
+            continue  # they ascend; behind the span is padding
+        with pytest.raises(ValueError, match="do not ascend"):
+            codec.placer(codec._fields(written(codec, selected(positions[:0]))))(positions.to(dtype).numpy())
+
+
+@pytest.mark.parametrize("jump", [(1 << 31) - 1, 1 << 31, (1 << 32) + 2, (1 << 33) + 5])
+def test_entries_lie_as_far_apart_as_they_like(jump: int) -> None:
+    codec = resolve_codec("eliasfano-q4", 1 << 35, 600, torch.float32)
+    assert isinstance(codec, EliasFanoCodec)
+    positions = torch.arange(600) * 3
+    positions[300:] += jump
+    selection = selected(positions)
+    with native.unused():
+        expected = written(codec, selection)
+    assert torch.equal(written(codec, selection), expected)
+    assert torch.equal(codec.decode(expected)[0], positions)
+    back = positions.clone()
+    back[100] += 1 << 32  # only its lower half ascends
+    with pytest.raises(ValueError, match="do not ascend"):
+        written(codec, selected(back))
