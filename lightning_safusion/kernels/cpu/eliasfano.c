@@ -68,15 +68,17 @@ struct chunk {
 INLINE int find_chunk(struct chunk *chunk, const void *positions, int64_t entry, int64_t end, const struct run *run,
                       int64_t before, int64_t low_bits, const int64_t position_bits)
 {
-    const int64_t first = position_of(positions, position_bits, entry), bucket = (first - run->start) >> low_bits;
-    const int64_t bit = entry + run->bucket + bucket, origin = run->start + (bucket << low_bits);
+    const int64_t first = position_of(positions, position_bits, entry);
+    if (first <= before) return 0;
+    const int64_t bucket = (first - run->start) >> low_bits, origin = run->start + (bucket << low_bits);
+    const int64_t bit = entry + run->bucket + bucket;
     int64_t number = end - entry < FEW ? end - entry : FEW;
     int wrong = 0;
     while (number > 1 && position_of(positions, position_bits, entry + number - 1) - origin > INT32_MAX) number /= 2;
     const int64_t last = position_of(positions, position_bits, entry + number - 1);
-    for (int64_t i = 1; i < number; i++)
-        wrong |= position_of(positions, position_bits, entry + i) <= position_of(positions, position_bits, entry + i - 1);
-    if (wrong || first <= before || last >= run->stop) return 0;
+    for (int64_t i = entry + 1; i < entry + number; i++)
+        wrong |= position_of(positions, position_bits, i) <= position_of(positions, position_bits, i - 1);
+    if (wrong || last >= run->stop) return 0;
     uint32_t ones = (uint32_t)(bit & 63);
     for (int64_t i = 0; i < number; i++) {
         const uint32_t place = (uint32_t)position_of(positions, position_bits, entry + i) - (uint32_t)origin;
@@ -99,9 +101,12 @@ INLINE void write_low(struct written *to, const struct chunk *chunk, int64_t low
 }
 
 /* One number or another, without a branch that nobody can foresee. */
-INLINE uint64_t chosen(int first, uint64_t one, uint64_t other) { return other ^ ((one ^ other) & -(uint64_t)first); }
+INLINE uint64_t chosen(int first, uint64_t one, uint64_t other)
+{
+    return other ^ ((one ^ other) & -(uint64_t)first);
+}
 
-/* Sets the bits of entries, eight at once where they lie in 64; a word is written again whenever it gets more of them. */
+/* Sets the bits of entries, eight at once where they lie in 64: a word is written again whenever it gets more. */
 INLINE void write_high(struct written *to, const struct chunk *chunk)
 {
     const uint32_t *bits = chunk->bits;
@@ -133,7 +138,7 @@ INLINE int write_run(struct written *to, const void *positions, int64_t end, con
     for (chunk.last = run->start - 1; now.entry < end; now.entry += chunk.number) {
         if (!find_chunk(&chunk, positions, now.entry, end, run, chunk.last, low_bits, position_bits)) return 0;
         for (; begin <= chunk.last; begin += length) {
-            const int64_t first = begin < chunk.origin ? 0 : entry_at(chunk.places, 32, 0, chunk.number, begin - chunk.origin);
+            const int64_t first = entry_at(chunk.places, 32, 0, chunk.number, begin - chunk.origin);
             set_rank(ranks, room, run->region + region++, now.entry + first);
         }
         write_high(&now, &chunk);

@@ -1,5 +1,5 @@
-/* What the sources share that write and read Elias and Fano's positions: quotients in unary (the high bits), remainders in
- * binary (the low ones). A bucket is 2^l elements of one tensor, and has a 1 for each of its entries, then a 0: entry e of
+/* What the sources share that write and read Elias and Fano's positions: quotients in unary (the high bits), remainders
+ * in binary (the low ones). A bucket is 2^l elements of one tensor, and has a 1 for each entry, then a 0: entry e of
  * bucket b is bit e + b. A region is 512 buckets of one tensor; ranks are the entries before each, in 16 bits where there
  * is room for fewer than 2^16. */
 #include "messages.h"

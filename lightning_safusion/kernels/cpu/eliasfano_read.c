@@ -189,7 +189,7 @@ INLINE void add_coded(struct reading *at, const struct batch *batch)
     for (int64_t i = batch->first, stop; i < batch->stop; i = stop) {
         if (batch->position + batch->places[i] >= products->next)
             go_to_part(products, at->from, batch->position + batch->places[i], at->factor);
-        const int all = batch->position + batch->places[batch->stop - 1] < products->next; /* maybe the largest number */
+        const int all = batch->position + batch->places[batch->stop - 1] < products->next;
         stop = all ? batch->stop : entry_at(batch, i, products->next - batch->position);
         if (at->from->value_bits == 4) add_codes(at, batch, i, stop, 4); /* shifts by a constant take less time */
         else add_codes(at, batch, i, stop, at->from->value_bits);
@@ -249,7 +249,7 @@ INLINE int add_region(struct reading *at, const struct run *run, int64_t region,
         entry += number;
         if (entry > last) return 0;
         if (number == 0 || zeros + batch->bits[number - 1] - (number - 1) < first_bucket) continue; /* none is wanted */
-        batch->position = run->start + (zeros << low_bits);
+        batch->position = run->start + zeros * (INT64_C(1) << low_bits); /* may be before the run */
         if (!find_places(batch, from) || batch->position + batch->places[0] <= before) return 0;
         before = batch->position + batch->places[number - 1];
         if (before >= run->stop) return 0;

@@ -1,8 +1,8 @@
 """Compiled kernels write and read Elias and Fano's positions bit by bit as NumPy does.
 
-Covers: numbers of entries about those that are handled together (8, and 256); entries side by side, and far apart; places
-    of no bits up to more than a byte; tensors and parts that end anywhere; pieces of a message; several messages written
-    by one call; positions that do not ascend.
+Covers: numbers of entries about those that are handled together (8, and 256); entries side by side, and far apart;
+    places of no bits up to more than a byte; tensors and parts that end anywhere; pieces of a message; several messages
+    written by one call; positions that do not ascend.
 """
 
 from __future__ import annotations
