@@ -13,6 +13,21 @@
 #define LANES 8
 #define OFTEN 16 /* more than one of so many elements is above its floor */
 
+CLONES static int32_t largest_of(const int32_t *bits, int64_t size)
+{
+    int32_t result = 0;
+    for (int64_t i = 0; i < size; i++) {
+        int32_t magnitude = bits[i] & MAGNITUDE;
+        result = magnitude > result ? magnitude : result;
+    }
+    return result;
+}
+
+int32_t largest(const int32_t *bits, int64_t size)
+{
+    return largest_of(bits, size);
+}
+
 typedef float floats __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4)));
 

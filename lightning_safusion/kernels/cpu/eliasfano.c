@@ -149,22 +149,29 @@ INLINE int write_run(struct written *to, const void *positions, int64_t end, con
     return 1;
 }
 
+/* Returns whether the entries of every run ascend in it. */
+CLONES static int write_runs(struct written *to, const void *positions, int64_t position_bits, int64_t size,
+                             const struct run *runs, int64_t run_count, int64_t low_bits, void *ranks, int64_t room)
+{
+    int sound = 1;
+    for (const struct run *run = runs; sound && run < runs + run_count; run++) {
+        const int64_t end = entry_at(positions, position_bits, to->entry, size, run->stop);
+        if (position_bits == 32) sound = write_run(to, positions, end, run, low_bits, ranks, room, 32);
+        else sound = write_run(to, positions, end, run, low_bits, ranks, room, 64);
+    }
+    return sound;
+}
+
 /* Fields of bits are whole words, of 64 bits and of 32. Returns whether positions below a number ascend and lie in runs;
  * what is behind it is left out. */
-CLONES int64_t safusion_elias_fano(const void *positions, int64_t position_bits, int64_t size, int64_t below,
-                                   const struct run *runs, int64_t run_count, int64_t low_bits, int64_t room,
-                                   void *ranks, int64_t rank_bytes, uint64_t *high, int64_t high_words, uint32_t *low,
-                                   int64_t low_words)
+int64_t safusion_elias_fano(const void *positions, int64_t position_bits, int64_t size, int64_t below,
+                            const struct run *runs, int64_t run_count, int64_t low_bits, int64_t room, void *ranks,
+                            int64_t rank_bytes, uint64_t *high, int64_t high_words, uint32_t *low, int64_t low_words)
 {
     struct written to = {high, (uint8_t *)low, 4 * low_words, 0, 0, 0, 0, 0, 0};
-    int sound = 1;
     memset(high, 0, sizeof *high * (size_t)high_words);
     memset(ranks, 0, (size_t)rank_bytes);
-    for (const struct run *run = runs; sound && run < runs + run_count; run++) {
-        const int64_t end = entry_at(positions, position_bits, to.entry, size, run->stop);
-        if (position_bits == 32) sound = write_run(&to, positions, end, run, low_bits, ranks, room, 32);
-        else sound = write_run(&to, positions, end, run, low_bits, ranks, room, 64);
-    }
+    const int sound = write_runs(&to, positions, position_bits, size, runs, run_count, low_bits, ranks, room);
     if (to.low_at < to.low_bytes) {
         memset(to.low + to.low_at, 0, (size_t)(to.low_bytes - to.low_at));
         to.low[to.low_at] = (uint8_t)to.bits;

@@ -3,7 +3,7 @@
  * Plain C without Python's headers: it is built where there is a compiler (setup.py), loaded with ctypes, which lets
  * other threads run meanwhile, and called by elements.py, messages.py and shards.py, which say what the arguments mean. Vectors are
  * the compiler's own (GCC and Clang): a function marked CLONES is compiled for several processors, and the loader takes
- * the one that fits.
+ * the one that fits. Such functions are static, because Clang gives others a name of its own.
  *
  * Built with -ffp-contract=off: products and sums are rounded one by one, as PyTorch's are, so that workers with and
  * without this library decode the same means.
@@ -26,15 +26,7 @@
 #define INFINITE 0x7F800000
 
 /* Bits of the largest magnitude. */
-CLONES __attribute__((unused)) static int32_t largest(const int32_t *bits, int64_t size)
-{
-    int32_t result = 0;
-    for (int64_t i = 0; i < size; i++) {
-        int32_t magnitude = bits[i] & MAGNITUDE;
-        result = magnitude > result ? magnitude : result;
-    }
-    return result;
-}
+HIDDEN int32_t largest(const int32_t *bits, int64_t size);
 
 static inline float as_float(uint32_t bits)
 {

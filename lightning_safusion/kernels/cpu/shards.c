@@ -58,11 +58,9 @@ INLINE int append_negative(const float *sums, int64_t from, int64_t to, int64_t 
     return 1;
 }
 
-/* What is delivered (ascending positions, and values), less the sums of pieces that lie one behind the other, where that
- * is not zero. Returns how many elements that are; -1 if there was no room for them, or a position lies in no piece. */
-CLONES int64_t safusion_leaving(const float *sums, const int64_t *starts, const int64_t *sizes, int64_t pieces,
-                                const int64_t *places, const float *delivered, int64_t count, int64_t room,
-                                int64_t *positions, float *values)
+CLONES static int64_t leaving(const float *sums, const int64_t *starts, const int64_t *sizes, int64_t pieces,
+                              const int64_t *places, const float *delivered, int64_t count, int64_t room,
+                              int64_t *positions, float *values)
 {
     int64_t found = 0, entry = 0;
     for (int64_t p = 0; p < pieces; sums += sizes[p++]) {
@@ -80,4 +78,13 @@ CLONES int64_t safusion_leaving(const float *sums, const int64_t *starts, const 
         if (!append_negative(sums, at, sizes[p], starts[p], room, &found, positions, values)) return -1;
     }
     return entry == count ? found : -1;
+}
+
+/* What is delivered (ascending positions, and values), less the sums of pieces that lie one behind the other, where that
+ * is not zero. Returns how many elements that are; -1 if there was no room for them, or a position lies in no piece. */
+int64_t safusion_leaving(const float *sums, const int64_t *starts, const int64_t *sizes, int64_t pieces,
+                         const int64_t *places, const float *delivered, int64_t count, int64_t room,
+                         int64_t *positions, float *values)
+{
+    return leaving(sums, starts, sizes, pieces, places, delivered, count, room, positions, values);
 }

@@ -8,8 +8,10 @@ without the kernels, at any alignment; several threads; a forked process; a libr
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
+import subprocess
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -51,6 +53,20 @@ def numbers(size: int, seed: int = 0) -> np.ndarray:
 
 def test_they_are_there_where_there_is_a_compiler() -> None:
     assert native.usable(), f"{COMPILER} should have built them: install the package again (pip install -e . -v)"
+
+
+def test_clang_exports_the_same_functions(tmp_path: Path) -> None:
+    sources = Path(library.__file__).parent
+    # Clang before 18 calls them "<name>.ifunc", and a library that lacks a function is not loaded
+    exported = [line for path in sources.glob("*.c") for line in path.read_text().splitlines() if "CLONES" in line]
+    assert exported
+    assert all(line.startswith("CLONES static ") for line in exported)
+    if (clang := shutil.which("clang")) is None:
+        return
+    made = tmp_path / "libkernels.so"
+    options = ["-O1", "-fPIC", "-shared", "-ffp-contract=off", "-fno-strict-aliasing", "-o", str(made)]
+    subprocess.run([clang, *options, *map(str, sources.glob("*.c"))], check=True)
+    ctypes.CDLL(str(made), mode=os.RTLD_NOW)
 
 
 def reading(messages: list[native.Message]) -> Callable[[int, int], list[native.Message]]:
