@@ -197,7 +197,7 @@ def shards_pay(world_size: int, gather: LinearCost | None, message: float) -> bo
             the number of workers decides.
         message: Bytes of one worker's messages in a step.
     """
-    if gather is None or world_size >= SHARDED_FROM:
+    if gather is None or world_size == 1 or world_size >= SHARDED_FROM:
         return world_size >= SHARDED_FROM
     return gather(message) > _WORTH * ShardedExchange.cost(gather, world_size)(message)
 

@@ -128,7 +128,8 @@ class Buffer:
             skip[[*absent, *early]] = True
             if self.exchange.cuts_tensors:
                 starts = history.segments.edges[:-1]
-                skip = skip[np.searchsorted(self.edges, starts, side="right") - 1]
+                # an empty tensor at the end begins where no tensor does
+                skip = skip[np.minimum(np.searchsorted(self.edges, starts, side="right"), len(skip)) - 1]
             return History(history.segments.skipping(skip))
 
         if not absent:

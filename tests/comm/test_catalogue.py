@@ -55,6 +55,8 @@ def test_what_each_format_of_values_is(wire: str, name: str, width: int, few_bit
         # the number alone
         (15, None, False),
         (16, None, True),
+        # one worker has nothing to gather
+        (1, BYTES_ALONE, False),
         # by bytes an all-gather takes (P - 1) / (4 (P - 1) / P) times as long
         (5, BYTES_ALONE, False),
         (6, BYTES_ALONE, True),

@@ -77,6 +77,33 @@ def test_nothing_is_lost_with_selection_behind_fusion(monkeypatch: pytest.Monkey
     assert drift(monkeypatch, BUILDS[name], 3, scope="group") < 2e-6
 
 
+@pytest.mark.parametrize("scope", ["tensor", "group"])
+@pytest.mark.parametrize("collective", ["sharded", "hierarchical-sharded"])
+def test_a_tensor_without_gradients_keeps_its_residual(collective: str, scope: str) -> None:
+    cluster = Cluster(3, lambda: settings(collective=collective, scope=scope, fusion="single"), nodes=range(3))
+    for step in range(2):
+        cluster.step(cluster.random_grads(step))
+    held = [[cluster.residual(rank, index).clone() for index in (3, 6)] for rank in range(3)]
+    assert all(bool(residual.any()) for own in held for residual in own)
+    cluster.step(cluster.random_grads(2), [[index not in (3, 6) for index in range(len(cluster.specs))]] * 3)
+    for rank, own in enumerate(held):
+        for index, residual in zip((3, 6), own, strict=True):
+            assert torch.equal(cluster.residual(rank, index), residual)
+    cluster.close()
+
+
+def test_an_empty_tensor_may_be_the_last_of_a_buffer_from_which_one_is_missing() -> None:
+    order = [0, 1, 2, 3, 4, 6, 7, 8, 9, 5]
+    cluster = Cluster(2, lambda: settings(collective="sharded", fusion="single"), order=order)
+    assert cluster.specs[order[-1]].numel == 0
+    for step in range(4):
+        fresh = [[index != 6 or step != 3 for index in range(len(order))] for _ in range(2)]
+        means = cluster.step(cluster.random_grads(step), fresh)
+    others = [index for index in range(len(order)) if index != 6]
+    assert all(torch.equal(means[0][index], means[1][index]) for index in others)
+    cluster.close()
+
+
 @pytest.mark.filterwarnings("ignore:.* tensors .* were computed on some ranks only")
 @pytest.mark.parametrize("collective", ["sharded", "hierarchical-sharded"])
 def test_an_owner_that_sends_a_tensor_dense_keeps_no_sums_of_it(collective: str) -> None:

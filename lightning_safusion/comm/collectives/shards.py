@@ -215,9 +215,11 @@ class Shard:
         self._leave_out(absent)
 
     def _leave_out(self, absent: Sequence[tuple[int, int]]) -> None:
-        for (start, stop), (low, high) in zip(self.runs if absent else (), self._pieces, strict=False):
-            if any(first <= start and stop <= last for first, last in absent):
-                self._held[low:high] = 0
+        # a piece may have a part of what is absent only: selection after fusion cuts through tensors
+        for (start, stop), (low, _) in zip(self.runs if absent else (), self._pieces, strict=False):
+            for first, last in absent:
+                if first < stop and start < last:
+                    self._held[low + max(first, start) - start : low + min(last, stop) - start] = 0
 
     def summed(self) -> Tensor:
         """What others have sent, float32 [S], added up in rank order."""
