@@ -275,14 +275,17 @@ class Shipment:
         """
         self._held = None
         buffer, memory, exchange = self.buffer, self.buffer.memory, self.buffer.exchange
+        left_out = sorted({*self.absent, *repaired})
         if self.sparse:
-            message = exchange.sent_message() if not repaired and good is None else None
+            # a fused segment may have sent elements of what is absent: few bits have no zero
+            withdrawn = left_out if buffer.fused else repaired
+            message = exchange.sent_message() if not withdrawn and good is None else None
             if message is None or not memory.commit_message(buffer.start, buffer.stop, message):
-                memory.commit(buffer.start, *self._sent(repaired, good))
+                memory.commit(buffer.start, *self._sent(withdrawn, good))
         pieces = buffer.dense_pieces
-        if self.absent or repaired:
-            left_out, edges = {*self.absent, *repaired}, buffer.edges
-            pieces = [(edges[t], edges[t + 1]) for t in np.flatnonzero(buffer.dense) if t not in left_out]
+        if left_out:
+            edges, kept = buffer.edges, np.setdiff1d(np.flatnonzero(buffer.dense), left_out)
+            pieces = [(edges[t], edges[t + 1]) for t in kept.tolist()]
         for start, stop in pieces:
             if stop > start:
                 sent = exchange.sent_dense(start, stop, buffer.span)
@@ -290,7 +293,7 @@ class Shipment:
                 memory.commit_dense(buffer.start + start, buffer.start + stop, sent)
         if memory.settles:
             start = buffer.start
-            for tensor in sorted(repaired):
+            for tensor in left_out:
                 memory.settle(start, buffer.start + buffer.edges[tensor], good)
                 start = buffer.start + buffer.edges[tensor + 1]
             memory.settle(start, buffer.stop, good)

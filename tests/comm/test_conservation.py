@@ -77,10 +77,13 @@ def test_nothing_is_lost_with_selection_behind_fusion(monkeypatch: pytest.Monkey
     assert drift(monkeypatch, BUILDS[name], 3, scope="group") < 2e-6
 
 
+@pytest.mark.parametrize(("wire", "density"), [("auto", 0.05), ("q4", 0.05), ("q4", 0.5)])
 @pytest.mark.parametrize("scope", ["tensor", "group"])
-@pytest.mark.parametrize("collective", ["sharded", "hierarchical-sharded"])
-def test_a_tensor_without_gradients_keeps_its_residual(collective: str, scope: str) -> None:
-    cluster = Cluster(3, lambda: settings(collective=collective, scope=scope, fusion="single"), nodes=range(3))
+@pytest.mark.parametrize("collective", ["allgather", "sharded", "hierarchical", "hierarchical-sharded"])
+def test_a_tensor_without_gradients_keeps_its_residual(collective: str, scope: str, wire: str, density: float) -> None:
+    # the formats of few bits have no zero, and more is selected than other tensors have
+    options = {"collective": collective, "scope": scope, "wire": wire, "density": density}
+    cluster = Cluster(3, lambda: settings(fusion="single", **options), nodes=range(3))
     for step in range(2):
         cluster.step(cluster.random_grads(step))
     held = [[cluster.residual(rank, index).clone() for index in (3, 6)] for rank in range(3)]
