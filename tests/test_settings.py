@@ -83,6 +83,7 @@ def test_what_does_not_go_with_shards_is_refused(name: str, given: dict[str, Any
         (64, {"collective": "hierarchical"}, False),
         (64, {"collective": "hierarchical-sharded"}, False),
         (64, {"quota": "pooled"}, False),
+        (64, {"memory": "dgc"}, False),
         (64, {"offload": True}, False),
         (64, {"wire": "block16-bf16"}, False),
         (64, {"fusion": "horovod"}, False),

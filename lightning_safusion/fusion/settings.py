@@ -21,6 +21,7 @@ from lightning_safusion.fusion.quota import QuotaRule, Scope, tensor_quotas
 from lightning_safusion.lookup import suggestion
 from lightning_safusion.sparsify.base import Sparsifier
 from lightning_safusion.sparsify.memory.contract import Memory
+from lightning_safusion.sparsify.memory.momentum import DGCMemory
 from lightning_safusion.sparsify.schedule import ConstantDensity, DensitySchedule
 from lightning_safusion.sparsify.selection.units import SelectBy
 
@@ -95,6 +96,8 @@ class EngineSettings:
             gather, message: See :func:`shards_pay`.
         """
         free = self.collective == self.quota == "auto" and self._against_shards() is None
+        # DGC zeroes the momentum of what is sent: an owner's own would go with sums that it keeps
+        free = free and not isinstance(self.memory, DGCMemory)
         if free and shards_pay(world_size, gather, message):
             return AUTO_SHARDED
         return find_collective(self.collective)
