@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,6 @@ Batch = tuple[Tensor, Tensor]
 
 _CLASSES = 10
 _WORDS, _LENGTH = 2000, 32  # of the vocabulary, and in a sentence
-_SHORTEST = 1e-4  # seconds; a system call takes about as long
 
 
 def conv_net(width: int) -> nn.Module:
@@ -134,23 +134,6 @@ class Classifier(Workload):
         return torch.optim.SGD(self.parameters(), 0.01, momentum=0.9)
 
 
-class Sleeper:
-    """Sleeps, less what the sleeps before took too long: their sum is exact."""
-
-    def __init__(self) -> None:
-        self._debt = 0.0
-
-    def sleep(self, seconds: float) -> None:
-        """Sleeps so many seconds; times too short for it are added to the next ones."""
-        due = seconds - self._debt
-        if due < _SHORTEST:
-            self._debt = -due
-            return
-        begin = time.perf_counter()
-        time.sleep(due)
-        self._debt = time.perf_counter() - begin - due
-
-
 class Paced(Workload):
     """Sleeps through the forward and backward pass of a trace; its gradients are random, and of the trace's shapes.
 
@@ -164,39 +147,58 @@ class Paced(Workload):
     def __init__(self, trace: Trace) -> None:
         super().__init__()
         self.trace = trace
-        self._sleep = Sleeper().sleep
+        self._debt = 0.0
         # in the order of the forward pass
         self.tensors = nn.ParameterList(nn.Parameter(torch.zeros(t.shape)) for t in reversed(trace.tensors))
         self._grads = [torch.randn(t.shape) * 1e-3 for t in reversed(trace.tensors)]
-        self._waits = [self._before_backward(t.backward) for t in reversed(trace.tensors)]
-
-    def _before_backward(self, seconds: float) -> Callable[[Tensor], None]:
-        sleep = self._sleep
-        return lambda grad: sleep(seconds)
 
     @override
     def batch(self) -> Tensor:
         """A batch that makes no difference."""
         return torch.ones(1)
 
+    def sleep(self, seconds: float) -> None:
+        """Sleeps, less what the sleeps before took too long: their sum is exact."""
+        if seconds <= 0:
+            return
+        due = seconds - self._debt
+        begin = time.perf_counter()
+        if due > 0:
+            time.sleep(due)
+        self._debt = time.perf_counter() - begin - due
+
     @override
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        # Little work, and one sleep, where times do not matter: the processors are those of all workers.
-        self._sleep(sum(tensor.forward for tensor in self.trace.tensors))
         x = batch.detach().requires_grad_()
-        for param, grad, wait in zip(self.tensors.parameters(), self._grads, self._waits, strict=True):
-            x = x + (param * grad).sum()
-            x.register_hook(wait)
+        for tensor, param, grad in zip(reversed(self.trace.tensors), self.tensors, self._grads, strict=True):
+            self.sleep(tensor.forward)
+            x = _Pace.apply(x, param, grad, partial(self.sleep, tensor.backward))
         return x.sum()
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         super().optimizer_step(*args, **kwargs)
-        self._sleep(self.trace.optimizer)
+        self.sleep(self.trace.optimizer)
 
     @override
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), 0.01)
+
+
+class _Pace(torch.autograd.Function):
+    """The identity; in backward it sleeps before it hands a given gradient to a parameter."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, x: Tensor, param: Tensor, grad: Tensor, sleep: Callable[[], None]) -> Tensor:
+        ctx.grad, ctx.sleep = grad, sleep
+        return x.view_as(x)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        ctx.sleep()
+        return grads[0], ctx.grad, None, None
 
 
 def scaled(trace: Trace, factor: float, slow_motion: float = 1.0) -> Trace:

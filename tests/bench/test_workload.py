@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_safusion.bench.workload import MODELS, Classifier, Paced, Sleeper, scaled
+from lightning_safusion.bench.workload import MODELS, Classifier, Paced, scaled
 from lightning_safusion.simulate.trace import Trace, TraceTensor, resolve_trace
 
 
@@ -94,22 +94,10 @@ def test_what_a_sleep_takes_too_long_the_next_ones_are_shorter(monkeypatch: pyte
 
     monkeypatch.setattr(time, "sleep", sleep)
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    sleeper = Sleeper()
+    sleeper = Paced(Trace("paced", (TraceTensor("t", (1,), 0.01, 0.01),)))
     for _ in range(3):
         sleeper.sleep(0.01)
     sleeper.sleep(0.001)
     sleeper.sleep(0.01)
     assert slept == pytest.approx([0.01, 0.007, 0.007, 0.008])
     assert now[0] == pytest.approx(0.041 + 0.003)
-
-
-def test_sleeps_too_short_for_a_system_call_are_added_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr(time, "sleep", slept.append)
-    monkeypatch.setattr(time, "perf_counter", lambda: sum(slept))
-    sleeper = Sleeper()
-    for _ in range(7):
-        sleeper.sleep(4e-5)
-    sleeper.sleep(0.0)
-    sleeper.sleep(0.01)
-    assert slept == pytest.approx([1.2e-4, 1.2e-4, 0.01 + 4e-5])
