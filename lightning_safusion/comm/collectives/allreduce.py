@@ -34,7 +34,7 @@ class DenseAllReduce(StreamOrderedExchange):
         spec: Shape of the exchange; the dense runs give the dtype (the wider one where they differ).
         transport, device: See :class:`Exchange`.
         half: Send float32 as float16. The rounding error of a rank's own part stays in its residual; that of the sum is
-            lost, as with DDP's fp16 hook.
+            lost, as with DDP's fp16 hook, and as that of 16-bit gradients always is.
     """
 
     uses_scratch = False
