@@ -276,9 +276,9 @@ class Shipment:
         self._held = None
         buffer, memory, exchange = self.buffer, self.buffer.memory, self.buffer.exchange
         left_out = sorted({*self.absent, *repaired})
+        # a fused segment may have sent elements of what is absent: few bits have no zero
+        withdrawn = left_out if buffer.fused else sorted(repaired)
         if self.sparse:
-            # a fused segment may have sent elements of what is absent: few bits have no zero
-            withdrawn = left_out if buffer.fused else repaired
             message = exchange.sent_message() if not withdrawn and good is None else None
             if message is None or not memory.commit_message(buffer.start, buffer.stop, message):
                 memory.commit(buffer.start, *self._sent(withdrawn, good))
@@ -293,7 +293,7 @@ class Shipment:
                 memory.commit_dense(buffer.start + start, buffer.start + stop, sent)
         if memory.settles:
             start = buffer.start
-            for tensor in left_out:
+            for tensor in withdrawn:
                 memory.settle(start, buffer.start + buffer.edges[tensor], good)
                 start = buffer.start + buffer.edges[tensor + 1]
             memory.settle(start, buffer.stop, good)
