@@ -16,13 +16,17 @@ export OMP_NUM_THREADS := 1
 # starts (24 s instead of 9 on two slow cores), and tests start hundreds.
 export PYTHONDONTWRITEBYTECODE :=
 
+# Minutes of processor time that the tests of a tier may take (tests/budget.py): about a third more than they do.
+QUICK := 9
+PYTEST := $(BIN)/python -m pytest --durations=10
+
 .PHONY: demo test lint slow docs wheels clean
 
 demo: $(STAMP)
 	$(BIN)/safusion demo $(DEMO)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow" -n 3
+	$(PYTEST) -m "not slow" -n 3 --budget $(QUICK)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -32,8 +36,8 @@ lint: $(STAMP)
 # slow test is no failure.
 ALONE := tests/bench tests/callbacks tests/e2e
 slow: $(STAMP)
-	$(BIN)/python -m pytest -m slow -n 2 $(ALONE:%=--ignore=%) || test $$? -eq 5
-	$(BIN)/python -m pytest -m slow $(ALONE) || test $$? -eq 5
+	$(PYTEST) -m slow -n 2 $(ALONE:%=--ignore=%) || test $$? -eq 5
+	$(PYTEST) -m slow $(ALONE) || test $$? -eq 5
 
 # The documents as a site, in build/site; and their links, commands, YAML files and snippets.
 docs: $(STAMP)

@@ -11,6 +11,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+pytest_plugins = ["tests.budget"]
+
 if not torch.cuda.is_available():
     # Before anything imports Triton (transformers does): kernels are tested in its interpreter.
     os.environ["TRITON_INTERPRET"] = "1"
@@ -29,11 +31,12 @@ settings.load_profile("fixed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuses tests that may be run again without saying why."""
+    """Refuses tests that may be run again, or take long among the quick ones, without saying why."""
     for item in items:
-        marker = item.get_closest_marker("flaky")
-        if marker is not None and not marker.kwargs.get("reason"):
-            raise pytest.UsageError(f"{item.nodeid} is marked flaky without a reason: say what it depends on")
+        for name, needed in (("flaky", "say what it depends on"), ("costly", "say why it must be a quick test")):
+            marker = item.get_closest_marker(name)
+            if marker is not None and not marker.kwargs.get("reason"):
+                raise pytest.UsageError(f"{item.nodeid} is marked {name} without a reason: {needed}")
 
 
 @pytest.fixture(scope="session", autouse=True)
