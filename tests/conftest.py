@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from lab.gpu.interpreter import quicken
 
 pytest_plugins = ["tests.budget"]
 
@@ -31,12 +34,14 @@ settings.load_profile("fixed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuses tests that may be run again, or take long among the quick ones, without saying why."""
+    """Refuses tests that may be run again, or take long among the quick ones, without saying why; hurries Triton."""
     for item in items:
         for name, needed in (("flaky", "say what it depends on"), ("costly", "say why it must be a quick test")):
             marker = item.get_closest_marker(name)
             if marker is not None and not marker.kwargs.get("reason"):
                 raise pytest.UsageError(f"{item.nodeid} is marked {name} without a reason: {needed}")
+    if "triton" in sys.modules:
+        quicken()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 
 from lab.gpu.figures import Lines
+from lab.gpu.interpreter import quicken
 from lab.gpu.stages import Setting
 
 
@@ -23,6 +24,8 @@ def main(function: str, file: str, *options: str) -> None:
     module, _, name = function.partition(":")
     lines = Lines(Path(file))
     setting = Setting("--rehearse" in options, Path(file).parent)
+    if setting.rehearse:
+        quicken()
     for figure in getattr(importlib.import_module(module), name)(setting):
         lines.add(figure)
         print(figure, flush=True)
