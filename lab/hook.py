@@ -29,7 +29,7 @@ from lightning_safusion.comm.exchange import TensorFlag
 from lightning_safusion.comm.transport.torch_backend import SoloTransport
 from lightning_safusion.fusion.build import build_engine
 from lightning_safusion.fusion.fused import FusedShipment
-from lightning_safusion.fusion.hook import DDPHook
+from lightning_safusion.fusion.hook import OWN_BUCKETS_MB, DDPHook
 from lightning_safusion.fusion.layout import TensorSpec, specs_from_parameters
 from lightning_safusion.fusion.plans.adaptive import Adaptive
 from lightning_safusion.fusion.plans.policy import Aligned
@@ -52,7 +52,7 @@ def model(tensors: int, width: int) -> nn.Module:
 
 def wrapped(tensors: int, width: int, hook: str, sparse: float, per_buffer: int) -> Callable[[], float]:
     """A function that runs one step and returns the seconds of its backward pass."""
-    ddp = DistributedDataParallel(model(tensors, width), bucket_cap_mb=0, gradient_as_bucket_view=True)
+    ddp = DistributedDataParallel(model(tensors, width), bucket_cap_mb=OWN_BUCKETS_MB, gradient_as_bucket_view=True)
     if hook == "noop":
         ddp.register_comm_hook(None, noop)
     else:

@@ -24,7 +24,7 @@ from lightning_safusion.comm.transport.torch_backend import TorchTransport
 from lightning_safusion.comm.wire.formats import resolve_codec
 from lightning_safusion.fusion import offload
 from lightning_safusion.fusion.build import build_engine
-from lightning_safusion.fusion.hook import DDPHook
+from lightning_safusion.fusion.hook import OWN_BUCKETS_MB, DDPHook
 from lightning_safusion.fusion.layout import specs_from_parameters
 from lightning_safusion.kernels.cuda import serves
 from lightning_safusion.sparsify.base import Segments, Selection
@@ -47,7 +47,7 @@ def train(
 ) -> list[Tensor]:
     """Steps of SGD with the hook; from step ``quiet`` on a wait for the device is an error."""
     model = network().to(device)
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0, gradient_as_bucket_view=True)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=OWN_BUCKETS_MB, gradient_as_bucket_view=True)
     params = list(model.named_parameters())
     chosen = settings(**({"collective": "allgather"} | options))
     nccl = backend == "nccl"

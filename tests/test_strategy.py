@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lion_pytorch import Lion
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_safusion import SAFusionStrategy
 from lightning_safusion.integration.parameters import caution, refuse_double_momentum
@@ -198,6 +199,20 @@ def test_options_that_contradict_the_strategy_are_refused(options: dict[str, Any
         SAFusionStrategy(**options)
     # LightningCLI passes every option with its default
     SAFusionStrategy(**dict.fromkeys(options))
+
+
+@pytest.mark.parametrize("given", [{}, {"bucket_cap_mb": 0}])
+def test_ddp_is_not_given_a_bucket_size_of_zero(
+    tmp_path: Path, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class LikeTorch211(DistributedDataParallel):
+        def __init__(self, *args: Any, bucket_cap_mb: float = 25, **options: Any) -> None:
+            assert bucket_cap_mb, "bucket_cap_mb should be set by now"
+            super().__init__(*args, bucket_cap_mb=bucket_cap_mb, **options)
+
+    monkeypatch.setattr("lightning_safusion.strategy.DistributedDataParallel", LikeTorch211)
+    ended = fit(tmp_path, SAFusionStrategy(**FORK, **given), max_steps=1)
+    assert [rank["report"]["windows"] for rank in ended] == [1, 1]
 
 
 def test_a_dense_pattern_that_matches_nothing_is_refused(tmp_path: Path) -> None:

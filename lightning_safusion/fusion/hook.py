@@ -13,14 +13,18 @@ from torch.utils.hooks import RemovableHandle
 from lightning_safusion.comm.collectives.allreduce import coo_means
 from lightning_safusion.fusion.engine import Engine
 
+# DDP's `bucket_cap_mb` with which every parameter has a bucket, and hence a call of the hook, of its own: half a byte,
+# which DDP rounds down to 0 bytes. torch 2.11 refuses a plain 0.
+OWN_BUCKETS_MB = 2.0**-21
+
 
 class DDPHook:
     """Pushes the gradients of DDP's buckets to the engine, and drains it before DDP finalizes its backward pass.
 
     Use: ``hook = DDPHook(engine, params, static_graph=...)``, then ``ddp.register_comm_hook(None, hook.run)``. It holds
     no reference to DDP or to the parameters: DDP's C++ reducer holds the hook, and such a cycle would never be
-    collected. With ``torch.compile``, set ``ddp.bucket_bytes_cap`` to DDP's usual 25 MiB after ``bucket_cap_mb=0``:
-    graphs are split by it.
+    collected. With ``torch.compile``, set ``ddp.bucket_bytes_cap`` to DDP's usual 25 MiB after
+    ``bucket_cap_mb=OWN_BUCKETS_MB``: graphs are split by it.
 
     Args:
         engine: Runs the windows.

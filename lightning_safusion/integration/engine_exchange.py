@@ -18,7 +18,7 @@ from lightning_safusion.comm.transport.interface import Transport, during
 from lightning_safusion.fusion.build import build_engine
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.events import Observer
-from lightning_safusion.fusion.hook import DDPHook
+from lightning_safusion.fusion.hook import OWN_BUCKETS_MB, DDPHook
 from lightning_safusion.fusion.layout import TensorSpec
 from lightning_safusion.fusion.plans.ticking import Horovod
 from lightning_safusion.fusion.record import nothing_exchanged
@@ -107,10 +107,8 @@ class EngineExchange(GradientExchange):
         self.engine.observers = observers
 
     def ddp_options(self, options: dict[str, Any]) -> dict[str, Any]:
-        if options.get("bucket_cap_mb") is None:
-            # every parameter has a bucket, and hence a call of the hook, of its own
-            options = options | {"bucket_cap_mb": 0}
-        return options | {"gradient_as_bucket_view": True}
+        size = options.get("bucket_cap_mb") or OWN_BUCKETS_MB
+        return options | {"bucket_cap_mb": size, "gradient_as_bucket_view": True}
 
     def register(self, ddp: DistributedDataParallel) -> None:
         ddp.bucket_bytes_cap = _COMPILE_BUCKET_BYTES

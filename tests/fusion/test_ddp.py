@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_safusion.comm import default_transport
 from lightning_safusion.fusion.build import build_engine
-from lightning_safusion.fusion.hook import DDPHook
+from lightning_safusion.fusion.hook import OWN_BUCKETS_MB, DDPHook
 from lightning_safusion.fusion.layout import specs_from_parameters
 from lightning_safusion.sparsify import available_sparsifiers
 from tests.cluster import settings
@@ -73,7 +73,8 @@ def wrap(model: nn.Module, options: dict[str, Any] | None, **ddp_options: Any) -
     """Plain DDP if ``options`` is None, else DDP with the hook."""
     if options is None:
         return DistributedDataParallel(model, **ddp_options), None
-    ddp = DistributedDataParallel(model, **({"bucket_cap_mb": 0, "gradient_as_bucket_view": True} | ddp_options))
+    usual = {"bucket_cap_mb": OWN_BUCKETS_MB, "gradient_as_bucket_view": True}
+    ddp = DistributedDataParallel(model, **(usual | ddp_options))
     tables = {id(m.weight) for m in model.modules() if getattr(m, "sparse", False)}
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     named, sparse = ([(n, p) for n, p in trainable if (id(p) in tables) == wanted] for wanted in (False, True))
@@ -350,6 +351,27 @@ class Tables(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.out(self.words(tokens).mean(1) + self.bag(tokens))
+
+
+def test_every_parameter_has_a_bucket_of_its_own() -> None:
+    """Empty ones too."""
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.ParameterList([torch.ones(size) for size in (1, 0, 9)])
+
+        def forward(self) -> Tensor:
+            return torch.cat(list(self.weights)).sum()
+
+    def buckets(rank: int) -> int:
+        ddp, hook = wrap(Sum(), {"collective": "allgather"})
+        for _ in range(3):
+            ddp().backward()
+        assert hook is not None
+        return len(hook._seen)
+
+    assert run_ranks(1, buckets) == [3]
 
 
 @pytest.mark.parametrize("ddp_options", [{}, {"static_graph": True}, {"find_unused_parameters": True}])
