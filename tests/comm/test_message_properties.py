@@ -26,13 +26,19 @@ from tests.comm.test_damaged import codec_of, outcome
 from tests.sparsify.oracle import FINITE, KINDS, values_of
 
 EXPLICIT = [wire for wire in available_wires() if "-" in wire]
+#: Every layout, with floats and with values of a few bits.
+FAMILIES: dict[str, list[str]] = {}
+for _wire in EXPLICIT:
+    _layout, _, _values = _wire.partition("-")
+    FAMILIES.setdefault(f"{_layout}-{'float' if 'p' in _values or _values == 'bf16' else 'few-bits'}", []).append(_wire)
+each_family = pytest.mark.parametrize("wires", FAMILIES.values(), ids=list(FAMILIES))
 # around blocks of 256 and 65,536 elements, bytes and words of a bitmap
 NUMELS = [0, 1, 7, 31, 32, 33, 255, 257, 1000, 65_535, 65_537, 100_000]
 Case = tuple[Codec, Selection]
 
 
 @st.composite
-def messages(draw: st.DrawFn, wire: str, finite: bool = False) -> Case:
+def messages(draw: st.DrawFn, wires: list[str], kinds: list[str] = KINDS) -> Case:
     """A format of a span of some tensors, and a selection that fits."""
     numel = draw(st.sampled_from(NUMELS))
     cuts = sorted(draw(st.lists(st.integers(0, numel), max_size=3)))
@@ -40,11 +46,11 @@ def messages(draw: st.DrawFn, wire: str, finite: bool = False) -> Case:
     count = draw(st.sampled_from([capacity, capacity // 2, min(1, capacity), 0]))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     indices = np.sort(rng.choice(numel, count, replace=False)) if numel else np.zeros(0, np.int64)
-    values = values_of(draw(st.sampled_from(FINITE if finite else KINDS)), count, rng)
+    values = values_of(draw(st.sampled_from(kinds)), count, rng)
     if draw(st.booleans()):  # far too large, and far too small, for 16 bits
         values = values * np.float32(10.0) ** rng.integers(-30, 30, count).astype(np.float32)
     selection = Selection(torch.from_numpy(indices), torch.from_numpy(values.astype(np.float32)), count)
-    return resolve_codec(wire, numel, capacity, torch.float32, (0, *cuts, numel)), selection
+    return resolve_codec(draw(st.sampled_from(wires)), numel, capacity, torch.float32, (0, *cuts, numel)), selection
 
 
 def encoded(codec: Codec, selection: Selection, garbage: int) -> tuple[Tensor, Tensor]:
@@ -71,10 +77,10 @@ def spread(codec: Codec, indices: Tensor, values: Tensor) -> Tensor:
     return torch.zeros(codec.numel).index_add_(0, indices, values)
 
 
-@pytest.mark.parametrize("wire", EXPLICIT)
+@each_family
 @given(data=st.data())
-def test_what_was_sent_arrives(wire: str, data: st.DataObject) -> None:
-    codec, selection = data.draw(messages(wire))
+def test_what_was_sent_arrives(wires: list[str], data: st.DataObject) -> None:
+    codec, selection = data.draw(messages(wires))
     message, sent = encoded(codec, selection, 255)
     assert codec.nbytes % 4 == 0
     indices, values = codec.decode(message)
@@ -84,9 +90,12 @@ def test_what_was_sent_arrives(wire: str, data: st.DataObject) -> None:
     else:
         assert torch.equal(indices, selection.indices)
         same(values, sent)
-    if wire.endswith("-fp32"):
+    if codec.name.endswith("-fp32"):
         same(sent, selection.values)
-    same(spread(codec, *codec.decode_padded(message)), spread(codec, indices, values))
+    padded_indices, padded_values = codec.decode_padded(message)
+    assert len(padded_indices) == (codec.numel if codec.layout == "dense" else codec.capacity)
+    assert bool(((padded_indices >= 0) & (padded_indices < max(1, codec.numel))).all())
+    same(spread(codec, padded_indices, padded_values), spread(codec, indices, values))
     with native.unused():
         for ours, theirs in zip(codec.decode(message), (indices, values), strict=True):
             same(ours, theirs)
@@ -102,11 +111,11 @@ def test_what_was_sent_arrives(wire: str, data: st.DataObject) -> None:
                 same(part, values[inside])
 
 
-@pytest.mark.parametrize("wire", EXPLICIT)
+@each_family
 @given(data=st.data())
-def test_a_selection_has_one_message(wire: str, data: st.DataObject) -> None:
+def test_a_selection_has_one_message(wires: list[str], data: st.DataObject) -> None:
     """Whoever encodes it, from whatever positions, into whatever lay there before."""
-    codec, selection = data.draw(messages(wire, finite=True))
+    codec, selection = data.draw(messages(wires, [*FINITE, "infinities"]))
     message, sent = encoded(codec, selection, 0)
     found = FoundSelection(selection.indices.int(), selection.values)
     others = [selection, found, padded(selection, codec.capacity)]
@@ -142,10 +151,10 @@ def damaged(draw: st.DrawFn, codec: Codec) -> Tensor:
     return message
 
 
-@pytest.mark.parametrize("wire", EXPLICIT)
+@each_family
 @given(data=st.data())
-def test_damaged_messages_are_refused_alike_or_read_in_bounds(wire: str, data: st.DataObject) -> None:
-    codec = codec_of(wire)
+def test_damaged_messages_are_refused_alike_or_read_in_bounds(wires: list[str], data: st.DataObject) -> None:
+    codec = codec_of(data.draw(st.sampled_from(wires)))
     message = data.draw(damaged(codec))
     said = {compiled: outcome(codec, message.clone(), compiled) for compiled in (True, False)}
     assert all(text == "read" or text.endswith("it is damaged") for text in said.values()), said
@@ -153,8 +162,7 @@ def test_damaged_messages_are_refused_alike_or_read_in_bounds(wire: str, data: s
         assert said[True] == said[False]
 
 
-@pytest.mark.parametrize("wire", EXPLICIT)
-@given(size=st.integers(0, 30_000))
+@given(wire=st.sampled_from(EXPLICIT), size=st.integers(0, 30_000))
 def test_messages_of_another_size_are_refused(wire: str, size: int) -> None:
     codec = codec_of(wire)
     message = torch.zeros(size + (size == codec.nbytes), dtype=torch.uint8)
