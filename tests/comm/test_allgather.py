@@ -54,9 +54,8 @@ def both(workers: Workers, xs: Sequence[Tensor]) -> list[tuple[list[Tensor], boo
 
 
 @compiled
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(("dense", "world_size"), [(None, 1), ((70_000, 120_000), 2), ((0, 70_000), 3)])
 @pytest.mark.parametrize("wire", ["block16-fp32", "bitmap-bf16", "dense-fp32", "q4"])
-@pytest.mark.parametrize("dense", [None, (70_000, 120_000), (0, 70_000)])
 def test_the_mean_is_that_of_the_buffer(wire: str, dense: tuple[int, int] | None, world_size: int) -> None:
     runs = () if dense is None else ((*dense, torch.float32),)
     workers = Workers(world_size, SpanSpec(EDGES[-1], 3000, EDGES, runs), gather(wire))
@@ -70,8 +69,9 @@ def test_the_mean_is_that_of_the_buffer(wire: str, dense: tuple[int, int] | None
 
 
 @compiled
-@pytest.mark.parametrize("wire", ["block16-fp16", "bitmap-sign", "coo-bf16", "dense-fp32"])
-@pytest.mark.parametrize("least", [1000, 40_000])
+@pytest.mark.parametrize(
+    ("wire", "least"), [("block16-fp16", 1000), ("bitmap-sign", 40_000), ("coo-bf16", 1000), ("dense-fp32", 40_000)]
+)
 def test_what_kernels_cannot_read_is_decoded_piece_by_piece(
     wire: str, least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,8 +22,9 @@ def each(transports: list[LocalTransport], fn: Callable[[int, LocalTransport], A
         return list(pool.map(fn, range(len(transports)), transports))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("world_size", "dtype"), [(1, torch.float32), (2, torch.float16), (3, torch.bfloat16), (5, torch.float32)]
+)
 def test_equals_the_all_reduce_bit_for_bit(world_size: int, dtype: torch.dtype) -> None:
     for numel in (0, 1, 2, 7, 1000):
         xs = [x.to(dtype) for x in gradients(world_size, numel)]
@@ -75,10 +76,9 @@ def real(rank: int, world_size: int) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_real_ranks(world_size: int) -> None:
-    first, *others = run_ranks(world_size, real, world_size)
+def test_real_ranks() -> None:
+    first, *others = run_ranks(3, real, 3)
     assert all(other == first for other in others)
-    expected = torch.stack(gradients(world_size, 1001)).sum(0)
+    expected = torch.stack(gradients(3, 1001)).sum(0)
     for values, tolerance in zip(first, (1e-5, 0.05), strict=True):
         torch.testing.assert_close(torch.tensor(values), expected, atol=tolerance, rtol=tolerance)

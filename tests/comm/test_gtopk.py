@@ -67,13 +67,6 @@ def test_mass_is_lost() -> None:
     assert lost(results) == 4.0
 
 
-@pytest.mark.parametrize("world_size", [8])
-def test_real_gradients_lose_mass_too(world_size: int) -> None:
-    spec = span(5000, 100)
-    results = Workers(world_size, spec, gtopk()).step(gradients(world_size, 5000))
-    assert lost(results) > 1.0
-
-
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_bytes_are_those_of_the_formula(world_size: int) -> None:
     n, size = world_size, aligned(4 + 8 * 25)
@@ -85,6 +78,6 @@ def test_bytes_are_those_of_the_formula(world_size: int) -> None:
     assert {e.bytes_sent - e.lane.bytes_sent for e in workers.exchanges} == {size}
 
 
-@pytest.mark.parametrize("world_size", range(1, 20))
-def test_rounds_are_as_few_as_promised(world_size: int) -> None:
-    assert len(tree_rounds(world_size)) == (world_size - 1).bit_length()
+def test_rounds_are_as_few_as_promised() -> None:
+    for world_size in range(1, 20):
+        assert len(tree_rounds(world_size)) == (world_size - 1).bit_length()

@@ -41,10 +41,7 @@ CLUSTERS: list[list[int]] = [
     [0, 1],
     [0, 0, 1],
     [1, 0, 1, 0, 0],
-    [0, 0, 0, 0, 1, 1, 1, 1],
     [0, 1, 1, 0, 2, 2, 2, 3],
-    list(range(8)),
-    [0] * 8,
 ]
 
 
@@ -109,7 +106,7 @@ def test_bytes_are_those_of_the_formulas(cluster: list[int]) -> None:
             assert exchange.transports.inside.bytes_received == scattered + gathered
 
 
-@pytest.mark.parametrize("wire", ["bf16", "fp32", "fp16", "auto", "q4", "sign"])
+@pytest.mark.parametrize("wire", ["auto", "fp16", "q4"])
 def test_rounding_stays_with_the_senders(wire: str) -> None:
     cluster = [0, 1, 0, 1, 1]
     workers = Workers(5, span(1000, 40), hierarchical(cluster, wire=wire))
@@ -239,6 +236,7 @@ def nodes_of_strategy(trainer: Trainer) -> Any:
     return exchange.transports.nodes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("collective", ["hierarchical", "hierarchical-sharded"])
 def test_nodes_are_those_of_the_job(collective: str) -> None:
     results = run_ranks(3, train, collective)

@@ -33,7 +33,6 @@ from tests.comm.exchanges import (
     span,
     through,
 )
-from tests.quick import quick_of
 
 #: Node of every rank.
 CLUSTERS: list[list[int]] = [
@@ -42,10 +41,8 @@ CLUSTERS: list[list[int]] = [
     [0, 1],
     [0, 0, 1],
     [1, 0, 1, 0, 0],
-    [0, 1, 2, 3, 4],
+    [0, 1, 2],
     [0, 1, 1, 0, 2, 2, 2, 3],
-    [0, 1, 2, 2, 1, 0, 0, 1],
-    list(range(8)),
 ]
 SIZES = (700, 1, 0, 300, 999)
 
@@ -88,8 +85,7 @@ def selected(x: Tensor, cut: Segments | None, units: SpanUnits | None) -> Select
     return Selector(TopK()).select(x, History(cut), 0, units=units)
 
 
-@pytest.mark.parametrize("wire", ["auto", "q4"])
-@pytest.mark.parametrize("by_update", [False, True])
+@pytest.mark.parametrize(("wire", "by_update"), [("auto", True), ("q4", False)])
 @pytest.mark.parametrize("cluster", CLUSTERS, ids=str)
 def test_nodes_do_what_single_workers_would_do_with_their_sums(cluster: list[int], by_update: bool, wire: str) -> None:
     n, nodes, segments = len(cluster), nodes_in(cluster), segments_of(0.05)
@@ -102,7 +98,7 @@ def test_nodes_do_what_single_workers_would_do_with_their_sums(cluster: list[int
         Workers(len(nodes), SpanSpec(cut.numel, cut.capacity, (0, cut.numel), ()), flat(cut, wire)) for cut in cuts
     ]
     flags = torch.ones(spec.num_tensors, dtype=torch.uint8)
-    for step in range(3):
+    for step in range(2):
         xs = gradients(n, spec.numel, seed=step)
         units = [units_of(spec) if by_update else None for _ in xs]
         results = workers.step(xs, [Part(None, flags, units=own) for own in units])
@@ -148,10 +144,10 @@ def test_all_members_of_a_node_know_what_it_has_sent(cluster: list[int]) -> None
             assert torch.equal(results[rank].sent, mine)
 
 
-@pytest.mark.parametrize("nodes", [1, 2, 4, 8])
+@pytest.mark.parametrize("nodes", [1, 2, 4])
 def test_many_nodes_receive_no_more_than_few(nodes: int) -> None:
     cluster = [node for node in range(nodes) for _ in range(2)]
-    numel, capacity = 60_000, 3000
+    numel, capacity = 40_000, 2000
     workers = Workers(len(cluster), span(numel, capacity), hierarchical_sharded(cluster, wire="bf16"))
     workers.step(gradients(len(cluster), numel))
     message = message_bytes("eliasfano-bf16", numel, capacity)
@@ -194,9 +190,15 @@ def test_a_tensor_of_which_a_rank_sends_nothing_is_not_charged_to_it() -> None:
         assert conserved(results)
 
 
-@pytest.mark.parametrize("scope", ["tensor", "group"])
-@pytest.mark.parametrize("wire", ["q4", "fp32"])
-@pytest.mark.parametrize("nodes", quick_of([[0, 1, 0, 1, 1], [0, 0, 0], [0, 1, 2]], ([0, 1, 0, 1, 1],)), ids=str)
+@pytest.mark.parametrize(
+    ("nodes", "wire", "scope"),
+    [
+        ([0, 1, 0, 1, 1], "q4", "tensor"),
+        ([0, 1, 0, 1, 1], "fp32", "group"),
+        ([0, 0, 0], "q4", "group"),
+        ([0, 1, 2], "fp32", "tensor"),
+    ],
+)
 def test_under_the_engine(nodes: list[int], wire: str, scope: Scope) -> None:
     n = len(nodes)
     cluster = Cluster(n, lambda: settings(collective="hierarchical-sharded", scope=scope, wire=wire), nodes=nodes)

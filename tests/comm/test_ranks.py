@@ -21,7 +21,7 @@ from lightning_safusion.kernels.cpu import Parts
 from lightning_safusion.sparsify.base import Selection
 
 BORDER = 1 << 16
-LONG, TINY = [0, 40_000_000], list(range(0, 400_001, 40))
+LONG, TINY = [0, 4_000_000], list(range(0, 400_001, 40))
 
 
 def codec_of(edges: Sequence[int], capacity: int, values: str = "q4") -> EliasFanoCodec:
@@ -134,15 +134,14 @@ def read_regions(codec: EliasFanoCodec, message: Tensor, compiled: bool) -> None
     "compiled", [pytest.param(True, marks=pytest.mark.skipif(not native.usable(), reason="no compiled kernels")), False]
 )
 @pytest.mark.parametrize("capacity", [BORDER - 2, BORDER])
-@pytest.mark.parametrize(
-    ("region", "change"), [(0, 1), (40, -1), (40, 1 << 14), (-1, 1), (-1, -1)], ids=lambda number: str(number)
-)
-def test_damaged_ranks_are_refused(capacity: int, compiled: bool, region: int, change: int) -> None:
+def test_damaged_ranks_are_refused(capacity: int, compiled: bool) -> None:
     codec, positions = codec_of(LONG, capacity), drawn(LONG, capacity)
-    message = written(codec, positions)
-    ranks = message[: codec.field_bytes[0]].view(torch.int16 if capacity < BORDER else torch.int32)
-    ranks[region % len(counted(LONG, codec.low, positions))] += change
-    with contextlib.nullcontext() if compiled else native.unused(), pytest.raises(ValueError, match="damaged"):
-        read_regions(codec, message, compiled)
-    indices, _ = codec.decode_padded(message)
-    assert bool(((indices >= 0) & (indices < codec.numel)).all())
+    intact = written(codec, positions)
+    for region, change in ((0, 1), (40, -1), (40, 1 << 14), (-1, 1), (-1, -1)):
+        message = intact.clone()
+        ranks = message[: codec.field_bytes[0]].view(torch.int16 if capacity < BORDER else torch.int32)
+        ranks[region % len(counted(LONG, codec.low, positions))] += change
+        with contextlib.nullcontext() if compiled else native.unused(), pytest.raises(ValueError, match="damaged"):
+            read_regions(codec, message, compiled)
+        indices, _ = codec.decode_padded(message)
+        assert bool(((indices >= 0) & (indices < codec.numel)).all())

@@ -57,8 +57,7 @@ def test_a_tensor_has_the_same_pieces_in_every_buffer(workers: int) -> None:
     assert together.quotas[inside].tolist() == alone.quotas.tolist()
 
 
-@pytest.mark.parametrize("period", [2, 4, 8, 12, 16])
-@pytest.mark.parametrize("workers", [8, 16])
+@pytest.mark.parametrize(("period", "workers"), [(2, 8), (8, 16), (12, 8), (16, 16)])
 def test_tensors_of_equal_layers_have_owners_of_all_ranks(period: int, workers: int) -> None:
     # in each layer one tensor is larger than the others, too small to be cut
     layers = 96 // period
@@ -106,8 +105,7 @@ def selected(x: Tensor, pieces: Pieces) -> Selection:
 
 @pytest.mark.parametrize("wire", ["q4", "bf16"])
 @pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("overflowing", [True, False])
-def test_a_shard_on_the_host_does_what_pytorch_would(wire: str, compiled: bool, overflowing: bool) -> None:
+def test_a_shard_on_the_host_does_what_pytorch_would(wire: str, compiled: bool) -> None:
     workers, generator = 4, torch.Generator().manual_seed(0)
     whole = Pieces.of(segments(), workers)
     sent, delivered = whole.times(0.5), whole.times(3.5)
@@ -120,7 +118,7 @@ def test_a_shard_on_the_host_does_what_pytorch_would(wire: str, compiled: bool, 
         for step in range(6):
             for message in messages:
                 x = drawn(generator, numel)
-                if overflowing and step == 4:
+                if step == 4:
                     x[20_000:30_000] = 3e38
                 Routes(whole, numel, [own._replace(memory=message)]).send(selected(x, sent))
             x = drawn(generator, numel)
@@ -132,12 +130,11 @@ def test_a_shard_on_the_host_does_what_pytorch_would(wire: str, compiled: bool, 
                 leaving = shard.leaving(sums, largest)
                 lists = largest.indices, largest.values, leaving.indices, leaving.values
                 found.append([each.clone() for each in (sums, shard._held, *lists)])
-            assert bool(found[0][0].isfinite().all()) is not (overflowing and step == 4)
+            assert bool(found[0][0].isfinite().all()) is not (step == 4)
             torch.testing.assert_close(*found, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("workers", [2, 3, 8])
-@pytest.mark.parametrize("wire", ["q4", "sign", "fp32"])
+@pytest.mark.parametrize(("wire", "workers"), [("q4", 3), ("sign", 2), ("fp32", 8)])
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("spoilt", ["", "more", "nan"])
 def test_the_messages_for_all_owners_are_those_of_each(workers: int, wire: str, compiled: bool, spoilt: str) -> None:
