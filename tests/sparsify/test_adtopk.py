@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import numpy as np
 import pytest
@@ -43,11 +44,10 @@ def brute_force(x: Tensor, shape: tuple[int, ...], rule: Rule, each: int) -> lis
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_every_row_sends_its_largest(shape: tuple[int, ...], rule: Rule) -> None:
-    x = (sample("gaussian", math.prod(shape), seed=2) * 3).round()  # many ties, some zeros
+def test_every_row_sends_its_largest(rule: Rule) -> None:
     sparsifier = ADTopk(rule)
-    for density in (0.01, 0.35, 0.6, 1.0):
+    for shape, density in product(SHAPES, (0.01, 0.35, 0.6, 1.0)):
+        x = (sample("gaussian", math.prod(shape), seed=2) * 3).round()  # many ties, some zeros
         quota = sparsifier.quota(x.numel(), shape, density)
         rows = rows_of(shape, rule)
         each = min(len(rows[0]), max(1, math.floor(len(rows[0]) * density + 1e-6)))

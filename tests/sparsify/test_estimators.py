@@ -103,11 +103,10 @@ def test_contract_with_a_pool(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BY_MAGNITUDE)
-@pytest.mark.parametrize("distribution", ["gaussian", "student3", "uniform", "zeros_laplace"])
-def test_no_larger_element_stays_behind(name: str, distribution: str) -> None:
+def test_no_larger_element_stays_behind(name: str) -> None:
     """Threshold consistency, and with it the contraction ||x - C(x)||^2 <= (1 - N/d) ||x||^2."""
-    x = sample(distribution, 20_000)
-    for quota in (20, 1_000, 2_000):
+    for distribution, quota in (("gaussian", 20), ("student3", 1_000), ("uniform", 2_000), ("zeros_laplace", 1_000)):
+        x = sample(distribution, 20_000)
         selection = ALL[name]().select(x, span_segments(20_000, quota), 0)
         left = x.clone()
         left[selection.indices] = 0
@@ -118,22 +117,14 @@ def test_no_larger_element_stays_behind(name: str, distribution: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name != "threshold"])
-@pytest.mark.parametrize("exponent", [-20, -1, 9])
-def test_scaling_by_a_power_of_two_changes_nothing(name: str, exponent: int) -> None:
+def test_scaling_by_a_power_of_two_changes_nothing(name: str) -> None:
     x, segments = several()
-    plain, scaled = ALL[name](), ALL[name]()
-    for step in range(2):
-        one, other = plain.select(x, segments, step), scaled.select(x * 2.0**exponent, segments, step)
-        assert torch.equal(one.indices, other.indices)
-        assert torch.equal(one.values * 2.0**exponent, other.values)
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_sign_of_the_gradient_does_not_matter(name: str) -> None:
-    x, segments = several()
-    one, other = ALL[name]().select(x, segments, 0), ALL[name]().select(-x, segments, 0)
-    assert torch.equal(one.indices, other.indices)
-    assert torch.equal(one.values, -other.values)
+    for factor in (2.0**-20, -(2.0**9)):
+        plain, scaled = ALL[name](), ALL[name]()
+        for step in range(2):
+            one, other = plain.select(x, segments, step), scaled.select(x * factor, segments, step)
+            assert torch.equal(one.indices, other.indices)
+            assert torch.equal(one.values * factor, other.values)
 
 
 @pytest.mark.parametrize("name", BY_DISTRIBUTION)
@@ -196,27 +187,26 @@ EDGES: dict[str, tuple[Tensor, int]] = {
 }
 
 
-@pytest.mark.parametrize("edge", EDGES)
 @pytest.mark.parametrize("name", ALL)
-def test_edge_inputs(name: str, edge: str) -> None:
+def test_edge_inputs(name: str) -> None:
     """Every input ends in a valid selection, also when the same input comes again and again."""
-    x, quota = EDGES[edge]
-    segments = span_segments(x.numel(), quota)
-    sparsifier = ALL[name]()
-    for step in range(6):
-        selection = sparsifier.select(x, segments, step)
-        check_contract(x, segments, selection)
-        if name != "randomk" and bool(torch.isfinite(x).all()) and bool(x.any()):
-            assert float(selection.values.abs().max()) == float(x.abs().max())  # the largest is always sent
+    for edge, (x, quota) in EDGES.items():
+        segments = span_segments(x.numel(), quota)
+        sparsifier = ALL[name]()
+        for step in range(3):
+            selection = sparsifier.select(x, segments, step)
+            check_contract(x, segments, selection)
+            if name != "randomk" and bool(torch.isfinite(x).all()) and bool(x.any()):
+                assert float(selection.values.abs().max()) == float(x.abs().max()), edge  # it is always sent
 
 
-@pytest.mark.parametrize("edge", ["constant", "constant magnitude", "two values", "denormals", "bfloat16 ties"])
 @pytest.mark.parametrize("name", ["dgc", "gaussiank", "redsync", "redsync-trim", "sidco", "oktopk", "sidco-gp"])
-def test_degenerate_inputs_do_not_starve(name: str, edge: str) -> None:
+def test_degenerate_inputs_do_not_starve(name: str) -> None:
     """The default methods send a good part of the quota where the fitted distribution makes no sense."""
-    x, quota = EDGES[edge]
-    selection = ALL[name]().select(x, span_segments(x.numel(), quota), 0)
-    assert int(selection.count) >= quota // 2
+    for edge in ("constant", "constant magnitude", "two values", "denormals", "bfloat16 ties"):
+        x, quota = EDGES[edge]
+        selection = ALL[name]().select(x, span_segments(x.numel(), quota), 0)
+        assert int(selection.count) >= quota // 2, edge
 
 
 @pytest.mark.parametrize("name", ALL)

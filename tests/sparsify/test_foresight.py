@@ -68,9 +68,7 @@ def train(name: str, scope: str, pool: int, foresight: bool) -> list[tuple[torch
     return selected
 
 
-@pytest.mark.parametrize("room", [0, 16])
-@pytest.mark.parametrize("pool", [0, 300])
-@pytest.mark.parametrize("scope", ["ahead", "behind", "across"])
+@pytest.mark.parametrize(("scope", "pool", "room"), [("ahead", 0, 16), ("behind", 300, 0), ("across", 300, 16)])
 @pytest.mark.parametrize("name", ["topk", "gaussiank", "redsync", "sidco", "dgc"])
 def test_no_result_depends_on_it(name: str, scope: str, pool: int, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known, "_ROOM", room)

@@ -53,9 +53,11 @@ def send(memory: Memory, step: int, wire: torch.dtype = torch.float32) -> Tensor
     return update
 
 
-@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_residual_conserves_the_sum_of_gradients(wire: torch.dtype, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "wire"),
+    [(torch.float32, torch.float8_e4m3fn), (torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16)],
+)
+def test_residual_conserves_the_sum_of_gradients(dtype: torch.dtype, wire: torch.dtype) -> None:
     memory = bound(ResidualMemory())
     assert memory.conserves
     total, sent = torch.zeros(64, dtype=torch.float64), torch.zeros(64, dtype=torch.float64)

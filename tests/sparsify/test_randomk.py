@@ -27,11 +27,9 @@ def test_exactly_the_quota_of_distinct_ascending_positions(size: int, quota: int
         assert torch.equal(selection.values, x[selection.indices])
 
 
-@pytest.mark.parametrize(
-    ("size", "quota"), [(7, 3), *(pytest.param(*shape, marks=pytest.mark.slow) for shape in ((10, 7), (16, 4)))]
-)
+@pytest.mark.parametrize(("size", "quota"), [(7, 3), (16, 4)])
 def test_every_element_has_the_same_probability(size: int, quota: int) -> None:
-    draws = 10_000
+    draws = 3000
     segments = span_segments(size, quota)
     x, sparsifier = torch.zeros(size), RandomK(seed=3)
     hits = torch.zeros(size, dtype=torch.int64)
@@ -43,7 +41,7 @@ def test_every_element_has_the_same_probability(size: int, quota: int) -> None:
 
 
 def test_scaled_selection_is_unbiased_and_its_error_is_known() -> None:
-    size, quota, draws = 50, 8, 4000
+    size, quota, draws = 50, 8, 2000
     x = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64).float()
     sums, errors = torch.zeros(size, dtype=torch.float64), []
     sparsifier, segments = RandomK(), span_segments(size, quota)

@@ -17,20 +17,20 @@ CONTINUOUS = [name for name in SAMPLERS if not name.startswith("zeros")]
 
 
 @pytest.mark.parametrize("method", ["search", "trim"])
-@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("name", ["gaussian", "student3", "uniform", "zeros_laplace"])
 def test_result_is_top_k(name: str, method: str) -> None:
     x = sample(name, NUMEL, seed=1)
     non_zeros = int(x.count_nonzero())
-    for density in (0.5, *DENSITIES):
+    for density in (0.5, 0.05, 0.001):
         quota = min(int(density * NUMEL), non_zeros)
         selection = RedSync(method).select(x, span_segments(NUMEL, quota), 0)  # type: ignore[arg-type]  # a value of the Literal
         assert torch.equal(selection.indices, segmented_view(x, span_segments(NUMEL, quota)).top().indices)
 
 
-@pytest.mark.parametrize("density", DENSITIES)
 @pytest.mark.parametrize("name", CONTINUOUS)
-def test_search_finds_one_to_two_quotas(name: str, density: float) -> None:
-    assert 1 <= found_ratio(RedSync(), sample(name, NUMEL), density) <= 2
+def test_search_finds_one_to_two_quotas(name: str) -> None:
+    for density in DENSITIES:
+        assert 1 <= found_ratio(RedSync(), sample(name, NUMEL), density) <= 2
 
 
 @pytest.mark.parametrize("outlier", [1e2, 1e3, 1e5])

@@ -48,13 +48,13 @@ def test_random_k_draws_with_replacement_out_of_range_and_reseeds_the_process() 
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("density", [0.3, 0.05, 0.002])
 @pytest.mark.parametrize("kind", [DGC, GaussianK, RedSync, SIDCo, OkTopk, ADTopk])
-def test_density_is_hard_coded_in_the_compressor(kind: type[Sparsifier], density: float) -> None:
+def test_density_is_hard_coded_in_the_compressor(kind: type[Sparsifier]) -> None:
     """ADTopk's ports use 0.01 (0.05 for top-k) whatever is asked for."""
-    quota = int(density * 40_000)
-    count = int(kind().select(sample("laplace", 40_000), span_segments(40_000, quota), 0).count)
-    assert 0.6 * quota <= count <= quota
+    for density in (0.3, 0.05, 0.002):
+        quota = int(density * 40_000)
+        count = int(kind().select(sample("laplace", 40_000), span_segments(40_000, quota), 0).count)
+        assert 0.6 * quota <= count <= quota
 
 
 def test_number_of_stages_is_ignored() -> None:

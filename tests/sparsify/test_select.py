@@ -37,27 +37,20 @@ def test_kth_largest_of_rank_zero_is_infinite_and_beats_the_quota() -> None:
 
 
 SPECIAL = {
-    "zeros": torch.zeros(40_000),
-    "constant": torch.full((40_000,), -0.25),
     "one-hot": torch.zeros(40_000).index_fill_(0, torch.tensor([31_234]), -3.0),
-    "denormals": torch.arange(40_000).float() * 1e-44,
     "one NaN": torch.randn(40_000, generator=torch.Generator().manual_seed(1)).index_fill_(
         0, torch.tensor(9), math.nan
-    ),
-    "infinities": torch.randn(40_000, generator=torch.Generator().manual_seed(2)).index_fill_(
-        0, torch.arange(0, 40_000, 7), -math.inf
     ),
     "all NaN": torch.full((40_000,), math.nan),
     "negative zeros": torch.full((40_000,), -0.0),
     # every sampled position is large, so that the sampled floor is far too high
     "periodic": torch.where(torch.arange(40_000) % 17 == 0, 100.0, 1.0) * torch.arange(1, 40_001) / 40_000,
-    "rising": torch.arange(40_000).float(),
 }
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", SPECIAL)
-@pytest.mark.parametrize("quota", [1, 3, 400, 30_000, 40_000])
+@pytest.mark.parametrize("quota", [1, 400, 30_000])
 def test_special_inputs_select_exactly(backend: type[SegmentedView], name: str, quota: int) -> None:
     x, segments = SPECIAL[name], span_segments(40_000, quota)
     view = backend(x, segments)
@@ -128,7 +121,7 @@ def exact_choice(x: Tensor, segments: Segments) -> Selection:
 
 
 @needs_kernels
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(4))
 def test_pooled_quotas_take_one_look_at_the_span(seed: int) -> None:
     rng = np.random.default_rng(seed)
     sizes = rng.choice([0, 1, 30, 800, 20_000, 150_000], size=9)
@@ -178,8 +171,7 @@ def test_pooled_quotas_look_deeper_where_samples_tell_too_little() -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("pool", [0, 700])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("pool", "seed"), [(0, 0), (700, 1)])
 def test_floors_of_the_last_selection_change_no_result(pool: int, seed: int) -> None:
     """Gradients that shrink and grow, vanish, become NaN, all alike, or move to another tensor."""
     rng = np.random.default_rng(seed)

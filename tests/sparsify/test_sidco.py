@@ -47,39 +47,37 @@ def samples() -> dict[str, Tensor]:
 # -- fits and quantiles ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MOMENTS)
-def test_pareto_fit(name: str) -> None:
-    figures = MOMENTS[name]
-    shape, scale = gpareto_fit(scalar(figures.mean), scalar(figures.std**2))
-    assert (float(shape), float(scale)) == pytest.approx(figures.gpareto, abs=2e-5)
+def test_pareto_fit() -> None:
+    for figures in MOMENTS.values():
+        shape, scale = gpareto_fit(scalar(figures.mean), scalar(figures.std**2))
+        assert (float(shape), float(scale)) == pytest.approx(figures.gpareto, abs=2e-5)
 
 
-@pytest.mark.parametrize("name", MEAN_LOG)
-def test_gamma_fit(name: str) -> None:
-    shape, scale = gamma_fit(scalar(MOMENTS[name].mean), scalar(MEAN_LOG[name]))
-    assert (float(shape), float(scale)) == pytest.approx(MOMENTS[name].gamma, abs=2e-5)
+def test_gamma_fit() -> None:
+    for name, mean_log in MEAN_LOG.items():
+        shape, scale = gamma_fit(scalar(MOMENTS[name].mean), scalar(mean_log))
+        assert (float(shape), float(scale)) == pytest.approx(MOMENTS[name].gamma, abs=2e-5)
 
 
-@pytest.mark.parametrize("name", MOMENTS)
-def test_fits_of_a_sample(samples: dict[str, Tensor], name: str) -> None:
+def test_fits_of_a_sample(samples: dict[str, Tensor]) -> None:
     """The sums of the view lead to the same fits; the noise of heavy tails decides the tolerance."""
-    view = segmented_view(samples[name], span_segments(NUMEL, 1))
-    logs, count = view.log_abs_sums()
-    shape, scale = gamma_fit(view.abs_sums() / count, logs / count)
-    assert (float(shape), float(scale)) == pytest.approx(MOMENTS[name].gamma, rel=0.02)
+    for name, figures in MOMENTS.items():
+        view = segmented_view(samples[name], span_segments(NUMEL, 1))
+        logs, count = view.log_abs_sums()
+        shape, scale = gamma_fit(view.abs_sums() / count, logs / count)
+        assert (float(shape), float(scale)) == pytest.approx(figures.gamma, rel=0.02)
 
 
-@pytest.mark.parametrize("place", range(4))
-def test_quantiles_are_exact_for_their_own_distribution(place: int) -> None:
-    density = DENSITIES[place]
-    level = scalar(-math.log(density))
-    for name, shape in (("gpareto10", 0.1), ("gpareto25", 0.25), ("gpareto40", 0.4), ("uniform", -1.0)):
-        mean, variance = 1 / (1 - shape), 1 / ((1 - shape) ** 2 * (1 - 2 * shape))
-        tau = gpareto(scalar(mean), scalar(variance), level)
-        assert float(tau) == pytest.approx(TAIL_THRESHOLDS[name][place], rel=1e-6)
-    assert float(gpareto(scalar(1.0), scalar(1.0), level)) == pytest.approx(float(level))  # the limit, shape 0
-    quantile = gamma_tail_quantile(scalar(0.5), scalar(density))
-    assert float(quantile) == pytest.approx(TAIL_THRESHOLDS["gamma"][place], rel=1e-6)
+def test_quantiles_are_exact_for_their_own_distribution() -> None:
+    for place, density in enumerate(DENSITIES):
+        level = scalar(-math.log(density))
+        for name, shape in (("gpareto10", 0.1), ("gpareto25", 0.25), ("gpareto40", 0.4), ("uniform", -1.0)):
+            mean, variance = 1 / (1 - shape), 1 / ((1 - shape) ** 2 * (1 - 2 * shape))
+            tau = gpareto(scalar(mean), scalar(variance), level)
+            assert float(tau) == pytest.approx(TAIL_THRESHOLDS[name][place], rel=1e-6)
+        assert float(gpareto(scalar(1.0), scalar(1.0), level)) == pytest.approx(float(level))  # the limit, shape 0
+        quantile = gamma_tail_quantile(scalar(0.5), scalar(density))
+        assert float(quantile) == pytest.approx(TAIL_THRESHOLDS["gamma"][place], rel=1e-6)
 
 
 def test_gamma_quantile_inverts_the_tail_everywhere() -> None:
@@ -181,26 +179,24 @@ CORRECTED = {
 HEAVY = ("gpareto25", "student3", "uniform")
 
 
-@pytest.mark.parametrize(
-    ("fit", "stages", "name"),
-    [(fit, stages, name) for (fit, stages), table in PLAIN.items() for name in table],
-)
+@pytest.mark.parametrize(("fit", "stages"), PLAIN)
 def test_number_found_by_plain_stages(
-    samples: dict[str, Tensor], fit: Literal["exponential", "gamma_gpareto", "gpareto"], stages: int, name: str
+    samples: dict[str, Tensor], fit: Literal["exponential", "gamma_gpareto", "gpareto"], stages: int
 ) -> None:
-    for density, expected in zip(DENSITIES, PLAIN[fit, stages][name], strict=True):
-        if density == 0.001 and name in HEAVY:
-            continue
-        found = found_ratio(SIDCo(fit, stages, correct=False), samples[name], density)
-        assert abs(found - expected) <= count_tolerance(expected, density * NUMEL), (density, found, expected)
+    for name, figures in PLAIN[fit, stages].items():
+        for density, expected in zip(DENSITIES, figures, strict=True):
+            if density == 0.001 and name in HEAVY:
+                continue
+            found = found_ratio(SIDCo(fit, stages, correct=False), samples[name], density)
+            assert abs(found - expected) <= count_tolerance(expected, density * NUMEL), (name, density, found, expected)
 
 
 @pytest.mark.parametrize("stages", [3, 4])
-@pytest.mark.parametrize("name", CORRECTED)
-def test_number_found_by_corrected_stages(samples: dict[str, Tensor], name: str, stages: int) -> None:
-    for density, expected in zip(DENSITIES, CORRECTED[name], strict=True):
-        found = found_ratio(SIDCo(stages=stages), samples[name], density)
-        assert abs(found - expected) <= count_tolerance(expected, density * NUMEL), (density, found, expected)
+def test_number_found_by_corrected_stages(samples: dict[str, Tensor], stages: int) -> None:
+    for name, figures in CORRECTED.items():
+        for density, expected in zip(DENSITIES, figures, strict=True):
+            found = found_ratio(SIDCo(stages=stages), samples[name], density)
+            assert abs(found - expected) <= count_tolerance(expected, density * NUMEL), (name, density, found, expected)
 
 
 @pytest.mark.parametrize("fit", ["exponential", "gamma_gpareto", "gpareto"])

@@ -76,8 +76,7 @@ def test_the_first_zeros_fill_up(compiled: bool, pool: int) -> None:
         assert all(windows("topk", cut(pool), shares, compiled))
 
 
-@pytest.mark.parametrize("pool", [6_000, 40_000])
-@pytest.mark.parametrize("share", [0.0, 0.001, 0.05, 1.0])
+@pytest.mark.parametrize(("share", "pool"), [(0.0, 40_000), (0.001, 6_000), (0.05, 40_000), (1.0, 6_000)])
 @pytest.mark.parametrize("compiled", KERNELS)
 def test_a_pool_is_filled_in_one_look(compiled: bool, share: float, pool: int) -> None:
     segments = cut(pool)
@@ -89,8 +88,10 @@ def test_a_pool_is_filled_in_one_look(compiled: bool, share: float, pool: int) -
                 assert found.indices.tolist() == largest(x, segments)
 
 
-@pytest.mark.parametrize("pool", [0, 6_000])
-@pytest.mark.parametrize("name", ["topk", "gaussiank", "redsync", "dgc", "oktopk"])
+@pytest.mark.parametrize(
+    ("name", "pool"),
+    [("topk", 0), ("topk", 6_000), ("gaussiank", 0), ("redsync", 6_000), ("dgc", 0), ("oktopk", 6_000)],
+)
 @pytest.mark.skipif(not native.usable(), reason="no compiled kernels")
 def test_a_sparse_tensor_is_read_no_more_often(name: str, pool: int, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []

@@ -1,8 +1,8 @@
 """What is known of a span holds for the span that was surveyed, and for nothing else.
 
 Covers: compressors that weigh, copy, slice or reorder their span before they select, with and without the survey passed
-on, over windows with learned thresholds, with and without compiled kernels, in a Trainer; spans written to, and windows
-that have ended; immutable segments; subclasses whose `select` takes three parameters.
+on, over windows with learned thresholds, with and without compiled kernels, under the engine; spans written to, and
+windows that have ended; immutable segments; subclasses whose `select` takes three parameters.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import FrozenInstanceError
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,17 +20,18 @@ import torch
 from torch import Tensor
 
 import lightning_safusion
-from lightning_safusion import SAFusionStrategy, Segments, Selection, SpanSurvey, Sparsifier, TopK
+from lightning_safusion import Segments, Selection, SpanSurvey, Sparsifier, TopK
+from lightning_safusion.fusion.quota import QuotaRule
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify import History, resolve_sparsifier, segmented_view
 from lightning_safusion.sparsify.selection.survey import Foresight, Live, Selector
+from tests.cluster import Cluster, settings, specs
 from tests.looks import note_kernels
-from tests.models import TinyClassifier, classification, trainer
-from tests.process_group import run_launched
 
 SIZES = (20_000, 300, 1, 7_000, 2_000)
 EDGES = np.cumsum([0, *SIZES])
-WINDOWS = 20
+WINDOWS = 10
+TENSORS = specs([(300, 20), (40,), (1,), (64, 9, 3)])
 KERNELS = [pytest.param(True, marks=pytest.mark.skipif(not native.usable(), reason="no compiled kernels")), False]
 
 
@@ -95,45 +97,34 @@ class WeighedTopK(TopK):
 
 @pytest.mark.parametrize("make", [Weighing, Surveyed, WeighedTopK])
 @pytest.mark.parametrize("compiled", KERNELS)
-def test_a_compressor_that_weighs_its_span_selects_exactly_in_a_trainer(
+def test_a_compressor_that_weighs_its_span_selects_exactly_under_the_engine(
     make: type[Weighing | WeighedTopK], compiled: bool
 ) -> None:
-    def fit(rank: int) -> tuple[int, int]:
-        with nullcontext() if compiled else native.unused():
-            # an engine works with a copy of its compressor, which leaves its counts here
-            totals: list[Weighing | WeighedTopK] = []
-
-            class Counted(make):  # type: ignore[valid-type,misc]  # of several classes
-                def __deepcopy__(self, memo: object) -> Counted:
-                    totals.append(Counted())
-                    return totals[-1]  # type: ignore[return-value]
-
-            totals.append(Counted())
-            strategy = SAFusionStrategy(
-                compressor=totals[0], quota="proportional", density=0.05, collective="allgather"
-            )
-            trainer(strategy, max_steps=25, max_epochs=-1).fit(TinyClassifier(), classification())
-            return sum(one.selected for one in totals), sum(one.wrong for one in totals)
-
-    for selected, wrong in run_launched(2, fit):
-        assert selected >= 25
-        assert wrong == 0
+    cluster = Cluster(2, lambda: settings(make(), quota="proportional", collective="allgather"), TENSORS)
+    with nullcontext() if compiled else native.unused():
+        for step in range(25):
+            cluster.step(cluster.random_grads(step))
+    cluster.close()
+    for engine in cluster.controllers:
+        compressor: Any = engine.space.selector.sparsifier
+        assert compressor.selected >= 25
+        assert compressor.wrong == 0
 
 
 @pytest.mark.skipif(not native.usable(), reason="no compiled kernels")
 @pytest.mark.parametrize("quota", ["proportional", "pooled"])
-def test_the_engine_selects_from_what_was_found_while_gradients_were_added(quota: str) -> None:
-    def fit(rank: int) -> tuple[int, int]:
-        calls: list[str] = []
-        with pytest.MonkeyPatch.context() as patch:
-            note_kernels(patch, lambda name, _: calls.append(name))
-            strategy = SAFusionStrategy(quota=quota, density=0.05, collective="allgather")
-            trainer(strategy, max_steps=40, max_epochs=-1).fit(TinyClassifier(), classification())
-        return calls.count("add"), calls.count("survey")
-
-    for added, read in run_launched(2, fit):
-        assert added >= 40
-        assert read < added / 2  # in the first windows, and where a predicted threshold was wrong
+def test_the_engine_selects_from_what_was_found_while_gradients_were_added(
+    quota: QuotaRule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    note_kernels(monkeypatch, lambda name, _: calls.append(name))
+    cluster = Cluster(1, lambda: settings(quota=quota, collective="allgather"), TENSORS)
+    for step in range(40):
+        cluster.step(cluster.random_grads(step))
+    cluster.close()
+    assert calls.count("add") >= 40
+    # in the first windows, and where a predicted threshold was wrong
+    assert calls.count("survey") < calls.count("add") / 2
 
 
 def ordered(x: Tensor, segments: Segments) -> tuple[Tensor, Segments]:

@@ -138,8 +138,7 @@ def trained(
 
 
 @pytest.mark.parametrize("used", KERNELS)
-@pytest.mark.parametrize("fusion", ["single", "wfbp", "aligned"])
-@pytest.mark.parametrize("momentum", [None, 0.5])
+@pytest.mark.parametrize(("fusion", "momentum"), [("single", None), ("wfbp", 0.5), ("aligned", None)])
 def test_the_engine_sends_the_largest_keys(used: bool, fusion: str, momentum: float | None) -> None:
     def state(window: int) -> list[Tensor | None]:
         if window < 3:
@@ -167,17 +166,30 @@ def test_the_engine_sends_the_largest_keys(used: bool, fusion: str, momentum: fl
 
 @compiled
 @pytest.mark.parametrize(
-    "compressor", ["topk", "gaussiank", "dgc", "redsync", "sidco", "adtopk", "oktopk", "randomk", "none"]
+    ("compressor", "quota"),
+    [
+        ("topk", "proportional"),
+        ("gaussiank", "pooled"),
+        ("dgc", "proportional"),
+        ("redsync", "pooled"),
+        ("sidco", "proportional"),
+        ("adtopk", "pooled"),
+        ("oktopk", "proportional"),
+        ("randomk", "pooled"),
+        ("none", "proportional"),
+    ],
 )
-@pytest.mark.parametrize("quota", ["proportional", "pooled"])
 def test_every_compressor_compares_keys_and_sends_values(compressor: str, quota: str) -> None:
-    state = lambda window: list(moments_of(window // 4))  # noqa: E731 - shorter than a function
-    _, _, fast = trained(state, compressor=compressor, quota=quota, workers=2)
+    def state(window: int) -> list[Tensor | None]:
+        return list(moments_of(window // 3))
+
+    options: dict[str, Any] = {"compressor": compressor, "quota": quota, "workers": 2, "windows": 5}
+    _, _, fast = trained(state, **options)
     with native.unused():
-        _, _, slow = trained(state, compressor=compressor, quota=quota, workers=2)
+        _, _, slow = trained(state, **options)
     for a, b in zip(fast, slow, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-    _, _, gradient = trained(lambda _: [None] * len(SHAPES), compressor=compressor, quota=quota, workers=2)
+    _, _, gradient = trained(lambda _: [None] * len(SHAPES), **options)
     same = all(torch.equal(x, y) for a, b in zip(fast, gradient, strict=True) for x, y in zip(a, b, strict=True))
     assert same == (compressor in ("randomk", "none"))  # these compare nothing
 
