@@ -110,6 +110,7 @@ class Measured(TinyClassifier):
         self.log("missing", self.missing, on_step=False, on_epoch=True)
 
 
+@pytest.mark.slow
 def test_a_module_logs_the_metric() -> None:
     def each(rank: int) -> tuple[Tensor, int, dict[str, float]]:
         strategy = SAFusionStrategy(system="behind", density=0.01, process_group_backend="gloo")

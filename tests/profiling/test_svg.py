@@ -98,7 +98,7 @@ def test_a_picture_of_its_own_has_no_links() -> None:
     assert "<a " not in written.getvalue()
 
 
-@pytest.mark.parametrize("buffers", [1, 40, 2000])
+@pytest.mark.parametrize("buffers", [1, 400])
 def test_many_buffers_still_fit(buffers: int) -> None:
     written = inline("a", plot_step, run_step(0, buffers))
     height = re.search(r'viewBox="0 0 [\d.]+ ([\d.]+)"', written)

@@ -190,7 +190,7 @@ def test_a_terminal_of_80_columns_shows_the_whole_table(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    run_plan(bandwidth="1gbit")
+    run_plan("lstm", bandwidth="1gbit")
     table = capsys.readouterr().out.partition("device: ms that")[0]
     assert "wfbp-dense" in table
     assert "…" not in table

@@ -35,16 +35,16 @@ def lstm(nodes: int = 4, gpus: int = 1) -> Job:
 
 
 @pytest.mark.parametrize("name", COMPARED)
-@pytest.mark.parametrize("cluster", [(1, 1), (3, 1), (2, 4)])
-def test_every_system_runs_on_every_shape_of_cluster(name: str, cluster: tuple[int, int]) -> None:
-    job = lstm(*cluster)
-    result = run(name, job)
-    assert result.seconds >= job.trace.seconds - 1e-12
-    assert (result.nbytes > 0) == (cluster != (1, 1))
-    schedule = build_schedule(name, job)
-    if schedule.messages and name != "easgd":
-        covered = {place for message in schedule.messages for place in message.tensors}
-        assert covered == set(range(len(job.numels)))
+def test_every_system_runs_on_every_shape_of_cluster(name: str) -> None:
+    for cluster in ((1, 1), (3, 1), (2, 4)):
+        job = lstm(*cluster)
+        result = run(name, job)
+        assert result.seconds >= job.trace.seconds - 1e-12
+        assert (result.nbytes > 0) == (cluster != (1, 1))
+        schedule = build_schedule(name, job)
+        if schedule.messages and name != "easgd":
+            covered = {place for message in schedule.messages for place in message.tensors}
+            assert covered == set(range(len(job.numels)))
 
 
 def test_every_system_of_the_strategy_is_compared() -> None:

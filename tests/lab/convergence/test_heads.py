@@ -49,8 +49,9 @@ def test_each_image_has_its_class_twice() -> None:
         assert torch.equal(pairs, torch.stack([labels, labels], 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", [replace(each, memory="none") for each in WEIGHED], ids=lambda each: each.method)
 def test_what_goes_missing_behind_fusion(scheme: Scheme) -> None:
-    missing = train(replace(HEADS, steps=20), scheme, seed=0).missing
+    missing = train(replace(HEADS, steps=10), scheme, seed=0).missing
     assert missing is not None
     assert missing > 0.1 if scheme.method == "behind" else missing == 0

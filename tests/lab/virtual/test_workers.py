@@ -40,9 +40,9 @@ def gradients(workers: int, seed: int) -> list[list[Tensor]]:
     return [[torch.randn(spec.numel, generator=generator) for spec in SPECS] for _ in range(workers)]
 
 
-@pytest.mark.parametrize("workers", [2, 4])
 @pytest.mark.parametrize(
-    "options", [{"density": 1.0}, {"density": 1.0, "memory": "none"}, {"dense_start": 1.0}], ids=str
+    ("workers", "options"),
+    [(2, {"density": 1.0}), (4, {"density": 1.0, "memory": "none"}), (3, {"dense_start": 1.0})],
 )
 def test_engines_that_send_everything_average_plainly(
     make: Callable[..., Engines], workers: int, options: dict[str, Any]
@@ -125,7 +125,7 @@ def test_text_is_predicted_one_byte_ahead_and_held_out_by_file() -> None:
     assert training.count(held_out) <= 1  # licences and idioms come twice, whole files do not
 
 
-@pytest.mark.parametrize("method", ["ahead", "pooled", "behind"])
+@pytest.mark.parametrize("method", ["pooled", "behind"])
 def test_only_fusion_before_selection_misses_tensors(method: Any) -> None:
     result = train(replace(TASKS["digits-resnet"], steps=8, batch=16), Scheme(method, dense_below=0), seed=0)
     assert result.missing is not None
