@@ -28,7 +28,7 @@ from lightning_safusion.sparsify.selection.view import NumpyView
 from tests.kernels.cuda.buffers import DECAY, DEVICE, ORDERS, Case, Rank, cases, in_order
 
 Kernels = TypeVar("Kernels", bound=BufferKernels)
-EXAMPLES = 8  # about a second each in the interpreter
+EXAMPLES = 5  # a fifth of a second each in the interpreter
 
 
 def kernels_of(made: type[Kernels], rank: Rank) -> Kernels:

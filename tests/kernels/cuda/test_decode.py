@@ -8,6 +8,7 @@ Covers: means of one to four ranks in gradients of three widths, dense lanes and
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 import pytest
@@ -21,16 +22,20 @@ pytest.importorskip("triton")
 from lightning_safusion.kernels import cpu
 from tests.kernels.cuda.buffers import DECAY, DEVICE, ORDERS, Case, Rank, WindowKernels, cases, gather, in_order
 
-EXAMPLES = 8
+EXAMPLES = 5
 
 
-def sent(case: Case, seed: int) -> list[Rank]:
-    """Ranks that have exchanged their messages."""
-    ranks = [Rank.of(case, number, seed) for number in range(case.world_size)]
+def sent(case: Case, seed: int, bad: Sequence[int] = (), ranks: Sequence[Rank] = ()) -> list[Rank]:
+    """Ranks that have exchanged their messages, which the CPU has written; of the last one some gradients are bad."""
+    ranks = ranks or [Rank.of(case, number, seed) for number in range(case.world_size)]
     for rank in ranks:
-        rank.run(0)
+        accumulated, keys = rank.expected()
+        message = rank.message(accumulated, keys, bad if rank is ranks[-1] else ())
+        rank.memory.copy_(accumulated)
+        rank.kernels.sent.copy_(message)
+        rank.kernels.locate(rank.grads, None)
     gather(ranks)
-    return ranks
+    return list(ranks)
 
 
 def decoded(rank: Rank) -> tuple[int, Tensor, WindowKernels]:
@@ -64,12 +69,17 @@ def test_means_and_residuals_are_those_of_the_cpu(case: Case, workers: int, seed
 
 
 @pytest.mark.parametrize(
-    ("density", "sizes"), [(0.3, (5000, 700, 9000)), (0.1, (5000, 700, 9000)), (0.004, (5000, 9000)), (0.02, (40_000,))]
+    ("density", "sizes"),
+    [
+        (0.1, (900, 100)),
+        pytest.param(0.3, (5000, 700, 2000), marks=pytest.mark.slow),
+        # several tiles in a region, and several blocks of bits
+        pytest.param(0.02, (40_000,), marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.skipif(not cpu.usable(), reason="the CPU's kernels are not compiled here")
 def test_compiled_kernels_read_the_same(density: float, sizes: tuple[int, ...]) -> None:
-    # the last has several tiles in a region, and several blocks of bits
-    ranks = sent(Case(sizes, density=density, world_size=3), 1)
+    ranks = sent(Case(sizes, density=density), 1)
     means = [torch.zeros(size) for size in ranks[0].case.sizes]
     assert ranks[0].exchange.decode_into(means)
     status, ours, _ = decoded(ranks[0])
@@ -78,7 +88,7 @@ def test_compiled_kernels_read_the_same(density: float, sizes: tuple[int, ...]) 
 
 
 def test_one_launch_ends_a_window_of_several_buffers() -> None:
-    cases_ = [Case((900, 30)), Case((40,), dense=frozenset({0}), kinds=(1,)), Case((3000,), density=0.01)]
+    cases_ = [Case((300, 30)), Case((40,), dense=frozenset({0}), kinds=(1,)), Case((1200,), density=0.01)]
     buffers = [sent(case, 3)[1] for case in cases_]
     window = WindowKernels(DEVICE)
     expected = [rank.left(rank.mean()) for rank in buffers]
@@ -92,30 +102,30 @@ def test_one_launch_ends_a_window_of_several_buffers() -> None:
     assert [tuple(header.shape) for header in headers] == [(2, 3), (2, 2), (2, 2)]
 
 
-@pytest.mark.parametrize("kind", [0, 1, 2])
-def test_a_tensor_that_is_not_finite_poisons_itself_alone_and_leaves_its_residual(kind: int) -> None:
-    case = Case((2100, 800, 60), kinds=(kind,) * 3, dense=frozenset({2}))
+def test_a_tensor_that_is_not_finite_poisons_itself_alone_and_leaves_its_residual() -> None:
+    case = Case((600, 300, 60, 200), kinds=(1, 2, 0, 0), dense=frozenset({2}))
     ranks = [Rank.of(case, number, 8) for number in range(2)]
     before = ranks[1].memory.clone()
-    ranks[1].grads[0][[5, 1500]] = torch.inf
+    ranks[1].grads[0][[5, 500]] = torch.inf
     ranks[1].grads[2][3] = torch.nan
-    for rank in ranks:
-        rank.run()
-    gather(ranks)
+    ranks[1].grads[3][7] = -torch.inf
+    sent(case, 8, [0, 2, 3], ranks)
     accumulated = ranks[1].memory.clone()
     for rank in ranks:
         own = rank.memory.clone()
         status, _, window = decoded(rank)
         assert status & 4
-        finite = [bool(grad.isfinite().all()) for grad in rank.grads]
-        assert finite == [False, True, False]
-        assert rank.grads[0].isfinite().sum() == 2099
+        assert [bool(grad.isfinite().all()) for grad in rank.grads] == [False, True, False, False]
+        assert rank.grads[0].isfinite().sum() == 599
         window.commit([rank.kernels])
         if rank is ranks[0]:
             assert torch.equal(rank.memory, own)
-    bad, good = slice(0, 2100), slice(2100, 2900)
-    torch.testing.assert_close(ranks[1].memory[bad], before[bad], rtol=1e-5, atol=1e-6)
+    good = slice(600, 900)
     assert torch.equal(ranks[1].memory[good], accumulated[good])
+    accumulated[good] = before[good]
+    torch.testing.assert_close(
+        torch.where(before == accumulated, before, ranks[1].memory), before, rtol=1e-5, atol=1e-6
+    )
 
 
 def test_a_sum_that_overflows_is_not_committed() -> None:
@@ -134,34 +144,38 @@ def test_a_sum_that_overflows_is_not_committed() -> None:
     assert int(window.status) == 0
 
 
-@pytest.mark.parametrize(("place", "byte"), [(0, 0), (1, 0), (0, 5), (2, 1)])
-def test_headers_are_judged(place: int, byte: int) -> None:
-    ranks = sent(Case((600, 40)), 2)
-    ranks[0].kernels.received.view(2, -1)[1, place] = byte
-    status, _, window = decoded(ranks[0])
-    assert status == 4
-    before = ranks[0].memory.clone()
-    window.commit([ranks[0].kernels])
-    assert torch.equal(ranks[0].memory, before)
-    assert int(window.verdicts.cpu()[:4].view(torch.int32)) == 4
-
-
-def test_a_notice_to_end_is_no_fault() -> None:
-    ranks = sent(Case((600, 40)), 2)
-    ranks[0].kernels.received.view(2, -1)[1, 2] = 2
-    assert decoded(ranks[0])[0] == 0
+def test_headers_are_judged() -> None:
+    rank = sent(Case((200, 40)), 2)[0]
+    whole, before = rank.kernels.received.clone(), rank.memory.clone()
+    # bits of the first and the second tensor, of the rank, and a notice to end, which is no fault
+    for place, byte, expected in ((0, 0, 4), (1, 0, 4), (0, 5, 4), (2, 1, 4), (2, 2, 0)):
+        rank.kernels.received.copy_(whole)
+        rank.kernels.received.view(2, -1)[1, place] = byte
+        status, _, window = decoded(rank)
+        assert status == expected
+        if expected:
+            window.commit([rank.kernels])
+            assert torch.equal(rank.memory, before)
+            assert int(window.verdicts.cpu()[:4].view(torch.int32)) == expected
 
 
 def fields(rank: Rank) -> Sequence[int]:
     return rank.kernels.tables.message.fields
 
 
-@settings(max_examples=6)
-@given(st.integers(0, 10**6), st.integers(0, 2**32 - 1), st.sampled_from([0.1, 0.003]))
+@cache
+def exchanged(density: float) -> tuple[Rank, Tensor]:
+    """One rank, and what it has received."""
+    rank = sent(Case((700, 1100), density=density), 5)[0]
+    return rank, rank.kernels.received.clone()
+
+
+@settings(max_examples=10)
+@given(st.integers(0, 10**6), st.integers(0, 2**32 - 1), st.sampled_from([0.1, 0.01]))
 def test_damaged_messages_do_no_harm(place: int, word: int, density: float) -> None:
-    rank = sent(Case((2500, 4200), density=density), 5)[0]
+    rank, whole = exchanged(density)
     guard = rank.memory.clone()
-    words = rank.kernels.received.view(torch.int32).view(2, -1)
+    words = rank.kernels.received.copy_(whole).view(torch.int32).view(2, -1)
     first = fields(rank)[0]
     words[1, first + place % (words.shape[1] - first)] = int(np.uint32(word).view(np.int32))
     decoded(rank)
@@ -169,12 +183,11 @@ def test_damaged_messages_do_no_harm(place: int, word: int, density: float) -> N
 
 
 def test_damage_is_noticed() -> None:
-    case = Case((2500, 2100))
+    rank, whole = exchanged(0.1)
     ranks, high, low = 0, 1, 2
 
     def status_with(field: int, half: int, change: int) -> int:
-        rank = sent(case, 5)[0]
-        halves = rank.kernels.received.view(torch.int16).view(2, -1)
+        halves = rank.kernels.received.copy_(whole).view(torch.int16).view(2, -1)
         halves[1, 2 * fields(rank)[field] + half] ^= change
         return decoded(rank)[0]
 
@@ -187,11 +200,11 @@ def test_damage_is_noticed() -> None:
 
 
 def test_an_entry_behind_its_region_is_noticed() -> None:
-    rank = sent(Case((20_000,), density=0.02), 5)[0]
+    rank = sent(Case((20_000,), density=0.02, world_size=1), 5)[0]
     tables = rank.kernels.tables
     assert tables.message.runs is not None
     high, end = fields(rank)[1], tables.room + int(tables.message.runs.buckets[-1]) - 1
-    words = rank.kernels.received.view(torch.int32).view(2, -1)[1, high:]
+    words = rank.kernels.received.view(torch.int32)[high:]
     last = max(place for place in range(end) if int(words[place // 32]) >> place % 32 & 1)
     for place in (last, end):  # its bit changes places with the end of the last bucket
         words[place // 32] ^= int(np.uint32(1 << place % 32).view(np.int32))
@@ -199,7 +212,7 @@ def test_an_entry_behind_its_region_is_noticed() -> None:
 
 
 def test_an_empty_message_of_a_rank_that_failed_is_read() -> None:
-    ranks = sent(Case((2500, 40)), 5)
+    ranks = sent(Case((300, 40)), 5)
     ranks[1].exchange.messages[0].zero_()
     ranks[1].exchange.messages[0][2] = 1
     received = ranks[0].kernels.received.view(2, -1)

@@ -21,7 +21,7 @@ from lightning_safusion.kernels.cuda.workspace import Weighing
 from lightning_safusion.sparsify.selection.units import Moment, SpanUnits
 from tests.kernels.cuda.buffers import DECAY, ORDERS, Case, Rank, cases, in_order, oracle
 
-EXAMPLES = 8  # about a second each in the interpreter
+EXAMPLES = 5  # a fifth of a second each in the interpreter
 
 
 def check(rank: Rank, notices: int = 0) -> None:
@@ -53,16 +53,15 @@ def test_elements_are_compared_by_how_far_the_optimizer_would_move_them(
 
 @pytest.mark.parametrize("pooled", [False, True])
 def test_the_selection_is_the_exact_one(pooled: bool) -> None:
-    for values in ("normal", "ties", "one"):
-        case = Case((700, 3, 1, 1300, 90), pooled=pooled, dense=frozenset({1}), values=values)
-        rank = Rank.of(case, 0, 5)
-        accumulated, keys = rank.expected()
-        rank.run()
-        codec, segments = rank.exchange.codec, case.segments
-        assert codec is not None
-        assert segments is not None
-        positions, _ = codec.decode(rank.kernels.sent.cpu()[rank.exchange._selection])
-        assert positions.tolist() == oracle(keys.numpy(), segments).tolist()
+    case = Case((700, 3, 1, 400, 90), pooled=pooled, dense=frozenset({1}), values="ties")
+    rank = Rank.of(case, 0, 5)
+    _, keys = rank.expected()
+    rank.run()
+    codec, segments = rank.exchange.codec, case.segments
+    assert codec is not None
+    assert segments is not None
+    positions, _ = codec.decode(rank.kernels.sent.cpu()[rank.exchange._selection])
+    assert positions.tolist() == oracle(keys.numpy(), segments).tolist()
 
 
 def test_large_numbers_whose_scale_is_not_finite_have_no_level() -> None:
@@ -73,14 +72,14 @@ def test_large_numbers_whose_scale_is_not_finite_have_no_level() -> None:
 
 
 def test_a_gradient_that_is_not_finite_is_flagged_and_its_finite_elements_are_added() -> None:
-    for kind in range(3):
-        rank = Rank.of(Case((1100, 300, 5), dense=frozenset({1}), kinds=(kind,) * 3), 0, 2)
-        rank.grads[0][[1050, 4]] = torch.inf
-        rank.grads[1][7] = torch.nan
-        accumulated, keys = rank.expected()
-        expected = rank.message(accumulated, keys, bad=[0, 1]).clone()
-        assert torch.equal(rank.run().cpu(), expected)
-        assert torch.equal(rank.memory.cpu(), accumulated)
+    rank = Rank.of(Case((1100, 300, 5, 50), dense=frozenset({1}), kinds=(0, 1, 2, 2)), 0, 2)
+    rank.grads[0][[1050, 4]] = torch.inf
+    rank.grads[1][7] = torch.nan
+    rank.grads[3][8] = -torch.inf
+    accumulated, keys = rank.expected()
+    expected = rank.message(accumulated, keys, bad=[0, 1, 3]).clone()
+    assert torch.equal(rank.run().cpu(), expected)
+    assert torch.equal(rank.memory.cpu(), accumulated)
 
 
 @pytest.mark.parametrize("pooled", [False, True])
@@ -88,10 +87,9 @@ def test_several_chunks_and_blocks_and_ties_that_end_in_the_first(
     monkeypatch: pytest.MonkeyPatch, pooled: bool
 ) -> None:
     monkeypatch.setattr(tables_module, "CHUNKS", 2)
-    for values in ("ties", "zeros"):
-        rank = Rank.of(Case((9000, 4100), density=0.02, pooled=pooled, values=values), 0, 7)
-        assert rank.kernels.tables.chunks.shape[1] < 13_100 // 2048
-        check(rank)
+    rank = Rank.of(Case((9000, 4100), density=0.02, pooled=pooled, values="zeros" if pooled else "ties"), 0, 7)
+    assert rank.kernels.tables.chunks.shape[1] < 13_100 // 2048
+    check(rank)
 
 
 def test_short_tensors_have_short_digits_and_long_ones_wide_digits() -> None:
@@ -137,17 +135,15 @@ def test_the_same_addresses_are_told_once(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_programs_in_any_order_write_the_same_bytes() -> None:
-    for pooled in (False, True):
-        written = []
-        for order in (None, 1, 2):
-            with in_order(order):
-                written.append(Rank.of(Case((5000, 40, 900), pooled=pooled, values="ties"), 0, 9).run().clone())
-        assert torch.equal(written[0], written[1])
-        assert torch.equal(written[0], written[2])
+    written = []
+    for order in (None, 1):
+        with in_order(order):
+            written.append(Rank.of(Case((4500, 40, 900), pooled=True, values="ties"), 0, 9).run().clone())
+    assert torch.equal(written[0], written[1])
 
 
 def test_memory_that_was_freed_is_taken_anew() -> None:
-    rank = Rank.of(Case((5000, 40)), 0, 9)
+    rank = Rank.of(Case((500, 40)), 0, 9)
     workspace = rank.kernels.packer.workspace
     before = rank.memory.clone()
     written, moves = rank.run().clone(), workspace.moves

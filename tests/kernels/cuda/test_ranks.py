@@ -29,21 +29,30 @@ from lightning_safusion.sparsify.basic import TopK
 from tests.comm.exchanges import Workers, gradients, sharded
 from tests.kernels.cuda.buffers import DECAY, DEVICE, Case, Rank, WindowKernels, gather
 
-BORDER = 1 << 16
+BORDER = 100  # for the interpreter and for NumPy: with the true one a message takes ten seconds in the interpreter
 
 
-def of(capacity: int) -> Rank:
-    """One worker; its message has many regions, and an odd number of ranks or an even one."""
-    size = -(-10 * (capacity - 36) // 9)
-    rank = Rank.of(Case((size, 40), density=0.9, world_size=1, wire="fp16"), 0, 5)
+@pytest.fixture
+def low_border(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if DEVICE.type != "cpu":
+        pytest.skip("a lower border")
+    assert elements._FEW_ENTRIES.value == elias_fano._NARROW == 1 << 16
+    monkeypatch.setattr(elements, "_FEW_ENTRIES", tl.constexpr(BORDER))
+    monkeypatch.setattr(elias_fano, "_NARROW", BORDER)
+    with native.unused():
+        yield
+
+
+def of(capacity: int, density: float = 0.09) -> Rank:
+    """One worker; its message has several regions, and an odd number of ranks or an even one."""
+    sizes = (round((capacity - 1) / density), 10)
+    rank = Rank.of(Case(sizes, density, world_size=1, wire="fp16"), 0, 5)
     assert rank.kernels.tables.message.capacity == capacity
     return rank
 
 
-@pytest.mark.slow  # half a minute each in the interpreter
-@pytest.mark.parametrize("capacity", [BORDER - 1, BORDER])
-def test_what_is_selected_and_decoded(capacity: int) -> None:
-    rank = of(capacity)
+def check(rank: Rank, narrow: bool) -> None:
+    """What is selected, decoded and committed is what the CPU makes of it; damage is seen."""
     expected = rank.message(*rank.expected()).clone()
     assert np.flatnonzero(rank.run().cpu().numpy() != expected.numpy()).tolist() == []
     gather([rank])
@@ -55,12 +64,23 @@ def test_what_is_selected_and_decoded(capacity: int) -> None:
     assert torch.equal(torch.cat([grad.cpu() for grad in rank.grads]), mean)
     assert torch.equal(rank.memory.cpu(), remaining)
     first = 4 * rank.kernels.tables.message.fields[0]
-    rank.kernels.received[first + (2 if capacity < BORDER else 4)] ^= 1  # the lowest bit of the second
+    rank.kernels.received[first + (2 if narrow else 4)] ^= 1  # the lowest bit of the second
     rank.kernels.decode(DECAY, window.status)
     assert int(window.status) == 1
 
 
-@pytest.mark.slow  # half a minute each in the interpreter
+@pytest.mark.usefixtures("low_border")
+@pytest.mark.parametrize("capacity", [BORDER - 1, BORDER])
+def test_what_is_selected_and_decoded(capacity: int) -> None:
+    check(of(capacity), narrow=capacity < BORDER)
+
+
+@pytest.mark.slow  # ten seconds in the interpreter
+def test_the_largest_rank_of_16_bits() -> None:
+    check(of((1 << 16) - 1, 0.9), narrow=True)
+
+
+@pytest.mark.usefixtures("low_border")
 @pytest.mark.parametrize("capacity", [BORDER - 1, BORDER])
 def test_what_is_placed(capacity: int) -> None:
     rank = of(capacity)
@@ -78,22 +98,12 @@ def test_what_is_placed(capacity: int) -> None:
     assert np.flatnonzero(kernels.sent.cpu().numpy() != rank.exchange.messages[0].numpy()).tolist() == []
 
 
-@pytest.fixture(params=[16, pytest.param(32, marks=pytest.mark.skipif(DEVICE.type != "cpu", reason="a lower border"))])
-def bits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Those of a rank. With 32 the border is lower for the interpreter and for NumPy: beyond the true one owners take
-    minutes in the interpreter."""
-    if request.param == 16:
-        yield 16
-        return
-    monkeypatch.setattr(elements, "_FEW_ENTRIES", tl.constexpr(100))
-    monkeypatch.setattr(elias_fano, "_NARROW", 100)
-    with native.unused():
-        yield 32
-
-
-def test_messages_to_and_of_owners(bits: int) -> None:
-    sizes, numel = (9900, 100), 10_000
-    team = Workers(2, SpanSpec(numel, 1000, (0, sizes[0], numel), ()), sharded("q4"))
+@pytest.mark.parametrize("bits", [16, 32])
+def test_messages_to_and_of_owners(request: pytest.FixtureRequest, bits: int) -> None:
+    if bits == 32:
+        request.getfixturevalue("low_border")
+    sizes, numel = (2900, 100), 3000
+    team = Workers(2, SpanSpec(numel, 600, (0, sizes[0], numel), ()), sharded("q4"))
     xs = gradients(2, numel)
     parts = [
         Part(TopK().select(x, exchange.segments, 0), torch.ones(2, dtype=torch.uint8))
