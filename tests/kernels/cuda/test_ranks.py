@@ -43,9 +43,10 @@ def low_border(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def of(capacity: int, density: float = 0.09) -> Rank:
+def of(capacity: int, density: float = 0.1) -> Rank:
     """One worker; its message has several regions, and an odd number of ranks or an even one."""
-    sizes = (round((capacity - 1) / density), 10)
+    other = int(density * 10)
+    sizes = (int(np.ceil((capacity - other) / density)), 10)
     rank = Rank.of(Case(sizes, density, world_size=1, wire="fp16"), 0, 5)
     assert rank.kernels.tables.message.capacity == capacity
     return rank
