@@ -16,3 +16,9 @@ def quick_of(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
         quick: Those that are quick; all others are slow tests.
     """
     return [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+def slow(values: Iterable[Any]) -> list[Any]:
+    """Parameters of a test, tuples where it has several, that run with the slow tests alone."""
+    several = [value if isinstance(value, tuple) else (value,) for value in values]
+    return [pytest.param(*value, marks=pytest.mark.slow) for value in several]

@@ -30,6 +30,7 @@ from lightning_safusion.fusion.layout import specs_from_parameters
 from lightning_safusion.sparsify import available_sparsifiers
 from tests.cluster import settings
 from tests.process_group import run_ranks
+from tests.quick import slow
 
 
 class Net(nn.Module):
@@ -132,74 +133,94 @@ def train(
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "accumulation": {"accumulate": 3},
-    "static graph": {"static_graph": True},
+    "accumulation": {"accumulate": 3, "steps": 3},
     "static graph, two dtypes": {"static_graph": True, "mode": "double"},
+    "used on one rank": {"mode": "unused", "find_unused_parameters": True, "spare_ranks": (1,)},
+    "complex and frozen": {"mode": "complex frozen"},
+    "reentrant checkpoint": {"mode": "checkpoint reentrant", "static_graph": True},
+    "middle buckets, autocast around backward": {"bucket_cap_mb": 0.003, "autocast": True},
+}
+MORE: dict[str, dict[str, Any]] = {
+    "static graph": {"static_graph": True},
     "two dtypes": {"mode": "double"},
     "unused": {"mode": "unused", "find_unused_parameters": True},
-    "used on one rank": {"mode": "unused", "find_unused_parameters": True, "spare_ranks": (1,)},
-    "frozen": {"mode": "frozen"},
-    "complex": {"mode": "complex"},
     "checkpoint": {"mode": "checkpoint"},
-    "reentrant checkpoint": {"mode": "checkpoint reentrant", "static_graph": True},
-    "autocast around backward": {"autocast": True},
     "large buckets": {"bucket_cap_mb": 25},
-    "middle buckets": {"bucket_cap_mb": 0.003},
     "no bucket view": {"gradient_as_bucket_view": False},
-    "compiled": {"compiled": True},
-    "compiled, accumulation": {"compiled": True, "accumulate": 3},
+    "compiled, accumulation": {"compiled": True, "accumulate": 3, "steps": 3},
     "compiled, unused": {"compiled": True, "mode": "unused", "find_unused_parameters": True},
 }
 
 
+def differences(cases: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """Between parameters after a training at density 1 and after one by plain DDP, in one process group."""
+
+    def each(rank: int) -> dict[str, float]:
+        found = {}
+        for place, (name, case) in enumerate(cases.items()):
+            collective = ("allgather", "allreduce")[place % 2]
+            ours = train(rank, {"density": 1.0, "fusion": "aligned", "collective": collective}, **case)
+            pairs = zip(ours, train(rank, None, **case), strict=True)
+            found[name] = max(float((a - b).abs().max()) for a, b in pairs)
+        return found
+
+    first, second = run_ranks(2, each, timeout=120)
+    return {name: max(first[name], second[name]) for name in first}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_density_1_equals_ddp() -> None:
+    found = differences(CASES)
+    assert max(found.values()) <= 2e-6, found
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=pytest.mark.slow) if case.startswith("compiled") else case for case in CASES],
-)
-def test_density_1_equals_ddp(case: str) -> None:
-    def both(rank: int) -> list[float]:
-        plain = train(rank, None, **CASES[case])
-        differences = []
-        for options in ({"collective": "allgather"}, {"collective": "allreduce"}):
-            ours = train(rank, {"density": 1.0, "fusion": "aligned"} | options, **CASES[case])
-            differences.append(max(float((a - b).abs().max()) for a, b in zip(ours, plain, strict=True)))
-        return differences
-
-    for differences in run_ranks(2, both):
-        assert max(differences) <= 2e-6, differences
+def test_so_it_does_in_other_cases() -> None:
+    found = differences(MORE)
+    assert max(found.values()) <= 2e-6, found
 
 
 def test_density_1_equals_ddp_bitwise_on_two_workers() -> None:
     def both(rank: int) -> bool:
-        plain = train(rank, None, steps=20)
-        ours = train(rank, {"density": 1.0, "collective": "allgather"}, steps=20)
+        plain = train(rank, None, steps=8)
+        ours = train(rank, {"density": 1.0, "collective": "allgather"}, steps=8)
         return all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
 
     assert all(run_ranks(2, both))
 
 
+def sparse(cases: Sequence[tuple[str, str]]) -> None:
+    """Replicas are equal after sparse trainings, by fusions and cases, in one process group."""
+
+    def run(rank: int) -> list[list[Tensor]]:
+        known = CASES | MORE
+        return [
+            train(rank, {"density": 0.1, "fusion": fusion, "collective": "allgather"}, **known[case])
+            for fusion, case in cases
+        ]
+
+    for case, mine, theirs in zip(cases, *run_ranks(2, run, timeout=120), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True)), case
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_sparse_training_keeps_replicas_equal() -> None:
+    sparse([("adaptive", "static graph"), ("naive", "accumulation"), ("horovod", "used on one rank")])
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize(
-    ("fusion", "case"),
-    [
-        pytest.param(fusion, case, marks=() if fusion == "adaptive" or case == "plain" else pytest.mark.slow)
-        for fusion in ("adaptive", "naive", "horovod")
-        for case in ("plain", "accumulation", "static graph", "unused", "complex", "reentrant checkpoint", "compiled")
-    ],
-)
-def test_sparse_training_keeps_replicas_equal(case: str, fusion: str) -> None:
-    def run(rank: int) -> list[Tensor]:
-        return train(rank, {"density": 0.1, "fusion": fusion, "collective": "allgather"}, **CASES[case])
-
-    for mine, theirs in zip(*run_ranks(2, run), strict=True):
-        assert torch.equal(mine, theirs)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_so_it_does_with_other_fusions_and_cases() -> None:
+    of_all = ("accumulation", "static graph", "unused", "complex and frozen", "reentrant checkpoint")
+    cases = [(fusion, case) for fusion in ("adaptive", "naive", "horovod") for case in of_all]
+    sparse([*cases, ("adaptive", "compiled, accumulation")])
 
 
-@pytest.mark.parametrize(("world_size", "steps"), [(2, 70), pytest.param(3, 200, marks=pytest.mark.slow)])
-def test_replicas_stay_bitwise_identical_with_every_sparsifier(world_size: int, steps: int) -> None:
+@pytest.mark.slow
+def test_replicas_stay_bitwise_identical_with_every_sparsifier() -> None:
     def run(rank: int) -> dict[str, list[bytes]]:
         found = {}
         for compressor in available_sparsifiers():
@@ -208,7 +229,7 @@ def test_replicas_stay_bitwise_identical_with_every_sparsifier(world_size: int, 
             ddp, hook = wrap(model, {"compressor": compressor, "density": 0.05, "fusion": "aligned"})
             optimizer = torch.optim.Adam(ddp.parameters(), 0.01)
             sums = []
-            for step in range(steps):  # Ok-Topk evaluates its thresholds every 32
+            for step in range(70):  # Ok-Topk evaluates its thresholds every 32
                 data = torch.randn(8, 20, generator=torch.Generator().manual_seed(10 * step + rank))
                 ddp(data).square().mean().backward()
                 optimizer.step()
@@ -219,7 +240,7 @@ def test_replicas_stay_bitwise_identical_with_every_sparsifier(world_size: int, 
             hook.close()
         return found
 
-    first, *others = run_ranks(world_size, run, timeout=120)
+    first, *others = run_ranks(3, run, timeout=120)
     for other in others:
         for compressor, sums in first.items():
             assert sums == other[compressor], compressor
@@ -256,21 +277,26 @@ def test_stale_gradients_do_not_touch_the_residual() -> None:
     assert run_ranks(2, run) == [(True, True, True)] * 2
 
 
-@pytest.mark.parametrize("steps", [1, 2, 4])  # DDP's one first bucket, buckets of one, and a planned window
-def test_a_missing_parameter_is_named_before_the_step(steps: int) -> None:
-    def run(rank: int) -> str:
-        ddp, hook = wrap(Net("unused"), {"density": 0.1})
-        assert hook is not None
-        ddp(batch(rank, 0)).sum().backward()
-        try:
-            hook.check_complete()
-        except RuntimeError as error:
-            return str(error)
-        return ""
+def test_a_missing_parameter_is_named_before_the_step() -> None:
+    def run(rank: int) -> list[str]:
+        said = []
+        for steps in (1, 2, 4):  # DDP's one first bucket, buckets of one, and a planned window
+            ddp, hook = wrap(Net("unused"), {"density": 0.1})
+            assert hook is not None
+            for step in range(steps):
+                ddp(batch(rank, step), use_spare=step < steps - 1).sum().backward()
+                try:
+                    hook.check_complete()
+                except RuntimeError as error:
+                    said.append(f"{steps - step} left: {error}")
+        return said
 
-    for message in run_ranks(2, run):
-        assert "spare.weight" in message
-        assert "find_unused_parameters=True" in message
+    for messages in run_ranks(2, run):
+        assert len(messages) == 3
+        for message in messages:
+            assert message.startswith("1 left:")
+            assert "spare.weight" in message
+            assert "find_unused_parameters=True" in message
 
 
 def test_nothing_is_leaked_after_close() -> None:
@@ -374,12 +400,12 @@ def test_every_parameter_has_a_bucket_of_its_own() -> None:
     assert run_ranks(1, buckets) == [3]
 
 
-@pytest.mark.parametrize("ddp_options", [{}, {"static_graph": True}, {"find_unused_parameters": True}])
+@pytest.mark.parametrize("ddp_options", [{}, *slow([{"static_graph": True}, {"find_unused_parameters": True}])])
 def test_sparse_gradients_are_averaged_as_ddp_does(ddp_options: dict[str, Any]) -> None:
     def run(rank: int, ours: bool) -> list[Tensor]:
         ddp, hook = wrap(Tables(), {"density": 1.0, "collective": "allgather"} if ours else None, **ddp_options)
         optimizer = torch.optim.SGD(ddp.parameters(), 0.003)
-        for step in range(5):
+        for step in range(4):
             ddp(batch(rank, step)).square().sum().backward()
             if hook is not None:
                 hook.check_complete()
@@ -391,7 +417,7 @@ def test_sparse_gradients_are_averaged_as_ddp_does(ddp_options: dict[str, Any]) 
         pairs = zip(run(rank, True), run(rank, False), strict=True)
         return max(float((a - b).abs().max()) for a, b in pairs)
 
-    assert max(run_ranks(3, both)) < 1e-5
+    assert max(run_ranks(2, both)) < 1e-5
 
 
 def test_an_unused_sparse_table_is_named() -> None:

@@ -41,6 +41,10 @@ from lightning_safusion.sparsify.sidco import SIDCo
 from tests.cluster import Cluster, settings, specs
 from tests.cuda import Allocated, Launches, Silent, Stream, fake_cuda, read_nothing
 from tests.fusion.test_controller import Failing
+from tests.quick import slow
+
+#: For the fake device, on which every operation takes a millisecond.
+FEW = ((40, 30), (40,), (1,), (0,), (90, 70), (7, 11))
 
 
 @pytest.fixture
@@ -71,41 +75,40 @@ def snapshot(cluster: Cluster) -> list[torch.Tensor]:
     ]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"compressor": "gaussiank"},
-        {"compressor": "oktopk", "fusion": "adaptive"},
-        {"compressor": "none"},
-        {"collective": "allreduce"},
-        {"collective": "auto"},
-        {"collective": "sharded", "world_size": 3},
-        {"collective": "sharded", "world_size": 3, "wire": "q4", "tensors": specs(dense=(1, 4))},
-        {"collective": "sharded", "world_size": 3, "compressor": "gaussiank", "tensors": specs(dtype=torch.bfloat16)},
-        {"collective": "sharded", "world_size": 3, "scope": "group", "fusion": "wfbp"},
-        {"memory": "dgc"},
-        {"memory": "ef21"},
-        {"memory": "none"},
-        {"wire": "bf16"},
-        {"wire": "bitmap-fp16", "world_size": 3},
-        {"scope": "group"},
-        {"tensors": specs(dtype=torch.bfloat16)},
-        {"tensors": specs(dtype=torch.float16), "collective": "allreduce"},
-        {"tensors": specs(dense=(1, 4, 7))},
-        {"tensors": specs(((0,), (0, 3)))},
-    ],
-)
+SHARDED = {"collective": "sharded", "world_size": 3}
+OPTIONS: list[dict[str, Any]] = [
+    {"collective": "auto", "compressor": "oktopk", "fusion": "adaptive"},
+    SHARDED | {"wire": "q4", "tensors": specs(dense=(1, 4))},
+    {"memory": "dgc"},
+    {"tensors": specs(dtype=torch.float16), "collective": "allreduce"},
+    {"wire": "bitmap-fp16", "world_size": 3, "tensors": specs(((40, 30), (0,), (0, 3), (7, 11)))},
+]
+MORE: list[dict[str, Any]] = [
+    {"compressor": "gaussiank"},
+    {"compressor": "none"},
+    SHARDED,
+    SHARDED | {"compressor": "gaussiank", "tensors": specs(dtype=torch.bfloat16)},
+    SHARDED | {"scope": "group", "fusion": "wfbp"},
+    {"memory": "ef21"},
+    {"memory": "none", "wire": "bf16"},
+    {"scope": "group"},
+    {"tensors": specs(dense=(1, 4, 7))},
+]
+
+
+@pytest.mark.parametrize("options", [*OPTIONS, *slow(MORE)])
 def test_the_numbers_are_those_of_the_other_drain(make: Callable[..., Cluster], options: Any) -> None:
     clusters = [make(**options, deferred=deferred) for deferred in (True, False)]
-    for step in range(5):
+    for step in range(4):
         device, host = (cluster.step(cluster.random_grads(step)) for cluster in clusters)
         for ours, theirs in zip(device, host, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
         assert all(torch.equal(a, b) for a, b in zip(*map(snapshot, clusters), strict=True))
 
 
-@pytest.mark.parametrize("collective", ["allgather", "allreduce", "sharded"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    ("collective", "value"), [("allgather", float("nan")), ("allreduce", float("inf")), ("sharded", -float("inf"))]
+)
 def test_a_bad_gradient_is_seen_by_all_ranks_and_poisons_nothing(
     make: Callable[..., Cluster], collective: str, value: float
 ) -> None:
@@ -211,49 +214,51 @@ def test_a_forgotten_window_says_nothing_later(make: Callable[..., Cluster]) -> 
     assert torch.isfinite(cluster.step(cluster.random_grads(1))[0][0]).all()
 
 
-def windows(controller: Engine, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+def windows(controller: Engine, device: torch.device) -> None:
+    tensors = sorted(controller.space.layout.specs, key=lambda spec: -spec.index)
     for _ in range(4):
-        for spec in reversed(specs()):
-            controller.push(spec.index, torch.zeros(spec.numel, device=device, dtype=dtype))
+        for spec in tensors:
+            controller.push(spec.index, torch.zeros(spec.numel, device=device, dtype=spec.dtype))
         controller.drain()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "options"),
-    [
-        *(
-            pytest.param(
-                torch.float32, {"compressor": name}, marks=() if name in ("topk", "gaussiank") else pytest.mark.slow
-            )
-            for name in available_sparsifiers()
-        ),
-        (torch.float32, {"compressor": SIDCo(adapt=True)}),
-        (torch.float32, {"memory": "dgc"}),
-        (torch.float32, {"memory": "ef21"}),
-        (torch.float32, {"scope": "group"}),
-        (torch.float32, {"collective": "allreduce"}),
-        (torch.bfloat16, {"wire": "bf16"}),
-        (torch.bfloat16, {"wire": "bitmap-fp32", "memory": "none"}),
-        (torch.float16, {"wire": "coo-fp16", "collective": "auto"}),
-    ],
-)
+F32 = torch.float32
+UNAWAITED: list[tuple[torch.dtype, dict[str, Any]]] = [
+    (F32, {"compressor": "gaussiank"}),
+    (F32, {"memory": "dgc", "scope": "group"}),
+    (torch.float16, {"wire": "coo-fp16", "collective": "auto"}),
+]
+MORE_UNAWAITED: list[tuple[torch.dtype, dict[str, Any]]] = [
+    *((F32, {"compressor": name}) for name in available_sparsifiers() if name != "gaussiank"),
+    (F32, {"compressor": SIDCo(adapt=True)}),
+    (F32, {"memory": "ef21"}),
+    (F32, {"collective": "allreduce"}),
+    (torch.bfloat16, {"wire": "bitmap-fp32", "memory": "none"}),
+]
+
+
+@pytest.mark.parametrize(("dtype", "options"), [*UNAWAITED, *slow(MORE_UNAWAITED)])
 def test_the_host_never_waits_for_a_cuda_device(
     device_ends_windows: torch.device, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
-    device, described = device_ends_windows, specs(dtype=dtype, dense=(1, 4))
+    device, described = device_ends_windows, specs(FEW, dtype=dtype, dense=(1,))
     chosen = settings(**({"collective": "allgather"} | options))
-    windows(build_engine(chosen, described, SoloTransport(), device, False, deferred=True), device, dtype)
+    windows(build_engine(chosen, described, SoloTransport(), device, False, deferred=True), device)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"wire": "q4"}, {"compressor": "gaussiank"}, {"scope": "group"}, {"memory": "dgc", "compressor": "randomk"}],
-)
-@pytest.mark.parametrize("by_update", [False, True])
+OWNED: list[tuple[dict[str, Any], bool]] = [({"wire": "q4"}, True), ({"compressor": "gaussiank"}, False)]
+MORE_OWNED: list[tuple[dict[str, Any], bool]] = [
+    ({}, True),
+    ({"scope": "group"}, True),
+    ({"memory": "dgc", "compressor": "randomk"}, False),
+]
+
+
+@pytest.mark.parametrize(("options", "by_update"), [*OWNED, *slow(MORE_OWNED)])
 def test_the_host_never_waits_for_an_owner(
     device_ends_windows: torch.device, options: dict[str, Any], by_update: bool
 ) -> None:
-    device, described = device_ends_windows, specs(dense=(1, 4))
+    device, described = device_ends_windows, specs(FEW, dense=(1,))
     chosen = settings(**({"collective": "sharded"} | options))
     engine = build_engine(chosen, described, Silent(3), device, False, deferred=True)
     if by_update:
@@ -269,14 +274,14 @@ def test_a_device_does_not_say_when_a_phase_has_ended(
     called: list[Any] = []
     monkeypatch.setattr(ShardedExchange, "_note_arrival", called.append)
     chosen = settings(collective="sharded")
-    windows(build_engine(chosen, specs(), Silent(3), device_ends_windows, False, deferred=True), device_ends_windows)
+    windows(build_engine(chosen, specs(FEW), Silent(3), device_ends_windows, False, deferred=True), device_ends_windows)
     assert not called
 
 
-@pytest.mark.parametrize("collective", ["allgather", "allreduce", "hybrid", "sharded"])
+@pytest.mark.parametrize("collective", ["hybrid", "sharded", *slow(("allgather", "allreduce"))])
 def test_the_host_does_not_wait_to_send_a_notice(device_ends_windows: torch.device, collective: str) -> None:
     device, chosen = device_ends_windows, settings(collective=collective)
-    engine = build_engine(chosen, specs(dense=(1, 4)), SoloTransport(), device, False, deferred=True)
+    engine = build_engine(chosen, specs(FEW, dense=(1,)), SoloTransport(), device, False, deferred=True)
     engine.notices = int(Notice.TERMINATE | Notice.REQUEUE)
     windows(engine, device)
 
@@ -291,13 +296,12 @@ def test_a_number_for_one_element_is_seen_to_make_the_host_wait(monkeypatch: pyt
                 x[index] = 1.0
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("memory", ["residual", "dgc"])
+@pytest.mark.parametrize(("dtype", "memory"), [(torch.bfloat16, "residual"), (torch.float16, "dgc")])
 def test_means_of_narrow_gradients_take_as_many_launches_for_many_tensors_as_for_few(
     monkeypatch: pytest.MonkeyPatch, device_ends_windows: torch.device, dtype: torch.dtype, memory: str
 ) -> None:
     counts = []
-    for number in (3, 30):
+    for number in (3, 12):
         launches = Launches()
 
         def counted(call: Callable[..., Any], launches: Launches = launches) -> Callable[..., Any]:
@@ -321,13 +325,14 @@ def test_means_of_narrow_gradients_take_as_many_launches_for_many_tensors_as_for
     assert any("_foreach_copy" in name for name in counts[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("by_update", "persistent", "temporary"), [(False, 18, 36), (True, 22, 52)])
+@pytest.mark.parametrize(
+    ("dtype", "by_update", "persistent", "temporary"), [(torch.bfloat16, False, 18, 36), (torch.float32, True, 22, 52)]
+)
 def test_memory_of_a_device_is_what_the_documents_say(
     device_ends_windows: torch.device, dtype: torch.dtype, by_update: bool, persistent: int, temporary: int
 ) -> None:
     """Bytes per element, where torch's operations select: see "Memory on CUDA" in docs/limits.md."""
-    tensors = specs(((256, 64),) * 40, dtype=dtype)
+    tensors = specs(((128, 64),) * 18, dtype=dtype)
     numel = sum(spec.numel for spec in tensors)
     grads = [torch.zeros(spec.numel, device=device_ends_windows, dtype=dtype) for spec in tensors]
     moments = [Moment(torch.zeros(spec.numel, device=device_ends_windows), 1e-8) for spec in tensors]
@@ -368,12 +373,12 @@ def test_the_drain_where_the_host_decides_does_wait(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Planner, "verify", lambda *_: None)
     chosen = settings(collective="allgather")
     with fake_cuda(monkeypatch) as device, pytest.raises(DataDependentOutputException):
-        windows(build_engine(chosen, specs(), SoloTransport(), device, measure=False), device)
+        windows(build_engine(chosen, specs(FEW), SoloTransport(), device, measure=False), device)
 
 
 def test_each_stream_waits_for_the_one_before_it(device_ends_windows: torch.device) -> None:
     chosen = settings(collective="allgather")
-    controller = build_engine(chosen, specs(), SoloTransport(), device_ends_windows, measure=False, deferred=True)
+    controller = build_engine(chosen, specs(FEW), SoloTransport(), device_ends_windows, measure=False, deferred=True)
     windows(controller, device_ends_windows)
     backward = torch.cuda.current_stream()
     waits = [(who, whom) for who, _, whom in Stream.log]
@@ -389,7 +394,7 @@ def test_each_stream_waits_for_the_one_before_it(device_ends_windows: torch.devi
 
 def test_a_shard_of_dense_tensors_is_decoded_when_its_headers_are_there(device_ends_windows: torch.device) -> None:
     """No later collective is waited for then: the headers are made in the stream of the phases."""
-    described = specs(dense=tuple(range(len(specs()))))
+    described = specs(FEW, dense=tuple(range(len(FEW))))
     chosen = settings(collective="sharded", fusion="wfbp")
     windows(build_engine(chosen, described, Silent(3), device_ends_windows, False, deferred=True), device_ends_windows)
     select, phases, arrivals = Stream.log[0][0], Stream.log[1][0], Stream.log[2][0]
@@ -406,7 +411,7 @@ def test_units_live_until_the_phases_have_read_them(
     alive: list[int] = []
 
     def moment(index: int) -> Moment:
-        values = torch.zeros(specs()[index].numel, device=device_ends_windows)
+        values = torch.zeros(specs(FEW)[index].numel, device=device_ends_windows)
         made.append(weakref.ref(values))
         return Moment(values, 1e-8)
 
@@ -419,10 +424,10 @@ def test_units_live_until_the_phases_have_read_them(
 
     monkeypatch.setattr(Shipment, "commit", committed)
     chosen = settings(collective="sharded", fusion="single")
-    engine = build_engine(chosen, specs(), Silent(3), device_ends_windows, False, deferred=True)
+    engine = build_engine(chosen, specs(FEW), Silent(3), device_ends_windows, False, deferred=True)
     engine.space.compare_in(UpdateUnits(moment, device_ends_windows))
     windows(engine, device_ends_windows)
-    assert alive[-1] >= len(specs()) - 1  # an empty tensor has none
+    assert alive[-1] >= len(specs(FEW)) - 1  # an empty tensor has none
 
 
 def test_a_review_of_shared_quotas_waits_when_the_next_window_begins(
@@ -433,7 +438,8 @@ def test_a_review_of_shared_quotas_waits_when_the_next_window_begins(
     monkeypatch.setattr(LargestCounts, "read", lambda counts: counts)
     chosen = settings(collective="allgather", quota="shared")
     windows(
-        build_engine(chosen, specs(), SoloTransport(), device_ends_windows, False, deferred=True), device_ends_windows
+        build_engine(chosen, specs(FEW), SoloTransport(), device_ends_windows, False, deferred=True),
+        device_ends_windows,
     )
     assert len(reviews) == 2
 
@@ -443,7 +449,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> tuple[Engi
     awaited: list[Stream] = []
     monkeypatch.setattr(Stream, "synchronize", lambda stream: awaited.append(stream))
     chosen = settings(collective="allgather", fusion="wfbp")
-    engine = build_engine(chosen, specs(), SoloTransport(), device, measure=False, deferred=True)
+    engine = build_engine(chosen, specs(FEW), SoloTransport(), device, measure=False, deferred=True)
     windows(engine, device)
     return engine, awaited
 
@@ -452,7 +458,7 @@ def test_a_backward_pass_begins_when_nothing_writes_gradients_of_an_abandoned_on
     monkeypatch: pytest.MonkeyPatch, device_ends_windows: torch.device
 ) -> None:
     engine, awaited = trained(monkeypatch, device_ends_windows)
-    engine.push(specs()[-1].index, torch.zeros(specs()[-1].numel, device=device_ends_windows))
+    engine.push(specs(FEW)[-1].index, torch.zeros(specs(FEW)[-1].numel, device=device_ends_windows))
     engine.reset()
     awaited.clear()
     EngineExchange.begin_backward(SimpleNamespace(engine=engine), 0)  # type: ignore[arg-type]
@@ -498,11 +504,11 @@ def test_exchanges_are_timed_without_the_decoding_of_the_buffer_before(
     monkeypatch.setattr(DeviceDrain, "_decode", slow)
     seen: list[WindowEvents] = []
     chosen = settings(collective="allgather", fusion="wfbp")
-    engine = build_engine(chosen, specs(), OneLink(), device_ends_windows, measure=False, deferred=True)
+    engine = build_engine(chosen, specs(FEW), OneLink(), device_ends_windows, measure=False, deferred=True)
     engine.observers.append(SimpleNamespace(observe=seen.append))
     windows(engine, device_ends_windows)
     buffers = seen[-1].buffers
-    assert len(buffers) > 4
+    assert len(buffers) > 2
     service = service_seconds([each.launched for each in buffers], [each.finished for each in buffers])
     assert service == pytest.approx([1.0] * len(buffers))
     assert [each.decoded - each.decode_begin for each in buffers] == pytest.approx([10.0] * len(buffers))
@@ -524,20 +530,20 @@ def test_arrivals_are_those_without_the_engine_where_the_host_is_the_bottleneck(
     monkeypatch.setattr(Shipment, "fill", slow)
     seen: list[WindowEvents] = []
     chosen = settings(collective="allgather", fusion="wfbp")
-    engine = build_engine(chosen, specs(), SoloTransport(), device_ends_windows, measure=False, deferred=True)
+    engine = build_engine(chosen, specs(FEW), SoloTransport(), device_ends_windows, measure=False, deferred=True)
     engine.observers.append(SimpleNamespace(observe=seen.append))
     backward = torch.cuda.current_stream()
     for _ in range(4):
-        for spec in reversed(specs()):
+        for spec in reversed(specs(FEW)):
             host.now += 1.0
             backward.now = max(host.now, backward.now + 2.5 * behind)
             engine.push(spec.index, torch.zeros(spec.numel, device=device_ends_windows))
         engine.drain()
     engine.settle()
-    recorder = ProfileRecorder(len(specs()))
+    recorder = ProfileRecorder(len(specs(FEW)))
     recorder.record(seen[-1])
-    arrivals = -recorder.to_vector()[: len(specs())]
-    assert arrivals.tolist() == pytest.approx([(2.5 if behind else 1.0) * place for place in range(len(specs()))])
+    arrivals = -recorder.to_vector()[: len(specs(FEW))]
+    assert arrivals.tolist() == pytest.approx([(2.5 if behind else 1.0) * place for place in range(len(specs(FEW)))])
 
 
 def test_memory_that_an_abandoned_window_still_uses_is_kept_until_the_next_begins(
@@ -545,7 +551,7 @@ def test_memory_that_an_abandoned_window_still_uses_is_kept_until_the_next_begin
 ) -> None:
     engine, awaited = trained(monkeypatch, device_ends_windows)
     Stream.log, engine.report = [], None
-    *pushed, last = [(spec.index, torch.zeros(spec.numel, device=device_ends_windows)) for spec in reversed(specs())]
+    *pushed, last = [(spec.index, torch.zeros(spec.numel, device=device_ends_windows)) for spec in reversed(specs(FEW))]
     for gradient in pushed:
         engine.push(*gradient)
     select, arrivals, decode = (who for who, _, _ in Stream.log[:3])

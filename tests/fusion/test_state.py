@@ -23,7 +23,7 @@ from lightning_safusion.fusion.plans.adaptive import Adaptive
 from lightning_safusion.fusion.plans.profile import AgreedProfile
 from lightning_safusion.fusion.state import MemoryBuilder, common_state, local_state, restore_common, restore_sparsifier
 from lightning_safusion.integration import checkpoint
-from tests.cluster import Cluster, settings
+from tests.cluster import Cluster, settings, specs
 
 Make = Callable[..., Cluster]
 
@@ -139,11 +139,11 @@ def test_agreed_costs_and_the_schedule_are_restored(make: Make) -> None:
 
 
 def test_what_exchanges_have_learnt_goes_on_where_it_stopped(make: Make, tmp_path: Path) -> None:
-    options = {"collective": "oktopk", "fusion": "wfbp"}
+    options = {"collective": "oktopk", "fusion": "wfbp", "tensors": specs(((40, 30), (40,), (90, 70), (7, 11), (64,)))}
     whole, resumed, fewer = make(3, **options), make(3, **options), make(2, **options)
     train(whole, 0, 4)
     learnt = common_state(whole.controllers[0])["exchanges"]
-    assert len(learnt) > 5
+    assert len(learnt) > 2
     assert max(state["step"] for _, state in learnt) > 1  # in step 0 thresholds are found anew
     entry = save(whole, tmp_path / "a.ckpt")
     assert restore(resumed, entry, tmp_path / "a.ckpt") == [[]] * 3
@@ -229,8 +229,7 @@ def test_tensors_are_matched_by_name_and_shape(make: Make, tmp_path: Path) -> No
         assert torch.equal(other.residual(1, index), expected)
 
 
-@pytest.mark.parametrize("memory", ["residual", "dgc"])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize(("world_size", "memory"), [(1, "dgc"), (2, "residual"), (3, "residual"), (5, "dgc")])
 def test_the_sum_held_back_survives_any_number_of_workers(
     make: Make, tmp_path: Path, world_size: int, memory: str
 ) -> None:

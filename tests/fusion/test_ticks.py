@@ -22,6 +22,7 @@ from lightning_safusion.fusion.ticks import Ticks
 from lightning_safusion.sparsify.selection.survey import Selector
 from tests.cluster import Cluster, conserved, settings, specs
 from tests.fusion.test_controller import Failing
+from tests.quick import slow
 
 
 class Clock:
@@ -75,8 +76,7 @@ def test_no_question_before_the_next_cycle() -> None:
     assert clock.seconds == 3.0  # it has waited for the tick
 
 
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize(("world_size", "seed"), [(1, 0), (2, 1), (3, 2), (5, 3)])
 def test_all_ranks_hear_the_same_answers_at_any_pace(world_size: int, seed: int) -> None:
     total, cycle = 40, 1e-4
     cluster = Cluster(world_size, settings)
@@ -155,8 +155,7 @@ class Seen:
         self.windows.append([(each.places.start, each.places.stop) for each in events.buffers])
 
 
-@pytest.mark.parametrize("options", [SPARSE, DENSE], ids=["sparse", "dense"])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize(("world_size", "options"), [(3, SPARSE), (2, DENSE), *slow([(5, SPARSE), (1, DENSE)])])
 def test_nothing_is_lost_and_all_ranks_send_the_same_buffers(
     make: Callable[..., Cluster], world_size: int, options: dict[str, Any]
 ) -> None:

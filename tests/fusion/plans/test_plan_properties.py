@@ -103,7 +103,7 @@ def test_a_plan_covers_every_tensor_once_in_order_and_is_pure(policy: FusionPoli
         assert best <= predict_finish(plan, costs) * (1 + 1e-12)
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(costs=costs_of_a_link())
 def test_the_exact_programme_equals_brute_force(costs: GroupCosts) -> None:
     finishes = [(finish_by_hand(stops, costs), stops) for stops in all_stops(len(costs.ready))]
@@ -115,7 +115,7 @@ def test_the_exact_programme_equals_brute_force(costs: GroupCosts) -> None:
         assert stops_of(plan) == min(optimal, key=lambda stops: (len(stops), stops[::-1]))
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(costs=costs_of_a_link(), share=st.sampled_from([0.01, 0.3, 0.7]))
 def test_a_bounded_last_buffer_equals_brute_force(costs: GroupCosts, share: float) -> None:
     allowed = [stops for stops in all_stops(len(costs.ready)) if last_share_fits(stops, costs, share)]
@@ -124,7 +124,7 @@ def test_a_bounded_last_buffer_equals_brute_force(costs: GroupCosts, share: floa
     assert predict_finish(plan, costs) == min(finish_by_hand(stops, costs) for stops in allowed)
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(costs=costs_of_a_link(longest=30))
 def test_the_papers_rule_keeps_its_promise(costs: GroupCosts) -> None:
     """Every buffer but the last is exchanged for at least as long as the next one takes to get ready, and could not
@@ -155,7 +155,7 @@ def covers(costs: GroupCosts, first: int) -> bool:
     return True
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 2**32 - 1), length=st.integers(1, 9))
 def test_no_published_rule_beats_the_best_plan(seed: int, length: int) -> None:
     behind = random_behind(np.random.default_rng(seed), length)

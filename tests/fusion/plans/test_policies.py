@@ -60,6 +60,7 @@ def digests_by_name() -> dict[str, int]:
     return {name: resolve_fusion(name).plan(costs).digest for name in ("adaptive", "aligned", "wfbp")}
 
 
+@pytest.mark.slow  # imports torch in another process
 def test_plans_are_the_same_in_another_process() -> None:
     program = inspect.getsource(digests_by_name) + "\nprint(digests_by_name())"
     # planning needs no Lightning, whose import takes seconds: the package without what its __init__ imports
