@@ -13,9 +13,11 @@ from torch import Tensor
 
 from lab.virtual.transport import local_transports
 from lightning_safusion.comm import Transport, resolve_codec
+from lightning_safusion.comm.collectives.allgather import SparseAllGather
 from lightning_safusion.comm.collectives.gtopk import GTopKExchange
 from lightning_safusion.comm.collectives.hierarchical import HierarchicalExchange
 from lightning_safusion.comm.collectives.hierarchical_sharded import HierarchicalShardedExchange
+from lightning_safusion.comm.collectives.hybrid import HybridExchange
 from lightning_safusion.comm.collectives.nodes import NodeTransports
 from lightning_safusion.comm.collectives.ok_allreduce import OkTopkExchange
 from lightning_safusion.comm.collectives.sharded import ShardedExchange
@@ -33,6 +35,22 @@ def span(numel: int, capacity: int, dense: tuple[int, int] | None = None) -> Spa
     if dense is None:
         return SpanSpec(numel, capacity, (0, numel), ())
     return SpanSpec(numel, capacity, (0, *dense, numel), ((*dense, torch.float32),))
+
+
+def allgather(wire: str = "auto") -> Build:
+    def build(spec: SpanSpec, transport: Transport) -> Exchange:
+        codec = resolve_codec(wire, spec.numel, spec.capacity, torch.float32, spec.edges) if spec.capacity else None
+        return SparseAllGather(spec, transport, CPU, codec)
+
+    return build
+
+
+def hybrid(wire: str = "auto") -> Build:
+    def build(spec: SpanSpec, transport: Transport) -> Exchange:
+        codec = resolve_codec(wire, spec.numel, spec.capacity, torch.float32, spec.edges)
+        return HybridExchange(spec, transport, transport.subgroup(), CPU, codec)
+
+    return build
 
 
 def oktopk(wire: str = "auto", **options: Any) -> Build:

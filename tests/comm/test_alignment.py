@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from lab.virtual.transport import LocalTransport, local_transports
-from lightning_safusion.comm import Transport, resolve_codec
-from lightning_safusion.comm.collectives.allgather import SparseAllGather
+from lightning_safusion.comm import Transport
 from lightning_safusion.comm.collectives.allreduce import DenseAllReduce, TwoPhaseSum
-from lightning_safusion.comm.collectives.hybrid import HybridExchange
 from lightning_safusion.comm.collectives.negotiated import Stream, StreamedTensor
 from lightning_safusion.comm.exchange import Exchange, SpanSpec
 from lightning_safusion.comm.wire.values import VALUES
@@ -22,10 +20,12 @@ from tests.comm.exchanges import (
     CPU,
     Build,
     Workers,
+    allgather,
     gradients,
     gtopk,
     hierarchical,
     hierarchical_sharded,
+    hybrid,
     oktopk,
     same,
     sharded,
@@ -62,26 +62,17 @@ class Seen:
         return [[least] * (len(tensor) // max(1, least)) for tensor in tensors]
 
 
-def allgather(spec: SpanSpec, transport: Transport) -> Exchange:
-    return SparseAllGather(spec, transport, CPU, resolve_codec("auto", spec.numel, spec.capacity, torch.bfloat16))
-
-
 def allreduce(spec: SpanSpec, transport: Transport) -> Exchange:
     runs = ((0, spec.numel, torch.bfloat16),)
     return DenseAllReduce(SpanSpec(spec.numel, 0, spec.edges, runs), transport, CPU)
 
 
-def hybrid(spec: SpanSpec, transport: Transport) -> Exchange:
-    codec = resolve_codec("bitmap-fp16", spec.numel, spec.capacity, torch.float32)
-    return HybridExchange(spec, transport, transport.subgroup(), CPU, codec)
-
-
 @pytest.mark.parametrize(
     ("build", "calls"),
     [
-        (allgather, {"all_gather"}),
+        (allgather("bf16"), {"all_gather"}),
         (allreduce, {"all_reduce"}),
-        (hybrid, {"all_gather", "all_reduce"}),
+        (hybrid("bitmap-fp16"), {"all_gather", "all_reduce"}),
         (hierarchical(wire="bf16"), {"all_to_all", "all_gather", "all_reduce"}),
         (sharded("q4"), {"all_to_all", "all_gather", "all_reduce"}),
         (hierarchical_sharded(wire="q4"), {"all_to_all", "all_gather", "all_reduce"}),

@@ -9,25 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm import Transport, resolve_codec
 from lightning_safusion.comm.collectives.allgather import SparseAllGather
-from lightning_safusion.comm.exchange import SpanSpec
+from lightning_safusion.comm.exchange import Part, SpanSpec
 from lightning_safusion.comm.wire.codec import Codec
 from lightning_safusion.kernels import cpu as native
 from tests.cluster import Cluster, settings, specs
-from tests.comm.exchanges import CPU, Build, Workers, gradients, part_of
+from tests.comm.exchanges import Build, Workers, allgather, gradients, hybrid, part_of, span
 
 EDGES = (0, 70_000, 70_000, 70_040, 120_000)  # an empty tensor and a small one among others
 compiled = pytest.mark.skipif(not native.usable(), reason="the package was installed without a C compiler")
 LARGE = ((200, 250), (40,), (0,), (300, 230), (1,))
-
-
-def gather(wire: str) -> Build:
-    def build(spec: SpanSpec, transport: Transport) -> SparseAllGather:
-        codec = resolve_codec(wire, spec.numel, spec.capacity, torch.float32, spec.edges) if spec.capacity else None
-        return SparseAllGather(spec, transport, CPU, codec)
-
-    return build
 
 
 def garbage(spec: SpanSpec) -> list[Tensor]:
@@ -58,7 +49,7 @@ def both(workers: Workers, xs: Sequence[Tensor]) -> list[tuple[list[Tensor], boo
 @pytest.mark.parametrize("wire", ["block16-fp32", "bitmap-bf16", "dense-fp32", "q4"])
 def test_the_mean_is_that_of_the_buffer(wire: str, dense: tuple[int, int] | None, world_size: int) -> None:
     runs = () if dense is None else ((*dense, torch.float32),)
-    workers = Workers(world_size, SpanSpec(EDGES[-1], 3000, EDGES, runs), gather(wire))
+    workers = Workers(world_size, SpanSpec(EDGES[-1], 3000, EDGES, runs), allgather(wire))
     for step in range(2):
         results = both(workers, gradients(world_size, EDGES[-1], step))
         for direct, finite, mean, _ in results:
@@ -77,7 +68,7 @@ def test_what_kernels_cannot_read_is_decoded_piece_by_piece(
 ) -> None:
     monkeypatch.setattr(SparseAllGather, "least_piece", least)
     monkeypatch.setattr(SparseAllGather, "decoded_together", 1)
-    workers = Workers(3, SpanSpec(EDGES[-1], 9000, EDGES, ()), gather(wire))
+    workers = Workers(3, SpanSpec(EDGES[-1], 9000, EDGES, ()), allgather(wire))
     pieces: list[int] = []
     kind = type(workers.exchanges[0].codec)
     reader = kind.reader
@@ -106,7 +97,7 @@ def test_what_kernels_cannot_read_is_decoded_piece_by_piece(
 @pytest.mark.parametrize("dense", [None, (70_000, 120_000)])
 def test_a_sum_that_is_not_finite_is_seen(value: float, dense: tuple[int, int] | None) -> None:
     runs = () if dense is None else ((*dense, torch.float32),)
-    workers = Workers(3, SpanSpec(EDGES[-1], 30_000, EDGES, runs), gather("block16-fp32"))
+    workers = Workers(3, SpanSpec(EDGES[-1], 30_000, EDGES, runs), allgather("block16-fp32"))
     xs = gradients(3, EDGES[-1])
     for x in xs:
         x[[5, -5]] = value
@@ -115,8 +106,19 @@ def test_a_sum_that_is_not_finite_is_seen(value: float, dense: tuple[int, int] |
         torch.testing.assert_close(torch.cat(direct), mean, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("build", [allgather(), allgather("q4"), hybrid()], ids=["allgather", "q4", "hybrid"])
+def test_of_an_absent_tensor_nothing_is_sent(build: Build) -> None:
+    spec = span(2000, 20, dense=(500, 900))
+    workers, xs = Workers(3, spec, build), gradients(3, 2000)
+    parts = [part_of(x, spec) for x in xs]
+    workers.step(xs, parts)  # what was sent then is not sent again
+    parts[1] = Part(parts[1].selection, parts[1].flags, (1,))
+    results = workers.step(xs, parts)
+    torch.testing.assert_close(results[0].mean[500:900], (xs[0] + xs[2])[500:900] / 3)
+
+
 def test_without_compiled_kernels_the_mean_goes_through_a_buffer() -> None:
-    workers = Workers(2, SpanSpec(EDGES[-1], 3000, EDGES, ()), gather("auto"))
+    workers = Workers(2, SpanSpec(EDGES[-1], 3000, EDGES, ()), allgather("auto"))
     with native.unused():
         results = both(workers, gradients(2, EDGES[-1]))
     for direct, finite, mean, otherwise in results:

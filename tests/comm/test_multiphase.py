@@ -203,12 +203,13 @@ def test_zeros_and_equals(build: Build) -> None:
 
 
 @each_kind
-def test_every_rank_sees_a_sum_that_is_not_finite(build: Build) -> None:
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_every_rank_sees_a_sum_that_is_not_finite(build: Build, bad: float) -> None:
     workers = Workers(3, span(400, 20), build)
-    for step in range(5):
+    for step in range(4):
         xs = gradients(3, 400, seed=step)
-        if step in (0, 2):
-            xs[step // 2][17] = float("inf") if step else float("nan")
+        if step in (0, 2):  # Ok-Topk has a threshold in the second one
+            xs[step // 2][17] = bad
         results = workers.step(xs)
         assert [result.finite for result in results] == [step not in (0, 2)] * 3
         if results[0].finite and workers.exchanges[0].conserves:

@@ -295,6 +295,29 @@ def test_damage_is_found(field: str, compiled: bool) -> None:
     assert len(refused) > (4 if field == "low" else 60)
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_entries_that_a_message_has_no_place_for_are_refused(compiled: bool) -> None:
+    full = resolve_codec("eliasfano-fp32", 1000, 10, torch.float32)
+    out = message(full)
+    full.encode(Selection(torch.arange(0, 1000, 100), torch.ones(10), 10), out)
+    ranks, high, low = (field.numpy() for field in out.split(full.field_bytes[:3] + (sum(full.field_bytes[3:]),))[:3])
+    with contextlib.nullcontext() if compiled else native.unused():
+        # one more in the last bucket: nothing else is wrong
+        last = int(np.flatnonzero(np.unpackbits(high, bitorder="little"))[-1])
+        ranks.view(np.uint16)[1] += 1
+        high[last + 1 >> 3] |= 1 << (last + 1 & 7)
+        low[:] = 255
+        with pytest.raises(ValueError, match="11 entries has room for 10: it is damaged"):
+            full.decode(out)
+        # the last bucket of a tensor goes on behind its end
+        codec = resolve_codec("eliasfano-fp32", 200_000, 1, torch.float32, (0, 100_005, 200_000), (1, 0))
+        out = message(codec)
+        codec.encode(Selection(torch.tensor([100_004]), torch.ones(1), 1), out)
+        out[sum(codec.field_bytes[:2])] = 255
+        with pytest.raises(ValueError, match="has entries between its tensors: it is damaged"):
+            codec.decode(out)
+
+
 @pytest.mark.parametrize("indices", [[5, 4], [0, 9], [4097, 4097]])
 def test_positions_that_cannot_be_written_are_refused(indices: list[int]) -> None:
     codec = resolve_codec("eliasfano-fp32", TENSORS[-1], sum(ENTRIES), torch.float32, TENSORS, ENTRIES)
