@@ -50,7 +50,8 @@ def fit(
 ) -> list[dict[str, Any]]:
     """Trains on two workers, with the ``extra`` callbacks (classes); returns what every rank ended with."""
     folder.mkdir(exist_ok=True)
-    run = trainer(strategy, callbacks=[*(callback() for callback in extra), Outcome(folder)], **options)
+    callbacks = [*(callback() for callback in extra), Outcome(folder)]
+    run = trainer(strategy, callbacks=callbacks, **({"max_steps": 5} | options))
     run.fit(TinyClassifier() if model is None else model, classification())
     return [torch.load(path) for path in sorted(folder.glob("rank*.pt"))]
 
@@ -95,8 +96,8 @@ def test_one_worker_trains_like_plain_lightning() -> None:
 
 def test_accumulation_exchanges_once_per_optimizer_step(tmp_path: Path) -> None:
     strategy = SAFusionStrategy(density=0.1, collective="allgather", **FORK)
-    outcome = fit(tmp_path, strategy, accumulate_grad_batches=4)
-    assert outcome[0]["report"]["windows"] == 5
+    outcome = fit(tmp_path, strategy, accumulate_grad_batches=4, max_steps=2)
+    assert outcome[0]["report"]["windows"] == 2
     assert equal(outcome[0]["parameters"], outcome[1]["parameters"])
 
 

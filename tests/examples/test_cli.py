@@ -90,10 +90,10 @@ def strategy_of(cli: DigitsCLI) -> SAFusionStrategy:
 
 
 def fit(folder: Path, *args: str | Path) -> list[dict[str, Any]]:
-    """Trains for 6 steps of 2 epochs on two forked workers; returns what each ended with."""
+    """Trains for 4 steps of 2 epochs on two forked workers; returns what each ended with."""
     folder.mkdir(exist_ok=True)
     short = [
-        f"--trainer.default_root_dir={folder}", "--trainer.max_steps=6", "--trainer.limit_train_batches=3",
+        f"--trainer.default_root_dir={folder}", "--trainer.max_steps=4", "--trainer.limit_train_batches=2",
         "--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false", "--model.widths=[8,16]",
     ]  # fmt: skip
     DigitsCLI(["fit", *map(str, args), *short], trainer_defaults={"callbacks": [Outcome(folder)]})
@@ -134,14 +134,14 @@ def test_a_configuration_means_what_python_says(path: Path) -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(path, id=path.stem, marks=() if path.stem in ("parts", "dgc", "callbacks") else pytest.mark.slow)
+        pytest.param(path, id=path.stem, marks=() if path.stem == "parts" else pytest.mark.slow)
         for path in CONFIGS
         if path.stem != "names"
     ],
 )
 def test_a_configuration_trains(path: Path, tmp_path: Path) -> None:
     first, second = fit(tmp_path, "--config", path, "--trainer.strategy.start_method=fork")
-    assert first["report"]["windows"] == first["steps"] == second["steps"] == 6  # exchanges: one per optimizer step
+    assert first["report"]["windows"] == first["steps"] == second["steps"] == 4  # exchanges: one per optimizer step
     assert first["report"]["plain_ddp"] is None
     assert first["report"]["tensors"] == len(first["parameters"]) == 32
     assert all(torch.equal(a, b) for a, b in zip(first["parameters"], second["parameters"], strict=True))
@@ -164,7 +164,13 @@ def test_the_shortest_configuration_trains_as_a_script_and_saves_itself(
     assert yaml.safe_load(printed_config(capsys, *names, *short)) == configuration
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=() if path.stem in ("compressor", "dgc") else pytest.mark.slow)
+        for path in CONFIGS
+    ],
+)
 def test_a_printed_configuration_gives_itself(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     printed = printed_config(capsys, "--config", path)
     (tmp_path / "printed.yaml").write_text(printed)

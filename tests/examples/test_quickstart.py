@@ -1,10 +1,8 @@
-"""The example that users copy runs as they would run it: under a launcher, and started by Lightning itself."""
+"""The example that users copy runs as they would run it under a launcher (test_copied.py: started by Lightning itself)."""
 
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,7 +25,8 @@ def sent(printed: str) -> tuple[int, int] | None:
     return None if found is None else (int(found[1].replace(",", "")), int(found[2].replace(",", "")))
 
 
-@pytest.mark.parametrize("sparse_pays", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sparse_pays", [True, False])
 def test_quickstart_on_two_kinds_of_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sparse_pays: bool) -> None:
     sparse, dense = (CHEAP, DEAR) if sparse_pays else (DEAR, CHEAP)
     monkeypatch.setattr(build, "calibrate", lambda transport, device: {"allgather": sparse, "allreduce": dense})
@@ -37,14 +36,3 @@ def test_quickstart_on_two_kinds_of_network(tmp_path: Path, monkeypatch: pytest.
     assert (nbytes is not None) == sparse_pays
     if nbytes is not None:
         assert 0 < nbytes[0] < 0.2 * nbytes[1]
-
-
-@pytest.mark.slow
-def test_quickstart_as_it_is_copied(tmp_path: Path) -> None:
-    ended = subprocess.run(
-        [sys.executable, str(QUICKSTART)], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert ended.returncode == 0, ended.stderr
-    nbytes = sent(ended.stdout)
-    # on the loopback the dense all-reduce may be the cheaper one; a dense buffer carries a few bytes of flags
-    assert nbytes is None or 0 < nbytes[0] < 1.01 * nbytes[1]

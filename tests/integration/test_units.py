@@ -25,7 +25,7 @@ from lightning_safusion import SAFusionStrategy
 from lightning_safusion.integration.optimizer import MomentumSwitch
 from lightning_safusion.integration.pace import Pace
 from lightning_safusion.integration.parameters import suit_density
-from lightning_safusion.integration.units import DENSE_WINDOWS, SecondMoments, is_schedule_free
+from lightning_safusion.integration.units import DENSE_WINDOWS, SecondMoments, compares_updates, is_schedule_free
 from lightning_safusion.sparsify import AutoMemory
 from lightning_safusion.sparsify.schedule import SuitedDensity
 from lightning_safusion.systems.accuracy import default_density
@@ -197,13 +197,6 @@ def test_a_paced_step_is_larger_and_decays_weights_as_before(make: Any, options:
         )
 
 
-class Seen(Callback):
-    """The density of the last window."""
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.density = trainer.strategy.report()["density"]  # type: ignore[attr-defined]  # of this strategy
-
-
 def schedule_free(params: Any) -> Optimizer:
     """Ready to step."""
     optimizer = AdamWScheduleFree(params)
@@ -226,21 +219,26 @@ def schedule_free(params: Any) -> Optimizer:
     ],
 )
 def test_the_density_suits_the_optimizers(make: Callable[[Any], Optimizer], expected: float, plain: float) -> None:
+    optimizer = make([nn.Parameter(torch.ones(2))])
+    for memory, density in (("auto", expected), ("residual", plain)):
+        settings = SAFusionStrategy(memory=memory).settings
+        assert isinstance(settings.density, SuitedDensity)
+        suit_density(settings.density, settings.memory, [optimizer], compares_updates(settings, [optimizer]))
+        assert settings.density.density == density
+    name = "schedule-free" if is_schedule_free(optimizer) else type(optimizer).__name__
+    assert default_density(name) == expected  # what "safusion plan" takes
+
+
+def test_a_job_has_the_density_of_its_optimizer_unless_it_has_its_own() -> None:
     def run(rank: int) -> list[float]:
         found = []
         for options in ({}, {"density": 0.05}, {"memory": "residual"}):
-            model, seen = adamw(), Seen()
-            model.configure_optimizers = lambda net=model: make(net.parameters())  # type: ignore[method-assign]  # another optimizer
             strategy = SAFusionStrategy(collective="allgather", **options)  # type: ignore[arg-type]
-            trainer(strategy, max_epochs=2, callbacks=[seen]).fit(model, classification())
-            assert strategy.settings.density(0, 0) == pytest.approx(seen.density)
-            found.append(seen.density)
+            trainer(strategy, max_steps=1).fit(adamw(), classification())
+            found.append(strategy.report()["density"])
         return found
 
-    assert run_launched(2, run) == [[expected, 0.05, plain]] * 2
-    optimizer = make([nn.Parameter(torch.ones(2))])
-    name = "schedule-free" if is_schedule_free(optimizer) else type(optimizer).__name__
-    assert default_density(name) == expected  # what "safusion plan" takes
+    assert run_launched(2, run) == [[0.02, 0.05, 0.25]] * 2
 
 
 def test_muon_is_refused_unless_a_density_is_named() -> None:
@@ -282,13 +280,21 @@ def adamw(**options: Any) -> TinyClassifier:
     return model
 
 
+@pytest.fixture
+def few_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two dense windows: short trainings have others as well."""
+    monkeypatch.setattr("lightning_safusion.integration.optimizer.DENSE_WINDOWS", 2)
+
+
 def weights(**options: Any) -> list[Tensor]:
+    """After two dense steps and four others."""
     model = adamw()
     parts: dict[str, Any] = {"density": 0.05, "collective": "allgather"}
-    trainer(SAFusionStrategy(**(parts | options)), max_epochs=2).fit(model, classification())
+    trainer(SAFusionStrategy(**(parts | options)), max_steps=6).fit(model, classification())
     return [param.detach().clone() for param in model.parameters()]
 
 
+@pytest.mark.usefixtures("few_dense")
 @pytest.mark.parametrize("collective", ["allgather", "hierarchical", "hierarchical-sharded"])
 def test_the_default_compares_updates_of_adamw(caplog: pytest.LogCaptureFixture, collective: str) -> None:
     def run(rank: int) -> Any:
@@ -317,18 +323,19 @@ def test_the_first_windows_are_dense() -> None:
 
     def run(rank: int) -> list[list[bool]]:
         noted = []
-        for options in ({}, {"select_by": "gradient"}):
+        for units, steps in (("auto", DENSE_WINDOWS + 2), ("gradient", 2)):
             noting = Noting()
-            strategy = SAFusionStrategy(density=0.05, collective="allgather", **options)  # type: ignore[arg-type]
-            trainer(strategy, max_epochs=2, callbacks=[noting]).fit(adamw(), classification())
+            strategy = SAFusionStrategy(density=0.05, collective="allgather", select_by=units)
+            trainer(strategy, max_epochs=2, max_steps=steps, callbacks=[noting]).fit(adamw(), classification())
             noted.append(noting.sparse)
         return noted
 
     for update, gradient in run_launched(2, run):
-        assert update == [False] * DENSE_WINDOWS + [True] * (40 - DENSE_WINDOWS)
-        assert gradient == [True] * 40
+        assert update == [False] * DENSE_WINDOWS + [True] * 2
+        assert gradient == [True] * 2
 
 
+@pytest.mark.usefixtures("few_dense")
 @pytest.mark.parametrize("collective", ["allgather", "sharded"])
 @pytest.mark.parametrize("wire", ["fp32", "q4"])
 def test_what_is_learned_does_not_depend_on_the_plan(wire: str, collective: str) -> None:
@@ -341,16 +348,17 @@ def test_what_is_learned_does_not_depend_on_the_plan(wire: str, collective: str)
         assert all(torch.equal(a, b) for a, b in zip(single, other, strict=True))
 
 
+@pytest.mark.usefixtures("few_dense")
 def test_nothing_holds_an_optimizer_after_training() -> None:
     def run(rank: int) -> bool:
         model = adamw()
         strategy = SAFusionStrategy(density=0.05, collective="allgather")
-        job = trainer(strategy, max_epochs=1)
+        job = trainer(strategy, max_steps=4)
         job.fit(model, classification())
-        optimizer = weakref.ref(job.optimizers[0])
+        held = weakref.ref(job.optimizers[0])
         del job, model, strategy
         gc.collect()
-        return optimizer() is None
+        return held() is None
 
     assert run_launched(2, run) == [True, True]
 
