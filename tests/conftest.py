@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -45,9 +46,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> None:
+def _small_process() -> Iterator[None]:
     """One thread: small tensors gain nothing from more, and a process that has a thread pool must not be forked."""
     torch.set_num_threads(1)
+    gc.freeze()  # gc.collect() does not look through all that is imported, in this process and those that are forked
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

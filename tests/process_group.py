@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -70,6 +71,7 @@ def _child(
     sender: Connection, rank: int, world_size: int, store: str | None, timeout: float, fn: Callable[..., Any], args: Any
 ) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # as in conftest.py, with what has been imported since
     try:
         if store is not None:
             dist.init_process_group(

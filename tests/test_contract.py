@@ -163,7 +163,7 @@ def slow_selection(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.usefixtures("slow_selection")
-@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("adaptive", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_plain_ddp_takes_over_from_sparse_windows(adaptive: bool) -> None:
     def run(rank: int) -> tuple[dict[str, Any], list[str], int, list[Tensor]]:
         model = TinyClassifier()

@@ -33,6 +33,7 @@ from lightning_safusion.fusion.hook import DDPHook
 from lightning_safusion.fusion.state import local_state
 from tests.models import TinyClassifier, classification, trainer
 from tests.process_group import run_launched
+from tests.quick import quick_of
 
 SPARSE: dict[str, Any] = {"density": 0.1, "collective": "allgather"}
 
@@ -131,8 +132,8 @@ FEATURES: dict[str, tuple[Callable[[], dict[str, Any]], int]] = {
     "sanity check": (lambda: {"num_sanity_val_steps": -1}, 12),
     "val_check_interval": (lambda: {"val_check_interval": 2}, 12),
 }
-#: Seldom asked for: slow tests.
-RARE = {"swa", "ema", "accumulation scheduler", "anomaly detection", "sanity check", "overfit_batches", "max_time"}
+#: The others are slow tests.
+QUICK = ("barebones", "max_steps")
 
 
 class Clock:
@@ -147,9 +148,7 @@ class Clock:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize(
-    "feature", [pytest.param(name, marks=pytest.mark.slow if name in RARE else ()) for name in FEATURES]
-)
+@pytest.mark.parametrize("feature", quick_of(FEATURES, QUICK))
 def test_features_of_the_trainer(monkeypatch: pytest.MonkeyPatch, feature: str) -> None:
     make, steps = FEATURES[feature]
 
@@ -206,9 +205,7 @@ class Searches(LearningRateFinder):
             self.lr_find(trainer, pl_module)
 
 
-@pytest.mark.parametrize(
-    "when", ["before", *(pytest.param(x, marks=pytest.mark.slow) for x in ("fit start", "second epoch"))]
-)
+@pytest.mark.parametrize("when", quick_of(("before", "fit start", "second epoch"), ("before",)))
 def test_the_learning_rate_finder_leaves_no_trace(tmp_path: Path, when: str) -> None:
     def train(strategy: Any, search: bool) -> tuple[list[Tensor], int]:
         model, held, finder = FromTheStep(), HeldBack(), Searches(when if search else "never")

@@ -25,6 +25,7 @@ from torch.utils.data import DistributedSampler
 from lightning_safusion import SAFusionStrategy
 from tests.models import TinyClassifier, classification, trainer
 from tests.process_group import run_launched
+from tests.quick import quick_of
 
 SPARSE: dict[str, Any] = {"density": 0.1, "collective": "allgather"}
 
@@ -235,10 +236,8 @@ class Compilable(TinyClassifier):
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize(
-    "place",
-    ["model", *(pytest.param(place, marks=pytest.mark.slow) for place in ("submodule", "wrapped", "both passes"))],
-)
+@pytest.mark.costly(reason="the one compiled model of the quick tests: torch's compiler is imported")
+@pytest.mark.parametrize("place", quick_of(("model", "submodule", "wrapped", "both passes"), ("model",)))
 def test_compiled_models(place: str) -> None:
     """With a backend that needs no compiler: what is tested is how graphs, buckets and hooks meet."""
 
@@ -251,7 +250,7 @@ def test_compiled_models(place: str) -> None:
             model.both_passes = torch.compile(model.both_passes, backend="aot_eager")
         whole = torch.compile(model, backend="aot_eager") if place == "model" else model
         callbacks = [CompilesWrapped()] if place == "wrapped" else []
-        trainer(strategy, limit_train_batches=5, callbacks=callbacks).fit(whole, classification())
+        trainer(strategy, limit_train_batches=3, callbacks=callbacks).fit(whole, classification())
         return [p.detach().clone() for p in model.parameters()]
 
     def run(rank: int) -> tuple[float, list[Tensor]]:
@@ -265,6 +264,7 @@ def test_compiled_models(place: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
 def test_a_missing_parameter_is_named_where_the_wrapped_model_is_compiled() -> None:
     def run(rank: int) -> str:

@@ -6,6 +6,7 @@ Covers: conservation and replicas, with parameters that are frozen and such as g
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from lightning_safusion.fusion.state import local_state
 from tests.ledger import Ledger, assert_balanced
 from tests.models import TinyClassifier, classification, trainer
 from tests.process_group import run_launched
+from tests.quick import quick_of
 
 SSFUSION = ("ssfusion-naive", "ssfusion-o", "ssfusion-i", "ssfusion")
 JOBS: dict[str, dict[str, Any]] = {
@@ -32,6 +34,9 @@ JOBS: dict[str, dict[str, Any]] = {
     # with 20 buffers each of the seven tensors would be alone
     **{name: {"system": name, "fusion": Selective(2)} for name in SSFUSION},
 }
+
+
+QUICK = ("adtopk", "ssfusion")
 
 
 class Books(Ledger):
@@ -80,15 +85,18 @@ def strategy(name: str, **options: Any) -> SAFusionStrategy:
     return SAFusionStrategy(**({"density": 0.05} | JOBS[name] | options))
 
 
-def each(rank: int) -> dict[str, Any]:
+STEPS = 9
+
+
+def each(rank: int, names: Sequence[str]) -> dict[str, Any]:
     results: dict[str, Any] = {}
-    for name in JOBS:
-        ledger, probe = Books(), ConvergenceProbe(every_n_steps=7)
+    for name in names:
+        ledger, probe = Books(), ConvergenceProbe(every_n_steps=STEPS - 1)
         model, chosen = Branches(), strategy(name, find_unused_parameters=True)
-        job = trainer(chosen, callbacks=[ledger, probe], limit_train_batches=14)
+        job = trainer(chosen, callbacks=[ledger, probe], limit_train_batches=STEPS)
         job.fit(model, classification())
         bad, again = Overflowing(), strategy(name)
-        trainer(again, limit_train_batches=10).fit(bad, classification())
+        trainer(again, limit_train_batches=7).fit(bad, classification())
         plain, third = TinyClassifier(), strategy(name)
         held: dict[str, Tensor] = {}
 
@@ -97,7 +105,7 @@ def each(rank: int) -> dict[str, Any]:
             held.update(local_state(chosen.controller)["memory"]["residual"])
 
         plain.on_train_end = keep  # type: ignore[method-assign]  # looks at the end of the fit
-        trainer(third, limit_train_batches=14, deterministic=True).fit(plain, classification())
+        trainer(third, limit_train_batches=STEPS, deterministic=True).fit(plain, classification())
         assert probe.latest is not None
         results[name] = {
             "ledger": ledger,
@@ -111,16 +119,29 @@ def each(rank: int) -> dict[str, Any]:
     return results
 
 
-@pytest.fixture(scope="module")
-def results() -> Any:
+def trained(names: Sequence[str]) -> list[dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patch:
         free = LinearCost(0.0, 0.0)  # the thread takes every tensor that it may
         patch.setattr(build, "selection_costs", lambda *_: (free, free))
-        return run_launched(2, each, timeout=240)
+        return run_launched(2, each, names, timeout=240)
 
 
-@pytest.mark.parametrize("name", JOBS)
-def test_nothing_is_lost_and_replicas_are_equal(results: Any, name: str) -> None:
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, Any]]:
+    """What both ranks have ended with, of the rows themselves."""
+    return trained(QUICK)
+
+
+@pytest.fixture(scope="module")
+def results(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same of all jobs."""
+    others = trained([name for name in JOBS if name not in QUICK])
+    return [own | other for own, other in zip(rows, others, strict=True)]
+
+
+@pytest.mark.parametrize("name", quick_of(JOBS, QUICK))
+def test_nothing_is_lost_and_replicas_are_equal(request: pytest.FixtureRequest, name: str) -> None:
+    results = request.getfixturevalue("rows" if name in QUICK else "results")
     mine, theirs = (result[name] for result in results)
     names = [n for n, p in Branches().named_parameters() if p.requires_grad and not n.startswith("nobody")]
     assert_balanced(mine["ledger"], theirs["ledger"], to="delivered", names=names)
@@ -131,8 +152,8 @@ def test_nothing_is_lost_and_replicas_are_equal(results: Any, name: str) -> None
     assert 0 < mine["figures"]["contraction"] < 1
 
 
-def test_adtopk_sends_vectors_whole_and_the_same_from_every_row(results: Any) -> None:
-    result = results[0]["adtopk"]
+def test_adtopk_sends_vectors_whole_and_the_same_from_every_row(rows: list[dict[str, Any]]) -> None:
+    result = rows[0]["adtopk"]
     report = result["report"]
     assert report["plan"] == [1] * 7  # one message per tensor
     # rows of 32 and of 256 elements send 1 and 12
@@ -144,6 +165,7 @@ def test_adtopk_sends_vectors_whole_and_the_same_from_every_row(results: Any) ->
     assert result["held"]["net.0.weight"] > 0
 
 
+@pytest.mark.slow
 def test_the_options_of_adtopk_do_what_they_say(results: Any) -> None:
     reports = {name: results[0][name]["report"] for name in JOBS}
     # every second step selects over the whole matrix: rows are left out
@@ -154,6 +176,7 @@ def test_the_options_of_adtopk_do_what_they_say(results: Any) -> None:
     assert results[0]["adtopk hybrid"]["losses"] == pytest.approx(results[0]["adtopk"]["losses"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_ssfusion_differs_by_what_its_names_say(results: Any) -> None:
     jobs = {name: results[0][name] for name in SSFUSION}
     assert all(job["report"]["plan"] == [3, 3, 1] for job in jobs.values())

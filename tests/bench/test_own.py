@@ -165,6 +165,7 @@ def test_a_row_that_fails_on_one_worker_is_left_out_on_all(tmp_path: Path, capfd
     assert "is left out: OutOfMemoryError" in " ".join(capfd.readouterr().out.split())
 
 
+@pytest.mark.slow
 def test_a_job_that_changes_while_it_trains_is_the_same_in_every_turn(tmp_path: Path) -> None:
     """State of its own, frozen layers, files, schedules that end or want a metric, optimizers of the file, teardown."""
     optimizer = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-3}}

@@ -42,6 +42,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_public_names_are_in_the_api(site: Path) -> None:
     text = "\n".join(path.read_text(encoding="utf-8") for path in (site / "api").glob("*.html"))
     documented = set(re.findall(r'id="lightning_safusion\.(?:metrics\.)?(\w+)"', text))
@@ -49,12 +50,14 @@ def test_public_names_are_in_the_api(site: Path) -> None:
     assert not re.search(r":(class|func|meth|data|attr):", text)  # roles of docstrings are names on a page
 
 
+@pytest.mark.slow
 def test_lists_and_tables_are_no_text(site: Path) -> None:
     for page in site.rglob("*.html"):
         found = re.search(r"<p>(?:(?!</p>).)*\n(?:- |\d+\. |\|)[^\n]*", page.read_text(encoding="utf-8"), re.DOTALL)
         assert not found, f"{page.name}: a blank line is missing before {found[0][-60:]}"
 
 
+@pytest.mark.slow
 def test_pages_fetch_nothing_from_elsewhere(site: Path) -> None:
     for page in site.rglob("*.html"):
         elements = r'<(?:script|img|iframe)[^>]* src="(https?://[^"]+)|<link[^>]* href="(https?://[^"]+)'
@@ -62,6 +65,7 @@ def test_pages_fetch_nothing_from_elsewhere(site: Path) -> None:
         assert not fetched, f"{page.name}: {fetched}"
 
 
+@pytest.mark.slow
 def test_what_lies_beside_the_documents_is_on_the_site(site: Path) -> None:
     home = (site / "index.html").read_text(encoding="utf-8")
     assert 'href="will_it_help.html' in home

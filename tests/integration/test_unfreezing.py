@@ -20,7 +20,7 @@ SPARSE: dict[str, Any] = {"density": 0.05, "collective": "allgather"}
 
 
 class Finetuned(LightningModule):
-    """Its backbone is trained from the third epoch on: by unfreezing, or (for a control) by a learning rate of 0
+    """Its backbone is trained from the second epoch on: by unfreezing, or (for a control) by a learning rate of 0
     before."""
 
     def __init__(self, freeze: bool, freeze_head: bool = False) -> None:
@@ -35,10 +35,10 @@ class Finetuned(LightningModule):
         return nn.functional.cross_entropy(self.head(self.backbone(batch[0]).tanh()), batch[1])
 
     def on_train_epoch_start(self) -> None:
-        if self.current_epoch == 2:
+        if self.current_epoch == 1:
             self.backbone.requires_grad_(True)
             self.optimizers().param_groups[0]["lr"] = 0.1
-        if self.current_epoch == 3 and self.freeze_head:
+        if self.current_epoch == 2 and self.freeze_head:
             self.head.requires_grad_(False)
             self.optimizers().zero_grad()
 
@@ -54,7 +54,7 @@ class Mass(Callback):
         self.held: list[Tensor] = []
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 0 and trainer.current_epoch == 2:
+        if batch_idx == 0 and trainer.current_epoch == 1:
             self.note(trainer)
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
@@ -71,7 +71,7 @@ class Mass(Callback):
 
 def train(strategy: Any, callbacks: Any = (), **options: Any) -> list[Tensor]:
     model = Finetuned(**options)
-    run = trainer(strategy, max_epochs=4, limit_train_batches=6, callbacks=list(callbacks))
+    run = trainer(strategy, max_epochs=3, limit_train_batches=5, callbacks=list(callbacks))
     run.fit(model, classification())
     return [p.detach().clone() for p in model.parameters()]
 
@@ -88,7 +88,7 @@ def test_unfrozen_parameters_are_exchanged() -> None:
 @pytest.mark.parametrize(
     ("fusion", "freeze_head"),
     [
-        ("adaptive", False),
+        pytest.param("adaptive", False, marks=pytest.mark.slow),
         ("adaptive", True),
         pytest.param("naive", True, marks=pytest.mark.slow),
         pytest.param("horovod", True, marks=pytest.mark.slow),
@@ -108,7 +108,7 @@ def test_residuals_are_kept_and_replicas_equal(fusion: str, freeze_head: bool) -
     assert torch.nn.functional.cosine_similarity(held[0].flatten(), held[1].flatten(), dim=0) > 0.5
 
 
-@pytest.mark.parametrize("freeze_head", [False, True])
+@pytest.mark.parametrize("freeze_head", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_nothing_is_lost_when_the_model_is_wrapped_again(freeze_head: bool) -> None:
     def sparse(rank: int) -> Ledger:
         ledger = Ledger()
@@ -138,13 +138,15 @@ class ChangesAtStart(TinyClassifier):
 
 @pytest.mark.parametrize("thaws", [True, False])
 def test_a_change_before_an_epoch_that_is_resumed_in_its_middle_is_followed(tmp_path: Path, thaws: bool) -> None:
+    epochs: dict[str, Any] = {"max_epochs": -1, "limit_train_batches": 4}
+
     def both(rank: int) -> list[Tensor]:
-        job = trainer(SAFusionStrategy(**SPARSE), max_steps=28, max_epochs=-1)
+        job = trainer(SAFusionStrategy(**SPARSE), max_steps=6, **epochs)
         job.fit(ChangesAtStart(thaws), classification())
         job.save_checkpoint(tmp_path / "middle.ckpt")
         model = ChangesAtStart(thaws)
-        # one step in the second epoch, before another epoch would set it right
-        job = trainer(SAFusionStrategy(**SPARSE), max_steps=31, max_epochs=-1)
+        # some steps in the second epoch, before another epoch would set it right
+        job = trainer(SAFusionStrategy(**SPARSE), max_steps=8, **epochs)
         job.fit(model, classification(), ckpt_path=tmp_path / "middle.ckpt")
         return [param.detach() for param in model.parameters()]
 
@@ -198,7 +200,7 @@ class Rebuilt(Finetuned):
         super().__init__(freeze=False)
 
     def on_train_epoch_start(self) -> None:
-        if self.current_epoch == 2:
+        if self.current_epoch == 1:
             torch.manual_seed(7)
             self.head = nn.Linear(48, 10)
             optimizer = self.optimizers()
@@ -213,7 +215,7 @@ def test_a_layer_that_another_one_of_its_name_replaces_is_exchanged() -> None:
     def run(rank: int) -> tuple[Tensor, list[Tensor]]:
         model = Rebuilt()
         strategy = SAFusionStrategy(density=0.1, collective="allgather", dense_below=0)
-        trainer(strategy, max_epochs=4).fit(model, classification())
+        trainer(strategy, max_epochs=2, limit_train_batches=5).fit(model, classification())
         torch.manual_seed(7)
         return nn.Linear(48, 10).weight.detach(), [p.detach() for p in model.parameters()]
 

@@ -19,13 +19,22 @@ def page(folder: Path, **options: Any) -> str:
     return render_page(load_run(write_run(folder, overlap(**options), missing())))
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The page of the usual run, in a folder with an awkward name."""
+    return page(tmp_path_factory.mktemp("run") / NASTY.replace("/", "-"))
+
+
+@pytest.fixture(scope="module")
+def document(written: str) -> Document:
+    return Document(written)
+
+
 def sections(document: Document) -> list[str | None]:
     return [attributes["id"] for attributes in document.elements("section")]
 
 
-@pytest.mark.parametrize("options", [{}, {"buffers": 300}, {"aside": "there is one worker"}])
-def test_the_page_is_well_formed(tmp_path: Path, options: dict[str, object]) -> None:
-    document = Document(page(tmp_path, **options))
+def assert_well_formed(document: Document) -> None:
     ids = document.values("id")
     assert len(ids) == len(set(ids))
     assert set(document.values("aria-labelledby")) <= set(ids)
@@ -37,9 +46,11 @@ def test_the_page_is_well_formed(tmp_path: Path, options: dict[str, object]) -> 
     assert not re.search(r"\bnan\b|\bNone\b", document.text)
 
 
-def test_the_page_makes_no_requests(tmp_path: Path) -> None:
-    written = page(tmp_path)
-    document = Document(written)
+def test_the_page_is_well_formed(document: Document) -> None:
+    assert_well_formed(document)
+
+
+def test_the_page_makes_no_requests(written: str, document: Document) -> None:
     assert not document.elements("script")
     assert not [name for _, attributes in document.tags for name in attributes if name.startswith("on")]
     for attribute in ("src", "href", "action", "data", "srcset"):
@@ -48,16 +59,14 @@ def test_the_page_makes_no_requests(tmp_path: Path) -> None:
     assert "default-src 'none'" in written
 
 
-def test_names_are_text(tmp_path: Path) -> None:
-    written = page(tmp_path / NASTY.replace("/", "-"))
+def test_names_are_text(written: str, document: Document) -> None:
     assert NASTY not in written
-    document = Document(written)
     assert not document.elements("b")
     assert NASTY in document.text
 
 
-def test_pictures_say_what_is_under_the_mouse(tmp_path: Path) -> None:
-    titles = [text for tag, text in Document(page(tmp_path)).texts if tag == "title"]
+def test_pictures_say_what_is_under_the_mouse(document: Document) -> None:
+    titles = [text for tag, text in document.texts if tag == "title"]
     assert "gradient of head.weight ready at 30.00 ms" in titles
     assert "exposed exchange of buffer 2, head.weight +1: 5.00 ms, from 80.00 ms" in titles
     assert "rank 1, forward: 30.00 ms, 30.0% of the step" in titles
@@ -65,10 +74,10 @@ def test_pictures_say_what_is_under_the_mouse(tmp_path: Path) -> None:
     assert f"{NASTY}, from step 20: 50% missing" in titles
 
 
-def test_a_section_is_there_only_if_its_file_is(tmp_path: Path) -> None:
+def test_a_section_is_there_only_if_its_file_is(tmp_path: Path, document: Document) -> None:
     everything = ["figures", "advice", "timeline", "breakdown", "plan", "tuning", "missing", "settings", "reproduce"]
-    assert sections(Document(page(tmp_path / "all"))) == everything
-    alone = render_page(load_run(write_run(tmp_path / "alone", overlap() | {"decisions": [], "timeline": None})))
+    assert sections(document) == everything
+    alone = render_page(load_run(write_run(tmp_path, overlap() | {"decisions": [], "timeline": None})))
     without = ("timeline", "tuning", "missing")
     assert sections(Document(alone)) == [name for name in everything if name not in without]
 
@@ -79,8 +88,8 @@ def test_files_of_another_fit_are_mentioned_and_not_shown(tmp_path: Path) -> Non
     assert "8.3%" not in text
 
 
-def test_the_figures_are_those_of_the_files(tmp_path: Path) -> None:
-    text = Document(page(tmp_path)).text
+def test_the_figures_are_those_of_the_files(document: Document) -> None:
+    text = document.text
     assert "100.0 ms" in text  # the step
     assert "5.0 ms" in text  # of it exposed
     assert "5.0% of a step waits for it alone" in text
@@ -93,8 +102,8 @@ def test_the_figures_are_those_of_the_files(tmp_path: Path) -> None:
     assert "The longest wait of this step is 5.0 ms, for buffer 2 (head.weight, " in text
 
 
-def test_the_advice_is_about_this_job(tmp_path: Path) -> None:
-    text = Document(page(tmp_path)).text
+def test_the_advice_is_about_this_job(document: Document) -> None:
+    text = document.text
     assert "5.0 ms of exchange are exposed" in text
     assert "8.3% of the gradient tensors send nothing in a step" in text
     assert "bf16 DDP would be" in text
@@ -102,6 +111,7 @@ def test_the_advice_is_about_this_job(tmp_path: Path) -> None:
 
 def test_plain_ddp_says_so(tmp_path: Path) -> None:
     document = Document(page(tmp_path, aside="there is one worker, and nothing to exchange"))
+    assert_well_formed(document)
     assert "Plain DDP exchanges the gradients: there is one worker, and nothing to exchange." in document.text
     assert "plan" not in sections(document)
     assert "this package exchanged nothing in it" in document.text
@@ -122,14 +132,15 @@ def test_nothing_recorded_says_so(tmp_path: Path) -> None:
     assert "No exchange was recorded" in text
 
 
-def test_long_tables_and_lists_of_names_are_folded(tmp_path: Path) -> None:
-    def folded(buffers: int) -> bool:
-        written = page(tmp_path / str(buffers), buffers=buffers)
-        summary = written.index(f"<summary>Buffers ({buffers})")
-        return "open" not in written[:summary].rpartition("<details")[2]
+def test_long_tables_and_lists_of_names_are_folded(tmp_path: Path, written: str) -> None:
+    def folded(text: str, buffers: int) -> bool:
+        summary = text.index(f"<summary>Buffers ({buffers})")
+        return "open" not in text[:summary].rpartition("<details")[2]
 
-    assert folded(300)
-    assert not folded(2)
+    long = page(tmp_path, buffers=60)
+    assert_well_formed(Document(long))
+    assert folded(long, 60)
+    assert not folded(written, 2)
 
 
 def test_the_worst_tensors_come_first(tmp_path: Path) -> None:
