@@ -22,7 +22,6 @@ from tests.models import TinyClassifier, classification, trainer
 from tests.process_group import run_launched
 from tests.quick import quick_of
 
-
 STEPS = 14  # PowerSGD approximates after the first ten
 
 

@@ -1,4 +1,4 @@
-"""The example that users copy runs as they would run it under a launcher (test_copied.py: started by Lightning itself)."""
+"""The example that users copy runs as they would run it under a launcher; tests/packaging runs it alone."""
 
 from __future__ import annotations
 
