@@ -1,4 +1,4 @@
-"""The sum in two phases: what an all-reduce gives, in two halves that may lie far apart."""
+"""The sum in two phases: what an all-reduce gives, in two halves that may lie far apart; and what 16 bits round."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch import Tensor
 
 from lab.virtual.transport import LocalTransport, local_transports
 from lightning_safusion.comm import default_transport
-from lightning_safusion.comm.collectives.allreduce import TwoPhaseSum
-from tests.comm.exchanges import CPU, gradients
+from lightning_safusion.comm.collectives.allreduce import DenseAllReduce, TwoPhaseSum
+from lightning_safusion.comm.exchange import SpanSpec
+from tests.comm.exchanges import CPU, Workers, gradients
 from tests.process_group import run_ranks
 
 
@@ -82,3 +83,15 @@ def test_real_ranks() -> None:
     expected = torch.stack(gradients(3, 1001)).sum(0)
     for values, tolerance in zip(first, (1e-5, 0.05), strict=True):
         torch.testing.assert_close(torch.tensor(values), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_the_rounding_of_a_part_to_16_bits_stays_with_its_rank() -> None:
+    spec = SpanSpec(100, 0, (0, 100), ((0, 100, torch.float32),))
+    workers = Workers(3, spec, lambda spec, transport: DenseAllReduce(spec, transport, CPU, half=True))
+    xs = [gradients(1, 100)[0], torch.zeros(100), torch.zeros(100)]
+    xs[0][7] = 1e6
+    mine, *others = workers.step(xs)
+    torch.testing.assert_close(mine.mean.float() * 3, mine.sent, rtol=1e-6, atol=0)
+    assert not torch.equal(mine.sent, xs[0])
+    assert mine.sent[7] == pytest.approx(65504, rel=2**-11)
+    assert not any(other.sent.any() for other in others)

@@ -99,12 +99,13 @@ def test_what_was_sent_arrives(wires: list[str], data: st.DataObject) -> None:
     with native.unused():
         for ours, theirs in zip(codec.decode(message), (indices, values), strict=True):
             same(ours, theirs)
-    # in pieces of any size
+    # in pieces of any size, in any order
     cuts = sorted(data.draw(st.lists(st.integers(0, codec.numel), max_size=5)))
+    pieces = data.draw(st.permutations(list(pairwise([0, *cuts, codec.numel]))))
     for compiled in (True, False):
         with contextlib.nullcontext() if compiled else native.unused():
             read = codec.reader(message)
-            for start, stop in pairwise([0, *cuts, codec.numel]):
+            for start, stop in pieces:
                 inside = (indices >= start) & (indices < stop)
                 found, part = read(start, stop)
                 assert torch.equal(found, indices[inside])

@@ -66,6 +66,16 @@ def test_number_found_follows_the_beta_binomial_law() -> None:
     assert distance < math.sqrt(-math.log(0.5e-6) / 2 / trials)
 
 
+@pytest.mark.parametrize(("numel", "quota"), [(5_000, 250), (50_003, 777)])
+def test_as_many_of_the_sample_pass_as_its_share_of_the_quota_rounded_up(numel: int, quota: int) -> None:
+    x, segments = sample("laplace", numel), span_segments(numel, quota)
+    (stride,) = sample_strides(segments, 0.01, 2).tolist()
+    for step in range(3):
+        tau = DGC(max_iterations=0).thresholds(segmented_view(x, segments), step)
+        sampled = x[sample_start(0, step, 0, stride) :: stride].abs()
+        assert int((sampled > tau).sum()) == math.ceil(quota * len(sampled) / numel)
+
+
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_whole_sample_gives_the_exact_threshold(name: str) -> None:
     x = sample(name, 4_000)

@@ -18,7 +18,7 @@ from lightning_safusion.sparsify.selection.survey import History, SpanSurvey, co
 from lightning_safusion.sparsify.selection.torch_view import TorchView
 from lightning_safusion.sparsify.selection.view import NumpyView
 from tests.cuda import Launches
-from tests.sparsify.oracle import best, check, cut, exact_take, exact_top
+from tests.sparsify.oracle import best, check, cut, exact_pooled, exact_take, exact_top
 
 needs_kernels = pytest.mark.skipif(not native.usable(), reason="the package was installed without a C compiler")
 BACKENDS = [
@@ -152,6 +152,17 @@ def test_an_element_that_was_not_found_is_never_smaller_than_one_that_was_pooled
     once = segmented_view(x, segments, SpanSurvey(x, history)).top_pooled()
     assert once is not None
     check(once, x, pooled(x, segments, exact_choice).indices.tolist())
+
+
+@needs_kernels
+def test_of_equals_that_were_not_all_found_the_first_are_pooled() -> None:
+    """The floor of the first segment is what the last elements of the pool have: those there are not above it."""
+    x = torch.tensor([2.0, 0.5, 0.1]).repeat_interleave(torch.tensor([100, 1000, 38_900]))
+    x = torch.cat([x, torch.tensor([2.0, 0.5, 0.1]).repeat_interleave(torch.tensor([50, 500, 450]))])
+    segments = cut([40_000, 1000], [5, 10], pool=385)
+    history = History(segments)
+    history.floors = np.array([0.5, 0.3, 0.5], np.float32).view(np.int32)
+    check(TopK().select(x, segments, 0, SpanSurvey(x, history)), x, exact_pooled(x, segments))
 
 
 @needs_kernels
