@@ -162,6 +162,11 @@ class Cluster:
         start, stop = int(layout.edges[place]), int(layout.edges[place + 1])
         return self.settings[rank].memory.accumulated(start, stop).double()
 
+    def residuals(self) -> list[Tensor]:
+        """Copies of what all ranks hold back of all tensors."""
+        ranks, indices = range(len(self.transports)), range(len(self.specs))
+        return [self.residual(rank, index).clone() for rank in ranks for index in indices]
+
     def close(self) -> None:
         """Ends the threads."""
         self.pool.shutdown()

@@ -1,24 +1,47 @@
-"""Clusters whose device decides, with kernels."""
+"""Clusters of virtual workers, which end with the test; and some whose device decides, with kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from threading import Lock
 from typing import Any
 
 import pytest
 
 from lightning_safusion.fusion import fused
+from lightning_safusion.fusion.layout import TensorSpec
 from tests.cluster import Cluster, settings
 
 
 @pytest.fixture
-def make_fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Cluster]]:
+def make() -> Iterator[Callable[..., Cluster]]:
+    """Makes clusters, from their arguments and those of their settings."""
+    clusters: list[Cluster] = []
+
+    def build(
+        world_size: int = 2,
+        tensors: Sequence[TensorSpec] | None = None,
+        *,
+        measure: bool = False,
+        deferred: bool = False,
+        nodes: Sequence[int] | None = None,
+        **options: Any,
+    ) -> Cluster:
+        parts: dict[str, Any] = {"measure": measure, "deferred": deferred, "nodes": nodes}
+        clusters.append(Cluster(world_size, lambda: settings(**options), tensors, **parts))
+        return clusters[-1]
+
+    yield build
+    for cluster in clusters:
+        cluster.close()
+
+
+@pytest.fixture
+def make_fused(make: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Cluster]:
     """Makes clusters; those whose device decides have kernels, in Triton's interpreter, which one thread may use."""
     pytest.importorskip("triton")
     from lightning_safusion.kernels.cuda import buffer
 
-    clusters: list[Cluster] = []
     launch, lock = buffer.launch, Lock()
 
     def alone(*arguments: Any, **constants: Any) -> None:
@@ -27,11 +50,4 @@ def make_fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Cluste
 
     monkeypatch.setattr(buffer, "launch", alone)
     monkeypatch.setattr(fused, "serves_buffers", lambda device: True)
-
-    def build(world_size: int, tensors: Any, deferred: bool = True, **options: Any) -> Cluster:
-        clusters.append(Cluster(world_size, lambda: settings(**options), tensors, deferred=deferred))
-        return clusters[-1]
-
-    yield build
-    for cluster in clusters:
-        cluster.close()
+    return make

@@ -8,7 +8,8 @@ Covers: NaN and Inf on one rank; a bad step keeps everything; stale tensors unto
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -29,16 +30,8 @@ from tests.cuda import Silent, fake_cuda
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., Cluster]]:
-    clusters: list[Cluster] = []
-
-    def build(world_size: int = 2, tensors: Any = None, **options: Any) -> Cluster:
-        clusters.append(Cluster(world_size, lambda: settings(**({"collective": "allgather"} | options)), tensors))
-        return clusters[-1]
-
-    yield build
-    for cluster in clusters:
-        cluster.close()
+def make(make: Callable[..., Cluster]) -> Callable[..., Cluster]:
+    return partial(make, collective="allgather")
 
 
 class Late(Clock):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,17 +49,8 @@ FEW = ((40, 30), (40,), (1,), (0,), (90, 70), (7, 11))
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., Cluster]]:
-    clusters: list[Cluster] = []
-
-    def build(world_size: int = 2, deferred: bool = True, tensors: Any = None, **options: Any) -> Cluster:
-        options = {"collective": "allgather"} | options
-        clusters.append(Cluster(world_size, lambda: settings(**options), tensors, deferred=deferred))
-        return clusters[-1]
-
-    yield build
-    for cluster in clusters:
-        cluster.close()
+def make(make: Callable[..., Cluster]) -> Callable[..., Cluster]:
+    return partial(make, deferred=True, collective="allgather")
 
 
 @pytest.fixture
@@ -67,12 +59,6 @@ def device_ends_windows(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.devic
     read_nothing(monkeypatch)
     with fake_cuda(monkeypatch) as device:
         yield device
-
-
-def snapshot(cluster: Cluster) -> list[torch.Tensor]:
-    return [
-        cluster.residual(rank, i).clone() for rank in range(len(cluster.transports)) for i in range(len(cluster.specs))
-    ]
 
 
 SHARDED = {"collective": "sharded", "world_size": 3}
@@ -103,7 +89,7 @@ def test_the_numbers_are_those_of_the_other_drain(make: Callable[..., Cluster], 
         device, host = (cluster.step(cluster.random_grads(step)) for cluster in clusters)
         for ours, theirs in zip(device, host, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-        assert all(torch.equal(a, b) for a, b in zip(*map(snapshot, clusters), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(*(cluster.residuals() for cluster in clusters), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -115,7 +101,7 @@ def test_a_bad_gradient_is_seen_by_all_ranks_and_poisons_nothing(
     cluster = make(collective=collective)
     for step in range(3):
         cluster.step(cluster.random_grads(step))
-    before = snapshot(cluster)
+    before = cluster.residuals()
     grads = cluster.random_grads(9)
     grads[1][3][5] = value
     means = cluster.step(grads)
@@ -123,7 +109,7 @@ def test_a_bad_gradient_is_seen_by_all_ranks_and_poisons_nothing(
         assert not torch.isfinite(means[rank][3]).all()
         assert all(torch.isfinite(means[rank][i]).all() for i in range(len(cluster.specs)) if i != 3)
     added = [torch.zeros_like(g) if g is grads[1][3] else g for mine in grads for g in mine]
-    for old, new, grad in zip(before, snapshot(cluster), added, strict=True):
+    for old, new, grad in zip(before, cluster.residuals(), added, strict=True):
         torch.testing.assert_close(new, old + grad.double(), rtol=1e-5, atol=1e-6)
     after = cluster.step(cluster.random_grads(10))
     assert all(torch.isfinite(mean).all() for mean in after[0])

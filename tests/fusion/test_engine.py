@@ -8,7 +8,7 @@ Covers: conservation for every sparsifier, memory, wire and collective on 1, 2, 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,21 +22,6 @@ from tests.quick import slow
 STEPS = 4
 #: Uneven, one element, empty.
 SHAPES = ((40, 30), (40,), (1,), (0,), (90, 70), (7, 11))
-
-
-@pytest.fixture
-def make() -> Iterator[Callable[..., Cluster]]:
-    clusters: list[Cluster] = []
-
-    def build(
-        world_size: int, tensors: Any = None, order: Any = None, measure: bool = False, **options: Any
-    ) -> Cluster:
-        clusters.append(Cluster(world_size, lambda: settings(**options), tensors, order, measure))
-        return clusters[-1]
-
-    yield build
-    for cluster in clusters:
-        cluster.close()
 
 
 #: Collectives and workers, in turn.

@@ -7,7 +7,8 @@ Covers: the order of the moments of every buffer and window; a collective that t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 from lab.virtual.transport import LocalWork
 from lightning_safusion.fusion.events import Clock, WindowEvents
 from lightning_safusion.sparsify import Segments, Selection, TopK
-from tests.cluster import Cluster, settings
+from tests.cluster import Cluster
 from tests.simulated import SimulatedTime
 
 
@@ -32,17 +33,8 @@ class Recorder:
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., Cluster]]:
-    clusters: list[Cluster] = []
-
-    def build(deferred: bool = False, **options: Any) -> Cluster:
-        options = {"collective": "allgather", "fusion": "aligned"} | options
-        clusters.append(Cluster(2, lambda: settings(**options), deferred=deferred))
-        return clusters[-1]
-
-    yield build
-    for cluster in clusters:
-        cluster.close()
+def make(make: Callable[..., Cluster]) -> Callable[..., Cluster]:
+    return partial(make, collective="allgather", fusion="aligned")
 
 
 def observed(cluster: Cluster, steps: int = 4, **step: Any) -> WindowEvents:
@@ -61,7 +53,7 @@ def observed(cluster: Cluster, steps: int = 4, **step: Any) -> WindowEvents:
 @pytest.mark.parametrize("collective", ["allgather", "allreduce"])
 def test_moments_are_in_order(make: Callable[..., Cluster], collective: str, fusion: str, deferred: bool) -> None:
     before = time.perf_counter()
-    events = observed(make(deferred, collective=collective, fusion=fusion))
+    events = observed(make(deferred=deferred, collective=collective, fusion=fusion))
     assert len(events.buffers) == (10 if fusion == "wfbp" else 2)
     assert before < events.ready[0]
     assert (np.diff(events.ready) > 0).all()

@@ -9,6 +9,7 @@ Covers: gradients and residuals over several windows, for quotas by tensor and p
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -33,23 +34,13 @@ FULL = tuple(shape for shape in SHAPES if shape != (0,))
 
 @pytest.fixture
 def make(make_fused: Callable[..., Cluster]) -> Callable[..., Cluster]:
-    def build(world_size: int = 2, deferred: bool = True, tensors: Any = None, **options: Any) -> Cluster:
-        options = {"collective": "allgather", "wire": "eliasfano-q4"} | options
-        return make_fused(world_size, specs(SHAPES) if tensors is None else tensors, deferred, **options)
-
-    return build
+    return partial(make_fused, tensors=specs(SHAPES), deferred=True, collective="allgather", wire="eliasfano-q4")
 
 
 def shipments(cluster: Cluster, rank: int = 0) -> list[Shipment]:
     report = cluster.controllers[rank].report
     assert report is not None
     return list(report._shipments)
-
-
-def residuals(cluster: Cluster) -> list[torch.Tensor]:
-    return [
-        cluster.residual(rank, i).clone() for rank in range(len(cluster.transports)) for i in range(len(cluster.specs))
-    ]
 
 
 def compare_in(clusters: list[Cluster], dtype: torch.dtype = torch.float32, without: int = -1) -> None:
@@ -68,7 +59,7 @@ def same_numbers(clusters: list[Cluster], steps: int = 3) -> None:
         device, host = (cluster.step(cluster.random_grads(step)) for cluster in clusters)
         for ours, theirs in zip(device, host, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-        assert all(torch.equal(a, b) for a, b in zip(*map(residuals, clusters), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(*(cluster.residuals() for cluster in clusters), strict=True))
 
 
 MIXED = [*specs(SHAPES, dense=(1,))[:2], *specs(SHAPES, dtype=torch.bfloat16)[2:5], *specs(SHAPES, torch.float16)[5:]]
@@ -166,12 +157,12 @@ def test_buffers_that_are_not_fused_are_beside_fused_ones(make: Callable[..., Cl
     assert found == {True, False}
     grads = cluster.random_grads(9)
     grads[1][2][17] = torch.nan
-    before = residuals(cluster)
+    before = cluster.residuals()
     cluster.step(grads)
     added = [
         torch.zeros_like(g) if i == 2 and rank else g for rank, mine in enumerate(grads) for i, g in enumerate(mine)
     ]
-    for old, new, grad in zip(before, residuals(cluster), added, strict=True):
+    for old, new, grad in zip(before, cluster.residuals(), added, strict=True):
         torch.testing.assert_close(new, old + grad.double(), rtol=1e-5, atol=1e-5)
 
 
@@ -189,14 +180,14 @@ def test_other_parts_are_left_to_torch(make: Callable[..., Cluster], options: An
 def test_a_bad_gradient_is_seen_by_all_ranks_and_poisons_nothing(make: Callable[..., Cluster]) -> None:
     cluster = make()
     cluster.step(cluster.random_grads(0))
-    before, grads = residuals(cluster), cluster.random_grads(9)
+    before, grads = cluster.residuals(), cluster.random_grads(9)
     grads[1][4][17] = torch.nan
     means = cluster.step(grads)
     for rank in range(2):
         assert not torch.isfinite(means[rank][4]).all()
         assert all(torch.isfinite(means[rank][i]).all() for i in range(len(SHAPES)) if i != 4)
     added = [torch.zeros_like(g) if g is grads[1][4] else g for mine in grads for g in mine]
-    for old, new, grad in zip(before, residuals(cluster), added, strict=True):
+    for old, new, grad in zip(before, cluster.residuals(), added, strict=True):
         torch.testing.assert_close(new, old + grad.double(), rtol=1e-5, atol=1e-5)
     after = cluster.step(cluster.random_grads(10))
     assert all(torch.isfinite(mean).all() for mean in after[0])
@@ -205,7 +196,7 @@ def test_a_bad_gradient_is_seen_by_all_ranks_and_poisons_nothing(make: Callable[
 def test_a_rank_that_fails_stops_all_one_window_later(make: Callable[..., Cluster]) -> None:
     cluster = make()
     cluster.step(cluster.random_grads(0))
-    held = residuals(cluster)
+    held = cluster.residuals()
 
     def unreadable(index: int) -> Moment | None:
         raise ValueError("no state")
@@ -216,7 +207,7 @@ def test_a_rank_that_fails_stops_all_one_window_later(make: Callable[..., Cluste
     first, second = cluster.errors(grads)
     assert second == ["no state"]
     assert "another rank could not select" in first[0]
-    for new, old in zip(residuals(cluster)[len(SHAPES) :], held[len(SHAPES) :], strict=True):
+    for new, old in zip(cluster.residuals()[len(SHAPES) :], held[len(SHAPES) :], strict=True):
         assert torch.equal(new, old)
 
 

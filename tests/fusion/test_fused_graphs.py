@@ -24,7 +24,7 @@ from lab.gpu.buffers import DECAY, Case, Rank
 from lightning_safusion.kernels.cuda import buffer, graphs, owners
 from lightning_safusion.kernels.cuda.graphs import Recorded, Work, recorded
 from tests.cluster import Cluster, specs
-from tests.fusion.test_fused import HOST, compare_in, residuals
+from tests.fusion.test_fused import HOST, compare_in
 from tests.quick import slow
 
 SHAPES = ((30, 20), (40,), (1,), (90,))
@@ -109,7 +109,7 @@ def windows(cluster: Cluster, steps: int, moved_at: int = -1, freed_at: int = -1
             for grad, values in zip(ours, new, strict=True):
                 grad.copy_(values)
         cluster.each(run)
-        found += [grad.clone() for own in grads for grad in own] + residuals(cluster)
+        found += [grad.clone() for own in grads for grad in own] + cluster.residuals()
     return found
 
 
@@ -124,7 +124,7 @@ def test_replays_give_the_numbers_of_launches(
     make_fused: Callable[..., Cluster], tapes: Tapes, workers: int, by_update: bool, options: Any
 ) -> None:
     options = {"collective": "allgather", "wire": "eliasfano-q4"} | options
-    clusters = [make_fused(workers, specs(SHAPES), deferred, **options) for deferred in (True, False)]
+    clusters = [make_fused(workers, specs(SHAPES), deferred=deferred, **options) for deferred in (True, False)]
     if by_update:
         compare_in(clusters)
     ours, theirs = (windows(cluster, 5, moved_at=2) for cluster in clusters)
@@ -147,7 +147,7 @@ def test_notices_are_in_the_message_of_their_window_only(tapes: Tapes) -> None:
 @pytest.mark.slow
 def test_memory_that_was_freed_is_in_no_graph(make_fused: Callable[..., Cluster], tapes: Tapes) -> None:
     options = {"collective": "sharded", "wire": "q4", "memory": "decoupled"}
-    clusters = [make_fused(2, specs(SHAPES), deferred, **options) for deferred in (True, False)]
+    clusters = [make_fused(2, specs(SHAPES), deferred=deferred, **options) for deferred in (True, False)]
     ours, theirs = (windows(cluster, 6, freed_at=3) for cluster in clusters)
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     assert tapes.captured >= 2 * 2  # again when it was other memory

@@ -1,6 +1,6 @@
 """Windows in which owners reduce, in fused kernels: the bits of the CPU, and nothing lost.
 
-Covers: gradients, residuals and what was sent over several windows, for one to four workers, dense tensors, gradients
+Covers: gradients and what was sent over several windows, for one to four workers, dense tensors, gradients
     of 16 bits, keys in units of the update, tensors with one owner and with several, buffers without a shard of this
     worker; ties, zeros and subnormal numbers; programs in any order; what the messages are, byte for byte; numbers that
     are not finite; sums that overflow; damaged messages; a rank that fails; notices; a forgotten window; the sum of all
@@ -10,6 +10,7 @@ Covers: gradients, residuals and what was sent over several windows, for one to 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from lightning_safusion.comm.exchange import Notice
 from lightning_safusion.fusion.fused import OwnerShipment
 from lightning_safusion.sparsify.selection.units import Moment, UpdateUnits
 from tests.cluster import Cluster, assert_conserved, specs
-from tests.fusion.test_fused import HOST, compare_in, residuals, shipments
+from tests.fusion.test_fused import HOST, compare_in, shipments
 from tests.fusion.test_fused import same_numbers as same_gradients
 from tests.kernels.cuda.buffers import in_order
 from tests.quick import slow
@@ -34,11 +35,7 @@ FULL = tuple(shape for shape in SHAPES if shape != (0,))
 
 @pytest.fixture
 def make(make_fused: Callable[..., Cluster]) -> Callable[..., Cluster]:
-    def build(world_size: int = 2, deferred: bool = True, tensors: Any = None, **options: Any) -> Cluster:
-        options = {"collective": "sharded", "wire": "q4"} | options
-        return make_fused(world_size, specs(SHAPES) if tensors is None else tensors, deferred, **options)
-
-    return build
+    return partial(make_fused, tensors=specs(SHAPES), deferred=True, collective="sharded", wire="q4")
 
 
 def exchanges(cluster: Cluster, rank: int) -> list[ShardedExchange]:
@@ -48,7 +45,7 @@ def exchanges(cluster: Cluster, rank: int) -> list[ShardedExchange]:
 
 
 def same_numbers(clusters: list[Cluster], steps: int = 3) -> None:
-    """Gradients, residuals and messages are equal, bit for bit, in every window."""
+    """Gradients and messages are equal, bit for bit, in every window."""
     same_gradients(clusters, steps)
     for rank in range(len(clusters[0].transports)):
         for ours, theirs in zip(*(exchanges(cluster, rank) for cluster in clusters), strict=True):
@@ -96,7 +93,7 @@ def test_ties_zeros_and_subnormal_numbers(make: Callable[..., Cluster], scale: f
         device, host = (cluster.step(grads) for cluster in clusters)
         for ours, theirs in zip(device, host, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-        assert all(torch.equal(a, b) for a, b in zip(*map(residuals, clusters), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(*(cluster.residuals() for cluster in clusters), strict=True))
 
 
 @pytest.mark.parametrize(("dtype", "without"), [(torch.bfloat16, 1), *slow([(torch.float32, -1), (torch.float64, 0)])])
@@ -139,14 +136,14 @@ def test_other_parts_are_left_to_torch(make: Callable[..., Cluster], options: An
 def test_a_bad_gradient_is_seen_by_all_ranks_and_poisons_nothing(make: Callable[..., Cluster]) -> None:
     cluster = make()
     cluster.step(cluster.random_grads(0))
-    before, grads = residuals(cluster), cluster.random_grads(9)
+    before, grads = cluster.residuals(), cluster.random_grads(9)
     grads[1][0][[17, 450]] = torch.tensor([torch.nan, torch.inf])
     means = cluster.step(grads)
     for rank in range(2):
         assert not torch.isfinite(means[rank][0]).all()
         assert all(torch.isfinite(means[rank][i]).all() for i in range(1, len(SHAPES)))
     added = [torch.zeros_like(g) if g is grads[1][0] else g for mine in grads for g in mine]
-    for old, new, grad in zip(before, residuals(cluster), added, strict=True):
+    for old, new, grad in zip(before, cluster.residuals(), added, strict=True):
         torch.testing.assert_close(new, old + grad.double(), rtol=1e-5, atol=1e-5)
     assert shipments(cluster)[0].sent()[0].numel()
     after = cluster.step(cluster.random_grads(10))
@@ -155,11 +152,11 @@ def test_a_bad_gradient_is_seen_by_all_ranks_and_poisons_nothing(make: Callable[
 
 def test_a_sum_that_overflows_at_its_owner_is_a_bad_step_everywhere(make: Callable[..., Cluster]) -> None:
     cluster = make()
-    before, grads = residuals(cluster), cluster.random_grads(1)
+    before, grads = cluster.residuals(), cluster.random_grads(1)
     for mine in grads:
         mine[0][5] = 2e38
     cluster.step(grads)
-    assert not any(torch.equal(old, new) for old, new in list(zip(before, residuals(cluster), strict=True))[::5])
+    assert not any(torch.equal(old, new) for old, new in list(zip(before, cluster.residuals(), strict=True))[::5])
     for rank in range(2):
         held = cluster.residual(rank, 0)
         assert float(held[5]) == pytest.approx(2e38)  # on all ranks: nothing was taken out
@@ -171,7 +168,7 @@ def test_a_damaged_message_spoils_the_window_of_all_ranks(
     make: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = make()
-    before, grads = residuals(cluster), cluster.random_grads(1)
+    before, grads = cluster.residuals(), cluster.random_grads(1)
     await_first = ShardedExchange.await_first
 
     def damage(exchange: ShardedExchange) -> None:
@@ -190,7 +187,7 @@ def test_a_damaged_message_spoils_the_window_of_all_ranks(
 def test_a_rank_that_fails_stops_all_one_window_later(make: Callable[..., Cluster]) -> None:
     cluster = make()
     cluster.step(cluster.random_grads(0))
-    held = residuals(cluster)
+    held = cluster.residuals()
 
     def unreadable(index: int) -> Moment | None:
         raise ValueError("no state")
@@ -199,7 +196,7 @@ def test_a_rank_that_fails_stops_all_one_window_later(make: Callable[..., Cluste
     first, second = cluster.errors(cluster.random_grads(2))
     assert second == ["no state"]
     assert "another rank could not select" in first[0]
-    for new, old in zip(residuals(cluster)[len(SHAPES) :], held[len(SHAPES) :], strict=True):
+    for new, old in zip(cluster.residuals()[len(SHAPES) :], held[len(SHAPES) :], strict=True):
         assert torch.equal(new, old)
 
 

@@ -8,7 +8,8 @@ Covers: a residual that overflows, a scale of a few bits that does, and sums ove
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from lightning_safusion.sparsify import available_sparsifiers
 from lightning_safusion.sparsify.memory.residual import ResidualMemory
-from tests.cluster import Cluster, settings, specs
+from tests.cluster import Cluster, specs
 from tests.quick import slow
 
 HUGE = 6  # the tensor t6
@@ -25,17 +26,8 @@ SHAPES = ((40, 30), (40,), (1,), (0,), (64,), (7, 11), (100, 70), (3,))
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., Cluster]]:
-    clusters: list[Cluster] = []
-
-    def build(deferred: bool = False, world_size: int = 2, nodes: Any = None, **options: Any) -> Cluster:
-        options = {"collective": "allgather"} | options
-        clusters.append(Cluster(world_size, lambda: settings(**options), specs(SHAPES), deferred=deferred, nodes=nodes))
-        return clusters[-1]
-
-    yield build
-    for cluster in clusters:
-        cluster.close()
+def make(make: Callable[..., Cluster]) -> Callable[..., Cluster]:
+    return partial(make, tensors=specs(SHAPES), collective="allgather")
 
 
 def finite(means: list[list[Tensor]]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +19,9 @@ from lightning_safusion.fusion.shares import LargestCounts, Shares, largest_plac
 from lightning_safusion.integration import checkpoint
 from lightning_safusion.sparsify import resolve_sparsifier
 from lightning_safusion.sparsify.schedule import DenseStart
-from tests.cluster import Cluster, settings, specs
+from tests.cluster import Cluster, specs
 
 Make = Callable[..., Cluster]
-
-
-@pytest.fixture
-def make() -> Iterator[Make]:
-    clusters: list[Cluster] = []
-
-    def build(workers: int, **options: Any) -> Cluster:
-        clusters.append(Cluster(workers, lambda: settings(**options)))
-        return clusters[-1]
-
-    yield build
-    for cluster in clusters:
-        cluster.close()
 
 
 OPTIONS: dict[str, Any] = {"quota": "shared", "collective": "allgather"}

@@ -6,8 +6,9 @@ Everything here runs on virtual workers; ``tests/integration/test_checkpoint.py`
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +24,14 @@ from lightning_safusion.fusion.plans.adaptive import Adaptive
 from lightning_safusion.fusion.plans.profile import AgreedProfile
 from lightning_safusion.fusion.state import MemoryBuilder, common_state, local_state, restore_common, restore_sparsifier
 from lightning_safusion.integration import checkpoint
-from tests.cluster import Cluster, settings, specs
+from tests.cluster import Cluster, specs
 
 Make = Callable[..., Cluster]
 
 
 @pytest.fixture
-def make() -> Iterator[Make]:
-    clusters: list[Cluster] = []
-
-    def build(world_size: int = 2, tensors: Any = None, measure: bool = False, **options: Any) -> Cluster:
-        parts = {"collective": "allgather"} | options
-        clusters.append(Cluster(world_size, lambda: settings(**parts), tensors, measure=measure))
-        return clusters[-1]
-
-    yield build
-    for cluster in clusters:
-        cluster.close()
+def make(make: Make) -> Make:
+    return partial(make, collective="allgather")
 
 
 def train(cluster: Cluster, first: int, last: int) -> list[list[torch.Tensor]]:

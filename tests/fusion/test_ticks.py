@@ -6,7 +6,7 @@ Covers: questions and answers on ranks whose clocks and speeds differ; buffers o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -117,16 +117,11 @@ DENSE: dict[str, Any] = {"compressor": "none", "collective": "allreduce", "own_b
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., Cluster]]:
-    clusters: list[Cluster] = []
+def make(make: Callable[..., Cluster]) -> Callable[..., Cluster]:
+    def build(world_size: int, cycle_s: float = 2e-4, **options: Any) -> Cluster:
+        return make(world_size, fusion=Horovod(cycle_s, 1 << 20), **options)
 
-    def build(world_size: int, cycle_s: float = 2e-4, threshold: int = 1 << 20, **options: Any) -> Cluster:
-        clusters.append(Cluster(world_size, lambda: settings(fusion=Horovod(cycle_s, threshold), **options)))
-        return clusters[-1]
-
-    yield build
-    for cluster in clusters:
-        cluster.close()
+    return build
 
 
 def hurry(cluster: Cluster, seed: int) -> None:

@@ -7,8 +7,9 @@ Covers: the chosen size against all sizes; plans, their text and hash;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,17 +39,8 @@ ROWS: list[dict[str, Any]] = [
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., Cluster]]:
-    made: list[Cluster] = []
-
-    def build(world_size: int, tensors: Any = None, deferred: bool = False, **options: Any) -> Cluster:
-        tensors = tensors if tensors is not None else specs(SHAPES)
-        made.append(Cluster(world_size, lambda: settings(**options), tensors, deferred=deferred))
-        return made[-1]
-
-    yield build
-    for cluster in made:
-        cluster.close()
+def make(make: Callable[..., Cluster]) -> Callable[..., Cluster]:
+    return partial(make, tensors=specs(SHAPES))
 
 
 def costs_of(numels: list[int], density: float, hybrid: bool = False) -> GroupCosts:
@@ -158,8 +150,8 @@ def test_nothing_is_lost(make: Callable[..., Cluster], options: dict[str, Any], 
 @pytest.mark.parametrize("collective", ["allgather", "hybrid"])
 def test_a_buffer_sends_as_much_as_it_would_otherwise(make: Callable[..., Cluster], collective: str) -> None:
     tensors = specs(SHAPES, dense=(3, 6))  # which are dense in any case
-    cluster = make(3, tensors, fusion=Selective(2), collective=collective, density=0.05)
-    plain = make(3, tensors, fusion="aligned", collective="allgather", density=0.05)
+    cluster = make(3, tensors=tensors, fusion=Selective(2), collective=collective, density=0.05)
+    plain = make(3, tensors=tensors, fusion="aligned", collective="allgather", density=0.05)
     for step in range(3):
         cluster.step(cluster.random_grads(step))
         plain.step(plain.random_grads(step))
