@@ -22,7 +22,7 @@ import torch
 from lab.gpu.buffers import DECAY, Case, Rank
 from lab.gpu.device import Device
 from lab.gpu.figures import Figure, equal, note
-from lab.gpu.numerics import CASES
+from lab.gpu.numerics import cases
 from lab.gpu.stages import ROOT, Setting
 from lightning_safusion.kernels import cpu
 from lightning_safusion.kernels.cuda import buffer, serves_buffers
@@ -106,7 +106,7 @@ def environment(setting: Setting) -> Iterator[Figure]:
     )
     compiled, begin = Compiled(), time.perf_counter()
     with patch.object(buffer, "launch", compiled):
-        for case, moments in CASES.values():
+        for case, moments in cases(setting.rehearse).values():
             _run(case, moments)
     place.wait()
     yield note("all variants of the numbers' stage", time.perf_counter() - begin, "s")

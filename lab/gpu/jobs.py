@@ -26,7 +26,7 @@ from lightning_safusion.systems.settings import engine_settings
 DENSITY = 0.1
 #: Buffers of a window.
 BUFFERS = 4
-_SMALL = ((40, 30), (40,), (64,), (50, 50), (230,), (3,), (90, 20), (7,))
+_SMALL = ((12, 10), (40,), (64,), (25, 20), (230,), (3,), (30, 6), (7,))
 # About 1.5 million elements: a few milliseconds of a CPU, and enough for a device to be late.
 _MIDDLE = ((1000, 512), (512,), (512, 512), (3,), (700, 700), (700,), (90, 200), (200_000,), (1000,), (17,))
 

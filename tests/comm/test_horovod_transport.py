@@ -72,21 +72,6 @@ def test_horovod_is_imported_where_it_is_used_only() -> None:
         assert not [name for name in names if name.partition(".")[0] == "horovod"], path
 
 
-@pytest.mark.slow
-def test_every_module_is_imported_without_horovod() -> None:
-    program = """
-import importlib, importlib.util, pkgutil, sys
-sys.modules["horovod"] = None
-import lightning_safusion
-kernels = importlib.util.find_spec("triton") is not None
-for module in pkgutil.walk_packages(lightning_safusion.__path__, "lightning_safusion."):
-    if not module.name.endswith("__main__") and (kernels or ".kernels." not in module.name):
-        importlib.import_module(module.name)
-"""
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == 0, ended.stderr
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

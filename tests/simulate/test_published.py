@@ -102,10 +102,8 @@ def columns(trace: Trace, gbit: float) -> list[float]:
     ("gbit", "published"),
     [
         pytest.param(10, (2535, 1293, 1477, 1477, 777, 275, 163), marks=pytest.mark.slow),
-        pytest.param(25, (1045, 548, 629, 629, 353, 172, 156), marks=pytest.mark.slow),
         pytest.param(50, (548, 301, 348, 347, 212, 164, 154), marks=pytest.mark.slow),
         pytest.param(100, (300, 177, 214, 207, 164, 158, 153), marks=pytest.mark.slow),
-        pytest.param(200, (177, 156, 207, 172, 160, 157, 152), marks=pytest.mark.slow),
         pytest.param(400, (156, 153, 204, 168, 158, 156, 152), marks=pytest.mark.slow),
     ],
 )

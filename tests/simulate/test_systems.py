@@ -146,9 +146,8 @@ def test_hipress_compresses_large_tensors() -> None:
 
 @pytest.mark.slow
 def test_espresso_is_not_slower_than_its_first_choice() -> None:
-    for link in ("10gbit", "200gbit-rdma"):
-        job = Job(load("bert-base"), Cluster(8, 1, LINKS[link]), 0.01)
-        assert run("espresso", job).seconds <= run("wfbp-dense", job).seconds
+    job = Job(load("bert-base"), Cluster(8, 1, LINKS["10gbit"]), 0.01)
+    assert run("espresso", job).seconds <= run("wfbp-dense", job).seconds
     # nothing to win: nothing is compressed
     assert run("espresso", Job(load("resnet-50"), Cluster(2, 1, LINKS["200gbit-rdma"]))).select == 0
 

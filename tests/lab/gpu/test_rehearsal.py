@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from lab.gpu.stages import ROOT, STAGES
 from lightning_safusion.simulate.device import Device
 
-pytestmark = pytest.mark.slow  # three minutes of a core, in the interpreter
+pytestmark = pytest.mark.slow  # a minute or two of a core, in the interpreter
 
 #: Of every stage: how many figures it has in a rehearsal, and one of them.
 FOUND = {
