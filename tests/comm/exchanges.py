@@ -76,6 +76,11 @@ def nodes_of(world_size: int) -> list[int]:
     return [rank % max(1, world_size // 2) for rank in range(world_size)]
 
 
+def nodes_in(cluster: Sequence[int]) -> list[list[int]]:
+    """Ranks of every node, from the node of every rank."""
+    return [[rank for rank, node in enumerate(cluster) if node == name] for name in dict.fromkeys(cluster)]
+
+
 def hierarchical(nodes: Sequence[int] | None = None, wire: str = "auto", segments: Segments | None = None) -> Build:
     return _over_nodes(HierarchicalExchange, nodes, wire, segments)
 

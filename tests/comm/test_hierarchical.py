@@ -27,6 +27,7 @@ from tests.comm.exchanges import (
     conserved,
     gradients,
     hierarchical,
+    nodes_in,
     part_of,
     same,
     span,
@@ -43,11 +44,6 @@ CLUSTERS: list[list[int]] = [
     [1, 0, 1, 0, 0],
     [0, 1, 1, 0, 2, 2, 2, 3],
 ]
-
-
-def nodes_in(cluster: list[int]) -> list[list[int]]:
-    """Ranks of every node."""
-    return [[rank for rank, node in enumerate(cluster) if node == name] for name in dict.fromkeys(cluster)]
 
 
 def expected(xs: list[Tensor], cluster: list[int], capacity: int) -> tuple[Tensor, list[Tensor]]:

@@ -28,6 +28,7 @@ from tests.comm.exchanges import (
     conserved,
     gradients,
     hierarchical_sharded,
+    nodes_in,
     part_of,
     same,
     span,
@@ -45,11 +46,6 @@ CLUSTERS: list[list[int]] = [
     [0, 1, 1, 0, 2, 2, 2, 3],
 ]
 SIZES = (700, 1, 0, 300, 999)
-
-
-def nodes_in(cluster: list[int]) -> list[list[int]]:
-    """Ranks of every node."""
-    return [[rank for rank, node in enumerate(cluster) if node == name] for name in dict.fromkeys(cluster)]
 
 
 def segments_of(density: float) -> Segments:
