@@ -1,4 +1,4 @@
-"""Exact Top-k: what stays behind. Its contract: `test_estimators.py`; against a sort: `test_selection_properties.py`."""
+"""Exact Top-k: what stays behind. Its contract: `test_estimators.py`; by a sort: `test_selection_properties.py`."""
 
 from __future__ import annotations
 
