@@ -15,7 +15,7 @@ import torch
 
 from tests.e2e.horovod_collectives import DTYPES
 from tests.e2e.horovod_training import CASES
-from tests.e2e.processes import ROOT, environment, need, started
+from tests.e2e.processes import ROOT, environment, started
 
 pytestmark = pytest.mark.slow
 
@@ -27,8 +27,6 @@ OPEN_MPI = {
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",  # from version 5 on
 }
-
-LAUNCHERS = ["horovodrun", "mpirun"]
 
 
 def _has_horovod(python: str, mpi: bool) -> bool:
@@ -47,62 +45,50 @@ def _beside(folder: Path) -> str:
     return python
 
 
-def _has_mpi_headers() -> bool:
+def _has_mpi() -> bool:
+    """Whether Horovod can be built with MPI, and started by it."""
     probe = ["mpicxx", "-fsyntax-only", "-x", "c++", "-"]
-    return shutil.which("mpicxx") is not None and (
-        subprocess.run(probe, input=b"#include <mpi.h>", capture_output=True, check=False).returncode == 0
+    return shutil.which("mpirun") is not None and (
+        shutil.which("mpicxx") is not None
+        and subprocess.run(probe, input=b"#include <mpi.h>", capture_output=True, check=False).returncode == 0
     )
-
-
-def _interpreter(folder: Path, mpi: bool = False) -> str:
-    """An interpreter with Horovod: this one, or one beside it.
-
-    The script builds Horovod where its cache has no wheel for this Python and torch, which takes some minutes.
-    """
-    if _has_horovod(sys.executable, mpi):
-        return sys.executable
-    if shutil.which("c++") is None:
-        pytest.skip("Horovod is not installed, and building it needs a C++ compiler")
-    python = _beside(folder)
-    script = [ROOT / "scripts" / "install_horovod.sh", *(["--mpi"] if mpi else []), python]
-    installed = subprocess.run(script, capture_output=True, text=True, check=False)
-    if mpi and installed.returncode != 0 and not _has_mpi_headers():
-        pytest.skip("Horovod is not installed with MPI, and building it needs MPI's headers (libopenmpi-dev)")
-    assert installed.returncode == 0, installed.stdout + installed.stderr
-    return python
 
 
 @pytest.fixture(scope="session")
 def python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An interpreter with Horovod."""
-    return _interpreter(tmp_path_factory.mktemp("venv"))
+    """An interpreter with Horovod, with MPI where that is installed: this one, or one beside it.
+
+    The script builds Horovod where its cache has no wheel for this Python and torch, which takes some minutes.
+    """
+    mpi = _has_mpi()
+    if _has_horovod(sys.executable, mpi):
+        return sys.executable
+    if shutil.which("c++") is None:
+        pytest.skip("Horovod is not installed, and building it needs a C++ compiler")
+    python = _beside(tmp_path_factory.mktemp("venv"))
+    script = [ROOT / "scripts" / "install_horovod.sh", *(["--mpi"] if mpi else []), python]
+    installed = subprocess.run(script, capture_output=True, text=True, check=False)
+    assert installed.returncode == 0, installed.stdout + installed.stderr
+    return python
 
 
-@pytest.fixture(scope="session")
-def mpi_python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An interpreter with Horovod over MPI."""
-    need("mpirun", root=False)
-    return _interpreter(tmp_path_factory.mktemp("venv"), mpi=True)
-
-
-def launch(request: pytest.FixtureRequest, launcher: str, processes: int, log: Path, *command: str | Path) -> None:
+def launch(python: str, launcher: str, processes: int, log: Path, *command: str | Path) -> None:
     """Runs a script of this folder as a user would, to its end."""
     if launcher == "horovodrun":
-        python = request.getfixturevalue("python")
-        run = [python, "-m", "horovod.runner.launch", "-np", str(processes), python, *command]
+        run = [python, "-m", "horovod.runner.launch", "--gloo", "-np", str(processes), python, *command]
         env = environment(HOROVOD_GLOO_IFACE="lo")
     else:
-        run = ["mpirun", "-np", str(processes), request.getfixturevalue("mpi_python"), *command]
+        run = ["mpirun", "-np", str(processes), python, *command]
         env = environment(**OPEN_MPI)
     with started(run, log, env) as program:
         program.finish(120)
 
 
-@pytest.fixture(scope="module", params=LAUNCHERS)
-def collectives(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """By rank: what three workers have seen."""
+@pytest.fixture(scope="module")
+def collectives(python: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """By rank: what three workers that horovodrun has started have seen."""
     folder = tmp_path_factory.mktemp("collectives")
-    launch(request, request.param, 3, folder / "output", HERE / "horovod_collectives.py", folder)
+    launch(python, "horovodrun", 3, folder / "output", HERE / "horovod_collectives.py", folder)
     return [json.loads((folder / f"collectives{rank}.json").read_text()) for rank in range(3)]
 
 
@@ -163,11 +149,12 @@ def by_torch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=LAUNCHERS)
-def by_horovod(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with the outcome of all cases over Horovod."""
+@pytest.fixture(scope="module")
+def by_horovod(python: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the outcome of all cases over Horovod, started by mpirun where that is installed."""
     folder = tmp_path_factory.mktemp("horovod")
-    launch(request, request.param, 2, folder / "output", HERE / "horovod_training.py", folder, "horovod")
+    launcher = "mpirun" if _has_mpi() else "horovodrun"
+    launch(python, launcher, 2, folder / "output", HERE / "horovod_training.py", folder, "horovod")
     return folder
 
 

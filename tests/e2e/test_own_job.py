@@ -1,8 +1,7 @@
-"""A stranger's job, on two machines joined by a slow link and by a fast one: is what ``safusion bench`` says true?
+"""A stranger's job, on two machines joined by a slow link: is what ``safusion bench`` says true?
 
-The command is the one that a stranger types, with a file and a folder and nothing else. It answers within ten minutes,
-and says what the answer depends on. The truth is two trainings of 200 steps each, with the stranger's strategy and with
-that of ``best.yaml``, or with the default where the stranger's is to stay.
+The command is the one that a stranger types, but for fewer rounds. It says what to take, and what the answer depends
+on. The truth is two trainings, with the stranger's strategy and with that of ``best.yaml``.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,11 +22,8 @@ from tests.e2e.processes import environment, need, started
 
 pytestmark = pytest.mark.slow
 
-LIMIT = 150.0
-# Of a benchmark: what the documents promise. It is no time that is measured: the machine may be busy.
-MINUTES = 10
-# Two trainings one after the other, on a machine that others use as well, differ by this much without a reason.
-NOISE = 0.25
+LIMIT = 600.0  # seconds for a program; it takes a tenth of that on an idle machine
+STEPS = 60  # of a training
 
 SCRIPT = """
 from statistics import median
@@ -82,7 +77,7 @@ class Clock(Callback):
 
 if __name__ == "__main__":
     quiet = {"enable_progress_bar": False, "enable_model_summary": False}
-    LightningCLI(save_config_callback=None, trainer_defaults={"max_steps": 200, "callbacks": [Clock()], **quiet})
+    LightningCLI(save_config_callback=None, trainer_defaults={"max_steps": 60, "callbacks": [Clock()], **quiet})
     torch.distributed.destroy_process_group()  # gloo may abort a process that leaves it to the interpreter
 """
 CONFIG: dict[str, Any] = {
@@ -99,8 +94,8 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def launch(machines: Sequence[Namespace], folder: Path, name: str, *command: str, limit: float = LIMIT) -> str:
-    """Runs a command under torchrun on both machines, for so many seconds; returns what the first has printed."""
+def launch(machines: Sequence[Namespace], folder: Path, name: str, *command: str) -> str:
+    """Runs a command under torchrun on both machines; returns what the first has printed."""
     main, programs = machines[0], []
     env = environment(GLOO_SOCKET_IFNAME="eth0", NUMEXPR_MAX_THREADS="1")
     for rank, machine in enumerate(machines):
@@ -120,15 +115,15 @@ def launch(machines: Sequence[Namespace], folder: Path, name: str, *command: str
         started(programs[0], folder / f"{name}-0.log", env) as first,
         started(programs[1], folder / f"{name}-1.log", env) as second,
     ):
-        output = first.finish(limit)
+        output = first.finish(LIMIT)
         second.finish(20)
     return output
 
 
 def trained(machines: Sequence[Namespace], folder: Path, name: str, file: str) -> float:
-    """Median step of a training of 200 steps, without loading."""
+    """Median step of a training, without loading."""
     output = launch(machines, folder, name, "mine.py", "fit", "--config", file)
-    found = re.search(r"median step ([\d.]+) of 200", output)
+    found = re.search(rf"median step ([\d.]+) of {STEPS}", output)
     assert found, output[-3000:]
     return float(found[1])
 
@@ -144,53 +139,29 @@ def check_words(printed: str, verdict: dict[str, Any]) -> None:
     assert words in " ".join(printed.split())
     rows = {row["system"]: row for row in verdict["systems"]}
     assert {*ALWAYS, *ROWS} == rows.keys() | verdict["left_out"].keys()
-    if best == "ddp":
-        assert re.match(r"Keep ddp: no row is faster by more than \d+% of its [\d.]+ m?s step\.", words)
-        assert "Accuracy stays that of plain DDP." in words
-    else:
-        taken = rf"Take {re.escape(best)}: [\d.]+ m?s per step, ([\d.]+) times as fast as ddp \([\d.]+ m?s\)"
-        found = re.match(taken, words)
-        assert found, words
-        assert float(found[1]) == pytest.approx(1 / rows[best]["over_ddp"], abs=0.01)
-        assert re.search(r"Memory: ([\d,]+ MB (more|less) per worker than|as much per worker as) ddp", words)
-        known = r"Accuracy with AdamW: .* at a density of 0\.\d+ .*\(docs/convergence\.md\)"
-        assert re.search("accuracy was not measured here" if best == "ddp-bf16" else known, words)
+    taken = rf"Take {re.escape(best)}: [\d.]+ m?s per step, ([\d.]+) times as fast as ddp \([\d.]+ m?s\)"
+    found = re.match(taken, words)
+    assert found, words
+    assert float(found[1]) == pytest.approx(1 / rows[best]["over_ddp"], abs=0.01)
+    assert re.search(r"Memory: ([\d,]+ MB (more|less) per worker than|as much per worker as) ddp", words)
+    assert re.search(r"Accuracy with AdamW: .* at a density of 0\.\d+ .*\(docs/convergence\.md\)", words)
     rate = r"about [\d.]+ [kMG]bit/s"
     changes = rf"the answer changes (above|below) {rate} per machine: \S+ is (as fast|faster) there"
     assert re.search(rf"By simulation ({changes}|\S+ is faster than \S+ at (no|every) bandwidth)", words)
 
 
-@pytest.mark.parametrize("rate", ["100mbit", "10gbit"])
-def test_the_verdict_on_a_strangers_job_is_true(tmp_path: Path, rate: str) -> None:
+def test_the_verdict_on_a_strangers_job_is_true(tmp_path: Path) -> None:
     need("ip", "tc")
     (tmp_path / "mine.py").write_text(SCRIPT)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(CONFIG))
-    command = ("-m", "safusion_command", "bench", "--config", "config.yaml", "--output", "out")
-    with linked_namespaces(2, rate) as machines:
-        begun = time.monotonic()
-        printed = launch(machines, tmp_path, "bench", *command, limit=60 * MINUTES)
-        print(f"{rate}: a verdict after {time.monotonic() - begun:.0f} s")
+    command = ("-m", "safusion_command", "bench", "--config", "config.yaml", "--output", "out", "--rounds", "2")
+    with linked_namespaces(2, "100mbit") as machines:
+        printed = launch(machines, tmp_path, "bench", *command)
         verdict = json.loads((tmp_path / "out" / "bench.json").read_text())
         check_words(printed, verdict)
-        stays = verdict["best"] == "ddp"
-        other = "default.yaml" if stays else "out/best.yaml"
-        default = {"class_path": "lightning_safusion.SAFusionStrategy"}
-        (tmp_path / "default.yaml").write_text(
-            yaml.safe_dump(CONFIG | {"trainer": CONFIG["trainer"] | {"strategy": default}})
-        )
-        # each twice, in turns: a busy machine disturbs one of them
-        steps = [
-            (trained(machines, tmp_path, "plain", "config.yaml"), trained(machines, tmp_path, "sparse", other))
-            for _ in range(2)
-        ]
-        plain, sparse = map(min, zip(*steps, strict=True))
-    print(rate, verdict["verdict"], plain, sparse)
-    if stays:
-        assert plain < (1 + NOISE) * sparse
-    else:
-        assert sparse < (1 + NOISE) * plain
-    if rate == "100mbit":
-        assert not stays
-        assert sparse < plain
-        said = next(row["over_ddp"] for row in verdict["systems"] if row["system"] == verdict["best"])
-        assert 1 / 3 < sparse / plain / said < 3  # a machine may be busy while one of them runs
+        plain = trained(machines, tmp_path, "plain", "config.yaml")
+        sparse = trained(machines, tmp_path, "sparse", "out/best.yaml")
+    print(verdict["verdict"], plain, sparse)
+    assert sparse < plain
+    said = next(row["over_ddp"] for row in verdict["systems"] if row["system"] == verdict["best"])
+    assert 1 / 3 < sparse / plain / said < 3  # a machine may be busy while one of them runs

@@ -11,7 +11,7 @@ import torch
 from tests.e2e.processes import ROOT
 
 SCRIPT = ROOT / "examples" / "slurm" / "train.py"
-STEPS = 600  # long enough to be interrupted
+STEPS = 400  # long enough to be interrupted
 LIMIT = 150.0  # seconds for one training, which takes 10 on an idle machine
 # Two workers are few enough for dense buffers to be cheaper: "allgather" makes residuals matter.
 OPTIONS = [
