@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 
@@ -20,6 +22,7 @@ from lightning_safusion import (
     Selection,
     Sparsifier,
 )
+from lightning_safusion.integration.signals import DeferredSignals
 from tests.cluster import Cluster, settings
 from tests.models import TinyClassifier, classification, switched, trainer
 from tests.process_group import run_launched
@@ -171,12 +174,19 @@ def test_plain_ddp_takes_over_from_sparse_windows(adaptive: bool) -> None:
             model.configure_optimizers = lambda: torch.optim.AdamW(model.parameters())  # type: ignore[method-assign]  # another optimizer for this model
         strategy = SAFusionStrategy(density=0.05)
         carried: list[bool] = []
-        watch = LambdaCallback(on_train_batch_end=lambda trainer, *_: carried.append(bool(switched(trainer))))
-        run = trainer(strategy, max_epochs=4, callbacks=[watch])
+        deferred: list[bool] = []
+
+        def look(trainer: Trainer, *_: Any) -> None:
+            carried.append(bool(switched(trainer)))
+            deferred.append(isinstance(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), DeferredSignals))
+
+        run = trainer(strategy, max_epochs=4, callbacks=[LambdaCallback(on_train_batch_end=look)])
         run.fit(model, classification())
         held = strategy.settings.memory.accumulated(0, 1).numel()
         assert carried[0] == adaptive
         assert not carried[-1]
+        assert deferred[0]
+        assert not deferred[-1]  # no message would carry the news of a signal
         return strategy.report(), actions(strategy), held, [p.detach() for p in model.parameters()]
 
     (report, decided, held, first), (_, _, _, second) = run_launched(2, run)

@@ -1,7 +1,7 @@
 """TensorMissingRateMonitor in real trainings on two ranks.
 
 Covers: after fusion against before it; agreement with the strategy's report; cadence, accumulation, optimizers that
-    take turns; several loggers and none; plain DDP; freezing; checkpoints; spawned processes; wrong arguments.
+    take turns; several loggers and none; plain DDP; freezing; checkpoints; forked processes; wrong arguments.
 """
 
 from __future__ import annotations
@@ -236,13 +236,12 @@ def test_a_report_leaves_out_files_of_an_earlier_fit(tmp_path: Path) -> None:
     assert len({began for began, _ in first}) == 3  # each fit of one trainer has a name of its own
 
 
-@pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_processes_of_the_trainer_leave_a_picture_and_a_table(
-    start_method: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     picture = tmp_path / "new" / "missing.png"
     monitor = TensorMissingRateMonitor(every_n_steps=2, heatmap_file=picture)
-    fit(monitor, strategy(start_method=start_method), limit_train_batches=6)
+    fit(monitor, strategy(start_method="fork"), limit_train_batches=6)
     assert picture.read_bytes().startswith(b"\x89PNG")
     printed = capfd.readouterr().out
     assert printed.count("Tensors missing:") == 1

@@ -2,7 +2,7 @@
 
 Covers: times against a schedule of sleeps; keys, tables, progress bars, loggers and files; accumulation, manual and
     several optimizers, validation; which steps are recorded; plain DDP from the beginning and later on; a model that is
-    wrapped anew; spawn; errors; ranges of torch.profiler.
+    wrapped anew; errors; ranges of torch.profiler.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lightning_safusion.comm.transport.interface import Transport, Work
 from lightning_safusion.fusion.events import Clock
 from lightning_safusion.profiling import StepFigures, load_timeline, merge_timelines
 from tests.models import TakeTurns, TinyClassifier, classification, trainer
-from tests.process_group import run_alone, run_launched
+from tests.process_group import run_launched
 
 SPARSE: dict[str, Any] = {"collective": "allgather", "fusion": "wfbp"}
 
@@ -446,19 +446,6 @@ def test_a_model_that_is_wrapped_anew_is_followed(tmp_path: Path) -> None:
 
     for tensors in run_launched(2, run):
         assert tensors == [5, 5, 5, 7, 7, 7]
-
-
-@pytest.mark.slow
-def test_files_are_written_by_spawned_processes(tmp_path: Path) -> None:
-    def train() -> str:
-        profiler = OverlapProfiler(4, 2, tmp_path)
-        fit(profiler, strategy=SAFusionStrategy(**SPARSE, start_method="spawn"), max_steps=4)
-        with pytest.raises(RuntimeError, match="load_timeline"):
-            profiler.plot()
-        return str(load_timeline(tmp_path).step)
-
-    assert run_alone(train, timeout=120) == "3"
-    assert merge_timelines(tmp_path).exists()
 
 
 def test_after_an_error_files_are_written_too(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """BufferSizeTuner in real trainings.
 
 Covers: sizes follow from a bad start with every policy that counts tensors; keys in every logger and lines; ranks
-    decide alike; bounds; the freeze; checkpoints; gradient accumulation; spawned processes; a second fit; a model that
+    decide alike; bounds; the freeze; checkpoints; gradient accumulation; a second fit; a model that
     is wrapped anew; deterministic trainings, plain DDP and other strategies; wrong arguments.
 """
 
@@ -281,17 +281,6 @@ def test_a_model_that_is_wrapped_anew_is_tuned_anew() -> None:
     assert windows != sorted(windows)  # counted from the beginning
     assert sum(seen[0].plans[0]) == 15
     assert sum(seen[0].plans[-1]) == 17
-
-
-@pytest.mark.slow
-def test_spawned_processes(tmp_path: Path) -> None:
-    strategy = SAFusionStrategy(
-        start_method="spawn", process_group_backend="gloo", fusion=Aligned(1), collective="allgather"
-    )
-    logger = CSVLogger(tmp_path, version=0)
-    options: dict[str, Any] = {"limit_train_batches": 10, "log_every_n_steps": 1, "logger": logger}
-    trainer(strategy, callbacks=[quick()], **options).fit(Deep(), classification())
-    assert "safusion/buffers" in (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text()
 
 
 @pytest.mark.parametrize(

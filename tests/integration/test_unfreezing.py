@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
 from lightning_safusion import SAFusionStrategy
+from lightning_safusion.fusion.state import local_state
 from tests.ledger import Ledger, assert_balanced
 from tests.models import TinyClassifier, classification, trainer
 from tests.process_group import run_launched
@@ -62,11 +63,14 @@ class Mass(Callback):
             self.note(trainer)
 
     def note(self, trainer: Trainer) -> None:
-        from lightning_safusion.fusion.state import local_state
+        self.held.append(residuals(trainer)["head.weight"])
 
-        assert isinstance(trainer.strategy, SAFusionStrategy)
-        assert trainer.strategy.controller is not None
-        self.held.append(local_state(trainer.strategy.controller)["memory"]["residual"]["head.weight"].clone())
+
+def residuals(trainer: Trainer) -> dict[str, Tensor]:
+    assert isinstance(trainer.strategy, SAFusionStrategy)
+    assert trainer.strategy.controller is not None
+    held = local_state(trainer.strategy.controller)["memory"]["residual"]
+    return {name: tensor.clone() for name, tensor in held.items()}
 
 
 def train(strategy: Any, callbacks: Any = (), **options: Any) -> list[Tensor]:
@@ -198,6 +202,12 @@ class Rebuilt(Finetuned):
 
     def __init__(self) -> None:
         super().__init__(freeze=False)
+        self.held: dict[str, Tensor] = {}  # back when the new head is trained first
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.current_epoch == 1 and batch_idx == 0:
+            self.held = residuals(self.trainer)
+        return super().training_step(batch, batch_idx)
 
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 1:
@@ -212,13 +222,15 @@ class Rebuilt(Finetuned):
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_layer_that_another_one_of_its_name_replaces_is_exchanged() -> None:
-    def run(rank: int) -> tuple[Tensor, list[Tensor]]:
+    def run(rank: int) -> tuple[Tensor, list[Tensor], dict[str, bool]]:
         model = Rebuilt()
         strategy = SAFusionStrategy(density=0.1, collective="allgather", dense_below=0)
         trainer(strategy, max_epochs=2, limit_train_batches=5).fit(model, classification())
         torch.manual_seed(7)
-        return nn.Linear(48, 10).weight.detach(), [p.detach() for p in model.parameters()]
+        held = {name: bool(tensor.any()) for name, tensor in model.held.items()}
+        return nn.Linear(48, 10).weight.detach(), [p.detach() for p in model.parameters()], held
 
-    (start, first), (_, second) = run_launched(2, run)
+    (start, first, held), (_, second, _) = run_launched(2, run)
+    assert held == {"backbone.weight": True, "backbone.bias": True, "head.weight": False, "head.bias": False}
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert not torch.equal(start, first[2])
