@@ -45,7 +45,7 @@ def time_collectives(
         return transport.all_gather(gathered, message[:nbytes])
 
     def reduce(nbytes: int) -> Work:
-        return transport.all_reduce(torch.zeros(nbytes // 4))
+        return transport.all_reduce(torch.zeros(nbytes // 4, dtype=torch.float32))
 
     return {
         "allgather": _times(transport, gather, budget_s / 2, one_clock),
@@ -57,7 +57,7 @@ def _times(transport: Transport, launch: Callable[[int], Work], budget_s: float,
     deadline = time.perf_counter() + budget_s
     samples: list[CollectiveSample] = []
     for nbytes in _SIZES:
-        late = torch.tensor([float(time.perf_counter() > deadline)])
+        late = torch.tensor([float(time.perf_counter() > deadline)], dtype=torch.float32)
         transport.all_reduce(late, "max").wait()
         if late.item() and len(samples) > 1:
             break
@@ -88,7 +88,7 @@ def _medians(
 def _run(transport: Transport, launch: Callable[[], Work], count: int) -> tuple[float, float, float]:
     """Launch of the first, return of the wait for the last, seconds of a core that all other threads took."""
     # a rank may leave a collective while its last bytes are under way: they must not delay the next one
-    transport.all_reduce(torch.zeros(1)).wait()
+    transport.all_reduce(torch.zeros(1, dtype=torch.float32)).wait()
     before, begin = _others(), time.perf_counter()
     works = [launch() for _ in range(count)]
     for work in works:

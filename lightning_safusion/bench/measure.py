@@ -72,7 +72,7 @@ class InStep(NoExchange):
     @override
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         super().post_backward(closure_loss)
-        torch.distributed.all_reduce(torch.zeros(1, device=self.root_device))
+        torch.distributed.all_reduce(torch.zeros(1, dtype=torch.float32, device=self.root_device))
 
 
 #: Rows that are no systems: what others are compared with.

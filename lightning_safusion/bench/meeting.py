@@ -127,7 +127,7 @@ class Meeting:
 
     def any(self, mine: bool) -> bool:
         """Whether it is true of some process; by the process group, so that all go on together. Collective."""
-        flag = torch.full((1,), float(mine), device=self.device)
+        flag = torch.full((1,), float(mine), dtype=torch.float32, device=self.device)
         dist.all_reduce(flag, dist.ReduceOp.MAX)
         return bool(flag.item())
 

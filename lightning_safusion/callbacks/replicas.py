@@ -101,7 +101,8 @@ class ReplicaConsistencyCheck(StrategyCallback):
         tensors = dict(self._tensors(trainer, module))
         mine = checksums(tensors.items())
         number, device = digest(mine), trainer.strategy.root_device
-        extremes = trainer.strategy.reduce(torch.tensor([number, -number], device=device), reduce_op="max")
+        both = torch.tensor([number, -number], dtype=torch.int64, device=device)
+        extremes = trainer.strategy.reduce(both, reduce_op="max")
         if not extremes.sum():  # the largest less the smallest number
             return
         everyone: list[Any] = [None] * trainer.world_size

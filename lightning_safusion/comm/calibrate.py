@@ -97,8 +97,8 @@ def _time(transport: Transport, device: torch.device, nbytes: int, turns: int) -
     """Median seconds of an all-gather of messages, and of an all-reduce of a buffer, of ``nbytes`` bytes."""
     message = torch.zeros(_message(nbytes, transport.world_size), dtype=torch.uint8, device=device)
     gathered = torch.zeros(len(message) * transport.world_size, dtype=torch.uint8, device=device)
-    buffer = torch.zeros(nbytes // 4, device=device)
-    token = torch.zeros(1, device=device)
+    buffer = torch.zeros(nbytes // 4, dtype=torch.float32, device=device)
+    token = torch.zeros(1, dtype=torch.float32, device=device)
 
     def timed(launch: Callable[[], Work]) -> float:
         # a rank may leave a collective while its last bytes are under way: they must not delay the next one

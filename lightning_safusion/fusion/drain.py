@@ -113,7 +113,7 @@ class Drain:
 
     def _average_all(self, window: Window, notices: int) -> tuple[bool, int]:
         """Averages all gradients in place; returns whether they are finite, and notices: True and 0 if deferred."""
-        told = torch.zeros(len(Notice), device=self._space.device)
+        told = torch.zeros(len(Notice), dtype=torch.float32, device=self._space.device)
         for place, notice in enumerate(Notice):
             if notices & notice:
                 told[place : place + 1].fill_(1.0)
@@ -201,7 +201,7 @@ class OverflowGuard:
         self, spans: dict[int, tuple[int, int]], beyond: dict[int, Tensor | None]
     ) -> dict[int, Tensor | None]:
         """What is beyond the limit on some rank: all ranks reset it, since the means that they received are in it."""
-        marks = torch.zeros(self.space.layout.numel, device=self.space.device)
+        marks = torch.zeros(self.space.layout.numel, dtype=torch.float32, device=self.space.device)
         for place, mask in beyond.items():
             if mask is not None:
                 marks[slice(*spans[place])] = mask

@@ -202,7 +202,7 @@ def _timed(sparsifier: Sparsifier, where: torch.device, home: torch.device) -> L
     """Through the best times of two sizes; gradients come from, and selections go to, ``home``."""
     sparsifier, samples = copy.deepcopy(sparsifier), []
     for numel in _TIMED_ELEMENTS:
-        x = torch.linspace(-1, 1, numel, device=home)
+        x = torch.linspace(-1, 1, numel, dtype=torch.float32, device=home)
         segments = span_segments(numel, numel // 100)
         runs = []
         for _ in range(_TIMED_RUNS):

@@ -146,7 +146,7 @@ class WindowRecord:
         """``(int64 [K], float32 [K])``: elements that this rank sent sparse, as the receivers decoded them."""
         pieces = [(shipment.sent(), shipment.buffer.start) for shipment in self._shipments]
         if not pieces:
-            empty = torch.zeros(0, device=self.device)
+            empty = torch.zeros(0, dtype=torch.float32, device=self.device)
             return empty.long(), empty
         return torch.cat([at + start for (at, _), start in pieces]), torch.cat([values for (_, values), _ in pieces])
 

@@ -169,7 +169,7 @@ class Shipment:
         buffer = self.buffer
         self.selection, self.absent = None, list(range(len(buffer.places)))
         flags = torch.zeros(len(self.absent), dtype=torch.uint8, device=buffer.device)
-        nothing = torch.zeros(buffer.stop - buffer.start, device=buffer.device)
+        nothing = torch.zeros(buffer.stop - buffer.start, dtype=torch.float32, device=buffer.device)
         buffer.exchange.encode(nothing, Part(None, flags, self.absent, notices | int(Notice.FAILED)))
         self.sparse, self.stage = buffer.exchange.selects_itself, Stage.PACKED
 

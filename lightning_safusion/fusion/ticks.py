@@ -17,7 +17,7 @@ class _Question:
 
     def __init__(self, transport: Transport, ready: int) -> None:
         self.answered = False  # set by a callback on any thread
-        self._count = torch.tensor([ready])
+        self._count = torch.tensor([ready], dtype=torch.int64)
         self._work = transport.all_reduce(self._count, "min")
         self._work.on_done(self._note)
 

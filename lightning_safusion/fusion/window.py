@@ -204,13 +204,13 @@ class Scratch:
     """Zeros to decode into: the same memory for all buffers of one stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self._memory = torch.zeros(0, device=device)
+        self._memory = torch.zeros(0, dtype=torch.float32, device=device)
 
     def of(self, buffer: Buffer) -> Tensor:
         """float32 [N], or empty if the buffer needs none; zero again after :meth:`Exchange.release`."""
         numel = buffer.stop - buffer.start if buffer.exchange.uses_scratch else 0
         if len(self._memory) < numel:
-            self._memory = torch.zeros(numel, device=self._memory.device)
+            self._memory = torch.zeros(numel, dtype=torch.float32, device=self._memory.device)
         return self._memory[:numel]
 
     def release(self) -> None:

@@ -188,7 +188,7 @@ class _TensorRatio(Metric):
                 f"{len(unknown)} tensors ({', '.join(unknown[:8])}) are not among this metric's {len(self.names)} "
                 "names: make it with [name for name, _ in module.named_parameters()]"
             )
-        rows = torch.tensor([self._rows[name] for name in figures.names], device=self.device)
+        rows = torch.tensor([self._rows[name] for name in figures.names], dtype=torch.int64, device=self.device)
         terms = torch.stack([getattr(figures, term) for term in self._terms])
         self.sums = self.sums.index_add(1, rows, terms.to(self.device))
 
@@ -263,7 +263,7 @@ class BytesSent(Metric):
             report: What :meth:`SAFusionStrategy.report` returns.
         """
         figures = [1, report["bytes_sent"], report["dense_bytes"]]
-        self.sums = self.sums + torch.tensor(figures, device=self.device)
+        self.sums = self.sums + torch.tensor(figures, dtype=torch.int64, device=self.device)
 
     @override
     def compute(self) -> Tensor:

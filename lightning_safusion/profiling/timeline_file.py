@@ -178,11 +178,11 @@ def meet(device: torch.device, rounds: int = 8) -> np.ndarray:
         float64 [world_size, 2, rounds]: of each rank, ``perf_counter`` seconds before and after each round.
     """
     # the first collective of a process may open connections
-    gather(torch.zeros(1, device=device)).cpu()
+    gather(torch.zeros(1, dtype=torch.float32, device=device)).cpu()
     moments = np.empty((2, rounds))
     for i in range(rounds):
         moments[0, i] = perf_counter()
-        gather(torch.zeros(1, device=device)).cpu()
+        gather(torch.zeros(1, dtype=torch.float32, device=device)).cpu()
         moments[1, i] = perf_counter()
     mine = torch.from_numpy(moments.reshape(-1)).to(device)
     return gather(mine).cpu().numpy().reshape(-1, 2, rounds)

@@ -148,7 +148,7 @@ def top_per_row(rows: Tensor, quota: int) -> Tensor:
     """
     each, rest = divmod(quota, rows.shape[0])
     top = torch.topk(rows, each + (rest > 0), dim=1).values
-    ranks = torch.full((rows.shape[0], 1), each, device=rows.device)
+    ranks = torch.full((rows.shape[0], 1), each, device=rows.device, dtype=torch.int64)
     if rest:
         favoured = torch.sort(top[:, -1], descending=True, stable=True).indices[:rest]
         ranks.index_fill_(0, favoured, each + 1)

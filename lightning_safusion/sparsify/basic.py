@@ -88,7 +88,7 @@ class Threshold(ThresholdSparsifier):
         self.value = value
 
     def thresholds(self, view: SegmentedView, step: int) -> Tensor:
-        return torch.full((len(view.segments),), self.value, device=view.x.device)
+        return torch.full((len(view.segments),), self.value, dtype=torch.float32, device=view.x.device)
 
 
 class RandomK(Sparsifier):

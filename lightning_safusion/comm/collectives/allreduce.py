@@ -179,7 +179,7 @@ def coo_means(transport: Transport, grads: Sequence[Tensor]) -> list[Tensor]:
     if not grads:
         return []
     mine = [grad.coalesce() for grad in grads]
-    rows = torch.tensor([grad.values().shape[0] for grad in mine], device=mine[0].device)
+    rows = torch.tensor([grad.values().shape[0] for grad in mine], dtype=torch.int64, device=mine[0].device)
     everyone = torch.empty(transport.world_size * len(mine), dtype=rows.dtype, device=rows.device)
     transport.all_gather(everyone, rows).wait()
     counts = everyone.view(transport.world_size, len(mine)).t().tolist()

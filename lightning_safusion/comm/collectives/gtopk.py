@@ -95,6 +95,6 @@ def _added(first: Entries, second: Entries) -> Entries:
     """The sum of two lists, which does not depend on their order, bit for bit."""
     both = torch.cat([first.indices, second.indices])
     indices, places = torch.unique(both, return_inverse=True)
-    sums = torch.zeros(len(indices), device=both.device)
+    sums = torch.zeros(len(indices), dtype=torch.float32, device=both.device)
     sums.index_add_(0, places, torch.cat([first.values, second.values]))
     return Entries(indices, sums)

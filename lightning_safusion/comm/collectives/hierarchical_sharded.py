@@ -105,7 +105,7 @@ class HierarchicalShardedExchange(NodeExchange):
     def _left(self, chosen: Tensor, others: Tensor, numel: int) -> Entries:
         """What leaves the residual of the worker with the shard: all that leaves the node's sums, without what
         ``others`` (float32 [K], negative) take out of theirs where sums were chosen."""
-        left = torch.zeros(numel, device=self.device)
+        left = torch.zeros(numel, dtype=torch.float32, device=self.device)
         left.index_add_(0, *self._rail.sent())
         left.index_add_(0, chosen, others)
         places = left.nonzero().view(-1)

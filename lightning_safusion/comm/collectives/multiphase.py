@@ -34,7 +34,7 @@ class Entries:
     @classmethod
     def none(cls, device: torch.device) -> Entries:
         """No entries."""
-        return cls(torch.zeros(0, dtype=torch.int64, device=device), torch.zeros(0, device=device))
+        return cls(torch.zeros(0, dtype=torch.int64, device=device), torch.zeros(0, dtype=torch.float32, device=device))
 
     @classmethod
     def of(cls, selection: Selection | None, device: torch.device) -> Entries:
@@ -76,7 +76,7 @@ def joined(parts: Sequence[Entries]) -> Entries:
 
 def summed(parts: Sequence[Entries], numel: int, device: torch.device) -> Entries:
     """The sum of lists of a region of ``numel`` elements, added one after the other; zeros are left out."""
-    region = torch.zeros(numel, device=device)
+    region = torch.zeros(numel, dtype=torch.float32, device=device)
     for part in parts:
         region.index_add_(0, part.indices, part.values)
     support = region.nonzero().view(-1)

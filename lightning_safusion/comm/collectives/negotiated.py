@@ -45,7 +45,7 @@ class Stream:
         self._tensors = len(edges) - 1
         self._entries_at = aligned(self._tensors + 2, FIELD_BYTES)
         self._nbytes = aligned(self._entries_at + self._codec.nbytes)
-        self._mean = torch.zeros(int(edges[-1]), device=device)
+        self._mean = torch.zeros(int(edges[-1]), dtype=torch.float32, device=device)
         self._pool: list[Tensor] = []  # uint8 [1 + world_size, bytes] of each round: what is sent, and received
         self.bytes_sent = 0  # by this rank in the last window
         self._begin()

@@ -196,7 +196,7 @@ class NodeExchange(MultiPhaseExchange):
         work.wait()
         units, self._units = self._units, None  # nothing holds an optimizer's state after the window
         inside, own = self.transports.inside, self._own
-        total = torch.zeros(self._numels[inside.rank], device=self.device)
+        total = torch.zeros(self._numels[inside.rank], dtype=torch.float32, device=self.device)
         for piece in pieces.view(inside.world_size, -1):
             total += piece[: len(total)]
         message = torch.zeros(0, dtype=torch.uint8, device=self.device)

@@ -206,7 +206,7 @@ class Shard:
     @cached_property
     def _held(self) -> Tensor:
         """float32 [S], residual and gradient; where kernels do all of it, it is not needed."""
-        return torch.zeros(self._history.segments.numel, device=self.device)
+        return torch.zeros(self._history.segments.numel, dtype=torch.float32, device=self.device)
 
     def take(self, x: Tensor, absent: Sequence[tuple[int, int]]) -> None:
         """Copies its elements of a span (float32 [N]); zeros in place of what is absent."""

@@ -176,7 +176,7 @@ class QuantizedField(ValueField):
     def _scales(self, part: Tensor, magnitudes: Tensor) -> Tensor:
         """float32, one for each part."""
         if self.bits > 1:
-            scales = torch.zeros(len(self.starts), device=magnitudes.device)
+            scales = torch.zeros(len(self.starts), dtype=torch.float32, device=magnitudes.device)
             return scales.scatter_reduce_(0, part, magnitudes, "amax")
         # twice the mean: the only level is in the middle; padding is zeros. On the host, as compiled kernels add
         sums = magnitudes.double() if magnitudes.is_cpu else magnitudes

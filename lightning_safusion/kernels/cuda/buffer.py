@@ -38,9 +38,10 @@ class Packer:
         self.tables, self.out, self.workspace = tables, out, workspace
         self.constants = Constants.of(tables, out.device)
         self.words, self._halves = out.view(torch.int32), out.view(torch.int16)
-        self.entries = self.largest = torch.empty(0)  #: int32 [2, most], [P]: see :func:`encode.write`
+        self.entries = self.largest = torch.empty(0, dtype=torch.int32)  #: [2, most], [P]: see :func:`encode.write`
         self.selected = False  #: what :meth:`pack` writes is there
-        self.flags = self.histogram = torch.empty(0)  #: int32 [T], [T, bins]: what is written before :meth:`find`
+        #: int32 [T], [T, bins]: what is written before :meth:`find`.
+        self.flags = self.histogram = torch.empty(0, dtype=torch.int32)
 
     def take(self, more: Sequence[int] = (), *, known: bool = False) -> list[Tensor]:
         """Takes memory for a selection; returns further int32 vectors of the lengths ``more``.
@@ -142,11 +143,12 @@ class BufferKernels:
         self._tiles = self._by_kind(tables)
         narrow = np.where(tables.kinds > 0, tables.sizes, 0)
         #: float32, what narrow gradients cannot hold of the means.
-        self._errors = torch.zeros(int(narrow.sum()), device=memory.device)
+        self._errors = torch.zeros(int(narrow.sum()), dtype=torch.float32, device=memory.device)
         self._error_places = 4 * (narrow.cumsum() - narrow)
         self._known: tuple[object, ...] | None = None  # the host's copy of addresses and epsilons
         self._told = 0  # how often the device was told others: tables of its own, to which graphs point
-        self.addresses, self._epsilons = torch.empty(0), torch.empty(0)
+        self.addresses = torch.empty(0, dtype=torch.int64)
+        self._epsilons = torch.empty(0, dtype=torch.float32)
         self._launches: list[tuple[int, int, Tensor, int]] = []  # kinds of gradients and moments, and their chunks
 
     def _by_kind(self, tables: Tables) -> list[tuple[int, Tensor, int]]:
@@ -287,7 +289,7 @@ class WindowKernels:
         self._status = torch.zeros(2, dtype=torch.int32, device=device)
         self._turn = 0
         self._known: tuple[object, ...] = ()
-        self._tiles = self._buffers = self.verdicts = torch.empty(0)
+        self._tiles = self._buffers = self.verdicts = torch.empty(0, dtype=torch.float32)
 
     @property
     def status(self) -> Tensor:
@@ -334,7 +336,8 @@ def probe(device: torch.device) -> None:
     runs = Runs(np.array([0, 8]), np.array([0, 1]), np.array([0]), np.array([7]))
     message = Message(6, 3, 1, fields, 128, 16, runs)
     tables = Tables(edges, np.array([6]), 0, np.array([0]), np.array([-1]), message)
-    sent, memory = torch.zeros(128, dtype=torch.uint8, device=device), torch.zeros(64, device=device)
+    sent = torch.zeros(128, dtype=torch.uint8, device=device)
+    memory = torch.zeros(64, dtype=torch.float32, device=device)
     kernels, windows = BufferKernels(tables, memory, sent, sent, 0, Workspace(device)), WindowKernels(device)
     kernels.locate([torch.ones_like(memory)], None)
     kernels.select(1.0, None)

@@ -63,13 +63,13 @@ class OwnerKernels(BufferKernels):
         self._owned = np.flatnonzero((owners == rank) & sparse)
         shard = 0 if tables.delivering is None else tables.delivering.numel
         # what is taken out of the residual at the end; one element more, so that there is an address
-        self._sums = torch.zeros(shard + 1, device=device)
+        self._sums = torch.zeros(shard + 1, dtype=torch.float32, device=device)
         self._arriving = None if tables.arriving is None else Constants.of(tables.arriving, device)
         delivering = tables.delivering
         self._owner = None if delivering is None else Packer(delivering, mail.delivering, owning)
         taken = np.isin(tables.second.tiles[0], np.flatnonzero((owners == rank) | (tables.second.lanes != -1)))
         self._taken = np.ascontiguousarray(tables.second.tiles[:, taken])
-        self._own_addresses = self._own_epsilons = torch.empty(0)
+        self._own_addresses = self._own_epsilons = torch.empty(0, dtype=torch.float32)
         self._reduction = recorded(device)
         self._reductions: list[tuple[int, Tensor, int]] = []  # kinds of moments, tiles, and how many these are
 

@@ -41,7 +41,7 @@ def encode(layout: str, selection: Selection, fields: Sequence[Tensor], dtype: t
         arrays = [header, values, fields[2].view(torch.int16)] if layout == "block16" else [header, values]
         sizes += [len(header), max(entries, 1).bit_length()]  # regions or words, found by bisection
     narrow = dtype != torch.float32
-    sent = torch.empty(entries, device=values.device) if narrow else selection.values
+    sent = torch.empty(entries, dtype=torch.float32, device=values.device) if narrow else selection.values
     given = (selection.indices.contiguous(), selection.values.contiguous())
     count = selection.indices if known else selection.count
     options = {"KNOWN": known, "LIMIT": torch.finfo(dtype).max if narrow else 0, "TAIL": fields[-1].numel() > 0}

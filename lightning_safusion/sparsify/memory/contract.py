@@ -197,8 +197,10 @@ class Flat:
     """A flat fp32 vector with a view per tensor (``[edges[i], edges[i + 1])``), for one foreach call per buffer."""
 
     def __init__(self, edges: Sequence[int], device: torch.device) -> None:
-        on_host = device.type == "cpu"
-        self._adopt(zeros(edges[-1], np.float32) if on_host else torch.zeros(edges[-1], device=device), edges)
+        if device.type == "cpu":
+            self._adopt(zeros(edges[-1], np.float32), edges)
+        else:
+            self._adopt(torch.zeros(edges[-1], dtype=torch.float32, device=device), edges)
 
     def _adopt(self, data: Tensor | np.ndarray, edges: Sequence[int]) -> None:
         self._memory, self._edges = data, edges

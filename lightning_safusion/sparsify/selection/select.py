@@ -49,7 +49,8 @@ def segmented_view(x: Tensor, segments: Segments, survey: SpanSurvey | None = No
 
 def empty_selection(device: torch.device) -> Selection:
     """The selection of nothing."""
-    return Selection(torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, device=device), 0)
+    positions = torch.empty(0, dtype=torch.int64, device=device)
+    return Selection(positions, positions.to(torch.float32), 0)
 
 
 def pooled(

@@ -45,7 +45,7 @@ class UpdateUnits:
 
     def __init__(self, moments: Moments, device: torch.device) -> None:
         self.moments = moments
-        self._memory = torch.empty(0, device=device)
+        self._memory = torch.empty(0, dtype=torch.float32, device=device)
 
     def of(self, indices: Sequence[int], edges: Sequence[int], together: bool = False) -> SpanUnits | None:
         """The units of a span; None if its elements are compared as they are.
