@@ -41,12 +41,13 @@ from lightning_safusion.fusion.replan import Decision
 from lightning_safusion.fusion.state import carried, common_state, restore_carried, restore_common
 from lightning_safusion.integration.agreement import ddp_options, replaced_parameters, training_options
 from lightning_safusion.integration.attendance import all_attend
+from lightning_safusion.integration.binding import Bound, describe_untrained, needs_plain_ddp, trained, untrained
 from lightning_safusion.integration.checkpoint import Checkpoints
 from lightning_safusion.integration.engine_exchange import EngineExchange, History, announce
 from lightning_safusion.integration.exchange import Choice, GradientExchange, Mode, choose
 from lightning_safusion.integration.horovod import check_horovod, configure_horovod
 from lightning_safusion.integration.outlook import Outlook
-from lightning_safusion.integration.parameters import dense_parameters, refuse_options, refuse_python_reducer, trainable
+from lightning_safusion.integration.parameters import refuse_options, refuse_python_reducer, trainable
 from lightning_safusion.integration.signals import DeferredSignals
 from lightning_safusion.sparsify.base import Sparsifier
 from lightning_safusion.sparsify.memory.contract import Memory
@@ -172,6 +173,8 @@ class SAFusionStrategy(DDPStrategy):
         self._transport: Transport | None = None
         self._signals: DeferredSignals | None = None  # during training with an engine
         self._wrapped: list[tuple[str, nn.Parameter]] = []  # trainable parameters that DDP knows
+        self._untrained: list[str] = []  # those that no optimizer has
+        self._bound = Bound()  # the optimizers that the exchange is bound to
         self._begins = False  # no batch of this fit was trained on
         self._deserted = False  # an error has ended this fit, and some ranks did not come to save its state
         self._costs_followed = 0  # number of windows at the last look at the costs
@@ -207,18 +210,23 @@ class SAFusionStrategy(DDPStrategy):
             self._decided = self._learned.get("plain_ddp")
         self._deserted = False
         super().setup(trainer)
-        if self._transport is not None:  # fitting
-            # workers that train weights of their own may have different optimizers
-            optimizers = self.optimizers if self._exchange.replicates else []
-            check_equal(self._transport, training_options(trainer, self.lightning_module, optimizers))
         self._bind()
-        self._leave_lbfgs_to_ddp()
         self.cautions = self._exchange.cautions(self.optimizers)
         for caution in self.cautions:
             announce(caution)
         learned, self._learned = self._learned, {}
         if self.controller is not None and learned.get("engine") is not None:
             restore_common(self.controller, learned["engine"])
+
+    @override
+    def configure_ddp(self) -> None:
+        """Waits for the optimizers, which Lightning sets up next: what none of them has is not exchanged."""
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        super().setup_optimizers(trainer)
+        if self._ddp is None and trainer.state.fn == TrainerFn.FITTING:
+            super().configure_ddp()
 
     @override
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
@@ -242,8 +250,12 @@ class SAFusionStrategy(DDPStrategy):
             was_dense = self._choice.mode is Mode.DENSE_ENGINE  # before the model was wrapped again
             needed = bool(by_horovod or entry.get("holds_back") or was_dense)
             self._choice = choose(self.settings, specs, transport.world_size, needed, self._decided)
+            if self._choice.mode is Mode.ENGINE and (reason := needs_plain_ddp(self.optimizers)) is not None:
+                if self._over_horovod:
+                    raise MisconfigurationException(f"{reason}: with transport='horovod' use density=1.0.")
+                self._choice = Choice(Mode.PLAIN, reason)
             if self._choice.plain_ddp is None:
-                self._exchange = self._make_engine(specs, transport)
+                self._exchange = self._make_engine(model, specs, transport)
         # On the current stream, whatever the Lightning version: gradient hooks run on the stream of this construction
         options = self._exchange.ddp_options(options)
         with during("set-up, when DDP compares and copies the parameters"):
@@ -257,7 +269,12 @@ class SAFusionStrategy(DDPStrategy):
         group = self._ddp_kwargs.get("process_group")
         return default_transport(self._timeout) if group is None else TorchTransport(group, self._timeout)
 
-    def _make_engine(self, specs: Sequence[TensorSpec], transport: Transport) -> EngineExchange:
+    def _make_engine(self, model: nn.Module, specs: Sequence[TensorSpec], transport: Transport) -> EngineExchange:
+        automatic = self.lightning_module is not None and self.lightning_module.automatic_optimization
+        left = untrained(model, self.optimizers)
+        before, self._untrained = self._untrained, [name for name, _ in left]
+        if left and self._untrained != before:
+            announce(describe_untrained(left, automatic))
         return EngineExchange(
             self.settings,
             specs,
@@ -266,9 +283,10 @@ class SAFusionStrategy(DDPStrategy):
             self.root_device,
             self.node_rank,
             self._ddp_kwargs,
-            automatic=self.lightning_module is not None and self.lightning_module.automatic_optimization,
+            automatic=automatic,
             replaceable=not self._over_horovod,
             observers=self._observers,
+            untrained=left,
         )
 
     @override
@@ -280,18 +298,16 @@ class SAFusionStrategy(DDPStrategy):
             self._exchange.register(self._ddp)
 
     def _bind(self) -> None:
+        """Ties the exchange to the optimizers, after all workers have compared theirs. Collective in a fit."""
+        self._bound = Bound(self.optimizers)
+        module = self.lightning_module
+        if self._transport is not None and module is not None:
+            # workers that train weights of their own may have different optimizers
+            optimizers = self.optimizers if self._exchange.replicates else []
+            check_equal(self._transport, training_options(module.trainer, module, optimizers))
         scaler = getattr(self.precision_plugin, "scaler", None)
         # the factor as it is on the device: get_scale() would wait for it
         self._exchange.bind(self.optimizers, None if scaler is None else scaler._get_scale_async)
-
-    def _leave_lbfgs_to_ddp(self) -> None:
-        lbfgs = any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self.optimizers)
-        if self._choice.mode is not Mode.ENGINE or not lbfgs:
-            return
-        reason = "LBFGS compares the gradients of several backward passes, which must all be dense"
-        if self._over_horovod:
-            raise MisconfigurationException(f"{reason}: with transport='horovod' use density=1.0.")
-        self._go_plain(reason)
 
     @property
     def _ddp(self) -> DistributedDataParallel | None:
@@ -312,6 +328,16 @@ class SAFusionStrategy(DDPStrategy):
         replaced = replaced_parameters(self._ddp.module, self._wrapped, self._transport, self._epoch)
         if replaced is not None:
             self._wrap_again(replaced)
+
+    def _follow_optimizers(self) -> None:
+        """Binds the exchange to optimizers or groups that have come or gone since."""
+        if self._ddp is None or self._bound.are(self.optimizers):
+            return
+        left = [name for name, _ in untrained(self._ddp.module, self.optimizers)]
+        if self.controller is not None and (left != self._untrained or needs_plain_ddp(self.optimizers)):
+            self._wrap_again()
+        else:
+            self._bind()
 
     def _follow_costs(self) -> None:
         """Changes to plain DDP once every buffer is dense and stays so: the hook would only cost time."""
@@ -384,6 +410,7 @@ class SAFusionStrategy(DDPStrategy):
         self._defer_signals()  # again after a search for the learning rate, which is a training inside of this one
         if self._signals is not None:
             self._signals.deliver()
+        self._follow_optimizers()
         self._follow_costs()
         if (line := self._outlook.begin_batch(self.controller)) is not None:
             announce(line)
@@ -477,7 +504,7 @@ class SAFusionStrategy(DDPStrategy):
             self._transport.close()
         self._exchange, self._transport, self._choice = GradientExchange(), None, Choice(Mode.PLAIN)
         self._checkpoints.resumed = self._decided = None
-        self._wrapped = []
+        self._wrapped, self._untrained, self._bound = [], [], Bound()
         self.__dict__.pop("clock", None)  # the next fit may be on another device
         super().teardown()  # waits for asynchronous writing
         self._checkpoints.finished(self.global_rank)
@@ -591,7 +618,7 @@ class SAFusionStrategy(DDPStrategy):
 
     def gradient_specs(self, module: nn.Module) -> tuple[TensorSpec, ...]:
         """The dense gradients of a module as this strategy exchanges them, in registration order."""
-        return specs_from_parameters(dense_parameters(module), *self.dense_rules)
+        return specs_from_parameters(trained(module, self.optimizers), *self.dense_rules)
 
     def add_observer(self, observer: Observer) -> None:
         """Calls an observer after every window of this rank, in all fits from now on."""

@@ -22,8 +22,8 @@ from lightning_safusion.fusion.shipment import Shipment, Stage
 from lightning_safusion.fusion.window import Scratch, Window, deliver
 from lightning_safusion.sparsify.selection.survey import Selector
 
-# In the status of a window with fused shipments: one that is not fused has found something wrong.
-_SPOILED = 8
+# Bits of the status of a window, as kernels.cuda.decode has them.
+_NOT_FINITE, _IRREGULAR = 2, 4
 
 
 class _Unread(NamedTuple):
@@ -44,7 +44,8 @@ class DeviceDrain:
         self._phases = Lane(device)  # what the later phases of an exchange need: no buffer waits for another's
         self._fused = FusedPath(device)
         self._scratch = Scratch(device)
-        self._good: Tensor | None = None  # bool: the shipments of the open window so far, without fused ones
+        # of the open window so far, without fused shipments: int32, as the status of these
+        self._status: Tensor | None = None
         self._queued: list[Shipment] = []  # in the lanes: their memory is in use
         self._unread: _Unread | None = None
 
@@ -58,7 +59,7 @@ class DeviceDrain:
         The lanes go on with it, and may wait for a worker that is lost: the host does not wait for them here, after an
         error. What they use is kept until :meth:`finish`.
         """
-        self._good = self._unread = None
+        self._status = self._unread = None
         self._fused.forget()
 
     def finish(self) -> None:
@@ -101,8 +102,8 @@ class DeviceDrain:
         scratch = self._scratch.of(buffer)
         mean = exchange.decode(scratch)
         bad, regular = exchange.standing()
-        good = regular & ~bad.any() & torch.isfinite(mean).all()
-        self._good = good if self._good is None else self._good & good
+        status = torch.where(regular, 0, _IRREGULAR) | torch.where(torch.isfinite(mean).all(), 0, _NOT_FINITE)
+        self._status = status if self._status is None else self._status | status
         exchange.poison(mean, bad)
         mean = buffer.memory.received(buffer.start, buffer.stop, mean)
         shipment.rounding = deliver(shipment.window, buffer, mean)
@@ -122,34 +123,35 @@ class DeviceDrain:
             shipment.awaited = awaited
         self._lane.join()
         self._queued = []
-        good, self._good = self._good, None
+        status, self._status = self._status, None
         if shipments:  # none: a model without tensors
-            self._unread = self._commit(window, shipments, good)
+            self._unread = self._commit(window, shipments, status)
         if window.error is not None:
             raise window.error
         return True, 0
 
-    def _commit(self, window: Window, shipments: Sequence[Shipment], good: Tensor | None) -> _Unread:
-        """Commits all shipments; ``good``: bool on the device, what those that are not fused say of the window."""
+    def _commit(self, window: Window, shipments: Sequence[Shipment], status: Tensor | None) -> _Unread:
+        """Commits all shipments if everything is well; ``status``: of those that are not fused, on the device."""
         fused = [shipment for shipment in shipments if isinstance(shipment, FusedShipment)]
         others = [shipment for shipment in shipments if not isinstance(shipment, FusedShipment)]
-        if fused and good is not None:
-            status = self._fused.windows.status
-            status.bitwise_or_(torch.where(good, 0, _SPOILED))
+        if fused and status is not None:
+            status = self._fused.windows.status.bitwise_or_(status)
+        if status is not None:
             good = (status == 0).all()
-        for shipment in others:
-            shipment.commit(good=good)
-        decided = [] if good is None else [good]
+            for shipment in others:
+                shipment.commit(good)
+        decided = [] if status is None else [status]
         if fused:
             self._fused.commit(fused)
             decided = [self._fused.windows.verdicts]
         return _Unread(window, shipments, HostCopy([*decided, *(_stream_ordered(s).headers for s in others)]))
 
-    def read(self) -> tuple[Window, bool, int] | None:
+    def read(self) -> tuple[Window, Sequence[Shipment], bool, int] | None:
         """What the device has decided about the last window; waits for that.
 
         Returns:
-            The window, whether it ended well, and the notices (bits of ``Notice``) of all ranks; None if it was read.
+            The window, its shipments, whether everything was finite and so has been committed, and the notices (bits of
+            ``Notice``) of all ranks; None if it was read.
 
         Raises:
             RuntimeError: If tensors had a gradient on some ranks only, which this drain cannot average.
@@ -170,21 +172,24 @@ class DeviceDrain:
                 f"{window.step}: the gradients of that step were wrong. Pass find_unused_parameters=True to the "
                 "strategy (by name: 'safusion_find_unused_parameters_true')."
             )
-        return window, good, notices
+        return window, shipments, good, notices
 
     def _read(self, unread: _Unread) -> bool:
-        """Whether the window was good; gives all shipments their verdicts."""
+        """Whether the window was good; gives all shipments their verdicts, and says which tensors are sound."""
         fused = [shipment for shipment in unread.shipments if isinstance(shipment, FusedShipment)]
         others = [shipment for shipment in unread.shipments if not isinstance(shipment, FusedShipment)]
         decided, *headers = unread.copies.read()
-        good, found = bool(decided.view(-1)[0]), dict(zip(others, headers, strict=True))
+        found = dict(zip(others, headers, strict=True))
         if fused:
             status, own = self._fused.windows.read(decided, [shipment.kernels for shipment in fused])
-            good = status == 0
             found |= dict(zip(fused, own, strict=True))
+        else:
+            status = int(decided)
         for shipment, headers_of in found.items():
-            shipment.verdict = _stream_ordered(shipment).verdict(headers_of)
-        return good
+            shipment.verdict = verdict = _stream_ordered(shipment).verdict(headers_of)
+            if status:  # of a mean that is not finite, or a damaged message, it does not say in which tensor
+                shipment.sound = ~verdict.bad & (status == _IRREGULAR)
+        return status == 0
 
 
 def _stream_ordered(shipment: Shipment) -> StreamOrderedExchange:

@@ -50,57 +50,57 @@ class Drain:
             notices: Of this rank, for a window without messages, whose headers would have them.
 
         Returns:
-            Whether it ended well (what was sent has been taken out of the residual), and the notices (bits of
-            ``Notice``) of all ranks. The same on all ranks.
+            Whether everything was finite, so that what was sent has been taken out of the residual; and the notices
+            (bits of ``Notice``) of all ranks. The same on all ranks.
 
         Raises:
             RuntimeError: If a peer is lost (with the buffer's tensors).
         """
         if window.plain:
             return self._average_all(window, notices)
-        irregular: list[int] = []
-        notices, workers = 0, self._transport.world_size
+        again: list[int] = []
+        odd: list[int] = []  # those of them of which some ranks have sent nothing
+        notices = 0
         for shipment in shipments:
             shipment.advance(wait=True)
-        good = window.scale is None or self._kept_by_scaler(window, shipments)
+        if window.wary:
+            self._copy_if_bad(window, shipments)
+        good = True
         for shipment in shipments:
             shipment.wait()
             good &= shipment.decode(self.scratch)
-            verdict, first = shipment.verdict, shipment.buffer.group.start
-            if verdict is None or verdict.plain:
-                continue
-            notices |= verdict.notices
-            good &= not verdict.bad.any()
-            irregular += [first + int(t) for t in np.flatnonzero(verdict.irregular(workers))]
+            if (verdict := shipment.verdict) is not None:
+                notices |= verdict.notices
+                places = shipment.buffer.places
+                again += [places[tensor] for tensor in shipment.repaired]
+                irregular = verdict.irregular(self._transport.world_size) if shipment.repaired else ()
+                odd += [places[tensor] for tensor in shipment.repaired if irregular[tensor]]
         if notices & Notice.FAILED:
             return False, notices
-        if irregular:
-            good &= self._repair(window, irregular)
+        if odd:
+            self._warn(self._space.layout.names(odd))
+        if again:
+            self._average_again(window, again)
         if good:
             for shipment in shipments:
-                places = shipment.buffer.places
-                shipment.commit([p - places.start for p in irregular if p in places] if irregular else ())
+                shipment.commit()
         return good, notices
 
-    def _kept_by_scaler(self, window: Window, shipments: Sequence[Shipment]) -> bool:
-        """Whether the loss scaler will keep the step; the gradients of one that it skips leave the residual again.
-
-        DDP throws such a step away. Kept, the gradients of several skipped steps (scalers begin with some) would reach
-        the optimizer at once. The residual from before stays, sent or not.
-        """
+    def _copy_if_bad(self, window: Window, shipments: Sequence[Shipment]) -> None:
+        """Copies this rank's gradients where some tensor is not finite: means take their places, and they may have to
+        leave the residual again."""
         for shipment in shipments:
             shipment.wait()
-        if not any(shipment.buffer.exchange.verdict().bad.any() for shipment in shipments):
-            return True
-        withdraw(self._space.memory, window, range(window.length))
-        window.bypass |= window.fresh  # nothing of them is left to withdraw
-        return False
+        if any(shipment.buffer.exchange.verdict().bad.any() for shipment in shipments):
+            window.copies = {place: grad.clone() for place, grad in enumerate(window.grads_of(0, window.length))}
 
-    def _repair(self, window: Window, places: Sequence[int]) -> bool:
-        """Averages gradients in place, as DDP does, without their residuals; returns whether they are finite."""
-        self._warn(self._space.layout.names(places))
-        withdraw(self._space.memory, window, places)
-        return self._average([window.grads_of(place, place + 1)[0] for place in places])
+    def _average_again(self, window: Window, places: Sequence[int]) -> None:
+        """Averages gradients in place, as DDP does, without their residuals."""
+        grads = {place: window.grads_of(place, place + 1)[0] for place in places}
+        withdraw(self._space.memory, window, grads)
+        for place in places:
+            window.copies.pop(place, None)
+        self.average(list(grads.values()))
 
     def read(self) -> int:
         """Notices (bits of ``Notice``) of all ranks in the last window, if it had no messages and did not wait."""
@@ -131,10 +131,11 @@ class Drain:
             grads += window.grads_of(place, place + 1)
             if not window.fresh[place]:
                 grads[-1].zero_()
-        return self._average(grads, wait=not window.deferred), heard
+        self.average(grads)
+        return window.deferred or all(map(all_finite, grads)), heard
 
-    def _average(self, grads: Sequence[Tensor], wait: bool = True) -> bool:
-        """Writes the means over ranks into the gradients; returns whether they are finite, True without ``wait``."""
+    def average(self, grads: Sequence[Tensor]) -> None:
+        """Writes the means over ranks into flat gradients, as DDP does. Collective."""
         sent = []
         for few in _pieces(grads):
             flat = few[0] if len(few) == 1 else torch.cat(few)
@@ -144,7 +145,6 @@ class Drain:
             work.wait()
             if len(few) > 1:
                 torch._foreach_copy_(few, list(flat.split([len(grad) for grad in few])))
-        return not wait or all(map(all_finite, grads))
 
     def _warn(self, names: Sequence[str]) -> None:
         if self._warned or self._transport.rank != 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
 
 import numpy as np
@@ -21,6 +21,7 @@ from lightning_safusion.fusion.shares import LargestCounts
 from lightning_safusion.fusion.shipment import Shipment
 from lightning_safusion.fusion.space import GradientSpace
 from lightning_safusion.fusion.ticks import Ticks
+from lightning_safusion.fusion.undecided import Undecided
 from lightning_safusion.fusion.window import Window
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify.schedule import ConstantDensity, DensitySchedule
@@ -28,6 +29,8 @@ from lightning_safusion.sparsify.schedule import ConstantDensity, DensitySchedul
 # The end of a collective is recorded by a callback on the backend's thread, which stops the backward's for the
 # interpreter's lock: in every window at first, then in one of 16 and whenever the planner needs it.
 _TIMED_WINDOWS, _TIMED_EVERY = 64, 16
+# Windows after one with a gradient that is not finite in which the next such window is expected.
+_WARY_WINDOWS = 100
 # Until the order of the gradients is known everything is sent at the end, in pieces that bound the memory of a buffer.
 _UNPLANNED_ELEMENTS = 1 << 25
 
@@ -93,6 +96,9 @@ class Engine:
         self._unobserved: WindowRecord | None = None  # its times are not known yet
         self._timed: WindowEvents | None = None  # of the latest window that recorded everything
         self._followed: Plan | None = None  # the space has no buffers but those of this plan
+        self._order: list[int] | None = None  # to be adopted before the next window
+        self._undecided = Undecided(space)
+        self._wary_until = 0  # number of the window
         self._first = True  # DDP's first window submits everything at its end, in an order that means nothing
         self.between = True  #: no window is open, and the last one has ended: exchanges have equal states on all ranks
         self._window: Window | None = None
@@ -119,6 +125,11 @@ class Engine:
         return self.windows < self.dense_windows
 
     @property
+    def undecided(self) -> bool:
+        """Whether it depends on the steps of optimizers what leaves the residual of the last window."""
+        return self._undecided.window is not None
+
+    @property
     def complete(self) -> bool:
         """Whether every tensor of the open window has been pushed."""
         return self._window is not None and self._window.complete
@@ -138,12 +149,11 @@ class Engine:
                 all ranks it is left exactly as it is.
         """
         begin = perf_counter()
+        window = self._window or self._begin()
         place = self.space.layout.places[index]
-        window = self._window
-        if window is not None and window.grads[place] is not None:
+        if window.grads[place] is not None:
             self.reset()  # the last backward never finished, and the model is trained on: a new window begins
-            window = None
-        window = window or self._begin()
+            window = self._begin()
         group = window.submit(place, grad, fresh, window.repeats and fresh and bool(self.unstepped[index]))
         if not self.clock.instant:
             window.note_call(place, begin)
@@ -195,6 +205,7 @@ class Engine:
         surveyed = self.windows < _TIMED_WINDOWS or self.windows % _TIMED_EVERY == 0 or self.planner.wants_times
         scale = self.loss_scale() if self.loss_scale is not None else None
         repeats = bool(self.unstepped.any())
+        wary = self.windows < self._wary_until
         self._window = Window(
             len(self.space.layout.specs),
             () if plan is None or ticking else plan.groups,
@@ -206,9 +217,10 @@ class Engine:
             ticking=ticking,
             hold=not self.overlap,
             # a scaler waits for the device anyway, and a tensor whose gradient was thrown away needs the host
-            deferred=self._device_drain is not None and scale is None and not repeats,
+            deferred=self._device_drain is not None and scale is None and not repeats and not wary,
             repeats=repeats,
             plain=plain,
+            wary=wary or scale is not None,
             # a copy: the scaler updates its factor in place
             scale=scale.detach().clone() if scale is not None else None,
         )
@@ -287,13 +299,11 @@ class Engine:
             good, notices = self._drain.run(window, shipments, self.notices)
         if notices:
             self._hear(window, notices)
-        if good:
-            exchanged = self._exchanged(window)
-            self.unstepped[exchanged] = self.tracked[exchanged]
-        else:
+        exchanged = self._exchanged(window)
+        self.unstepped[exchanged] = self.tracked[exchanged]
+        if not good:
             self._counts = None
-            self._overflow.pending = True
-            self._overflow.reset(together=True)
+            self._undecided.keep(window, shipments)
         window.drained = window.mark()
         self.between = True
         planned = self.order_known and window.in_order and not window.plain
@@ -303,7 +313,9 @@ class Engine:
         else:
             self._unobserved = self.report
         if not window.in_order and not (self._first and self.order_known):
-            self.adopt_order(window.order)
+            self._order = window.order
+            if good and not window.deferred:
+                self._follow_order()
         self.order_known |= self.windows > 0 and not self._first
         self._first = False
         self.windows += 1
@@ -328,18 +340,28 @@ class Engine:
             RuntimeError: If a rank could not fill its message, or some ranks had no gradient of a tensor.
         """
         if self._device_drain is not None and (outcome := self._device_drain.read()) is not None:
-            window, good, notices = outcome
+            window, shipments, good, notices = outcome
             self._hear(window, notices)
             if not good:
-                self.unstepped[self._exchanged(window)] = False
-                self._overflow.pending = True
+                self._undecided.keep(window, shipments)
         self.heard |= self._drain.read()
         self.notices &= ~self.heard
+        if (undecided := self._undecided.window) is not None:
+            self._undecided.decide(self.unstepped)
+            self.unstepped[self._exchanged(undecided)] = False
+            self._wary_until, self._overflow.pending = undecided.step + _WARY_WINDOWS, True
         if self._overflow.pending:
             self._overflow.reset(together=False)
         record, self._unobserved = self._unobserved, None
         if record is not None:
             self._observe(record)
+        self._follow_order()
+
+    def _follow_order(self) -> None:
+        """Adopts the order of the last window, if that was another one."""
+        order, self._order = self._order, None
+        if order is not None:
+            self.adopt_order(order)
 
     def _hear(self, window: Window, notices: int) -> None:
         self.heard |= notices
@@ -364,6 +386,10 @@ class Engine:
             self._timed = record.events
             for observer in self.observers:
                 observer.observe(record.events)
+
+    def average(self, grads: Sequence[Tensor]) -> None:
+        """Writes the means over ranks into flat gradients of no tensor of the layout, as DDP does. Collective."""
+        self._drain.average(grads)
 
     def adopt_order(self, order: list[int]) -> None:
         """Moves everything to a layout in which place ``j`` holds the tensor that was at place ``order[j]``."""
@@ -393,6 +419,8 @@ class Engine:
         if self._window is not None and not self.clock.instant:
             self._lane.synchronize()
         self._window, self._shipments, self._unobserved, self._advanced = None, [], None, 0
+        self._order = None
+        self._undecided.forget()
         if self._device_drain is not None:
             self._device_drain.forget()
         self._drain.forget()

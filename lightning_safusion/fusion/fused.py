@@ -89,6 +89,11 @@ class FusedShipment(Shipment):
             self.kernels.locate(self.grads, None)
         self.kernels.decode(self._decay, status)
 
+    def commit(self, good: Tensor | None = None, unused: Sequence[int] = ()) -> None:
+        """Takes what was sent of some tensors out of the residual, where the kernels have taken nothing."""
+        self.rounding = self.kernels.rounding(self.buffer.start)
+        super().commit(good, unused)
+
     def sent(self) -> tuple[Tensor, Tensor]:
         exchange = self.buffer.exchange
         if not isinstance(exchange, SparseAllGather) or exchange.codec is None:

@@ -1,7 +1,7 @@
 """The adapter between torch's DistributedDataParallel and the engine: one Python communication hook."""
 
 # No "from __future__ import annotations": DDP compares the hook's annotation with the class itself.
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ class DDPHook:
         params: Trainable parameters in the order of the engine's registration indices.
         sparse: Names and parameters whose gradients are sparse tensors; they are not in the engine's layout.
         static_graph: DDP was built with ``static_graph=True``.
+        untrained: Names and parameters that no optimizer has; their gradients are not in the engine's layout.
+        averages: Average the gradients of these uncompressed; else they become 0 on all ranks, and nothing is sent.
     """
 
     def __init__(
@@ -39,16 +41,22 @@ class DDPHook:
         params: Iterable[Tensor],
         sparse: Iterable[tuple[str, Tensor]] = (),
         static_graph: bool = False,
+        untrained: Iterable[tuple[str, Tensor]] = (),
+        averages: bool = False,
     ) -> None:
         self.engine = engine
         self._sparse_names = {id(param): name for name, param in sparse}
         self._sparse: dict[str, tuple[Tensor, Future[Tensor]]] = {}  # submitted in this window
         self._index: dict[int, int] = {}
+        self._untrained = {id(param): name for name, param in untrained}
+        self._expected = len(self._untrained) if averages else 0  # gradients to be averaged in every window
+        self._beside: list[Tensor] = []  # those that were submitted in this window
         # Of buckets with one parameter, by their number: to make a future costs more than the rest of the hook.
         self._seen: dict[int, tuple[Tensor, Future[Tensor], int]] = {}
         self._device_type = engine.space.device.type
         self._rebuilt = False  # DDP makes other buckets after its first window
         self._handles: list[RemovableHandle] = []
+        self._watches: list[RemovableHandle] = []  # of optimizers
         # In the first static-graph iteration DDP calls all hooks, then finalizes, in one go from the engine's end: a
         # callback queued there would come too late.
         self._drain_in_hook = static_graph
@@ -79,7 +87,9 @@ class DDPHook:
             complete = self.engine.push(index, buffer, self._fresh[index])
         else:
             future, complete = self._take(bucket, buffer)
-        if (complete or (self._sparse and self.engine.complete)) and len(self._sparse) == len(self._sparse_names):
+        if complete or ((self._sparse or self._beside) and self.engine.complete):
+            complete = len(self._sparse) == len(self._sparse_names) and len(self._beside) == self._expected
+        if complete:
             if self._drain_in_hook:
                 self._finish()
             else:
@@ -98,13 +108,22 @@ class DDPHook:
         start, complete = 0, False
         for param in params:
             stop = start + param.numel() * (2 if param.is_complex() else 1)
-            index = self._index[id(param)]
-            complete = self.engine.push(index, buffer[start:stop], self._fresh[index])
+            if id(param) in self._untrained:
+                self._put_aside(buffer[start:stop])
+            else:
+                index = self._index[id(param)]
+                complete = self.engine.push(index, buffer[start:stop], self._fresh[index])
             start = stop
         future.set_result(buffer)
-        if self._rebuilt and len(params) == 1:
+        if self._rebuilt and len(params) == 1 and id(params[0]) in self._index:
             self._seen[bucket.index()] = buffer, future, self._index[id(params[0])]
         return future, complete
+
+    def _put_aside(self, grad: Tensor) -> None:
+        if self._expected:
+            self._beside.append(grad)
+        else:
+            grad.zero_()
 
     @torch.compiler.disable
     def _finish(self) -> None:
@@ -112,6 +131,8 @@ class DDPHook:
         self._fresh = [False] * len(self._fresh)
         with torch.no_grad(), torch.autocast(self._device_type, enabled=False):
             self.engine.drain()
+            beside, self._beside = self._beside, []
+            self.engine.average(beside)
             if self._sparse:
                 # in the order in which the buckets came, which is the same on all ranks
                 submitted, self._sparse = list(self._sparse.values()), {}
@@ -135,7 +156,7 @@ class DDPHook:
         missing = self.engine.missing()
         if not missing and synchronised:
             # DDP's first bucket holds everything and was never full: the hook has not run at all
-            missing = stale
+            missing = stale or list(self._untrained.values())
         # DDP passes on no bucket after the first that is missing: name those that have no gradient, if any
         missing = [name for name in missing if name in set(stale)] or missing
         if self._sparse or self.engine.complete:
@@ -148,18 +169,32 @@ class DDPHook:
                 "name: 'safusion_find_unused_parameters_true') if this is intended."
             )
 
-    def watch(self, optimizer: Optimizer) -> None:
-        """Records in the engine when this optimizer steps; torch's optimizers only, others have no hook for that."""
-        if not hasattr(optimizer, "register_step_post_hook"):
-            return
+    def watch(self, optimizers: Sequence[Optimizer]) -> None:
+        """Records in the engine when these optimizers step; those of torch, others have no hook for that."""
+        self._unwatch()
+        for optimizer in optimizers:
+            if hasattr(optimizer, "register_step_post_hook"):
+                self._watch(optimizer)
+        self.engine.unstepped &= self.engine.tracked
+
+    def _watch(self, optimizer: Optimizer) -> None:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         indices, engine = [self._index[id(param)] for param in params if id(param) in self._index], self.engine
 
         def stepped(*_: object) -> None:
-            engine.unstepped[indices] = False
+            # a fused optimizer is called in a step that the loss scaler skips, too
+            overflowed = getattr(optimizer, "found_inf", None)
+            if overflowed is None or not engine.undecided or not float(overflowed):
+                engine.unstepped[indices] = False
 
         engine.tracked[indices] = True
-        self._handles.append(optimizer.register_step_post_hook(stepped))
+        self._watches.append(optimizer.register_step_post_hook(stepped))
+
+    def _unwatch(self) -> None:
+        for handle in self._watches:
+            handle.remove()
+        self._watches.clear()
+        self.engine.tracked[:] = False
 
     def selected_from(self, param: Tensor) -> bool:
         """Whether the latest gradient of a parameter is a mean of selected elements, not of dense gradients."""
@@ -171,9 +206,13 @@ class DDPHook:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._unwatch()
         self.reset()
+
+    def __deepcopy__(self, memo: object) -> "DDPHook":
+        return self  # a copy of the wrapped model has the hook as DDP's reducer has it: it is not the model's
 
     def reset(self) -> None:
         """Forgets an open window."""
-        self._sparse, self._seen = {}, {}
+        self._sparse, self._seen, self._beside = {}, {}, []
         self.engine.reset()

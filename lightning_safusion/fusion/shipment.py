@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum, auto
 from functools import partial
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from lightning_safusion.comm.exchange import Notice, Part, TensorFlag, Verdict
+from lightning_safusion.comm.exchange import Notice, Part, TensorFlag, Verdict, all_finite
 from lightning_safusion.comm.transport.interface import Work
 from lightning_safusion.fusion.buffers import Buffer
 from lightning_safusion.fusion.events import Mark
@@ -61,6 +61,9 @@ class Shipment:
         self.sparse = False  #: the message holds selected elements
         self.work: Work | None = None  #: the collective, from :meth:`launch` to :meth:`wait`
         self.verdict: Verdict | None = None  #: on the flags of all ranks, once the host has read them
+        #: bool [T], once the host has read the messages: finite on all ranks, and so is the mean. None: all are.
+        self.sound: np.ndarray | None = None
+        self.repaired: list[int] = []  #: tensors that were averaged again, uncompressed
         self.rounding: list[Rounding] = []  #: what narrow gradients cannot hold of the means
         #: A range ``SAFusion::<part>`` in the traces of ``torch.profiler``.
         self.range: Callable[[str], AbstractContextManager[object]] = nullcontext
@@ -221,63 +224,71 @@ class Shipment:
         self.work, self.stage = None, Stage.ARRIVED
 
     def decode(self, scratch: Scratch) -> bool:
-        """Reads the flags of all ranks, and writes the means into the gradients; returns whether these are finite.
+        """Reads the flags of all ranks, and writes the means into the gradients; returns whether all are :attr:`sound`.
+
+        Tensors that are :attr:`repaired` keep their own gradients.
 
         Raises:
             RuntimeError: If a message is damaged, with the buffer's tensors.
         """
         try:
             with self.range("decode"):
-                finite = self._decode_in_place()
-                if finite is None:
-                    finite = self._decode(scratch.of(self.buffer))
+                if not self._decode_in_place():
+                    self._decode(scratch.of(self.buffer))
         except ValueError as error:
             raise self._lost(error) from error
         self.decoded = self.window.mark()
         self.stage = Stage.DECODED
-        return finite
+        return self.sound is None
 
-    def _decode_in_place(self) -> bool | None:
-        """:meth:`decode` straight into the gradients; None, and nothing is written, where that is not possible."""
+    def _decode_in_place(self) -> bool:
+        """:meth:`decode` straight into the gradients; False, and nothing is written, where that is not possible."""
         buffer, exchange = self.buffer, self.buffer.exchange
         if not buffer.exact or self.window.scale is not None or buffer.device.type != "cpu":
-            return None
+            return False
         if not buffer.memory.hands_on:  # the decoded mean is not what the gradients get
-            return None
+            return False
         self.verdict = verdict = exchange.verdict()
         workers = exchange.transport.world_size
         if not verdict.plain and (verdict.bad.any() or not verdict.is_regular(workers)):
-            return None
-        return exchange.decode_into(self.grads)
+            return False
+        finite = exchange.decode_into(self.grads)
+        if finite is False:
+            self.sound = np.array([all_finite(grad) for grad in self.grads])
+        return finite is not None
 
-    def _decode(self, scratch: Tensor) -> bool:
+    def _decode(self, scratch: Tensor) -> None:
         buffer, exchange = self.buffer, self.buffer.exchange
         workers = exchange.transport.world_size
         mean = exchange.decode(scratch)
         finite = exchange.is_finite(mean)
         self.verdict = verdict = exchange.verdict() if self.verdict is None else self.verdict
-        if verdict.bad.any():
+        bad = verdict.bad.any()
+        if bad or not finite:
+            self.sound = ~verdict.bad & [all_finite(piece) for piece in mean.split(buffer.sizes)]
+        chosen = None
+        if not verdict.is_regular(workers) or (bad and self.window.repairs):
+            again = verdict.irregular(workers) | (verdict.bad & self.window.repairs)
+            self.repaired, chosen = np.flatnonzero(again).tolist(), (verdict.fresh > 0) & ~again
+        if bad:
             exchange.poison(mean, torch.from_numpy(verdict.bad).to(mean.device))
-        regular = None
-        if not verdict.is_regular(workers):
-            regular = (verdict.fresh > 0) & ~verdict.irregular(workers)
         received = buffer.memory.received(buffer.start, buffer.stop, mean)
-        self.rounding = deliver(self.window, buffer, received, regular)
+        self.rounding = deliver(self.window, buffer, received, chosen)
         exchange.release(scratch)
-        return finite
 
-    def commit(self, repaired: Sequence[int] = (), good: Tensor | None = None) -> None:
-        """Takes what was sent out of the residual; called when all of the window has ended well.
+    def commit(self, good: Tensor | None = None, unused: Sequence[int] = ()) -> None:
+        """Takes what was sent out of the residual.
 
         Args:
-            repaired: Tensors of the buffer that were averaged again, because some ranks sent nothing of them.
             good: bool on the device: whether the window ended well, where the host does not know it; None if it did.
+            unused: Tensors of the buffer of which nothing is taken out.
         """
         self._held = None
         buffer, memory, exchange = self.buffer, self.buffer.memory, self.buffer.exchange
-        left_out = sorted({*self.absent, *repaired})
+        again = {*self.repaired, *unused}
+        left_out = sorted({*self.absent, *again})
         # a fused segment may have sent elements of what is absent: few bits have no zero
-        withdrawn = left_out if buffer.fused else sorted(repaired)
+        withdrawn = left_out if buffer.fused else sorted(again)
         if self.sparse:
             message = exchange.sent_message() if not withdrawn and good is None else None
             if message is None or not memory.commit_message(buffer.start, buffer.stop, message):
@@ -291,16 +302,25 @@ class Shipment:
                 sent = exchange.sent_dense(start, stop, buffer.span)
                 sent = sent if good is None else torch.where(good, sent, 0.0)
                 memory.commit_dense(buffer.start + start, buffer.start + stop, sent)
-        if memory.settles:
-            start = buffer.start
-            for tensor in withdrawn:
-                memory.settle(start, buffer.start + buffer.edges[tensor], good)
-                start = buffer.start + buffer.edges[tensor + 1]
-            memory.settle(start, buffer.stop, good)
-        for start, stop, error in self.rounding:
-            memory.add(start, stop, error if good is None else torch.where(good, error, 0.0))
+        for start, stop in self._between(withdrawn):
+            if memory.settles:
+                memory.settle(start, stop, good)
+            for begin, end, error in self.rounding:
+                first, last = max(begin, start), min(end, stop)
+                if first < last:
+                    piece = error[first - begin : last - begin]
+                    memory.add(first, last, piece if good is None else torch.where(good, piece, 0.0))
         self.rounding = []  # as large as the buffer, and the record of the window keeps this shipment
         self.stage = Stage.COMMITTED
+
+    def _between(self, tensors: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Spans of the flat space that are left of the buffer without some of its tensors, in ascending order."""
+        buffer = self.buffer
+        start = buffer.start
+        for tensor in tensors:
+            yield start, buffer.start + buffer.edges[tensor]
+            start = buffer.start + buffer.edges[tensor + 1]
+        yield start, buffer.stop
 
     def _sent(self, withdrawn: Sequence[int], good: Tensor | None) -> tuple[Tensor, Tensor]:
         indices, sent = self.sent()

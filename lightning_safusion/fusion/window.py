@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from math import nan
@@ -42,6 +42,7 @@ class Window:
     deferred: bool  #: the device decides at the end; the host reads the decision one window later
     repeats: bool  #: of some tensors a gradient was exchanged that no optimizer has used
     plain: bool  #: gradients are averaged as DDP does, at the end: nothing is launched
+    wary: bool  #: a gradient may not be finite: means are written when all messages have come, after a copy
     scale: Tensor | None  #: factor of the loss that the gradients carry (a scalar on their device); None for 1
     grads: list[Tensor | None] = field(init=False)  #: by place; None until submitted
     fresh: np.ndarray = field(init=False)  #: bool [L], computed in this window
@@ -60,6 +61,8 @@ class Window:
     worked: list[float] = field(init=False)  #: seconds of the engine's calls before that
     calls: float = 0.0  #: seconds of the engine's calls so far
     drained: Mark = nan  #: gradients and residual are final
+    #: By place: this rank's gradients, where some tensor of a wary window was not finite; none elsewhere.
+    copies: dict[int, Tensor] = field(default_factory=dict)
     _sequential: int = 0  # places below this one were submitted in their order
 
     def __post_init__(self) -> None:
@@ -71,6 +74,11 @@ class Window:
         self.arrived, self.submitted, self.worked = ([nan] * self.length for _ in range(3))
         self.mark = self.clock.mark if self.clock.instant or self.timed else lambda: nan
         self.profiled = torch.autograd._profiler_enabled()
+
+    @property
+    def repairs(self) -> bool:
+        """Tensors that are not finite are averaged again, as DDP does; a loss scaler only has to see that there are."""
+        return self.wary and self.scale is None
 
     @property
     def ready(self) -> int:
@@ -191,10 +199,9 @@ def unscaled(grads: Sequence[Tensor], scale: Tensor) -> list[Tensor]:
     return list(torch._foreach_mul(as_float32(grads), scale.reciprocal()))
 
 
-def withdraw(memory: Memory, window: Window, places: Iterable[int]) -> None:
-    """Takes the gradients at these places out of the residual again, as far as they have been added to it."""
-    for place in places:
-        (grad,) = window.grads_of(place, place + 1)
+def withdraw(memory: Memory, window: Window, grads: Mapping[int, Tensor]) -> None:
+    """Takes gradients, by place, out of the residual again, as far as they have been added to it."""
+    for place, grad in grads.items():
         # what is not finite was never added
         if window.fresh[place] and not window.bypass[place] and all_finite(grad):
             memory.withdraw(place, grad if window.scale is None else unscaled([grad], window.scale)[0])

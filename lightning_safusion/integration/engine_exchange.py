@@ -56,6 +56,7 @@ class EngineExchange(GradientExchange):
         automatic: Optimization is automatic.
         replaceable: Plain DDP can take the engine's place.
         observers: Get the events of every window.
+        untrained: Names and parameters with dense gradients that no optimizer has; they are not among the specs.
     """
 
     engine: Engine
@@ -72,11 +73,13 @@ class EngineExchange(GradientExchange):
         automatic: bool,
         replaceable: bool,
         observers: list[Observer],
+        untrained: Sequence[tuple[str, Tensor]] = (),
     ) -> None:
         self._choice = choice
         self._hook: DDPHook | None = None
         self._static_graph = bool(options.get("static_graph"))
         self._params: list[Tensor] = []  # by registration index
+        self._untrained, self._automatic = list(untrained), automatic
         self.switches: list[MomentumSwitch] = []  # of optimizers whose momentum the memory carries
         self._fades = False  # the residual has a momentum
         if choice.mode is Mode.DENSE_ENGINE:
@@ -112,8 +115,16 @@ class EngineExchange(GradientExchange):
 
     def register(self, ddp: DistributedDataParallel) -> None:
         ddp.bucket_bytes_cap = _COMPILE_BUCKET_BYTES
-        self._params = [param for _, param in dense_parameters(ddp.module)]
-        self._hook = DDPHook(self.engine, self._params, sparse_parameters(ddp.module), self._static_graph)
+        left = {id(param) for _, param in self._untrained}
+        self._params = [param for _, param in dense_parameters(ddp.module) if id(param) not in left]
+        self._hook = DDPHook(
+            self.engine,
+            self._params,
+            sparse_parameters(ddp.module),
+            self._static_graph,
+            untrained=self._untrained,
+            averages=not self._automatic,
+        )
         ddp.register_comm_hook(None, self._hook.run)
 
     def bind(self, optimizers: Sequence[Optimizer], loss_scale: Callable[[], Tensor | None] | None = None) -> None:
@@ -124,8 +135,7 @@ class EngineExchange(GradientExchange):
             return
         if loss_scale is not None:
             self.engine.loss_scale = loss_scale
-        for optimizer in optimizers:
-            self._hook.watch(optimizer)
+        self._hook.watch(optimizers)
         settings = self.settings
         if isinstance(settings.density, SuitedDensity):
             suit_density(settings.density, settings.memory, optimizers, compares_updates(settings, optimizers))
@@ -167,7 +177,7 @@ class EngineExchange(GradientExchange):
         if self._hook is not None:
             self._hook.close()
         self._close_switches()
-        self._params = []
+        self._params, self._untrained = [], []
 
     def _close_switches(self) -> None:
         for switch in self.switches:

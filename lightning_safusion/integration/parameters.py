@@ -148,6 +148,7 @@ def suit_density(
             "with Muon no density that saves much has ended level with dense training (docs/convergence.md). Use "
             "AdamW or plain DDP, or name a density, as in SAFusionStrategy(density=0.5), to train so all the same."
         )
+    density.density = SuitedDensity.PLAIN  # not that of optimizers before these
     if carried_momentum(memory, density, optimizers, by_update) is not None:
         density.density = max(map(_level_with_momentum, optimizers))
     else:

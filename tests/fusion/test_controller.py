@@ -145,9 +145,11 @@ def test_a_sum_that_overflows_is_a_bad_step(make: Callable[..., Cluster]) -> Non
     huge = [[torch.full((s.numel,), 4e37) for s in cluster.specs]] * 2
     for settings_ in cluster.settings:
         settings_.memory.add(0, 1, torch.tensor([3.3e38]))  # the first residual cannot even take the gradient
+    cluster.step(huge)
     with pytest.warns(UserWarning, match="overflowed"):
-        cluster.step(huge)
-    assert all(cluster.residual(rank, 6).abs().min() > 3e37 for rank in range(2))
+        cluster.each(lambda rank: cluster.controllers[rank].settle())
+    # others have been used, also in the same buffer
+    assert not any(cluster.residual(rank, 6).any() for rank in range(2))
 
 
 def test_all_zero_gradients(make: Callable[..., Cluster]) -> None:
@@ -202,8 +204,6 @@ def test_a_bad_tensor_fresh_on_some_ranks_poisons_no_residual(make: Callable[...
         means = cluster.step(grads, fresh)
     assert all(torch.isnan(means[rank][6]).any() for rank in range(2))
     assert all(torch.equal(cluster.residual(rank, 6), before[rank][6]) for rank in range(2))
-    # the step will be skipped: what the neighbours sent is still there
-    torch.testing.assert_close(cluster.residual(0, 0), before[0][0] + grads[0][0].double(), rtol=1e-5, atol=1e-6)
 
 
 def assert_neighbours_conserved(cluster: Cluster, before: Any, grads: Any, means: Any, skip: int) -> None:

@@ -111,7 +111,7 @@ def train(
     ddp, hook = wrap(Net(mode), options, **ddp_options)
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1, momentum=0.9)
     if hook is not None:
-        hook.watch(optimizer)
+        hook.watch([optimizer])
     model = ddp
     if compiled:
         torch._dynamo.reset()

@@ -241,6 +241,13 @@ class BufferKernels:
                 count, KIND=kind, BITS=BITS, OWNED=False, VALUES=self.tables.message.values,
             )  # fmt: skip
 
+    def rounding(self, start: int) -> list[tuple[int, int, Tensor]]:
+        """What narrow gradients cannot hold of the means, with its place in a space where the buffer begins so far."""
+        tables, narrow = self.tables, np.flatnonzero(self.tables.kinds > 0)
+        begins = (start + tables.edges[narrow]).tolist()
+        errors = self._errors.split(tables.sizes[narrow].tolist())
+        return [(begin, begin + len(error), error) for begin, error in zip(begins, errors, strict=True)]
+
     def entries(self) -> int:
         """How many entries its own message has (waits for the device)."""
         return int(self.constants.shape[0, ROOM.value])

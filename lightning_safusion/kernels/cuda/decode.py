@@ -31,7 +31,7 @@ from lightning_safusion.kernels.cuda.entries import TILE_OFFSET, TILE_SIZE, add_
 
 # Elements of a tile that are in registers at a time.
 _PIECE = tl.constexpr(512)
-# Bits of the status of a window. Any of them, and nothing of it leaves the residual.
+# Bits of the status of a window. Any of them, and the device takes nothing of it out of the residual.
 DAMAGED, NOT_FINITE, IRREGULAR = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
 
 
@@ -101,7 +101,9 @@ def _deliver(
     KIND: tl.constexpr,
     WRITTEN: tl.constexpr,
 ) -> tl.tensor:
-    """Writes means into their gradient, and what that cannot hold where they were added up; their largest magnitude.
+    """Writes means into their gradient, and what that cannot hold where they were added up.
+
+    Returns the largest magnitude of the means.
 
     Args:
         mean: float32, of some lanes of a tile.
@@ -113,13 +115,14 @@ def _deliver(
         WRITTEN: The means were added up in the gradient itself: all but the poison is there.
     """
     inside = lanes < size
+    largest = tl.max(tl.where(inside, magnitudes(mean), 0), 0)
     poisoned = place + lanes == tl.where(bad != 0, 0, -1)
     mean = tl.where(poisoned, float("nan"), mean)
     wanted = (poisoned if WRITTEN else inside) & inside
     held = store_float(grads, place + lanes, mean, wanted, KIND)
     if KIND != 0:
         tl.store(sums + lanes, mean - held, mask=inside)
-    return tl.max(tl.where(inside, magnitudes(mean), 0), 0)
+    return largest
 
 
 @triton.jit(

@@ -1,0 +1,124 @@
+"""Windows with gradients that are not finite: each tensor goes by what its optimizer did.
+
+Covers: what was sent leaves the residual where an optimizer has stepped, or nobody knows whether it does; it stays
+    where none has; gradients of steps that were not made leave the residual; tensors are averaged element by element
+    where such windows come again; the same where the device decides.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.cluster import Cluster, settings
+
+BAD = 3  # the tensor t3
+STEPPED, SKIPPED = (0, 6), (1, 7)  # of an optimizer that steps all the same; of one that does not
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Cluster]]:
+    clusters: list[Cluster] = []
+
+    def build(deferred: bool = False, **options: Any) -> Cluster:
+        options = {"collective": "allgather", "wire": "fp32"} | options
+        clusters.append(Cluster(2, lambda: settings(**options), deferred=deferred))
+        for step in range(2):
+            clusters[-1].step(clusters[-1].random_grads(step))
+        for controller in clusters[-1].controllers:
+            controller.settle()
+            controller.tracked[:] = True
+        return clusters[-1]
+
+    yield build
+    for cluster in clusters:
+        cluster.close()
+
+
+def held(cluster: Cluster) -> list[list[Tensor]]:
+    return [[cluster.residual(rank, i).clone() for i in range(len(cluster.specs))] for rank in range(2)]
+
+
+def window(cluster: Cluster, seed: int, elements: slice = slice(2, 3)) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+    """One that is not finite on the first rank, after which some optimizers step: gradients and means."""
+    grads = cluster.random_grads(seed)
+    grads[0][BAD][elements] = float("nan")
+    means = cluster.step(grads)
+    for controller in cluster.controllers:
+        controller.unstepped[list(STEPPED)] = False
+        controller.settle()
+        assert not controller.unstepped.any()  # the next gradients are not taken for thrown away
+    return grads, means
+
+
+@pytest.mark.filterwarnings("ignore:gradients of t3 were not finite")
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"collective": "sharded"}, {"density": 1.0, "collective": "allreduce"}, {"scope": "group"}]
+)
+def test_what_was_sent_leaves_the_residual_where_an_optimizer_has_stepped(
+    make: Callable[..., Cluster], options: dict[str, Any], deferred: bool
+) -> None:
+    cluster = make(deferred=deferred, **options)
+    before = held(cluster)
+    grads, means = window(cluster, 5)
+    after = held(cluster)
+    for index in range(len(cluster.specs)):
+        if index == BAD:
+            continue
+        given = sum(before[rank][index] + grads[rank][index].double() for rank in range(2))
+        left = sum(after[rank][index] for rank in range(2))
+        used = 2 * means[0][index].double() if index in STEPPED else 0.0
+        torch.testing.assert_close(left + used, given, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:gradients of t3 were not finite")
+@pytest.mark.parametrize("options", [{}, {"collective": "sharded"}, {"memory": "decoupled"}])
+def test_later_gradients_of_steps_that_were_not_made_leave_the_residual(
+    make: Callable[..., Cluster], options: dict[str, Any]
+) -> None:
+    cluster = make(**options)
+    window(cluster, 5)
+    before = held(cluster)
+    window(cluster, 6)
+    after = held(cluster)
+    for rank in range(2):
+        for index in SKIPPED:
+            torch.testing.assert_close(after[rank][index], before[rank][index], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:gradients of t3 were not finite")
+@pytest.mark.parametrize("deferred", [False, True])
+def test_later_tensors_are_averaged_element_by_element(make: Callable[..., Cluster], deferred: bool) -> None:
+    cluster = make(deferred=deferred)
+    _, means = window(cluster, 5)
+    assert not torch.isfinite(means[1][BAD]).all()
+    before = held(cluster)
+    grads, means = window(cluster, 6)
+    expected = (grads[0][BAD] + grads[1][BAD]) / 2
+    for rank in range(2):
+        torch.testing.assert_close(means[rank][BAD], expected, equal_nan=True)
+        torch.testing.assert_close(cluster.residual(rank, BAD), before[rank][BAD], rtol=1e-4, atol=1e-4)
+
+
+def test_it_is_said_once_which_tensors_were_not_finite(make: Callable[..., Cluster]) -> None:
+    cluster = make()
+    with pytest.warns(UserWarning, match="gradients of t3 were not finite in step 2"):
+        window(cluster, 5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        window(cluster, 6)
+
+
+def test_where_nobody_knows_it_is_taken_that_an_optimizer_steps(make: Callable[..., Cluster]) -> None:
+    cluster = make(density=1.0)
+    for controller in cluster.controllers:
+        controller.tracked[:] = False
+    with pytest.warns(UserWarning, match="were not finite"):
+        window(cluster, 5)
+    assert not any(bool(tensor.any()) for own in held(cluster) for i, tensor in enumerate(own) if i != BAD)
