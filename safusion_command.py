@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import difflib
 import importlib
 import importlib.util
 import json
 import os
+import runpy
 import sys
 from argparse import SUPPRESS, Action
 from argparse import ArgumentParser as PlainParser
@@ -22,13 +22,12 @@ from importlib.metadata import version
 from inspect import Parameter, signature
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
 _SHELLS = ("bash", "zsh", "tcsh")
-_CHANGED = {"trace": "timeline"}
 
 #: Each subcommand: the function that it calls, as ``MODULE:NAME``, and what it does, in a line.
 COMMANDS = {
@@ -102,7 +101,7 @@ def run(
         add_arguments(parser, described)
         try:
             given = spelled(args[1:], described)
-        except LookupError as error:
+        except (LookupError, ValueError) as error:
             parser.error(str(error.args[0]))
         values = parser.parse_args(given).as_dict()
         module, _, name = path.partition(":")
@@ -131,7 +130,10 @@ def _about(
         print(completion(parser.prog, commands, shell))
         return
     if args and not args[0].startswith("-"):
-        parser.error(f"there is no {args[0]!r} among {', '.join(commands)}.{_meant(args[0], commands)}")
+        try:
+            _lookup("check_name")("subcommand", args[0], commands)
+        except ValueError as error:
+            parser.error(str(error))
     subcommands = parser.add_subcommands()
     for name, (_, summary) in commands.items():
         subcommands.add_subcommand(name, make(), help=summary)
@@ -197,11 +199,7 @@ def describe(path: str) -> Callable[..., Any]:
         ModuleNotFoundError: If there is no such package.
     """
     module, _, name = path.partition(":")
-    top, *rest = module.split(".")
-    found = importlib.util.find_spec(top)  # of a package above all others: it is not imported
-    if found is None or not found.submodule_search_locations:
-        raise ModuleNotFoundError(f"there is no package {top}")
-    nodes = ast.parse(Path(found.submodule_search_locations[0], *rest).with_suffix(".py").read_text("utf-8")).body
+    nodes = ast.parse(_source(module).read_text("utf-8")).body
     (function,) = (node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == name)
     function.body, function.returns = function.body[:1], None  # the docstring
     known: dict[str, Any] = {"Path": Path, "Sequence": Sequence, "os": os} | dict(_constants(nodes))
@@ -209,6 +207,21 @@ def describe(path: str) -> Callable[..., Any]:
     exec(source, known)  # noqa: S102 - a part of our own package
     described: Callable[..., Any] = known[name]
     return described
+
+
+def _source(module: str) -> Path:
+    """The file of a module, whose package is not imported."""
+    top, *rest = module.split(".")
+    found = importlib.util.find_spec(top)  # of a package above all others: it is not imported
+    if found is None or not found.submodule_search_locations:
+        raise ModuleNotFoundError(f"there is no package {top}")
+    return Path(found.submodule_search_locations[0], *rest).with_suffix(".py")
+
+
+def _lookup(name: str) -> Callable[..., Any]:
+    """A function of the package's ``lookup``, which needs nothing else of the package."""
+    function: Callable[..., Any] = runpy.run_path(str(_source("lightning_safusion.lookup")))[name]
+    return function
 
 
 def _constants(nodes: Iterable[ast.stmt]) -> Iterable[tuple[str, Any]]:
@@ -236,6 +249,7 @@ def spelled(args: Sequence[str], function: Callable[..., Any]) -> list[str]:
 
     Raises:
         LookupError: If there is no such option, or a value has none before it; suggests what was meant.
+        ValueError: If a number or a flag has another value.
     """
     hints = get_type_hints(function)
     parameters = signature(function).parameters
@@ -256,7 +270,8 @@ def spelled(args: Sequence[str], function: Callable[..., Any]) -> list[str]:
         option, equals, value = word.partition("=")
         name = option[2:].replace("-", "_")
         if name not in known:
-            raise LookupError(f"there is no option {option}.{_meant(option, [f'--{each}' for each in known])}")
+            options = [f"--{each.replace('_', '-')}" for each in known]
+            raise LookupError(f"unknown option {option!r}.{_lookup('suggestion')(option, options)}")
         if not equals and name in flags and (not left or left[0].lower() not in ("true", "false")):
             equals, value = "=", "true"
         if name in several and (equals or left):
@@ -269,29 +284,35 @@ def spelled(args: Sequence[str], function: Callable[..., Any]) -> list[str]:
                 result[place:] = [f"--{name.replace('_', '-')}={json.dumps(values)}", *result[place + 1 :]]
                 continue
             equals, value = "=", text
-        result.append(f"--{name.replace('_', '-')}{equals}{value}")
         if not equals and name in parameters and left and not left[0].startswith("--"):
-            result.append(left.pop(0))
+            equals, value = "=", left.pop(0)
+        result.append(f"--{name.replace('_', '-')}{equals}{value}")
+    _check_values(result, hints)
     return result
+
+
+def _check_values(words: Iterable[str], hints: Mapping[str, Any]) -> None:
+    """Raises :class:`ValueError` if the value of an option is not a number, or not true or false, as its type says."""
+    for word in words:
+        option, equals, value = word.partition("=")
+        hint = hints.get(option.lstrip("-").replace("-", "_"))
+        kinds = set(get_args(hint) or (hint,))
+        if not equals or not kinds & {bool, float, int} or (type(None) in kinds and value == "null"):
+            continue
+        several = value.startswith("[")
+        for text in value.strip("[]").split(",") if several else [value]:
+            _lookup("read_value")(option, text.strip(' "'), hint)
 
 
 def _alone(word: str, parameters: Mapping[str, Parameter]) -> str:
     """What is wrong with a value that has no option before it."""
     options = [name for name, each in parameters.items() if each.default is not each.empty]
-    if "config" in options and word.endswith((".yaml", ".yml")):
+    if word.endswith((".yaml", ".yml")):
+        if "config" not in options:
+            return f"{word!r} has no option before it. If it describes a job: safusion bench --config {word}"
         options = ["config"]
     meant = f" Did you mean --{options[0].replace('_', '-')} {word}?" if options else ""
     return f"{word!r} has no option before it.{meant}"
-
-
-def _meant(name: str, known: Iterable[str]) -> str:
-    """What was probably meant: a name that it was changed to, one that begins with it, or the closest one."""
-    names = {each.replace("_", "-").lstrip("-"): each.replace("_", "-") for each in known}
-    plain = name.replace("_", "-").lstrip("-")
-    close = [each for each in names if each == _CHANGED.get(plain)]
-    close += sorted((each for each in names if plain and each.startswith(plain)), key=len)
-    close += difflib.get_close_matches(plain, names, n=1, cutoff=0.7)
-    return f" Did you mean {names[close[0]]}?" if close else ""
 
 
 def _parser_class() -> Callable[..., ArgumentParser]:

@@ -1,39 +1,80 @@
-"""Things that are found by name, and errors that say which name was probably meant, or what to install."""
+"""What users write: names, values of options; errors say which name was probably meant, or what to install."""
 
 from __future__ import annotations
 
 import difflib
 import importlib.util
 from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar, get_args
 
 _T = TypeVar("_T")
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """``" Did you mean '...'?"`` with the known name that is closest to ``name``; empty if none is close."""
-    close = difflib.get_close_matches(str(name), list(known), n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""
+def suggestion(name: object, known: Iterable[str]) -> str:
+    """``" Did you mean '...'?"`` with the known name that is closest to ``name``; empty if none is close.
+
+    Case, hyphens and underscores do not count. A name that begins with what was given is closer than one that is spelt
+    alike.
+    """
+    names = {_folded(each): each for each in known}
+    given = _folded(name)
+    close = sorted((each for each in names if given and each.startswith(given)), key=len)
+    close = close or difflib.get_close_matches(given, names, n=1, cutoff=0.7)
+    return f" Did you mean {names[close[0]]!r}?" if close else ""
+
+
+def _folded(name: object) -> str:
+    return "".join(filter(str.isalnum, str(name).casefold()))
+
+
+def check_name(kind: str, name: object, known: Iterable[str], instead: str = "") -> None:
+    """Checks that a name is known.
+
+    Args:
+        kind: What it names, for the message.
+        name: The name.
+        known: All names of this kind.
+        instead: What else would do (``"pass a Memory"``).
+
+    Raises:
+        ValueError: If it is not; suggests the closest name and lists all.
+    """
+    names = tuple(known)
+    if name not in names:
+        other = f", or {instead}" if instead else ""
+        listed = ", ".join(map(repr, names))
+        raise ValueError(f"unknown {kind} {name!r}.{suggestion(name, names)} Choose one of {listed}{other}.")
 
 
 def look_up(kind: str, name: str, table: Mapping[str, _T], instead: str = "") -> _T:
-    """The entry of a table called ``name``.
+    """The entry of a table called ``name``; arguments and errors are those of :func:`check_name`."""
+    check_name(kind, name, table, instead)
+    return table[name]
+
+
+def read_value(option: str, text: str, hint: Any) -> Any:
+    """The value of an option from its text; texts of a list stand between ``|``.
 
     Args:
-        kind: What the table holds, for the message.
-        name: The name.
-        table: Everything of this kind, by name.
-        instead: What may be given in place of a name (``"a Memory"``).
+        option: Its name, for the message.
+        text: The value.
+        hint: Its type, of which float, bool, int and ``list[str]`` matter.
 
     Raises:
-        ValueError: If there is none; the message lists the names and suggests the closest.
+        ValueError: If it is none of this type.
     """
-    if name not in table:
-        other = f" or pass {instead}" if instead else ""
-        raise ValueError(
-            f"unknown {kind} {name!r}; choose one of {', '.join(map(repr, table))}{other}.{suggestion(name, table)}"
-        )
-    return table[name]
+    kinds = get_args(hint) or (hint,)
+    try:
+        if float in kinds:
+            return float(text)
+        if bool in kinds:
+            return {"true": True, "false": False}[text.lower()]
+        if int in kinds:
+            return int(text)
+    except (KeyError, ValueError):
+        expected = "a number" if float in kinds else "true or false" if bool in kinds else "a whole number"
+        raise ValueError(f"{option} is {expected}, got {text!r}") from None
+    return text.split("|") if list[str] in kinds else text
 
 
 def need(module: str, extra: str, what: str = "this") -> None:

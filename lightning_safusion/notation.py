@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
-from lightning_safusion.lookup import suggestion
+from lightning_safusion.lookup import check_name, read_value
 
 Part = TypeVar("Part")
 
@@ -65,28 +65,11 @@ def typed(text: str, options: Mapping[str, str], hints: Mapping[str, Any]) -> di
         ValueError: If there is no such option, or it cannot have its value.
     """
     for option in options:
-        if option not in hints:
-            known = f"choose from {', '.join(hints)}.{suggestion(option, hints)}"
-            raise ValueError(f"{text!r}: unknown option {option!r}; {known}")
-    return {option: _value(f"{text!r}: {option}", value, hints[option]) for option, value in options.items()}
-
-
-def _value(option: str, text: str, hint: Any) -> Any:
-    kinds = get_args(hint) or (hint,)
-    if float in kinds:
         try:
-            return float(text)
-        except ValueError:
-            raise ValueError(f"{option} is a number, got {text!r}") from None
-    if bool in kinds:
-        if text.lower() not in ("true", "false"):
-            raise ValueError(f"{option} is true or false, got {text!r}")
-        return text.lower() == "true"
-    if int in kinds:
-        if not text.isdecimal():
-            raise ValueError(f"{option} is a whole number, got {text!r}")
-        return int(text)
-    return text.split("|") if list[str] in kinds else text
+            check_name("option", option, hints)
+        except ValueError as error:
+            raise ValueError(f"{text!r}: {error}") from None
+    return {option: read_value(f"{text!r}: {option}", value, hints[option]) for option, value in options.items()}
 
 
 def make_part(text: str, resolve: Callable[[str], Part]) -> Part:

@@ -49,6 +49,7 @@ from lightning_safusion.integration.horovod import check_horovod, configure_horo
 from lightning_safusion.integration.outlook import Outlook
 from lightning_safusion.integration.parameters import refuse_options, refuse_python_reducer, trainable
 from lightning_safusion.integration.signals import DeferredSignals
+from lightning_safusion.lookup import check_name
 from lightning_safusion.sparsify.base import Sparsifier
 from lightning_safusion.sparsify.memory.contract import Memory
 from lightning_safusion.sparsify.schedule import DensitySchedule
@@ -141,8 +142,7 @@ class SAFusionStrategy(DDPStrategy):
         **kwargs: Any,
     ) -> None:
         refuse_options(kwargs, list(inspect.signature(SAFusionStrategy).parameters))
-        if transport not in ("torch", "horovod"):
-            raise ValueError(f"transport must be 'torch' or 'horovod', got {transport!r}")
+        check_name("transport", transport, ("torch", "horovod"))
         parts: dict[str, Any] = {
             "compressor": compressor,
             "fusion": fusion,

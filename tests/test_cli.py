@@ -119,20 +119,24 @@ def test_options_read_from_the_source_are_those_of_the_function(path: str) -> No
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["plan", "--gpu-per-node", "3"], "there is no option --gpu-per-node. Did you mean --gpus-per-node?"),
-        (["plan", "--bandwith=1gbit"], "there is no option --bandwith. Did you mean --bandwidth?"),
-        (["plan", "--node", "3"], "there is no option --node. Did you mean --nodes?"),  # no abbreviation
-        (["plan", "--gpus", "3"], "there is no option --gpus. Did you mean --gpus-per-node?"),
-        (["plan", "--model", "bert-large"], "there is no option --model.\n"),
-        (["bench", "--zzz"], "there is no option --zzz.\n"),
-        (["bench", "--", "--zzz"], "there is no option --.\n"),
+        (["plan", "--gpu-per-node", "3"], "unknown option '--gpu-per-node'. Did you mean '--gpus-per-node'?"),
+        (["plan", "--bandwith=1gbit"], "unknown option '--bandwith'. Did you mean '--bandwidth'?"),
+        (["plan", "--node", "3"], "unknown option '--node'. Did you mean '--nodes'?"),  # no abbreviation
+        (["plan", "--gpus", "3"], "unknown option '--gpus'. Did you mean '--gpus-per-node'?"),
+        (["plan", "--model", "bert-large"], "unknown option '--model'.\n"),
+        (["bench", "--zzz"], "unknown option '--zzz'.\n"),
+        (["bench", "--", "--zzz"], "unknown option '--'.\n"),
         (["bench", "config.yaml"], "'config.yaml' has no option before it. Did you mean --config config.yaml?"),
         (["plan", "bert-large"], "'bert-large' has no option before it. Did you mean --trace bert-large?"),
         (["plan", "--nodes", "2", "3"], "'3' has no option before it. Did you mean --trace 3?"),
+        (["plan", "job.yaml"], "If it describes a job: safusion bench --config job.yaml"),
         (["report", "run", "page.html"], "'page.html' has no option before it. Did you mean --output page.html?"),
-        (["pln"], "there is no 'pln' among demo, plan, bench, systems, timeline, report. Did you mean plan?"),
-        (["trace", "safusion"], "Did you mean timeline?"),
+        (["pln"], "unknown subcommand 'pln'. Did you mean 'plan'? Choose one of 'demo', 'plan', 'bench',"),
         (["--completion", "fish"], "--completion takes bash, zsh, tcsh"),
+        (["plan", "--nodes", "two"], "--nodes is a whole number, got 'two'"),
+        (["plan", "--jitter=wide"], "--jitter is a number, got 'wide'"),
+        (["bench", "--density", "0.1,few"], "--density is a number, got 'few'"),
+        (["bench", "--calibrate=maybe"], "--calibrate is true or false, got 'maybe'"),
     ],
 )
 def test_what_was_probably_meant_is_named(
@@ -182,16 +186,16 @@ def test_every_subcommand_is_a_documented_function(commands: Mapping[str, tuple[
 @pytest.mark.parametrize(
     ("given", "read"),
     [
-        (["--gpus_per_node", "4"], ["--gpus-per-node", "4"]),
+        (["--gpus_per_node", "4"], ["--gpus-per-node=4"]),
         (["--gpus-per-node=4"], ["--gpus-per-node=4"]),
         (["--names", "a,b[c=1,d=2]"], ['--names=["a", "b[c=1,d=2]"]']),
         (["--names=a"], ['--names=["a"]']),
         (["--names", "[a]"], ["--names=[a]"]),
         (["--some_flag"], ["--some-flag=true"]),
-        (["--some-flag", "false"], ["--some-flag", "false"]),
+        (["--some-flag", "false"], ["--some-flag=false"]),
         (["--perhaps"], ["--perhaps=true"]),
         (["--some-flag", "--names", "a-b"], ["--some-flag=true", '--names=["a-b"]']),
-        (["4", "--text", "a,b"], ["4", "--text", "a,b"]),
+        (["4", "--text", "a,b"], ["4", "--text=a,b"]),
         (["--text", "--some-flag"], ["--text", "--some-flag=true"]),
     ],
 )

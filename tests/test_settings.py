@@ -135,6 +135,11 @@ def test_parts_of_other_systems_do_not_give_way() -> None:
         ({"scope": "tensors"}, "tensor"),
         ({"quota": "pool"}, "pooled"),
         ({"compressor": "top-k"}, "topk"),
+        ({"system": "SAFusion"}, "safusion"),
+        ({"compressor": "TopK"}, "topk"),
+        ({"memory": "EF21"}, "ef21"),
+        ({"fusion": "MG-WFBP"}, "mgwfbp"),
+        ({"transport": "Horovod"}, "horovod"),
     ],
 )
 def test_a_slip_of_the_pen_is_told_what_was_meant(given: dict[str, Any], meant: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 from lab.convergence.adaptive import ClippedResidual
 from lightning_safusion.fusion.plans.policy import Aligned, Single
 from lightning_safusion.fusion.settings import EngineSettings
+from lightning_safusion.lookup import check_name
 from lightning_safusion.notation import hints_of, make_part, read, typed
 from lightning_safusion.sparsify import Memory, resolve_density, resolve_memory, resolve_sparsifier
 from lightning_safusion.sparsify.schedule import DenseStart, DensitySchedule, ExponentialRamp
@@ -71,8 +72,7 @@ class Scheme:
     collective: str = "allgather"
 
     def __post_init__(self) -> None:
-        if self.method not in get_args(Method):
-            raise ValueError(f"method must be one of {', '.join(get_args(Method))}, got {self.method!r}")
+        check_name("method", self.method, get_args(Method))
         if self.degree < 0 or self.workers < 1 or self.rank < 1:
             raise ValueError(
                 f"degree must be 0 or more, workers and rank 1 or more, got {self.degree}, {self.workers}, {self.rank}"

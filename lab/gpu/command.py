@@ -24,6 +24,7 @@ from pathlib import Path
 from lab.gpu.figures import Figure, Lines
 from lab.gpu.page import page
 from lab.gpu.stages import LIMIT, REHEARSAL_FACTOR, ROOT, STAGES
+from lightning_safusion.lookup import check_name
 
 _GRACE = 10.0  # seconds in which a killed process is gone
 
@@ -102,8 +103,8 @@ def gpu(output: Path, rehearse: bool = False, stages: Sequence[str] = ()) -> Non
             outside its budget.
         ValueError: If a stage is unknown.
     """
-    if unknown := [name for name in stages if name not in STAGES]:
-        raise ValueError(f"unknown stages {', '.join(unknown)}; choose among {', '.join(STAGES)}")
+    for name in stages:
+        check_name("stage", name, STAGES)
     if not rehearse:
         _need_device()
     output = output.resolve()

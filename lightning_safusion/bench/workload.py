@@ -14,6 +14,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_safusion.lookup import check_name
 from lightning_safusion.simulate.trace import Trace
 
 #: Inputs and their classes.
@@ -112,8 +113,8 @@ class Classifier(Workload):
 
     def __init__(self, kind: str, size: str, batch_size: int) -> None:
         super().__init__()
-        if kind not in _KINDS or size not in SIZES:
-            raise ValueError(f"models are {', '.join(MODELS)}, sizes {', '.join(SIZES)}; got {kind!r} and {size!r}")
+        check_name("model", kind, _KINDS)
+        check_name("size", size, SIZES)
         if batch_size < 1:
             raise ValueError(f"a batch needs a sample or more, got batch_size={batch_size}")
         self.kind, self.batch_size = kind, batch_size

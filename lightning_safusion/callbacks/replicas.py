@@ -19,6 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_safusion.callbacks.base import StrategyCallback, check_every
+from lightning_safusion.lookup import check_name
 
 # Words of at most 32 bits: in sums modulo 2^64, two flipped sign bits of 64-bit words would cancel.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
@@ -68,8 +69,7 @@ class ReplicaConsistencyCheck(StrategyCallback):
         buffers: bool = False,
         action: Literal["raise", "warn"] = "raise",
     ) -> None:
-        if action not in ("raise", "warn"):
-            raise ValueError(f"action must be 'raise' or 'warn', got {action!r}")
+        check_name("action", action, ("raise", "warn"))
         self.every_n_steps = check_every(every_n_steps)
         self.optimizer_state = optimizer_state
         self.buffers = buffers

@@ -23,7 +23,7 @@ from lightning_safusion.comm.exchange import Exchange, SpanSpec, StreamOrderedEx
 from lightning_safusion.comm.transport.interface import Transport
 from lightning_safusion.comm.wire.codec import Codec
 from lightning_safusion.comm.wire.formats import resolve_codec
-from lightning_safusion.lookup import suggestion
+from lightning_safusion.lookup import look_up
 from lightning_safusion.sparsify.base import Segments
 
 
@@ -208,7 +208,4 @@ def find_collective(name: str) -> Collective:
     Raises:
         ValueError: If there is none; the message lists the names and suggests the closest.
     """
-    if name not in COLLECTIVES:
-        names = ", ".join(map(repr, COLLECTIVES))
-        raise ValueError(f"collective must be one of {names}, got {name!r}.{suggestion(name, COLLECTIVES)}")
-    return COLLECTIVES[name]
+    return look_up("collective", name, COLLECTIVES)

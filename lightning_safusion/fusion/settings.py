@@ -18,18 +18,12 @@ from lightning_safusion.fusion.plans.policy import FusionPolicy
 from lightning_safusion.fusion.plans.selective import Selective
 from lightning_safusion.fusion.plans.ticking import Horovod
 from lightning_safusion.fusion.quota import QuotaRule, Scope, tensor_quotas
-from lightning_safusion.lookup import suggestion
+from lightning_safusion.lookup import check_name
 from lightning_safusion.sparsify.base import Sparsifier
 from lightning_safusion.sparsify.memory.contract import Memory
 from lightning_safusion.sparsify.memory.momentum import DGCMemory
 from lightning_safusion.sparsify.schedule import ConstantDensity, DensitySchedule
 from lightning_safusion.sparsify.selection.units import SelectBy
-
-
-def _choice(name: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        hint = suggestion(value, allowed)
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}.{hint}")
 
 
 @dataclass(frozen=True)
@@ -68,9 +62,9 @@ class EngineSettings:
     select_by: SelectBy = "gradient"
 
     def __post_init__(self) -> None:
-        _choice("scope", self.scope, get_args(Scope))
-        _choice("quota", self.quota, get_args(QuotaRule))
-        _choice("select_by", self.select_by, get_args(SelectBy))
+        check_name("scope", self.scope, get_args(Scope))
+        check_name("quota", self.quota, get_args(QuotaRule))
+        check_name("select_by", self.select_by, get_args(SelectBy))
         if not isinstance(self.offload, bool):
             raise TypeError(f"offload must be True or False, got {self.offload!r}")
         self._check_scope()

@@ -17,6 +17,7 @@ import numpy as np
 
 from lightning_safusion.comm.cost import LINKS, Link, allgather_bytes, log2_ceil, plain_rate, ring_allreduce_bytes
 from lightning_safusion.fusion.plans.costs import SelectionCost
+from lightning_safusion.lookup import look_up
 from lightning_safusion.simulate.calibration import Calibration, CollectiveTimes, Host
 from lightning_safusion.simulate.device import DEVICES, Device
 
@@ -264,4 +265,4 @@ def resolve_link(bandwidth: str) -> Link:
             beta = 8 / (rate * 0.85)
             nearest = min(LINKS.values(), key=lambda link: max(link.beta / beta, beta / link.beta))
             return replace(nearest, beta=beta)
-    raise ValueError(f"unknown bandwidth {bandwidth!r}: give a rate such as '25gbit', or one of {sorted(LINKS)}")
+    return look_up("bandwidth", bandwidth, LINKS, "give a rate such as '25gbit'")

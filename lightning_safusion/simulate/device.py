@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lightning_safusion.fusion.plans.costs import SelectionCost
 from lightning_safusion.kernels.cuda.work import STAGES, Work
+from lightning_safusion.lookup import check_name
 
 _FORMAT = "lightning-safusion-device"
 _VERSION = 1
@@ -118,5 +119,5 @@ def resolve_device(device: str | Path) -> Device:
     """
     known = DEVICES.get(str(device).lower())
     if known is None and not Path(device).is_file():
-        raise ValueError(f"unknown device {str(device)!r}: give the path of a JSON file, or one of {tuple(DEVICES)}")
+        check_name("device", str(device), DEVICES, "give the path of a JSON file")
     return known or Device.load(device)

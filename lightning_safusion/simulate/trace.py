@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from math import isfinite, prod
 from pathlib import Path
 
+from lightning_safusion.lookup import check_name
+
 _FORMAT = "lightning-safusion-trace"
 _VERSION = 1
 # Modelled by lab/architectures.py.
@@ -109,6 +111,8 @@ def resolve_trace(trace: str | Path) -> Trace:
         ValueError: If there is neither such a name nor such a file, or the file is not a trace.
     """
     path = _SHIPPED.get(str(trace), Path(trace))
+    if path.suffix in (".yaml", ".yml"):
+        raise ValueError(f"{path} is no trace. If it describes a job: safusion bench --config {path}")
     if not path.is_file():
-        raise ValueError(f"unknown trace {str(trace)!r}: give the path of a JSON file, or one of {TRACE_NAMES}")
+        check_name("trace", str(trace), TRACE_NAMES, "give the path of a JSON file")
     return Trace.load(path)

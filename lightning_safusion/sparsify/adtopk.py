@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
+from lightning_safusion.lookup import check_name
 from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier, constant_of_segments, element_quota
 from lightning_safusion.sparsify.oktopk import OkTopk
 from lightning_safusion.sparsify.selection.select import pooled, segmented_view
@@ -46,8 +47,7 @@ class ADTopk(Sparsifier):
     name: ClassVar[str] = "adtopk"
 
     def __init__(self, rule: Rule = "dim1", interleave: bool = False, refresh: int | None = None) -> None:
-        if rule not in ("dim1", "dim0", "longer", "rows"):
-            raise ValueError(f'rule must be "dim1", "dim0", "longer" or "rows", got {rule!r}')
+        check_name("rule", rule, get_args(Rule))
         if refresh is not None and not interleave:
             raise ValueError(f"refresh={refresh} is about Top-k, which only interleave=True selects by")
         self.rule: Rule = rule

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from lightning_safusion.lookup import check_name
 from lightning_safusion.sparsify.base import Segments, constant_of_segments
 from lightning_safusion.sparsify.selection.select import SegmentedView, ThresholdSparsifier
 from lightning_safusion.sparsify.selection.view import mean_and_variance, sizes_and_quotas
@@ -37,8 +38,7 @@ class GaussianK(ThresholdSparsifier):
     name: ClassVar[str] = "gaussiank"
 
     def __init__(self, refine: Literal["bisect", "paper"] = "bisect", max_refine: int | None = None) -> None:
-        if refine not in ("bisect", "paper"):
-            raise ValueError(f'refine must be "bisect" or "paper", got {refine!r}')
+        check_name("refine", refine, ("bisect", "paper"))
         if max_refine is not None and max_refine < 1:
             raise ValueError(f"max_refine must be at least 1, got {max_refine}")
         self.refine = refine

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_safusion.lookup import check_name
 from lightning_safusion.sparsify.selection.select import SegmentedView, ThresholdSparsifier
 from lightning_safusion.sparsify.selection.view import device_constant
 
@@ -41,8 +42,7 @@ class OkTopk(ThresholdSparsifier):
     def __init__(self, refresh: int = 32, control: Literal["scaled", "step", "none"] = "scaled") -> None:
         if refresh < 1:
             raise ValueError(f"refresh must be at least 1 step, got {refresh}")
-        if control not in ("scaled", "step", "none"):
-            raise ValueError(f'control must be "scaled", "step" or "none", got {control!r}')
+        check_name("control", control, ("scaled", "step", "none"))
         self.refresh = refresh
         self.control = control
         self._reused: dict[Hashable, _Reused] = {}

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from lightning_safusion.lookup import check_name
 from lightning_safusion.sparsify.selection.select import SegmentedView, ThresholdSparsifier
 
 # Nearly half of a segment exceeds its mean: counting there is dear, and needless once a higher threshold has sufficed.
@@ -34,8 +35,7 @@ class RedSync(ThresholdSparsifier):
     def __init__(
         self, method: Literal["search", "trim"] = "search", tolerance: float = 1e-3, trim_step: float = 0.2
     ) -> None:
-        if method not in ("search", "trim"):
-            raise ValueError(f'method must be "search" or "trim", got {method!r}')
+        check_name("method", method, ("search", "trim"))
         if not 0 < tolerance < 1:
             raise ValueError(f"tolerance must be between 0 and 1, got {tolerance}")
         if not 0 < trim_step <= 1:

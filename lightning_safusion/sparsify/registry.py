@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import EntryPoint, entry_points
 
-from lightning_safusion.lookup import suggestion
+from lightning_safusion.lookup import check_name
 from lightning_safusion.sparsify.base import Sparsifier
 
 #: Entry-point group under which a package offers sparsifiers of its own: ``name = "package.module:Class"``.
@@ -53,9 +53,5 @@ def resolve_sparsifier(spec: str | Sparsifier) -> Sparsifier:
 def _entry(name: str) -> EntryPoint:
     if name in _BUILTIN:
         return EntryPoint(name, f"lightning_safusion.sparsify.{_BUILTIN[name]}", ENTRY_POINT_GROUP)
-    for entry in entry_points(group=ENTRY_POINT_GROUP):
-        if entry.name == name:
-            return entry
-    names = available_sparsifiers()
-    hint = suggestion(name, names)
-    raise ValueError(f"unknown compressor {name!r}.{hint} Choose one of {', '.join(names)}, or pass a Sparsifier")
+    check_name("compressor", name, available_sparsifiers(), "pass a Sparsifier")
+    return next(entry for entry in entry_points(group=ENTRY_POINT_GROUP) if entry.name == name)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_safusion.lookup import check_name
 from lightning_safusion.sparsify.selection.select import SegmentedView, ThresholdSparsifier
 from lightning_safusion.sparsify.selection.view import device_constant, mean_and_variance
 
@@ -51,8 +52,7 @@ class SIDCo(ThresholdSparsifier):
         adapt_every: int = 5,
         adapt_tolerance: float = 0.2,
     ) -> None:
-        if fit not in ("exponential", "gamma_gpareto", "gpareto"):
-            raise ValueError(f'fit must be "exponential", "gamma_gpareto" or "gpareto", got {fit!r}')
+        check_name("fit", fit, ("exponential", "gamma_gpareto", "gpareto"))
         if stages < 1:
             raise ValueError(f"stages must be at least 1, got {stages}")
         if not 0 < first_ratio < 1:

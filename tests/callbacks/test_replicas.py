@@ -222,7 +222,7 @@ def test_a_process_alone_is_equal_to_itself() -> None:
 def test_wrong_arguments_and_strategies_are_refused() -> None:
     with pytest.raises(ValueError, match="every_n_steps must be 1 or more, got 0"):
         ReplicaConsistencyCheck(every_n_steps=0)
-    with pytest.raises(ValueError, match="action must be 'raise' or 'warn', got 'stop'"):
+    with pytest.raises(ValueError, match="unknown action 'stop'. Choose one of 'raise', 'warn'"):
         ReplicaConsistencyCheck(action="stop")
     fitting = trainer(DDPStrategy(process_group_backend="gloo"), devices=1, callbacks=[ReplicaConsistencyCheck()])
     with pytest.raises(MisconfigurationException, match="replicas of SAFusionStrategy, got DDPStrategy"):

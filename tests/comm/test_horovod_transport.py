@@ -86,7 +86,7 @@ def test_contradictions_are_refused(options: dict[str, Any], message: str) -> No
 
 
 def test_unknown_transport() -> None:
-    with pytest.raises(ValueError, match="transport must be 'torch' or 'horovod', got 'mpi'"):
+    with pytest.raises(ValueError, match="unknown transport 'mpi'. Choose one of 'torch', 'horovod'"):
         SAFusionStrategy(transport="mpi")  # type: ignore[arg-type]  # what is refused
 
 

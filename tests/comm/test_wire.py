@@ -142,7 +142,7 @@ def test_every_available_wire_resolves() -> None:
 
 def test_errors_name_the_value_and_the_fix() -> None:
     with pytest.raises(
-        ValueError, match=r"'zip'.*choose one of 'auto', 'fp32', 'bf16', 'fp16', 'q4', 'q2', 'sign', 'dense-fp32'"
+        ValueError, match=r"'zip'.*Choose one of 'auto', 'fp32', 'bf16', 'fp16', 'q4', 'q2', 'sign', 'dense-fp32'"
     ):
         resolve_codec("zip", 10, 1, torch.float32)
     with pytest.raises(ValueError, match="between 0 and the 10 elements of the span, got 11"):

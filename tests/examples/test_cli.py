@@ -227,10 +227,16 @@ def test_the_command_line_overrides(args: list[str], expected: Callable[[], SAFu
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("compressor=gausiank", "unknown compressor 'gausiank'. Did you mean 'gaussiank'? Choose one of topk,"),
-        ("system=safuson", "unknown system 'safuson'; choose one of 'safusion',"),
-        ("fusion=adptive", "unknown fusion policy 'adptive'; choose one of 'adaptive', 'aligned', 'behind',"),
-        ("memory=residul", "unknown memory 'residul'; choose one of 'auto', 'residual', 'decoupled',"),
+        ("compressor=gausiank", "unknown compressor 'gausiank'. Did you mean 'gaussiank'? Choose one of 'topk',"),
+        ("system=safuson", "unknown system 'safuson'. Did you mean 'safusion'? Choose one of 'safusion',"),
+        (
+            "fusion=adptive",
+            "unknown fusion policy 'adptive'. Did you mean 'adaptive'? Choose one of 'adaptive', 'aligned', 'behind',",
+        ),
+        (
+            "memory=residul",
+            "unknown memory 'residul'. Did you mean 'residual'? Choose one of 'auto', 'residual', 'decoupled',",
+        ),
         ("wire=bf17", "'bf17'"),
         ("density=2", "density must be in (0, 1], got 2.0"),
         ("scope=layer", "Literal['tensor', 'group']"),

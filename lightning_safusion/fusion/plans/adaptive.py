@@ -13,6 +13,7 @@ from lightning_safusion.fusion.plans.costs import GroupCosts
 from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.fusion.plans.policy import FusionPolicy
 from lightning_safusion.fusion.plans.pricing import NO_BOUNDS, Bounds, GroupPricer, element_edges
+from lightning_safusion.lookup import check_name
 
 Rule = Literal["optimal", "paper"]
 
@@ -53,8 +54,7 @@ class Adaptive(FusionPolicy):
         trial_windows: int = Cadence.trial_windows,
         freeze_after: int | None = Cadence.freeze_after,
     ) -> None:
-        if rule not in get_args(Rule):
-            raise ValueError(f"unknown rule {rule!r}: choose one of {list(get_args(Rule))}")
+        check_name("rule", rule, get_args(Rule))
         if not 0.0 < max_last_share <= 1.0:
             raise ValueError(f"max_last_share is a share of the model in (0, 1], got {max_last_share}")
         self.rule = rule

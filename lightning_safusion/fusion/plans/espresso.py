@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, get_args
 from lightning_safusion.fusion.plans.costs import GroupCosts
 from lightning_safusion.fusion.plans.plan import CollectiveName, Group, Plan
 from lightning_safusion.fusion.plans.policy import PROFILED_WINDOWS, PlannedOnce
+from lightning_safusion.lookup import check_name
 
 Fabric = Literal["nvlink", "pcie"]
 
@@ -150,8 +151,7 @@ class Espresso(PlannedOnce):
 
     def __init__(self, fabric: Fabric = "nvlink", windows: int = PROFILED_WINDOWS) -> None:
         super().__init__(windows)
-        if fabric not in get_args(Fabric):
-            raise ValueError(f"unknown fabric {fabric!r}: choose one of {list(get_args(Fabric))}")
+        check_name("fabric", fabric, get_args(Fabric))
         self.fabric: Fabric = fabric
 
     def options(self, costs: GroupCosts) -> list[Option]:

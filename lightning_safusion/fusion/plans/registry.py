@@ -33,4 +33,4 @@ def resolve_fusion(spec: str | FusionPolicy) -> FusionPolicy:
         raise TypeError(f"fusion must be a name or a FusionPolicy, got {spec!r}")
     policies: dict[str, type[FusionPolicy]] = {policy.name: policy for policy in _POLICIES}
     policies["behind"] = Aligned
-    return look_up("fusion policy", spec, dict(sorted(policies.items())), "a FusionPolicy")()
+    return look_up("fusion policy", spec, dict(sorted(policies.items())), "pass a FusionPolicy")()

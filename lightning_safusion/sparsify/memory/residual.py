@@ -195,4 +195,4 @@ def resolve_memory(spec: str | Memory) -> Memory:
         return spec
     if not isinstance(spec, str):
         raise TypeError(f"memory must be a name or a Memory, got {spec!r} of type {type(spec).__name__}")
-    return look_up("memory", spec, _MEMORIES, "a Memory")()
+    return look_up("memory", spec, _MEMORIES, "pass a Memory")()

@@ -56,7 +56,7 @@ def test_without_a_device_there_is_one_clear_error(tmp_path: Path) -> None:
 
 
 def test_unknown_stages_are_named(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="unknown stages warp; choose among environment, waits"):
+    with pytest.raises(SystemExit, match="unknown stage 'warp'. Choose one of 'environment', 'waits'"):
         main(["gpu", "--output", str(tmp_path), "--rehearse", "--stages", "warp"])
 
 
