@@ -1,4 +1,4 @@
-"""Names and texts of users on a terminal: shown as they are."""
+"""Texts on a terminal: names of users are shown as they are, and numbers of things agree with them."""
 
 from __future__ import annotations
 
@@ -15,3 +15,8 @@ def literal(text: object, style: str = "") -> Text:
         style: Of rich.
     """
     return Text("".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in str(text)), style)
+
+
+def plural(count: int, noun: str) -> str:
+    """``"1 buffer"``, ``"2 buffers"``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

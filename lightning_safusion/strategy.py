@@ -242,7 +242,7 @@ class SAFusionStrategy(DDPStrategy):
         # before the tensors, of which thousands may differ as well
         check_equal(transport, checked | fingerprint(self.settings, specs))
         if self._hook_name is not None:
-            self._choice = Choice(Mode.HOOK, f"system={self.system!r} is DDP with another hook")
+            self._choice = Choice(Mode.HOOK, f"system={self.system!r} asks for it")
             self._exchange = hook_exchange(self._hook_name, transport, options.get("process_group"))
         else:
             # where Horovod carries the gradients, DDP's own group is for control messages only
@@ -293,7 +293,7 @@ class SAFusionStrategy(DDPStrategy):
     def _register_ddp_hooks(self) -> None:
         """Registers the hook on every device; DDPStrategy does so on CUDA only, and would train dense elsewhere."""
         if (reason := self._choice.plain_ddp) is not None:
-            announce(f"plain DDP is used, because {reason}")
+            announce(f"{self._choice.mode.value} is used, because {reason}")
         if self._ddp is not None:
             self._exchange.register(self._ddp)
 
@@ -669,8 +669,9 @@ class SAFusionStrategy(DDPStrategy):
 
         Also ``system``, ``windows`` (exchanged so far), ``replans``, ``plain_ddp``: why plain DDP is used, None if it
         is not; ``step_s`` and ``ddp_step_s``: seconds of a step (median of the latest), and under DDP by prediction,
-        both None before the first review of the plan. Before the first step, and with plain DDP, the figures of a step
-        are 0 and the lists empty. Where training runs in other processes (spawn, fork), ask there: in a callback.
+        both None before the first review of the plan; ``last_engine_step``: number of the latest step that this package
+        exchanged, None if there is none. Before the first step, and with plain DDP, the figures of a step are None and
+        the lists empty. Where training runs in other processes (spawn, fork), ask there: in a callback.
         """
         if self._history.ended is not None:
             return self._history.ended

@@ -144,6 +144,9 @@ def test_parts_that_plain_systems_have_none_of_are_refused() -> None:
         SAFusionStrategy(system="powersgd", compressor="topk", wire="bf16")
     with pytest.raises(MisconfigurationException, match="has no transport"):
         SAFusionStrategy(system="easgd", transport="horovod")
+    for system in ("ddp", "powersgd", "dear"):
+        with pytest.raises(MisconfigurationException, match="works without the engine: it has no density"):
+            SAFusionStrategy(system=system, density=0.1)
 
 
 def test_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

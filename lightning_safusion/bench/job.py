@@ -9,10 +9,11 @@ import sys
 import tempfile
 import warnings
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import Any
+from inspect import signature
+from typing import Any, ClassVar
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, callbacks
 from lightning.pytorch.cli import LightningCLI
@@ -41,7 +42,7 @@ class JobOptions:
         config: LightningCLI files, later ones win; none: the classes have all arguments by default.
         model: ``package.module:Class``; None: the file names it.
         data: The same of the data.
-        cli: The same of a LightningCLI of the user's own, which may link arguments or add some.
+        cli: The same of a LightningCLI of the user's own, which may link arguments, add some, or name the classes.
         systems: Rows to compare, besides those that are always compared.
         workers: Processes on each machine, where no launcher has started them; None: as the trainer says.
         keep_callbacks: Names of classes of callbacks that train with the benchmark.
@@ -81,14 +82,33 @@ class JobOptions:
         return cls(**given | tuples)
 
 
+class _Base(LightningCLI):
+    """What a LightningCLI of the user's own calls in place of LightningCLI; some arguments are those of the command.
+
+    Class attributes:
+        commanded: These arguments.
+        others: Subcommands that there are not, whose parsers the user's class may have options for.
+    """
+
+    commanded: ClassVar[Mapping[str, Any]] = {}
+    others: ClassVar[Collection[str]] = ()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        names = list(signature(LightningCLI.__init__).parameters)[1:]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        options = given.get("parser_kwargs") or {}
+        given["parser_kwargs"] = {name: each for name, each in options.items() if name not in self.others}
+        super().__init__(**{**given, **self.commanded})
+
+
 class _CLI(LightningCLI):
     """Parses a file as ``fit`` would, and builds its classes when it is told to; never runs a trainer."""
 
-    def __init__(self, keep_callbacks: Sequence[str], *args: Any, **kwargs: Any) -> None:
+    def __init__(self, keep_callbacks: Sequence[str]) -> None:
         self.ready = False
         self.left_out: list[str] = []
         self._keep = keep_callbacks
-        super().__init__(*args, **kwargs)
+        super().__init__()
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -178,24 +198,35 @@ def parse_job(options: JobOptions) -> Job:
     model = _class(options.model, LightningModule, "model")
     data = _class(options.data, LightningDataModule, "data")
     own = _class(options.cli, LightningCLI, "cli")
-    kind = _CLI if own is None else type("_OwnCLI", (_CLI, own), {})
     content, below_fit = read_files(options.config)
-    if not options.config and model is None:
+    if not options.config and model is None and own is None:
         raise ValueError("a job needs a file (--config) or a model (--model package.module:Class)")
     with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
         warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
         paths = [part for path in options.config for part in ("--config", fit_alone(path, folder))]
-        cli = kind(
-            options.keep_callbacks,
-            model_class=model,
-            datamodule_class=data,
-            save_config_callback=None,
-            seed_everything_default=options.seed,
-            args=["fit", *paths] if below_fit else [*paths, "fit"],
-        )
+        commanded: dict[str, Any] = {
+            **{name: kind for name, kind in (("model_class", model), ("datamodule_class", data)) if kind is not None},
+            "save_config_callback": None,
+            "seed_everything_default": options.seed,
+            "args": ["fit", *paths] if below_fit else [*paths, "fit"],
+            "run": True,
+        }
+        # before the user's class what a benchmark does otherwise, behind it what it is made with
+        bases = (_CLI, _Base) if own is None else (_CLI, own, _Base)
+        others = {*(own or LightningCLI).subcommands()} - {"fit"}
+        cli = _made(type("_OwnCLI", bases, {"commanded": commanded, "others": others}), options)
     trainer = vars(cli.settings["trainer"])
     parsed = {name: value for name, value in trainer.items() if name not in (*OWN_ARGUMENTS, "plugins")}
     return Job(parsed, DDPStrategy(), _group_options(trainer.get("strategy")), cli.left_out, content, cli)
+
+
+def _made(kind: Callable[[Sequence[str]], _CLI], options: JobOptions) -> _CLI:
+    try:
+        return kind(options.keep_callbacks)
+    except TypeError as error:
+        if options.cli is None or "required" not in str(error):
+            raise
+        raise ValueError(f"--cli {options.cli} must be a class that is made without arguments: {error}") from error
 
 
 def _group_options(strategy: Any) -> dict[str, Any]:

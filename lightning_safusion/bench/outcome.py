@@ -21,9 +21,9 @@ from lightning_safusion.bench.measure import FLOOR, IN_STEP, Block
 from lightning_safusion.bench.meeting import Meeting
 from lightning_safusion.bench.results import SystemFigures, machine, plot_tables, summarize
 from lightning_safusion.bench.turns import Bench, Turned
-from lightning_safusion.bench.verdict import YOURS, Verdict, best_strategy, decide, judge
+from lightning_safusion.bench.verdict import YOURS, Verdict, best_strategy, decide, judge, sends_all
 from lightning_safusion.integration.parameters import trainable
-from lightning_safusion.literal import literal
+from lightning_safusion.literal import literal, plural
 from lightning_safusion.systems import DEFAULT, SYSTEMS
 from lightning_safusion.tables import RowName, plain_table
 
@@ -50,7 +50,8 @@ class JobConditions:
     def title(self) -> str:
         """All of it in a line."""
         on = f"on {self.machines} machines" if self.machines > 1 else "on one machine"
-        return f"{self.job}, {self.parameters / 1e6:.3g} M parameters; {self.workers} workers {on} ({self.device})"
+        workers = f"{plural(self.workers, 'worker')} {on} ({self.device})"
+        return f"{self.job}, {self.parameters / 1e6:.3g} M parameters; {workers}"
 
 
 def conditions_of(bench: Bench, meeting: Meeting, nodes: int) -> JobConditions:
@@ -136,7 +137,8 @@ def table_of(figures: Sequence[SystemFigures], conditions: JobConditions) -> Tab
         ("step\nms", "quartiles\nms", "over\nfloor", "times as fast\nas ddp", "sent", "memory\nMB"),
     )
     for row in figures:
-        sent = "" if row.bytes_sent is None else f"{row.bytes_sent / (4 * conditions.parameters):.2%}"
+        share = None if row.bytes_sent is None else row.bytes_sent / (4 * conditions.parameters)
+        sent = "all" if sends_all(row) else "" if share is None else f"{share:.2%}"
         table.add_row(
             RowName(row.system, after=" (plain ddp)" * row.by_ddp),
             f"{row.step_s * 1e3:.1f}",

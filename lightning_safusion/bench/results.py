@@ -15,6 +15,8 @@ from rich.table import Table
 from lightning_safusion.__about__ import __version__
 from lightning_safusion.bench.measure import FLOOR, IN_STEP, Block
 from lightning_safusion.kernels import cpu as native
+from lightning_safusion.literal import plural
+from lightning_safusion.systems import DEFAULT, SYSTEMS, EngineSystem
 from lightning_safusion.tables import RowName, plain_table
 
 if TYPE_CHECKING:
@@ -45,7 +47,7 @@ class SystemFigures:
         density: Share of the elements that was sent; None for DDP.
         buffers: Collectives of a step; None for DDP.
         peak_bytes: Largest resident set of a worker, torch itself and this package included.
-        plain_ddp: Why DDP did the exchange; None if the engine did.
+        plain_ddp: Why plain DDP took the engine's place; None if it did not.
     """
 
     system: str
@@ -68,7 +70,7 @@ class SystemFigures:
     @property
     def by_ddp(self) -> bool:
         """Whether plain DDP has taken the place of a system that sends less: a step is one of DDP."""
-        return bool(self.plain_ddp) and self.bytes_sent is None and "another hook" not in str(self.plain_ddp)
+        return bool(self.plain_ddp) and self.bytes_sent is None
 
 
 def summarize(blocks: Mapping[str, Sequence[Sequence[Block]]]) -> list[SystemFigures]:
@@ -97,6 +99,8 @@ def _row(
         for key in ("exposed_s", "select_s", "decode_s", "bytes_sent", "achieved_density")
     }
     own = (engine["select_s"] or 0.0) + (engine["decode_s"] or 0.0)
+    left = flat[-1].figures
+    has_engine = isinstance(SYSTEMS.get(left.get("system", DEFAULT)), EngineSystem)
     wire = [block.wire_bytes for block in flat if block.wire_bytes is not None]
     return SystemFigures(
         system=system,
@@ -114,7 +118,7 @@ def _row(
         density=engine["achieved_density"],
         buffers=median(len(report["plan"]) for report in reports) if reports else None,
         peak_bytes=max(block.peak_bytes for block in flat),
-        plain_ddp=flat[-1].figures.get("plain_ddp"),
+        plain_ddp=left.get("plain_ddp") if has_engine else None,
     )
 
 
@@ -150,7 +154,7 @@ class Conditions:
         scaled += f", in slow motion x {self.slow_motion:g}" if self.slow_motion != 1 else ""
         link = f"links of {self.bandwidth}{scaled}" if self.bandwidth else f"loopback{scaled}"
         size = f"{self.parameters / 1e6:.1f} M parameters"
-        return f"{paced}{self.job}, {size}; {self.workers} workers, {link}, density {self.density:g}"
+        return f"{paced}{self.job}, {size}; {plural(self.workers, 'worker')}, {link}, density {self.density:g}"
 
 
 def build_table(rows: Sequence[SystemFigures], conditions: Conditions) -> Table:

@@ -45,7 +45,7 @@ class Row:
         return resolve_system(self.system)
 
     def strategy(self, density: float | None, **defaults: Any) -> SAFusionStrategy:
-        """A new strategy, with the density and the defaults where the row has none of its own.
+        """A new strategy, with the defaults where the row has none of its own, and the density if its system has one.
 
         Args:
             density: None leaves it to the strategy.
@@ -54,7 +54,9 @@ class Row:
         Raises:
             ValueError: If an option cannot have its value; names the row.
         """
-        options: dict[str, Any] = {"process_group_backend": "gloo", "density": density, **defaults, **self.options}
+        options: dict[str, Any] = {"process_group_backend": "gloo", **defaults, **self.options}
+        if self.published.ddp_hook is None:
+            options.setdefault("density", density)
         try:
             for option, resolve in _PARTS.items():
                 if "[" in str(options.get(option, "")):

@@ -14,7 +14,7 @@ from lightning_safusion.bench.results import SystemFigures
 from lightning_safusion.bench.rows import parse_row
 from lightning_safusion.bench.turns import Turned
 from lightning_safusion.systems import DEFAULT, SYSTEMS
-from lightning_safusion.systems.accuracy import known_accuracy
+from lightning_safusion.systems.accuracy import faster_row, known_accuracy
 
 #: The strategy of the user's own file, where that is no plain DDP.
 YOURS = "yours"
@@ -55,7 +55,7 @@ def decide(figures: Sequence[SystemFigures], rounds: Rounds) -> tuple[SystemFigu
     known = {each.system: each for each in figures}
     baseline = known.get(YOURS) or known["ddp"]
     others = [each for each in figures if each.system not in (FLOOR, IN_STEP, baseline.system, *_APPROXIMATE)]
-    able = [each for each in others if not _sends_all(each) and not _dense_so_far(each)]
+    able = [each for each in others if not sends_all(each) and not _dense_so_far(each)]
     faster = [each for each in able if _gain(rounds[each.system], rounds[baseline.system]) > WORTH]
     if not faster:
         return baseline, baseline
@@ -63,7 +63,7 @@ def decide(figures: Sequence[SystemFigures], rounds: Rounds) -> tuple[SystemFigu
     return min((each for each in faster if each.step_s <= (1 + WORTH) * least), key=_plainness), baseline
 
 
-def _sends_all(row: SystemFigures) -> bool:
+def sends_all(row: SystemFigures) -> bool:
     """Whether a row that could send less has done what DDP does: if it is faster, then by chance."""
     return row.by_ddp or (row.density is not None and row.density > _ALL)
 
@@ -121,7 +121,7 @@ def judge(
         ]
     said.append(
         f"A step without any exchange takes {_ms(floor)}: {_ms(max(0.0, baseline.step_s - floor))} of "
-        f"{baseline.system}'s step are the exchange and what it disturbs."
+        f"a step of {baseline.system} are the exchange and what it disturbs."
     )
     said += _doubts(floor, baseline, min(len(rounds[best.system]), len(rounds[baseline.system])))
     for each in figures:
@@ -131,7 +131,7 @@ def judge(
             said.append(
                 f"{each.system} is not judged: its first steps are dense, and the warm-up ended in them: --warmup 30."
             )
-        elif _sends_all(each):
+        elif sends_all(each):
             said.append(f"{each.system} sends everything: that is predicted to be as fast here.")
     if not stays and best.peak_bytes and baseline.peak_bytes:
         said.append(_memory(best, baseline))
@@ -170,7 +170,7 @@ def _memory(best: SystemFigures, baseline: SystemFigures) -> str:
 def _approximate(known: Mapping[str, SystemFigures], best: SystemFigures) -> list[str]:
     rows = [known[name] for name in _APPROXIMATE if name in known]
     faster = [row for row in rows if row.step_s < (1 - WORTH) * best.step_s]
-    return [f"{row.system} is faster ({_ms(row.step_s)}). {known_accuracy(row.system, None, [])}" for row in faster]
+    return [faster_row(row.system, _ms(row.step_s)) for row in faster]
 
 
 def _bandwidth(

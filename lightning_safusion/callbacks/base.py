@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from io import StringIO
+from math import isnan
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 from weakref import WeakKeyDictionary
@@ -55,12 +56,16 @@ class StrategyCallback(Callback):
         )
 
     def _log(self, trainer: Trainer, values: Mapping[str, float | None], step: int | None = None) -> None:
-        """Logs ``safusion/<key>`` to every logger, without None; by default at the step of Lightning's own values."""
+        """Logs ``safusion/<key>`` and the epoch to every logger, without None and NaN: such a figure was not measured.
+
+        By default at the step of Lightning's own values.
+        """
         if step is None:
             step = trainer.fit_loop.epoch_loop._batches_that_stepped
-        known = {f"safusion/{key}": float(value) for key, value in values.items() if value is not None}
-        for logger in trainer.loggers:
-            logger.log_metrics(known, step=step)
+        measured = {key: float(value) for key, value in values.items() if value is not None}
+        known = {f"safusion/{key}": value for key, value in measured.items() if not isnan(value)}
+        for logger in trainer.loggers if known else ():
+            logger.log_metrics(known | {"epoch": trainer.current_epoch}, step=step)
 
     def _say(self, text: str) -> None:
         """Logs on rank 0, once in a fit, why there is nothing to show."""

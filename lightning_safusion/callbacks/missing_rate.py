@@ -13,7 +13,7 @@ from rich.table import Table
 from typing_extensions import override
 
 from lightning_safusion.callbacks.base import StepSampler, print_table, run_directory, run_id, writing
-from lightning_safusion.literal import literal
+from lightning_safusion.literal import literal, plural
 from lightning_safusion.metrics.figures import TensorFigures, tensor_figures
 from lightning_safusion.metrics.history import MissingRateStatistics
 from lightning_safusion.strategy import SAFusionStrategy
@@ -120,7 +120,9 @@ class TensorMissingRateMonitor(StepSampler[TensorFigures]):
         if self.worst and self.statistics.worst(1):
             print_table(trainer, self.table())
         elif self.worst:
-            rank_zero_info(f"TensorMissingRateMonitor: no tensor was missing in {self.statistics.samples} steps.")
+            rank_zero_info(
+                f"TensorMissingRateMonitor: no tensor was missing in {plural(self.statistics.samples, 'step')}."
+            )
         if self.heatmap_file is not None:
             self.heatmap_file.parent.mkdir(parents=True, exist_ok=True)
             self.heatmap().figure.savefig(self.heatmap_file, dpi=120)
@@ -138,8 +140,9 @@ class TensorMissingRateMonitor(StepSampler[TensorFigures]):
         """
         statistics = self._sampled()
         rate = float(statistics.missing.compute()) if statistics.samples else 0.0
+        tensors, steps = plural(len(statistics.rows()), "tensor"), plural(statistics.samples, "step")
         table = Table(
-            title=f"Tensors missing: {rate:.2%} of {len(statistics.rows())} tensors, in {statistics.samples} steps",
+            title=f"Tensors missing: {rate:.2%} of {tensors}, in {steps}",
             caption="missing: no element was sent, share of ranks and steps; everywhere: by no rank. "
             "error: energy that was not sent.",
         )

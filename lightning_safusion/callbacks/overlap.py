@@ -30,6 +30,7 @@ from lightning_safusion.callbacks.base import (
     run_id,
     writing,
 )
+from lightning_safusion.literal import plural
 from lightning_safusion.profiling.figures import RankFigures, StepFigures, buffer_means, build_table
 from lightning_safusion.profiling.overlap_file import FILE, Overlap
 from lightning_safusion.profiling.pictures import plot_step
@@ -233,9 +234,8 @@ class OverlapProfiler(StrategyCallback):
         reason = strategy.report()["plain_ddp"]
         if reason is not None and not any(engine[-1:]):
             self._say(f"times phases, and no exchange: plain DDP is used, because {reason}")
-        rank, skew = self.figures.slowest
         last = self._first + self._reported - 1  # the last step that the figures are of
-        self._log(trainer, self.figures.mean.as_dict() | {"slowest_rank": rank, "skew_s": skew}, last)
+        self._log(trainer, self.figures.as_dict(), last)
         if self.table:
             print_table(trainer, self._build_table(self.figures))
 
@@ -247,7 +247,8 @@ class OverlapProfiler(StrategyCallback):
 
     def _build_table(self, figures: RankFigures) -> RenderableType:
         numbers = f"{self.steps[0].step} to {self.steps[-1].step}" if self.steps else "none"
-        title = f"Where the time went: {len(self.steps)} steps ({numbers}), {len(figures.ranks)} ranks"
+        steps, ranks = plural(len(self.steps), "step"), plural(len(figures.ranks), "rank")
+        title = f"Where the time went: {steps} ({numbers}), {ranks}"
         return build_table(title, figures, buffer_means(self.steps))
 
     @override

@@ -23,6 +23,7 @@ from typing_extensions import override
 from lightning_safusion.callbacks.base import StrategyCallback, writing
 from lightning_safusion.fusion.events import Clock, Mark, WindowEvents
 from lightning_safusion.fusion.layout import Layout
+from lightning_safusion.literal import plural
 from lightning_safusion.strategy import SAFusionStrategy
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ class TraceRecorder(StrategyCallback):
         with writing(self.path.parent):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.trace.save(self.path)
-            rank_zero_info(f"TraceRecorder: {len(steps)} steps written to {self.path}.{unseen}")
+            rank_zero_info(f"TraceRecorder: {plural(len(steps), 'step')} written to {self.path}.{unseen}")
 
     def _release(self, strategy: SAFusionStrategy) -> None:
         strategy.remove_observer(self)

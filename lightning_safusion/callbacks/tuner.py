@@ -17,6 +17,7 @@ from lightning_safusion.fusion.plans.adaptive import Tuned
 from lightning_safusion.fusion.plans.cadence import Cadence
 from lightning_safusion.fusion.plans.pricing import Bounds
 from lightning_safusion.fusion.replan import Decision
+from lightning_safusion.literal import plural
 from lightning_safusion.strategy import SAFusionStrategy
 
 
@@ -138,7 +139,7 @@ class BufferSizeTuner(StrategyCallback):
 
 def describe(decision: Decision) -> str:
     """A decision as a sentence."""
-    buffers, rival = _buffers(decision.buffers), _buffers(decision.rival)
+    buffers, rival = plural(decision.buffers, "buffer"), plural(decision.rival, "buffer")
     now = "" if decision.seconds is None else f"{decision.seconds * 1e3:.1f} ms"
     if decision.action == "dense":
         return f"everything dense in {buffers} instead of {rival}, since plain DDP should be faster: it is tried"
@@ -158,10 +159,6 @@ def describe(decision: Decision) -> str:
             return f"{buffers} stay: no other plan would take less time"
         return f"{buffers} stay: a window in another plan of {rival} would take {_less(decision.predicted)}"
     return f"{buffers} from now on"
-
-
-def _buffers(count: int) -> str:
-    return f"{count} buffer" if count == 1 else f"{count} buffers"
 
 
 def _less(gain: float) -> str:

@@ -40,6 +40,10 @@ class LinearCost:
         return self.fixed + self.per_byte * nbytes
 
 
+#: Share of its nominal rate that a link carries.
+GOODPUT = 0.85
+
+
 @dataclass(frozen=True)
 class Link:
     """A network as one worker sees it.
@@ -53,6 +57,11 @@ class Link:
     alpha: float
     beta: float
     launch: float = 0.0
+
+    @property
+    def card_gbit(self) -> float:
+        """Gbit/s of a network card that carries this, at :data:`GOODPUT` of its nominal rate."""
+        return round(8e-9 / (self.beta * GOODPUT), 6)
 
     def allreduce(self, world_size: int, algorithm: Literal["ring", "tree"] = "ring") -> LinearCost:
         """Dense all-reduce as a function of the bytes of the buffer.
@@ -72,7 +81,7 @@ class Link:
 
 
 def _preset(gigabit: float, alpha_us: float, launch_us: float) -> Link:
-    return Link(alpha_us * 1e-6, 8e-9 / (gigabit * 0.85), launch_us * 1e-6)
+    return Link(alpha_us * 1e-6, 8e-9 / (gigabit * GOODPUT), launch_us * 1e-6)
 
 
 #: Typical links, for simulation and for planning before anything was measured. 85 % of the nominal rate.

@@ -21,6 +21,7 @@ from lightning_safusion.bench.rows import parse_row
 from lightning_safusion.bench.team import Place, make_trainer, started
 from lightning_safusion.demo.curves import History, build_table, plot_curves
 from lightning_safusion.demo.digits import WIDTHS, DigitsNet, Loaders, digits_loaders
+from lightning_safusion.literal import plural
 from lightning_safusion.lookup import need
 from lightning_safusion.strategy import SAFusionStrategy
 
@@ -125,7 +126,8 @@ def compare(settings: Settings, output: Path, console: Console) -> list[History]
                     shown = f"loss {history.steps[-1]['loss']:.4f}{accuracy}"
                     progress.update(bar, completed=len(history.steps), figures=shown, refresh=True)
             progress.stop_task(bar)
-    title = f"{settings.workers} workers, density {settings.density:g}, {settings.epochs} epochs, seed {settings.seed}"
+    workers, epochs = plural(settings.workers, "worker"), plural(settings.epochs, "epoch")
+    title = f"{workers}, density {settings.density:g}, {epochs}, seed {settings.seed}"
     console.print(build_table(histories, title))
     plot_curves(histories).savefig(output / "curves.png", dpi=120)
     console.print(f"Curves: {output / 'curves.png'}", soft_wrap=True)

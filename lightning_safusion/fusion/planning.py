@@ -32,6 +32,7 @@ from lightning_safusion.fusion.replan import (
     plain_ddp_window,
     predicted_gain,
 )
+from lightning_safusion.literal import plural
 
 # Latest decisions that are kept.
 _DECISIONS = 512
@@ -301,7 +302,8 @@ class Planner:
         if self._announce is None or kinds == self._announced:
             return
         self._announced = kinds
-        text = f"{plan.num_tensors} tensors travel in {len(plan.groups)} buffers, {sparse} sparse and {dense} dense"
+        buffers = plural(len(plan.groups), "buffer")
+        text = f"{plan.num_tensors} tensors travel in {buffers}, {sparse} sparse and {dense} dense"
         if dense and self.collective == "auto" and not shape.all_dense:
             text += "; dense ones are predicted to be faster here (collective='allgather' sends every buffer sparse)"
         self._announce(text)

@@ -248,6 +248,6 @@ def _total(spans: Iterable[float]) -> float:
 
 def nothing_exchanged() -> dict[str, Any]:
     """The keys of :meth:`WindowRecord.as_dict` for a step in which this package exchanged nothing."""
-    numbers = dict.fromkeys(("step", "bytes_sent", "bytes_received", "dense_bytes", "tensors", "tensors_missing"), 0)
-    figures = dict.fromkeys(("density", "achieved_density", "exchange_s"), 0.0)
-    return {**numbers, **figures, **_seconds(()), "plan": [], "collectives": []}
+    numbers = ("step", "bytes_sent", "bytes_received", "dense_bytes", "tensors", "tensors_missing")
+    figures = ("density", "achieved_density", "exchange_s", *_seconds(()))
+    return dict.fromkeys((*numbers, *figures)) | {"plan": [], "collectives": []}

@@ -194,6 +194,7 @@ class History:
         decisions: Of their planners, oldest first.
         windows: Exchanged so far.
         replans: Changes of the plan so far.
+        step: Number of the latest window of an engine that another one, or plain DDP, has taken the place of.
         last: The engine of a fit that has ended: it may still be saved.
         ended: The report of a fit that has ended.
     """
@@ -201,6 +202,7 @@ class History:
     decisions: tuple[Decision, ...] = ()
     windows: int = 0
     replans: int = 0
+    step: int | None = None
     last: Engine | None = None
     ended: dict[str, Any] | None = None
 
@@ -208,11 +210,13 @@ class History:
         """Adds an engine that another one, or plain DDP, takes the place of."""
         self.decisions += tuple(engine.planner.decisions)
         self.windows, self.replans = engine.windows, self.replans + engine.planner.replans
+        self.step = self.step if engine.report is None else engine.report.step
 
     def report(self, engine: Engine | None) -> dict[str, Any]:
         """Counters, and figures of the latest step of an engine."""
         record = engine.report if engine is not None else None
         figures = nothing_exchanged() if record is None else record.as_dict()
+        figures["last_engine_step"] = self.step if record is None else record.step
         if engine is None:
             return {"windows": self.windows, "replans": self.replans, **figures}
         return {"windows": engine.windows, "replans": self.replans + engine.planner.replans, **figures}

@@ -21,7 +21,7 @@ class Mode(Enum):
 
     ENGINE = "the engine"
     DENSE_ENGINE = "the engine, which sends everything"
-    HOOK = "DDP with another hook"
+    HOOK = "DDP without the engine"
     PLAIN = "plain DDP"
 
 

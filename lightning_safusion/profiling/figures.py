@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
-from math import nan
+from math import isnan, nan
 
 import numpy as np
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from lightning_safusion.literal import literal
+from lightning_safusion.literal import literal, plural
 from lightning_safusion.profiling.timeline import Interval, StepTimeline, buffer_name, merge, subtract, total
 
 PARTS = {
@@ -128,6 +128,11 @@ class RankFigures:
         rank = max(range(len(seconds)), key=seconds.__getitem__)
         return rank, seconds[rank] - sorted(seconds)[(len(seconds) - 1) // 2]
 
+    def as_dict(self) -> dict[str, float]:
+        """The means by name, ``slowest_rank`` and ``skew_s``; without what was not measured."""
+        rank, skew = self.slowest
+        return self.mean.as_dict() | ({} if isnan(skew) else {"slowest_rank": rank, "skew_s": skew})
+
 
 @dataclass(frozen=True)
 class BufferRow:
@@ -211,7 +216,7 @@ def build_table(title: str, figures: RankFigures, buffers: Sequence[BufferRow], 
 
 
 def _buffer_table(rows: Sequence[BufferRow], count: int) -> Table:
-    table = _table(f"Longest exposed of {count} buffers (rank 0, ms)")
+    table = _table(f"Longest exposed of {plural(count, 'buffer')} (rank 0, ms)")
     table.add_column("tensors", overflow="ellipsis", no_wrap=True, ratio=1)
     for column in ("kB sent", "selection", "exchange", "exposed", "decoding"):
         table.add_column(column, justify="right", no_wrap=True)

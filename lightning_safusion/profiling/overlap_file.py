@@ -70,14 +70,14 @@ class Overlap:
 
     def to_dict(self) -> dict[str, Any]:
         """The content of the file: plain values, null for NaN."""
-        rank, skew = self.ranks.slowest
+        known = self.ranks.as_dict()
         content = {"version": VERSION} | {each.name: getattr(self, each.name) for each in fields(self)}
         content |= {
             "steps": [{"step": number, **row.as_dict()} for number, row in self.steps.items()],
             "ranks": [each.as_dict() for each in self.ranks.ranks],
             "mean": self.ranks.mean.as_dict(),
-            "slowest_rank": rank,
-            "skew_s": skew,
+            "slowest_rank": known.get("slowest_rank"),
+            "skew_s": known.get("skew_s"),
             "buffers": [asdict(each) for each in self.buffers],
             "plan": None if self.plan is None else [[g.stop - g.start, g.collective] for g in self.plan.groups],
             "costs": None if self.costs is None else asdict(self.costs),

@@ -15,6 +15,7 @@ from lightning_safusion.fusion.plans.adaptive import plan_optimal
 from lightning_safusion.fusion.plans.costs import DDP_BUCKET, GroupCosts, ddp_buckets
 from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.fusion.plans.pricing import predict_finish
+from lightning_safusion.literal import plural
 from lightning_safusion.profiling.figures import StepFigures
 from lightning_safusion.profiling.overlap_file import Overlap
 
@@ -136,8 +137,8 @@ def _regrouping(now: Prediction) -> Iterator[Advice]:
     if best != now.plan and faster >= 1.02:
         yield Advice(
             "hint",
-            f"{len(best.groups)} buffers in place of {len(now.plan.groups)} would make steps {faster:.2f} times faster "
-            '(predicted): use fusion="adaptive".',
+            f"{plural(len(best.groups), 'buffer')} in place of {len(now.plan.groups)} would make steps {faster:.2f} "
+            'times faster (predicted): use fusion="adaptive".',
         )
 
 

@@ -15,7 +15,15 @@ from math import inf, log1p, sqrt
 
 import numpy as np
 
-from lightning_safusion.comm.cost import LINKS, Link, allgather_bytes, log2_ceil, plain_rate, ring_allreduce_bytes
+from lightning_safusion.comm.cost import (
+    GOODPUT,
+    LINKS,
+    Link,
+    allgather_bytes,
+    log2_ceil,
+    plain_rate,
+    ring_allreduce_bytes,
+)
 from lightning_safusion.fusion.plans.costs import SelectionCost
 from lightning_safusion.lookup import look_up
 from lightning_safusion.simulate.calibration import Calibration, CollectiveTimes, Host
@@ -262,7 +270,7 @@ def resolve_link(bandwidth: str) -> Link:
     if match := re.fullmatch(r"(\d*\.?\d+)([gm])bit", name):
         rate = float(match[1]) * {"g": 1e9, "m": 1e6}[match[2]]
         if rate > 0:
-            beta = 8 / (rate * 0.85)
+            beta = 8 / (rate * GOODPUT)
             nearest = min(LINKS.values(), key=lambda link: max(link.beta / beta, beta / link.beta))
             return replace(nearest, beta=beta)
     return look_up("bandwidth", bandwidth, LINKS, "give a rate such as '25gbit'")

@@ -14,7 +14,7 @@ from lightning_safusion.simulate.job import Job
 from lightning_safusion.simulate.rows import simulated_row
 from lightning_safusion.simulate.systems import is_counted, run_system
 from lightning_safusion.systems import DEFAULT, SYSTEMS
-from lightning_safusion.systems.accuracy import known_accuracy
+from lightning_safusion.systems.accuracy import faster_row, known_accuracy
 
 #: All systems are compared with this dense exchange, which needs no other package.
 BASELINE = "ddp-bf16"
@@ -126,7 +126,8 @@ def when_to_compress(rows: Sequence[PlanRow], job: Job) -> str:
 
 
 def recommend(rows: Sequence[PlanRow], density: float, optimizer: str, workers: int = 2) -> tuple[list[str], str]:
-    """Sentences that recommend a system, and its settings for LightningCLI; none where there was nothing to compare.
+    """Sentences that recommend a system, and say which are faster; its settings for LightningCLI. None where there was
+    nothing to compare.
 
     Args:
         rows: Of :func:`plan_table`.
@@ -149,7 +150,12 @@ def recommend(rows: Sequence[PlanRow], density: float, optimizer: str, workers: 
     arguments: dict[str, Any] = {"system": row.parts.system.name, "density": density, **row.options}
     lines += [f"      {name}: {value if isinstance(value, str) else dumps(value)}" for name, value in arguments.items()]
     accuracy = known_accuracy(row.known_as, arguments["density"], [optimizer], workers=workers)
-    return [verdict, accuracy], "\n".join(lines) + "\n"
+    others = [
+        faster_row(each.system, f"{each.iteration_s * 1e3:.1f} ms")
+        for each in rows
+        if each.comparable and each.iteration_s * (1 + _WORTH) < best.iteration_s
+    ]
+    return [verdict, accuracy, *others], "\n".join(lines) + "\n"
 
 
 def sweep_table(
@@ -178,7 +184,7 @@ def sweep_table(
         head = {
             "nodes": cluster.nodes,
             "workers": cluster.workers,
-            "gbit": 8e-9 / cluster.inter.beta,
+            "gbit": cluster.inter.card_gbit,
             "density": density,
             **({"bandwidth": point["bandwidth"]} if "bandwidth" in point else {}),
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +13,15 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_safusion.literal import literal
-from lightning_safusion.lookup import need
+from lightning_safusion.lookup import check_name, need
 from lightning_safusion.notation import split
 from lightning_safusion.simulate.calibration import Calibration
 from lightning_safusion.simulate.cluster import Cluster, resolve_link
 from lightning_safusion.simulate.comparison import (
+    BASELINE,
     COMPARED,
     PlanRow,
+    best_sparse,
     plan_table,
     recommend,
     sweep_table,
@@ -44,7 +46,7 @@ SWEEPS: dict[str, tuple[str, ...]] = {
 }
 # Of each sweep: the field of the records, and its heading.
 _AXES = {
-    "bandwidth": ("gbit", "effective Gbit/s"),
+    "bandwidth": ("gbit", "Gbit/s of a card"),
     "density": ("density", "density"),
     "nodes": ("workers", "workers"),
 }
@@ -189,8 +191,7 @@ def parse_sweep(text: str) -> dict[str, list[str]]:
     over = {}
     for word in text.split():
         name, _, values = word.partition("=")
-        if name not in SWEEPS:
-            raise ValueError(f"cannot sweep over {name!r}: choose among {list(SWEEPS)}")
+        check_name("sweep", name, SWEEPS)
         chosen = [value for value in values.split(",") if value] if "=" in word else list(SWEEPS[name])
         if not chosen:
             raise ValueError(f"sweep over {name!r} has no values: give some, as in {name}={','.join(SWEEPS[name][:2])}")
@@ -236,19 +237,21 @@ def _plan_table(rows: Sequence[PlanRow], job: Job, hardware: str) -> Table:
 
 
 def _sweep_table(records: Sequence[dict[str, Any]], names: Sequence[str]) -> Table:
-    """The fastest system of every combination."""
+    """The recommended system of every combination."""
     points: dict[tuple[float, ...], list[dict[str, Any]]] = {}
     for record in records:
         points.setdefault(tuple(record[_AXES[name][0]] for name in names), []).append(record)
-    table = Table(title="fastest system")
+    table = Table(title="recommended system")
     for name in names:
         table.add_column(_AXES[name][1], justify="right")
     for heading in ("system", "ms", "over bf16 DDP"):
         table.add_column(heading)
     for point, group in points.items():
-        best = min(group, key=lambda record: (not record["comparable"], record["iteration_s"]))
-        figures = f"{best['iteration_s'] * 1e3:.1f}", f"{best['speedup']:.2f}"
-        table.add_row(*(f"{value:g}" for value in point), RowName(best["system"]), *figures)
+        rows = [PlanRow(**{each.name: record[each.name] for each in fields(PlanRow)}) for record in group]
+        best = best_sparse(rows)
+        name, speedup = (BASELINE, 1.0) if best is None else (best.system, best.speedup)
+        seconds = rows[0].iteration_s * rows[0].speedup / speedup
+        table.add_row(*(f"{value:g}" for value in point), RowName(name), f"{seconds * 1e3:.1f}", f"{speedup:.2f}")
     return table
 
 
@@ -279,16 +282,18 @@ def plot_table(rows: Sequence[PlanRow]) -> Figure:
 
 def plot_sweep(records: Sequence[Mapping[str, Any]], over: str) -> Figure:
     """A line per system: milliseconds per iteration over ``"bandwidth"``, ``"density"`` or ``"nodes"``; dense systems
-    dashed."""
+    dashed, and those whose work on the device is an order of magnitude marked: they may rise with the bandwidth."""
     figure, ax = _new_figure(5.5)
     field, heading = _AXES[over]
     for name in dict.fromkeys(record["system"] for record in records):
         points = sorted((record[field], record["iteration_s"] * 1e3) for record in records if record["system"] == name)
-        ax.plot(*zip(*points, strict=True), "-" if simulated_row(name).sparse else "--", marker=".", label=name)
+        guessed = any(not record["counted"] for record in records if record["system"] == name)
+        label = "~ " * guessed + name
+        ax.plot(*zip(*points, strict=True), "-" if simulated_row(name).sparse else "--", marker=".", label=label)
     ax.set_xscale("log")
     ax.set_yscale("log")
     ax.set_xlabel(heading)
-    ax.set_ylabel("ms per iteration")
+    ax.set_ylabel("ms per iteration (~: the device's work as an order of magnitude)")
     ax.legend(fontsize="x-small", ncols=2)
     return figure
 

@@ -18,7 +18,7 @@ from lightning_safusion.sparsify.registry import resolve_sparsifier
 from lightning_safusion.sparsify.schedule import DensitySchedule, SuitedDensity, resolve_density
 from lightning_safusion.systems.rows import DEFAULT, EngineSystem, HookSystem, resolve_system
 
-# DDP with a hook has no parts; the strategy reads a plain memory and a constant density of its settings.
+# DDP with a hook has no parts; the strategy reads a plain memory of its settings.
 _NO_PARTS = EngineSystem("", "", "", "single")
 
 
@@ -52,10 +52,7 @@ def read_row(text: str, hints: Mapping[str, Any]) -> tuple[EngineSystem | HookSy
     """
     name, texts = read(text)
     options = typed(text, texts, hints)
-    system = resolve_system(name)
-    if isinstance(system, HookSystem) and "density" in options:
-        raise ValueError(f"row {text!r}: {name} is DDP with a hook of torch and has no density")
-    return system, options
+    return resolve_system(name), options
 
 
 def job_parts(
@@ -77,13 +74,14 @@ def job_parts(
     row = resolve_system(system)
     given = {name: part for name, part in parts.items() if part is not None}
     if isinstance(row, HookSystem):
-        named = [*given, *(["transport"] if transport != "torch" else [])]
+        arguments = {"density": density, **given, "transport": transport if transport != "torch" else None}
+        named = [name for name, value in arguments.items() if value is not None]
         if named:
             raise MisconfigurationException(
-                f"system={row.name!r} is plain DDP with a hook of torch: it has no {', '.join(named)}. Leave them out, "
-                "or choose another system."
+                f"system={row.name!r} works without the engine: it has no {', '.join(named)}. Leave them out, or "
+                "choose another system."
             )
-        return JobParts(row, engine_settings(_NO_PARTS, density, {}), ([], 0, 0))
+        return JobParts(row, engine_settings(_NO_PARTS, None, {}), ([], 0, 0))
     if given.get("fusion") == "behind":
         given = {"scope": "group", "dense_below": 0} | given
     settings = engine_settings(row, density, given)

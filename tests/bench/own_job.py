@@ -167,6 +167,23 @@ class Linked(LightningCLI):
         parser.link_arguments("data.init_args.batches", "model.init_args.width")
 
 
+class Named(LightningCLI):
+    """Names its classes, and would run."""
+
+    def __init__(self) -> None:
+        super().__init__(Net, Data, run=True, save_config_callback=None)
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.set_defaults({"model.width": 24})
+
+
+class Asks(LightningCLI):
+    """Cannot be made without a name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(Net, Data)
+
+
 class Writes(Callback):
     """A callback of a user, which writes."""
 

@@ -323,6 +323,22 @@ def test_several_files_other_subcommands_and_a_command_line_of_ones_own(tmp_path
         read_files((str(first), str(second)))
 
 
+def test_a_command_line_that_names_its_own_classes() -> None:
+    configs = [
+        ROOT / "examples/workloads/configs" / f"{name}.yaml" for name in ("lstm_wikitext2", "lstm_wikitext2_tiny")
+    ]
+
+    def parse(cli: str, *config: Path) -> Any:
+        job = parse_job(JobOptions(config=tuple(map(str, config)), cli=cli))
+        return job._cli.settings["model"], job.trainer["max_epochs"]
+
+    model, _ = run_alone(parse, "examples.workloads.cli:WorkloadCLI", *configs)
+    assert "lstm" in model["class_path"].lower()
+    assert run_alone(parse, "tests.bench.own_job:Named")[0]["width"] == 24
+    with pytest.raises(RuntimeError, match="Asks must be a class that is made without arguments: .* 'name'"):
+        run_alone(parse, "tests.bench.own_job:Asks")
+
+
 def test_files_may_be_given_one_by_one() -> None:
     assert spelled(["--config", "a.yaml", "--config=b.yaml,c.yaml"], run_bench) == [
         '--config=["a.yaml", "b.yaml", "c.yaml"]'

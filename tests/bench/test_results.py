@@ -44,6 +44,14 @@ def test_steps_are_means_over_workers_and_the_first_of_a_block_does_not_count() 
     assert (row.density, row.buffers, row.plain_ddp) == (0.02, 2, None)
 
 
+def test_only_a_system_with_an_engine_can_have_left_it_to_ddp() -> None:
+    def row(system: str) -> Block:
+        return Block((9.0, 2.0), dict.fromkeys(REPORT) | {"system": system, "plain_ddp": "a reason"})
+
+    rows = summarize({name: [[row(name)]] for name in ("ddp", "ddp-bf16", "saf-pooled")})
+    assert [each.by_ddp for each in rows] == [False, False, True]
+
+
 def test_what_takes_no_longer_than_the_floor_has_nothing_exposed() -> None:
     blocks = {FLOOR: [[Block((9.0, 2.0))]], "ddp": [[Block((9.0, 1.5))]]}
     assert [row.exposed_s for row in summarize(blocks)] == [0.0, 0.0]

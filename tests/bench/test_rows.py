@@ -32,7 +32,7 @@ def test_a_strategy_gets_the_options_of_its_row() -> None:
         ("omgs[momentum=0]", "unknown option 'momentum'"),
         ("omgs[density=much]", "density is a number, got 'much'"),
         ("omgs[density=2]", "'omgs\\[density=2\\]': density must be in"),
-        ("omgs[dense_below=-1]", "dense_below is a whole number, got '-1'"),
+        ("omgs[dense_below=-1]", "dense_below is a number of elements, 0 or more, got -1"),
         ("omgs[offload=1]", "offload is true or false, got '1'"),
         ("omgs[wire=q9]", "unknown wire format 'q9'"),
         ("omgs[quota=pooled]", "scope='group' has none of"),

@@ -15,7 +15,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from lightning_safusion.bench.files import with_strategy
 from lightning_safusion.bench.forecast import Recorded, known_device, rate_in_words, turning_point
-from lightning_safusion.bench.outcome import figures_of
+from lightning_safusion.bench.outcome import JobConditions, figures_of, table_of
 from lightning_safusion.bench.turns import Turned
 from lightning_safusion.bench.verdict import Verdict, best_strategy, decide, judge
 from lightning_safusion.comm.cost import LinearCost
@@ -95,7 +95,7 @@ def test_it_is_said_in_words() -> None:
     given = rounds(**{DEFAULT: turns(0.25, 0.25, 0.25, peak=31_000_100, density=0.02, figures=REPORT)})
     text = " ".join(said(given, (2.1e9, 9.5e7)).sentences)
     assert "Take saf-pooled: 250 ms per step, 4.00 times as fast as ddp (1.00 s)." in text
-    assert "800 ms of ddp's step are the exchange" in text
+    assert "800 ms of a step of ddp are the exchange" in text
     assert "Memory: 31 MB more per worker than ddp" in text
     assert "By simulation the answer changes above about 2.1 Gbit/s" in text
     assert "collectives carry about 95 Mbit/s here" in text
@@ -137,7 +137,7 @@ def test_what_stays_is_said_too() -> None:
     text = " ".join(said(given, (3e7, None)).sentences)
     assert text.startswith("Keep ddp: no row is faster by more than 3%")
     assert "changes below about 30 Mbit/s per machine: saf-pooled is faster there." in text
-    assert "powersgd is faster (500 ms). PowerSGD of rank 1 ended 36 % above" in text
+    assert "powersgd is faster (500 ms), and not recommended: PowerSGD of rank 1 ended 36 % above" in text
     assert "Accuracy stays that of plain DDP." in text
     assert "waits for data longer than for gradients" in text
     assert "at no bandwidth" in " ".join(said(given, (None, None)).sentences)
@@ -176,7 +176,7 @@ def test_accuracy_of_a_row_with_other_parts_is_not_known() -> None:
     for row, known in ((SPARSE, True), ("saf-pooled[memory=none,density=0.02]", False)):
         text = " ".join(said(rounds(**{row: turns(0.4, 0.4, 0.4, density=0.02)})).sentences)
         assert ("ended between 7.0 % below" in text) == known
-        assert (f"with AdamW and {row} is not known" in text) != known
+        assert (f"with AdamW and {row} is not known. Compare with a dense run before a long one." in text) != known
 
 
 def test_a_strategy_that_has_failed_is_replaced() -> None:
@@ -184,6 +184,15 @@ def test_a_strategy_that_has_failed_is_replaced() -> None:
     assert best_strategy(verdict, {"static_graph": True}) is None
     strategy = {"class_path": "lightning.pytorch.strategies.DDPStrategy", "init_args": {"static_graph": True}}
     assert best_strategy(verdict, {"static_graph": True}, failed=True) == strategy
+
+
+def test_a_row_that_has_gone_dense_sends_all() -> None:
+    dense = REPORT | {"achieved_density": 1.0, "bytes_sent": 4005}  # of 1,000 elements, and headers
+    given = rounds(**{DEFAULT: turns(0.4, figures=dense), SPARSE: turns(0.4, figures=REPORT | {"bytes_sent": 80})})
+    table = table_of(figures_of(given), JobConditions("a job", 1, 1, "cpu", 1000))
+    column = next(each for each in table.columns if each.header == "sent")
+    assert list(column.cells)[-2:] == ["all", "2.00%"]
+    assert "; 1 worker on one machine" in str(table.title)
 
 
 def test_without_a_floor_ddp_is_the_floor() -> None:

@@ -29,9 +29,9 @@ def test_every_parameter_gets_a_gradient(kind: str) -> None:
 
 
 def test_unknown_models_are_refused() -> None:
-    with pytest.raises(ValueError, match="models are conv, transformer, lstm"):
+    with pytest.raises(ValueError, match="unknown model 'mlp'. Choose one of 'conv', 'transformer', 'lstm'"):
         Classifier("mlp", "tiny", 2)
-    with pytest.raises(ValueError, match="sizes tiny, small, base; got 'conv' and 'huge'"):
+    with pytest.raises(ValueError, match="unknown size 'huge'. Choose one of 'tiny', 'small', 'base'"):
         Classifier("conv", "huge", 2)
     with pytest.raises(ValueError, match="batch_size=0"):
         Classifier("conv", "tiny", 0)

@@ -1,8 +1,12 @@
-"""Files of a run: an error of writing is a warning, and training continues."""
+"""What all callbacks share: what they log, and files, of which an error of writing is a warning."""
 
 from __future__ import annotations
 
+from math import nan
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -10,6 +14,15 @@ from lightning_safusion.callbacks import OverlapProfiler, TensorMissingRateMonit
 from tests.callbacks.test_missing_rate import strategy
 from tests.models import TinyClassifier, classification, trainer
 from tests.process_group import run_launched
+
+
+def test_loggers_get_the_epoch_and_no_figure_that_was_not_measured() -> None:
+    logger = Mock()
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace(_batches_that_stepped=7))
+    fitting: Any = SimpleNamespace(loggers=[logger], fit_loop=loop, current_epoch=3)
+    OverlapProfiler()._log(fitting, {"step_s": 0.5, "skew_s": nan, "density": None})
+    OverlapProfiler()._log(fitting, {"skew_s": nan})
+    logger.log_metrics.assert_called_once_with({"safusion/step_s": 0.5, "epoch": 3}, step=7)
 
 
 def test_what_cannot_be_written_does_not_end_the_training(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import LambdaCallback
 
 from lightning_safusion import SAFusionStrategy
@@ -46,10 +47,31 @@ def test_after_its_first_review_it_says_what_a_step_takes_and_would_take() -> No
     assert sum(step is None for step in steps) == sum(step is None for step in others)
 
 
-def test_plain_ddp_says_nothing() -> None:
-    strategy = SAFusionStrategy(density=1.0)
-    trainer(strategy, devices=1).fit(TinyClassifier(), classification())
-    assert strategy.report()["step_s"] is strategy.report()["ddp_step_s"] is None
+def test_plain_ddp_says_why_and_has_no_figures() -> None:
+    said, strategy = Lines(), SAFusionStrategy(system="ddp")
+    trainer(strategy, devices=1, max_steps=2).fit(TinyClassifier(), classification())
+    assert "SAFusionStrategy: DDP without the engine is used, because system='ddp' asks for it." in said.lines
+    report = strategy.report()
+    assert (report["plan"], report["collectives"], report["windows"]) == ([], [], 0)
+    figures = ("step", "density", "achieved_density", "bytes_sent", "dense_bytes", "exposed_s", "step_s", "ddp_step_s")
+    assert {report[name] for name in (*figures, "last_engine_step")} == {None}
+
+
+def test_the_latest_step_of_the_engine_is_known_after_plain_ddp_has_taken_over() -> None:
+    def run(rank: int) -> dict[str, Any]:
+        strategy = SAFusionStrategy(**SPARSE)
+
+        def leave(trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, index: int) -> None:
+            if index == 2:
+                strategy._go_plain("the test says so")
+
+        watch = LambdaCallback(on_train_batch_end=leave)
+        trainer(strategy, callbacks=[watch], max_steps=5).fit(TinyClassifier(), classification())
+        return strategy.report()
+
+    for report in run_launched(2, run):
+        assert (report["plain_ddp"], report["last_engine_step"], report["windows"]) == ("the test says so", 2, 3)
+        assert report["step"] is report["density"] is report["dense_bytes"] is None
 
 
 def test_a_second_fit_begins_with_what_the_first_has_learned() -> None:

@@ -7,7 +7,7 @@ Covers: arithmetic of intervals; where the time of a step went on the CPU, on CU
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from math import isnan, nan
 
 import pytest
@@ -84,6 +84,9 @@ def test_the_slowest_rank_works_longest() -> None:
     slow = StepTimeline.from_dict({**plain_step().to_dict(), "phases": [["forward", 0.0, 20.0]]})
     ranks = RankFigures(tuple(StepFigures.of(step) for step in (plain_step(), slow)))
     assert ranks.slowest == (0, 1.0)  # 21 s of forward, backward and optimizer
+    assert (ranks.as_dict()["slowest_rank"], ranks.as_dict()["skew_s"]) == (0, 1.0)
+    unknown = RankFigures((replace(ranks.ranks[0], work_s=nan),) * 2)
+    assert not {"slowest_rank", "skew_s", "work_s"} & set(unknown.as_dict())
 
 
 def test_buffers_are_averaged_over_the_steps_of_one_plan() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -51,8 +52,9 @@ def test_sparse_is_recommended_where_it_pays() -> None:
     assert best is not None
     assert best.system == "safusion"
     assert min(rows, key=lambda row: row.iteration_s).system == "gtopk"  # faster, but it loses gradients
-    (verdict, accuracy), settings = recommend(rows, 0.01, "AdamW")
+    (verdict, accuracy, faster), settings = recommend(rows, 0.01, "AdamW")
     assert "'safusion'" in verdict
+    assert re.fullmatch(r"gtopk is faster \(.* ms\), and not recommended: its accuracy is not known\.", faster)
     assert "with AdamW and safusion is not known" in accuracy
     strategy = yaml.safe_load(settings)["trainer"]["strategy"]
     assert strategy["class_path"] == "lightning_safusion.SAFusionStrategy"
@@ -143,7 +145,10 @@ def test_pictures_show_every_system() -> None:
     assert labels == [row.system for row in sorted(rows, key=lambda row: -row.iteration_s)]
     assert len(ax.patches) == 2 * len(SOME)
     records = sweep_table(SLOW, SOME, over={"nodes": [2, 4]})
-    assert [line.get_label() for line in plot_sweep(records, "nodes").axes[0].get_lines()] == SOME
+    shown = [str(line.get_label()) for line in plot_sweep(records, "nodes").axes[0].get_lines()]
+    assert [label.removeprefix("~ ") for label in shown] == SOME
+    counted = {record["system"]: record["counted"] for record in records}
+    assert [not label.startswith("~ ") for label in shown] == [counted[name] for name in SOME]
 
 
 def test_sweep_texts() -> None:
@@ -201,6 +206,13 @@ def test_an_unknown_optimizer_needs_a_density() -> None:
         run_plan("lstm", optimizer="Shampoo")
     with pytest.raises(ValueError, match="'Muon': no density"):
         run_plan("lstm", optimizer="Muon")
+
+
+def test_a_sweep_shows_the_recommended_system_and_the_rate_of_the_card(capsys: pytest.CaptureFixture[str]) -> None:
+    run_plan("lstm", nodes=8, gpus_per_node=1, systems=SOME, density=0.01, sweep="bandwidth=1gbit,30gbit")
+    lines = capsys.readouterr().out.partition("recommended system")[2].splitlines()
+    rows = [words for words in (re.findall(r"[\w.-]+", line) for line in lines) if words and words[0] in ("1", "30")]
+    assert [words[:2] for words in rows] == [["1", "safusion"], ["30", "safusion"]]  # gtopk is faster
 
 
 def test_the_command_takes_a_recorded_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
