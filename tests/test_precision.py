@@ -12,7 +12,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_safusion import SAFusionStrategy
-from tests.models import TinyClassifier
+from tests.models import TakeTurns, TinyClassifier
 from tests.test_strategy import FORK, equal, fit
 
 SPARSE: dict[str, Any] = {"density": 0.1, "collective": "allgather", **FORK}
@@ -40,6 +40,15 @@ def test_sparse_training_in_any_precision(tmp_path: Path, precision: Any) -> Non
     first, second = fit(tmp_path, SAFusionStrategy(**SPARSE), TinyClassifier(lr=0.02), precision=precision)
     assert equal(first["parameters"], second["parameters"])
     assert first["losses"][-1] < first["losses"][0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-true", "64-true"])
+def test_manual_optimization_in_any_precision(tmp_path: Path, precision: Any) -> None:
+    # the plugins of "true" precisions set the default dtype around a step
+    strategy = SAFusionStrategy(**SPARSE, find_unused_parameters=True)
+    first, second = fit(tmp_path, strategy, TakeTurns(lr=0.02), precision=precision, max_steps=10)
+    assert equal(first["parameters"], second["parameters"])
 
 
 def test_a_scaled_loss_at_density_1_is_ddp(tmp_path: Path) -> None:
