@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
+from operator import is_
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_safusion.integration.parameters import dense_parameters
@@ -65,22 +67,19 @@ class Bound:
     """
 
     def __init__(self, optimizers: Sequence[Optimizer] = ()) -> None:
-        # held, so that no other object takes their place in memory
-        self._held = [
-            (optimizer, [(group["params"], len(group["params"])) for group in optimizer.param_groups])
-            for optimizer in optimizers
-        ]
+        self._optimizers = list(optimizers)
+        self._params = list(map(_params_of, optimizers))
 
     def are(self, optimizers: Sequence[Optimizer]) -> bool:
-        """Whether these are the same optimizers, with the same groups."""
-        if len(optimizers) != len(self._held):
+        """Whether these are the same optimizers, with the same parameters in their groups."""
+        if len(optimizers) != len(self._optimizers) or not all(map(is_, optimizers, self._optimizers)):
             return False
-        return all(
-            optimizer is held
-            and len(optimizer.param_groups) == len(groups)
-            and all(
-                group["params"] is params and len(params) == length
-                for group, (params, length) in zip(optimizer.param_groups, groups, strict=True)
-            )
-            for optimizer, (held, groups) in zip(optimizers, self._held, strict=True)
-        )
+        return all(map(_same, map(_params_of, optimizers), self._params))
+
+
+def _params_of(optimizer: Optimizer) -> list[list[Tensor]]:
+    return [list(group["params"]) for group in optimizer.param_groups]
+
+
+def _same(groups: Sequence[Sequence[Tensor]], others: Sequence[Sequence[Tensor]]) -> bool:
+    return list(map(len, groups)) == list(map(len, others)) and all(map(is_, chain(*groups), chain(*others)))
