@@ -43,14 +43,15 @@ def shipments(cluster: Cluster, rank: int = 0) -> list[Shipment]:
     return list(report._shipments)
 
 
-def compare_in(clusters: list[Cluster], dtype: torch.dtype = torch.float32, without: int = -1) -> None:
-    """Gives all tensors but one a second moment, by which elements are compared."""
+def compare_in(clusters: list[Cluster], dtype: torch.dtype = torch.float32, without: int = -1) -> list[torch.Tensor]:
+    """Gives all tensors but one a second moment, by which elements are compared; returns these, to be replaced."""
     generator = torch.Generator().manual_seed(3)
     own = [torch.rand(spec.numel, generator=generator).mul_(1e-3).to(dtype) for spec in clusters[0].specs]
     for cluster in clusters:
         for controller in cluster.controllers:
             units = UpdateUnits(lambda index: None if index == without else Moment(own[index], 1e-8), HOST)
             controller.space.compare_in(units)
+    return own
 
 
 def same_numbers(clusters: list[Cluster], steps: int = 3) -> None:

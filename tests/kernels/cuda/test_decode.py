@@ -142,6 +142,8 @@ def test_a_sum_that_overflows_is_not_committed() -> None:
     window.commit([ranks[0].kernels])
     assert torch.equal(ranks[0].memory, before)
     assert int(window.status) == 0
+    window.commit([ranks[0].kernels])
+    assert int(window.status) == 0  # of the window after that, in the place of the first
 
 
 def test_headers_are_judged() -> None:
