@@ -242,7 +242,7 @@ def test_launches_do_not_depend_on_workers_nor_on_the_number_of_tensors(
     ("dtype", "number", "by_update", "workers", "most"),
     [
         (torch.bfloat16, FIRST, True, 16, 2),
-        *slow([(torch.float32, FIRST, False, 2, 4), (torch.float32, None, False, 256, 2)]),
+        *slow([(torch.float32, FIRST, False, 2, 4), (torch.float32, None, False, 64, 2)]),
     ],
 )
 def test_launches_of_a_window_in_which_owners_reduce(
