@@ -80,6 +80,9 @@ class GradientExchange:
     #: The engine, if this is its exchange.
     engine: Engine | None = None
 
+    def __deepcopy__(self, memo: object) -> GradientExchange:
+        return self  # it has hooks on one model: a copy of the strategy, or of the Trainer, trains nothing
+
     def ddp_options(self, options: dict[str, Any]) -> dict[str, Any]:
         """The arguments of DistributedDataParallel, with those that this exchange needs."""
         return options

@@ -109,6 +109,7 @@ class Changes(Net):
         optimizer = self.trainer.optimizers[0]
         if self.current_epoch == 1 and batch_idx == 2:
             copy.deepcopy(self.trainer.model)
+            copy.deepcopy(self.trainer.strategy)
             optimizer.add_param_group({"params": [self.probe]})
         loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
         return loss + self.probe.sum()

@@ -129,6 +129,9 @@ class Transport(ABC):
     world_size: int
     stream_ordered: bool = False
 
+    def __deepcopy__(self, memo: object) -> Transport:
+        return self  # its workers know of one
+
     @abstractmethod
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         """Starts gathering ``tensor`` [B] of every rank into ``output`` [world_size * B], in rank order."""
