@@ -83,7 +83,7 @@ def short(number: int = 300) -> list[TensorSpec]:
     return [TensorSpec(f"t{i}", i, (n,), n, torch.float32, dense=i % 7 == 0) for i, n in enumerate(sizes)]
 
 
-def long(dtype: torch.dtype = torch.float32, number: int = 27) -> list[TensorSpec]:
+def long(dtype: torch.dtype = torch.float32, number: int = 30) -> list[TensorSpec]:
     """Tensors of one length."""
     return [TensorSpec(f"t{i}", i, (1000, 1000), 1_000_000, dtype) for i in range(number)]
 
