@@ -18,6 +18,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 # Minutes of processor time that the tests of a tier may take (tests/budget.py): about a third more than they do.
 QUICK := 9
+SLOW := 35
 PYTEST := $(BIN)/python -m pytest --durations=10
 
 .PHONY: demo test lint slow docs wheels clean
@@ -35,7 +36,7 @@ lint: $(STAMP)
 # Tests that measure time run alone, the rest side by side: some of them wait for timers and links.
 ALONE := tests/e2e/test_noct.py tests/callbacks/test_overlap.py::test_times_agree_with_real_sleeps
 slow: $(STAMP)
-	$(PYTEST) -m slow -n 3 $(ALONE:%=--deselect=%)
+	$(PYTEST) -m slow -n 3 $(ALONE:%=--deselect=%) --budget $(SLOW)
 	$(PYTEST) -m slow $(ALONE)
 
 # The documents as a site, in build/site; and their links, commands, YAML files and snippets.

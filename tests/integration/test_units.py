@@ -229,6 +229,14 @@ def test_the_density_suits_the_optimizers(make: Callable[[Any], Optimizer], expe
     assert default_density(name) == expected  # what "safusion plan" takes
 
 
+def test_of_several_optimizers_the_one_that_needs_most_decides() -> None:
+    settings = SAFusionStrategy().settings
+    optimizers = [make([nn.Parameter(torch.ones(2))]) for make in (AdamW, RAdam, NAdam)]
+    assert isinstance(settings.density, SuitedDensity)
+    suit_density(settings.density, settings.memory, optimizers, compares_updates(settings, optimizers))
+    assert settings.density.density == 0.05
+
+
 def test_a_job_has_the_density_of_its_optimizer_unless_it_has_its_own() -> None:
     def run(rank: int) -> list[float]:
         found = []
