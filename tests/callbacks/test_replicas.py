@@ -219,6 +219,17 @@ def test_a_process_alone_is_equal_to_itself() -> None:
     assert check.checks == 4
 
 
+def test_a_second_fit_goes_on_counting_steps() -> None:
+    check = ReplicaConsistencyCheck(every_n_steps=5)
+    fitting = trainer(SAFusionStrategy(), devices=1, callbacks=[check], limit_train_batches=8)
+    counts = []
+    for epochs in (1, 2):
+        fitting.fit_loop.max_epochs = epochs
+        fitting.fit(TinyClassifier(), classification())
+        counts.append(check.checks)
+    assert counts == [2, 3]  # after steps 5 and 8; 10, 15 and 16
+
+
 def test_wrong_arguments_and_strategies_are_refused() -> None:
     with pytest.raises(ValueError, match="every_n_steps must be 1 or more, got 0"):
         ReplicaConsistencyCheck(every_n_steps=0)
