@@ -69,6 +69,7 @@ def said(given: dict[str, list[list[Turned]]], point: Any = None, compared: str 
         ({DEFAULT: turns(0.4, 0.4, 0.4)}, DEFAULT),
         ({DEFAULT: turns(0.99, 1.08, 0.89)}, "ddp"),  # less than three per cent
         ({DEFAULT: turns(0.4, 1.2, 1.0)}, "ddp"),  # in one round of three
+        ({DEFAULT: turns(0.4, 0.4, 1.0)}, "ddp"),  # in two of three: the machine may have been busy in these
         ({DEFAULT: turns(0.4, 0.4, 0.4), "ddp-bf16": turns(0.405, 0.405, 0.405)}, "ddp-bf16"),  # the plainer one
         ({DENSER: turns(0.4, 0.4, 0.4), SPARSE: turns(0.395, 0.395, 0.395)}, DENSER),  # what sends more
         ({DENSER: turns(0.4, 0.4, 0.4), SPARSE: turns(0.3, 0.3, 0.3)}, SPARSE),
