@@ -186,7 +186,10 @@ SCENARIOS: dict[str, tuple[Callable[[], Model], dict[str, Any], dict[str, Any]]]
 }
 
 
-@pytest.mark.parametrize("name", quick_of(SCENARIOS, ("sgd", "groups and schedule", "accumulation", "awkward", "manual")))
+QUICK = ("groups and schedule", "learning rate in a tensor", "accumulation", "awkward", "manual")
+
+
+@pytest.mark.parametrize("name", quick_of(SCENARIOS, QUICK))
 def test_same_as_settled_at_once_and_as_ddp(name: str) -> None:
     for ours, at_once, theirs in run_ranks(2, three_ways, *SCENARIOS[name]):
         for key in ("weights", "states"):
