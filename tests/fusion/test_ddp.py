@@ -2,7 +2,7 @@
 hooks.
 
 Covers: bitwise or 1e-6 equality at density 1 (conv, norm, embedding, tied weights; accumulation; static graph; mixed
-    dtypes; unused parameters; reentrant and non-reentrant checkpoints; complex parameters; bucket caps); 200 steps of
+    dtypes; unused parameters; reentrant and non-reentrant checkpoints; complex parameters; bucket caps); 70 steps of
     equal replicas for every sparsifier; stale gradients of a two-phase loop; missing parameters by name; leaks;
     autocast; a peer that dies.
 """
