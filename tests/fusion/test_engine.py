@@ -83,7 +83,7 @@ FEW += [("naive", "tensor", "proportional"), ("aligned", "tensor", "pooled")]
 
 @pytest.mark.parametrize(("fusion", "scope", "quota"), [*FEW, *slow(each for each in GROUPINGS if each not in FEW)])
 def test_nothing_is_lost_by_any_grouping(make: Callable[..., Cluster], fusion: str, scope: str, quota: str) -> None:
-    compressor = "sidco" if quota == "proportional" else "topk"
+    compressor = "sidco" if fusion in ("single", "adaptive") else "topk"
     parts = {"compressor": compressor, "fusion": fusion, "scope": scope, "quota": quota, "collective": "allgather"}
     assert_conserved(make(3, tensors=specs(SHAPES), **parts))
 

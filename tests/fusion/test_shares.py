@@ -20,6 +20,7 @@ from lightning_safusion.integration import checkpoint
 from lightning_safusion.sparsify import resolve_sparsifier
 from lightning_safusion.sparsify.schedule import DenseStart
 from tests.cluster import Cluster, specs
+from tests.quick import slow
 
 Make = Callable[..., Cluster]
 
@@ -101,9 +102,8 @@ def test_quotas_follow_the_largest_elements(make: Make) -> None:
         assert by_index[6] < by_index[3] or scales[6] > scales[3]
 
 
-@pytest.mark.parametrize("wire", ["fp32", "q4"])
-def test_what_is_learned_does_not_depend_on_the_plan(make: Make, wire: str) -> None:
-    found = [train(make(2, fusion=fusion, wire=wire, **OPTIONS), 0, 40)[0] for fusion in ("single", "wfbp", "aligned")]
+def test_what_is_learned_does_not_depend_on_the_plan(make: Make) -> None:
+    found = [train(make(2, fusion=fusion, wire="q4", **OPTIONS), 0, 20)[0] for fusion in ("single", "wfbp", "aligned")]
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
@@ -140,7 +140,7 @@ def test_a_change_of_the_density_keeps_the_shares(make: Make) -> None:
     assert (space.quotas.counts == shared).mean() > 0.5
 
 
-@pytest.mark.parametrize("windows", [0, 2, 3, 5, 21, 33])
+@pytest.mark.parametrize("windows", [3, 17, *slow((0, 2, 5, 33))])
 def test_shares_outlive_a_job(make: Make, tmp_path: Path, windows: int) -> None:
     whole, resumed = make(2, **OPTIONS), make(2, **OPTIONS)
     train(whole, 0, windows)
@@ -148,14 +148,14 @@ def test_shares_outlive_a_job(make: Make, tmp_path: Path, windows: int) -> None:
     path = tmp_path / "a.ckpt"
     entry = whole.each(lambda rank: checkpoint.save(whole.controllers[rank], text, path))[0]
     resumed.each(lambda rank: checkpoint.restore(resumed.controllers[rank], text, entry, path))
-    for a, b in zip(train(whole, windows, 40)[0], train(resumed, windows, 40)[0], strict=True):
+    for a, b in zip(train(whole, windows, windows + 4)[0], train(resumed, windows, windows + 4)[0], strict=True):
         assert torch.equal(a, b)
 
 
 def test_the_order_of_the_tensors_does_not_matter(make: Make) -> None:
     first, second = make(2, **OPTIONS), make(2, **OPTIONS)
     second.order = second.order[::2] + second.order[1::2]
-    for a, b in zip(train(first, 0, 40)[0], train(second, 0, 40)[0], strict=True):
+    for a, b in zip(train(first, 0, 20)[0], train(second, 0, 20)[0], strict=True):
         assert torch.equal(a, b)
 
 
