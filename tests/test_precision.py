@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_safusion import SAFusionStrategy
 from tests.models import TakeTurns, TinyClassifier
+from tests.quick import quick_of
 from tests.test_strategy import FORK, equal, fit
 
 SPARSE: dict[str, Any] = {"density": 0.1, "collective": "allgather", **FORK}
@@ -24,7 +25,10 @@ def scaled(**options: Any) -> MixedPrecision:
     return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", **options))
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "16-true", "64-true"])
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true", "64-true")
+
+
+@pytest.mark.parametrize("precision", quick_of(PRECISIONS, ("32-true", "bf16-mixed", "16-true")))
 def test_precision_at_density_1_is_ddp(tmp_path: Path, precision: Any) -> None:
     plain = fit(tmp_path / "ddp", DDPStrategy(**FORK), TinyClassifier(lr=0.02), precision=precision)
     ours = fit(tmp_path / "ours", SAFusionStrategy(**DENSE), TinyClassifier(lr=0.02), precision=precision)
@@ -35,7 +39,7 @@ def test_precision_at_density_1_is_ddp(tmp_path: Path, precision: Any) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-true", "64-true"])
+@pytest.mark.parametrize("precision", quick_of(PRECISIONS[1:], ("bf16-true", "64-true")))
 def test_sparse_training_in_any_precision(tmp_path: Path, precision: Any) -> None:
     first, second = fit(tmp_path, SAFusionStrategy(**SPARSE), TinyClassifier(lr=0.02), precision=precision)
     assert equal(first["parameters"], second["parameters"])

@@ -30,6 +30,7 @@ from lightning_safusion.fusion.events import Clock
 from lightning_safusion.profiling import StepFigures, load_timeline, merge_timelines
 from tests.models import TakeTurns, TinyClassifier, classification, trainer
 from tests.process_group import run_launched
+from tests.quick import quick_of
 
 SPARSE: dict[str, Any] = {"collective": "allgather", "fusion": "wfbp"}
 
@@ -336,7 +337,7 @@ def test_a_fit_that_ends_between_reports_has_one_at_its_end(tmp_path: Path) -> N
     assert figures == same
 
 
-@pytest.mark.parametrize("bar", ["TQDMProgressBar", "RichProgressBar"])
+@pytest.mark.parametrize("bar", quick_of(("TQDMProgressBar", "RichProgressBar"), ("TQDMProgressBar",)))
 def test_the_table_is_printed_with_both_progress_bars(
     bar: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -138,7 +138,12 @@ def _continue(
 
 
 @pytest.mark.parametrize(
-    "options", [{}, JOBS["sharded"], JOBS["hierarchical-sharded"]], ids=["all-gather", "shards", "shards of nodes"]
+    "options",
+    [
+        pytest.param({}, id="all-gather"),
+        pytest.param(JOBS["sharded"], id="shards", marks=pytest.mark.slow),
+        pytest.param(JOBS["hierarchical-sharded"], id="shards of nodes"),
+    ],
 )
 def test_residuals_survive_other_numbers_of_workers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
