@@ -33,7 +33,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lab.gpu.command.REHEARSAL_FACTOR", 1.0)
     for name in list(STAGES):
         monkeypatch.delitem(STAGES, name)
-    for name, seconds in {"good": 60, "failing": 60, "hanging": 8, "outside": 60}.items():
+    for name, seconds in {"good": 60, "failing": 60, "hanging": 30, "outside": 60}.items():
         monkeypatch.setitem(STAGES, name, Stage(f"{MADE}:{name}", seconds, f"what {name} shows"))
 
 
@@ -60,6 +60,7 @@ def test_unknown_stages_are_named(tmp_path: Path) -> None:
         main(["gpu", "--output", str(tmp_path), "--rehearse", "--stages", "warp"])
 
 
+@pytest.mark.slow
 def test_stages_that_fail_or_hang_leave_the_others_as_they_are(
     made: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -83,6 +84,7 @@ def test_stages_that_fail_or_hang_leave_the_others_as_they_are(
     assert "| time | 9 ms | ≤ 1 | not judged |" in text
 
 
+@pytest.mark.slow
 def test_ctrl_c_writes_what_there_is(made: None, tmp_path: Path) -> None:
     program = (
         "import sys; from lab.gpu import command; from lab.gpu.stages import STAGES, Stage; "
