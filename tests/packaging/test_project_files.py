@@ -20,8 +20,8 @@ def _steps(workflow: Path) -> list[dict[str, Any]]:
     return [step for job in jobs for step in job.get("steps", [job])]
 
 
-def test_there_are_workflows_for_tests_documents_wheels_and_releases() -> None:
-    assert [path.stem for path in WORKFLOWS] == ["docs", "release", "tests", "wheels"]
+def test_there_are_workflows_for_tests_documents_versions_wheels_and_releases() -> None:
+    assert [path.stem for path in WORKFLOWS] == ["docs", "release", "tests", "versions", "wheels"]
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
