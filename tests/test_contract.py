@@ -146,7 +146,7 @@ def test_plain_ddp_goes_on_where_every_buffer_is_dense_for_good(
 
     (reason, sent, first), (_, _, second) = run_launched(2, run)
     assert "predicted to be faster" in reason
-    assert sent == 0
+    assert sent is None  # plain DDP says nothing of it
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     for a, b in zip(first, run_launched(2, plain)[0], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)

@@ -390,7 +390,7 @@ def test_missing_scipy_is_noticed_before_processes_are_started(monkeypatch: pyte
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"model": "tests.bench.own_job:Nat"}, "has no 'Nat'. Did you mean 'Net'"),
+        ({"model": "tests.bench.own_job:Nett"}, "has no 'Nett'. Did you mean 'Net'"),
         ({"model": "tests.bench.no_job:Net"}, "there is no module 'tests.bench.no_job'"),
         ({"model": "tests.bench.own_job:Data"}, "is no LightningModule"),
         ({"config": ["no.yaml"]}, "there is no file no.yaml"),

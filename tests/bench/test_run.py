@@ -84,7 +84,7 @@ def test_without_root_the_loopback_is_measured_and_that_is_said(
     [
         ({"systems": ["saffusion"]}, "unknown system 'saffusion'"),
         ({"systems": ["saf-pooled[wire=q4,densty=1]"]}, "unknown option 'densty'"),
-        ({"model": "mlp"}, "models are conv"),
+        ({"model": "mlp"}, "unknown model 'mlp'"),
         ({"density": [0.0]}, "density is a share"),
         ({"workers": 1}, "a single worker exchanges nothing"),
         ({"bandwidth": ["fast"]}, "the rate of a link is written as"),
@@ -113,7 +113,7 @@ def test_a_worker_that_fails_is_reported_with_its_log(tmp_path: Path) -> None:
         return str(failure.value)
 
     message = run_alone(fail)
-    assert "a worker of 'ddp' failed: ValueError: models are conv" in message
+    assert "a worker of 'ddp' failed: ValueError: unknown size 'huge'" in message
     assert str(tmp_path / "ddp.log") in message
     assert "Traceback" in (tmp_path / "ddp.log").read_text()
 
