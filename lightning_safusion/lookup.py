@@ -19,7 +19,7 @@ def suggestion(name: object, known: Iterable[str]) -> str:
     names = {_folded(each): each for each in known}
     given = _folded(name)
     close = sorted((each for each in names if given and each.startswith(given)), key=len)
-    close = close or difflib.get_close_matches(given, names, n=1, cutoff=0.7)
+    close = close or difflib.get_close_matches(given, names, n=1, cutoff=0.66)
     return f" Did you mean {names[close[0]]!r}?" if close else ""
 
 

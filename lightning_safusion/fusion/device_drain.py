@@ -44,8 +44,8 @@ class DeviceDrain:
         self._phases = Lane(device)  # what the later phases of an exchange need: no buffer waits for another's
         self._fused = FusedPath(device)
         self._scratch = Scratch(device)
-        # of the open window so far, without fused shipments: int32, as the status of these
-        self._status: Tensor | None = None
+        # bool, of the open window so far, without fused shipments: whether all is well, and whether all means are finite
+        self._found: tuple[Tensor, Tensor] | None = None
         self._queued: list[Shipment] = []  # in the lanes: their memory is in use
         self._unread: _Unread | None = None
 
@@ -59,7 +59,7 @@ class DeviceDrain:
         The lanes go on with it, and may wait for a worker that is lost: the host does not wait for them here, after an
         error. What they use is kept until :meth:`finish`.
         """
-        self._status = self._unread = None
+        self._found = self._unread = None
         self._fused.forget()
 
     def finish(self) -> None:
@@ -102,8 +102,9 @@ class DeviceDrain:
         scratch = self._scratch.of(buffer)
         mean = exchange.decode(scratch)
         bad, regular = exchange.standing()
-        status = torch.where(regular, 0, _IRREGULAR) | torch.where(torch.isfinite(mean).all(), 0, _NOT_FINITE)
-        self._status = status if self._status is None else self._status | status
+        finite = torch.isfinite(mean).all()
+        good = regular & finite
+        self._found = (good, finite) if self._found is None else (self._found[0] & good, self._found[1] & finite)
         exchange.poison(mean, bad)
         mean = buffer.memory.received(buffer.start, buffer.stop, mean)
         shipment.rounding = deliver(shipment.window, buffer, mean)
@@ -123,24 +124,29 @@ class DeviceDrain:
             shipment.awaited = awaited
         self._lane.join()
         self._queued = []
-        status, self._status = self._status, None
+        found, self._found = self._found, None
         if shipments:  # none: a model without tensors
-            self._unread = self._commit(window, shipments, status)
+            self._unread = self._commit(window, shipments, found)
         if window.error is not None:
             raise window.error
         return True, 0
 
-    def _commit(self, window: Window, shipments: Sequence[Shipment], status: Tensor | None) -> _Unread:
-        """Commits all shipments if everything is well; ``status``: of those that are not fused, on the device."""
+    def _commit(
+        self, window: Window, shipments: Sequence[Shipment], found: tuple[Tensor, Tensor] | None
+    ) -> _Unread:
+        """Commits all shipments if everything is well; ``found``: of those that are not fused."""
         fused = [shipment for shipment in shipments if isinstance(shipment, FusedShipment)]
         others = [shipment for shipment in shipments if not isinstance(shipment, FusedShipment)]
-        if fused and status is not None:
-            status = self._fused.windows.status.bitwise_or_(status)
-        if status is not None:
-            good = (status == 0).all()
+        decided = []
+        if found is not None:
+            good, finite = found
+            decided = [torch.stack(found)]
+            if fused:
+                status = self._fused.windows.status
+                status.bitwise_or_(torch.where(finite, torch.where(good, 0, _IRREGULAR), _NOT_FINITE))
+                good = (status == 0).all()
             for shipment in others:
                 shipment.commit(good)
-        decided = [] if status is None else [status]
         if fused:
             self._fused.commit(fused)
             decided = [self._fused.windows.verdicts]
@@ -184,7 +190,8 @@ class DeviceDrain:
             status, own = self._fused.windows.read(decided, [shipment.kernels for shipment in fused])
             found |= dict(zip(fused, own, strict=True))
         else:
-            status = int(decided)
+            good, finite = decided.tolist()
+            status = 0 if good else _IRREGULAR if finite else _NOT_FINITE
         for shipment, headers_of in found.items():
             shipment.verdict = verdict = _stream_ordered(shipment).verdict(headers_of)
             if status:  # of a mean that is not finite, or a damaged message, it does not say in which tensor

@@ -51,7 +51,7 @@ def test_rows_are_measured_in_turns_and_alone(tmp_path: Path, capfd: pytest.Capt
         ({"systems": ["ddp"]}, "give rows besides no-exchange, barrier, ddp"),
         ({"systems": ["saffusion"]}, "unknown system 'saffusion'"),
         ({"repeats": 0}, "1 repeat or more"),
-        ({"model": "mlp"}, "models are conv"),
+        ({"model": "mlp"}, "unknown model 'mlp'"),
         ({"paced": "bert"}, "unknown trace 'bert'"),
         ({"rounds": 0}, "needs 1 round"),
         ({"bandwidth": "fast"}, "the rate of a link is written as"),
