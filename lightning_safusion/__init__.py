@@ -13,6 +13,8 @@ from lightning_safusion.callbacks import (
     TensorMissingRateMonitor,
     TraceRecorder,
 )
+from lightning_safusion.comm.transport.interface import WorkerLostError
+from lightning_safusion.comm.transport.lockstep import OutOfStepError
 from lightning_safusion.fusion.plans.adaptive import Adaptive
 from lightning_safusion.fusion.plans.policy import WFBP, Aligned, FusionPolicy, Naive, Single
 from lightning_safusion.fusion.plans.selective import Selective
@@ -78,6 +80,7 @@ __all__ = [
     "NoCompression",
     "NoMemory",
     "OkTopk",
+    "OutOfStepError",
     "OverlapProfiler",
     "RandomK",
     "RedSync",
@@ -96,6 +99,7 @@ __all__ = [
     "Threshold",
     "TopK",
     "TraceRecorder",
+    "WorkerLostError",
     "__version__",
     "segmented_view",
 ]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, Literal
 
@@ -27,7 +28,13 @@ from typing_extensions import override
 from lightning_safusion.baselines import hook_exchange
 from lightning_safusion.comm.transport.horovod import HorovodTransport
 from lightning_safusion.comm.transport.interface import Transport, during
-from lightning_safusion.comm.transport.torch_backend import TorchTransport, default_transport, end_groups_at_exit
+from lightning_safusion.comm.transport.lockstep import Lockstep
+from lightning_safusion.comm.transport.torch_backend import (
+    TorchTransport,
+    default_transport,
+    end_groups_at_exit,
+    hurry_at_exit,
+)
 from lightning_safusion.fusion.build import check_equal, fingerprint
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.events import Clock, Observer, clock_for
@@ -44,6 +51,7 @@ from lightning_safusion.integration.attendance import all_attend
 from lightning_safusion.integration.binding import Bound, describe_untrained, needs_plain_ddp, trained, untrained
 from lightning_safusion.integration.checkpoint import Checkpoints
 from lightning_safusion.integration.engine_exchange import EngineExchange, History, announce
+from lightning_safusion.integration.epoch_end import EpochEnd, more_batches
 from lightning_safusion.integration.exchange import Choice, GradientExchange, Mode, choose
 from lightning_safusion.integration.horovod import check_horovod, configure_horovod
 from lightning_safusion.integration.outlook import Outlook
@@ -171,6 +179,8 @@ class SAFusionStrategy(DDPStrategy):
         self._decided: str | None = None  # why plain DDP has taken the engine's place
         self._exchange = GradientExchange()
         self._transport: Transport | None = None
+        self._lockstep: Lockstep | None = None  # of a fit of several workers
+        self._epoch_end = EpochEnd(lambda: self._lockstep)
         self._signals: DeferredSignals | None = None  # during training with an engine
         self._wrapped: list[tuple[str, nn.Parameter]] = []  # trainable parameters that DDP knows
         self._untrained: list[str] = []  # those that no optimizer has
@@ -209,6 +219,11 @@ class SAFusionStrategy(DDPStrategy):
             self._history, self._outlook = History(), Outlook()
             self._decided = self._learned.get("plain_ddp")
         self._deserted = False
+        if trainer.state.fn == TrainerFn.FITTING:
+            group = self._ddp_kwargs.get("process_group")
+            if group is None or dist.get_world_size(group) == self.world_size:
+                self._lockstep = Lockstep.of_all(self.root_device, self._timeout, lambda: more_batches(trainer))
+            self._epoch_end.attach(trainer)
         super().setup(trainer)
         self._bind()
         self.cautions = self._exchange.cautions(self.optimizers)
@@ -267,7 +282,9 @@ class SAFusionStrategy(DDPStrategy):
             check_horovod(model, transport.world_size, self.world_size)
             return transport
         group = self._ddp_kwargs.get("process_group")
-        return default_transport(self._timeout) if group is None else TorchTransport(group, self._timeout)
+        if group is None:
+            return default_transport(self._timeout, self._lockstep)
+        return TorchTransport(group, self._timeout, self._lockstep)
 
     def _make_engine(self, model: nn.Module, specs: Sequence[TensorSpec], transport: Transport) -> EngineExchange:
         automatic = self.lightning_module is not None and self.lightning_module.automatic_optimization
@@ -346,8 +363,9 @@ class SAFusionStrategy(DDPStrategy):
         if engine is None or self._over_horovod or engine.windows == self._costs_followed:
             return
         self._costs_followed = engine.windows
-        if not engine.step_aside():
-            return
+        with during(f"the change to plain DDP after step {engine.windows}"):
+            if not engine.step_aside():
+                return
         if self._signals is not None:
             self._signals.ask()
         del engine  # or its buffers would stay as long as the model is wrapped
@@ -407,6 +425,8 @@ class SAFusionStrategy(DDPStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
+        if self._lockstep is not None:
+            self._lockstep.begin_batch(self._epoch, batch_idx)
         self._defer_signals()  # again after a search for the learning rate, which is a training inside of this one
         if self._signals is not None:
             self._signals.deliver()
@@ -421,9 +441,15 @@ class SAFusionStrategy(DDPStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         self._exchange.begin_batch()
-        output = super().training_step(*args, **kwargs)
+        with self._exchanging("the training step"):
+            output = super().training_step(*args, **kwargs)
         self.settle()  # parameters that this forward pass has not used: gradients are emptied next
         return output
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        with self._exchanging("the backward pass"):
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -443,14 +469,18 @@ class SAFusionStrategy(DDPStrategy):
     ) -> Any:
         step = super().optimizer_step
         compiled = self.model is not self._ddp
-        return self._exchange.step(optimizer, closure, lambda each: step(optimizer, each, model, **kwargs), compiled)
+        with self._exchanging("the step of an optimizer"):
+            return self._exchange.step(
+                optimizer, closure, lambda each: step(optimizer, each, model, **kwargs), compiled
+            )
 
     def settle(self) -> None:
         """Finishes the last step, where a part of it is left for the next forward pass (``system="dear"``).
 
         Needed only if you hold references to parameters of your own; reading a parameter through the model settles it.
         """
-        self._exchange.settle()
+        with self._exchanging("the rest of a step"):
+            self._exchange.settle()
 
     # Validation and the end
 
@@ -458,6 +488,7 @@ class SAFusionStrategy(DDPStrategy):
     def on_validation_start(self) -> None:
         super().on_validation_start()
         self.settle()
+        self._meet("the beginning of validation")
         if self._signals is not None:
             self._signals.release()
         self._exchange.pause()
@@ -473,6 +504,7 @@ class SAFusionStrategy(DDPStrategy):
     def on_train_end(self) -> None:
         super().on_train_end()
         self.settle()
+        self._meet("the end of training")
         if self._signals is not None:
             self._signals.release()
             self._signals = None
@@ -486,6 +518,10 @@ class SAFusionStrategy(DDPStrategy):
         self._exchange.abandon()
         if self._transport is not None:
             self._transport.abandon()
+        if self._lockstep is not None:
+            self._lockstep.rest()  # its group ends with the default one, or with the process
+            self._lockstep = None
+        hurry_at_exit()
         super().on_exception(exception)
 
     @override
@@ -502,6 +538,10 @@ class SAFusionStrategy(DDPStrategy):
                 engine.space.memory.to_host()
         if self._transport is not None:
             self._transport.close()
+        if self._lockstep is not None:
+            self._lockstep.close()
+            self._lockstep = None
+        self._epoch_end.detach()
         self._exchange, self._transport, self._choice = GradientExchange(), None, Choice(Mode.PLAIN)
         self._checkpoints.resumed = self._decided = None
         self._wrapped, self._untrained, self._bound = [], [], Bound()
@@ -592,12 +632,29 @@ class SAFusionStrategy(DDPStrategy):
         if self._deserted:
             return
         with during(f"the barrier{f' {name!r}' if name else ''} of Lightning in {self._place}"):
+            if self._lockstep is not None:
+                self._lockstep.meet(f"barrier {name}")
             super().barrier(name)
 
     @override
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
         with during(f"a broadcast of Lightning in {self._place}"):
+            if self._lockstep is not None:
+                self._lockstep.meet("broadcast")
             return super().broadcast(obj, src)
+
+    def _meet(self, what: str) -> None:
+        """Waits for all workers of a fit where validation, or what follows the last batch, begins. Collective."""
+        if self._lockstep is not None:
+            with during(f"{what} in {self._place}"):
+                self._lockstep.meet(what)
+
+    @contextmanager
+    def _exchanging(self, what: str) -> Iterator[None]:
+        """Names where a worker was lost, or the place where another one waits, in what may exchange gradients."""
+        explained = nullcontext() if self._lockstep is None else self._lockstep.explained()
+        with during(f"{what} in {self._place}"), explained:
+            yield
 
     # Another fit of the same job
 

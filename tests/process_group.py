@@ -86,6 +86,7 @@ def _child(
         sender.poll(timeout)
     except BaseException:
         sender.send_bytes(pickle.dumps((False, traceback.format_exc())))
+        return  # it may have left operations alone, whose end destroying the group would wait for
     if dist.is_initialized():
         dist.destroy_process_group()
 

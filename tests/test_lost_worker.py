@@ -1,7 +1,7 @@
 """A worker that is killed outside of a backward pass: the others are told what the job was doing, and end.
 
 Covers: set-up, before and after the model is wrapped; the first gathering of an epoch; a save; the end, where
-    the ranks ask each other for signals; what is no failure of a process group stays as it is.
+    the ranks meet; what is no failure of a process group stays as it is.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ import pytest
 import torch
 
 from lightning_safusion import SAFusionStrategy
+from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.transport.interface import WorkerLostError, during
+from lightning_safusion.fusion.space import GradientSpace
 from tests.models import TinyClassifier, classification, trainer
 from tests.process_group import run_launched
 
@@ -25,7 +28,7 @@ PLACES = {
     "configure_optimizers": "during set-up, when workers compare their settings",
     "on_train_epoch_start": "during the beginning of epoch 1, when workers compare their trainable parameters",
     "on_save_checkpoint": r"during .*(save|broadcast|barrier|wait).* in step \d+, epoch 0",
-    "on_train_end": "during epoch .*, when workers ask each other for signals, after step ",
+    "on_train_end": "during the end of training in step 4, epoch 2",
 }
 
 
@@ -67,3 +70,35 @@ def test_other_errors_stay_as_they_are() -> None:
         raise torch.distributed.DistStoreError("store")
     with pytest.raises(WorkerLostError, match="lost during a step: "), during("a job"), during("a step"):
         raise torch.distributed.DistStoreError("store")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "owner", "method", "place"),
+    [
+        (
+            {"collective": "allgather", "quota": "shared"},
+            GradientSpace,
+            "review_shares",
+            "review of shared quotas after",
+        ),
+        ({"collective": "sharded"}, ShardedExchange, "_pack", "exchange of the buffer with .* failed in step|during"),
+        ({}, TinyClassifier, "training_step", "during|failed in step"),
+        ({"system": "ddp"}, TinyClassifier, "training_step", "during"),
+    ],
+)
+def test_every_wait_within_a_step_has_a_name(options: dict[str, Any], owner: type, method: str, place: str) -> None:
+    def run(rank: int) -> None:
+        own, calls = getattr(owner, method), count()
+
+        def killing(*args: Any, **kwargs: Any) -> Any:
+            if rank == 1 and next(calls) == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return own(*args, **kwargs)
+
+        setattr(owner, method, killing)
+        strategy = SAFusionStrategy(density=0.05, timeout=timedelta(seconds=20), **options)
+        trainer(strategy, limit_train_batches=8).fit(TinyClassifier(), classification())
+
+    with pytest.raises(RuntimeError, match=f"WorkerLostError: .*{place}"):
+        run_launched(2, run)

@@ -54,7 +54,7 @@ class Drain:
             (bits of ``Notice``) of all ranks. The same on all ranks.
 
         Raises:
-            RuntimeError: If a peer is lost (with the buffer's tensors).
+            WorkerLostError: If a peer is lost (with the buffer's tensors).
         """
         if window.plain:
             return self._average_all(window, notices)

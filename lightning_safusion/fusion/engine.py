@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from lightning_safusion.comm.exchange import Notice
+from lightning_safusion.comm.transport.interface import during
 from lightning_safusion.fusion.device_drain import DeviceDrain
 from lightning_safusion.fusion.drain import Drain, OverflowGuard
 from lightning_safusion.fusion.events import Observer, WindowEvents, clock_for
@@ -276,7 +277,8 @@ class Engine:
         """Waits for all buffers, writes the means into the gradients, and commits the window if it ended well.
 
         Raises:
-            RuntimeError: If a peer is lost (with the buffer's tensors), or a rank could not fill its message.
+            WorkerLostError: If a peer is lost (with the buffer's tensors).
+            RuntimeError: If a rank could not fill its message.
         """
         window = self._window
         if window is None or not window.complete:
@@ -326,7 +328,8 @@ class Engine:
         """Reviews shared quotas, if a window has counted for it."""
         counts, self._counts = self._counts, None
         if counts is not None:
-            self.space.review_shares(counts.read())
+            with during(f"the review of shared quotas after step {self.windows - 1}"):
+                self.space.review_shares(counts.read())
 
     def drop_gradients(self) -> None:
         """Drops the gradients of the first window: DDP is about to make other buckets, in place of theirs."""

@@ -164,7 +164,7 @@ class OwnerShipment(FusedShipment):
                 self._owner.reduce()
             self._exchange.gather()
         except Exception as error:
-            raise self._lost(error) from error
+            raise self._failed(error) from error
         return True
 
     def sent(self) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_safusion.comm.collectives.allreduce import coo_means
+from lightning_safusion.comm.transport.interface import during
 from lightning_safusion.fusion.engine import Engine
 
 # DDP's `bucket_cap_mb` with which every parameter has a bucket, and hence a call of the hook, of its own: half a byte,
@@ -129,7 +130,8 @@ class DDPHook:
     def _finish(self) -> None:
         self._drain_in_hook, self._rebuilt = False, True
         self._fresh = [False] * len(self._fresh)
-        with torch.no_grad(), torch.autocast(self._device_type, enabled=False):
+        waiting = during(f"the exchange of gradients in step {self.engine.windows}")
+        with torch.no_grad(), torch.autocast(self._device_type, enabled=False), waiting:
             self.engine.drain()
             beside, self._beside = self._beside, []
             self.engine.average(beside)

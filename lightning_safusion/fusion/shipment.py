@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from lightning_safusion.comm.exchange import Notice, Part, TensorFlag, Verdict, all_finite
-from lightning_safusion.comm.transport.interface import Work
+from lightning_safusion.comm.transport.interface import Work, WorkerLostError, comes_of_a_loss
+from lightning_safusion.comm.transport.lockstep import OutOfStepError
 from lightning_safusion.fusion.buffers import Buffer
 from lightning_safusion.fusion.events import Mark
 from lightning_safusion.fusion.window import Rounding, Scratch, Window, compensate, deliver, marked
@@ -43,7 +44,8 @@ class Shipment:
 
     A rank that fails to fill or pack still takes part in the exchange, with an empty message that carries the
     ``FAILED`` notice, so that no other rank waits for ever; the error is kept in the window. From :meth:`launch` on, an
-    exchange that fails (a peer is lost, a message is damaged) raises a RuntimeError with the buffer's tensors.
+    exchange that fails raises an error with the buffer's tensors: a WorkerLostError if a peer is lost, else a
+    RuntimeError (a message is damaged).
 
     Args:
         buffer: The group's buffer.
@@ -180,7 +182,7 @@ class Shipment:
         """Starts the collective.
 
         Raises:
-            RuntimeError: If it cannot be started, with the buffer's tensors.
+            WorkerLostError: If a peer is lost, with the buffer's tensors.
         """
         exchange, window = self.buffer.exchange, self.window
         self.launched = window.mark()  # before: it may have ended by the time that the call returns
@@ -188,7 +190,7 @@ class Shipment:
             with self.range("exchange"):
                 work = self.work = exchange.start()
         except Exception as error:
-            raise self._lost(error) from error
+            raise self._failed(error) from error
         self.issued = window.mark()
         if window.timed and not exchange.transport.stream_ordered:
             work.on_done(self._finish)
@@ -203,13 +205,13 @@ class Shipment:
         try:
             return self.work is None or self.buffer.exchange.advance(wait)
         except Exception as error:
-            raise self._lost(error) from error
+            raise self._failed(error) from error
 
     def wait(self) -> None:
         """Waits for the collective; a second call returns at once.
 
         Raises:
-            RuntimeError: If a peer is lost, with the buffer's tensors.
+            WorkerLostError: If a peer is lost, with the buffer's tensors.
         """
         if self.work is None:
             return
@@ -217,7 +219,7 @@ class Shipment:
         try:
             self.work.wait()
         except Exception as error:
-            raise self._lost(error) from error
+            raise self._failed(error) from error
         self.arrived = self.window.mark()
         if self.buffer.exchange.transport.stream_ordered:
             self.finished = self.arrived  # no later than this: the backend only tells when it was queued
@@ -236,7 +238,7 @@ class Shipment:
                 if not self._decode_in_place():
                     self._decode(scratch.of(self.buffer))
         except ValueError as error:
-            raise self._lost(error) from error
+            raise self._failed(error) from error
         self.decoded = self.window.mark()
         self.stage = Stage.DECODED
         return self.sound is None
@@ -352,11 +354,13 @@ class Shipment:
         ends = found.searchsorted(buffer.edges_as[found.dtype])
         return ends[1:] - ends[:-1]
 
-    def _lost(self, error: Exception) -> RuntimeError:
+    def _failed(self, error: Exception) -> Exception:
+        """An error of the exchange, with the buffer's tensors."""
+        if isinstance(error, OutOfStepError):
+            return error
+        kind = WorkerLostError if comes_of_a_loss(error) else RuntimeError
         rank, step = self.buffer.exchange.transport.rank, self.window.step
-        return RuntimeError(
-            f"rank {rank}: the exchange of the buffer with {self.buffer.title} failed in step {step}: {error}"
-        )
+        return kind(f"rank {rank}: the exchange of the buffer with {self.buffer.title} failed in step {step}: {error}")
 
 
 def _chosen(selection: Selection) -> Tensor:

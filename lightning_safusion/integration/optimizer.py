@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -94,7 +95,8 @@ class MomentumSwitch:
 
     Only while parameters are updated: training steps, schedules, loggers and checkpoints see the optimizer as it was
     made. With its momentum SGD uses every gradient ``1 / (1 - momentum)`` times, without it once: its learning rate is
-    that much larger meanwhile. A momentum that is switched on again begins from zero.
+    that much larger meanwhile. A momentum that is switched on again begins from zero. What is carried was decided when
+    the group was first seen: a momentum that changes in training changes the steps, with a warning, and nothing else.
 
     Args:
         optimizer: Adam, AdamW, RAdam or SGD.
@@ -106,6 +108,12 @@ class MomentumSwitch:
         self._optimizer, self._carried, self._pace = optimizer, carried, pace
         self._groups: list[Group] | None = None  # the optimizer's own, while others are in their place
         self._gone: dict[int, Tensor] = {}  # parameters whose latest step was without their own momentum
+        self._first: list[float] = []  # momentum of each group when it was first seen, which decides what is carried
+        self._fades: list[
+            float
+        ] = []  # share of each group's momentum that fades in a step; SGD's steps are divided by it
+        self._see_groups(optimizer.param_groups)
+        self._warned = False
         after = optimizer.register_step_post_hook(lambda *_: self.restore())
         # hooks of others see the optimizer's own groups
         cast("OrderedDict[int, Any]", optimizer._optimizer_step_post_hooks).move_to_end(after.id, last=False)
@@ -133,12 +141,24 @@ class MomentumSwitch:
     @torch.compiler.disable
     def _switch(self) -> None:
         self._groups = self._optimizer.param_groups
-        self._optimizer.param_groups = [part for group in self._groups for part in self._parts(group)]
+        self._see_groups(self._groups)
+        parts = [self._parts(number, group) for number, group in enumerate(self._groups)]
+        self._optimizer.param_groups = [part for group in parts for part in group]
 
-    def _parts(self, group: Group) -> Iterator[Group]:
+    def _see_groups(self, groups: Sequence[Group]) -> None:
+        for group in groups[len(self._first) :]:  # groups may be added later
+            self._first.append(float(_own_momentum(group)))
+            self._fades.append(1.0 - self._first[-1])
+
+    def _parts(self, number: int, group: Group) -> Iterator[Group]:
         """The parameters of a group with their own momentum, and those without."""
-        own = _own_momentum(group)
-        carried = [bool(own) and self._carried(param) for param in group["params"]]
+        own, first = _own_momentum(group), self._first[number]
+        before = self._fades[number]
+        # 1 / fades gradients add up: a buffer that is to hold more grows by no more than one of them in a step
+        fades = self._fades[number] = max(1.0 - float(own), before / (1.0 + before))
+        if own != first:
+            self._warn(number, float(own))
+        carried = [bool(first) and self._carried(param) for param in group["params"]]
         keep = [param for param, gone in zip(group["params"], carried, strict=True) if not gone]
         gone = [param for param, gone in zip(group["params"], carried, strict=True) if gone]
         for param in keep:
@@ -155,7 +175,20 @@ class MomentumSwitch:
             betas = own * self._kept, group["betas"][1]
             yield {**group, "params": gone, "betas": betas, **self._paced(group)}
         elif gone:
-            yield {**group, "params": gone, "momentum": 0.0, "nesterov": False, "lr": group["lr"] / (1.0 - own)}
+            yield {**group, "params": gone, "momentum": 0.0, "nesterov": False, "lr": group["lr"] / fades}
+
+    def _warn(self, number: int, own: float) -> None:
+        if self._warned or not self._first[number]:
+            return
+        self._warned = True
+        kind = type(self._optimizer).__name__
+        name = f"{kind}'s {'momentum' if isinstance(self._optimizer, SGD) else 'betas[0]'} (group {number})"
+        follows = "Only their steps follow" if isinstance(self._optimizer, SGD) else "Only what stays of it follows"
+        rank_zero_warn(
+            f"{name} is {own:.4g} now, and was {self._first[number]:.4g} when training began. The residual carries the "
+            f"momentum of sparse tensors, with the factor that it had then. {follows}. Pass memory='residual' to keep "
+            "the momentum in the optimizer, or cycle_momentum=False to a scheduler that changes it."
+        )
 
     @property
     def _kept(self) -> float:

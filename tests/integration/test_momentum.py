@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -320,3 +321,45 @@ def test_a_schedule_of_the_momentum_goes_on() -> None:
         found.append(optimizer.param_groups[0]["betas"][0])
     assert min(found) < 0.9 < max(found)
     assert torch.equal(optimizer.state[param]["exp_avg"], torch.ones(3))  # the latest gradient, and no other
+
+
+def _steps(make: Make, change: dict[str, Any], steps: int) -> tuple[list[float], list[str]]:
+    """How far a parameter moves in each step, whose gradient is 1 and whose momentum is carried; and the warnings."""
+    param = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = make([param])
+    switch = MomentumSwitch(optimizer, lambda _: True)
+    optimizer.param_groups[0].update(change)
+    moved = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            before = float(param.detach())
+            param.grad = torch.ones_like(param)
+            optimizer.step()
+            moved.append(before - float(param.detach()))
+    switch.close()
+    return moved, [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize(
+    ("momentum", "expected"),
+    [(0.9, [10.0, 10.0, 10.0]), (0.5, [2.0, 2.0, 2.0]), (0.0, [1.0, 1.0, 1.0]), (0.99, [11.0, 12.0, 13.0])]
+    + [(1.0, [11.0, 12.0, 13.0])],
+)
+def test_steps_of_sgd_follow_a_momentum_that_changes_no_faster_than_its_buffer(
+    momentum: float, expected: list[float]
+) -> None:
+    moved, warned = _steps(lambda p: SGD(p, 1.0, momentum=0.9), {"momentum": momentum}, 3)
+    assert moved == pytest.approx(expected)
+    assert len(warned) == (momentum != 0.9)
+    assert all(f"is {momentum:.4g} now, and was 0.9 when training began" in each for each in warned)
+
+
+@pytest.mark.parametrize("beta", [0.5, 0.0, 0.99])
+def test_what_adam_leaves_to_the_residual_stays_there_when_its_betas_change(beta: float) -> None:
+    unchanged, silent = _steps(lambda p: Adam(p, 0.1), {}, 3)
+    moved, warned = _steps(lambda p: Adam(p, 0.1), {"betas": (beta, 0.999)}, 3)
+    assert moved == unchanged
+    assert silent == []
+    assert len(warned) == 1
+    assert "betas[0] (group 0) is" in warned[0]

@@ -18,25 +18,40 @@ ReduceOp = Literal["sum", "min", "max"]
 
 # In the errors of a process group whose connections are gone; some of them are plain RuntimeErrors.
 _FAILURES: Any = getattr(dist, "DistError", ())  # where torch is built without process groups there is none
-_LIBRARIES = ("gloo", "NCCL", "Connection closed by peer")
+_LIBRARIES = ("gloo", "NCCL", "Horovod", "Connection closed by peer", "pair closure")
+_stages: list[str] = []  # of the main thread, which alone waits for other workers in them
 
 
 class WorkerLostError(RuntimeError):
     """Another worker has ended, or does not answer any more."""
 
 
+def comes_of_a_loss(error: BaseException) -> bool:
+    """Whether an error is that of a collective whose process group has failed, and has no name yet."""
+    if isinstance(error, WorkerLostError) or not isinstance(error, RuntimeError):
+        return False
+    return isinstance(error, _FAILURES) or any(name in str(error) for name in _LIBRARIES)
+
+
 @contextmanager
 def during(what: str) -> Iterator[None]:
     """Turns the error of a failed collective into a WorkerLostError that names the stage of the job ("set-up")."""
+    _stages.append(what)
     try:
         yield
     except RuntimeError as error:
-        failed = isinstance(error, _FAILURES) or any(name in str(error) for name in _LIBRARIES)
-        if not failed or isinstance(error, WorkerLostError):
+        if not comes_of_a_loss(error):
             raise
         raise WorkerLostError(
             f"a worker was lost during {what}: it has ended, or does not answer. Its own output says why. ({error})"
         ) from error
+    finally:
+        _stages.pop()
+
+
+def present_stage() -> str | None:
+    """What the innermost :func:`during` of this process is about; None outside of any."""
+    return _stages[-1] if _stages else None
 
 
 class Work(Protocol):

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
+from threading import Thread
 from typing import Any
 
 import torch
@@ -24,10 +25,13 @@ from lightning_safusion.comm.transport.interface import (
     check_sizes,
     group_of,
 )
+from lightning_safusion.comm.transport.lockstep import Lockstep, wait_watchfully
 
 # torch 2.13 renamed the functions and warns about their old names; torch without process groups has none of them.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None))
 _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", getattr(dist, "reduce_scatter_tensor", None))
+_HURRY_S = 1.0
+_patience: float | None = None  # for how many seconds the process waits for its groups at its end
 _SWAPPED = 1 << 18  # bytes, from which on it takes no longer to broadcast two messages than to gather them
 
 
@@ -40,11 +44,18 @@ class TorchWork:
     Args:
         works: What the asynchronous collectives returned.
         finish: Called once, when all of them have ended well. :meth:`wait` is then the end of the operation.
+        check: Called now and then by a host that waits; its errors end the wait.
     """
 
-    def __init__(self, works: Sequence[dist.Work], finish: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        works: Sequence[dist.Work],
+        finish: Callable[[], None] | None = None,
+        check: Callable[[], None] | None = None,
+    ) -> None:
         self._works = works
         self._finish = finish
+        self._check = check
         self._callbacks: list[Callable[[float], None]] | None = []
 
     def wait(self) -> None:
@@ -55,7 +66,10 @@ class TorchWork:
         works, finish, callbacks = self._works, self._finish, self._callbacks
         self._works, self._finish, self._callbacks = (), None, None
         for work in works:
-            work.wait()
+            if self._check is None:
+                work.wait()
+            else:
+                wait_watchfully(work, self._check)
         if finish is not None:
             finish()
         for callback in callbacks:
@@ -119,13 +133,20 @@ class TorchTransport(Transport):
         group: The process group; ``None`` is the default group. It is used, never destroyed.
         timeout: Of the groups that :meth:`subgroup` makes; their backend's default, not that of the default group,
             where it is None.
+        lockstep: Objects travel on its process group, and the host looks there whether it waits in vain. None: on
+            ``group`` as well.
 
     Raises:
         RuntimeError: If torch.distributed is not initialised.
         ValueError: If this process is not a member of the group.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, timeout: timedelta | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        timeout: timedelta | None = None,
+        lockstep: Lockstep | None = None,
+    ) -> None:
         if not dist.is_initialized():
             raise RuntimeError(
                 "TorchTransport needs a process group: call torch.distributed.init_process_group first, "
@@ -133,12 +154,16 @@ class TorchTransport(Transport):
             )
         self._group = group
         self._timeout = timeout
+        self._lockstep = lockstep
         self._subgroups: list[TorchTransport] = []
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         if self.rank < 0:
             raise ValueError(f"process {dist.get_rank()} is not a member of the process group {group}")
-        self.stream_ordered = "cuda:nccl" in dist.get_backend_config(group)
+        backends = dist.get_backend_config(group)
+        self.stream_ordered = "cuda:nccl" in backends
+        # gloo's waits have a time limit that leaves the operation as it is; with NCCL it is not the host that waits
+        self._check = lockstep.check if lockstep is not None and "cpu:gloo" in backends else None
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         if self.world_size == 2 and not self.stream_ordered and tensor.nbytes >= _SWAPPED and tensor.is_cpu:
@@ -146,21 +171,21 @@ class TorchTransport(Transport):
             messages = output.view(2, -1)
             messages[self.rank].copy_(tensor.view(-1))
             return JoinedWork([self.broadcast(messages[source], source) for source in range(2)])
-        return TorchWork([_ALL_GATHER(output, tensor, group=self._group, async_op=True)])
+        return self._work(_ALL_GATHER(output, tensor, group=self._group, async_op=True))
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         operation = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}[op]
-        return TorchWork([dist.all_reduce(tensor, operation, group=self._group, async_op=True)])
+        return self._work(dist.all_reduce(tensor, operation, group=self._group, async_op=True))
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Work:
-        return TorchWork([dist.broadcast(tensor, self._global_rank(source), group=self._group, async_op=True)])
+        return self._work(dist.broadcast(tensor, self._global_rank(source), group=self._group, async_op=True))
 
     def all_to_all(
         self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], tensor_sizes: Sequence[int]
     ) -> Work:
         check_sizes(output, tensor, output_sizes, tensor_sizes, self.world_size)
         sizes = list(output_sizes), list(tensor_sizes)
-        return TorchWork([dist.all_to_all_single(output, tensor, *sizes, group=self._group, async_op=True)])
+        return self._work(dist.all_to_all_single(output, tensor, *sizes, group=self._group, async_op=True))
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
         """See :meth:`Transport.reduce_scatter`.
@@ -169,10 +194,10 @@ class TorchTransport(Transport):
         instead, and added in float32, in rank order.
         """
         if tensor.device.type != "cpu":
-            return TorchWork([_REDUCE_SCATTER(output, tensor, group=self._group, async_op=True)])
+            return self._work(_REDUCE_SCATTER(output, tensor, group=self._group, async_op=True))
         pieces = torch.empty_like(tensor)
         work = dist.all_to_all_single(pieces, tensor, group=self._group, async_op=True)
-        return TorchWork([work], lambda: add_up(output, pieces.view(self.world_size, -1)))
+        return self._work(work, lambda: add_up(output, pieces.view(self.world_size, -1)))
 
     def permute(self, output: Tensor, tensor: Tensor, pairs: Sequence[tuple[int, int]]) -> Work:
         check_pairs(pairs, self.world_size)
@@ -182,12 +207,16 @@ class TorchTransport(Transport):
                 operations.append(dist.P2POp(dist.isend, tensor, self._global_rank(destination), self._group))
             if destination == self.rank:
                 operations.append(dist.P2POp(dist.irecv, output, self._global_rank(source), self._group))
-        # gloo does not report the end of a message from rank to rank
+        # gloo does not report the end of a message from rank to rank, nor waits for it with a limit that does no harm
         return TorchWork(dist.batch_isend_irecv(operations), lambda: None) if operations else FinishedWork()
 
     def gather_objects(self, value: Any) -> list[Any]:
-        values = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self._group)
+        values, lockstep = [None] * self.world_size, self._lockstep
+        if lockstep is not None and self.world_size == dist.get_world_size():
+            lockstep.meet("exchange of objects")
+            dist.all_gather_object(values, value, group=lockstep.group)
+        else:
+            dist.all_gather_object(values, value, group=self._group)
         return values
 
     def host_subgroup(self) -> Transport:
@@ -205,7 +234,7 @@ class TorchTransport(Transport):
         mine = group_of(self.rank, groups, self.world_size)
         members = [[self._global_rank(r) for r in group] for group in groups]
         made = [dist.new_group(ranks, timeout=self._timeout, backend=backend) for ranks in members]
-        transport = TorchTransport(made[list(groups).index(mine)], self._timeout)
+        transport = TorchTransport(made[list(groups).index(mine)], self._timeout, self._lockstep)
         self._subgroups.append(transport)
         return transport
 
@@ -223,13 +252,17 @@ class TorchTransport(Transport):
         """
         self._subgroups.clear()
 
+    def _work(self, work: dist.Work, finish: Callable[[], None] | None = None) -> TorchWork:
+        return TorchWork([work], finish, self._check)
+
     def _global_rank(self, rank: int) -> int:
         return rank if self._group is None else dist.get_global_rank(self._group, rank)
 
 
-def default_transport(timeout: timedelta | None = None) -> Transport:
-    """The default process group, or a single worker where there is none; ``timeout`` as in :class:`TorchTransport`."""
-    return TorchTransport(timeout=timeout) if dist.is_available() and dist.is_initialized() else SoloTransport()
+def default_transport(timeout: timedelta | None = None, lockstep: Lockstep | None = None) -> Transport:
+    """The default process group, or a single worker where there is none; arguments as of :class:`TorchTransport`."""
+    grouped = dist.is_available() and dist.is_initialized()
+    return TorchTransport(timeout=timeout, lockstep=lockstep) if grouped else SoloTransport()
 
 
 @cache
@@ -242,6 +275,14 @@ def end_groups_at_exit() -> None:
     atexit.register(_end_groups)
 
 
+def hurry_at_exit() -> None:
+    """Has the process end soon: operations that an error has left alone would keep it for the group's timeout."""
+    global _patience
+    _patience = _HURRY_S
+
+
 def _end_groups() -> None:
     if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
+        thread = Thread(target=dist.destroy_process_group, daemon=True)
+        thread.start()
+        thread.join(_patience)
