@@ -134,12 +134,17 @@ def processes(arguments: Mapping[str, Any], options: JobOptions) -> Iterator[Non
 
 
 def _start(rank: int, options: JobOptions, log: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "lightning_safusion.bench.own", options.to_json()]
+    command = [sys.executable, "-m", "lightning_safusion.bench.own"]
     environment = {**os.environ, "LOCAL_RANK": str(rank), STARTED: "1"}
     with log.open("w") as output:
-        return subprocess.Popen(  # noqa: S603 (no shell; this program with its own options)
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+        process = subprocess.Popen(  # noqa: S603 (no shell; this program)
+            command, env=environment, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT
         )
+    # not as an argument: options may have what other users of the machine are not to see
+    if process.stdin is not None:
+        with process.stdin:
+            process.stdin.write(options.to_json().encode())
+    return process
 
 
 def as_started() -> None:

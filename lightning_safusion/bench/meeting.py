@@ -36,7 +36,7 @@ class Meeting:
         # made here: stores of launchers are theirs to close
         address: list[Any] = [None]
         if self.rank == 0:
-            self._server = dist.TCPStore(_own_address(), 0, is_master=True, timeout=timeout, wait_for_workers=False)
+            self._server = _store(_own_address(), timeout)
             address = [[self._server.host, self._server.port]]
         dist.broadcast_object_list(address, 0, device=device)
         # Calls of one client wait for each other: a thread that listens, and groups that are made, have their own.
@@ -145,6 +145,16 @@ class Meeting:
 def cause(reasons: Sequence[str | None]) -> str | None:
     """Why a turn has failed, from what :meth:`Meeting.attempt` has told each process; None if it has not."""
     return next((reason for reason in reasons if reason is not None), None)
+
+
+def _store(address: str, timeout: timedelta) -> dist.TCPStore:
+    """A store that listens; on this machine alone, if the address is of no use elsewhere."""
+    options: dict[str, Any] = {"is_master": True, "timeout": timeout, "wait_for_workers": False}
+    if address != "localhost" and not address.startswith("127."):
+        return dist.TCPStore(address, 0, **options)
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    return dist.TCPStore("127.0.0.1", port, master_listen_fd=listening.detach(), **options)
 
 
 def _own_address() -> str:

@@ -307,4 +307,4 @@ def _quiet(log: Path) -> Iterator[None]:
 
 if __name__ == "__main__":
     as_started()
-    run_own(JobOptions.from_json(sys.argv[1]))
+    run_own(JobOptions.from_json(sys.stdin.read()))

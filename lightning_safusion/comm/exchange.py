@@ -43,6 +43,7 @@ class Notice(IntFlag):
     FAILED = 1  #: it could not fill a message
     TERMINATE = 2  #: it was asked to end (SIGTERM)
     REQUEUE = 4  #: it was asked to save and make room (the requeue signal of a cluster)
+    INTERRUPT = 8  #: its user wants it to stop (SIGINT, Ctrl-C)
 
 
 @dataclass(frozen=True)

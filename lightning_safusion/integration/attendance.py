@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-from datetime import timedelta
+import time
 from itertools import count
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch.distributed as dist
 
 # Seconds for the slowest rank: an error that all have, such as Ctrl-C, reaches them within a step.
 _PATIENCE = 10.0
+_POLL = 0.02
 _NUMBERS = count()
 
 
@@ -31,9 +31,11 @@ def all_attend(step: int | None) -> bool:
         found = "some"
         if step is not None:
             store.set(str(dist.get_rank()), str(step))
-            with suppress(RuntimeError):  # in time not all have come
-                store.wait(ranks, timedelta(seconds=_PATIENCE))
-                found = "all" if len({store.get(rank) for rank in ranks}) == 1 else "some"
+            until = time.monotonic() + _PATIENCE
+            while not (come := store.check(ranks)) and not store.check(["found"]) and time.monotonic() < until:
+                time.sleep(_POLL)
+            if come and len({store.get(rank) for rank in ranks}) == 1:
+                found = "all"
         return bool(store.compare_set("found", "", found) == b"all")  # what the first rank has found counts
     except RuntimeError:  # the store has gone with its rank
         return False

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -15,6 +17,9 @@ from lightning_safusion.comm.transport.interface import during
 from lightning_safusion.fusion.engine import Engine
 
 _Handler = Callable[[int, FrameType | None], Any]
+# A second Ctrl-C comes no earlier: launchers such as torchrun pass on the one that the terminal has sent to all.
+_SAME_S = 1.0
+_HELD = b"\nCtrl-C: training stops at the end of this step, on all workers. Once more: at once.\n"
 
 
 class DeferredSignals:
@@ -22,8 +27,8 @@ class DeferredSignals:
 
     Lightning's handlers save a checkpoint or broadcast: collectives, in the middle of whatever this rank was doing,
     while other ranks are elsewhere. A deferred signal is a notice in the header of the next gradients, and every rank,
-    signalled or not, runs its handler before the same batch. Where no gradients follow for a while, as in validation,
-    the ranks compare their notices, and Lightning's handlers are put back.
+    signalled or not, runs its handler before the same batch. A second Ctrl-C does not wait for that. Where no gradients
+    follow for a while, as in validation, the ranks compare their notices, and Lightning's handlers are put back.
 
     Args:
         engine: The engine at present; None with plain DDP.
@@ -32,11 +37,11 @@ class DeferredSignals:
 
     def __init__(self, engine: Callable[[], Engine | None], environment: ClusterEnvironment | None = None) -> None:
         self._engine = engine
-        self._notices = {int(signal.SIGTERM): Notice.TERMINATE}
+        self._notices = {int(signal.SIGTERM): Notice.TERMINATE, int(signal.SIGINT): Notice.INTERRUPT}
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue and environment.requeue_signal:
             self._notices[int(environment.requeue_signal)] = Notice.REQUEUE
         self._handlers: dict[int, _Handler] = {}
-        self._waiting: set[int] = set()
+        self._waiting: dict[int, float] = {}  # when each signal came that no handler has seen
 
     def install(self) -> None:
         """Takes the place of the present handlers. Only the main thread may, and only an engine sends notices."""
@@ -49,9 +54,14 @@ class DeferredSignals:
                 signal.signal(number, self._hold)
 
     def _hold(self, number: int, frame: FrameType | None) -> None:
-        self._waiting.add(number)
-        engine = self._engine()
+        now = time.monotonic()
+        before, engine = self._waiting.setdefault(number, now), self._engine()
+        if number == signal.SIGINT and before + _SAME_S < now:
+            self._handlers[number](number, frame)
+            return
         if engine is not None:
+            if number == signal.SIGINT and before == now and engine.transport.rank == 0:
+                os.write(2, _HELD)  # a handler may have interrupted what else writes
             engine.notices |= self._notices[number]
 
     def deliver(self) -> None:
@@ -62,9 +72,11 @@ class DeferredSignals:
         heard, engine.heard = engine.heard, 0
         for number, notice in self._notices.items():
             if heard & notice:
-                self._waiting.discard(number)
+                self._waiting.pop(number, None)
                 if number in self._handlers:
                     self._handlers[number](number, None)
+                elif number == signal.SIGINT:  # ignored here: the others end all the same
+                    raise KeyboardInterrupt
 
     def ask(self) -> None:
         """Delivers also those whose notices no gradients have carried yet. Collective."""
@@ -93,7 +105,7 @@ class DeferredSignals:
         for number, handler in self._handlers.items():
             if signal.getsignal(number) == self._hold:
                 signal.signal(number, handler)
-        waiting, self._waiting = self._waiting, set()
+        waiting, self._waiting = self._waiting, {}
         for number in waiting if deliver else ():
             self._handlers[number](number, None)
         self._handlers = {}

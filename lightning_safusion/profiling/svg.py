@@ -5,6 +5,7 @@ Matplotlib is optional: it is imported when something is drawn.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from io import StringIO
 from typing import TYPE_CHECKING, Any, ParamSpec
@@ -39,6 +40,10 @@ def explain(artist: Artist, texts: Sequence[str]) -> None:
     _TIPS[artist] = texts
 
 
+# Names may have control characters, which matplotlib writes as they are and no file of XML 1.0 may hold.
+_NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
 def inline(prefix: str, draw: Callable[_P, Figure | SubFigure], *args: _P.args, **kwargs: _P.kwargs) -> str:
     """A picture as an SVG element, whose lines and letters have the colour of the text around it.
 
@@ -58,7 +63,7 @@ def inline(prefix: str, draw: Callable[_P, Figure | SubFigure], *args: _P.args, 
         figure = draw(*args, **kwargs).figure
         _link(figure)
         figure.savefig(written, format="svg", transparent=True)
-    root = ElementTree.fromstring(written.getvalue())  # noqa: S314 - made here
+    root = ElementTree.fromstring(_NO_XML.sub("\ufffd", written.getvalue()))  # noqa: S314 - made here
     for element in list(root.iter()):
         _settle(element, prefix)
     return ElementTree.tostring(root, encoding="unicode")

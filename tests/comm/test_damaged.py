@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from lab.virtual.transport import local_transports
 from lightning_safusion.comm.collectives.allgather import SparseAllGather
 from lightning_safusion.comm.exchange import SpanSpec
 from lightning_safusion.comm.wire.codec import Codec
+from lightning_safusion.comm.wire.elias_fano import EliasFanoCodec
 from lightning_safusion.comm.wire.formats import resolve_codec
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify.base import Selection
@@ -108,3 +110,17 @@ def test_the_drain_names_the_buffer_of_a_damaged_message() -> None:
             cluster.step(cluster.random_grads(2))
     finally:
         cluster.close()
+
+
+def test_entries_behind_the_last_tensor_are_refused() -> None:
+    codec = resolve_codec("eliasfano-fp32", 300, 40, torch.float32, (0, 7, 300))
+    assert isinstance(codec, EliasFanoCodec)
+    message = torch.zeros(codec.nbytes, dtype=torch.uint8)
+    codec.encode(Selection(torch.arange(0, 280, 7), torch.ones(40), 40), message)
+    start, stop = np.cumsum((0, *codec.field_bytes))[1:3]
+    buckets = int(codec._buckets[-1])
+    high = np.zeros(8 * (stop - start), np.uint8)
+    high[buckets : buckets + 40] = 1  # as many entries as there are, all of them too far
+    message[start:stop] = torch.from_numpy(np.packbits(high, bitorder="little"))
+    with native.unused(), pytest.raises(ValueError, match="has entries behind its tensors: it is damaged"):
+        codec.reader(message)(0, 300)

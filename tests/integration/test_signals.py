@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.callbacks import LearningRateFinder, OnExceptionCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
 
 from lightning_safusion import SAFusionStrategy
@@ -188,6 +188,55 @@ def test_the_requeue_signal_is_the_cluster_environments(environment: Any, deferr
         assert engine.notices == (Notice.REQUEUE if deferred else 0)
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_second_interrupt_ends_at_once_and_one_that_is_passed_on_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine: Any = SimpleNamespace(notices=0, heard=0, transport=SimpleNamespace(rank=1))
+    now = iter([0.0, 0.5, 2.0])
+    monkeypatch.setattr("lightning_safusion.integration.signals.time.monotonic", lambda: next(now))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        deferred = DeferredSignals(lambda: engine)
+        deferred.install()
+        os.kill(os.getpid(), signal.SIGINT)  # of the terminal
+        os.kill(os.getpid(), signal.SIGINT)  # of the launcher
+        assert engine.notices == Notice.INTERRUPT
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        engine.heard = Notice.INTERRUPT
+        with pytest.raises(KeyboardInterrupt):
+            deferred.deliver()
+        deferred.remove(deliver=False)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class Stopped(Signalled):
+    """Rank 1 gets a Ctrl-C in a backward pass."""
+
+    def on_after_backward(self) -> None:
+        if self.global_rank == 1 and self.trainer.global_step == 7:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("collective", ["allgather", "sharded"])
+def test_what_is_saved_after_an_interrupt_has_the_residuals(tmp_path: Path, collective: Any) -> None:
+    def train(rank: int) -> str:
+        saves = OnExceptionCheckpoint(str(tmp_path), "stopped")
+        run = trainer(SAFusionStrategy(density=0.1, collective=collective), callbacks=[saves], enable_checkpointing=True)
+        try:
+            run.fit(Stopped(tmp_path), classification())
+        except BaseException as error:
+            return f"{type(error).__name__} {run.global_step}"
+        return "ended"
+
+    ends = run_launched(2, train)
+    assert len(set(ends)) == 1
+    assert ends[0] != "ended"
+    assert torch.load(tmp_path / "stopped.ckpt", weights_only=False)["safusion"]["engine"]["windows"] > 7
+    assert len(list((tmp_path / "stopped.ckpt.safusion").iterdir())) == 2
 
 
 def test_a_module_that_only_validates_installs_nothing() -> None:

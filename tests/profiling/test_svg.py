@@ -78,6 +78,11 @@ def test_names_are_text() -> None:
     assert f"gradient of {NASTY} ready at 30.00 ms" in titles(written)
 
 
+def test_names_may_have_control_characters() -> None:
+    written = inline("a", plot_step, run_step(3, names=("\x1b[31m\x07", "last")))
+    assert "gradient of \ufffd[31m\ufffd ready at 30.00 ms" in titles(written)
+
+
 def test_pictures_of_one_page_have_ids_of_their_own() -> None:
     def ids(prefix: str) -> set[str]:
         root = ElementTree.fromstring(inline(prefix, plot_step, run_step(3)))  # noqa: S314 - made here

@@ -232,6 +232,7 @@ class EliasFanoCodec(Codec):
         entries = np.arange(ranks[first], ranks[last])
         check_damage(len(places) == len(entries), f"has {len(places)} of {len(entries)} entries")
         bucket = places - entries
+        check_damage(bool((bucket < self._buckets[-1]).all()), "has entries behind its tensors")
         run = self._buckets.searchsorted(bucket, side="right") - 1
         found = self._starts[run] + (bucket - self._buckets[run] << self.low) + self._low_bits(arrays.low, entries)
         check_damage(bool((found < self._ends[run]).all()), "has entries between its tensors")

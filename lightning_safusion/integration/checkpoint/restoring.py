@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from lightning_safusion.sparsify.memory.residual import AutoMemory
 
 # Neither plan nor measured costs depend on the first; the engine notices a change of the second.
 _NOT_PLANNED_WITH = ("memory", "density", "select_by", "quota")
+_NONCE = re.compile("[0-9a-f]+")  # it is a part of file names
 _ENGINE_KEYS = ("windows", "density", "tensors", "order_known", "planner")
 _SHOWN = 8
 
@@ -126,6 +128,19 @@ def _entry_problem(entry: Mapping[str, Any]) -> str | None:
         for key in keys:
             if key not in entry[part]:
                 return f"lacks {key!r} in {part!r}"
+    if not _NONCE.fullmatch(entry["nonce"]):
+        return f"has {entry['nonce']!r:.50} as 'nonce'"
+    return _counters_problem(entry["engine"])
+
+
+def _counters_problem(engine: Mapping[str, Any]) -> str | None:
+    windows, density, tensors = engine["windows"], engine["density"], engine["tensors"]
+    if type(windows) is not int or windows < 0:
+        return f"has {windows!r:.50} as 'windows' in 'engine'"
+    if not isinstance(density, (int, float)) or not 0 < density <= 1:
+        return f"has {density!r:.50} as 'density' in 'engine'"
+    if not isinstance(tensors, list) or not all(isinstance(name, str) for name in tensors):
+        return f"has {tensors!r:.50} as 'tensors' in 'engine'"
     return None
 
 
