@@ -225,7 +225,9 @@ class Stopped(Signalled):
 def test_what_is_saved_after_an_interrupt_has_the_residuals(tmp_path: Path, collective: Any) -> None:
     def train(rank: int) -> str:
         saves = OnExceptionCheckpoint(str(tmp_path), "stopped")
-        run = trainer(SAFusionStrategy(density=0.1, collective=collective), callbacks=[saves], enable_checkpointing=True)
+        run = trainer(
+            SAFusionStrategy(density=0.1, collective=collective), callbacks=[saves], enable_checkpointing=True
+        )
         try:
             run.fit(Stopped(tmp_path), classification())
         except BaseException as error:
