@@ -180,7 +180,7 @@ class SAFusionStrategy(DDPStrategy):
         self._exchange = GradientExchange()
         self._transport: Transport | None = None
         self._lockstep: Lockstep | None = None  # of a fit of several workers
-        self._epoch_end = EpochEnd(lambda: self._lockstep)
+        self._epoch_end = EpochEnd()
         self._signals: DeferredSignals | None = None  # during training with an engine
         self._wrapped: list[tuple[str, nn.Parameter]] = []  # trainable parameters that DDP knows
         self._untrained: list[str] = []  # those that no optimizer has
@@ -223,7 +223,8 @@ class SAFusionStrategy(DDPStrategy):
             group = self._ddp_kwargs.get("process_group")
             if group is None or dist.get_world_size(group) == self.world_size:
                 self._lockstep = Lockstep.of_all(self.root_device, self._timeout, lambda: more_batches(trainer))
-            self._epoch_end.attach(trainer)
+            if self._lockstep is not None:
+                self._epoch_end.attach(trainer, self._lockstep)
         super().setup(trainer)
         self._bind()
         self.cautions = self._exchange.cautions(self.optimizers)

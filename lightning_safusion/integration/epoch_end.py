@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_safusion.comm.transport.lockstep import Lockstep
@@ -12,18 +10,16 @@ from lightning_safusion.comm.transport.lockstep import Lockstep
 class EpochEnd(Callback):
     """Has all workers meet before anything else at the end of an epoch: metrics that are reduced would wait for ever
     for workers that have more batches, or be taken for their gradients.
-
-    Args:
-        lockstep: Of the present fit; None: nothing happens.
     """
 
-    def __init__(self, lockstep: Callable[[], Lockstep | None]) -> None:
-        self._lockstep = lockstep
+    def __init__(self) -> None:
+        self._lockstep: Lockstep | None = None
         self._callbacks: list[Callback] = []
 
-    def attach(self, trainer: Trainer) -> None:
+    def attach(self, trainer: Trainer, lockstep: Lockstep) -> None:
         """Becomes the first callback of the trainer."""
         self.detach()
+        self._lockstep = lockstep
         self._callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set by Lightning's callback connector
         self._callbacks.insert(0, self)
 
@@ -31,13 +27,12 @@ class EpochEnd(Callback):
         """Undoes :meth:`attach`."""
         if self in self._callbacks:
             self._callbacks.remove(self)
-        self._callbacks = []
+        self._callbacks, self._lockstep = [], None
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """See the class."""
-        lockstep = self._lockstep()
-        if lockstep is not None:
-            lockstep.end_epoch(trainer.current_epoch, exhausted=not _is_stopped(trainer))
+        if self._lockstep is not None:
+            self._lockstep.end_epoch(trainer.current_epoch, exhausted=not _is_stopped(trainer))
 
 
 def more_batches(trainer: Trainer) -> bool | None:

@@ -114,6 +114,9 @@ class Lockstep:
             return None
         return None if dist.distributed_c10d._get_default_store() is None else cls(device, timeout, more)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Lockstep:
+        return self  # of a strategy that is copied: a process has one place
+
     def begin_batch(self, epoch: int, batch: int) -> None:
         """A batch begins, the ``batch``-th of an epoch, from 0. Raises as :meth:`check`."""
         self.check()  # Lightning drops errors of what it broadcasts between two batches
