@@ -97,7 +97,7 @@ def test_every_wait_within_a_step_has_a_name(options: dict[str, Any], owner: typ
             return own(*args, **kwargs)
 
         setattr(owner, method, killing)
-        strategy = SAFusionStrategy(density=0.05, timeout=timedelta(seconds=20), **options)
+        strategy = SAFusionStrategy(timeout=timedelta(seconds=20), **options)
         trainer(strategy, limit_train_batches=8).fit(TinyClassifier(), classification())
 
     with pytest.raises(RuntimeError, match=f"WorkerLostError: .*{place}"):
