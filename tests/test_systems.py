@@ -69,6 +69,7 @@ def fit_all(rank: int, systems: Sequence[str | None]) -> dict[str | None, Any]:
     }
 
 
+@pytest.mark.costly(reason="the first of them trains all systems of the quick tests")
 @pytest.mark.parametrize("system", quick_of(SYSTEMS, (*USUAL, *DENSE)))
 def test_every_system_trains(results: Results, system: str) -> None:
     (first, losses, report), (second, _, _) = results(system)
