@@ -44,7 +44,7 @@ class DeviceDrain:
         self._phases = Lane(device)  # what the later phases of an exchange need: no buffer waits for another's
         self._fused = FusedPath(device)
         self._scratch = Scratch(device)
-        # bool, of the open window so far, without fused shipments: whether all is well, and whether all means are finite
+        # bool, of the open window so far without fused shipments: whether all is well, and all means are finite
         self._found: tuple[Tensor, Tensor] | None = None
         self._queued: list[Shipment] = []  # in the lanes: their memory is in use
         self._unread: _Unread | None = None
