@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean, stdev
+from typing import Any
 
 import numpy as np
 from scipy.stats import rankdata
@@ -39,6 +40,10 @@ class Standing:
     by_bytes: float
     error: float
     trials: int
+
+    def figures(self) -> dict[str, Any]:
+        """All fields, None in place of NaN."""
+        return asdict(self) | {"error": None if math.isnan(self.error) else self.error}
 
 
 def standings(results: Results, contenders: Mapping[str, Scheme]) -> list[Standing]:

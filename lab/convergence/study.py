@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -91,7 +90,7 @@ def write_report(summaries: Sequence[Summary], results: ranks.Results, folder: P
     (folder / "table.md").write_text(text + "\n", encoding="utf-8")
     figures = {
         "configurations": [summary.figures() for summary in summaries],
-        "standings": [[asdict(row) for row in contest] for contest in standings],
+        "standings": [[row.figures() for row in contest] for contest in standings],
     }
     (folder / "summary.json").write_text(json.dumps(figures, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     files = save_pictures(summaries, folder)
