@@ -43,6 +43,9 @@ class DeferredSignals:
         self._handlers: dict[int, _Handler] = {}
         self._waiting: dict[int, float] = {}  # when each signal came that no handler has seen
 
+    def __deepcopy__(self, memo: object) -> DeferredSignals:
+        return self  # handlers are those of the process
+
     def install(self) -> None:
         """Takes the place of the present handlers. Only the main thread may, and only an engine sends notices."""
         if self._engine() is None or threading.current_thread() is not threading.main_thread():
