@@ -52,6 +52,7 @@ class DDPHook:
         self._untrained = {id(param): name for name, param in untrained}
         self._expected = len(self._untrained) if averages else 0  # gradients to be averaged in every window
         self._beside: list[Tensor] = []  # those that were submitted in this window
+        self._ending = False  # all is there: what no optimizer has may still come
         # Of buckets with one parameter, by their number: to make a future costs more than the rest of the hook.
         self._seen: dict[int, tuple[Tensor, Future[Tensor], int]] = {}
         self._device_type = engine.space.device.type
@@ -90,7 +91,8 @@ class DDPHook:
             future, complete = self._take(bucket, buffer)
         if complete or ((self._sparse or self._beside) and self.engine.complete):
             complete = len(self._sparse) == len(self._sparse_names) and len(self._beside) == self._expected
-        if complete:
+        if complete and not self._ending:
+            self._ending = True
             if self._drain_in_hook:
                 self._finish()
             else:
@@ -128,7 +130,7 @@ class DDPHook:
 
     @torch.compiler.disable
     def _finish(self) -> None:
-        self._drain_in_hook, self._rebuilt = False, True
+        self._drain_in_hook, self._rebuilt, self._ending = False, True, False
         self._fresh = [False] * len(self._fresh)
         waiting = during(f"the exchange of gradients in step {self.engine.windows}")
         with torch.no_grad(), torch.autocast(self._device_type, enabled=False), waiting:
@@ -216,5 +218,5 @@ class DDPHook:
 
     def reset(self) -> None:
         """Forgets an open window."""
-        self._sparse, self._seen, self._beside = {}, {}, []
+        self._sparse, self._seen, self._beside, self._ending = {}, {}, [], False
         self.engine.reset()
