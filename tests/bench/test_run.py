@@ -127,7 +127,8 @@ def test_over_a_slow_link_ddp_waits_and_its_bytes_are_counted(tmp_path: Path) ->
     # two workers send and receive the whole gradient, in packets with headers
     assert nbytes < ddp["wire_bytes"] < 1.25 * nbytes
     assert ddp["step_s"] > 0.8 * nbytes * 8 / 20e6  # a step takes no less than its bytes need
-    assert floor["wire_bytes"] < in_step["wire_bytes"] < 0.01 * nbytes + 2000
+    # what these two send is the bench's own: a barrier and the ends of blocks
+    assert max(floor["wire_bytes"], in_step["wire_bytes"]) < 0.01 * nbytes + 2000
     assert sparse["wire_bytes"] < 0.2 * ddp["wire_bytes"]
 
 
