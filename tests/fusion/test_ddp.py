@@ -78,7 +78,9 @@ def wrap(model: nn.Module, options: dict[str, Any] | None, **ddp_options: Any) -
     ddp = DistributedDataParallel(model, **(usual | ddp_options))
     tables = {id(m.weight) for m in model.modules() if getattr(m, "sparse", False)}
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    named, sparse = ([(n, p) for n, p in trainable if (id(p) in tables) == wanted] for wanted in (False, True))
+    untrained = [(n, p) for n, p in trainable if n == "probe"]
+    trained = [(n, p) for n, p in trainable if n != "probe"]
+    named, sparse = ([(n, p) for n, p in trained if (id(p) in tables) == wanted] for wanted in (False, True))
     controller = build_engine(
         settings(**options),
         specs_from_parameters(named),
@@ -87,7 +89,7 @@ def wrap(model: nn.Module, options: dict[str, Any] | None, **ddp_options: Any) -
         measure=False,
         overlap=not ddp_options.get("find_unused_parameters"),
     )
-    hook = DDPHook(controller, [p for _, p in named], sparse, bool(ddp_options.get("static_graph")))
+    hook = DDPHook(controller, [p for _, p in named], sparse, bool(ddp_options.get("static_graph")), untrained)
     ddp.register_comm_hook(None, hook.run)
     return ddp, hook
 
@@ -418,6 +420,28 @@ def test_sparse_gradients_are_averaged_as_ddp_does(ddp_options: dict[str, Any]) 
         return max(float((a - b).abs().max()) for a, b in pairs)
 
     assert max(run_ranks(2, both)) < 1e-5
+
+
+def test_a_gradient_that_no_optimizer_uses_may_come_after_those_of_the_tables() -> None:
+    class Probed(Tables):
+        def __init__(self) -> None:
+            super().__init__()
+            self.probe = nn.Parameter(torch.ones(4))
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            before = self.probe * 1  # the first operation forward is the last backward
+            return super().forward(tokens) * before
+
+    def run(rank: int) -> int:
+        ddp, hook = wrap(Probed(), {"density": 1.0, "collective": "allgather"})
+        assert hook is not None
+        for step in range(4):
+            ddp(batch(rank, step)).square().sum().backward()
+            hook.check_complete()
+            assert not ddp.module.probe.grad.any()
+        return hook.engine.windows
+
+    assert run_ranks(2, run) == [4, 4]
 
 
 def test_an_unused_sparse_table_is_named() -> None:
