@@ -1,10 +1,11 @@
 """Runs the stages one after the other, each in a process of its own, and writes what they found.
 
-    $ python -m lab gpu --output gpu
-    $ python -m lab gpu --output rehearsal --rehearse
+    $ python3 -m lab gpu --set first --output gpu/first
+    $ python3 -m lab gpu --set first --output rehearsal/first --rehearse
 
 A stage that fails, hangs or runs too long is ended with all of its processes and reported with the figures that it had
-found; the others go on. Files are written after every stage, so that Ctrl-C leaves what there is.
+found; the others go on. Files and the archive of all of them are written after every stage, and once more before the
+exit status is decided: Ctrl-C leaves what there is.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from lab.gpu.archive import CACHE, archive
 from lab.gpu.figures import Figure, Lines
 from lab.gpu.page import page
-from lab.gpu.stages import LIMIT, REHEARSAL_FACTOR, ROOT, STAGES
+from lab.gpu.stages import LIMIT, REHEARSAL_FACTOR, ROOT, SETS, STAGES, UNFIT, stages_of
 from lightning_safusion.lookup import check_name
 
 _GRACE = 10.0  # seconds in which a killed process is gone
+_SAID = 4  # last lines of what a stage has printed, where it did not end well
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,8 @@ class Outcome:
 
     Args:
         name: Of the stage.
-        state: ``"done"``, ``"failed"``, ``"timed out"``, ``"stopped"`` by the user, or ``"not run"``.
+        state: ``"done"``, ``"failed"``, ``"timed out"``, ``"stopped"`` by the user, ``"unfit"`` (the machine lacks what
+            all stages need), or ``"not run"``.
         seconds: It took.
         figures: That it found.
         why: The last lines of what it printed, if it is not done.
@@ -57,28 +61,31 @@ def run_stage(name: str, folder: Path, rehearse: bool, seconds: float) -> Outcom
     begin, state = time.perf_counter(), "done"
     with log.open("w") as output:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=_environment(rehearse), stdout=output, stderr=output, start_new_session=True
+            command, cwd=ROOT, env=_environment(folder, rehearse), stdout=output, stderr=output, start_new_session=True
         )
         try:
-            if process.wait(seconds) != 0:
-                state = "failed"
+            if (status := process.wait(seconds)) != 0:
+                state = "unfit" if status == UNFIT else "failed"
         except subprocess.TimeoutExpired:
             state = "timed out"
         except KeyboardInterrupt:
             state = "stopped"
         finally:
             _end(process)
-    why = "" if state == "done" else "\n".join(log.read_text(errors="replace").splitlines()[-4:])
+    said = {"done": 0, "unfit": 1}.get(state, _SAID)
+    why = "\n".join(log.read_text(errors="replace").splitlines()[-said:]) if said else ""
     return Outcome(name, state, time.perf_counter() - begin, tuple(lines.read()), why)
 
 
-def _environment(rehearse: bool) -> dict[str, str]:
+def _environment(folder: Path, rehearse: bool) -> dict[str, str]:
     """Variables of a stage: kernels are made for the interpreter or the compiler when Triton is imported."""
     wanted = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
     wanted["TRITON_INTERPRET"] = "1" if rehearse else "0"
+    # workers are on this machine, whose name may have no address
+    wanted |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
     if rehearse:
         wanted |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return os.environ | wanted
+    return {"TRITON_CACHE_DIR": str(folder / CACHE)} | os.environ | wanted
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -90,11 +97,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def gpu(output: Path, rehearse: bool = False, stages: Sequence[str] = ()) -> None:
-    """What a GPU must show: numbers, waits, times, races, two processes and a Trainer, each beside its budget.
+    """What a GPU must show, in sets of stages: numbers, times, waits, races, two processes, each beside its budget.
 
     Args:
         output: Folder for the figures (gpu.json), a page of them (gpu.md), the device's costs (device-costs.json, which
-            the simulator reads), and what every stage prints.
+            the simulator reads), and what every stage prints. An archive of it is written beside it.
         rehearse: Run every stage on the CPU, with Triton's interpreter and small sizes: nothing is measured.
         stages: Their names; all by default.
 
@@ -112,28 +119,34 @@ def gpu(output: Path, rehearse: bool = False, stages: Sequence[str] = ()) -> Non
     (output / "device-costs.json").unlink(missing_ok=True)
     outcomes: list[Outcome] = []
     # whoever ends this process ends the stage as well
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         for outcome in _outcomes(stages or tuple(STAGES), output, rehearse):
             outcomes.append(outcome)
             print(f"{outcome.name}: {outcome.state} in {outcome.seconds:.0f} s", flush=True)
             _write(output, outcomes, rehearse)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number in before:
+            signal.signal(number, signal.SIG_IGN)  # the archive is written whatever comes
+        print(f"archive: {_write(output, outcomes, rehearse)}", flush=True)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     _judge(output, outcomes, rehearse)
 
 
 def _outcomes(names: Sequence[str], output: Path, rehearse: bool) -> Iterator[Outcome]:
-    """Runs stages until the user stops one, or the time of all is over."""
-    left, stopped = float("inf") if rehearse else LIMIT, False
+    """Runs stages until the user stops one, the machine turns out to be unfit, or the time of all is over."""
+    left, ended = float("inf") if rehearse else LIMIT, ""
     for name in names:
-        if stopped or left <= 0:
-            why = "the run was stopped" if stopped else f"the {LIMIT:.0f} seconds of all stages were over"
-            yield Outcome(name, "not run", why=why)
+        if left <= 0:
+            ended = ended or f"the {LIMIT:.0f} seconds of a call were over"
+        if ended:
+            yield Outcome(name, "not run", why=ended)
             continue
         limit = STAGES[name].seconds * (REHEARSAL_FACTOR if rehearse else 1.0)
         outcome = run_stage(name, output, rehearse, min(limit, left))
-        stopped, left = outcome.state == "stopped", left - outcome.seconds
+        left -= outcome.seconds
+        ended = {"stopped": "the run was stopped", "unfit": outcome.why}.get(outcome.state, "")
         yield outcome
 
 
@@ -147,10 +160,12 @@ def _need_device() -> None:
         )
 
 
-def _write(output: Path, outcomes: Sequence[Outcome], rehearse: bool) -> None:
+def _write(output: Path, outcomes: Sequence[Outcome], rehearse: bool) -> Path:
+    """Writes page, figures and the archive of all files."""
     content = {"rehearsal": rehearse, "command": sys.argv, "stages": [asdict(outcome) for outcome in outcomes]}
     (output / "gpu.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     (output / "gpu.md").write_text(page(outcomes, rehearse, (output / "device-costs.json").exists()), encoding="utf-8")
+    return archive(output)
 
 
 def _judge(output: Path, outcomes: Sequence[Outcome], rehearse: bool) -> None:
@@ -171,9 +186,12 @@ def main(args: Sequence[str]) -> None:
     parser = argparse.ArgumentParser("python -m lab gpu", description=(gpu.__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--output", type=Path, required=True, help="folder for figures, page, costs and logs")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU: nothing is measured")
-    parser.add_argument("--stages", default="", help=f"some of {','.join(STAGES)}")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--set", choices=SETS, help="stages that belong together, in at most 8 minutes")
+    which.add_argument("--stages", default="", help=f"some of {','.join(STAGES)}")
     given = parser.parse_args(args)
     try:
-        gpu(given.output, given.rehearse, tuple(filter(None, given.stages.split(","))))
+        stages = stages_of(given.set) if given.set else tuple(filter(None, given.stages.split(",")))
+        gpu(given.output, given.rehearse, stages)
     except (RuntimeError, ValueError) as error:
         sys.exit(f"python -m lab: {error}")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import statistics
+import warnings
 from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
 import torch
+
+from lab.gpu.stages import UnfitError
+from lightning_safusion.kernels.cuda import serves_buffers
 
 # Cycles of a device that do nothing: some 20 ms, in which the host submits all work of a window.
 _HELD = 30_000_000
@@ -22,6 +26,9 @@ class Device:
     Attributes:
         device: The first CUDA device, or the CPU.
         cuda: Whether it is one.
+
+    Raises:
+        UnfitError: If Triton cannot start on the device: all that follows would be about PyTorch's operations.
     """
 
     def __init__(self, rehearse: bool) -> None:
@@ -29,6 +36,7 @@ class Device:
         self.device = torch.device("cuda", 0) if self.cuda else torch.device("cpu")
         if self.cuda:
             torch.cuda.set_device(self.device)
+            need_kernels(self.device)
 
     def moment(self) -> Any:
         """When the current stream gets here."""
@@ -84,3 +92,15 @@ class Device:
         source = torch.zeros(numel, device=self.device)
         target = torch.empty_like(source)
         return 8 * numel / self.median(lambda: target.copy_(source), repetitions)
+
+
+def need_kernels(device: torch.device) -> None:
+    """Raises :class:`UnfitError`, with what Triton says, unless the fused kernels serve a device."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        serving = serves_buffers(device)
+    if not serving:
+        why = "; ".join(str(warning.message) for warning in said) or "Triton is not installed"
+        raise UnfitError(
+            f"The fused kernels do not start on {device}, so nothing was measured: PyTorch's operations would be. {why}"
+        )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lab.gpu.figures import Lines
 from lab.gpu.interpreter import quicken
-from lab.gpu.stages import Setting
+from lab.gpu.stages import UNFIT, Setting, UnfitError
 
 
 def main(function: str, file: str, *options: str) -> None:
@@ -26,9 +26,13 @@ def main(function: str, file: str, *options: str) -> None:
     setting = Setting("--rehearse" in options, Path(file).parent)
     if setting.rehearse:
         quicken()
-    for figure in getattr(importlib.import_module(module), name)(setting):
-        lines.add(figure)
-        print(figure, flush=True)
+    try:
+        for figure in getattr(importlib.import_module(module), name)(setting):
+            lines.add(figure)
+            print(figure, flush=True)
+    except UnfitError as error:
+        print(*str(error).split(), flush=True)  # one line
+        sys.exit(UNFIT)
 
 
 if __name__ == "__main__":

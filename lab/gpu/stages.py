@@ -9,6 +9,14 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
+#: Status of a stage's process that has met :class:`UnfitError`.
+UNFIT = 3
+
+
+class UnfitError(RuntimeError):
+    """A stage raises it where no stage can show what it must: the machine lacks something that all of them need."""
+
+
 @dataclass(frozen=True)
 class Setting:
     """Where a stage runs.
@@ -27,37 +35,46 @@ class Stage:
     """One of them. It runs in a process of its own.
 
     Args:
-        function: ``MODULE:NAME``; called with a :class:`Setting`, it yields figures.
+        function: ``MODULE:NAME``; called with a :class:`Setting`, it yields figures, each with its budget.
+        group: The set that it belongs to; "" for one that begins every set.
         seconds: After which it is ended.
         shows: What a reader learns, in a line.
     """
 
     function: str
+    group: str
     seconds: float
     shows: str
 
 
-#: In the order in which they run: what others depend on first, what repeats others last.
+#: In the order in which the stages of a set run: what matters most first, what repeats others last.
 STAGES: dict[str, Stage] = {
-    "environment": Stage(
-        "lab.gpu.environment:environment", 100, "versions, whether Triton serves, and what compiling the kernels takes"
+    "environment": Stage("lab.gpu.environment:environment", "", 40, "versions, and whether Triton starts"),
+    "trainer": Stage("lab.gpu.trainer:precisions", "first", 100, "a Trainer with a model of BERT-base's size and DDP"),
+    "numerics": Stage(
+        "lab.gpu.numerics:numerics", "first", 120, "messages, means and residuals against the CPU, bit for bit; spills"
     ),
-    "waits": Stage("lab.gpu.waits:waits", 40, "every place where the host waits for the device, with its stack"),
-    "numerics": Stage("lab.gpu.numerics:numerics", 90, "messages, means and residuals against the CPU, bit for bit"),
-    "passes": Stage("lab.gpu.timing:passes", 60, "the time of every kernel against a copy"),
-    "windows": Stage("lab.gpu.timing:windows", 60, "whole windows of BERT-base: device, host, launches and memory"),
-    "races": Stage("lab.gpu.races:races", 45, "windows whose streams are late at random, and some that are abandoned"),
-    "graphs": Stage("lab.gpu.races:graphs", 30, "selection and packing replayed from a CUDA graph"),
-    "processes": Stage("lab.gpu.processes:processes", 60, "two workers over gloo: replicas, and the CPU's numbers"),
-    "trainer": Stage("lab.gpu.trainer:precisions", 100, "a Trainer with a model of BERT-base's size against DDP"),
+    "passes": Stage("lab.gpu.timing:passes", "first", 60, "the time of every kernel against a copy"),
+    "windows": Stage("lab.gpu.timing:windows", "first", 60, "windows of BERT-base: device, host, launches and memory"),
+    "waits": Stage("lab.gpu.waits:waits", "second", 40, "where the host waits for the device, each with its stack"),
+    "races": Stage("lab.gpu.races:races", "second", 45, "windows whose streams are late at random, some abandoned"),
+    "graphs": Stage("lab.gpu.races:graphs", "second", 30, "selection and packing replayed from a CUDA graph"),
+    "processes": Stage("lab.gpu.processes:processes", "second", 60, "two workers over gloo: replicas, CPU's numbers"),
     "deterministic": Stage(
-        "lab.gpu.trainer:deterministic", 45, "a one-element parameter, and torch's deterministic algorithms"
+        "lab.gpu.trainer:deterministic", "second", 45, "a one-element parameter, and torch's deterministic algorithms"
     ),
-    "selection": Stage("lab.gpu.selection:selection", 30, "the compressors that torch's operations serve"),
-    "tests": Stage("lab.gpu.environment:tests", 90, "the tests that wait for a device"),
+    "selection": Stage("lab.gpu.selection:selection", "second", 30, "the compressors that torch's operations serve"),
+    "tests": Stage("lab.gpu.environment:tests", "second", 90, "the tests that wait for a device"),
 }
 
-#: Seconds for all stages on a device.
+#: Sets of stages, each of them a call: ``python3 -m lab gpu --set NAME``.
+SETS = tuple(dict.fromkeys(stage.group for stage in STAGES.values() if stage.group))
+#: Seconds of a call on a device.
 LIMIT = 470.0
 #: A rehearsal in Triton's interpreter may take so many times as long.
 REHEARSAL_FACTOR = 6.0
+
+
+def stages_of(group: str) -> tuple[str, ...]:
+    """Names of the stages of a set."""
+    return tuple(name for name, stage in STAGES.items() if stage.group in ("", group))

@@ -1,4 +1,4 @@
-"""Stages that the tests of the command run: one that goes well, one that fails, and one that hangs."""
+"""Stages that the tests of the command run: they go well, fail, hang, or cannot run on this machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 
 from lab.gpu.figures import Figure, equal, note
-from lab.gpu.stages import Setting
+from lab.gpu.stages import Setting, UnfitError
 
 
 def good(setting: Setting) -> Iterator[Figure]:
@@ -36,3 +36,9 @@ def hanging(setting: Setting) -> Iterator[Figure]:
 def outside(setting: Setting) -> Iterator[Figure]:
     """Finds that numbers differ."""
     yield equal("numbers are equal", False, "rank 1 | row 2")
+
+
+def unfit(setting: Setting) -> Iterator[Figure]:
+    """Needs what the machine has not."""
+    yield note("before", 1)
+    raise UnfitError("no kernel starts here")

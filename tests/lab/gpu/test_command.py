@@ -1,7 +1,8 @@
 """The command that runs the stages: what fails, hangs or is stopped leaves the rest as it is, and is reported.
 
-Covers: no device; unknown stages; stages that end, fail, hang (with all their processes) and find something outside;
-    Ctrl-C; figures and their budgets; a file of figures that was cut short; the page of a rehearsal and of a device.
+Covers: no device; unknown stages; sets within the time of a call; stages that end, fail, hang (with all their
+    processes), find something outside, or find that the machine is unfit; Ctrl-C; the archive and what has no room in
+    it; figures and their budgets; a file of figures that was cut short; the page of a rehearsal and of a device.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 from typing import Any
@@ -19,10 +21,12 @@ import pytest
 import torch
 
 from lab.__main__ import main
+from lab.gpu.archive import archive
 from lab.gpu.command import Outcome, gpu
+from lab.gpu.device import need_kernels
 from lab.gpu.figures import Figure, Lines, equal, note
 from lab.gpu.page import page
-from lab.gpu.stages import ROOT, STAGES, Stage
+from lab.gpu.stages import LIMIT, ROOT, SETS, STAGES, Stage, UnfitError, stages_of
 
 MADE = "tests.lab.gpu.made"
 
@@ -33,8 +37,15 @@ def made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lab.gpu.command.REHEARSAL_FACTOR", 1.0)
     for name in list(STAGES):
         monkeypatch.delitem(STAGES, name)
-    for name, seconds in {"good": 60, "failing": 60, "hanging": 30, "outside": 60}.items():
-        monkeypatch.setitem(STAGES, name, Stage(f"{MADE}:{name}", seconds, f"what {name} shows"))
+    for name, seconds in {"good": 60, "failing": 60, "hanging": 30, "outside": 60, "unfit": 60}.items():
+        monkeypatch.setitem(STAGES, name, Stage(f"{MADE}:{name}", "made", seconds, f"what {name} shows"))
+
+
+def packed(folder: Path) -> dict[str, bytes]:
+    """Files of the archive of a folder."""
+    with tarfile.open(folder.with_suffix(".tgz")) as tar:
+        files = {Path(entry.name): tar.extractfile(entry) for entry in tar.getmembers()}
+        return {str(path.relative_to(folder.name)): file.read() for path, file in files.items() if file is not None}
 
 
 def written(folder: Path) -> dict[str, dict[str, Any]]:
@@ -51,21 +62,54 @@ def gone(pid: int) -> bool:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 def test_without_a_device_there_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"needs a CUDA device.*nothing was measured.*--rehearse"):
-        main(["gpu", "--output", str(tmp_path / "out")])
+        main(["gpu", "--set", "first", "--output", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
 
 
 def test_unknown_stages_are_named(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="unknown stage 'warp'. Choose one of 'environment', 'waits'"):
+    with pytest.raises(SystemExit, match="unknown stage 'warp'. Choose one of 'environment', "):
         main(["gpu", "--output", str(tmp_path), "--rehearse", "--stages", "warp"])
+
+
+@pytest.mark.parametrize("group", SETS)
+def test_a_set_ends_within_the_time_of_a_call(group: str) -> None:
+    assert sum(STAGES[name].seconds for name in stages_of(group)) <= LIMIT
+
+
+def test_an_archive_has_what_matters_first_and_names_the_rest(tmp_path: Path) -> None:
+    noise = os.urandom(50_000)
+    for name in ("gpu.md", "gpu.json", "a.log", "deep/trace.gz", "triton-cache/kernel"):
+        path = tmp_path / "run" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(noise[: 30_000 if name == "a.log" else None])
+    assert archive(tmp_path / "run", limit=200_000).stat().st_size <= 200_000
+    assert packed(tmp_path / "run") == {
+        "gpu.md": noise, "gpu.json": noise, "a.log": noise[:30_000], "left-out.txt": b"deep/trace.gz\n",
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_machine_that_lacks_what_all_stages_need_ends_the_run_with_words(made: None, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="not done: unfit, good"):
+        gpu(tmp_path / "out", rehearse=True, stages=("unfit", "good"))
+    found = written(tmp_path / "out")
+    assert found["good"]["why"] == found["unfit"]["why"] == "no kernel starts here"
+    assert (found["unfit"]["state"], found["good"]["state"]) == ("unfit", "not run")
+
+
+def test_where_the_kernels_do_not_start_no_other_operations_are_measured() -> None:
+    with pytest.raises(UnfitError, match="fused kernels do not start on cpu, so nothing was measured"):
+        need_kernels(torch.device("cpu"))
 
 
 @pytest.mark.slow
 def test_stages_that_fail_or_hang_leave_the_others_as_they_are(
     made: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    tmp_path /= "out"
     with pytest.raises(RuntimeError, match="not done: failing, hanging; outside: numbers are equal"):
         gpu(tmp_path, rehearse=True, stages=("failing", "hanging", "outside", "good"))
+    assert packed(tmp_path)["gpu.md"] == (tmp_path / "gpu.md").read_bytes()
     found = written(tmp_path)
     assert {name: stage["state"] for name, stage in found.items()} == {
         "failing": "failed",
@@ -86,9 +130,10 @@ def test_stages_that_fail_or_hang_leave_the_others_as_they_are(
 
 @pytest.mark.slow
 def test_ctrl_c_writes_what_there_is(made: None, tmp_path: Path) -> None:
+    tmp_path /= "out"
     program = (
         "import sys; from lab.gpu import command; from lab.gpu.stages import STAGES, Stage; "
-        f"STAGES |= {{name: Stage('{MADE}:' + name, 300, name) for name in ('good', 'hanging')}}; "
+        f"STAGES |= {{name: Stage('{MADE}:' + name, '', 300, name) for name in ('good', 'hanging')}}; "
         "command.main(sys.argv[1:])"
     )
     arguments = ["--output", str(tmp_path), "--rehearse", "--stages", "good,hanging,numerics"]
@@ -109,6 +154,7 @@ def test_ctrl_c_writes_what_there_is(made: None, tmp_path: Path) -> None:
         "numerics": "not run",
     }
     assert gone(found["hanging"]["figures"][0]["value"])
+    assert packed(tmp_path)["gpu.json"] == (tmp_path / "gpu.json").read_bytes()
 
 
 @pytest.mark.parametrize(
