@@ -131,9 +131,7 @@ class DeviceDrain:
             raise window.error
         return True, 0
 
-    def _commit(
-        self, window: Window, shipments: Sequence[Shipment], found: tuple[Tensor, Tensor] | None
-    ) -> _Unread:
+    def _commit(self, window: Window, shipments: Sequence[Shipment], found: tuple[Tensor, Tensor] | None) -> _Unread:
         """Commits all shipments if everything is well; ``found``: of those that are not fused."""
         fused = [shipment for shipment in shipments if isinstance(shipment, FusedShipment)]
         others = [shipment for shipment in shipments if not isinstance(shipment, FusedShipment)]

@@ -42,6 +42,7 @@ def compensate(
     tensors: tl.tensor,
     addresses: tl.tensor,
     epsilons: tl.tensor,
+    scales: tl.tensor,
     flags: tl.tensor,
     histogram: tl.tensor,
     message: tl.tensor,
@@ -58,8 +59,8 @@ def compensate(
 
     Writes the flag of a tensor that has such elements, into its dense lane a ``share`` of its elements, the keys (int32
     [N], only with ``MOMENT`` of 0 or more, the kind of the moments), and counts the first digit of the keys (int32
-    [T, 2^BITS]). ``GRAD`` is the kind of the gradients. One program for each chunk (int32 [3, count]: tensor, first,
-    end).
+    [T, 2^BITS]). ``scales`` (float32 [2]) are the factor of the loss that gradients carry, and its reciprocal; ``GRAD``
+    is their kind. One program for each chunk (int32 [3, count]: tensor, first, end).
     """
     chunk = tl.program_id(0)
     tensor = tl.load(chunks + chunk)
@@ -68,7 +69,7 @@ def compensate(
     grads = tl.load(addresses + GRADS * number + tensor)
     moments = tl.load(addresses + MOMENTS * number + tensor)
     lane = tl.load(addresses + LANES * number + tensor)
-    epsilon = tl.load(epsilons + tensor)
+    epsilon, unscale = tl.load(epsilons + tensor), tl.load(scales + 1)
     BINS: tl.constexpr = 1 << BITS
     bins = tl.arange(0, BINS)
     counts = tl.zeros([BINS], tl.int32)
@@ -79,7 +80,7 @@ def compensate(
         g = load_float(grads, offsets - first, inside, GRAD)
         r = tl.load(memory + offsets, mask=inside, other=0.0)
         finite = magnitudes(g) < INFINITE
-        x = tl.where(finite, decay * r + g, r)
+        x = tl.where(finite, decay * r + g * unscale, r)
         tl.store(memory + offsets, x, mask=inside)
         bad |= (~finite).to(tl.int32)
         if lane != -1:

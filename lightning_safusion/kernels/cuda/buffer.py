@@ -146,6 +146,8 @@ class BufferKernels:
         self._errors = torch.zeros(int(narrow.sum()), dtype=torch.float32, device=memory.device)
         self._error_places = 4 * (narrow.cumsum() - narrow)
         self._known: tuple[object, ...] | None = None  # the host's copy of addresses and epsilons
+        #: float32 [2], the factor of the loss that gradients carry, and its reciprocal.
+        self.scales = workspace.unscaled
         self._told = 0  # how often the device was told others: tables of its own, to which graphs point
         self.addresses = torch.empty(0, dtype=torch.int64)
         self._epsilons = torch.empty(0, dtype=torch.float32)
@@ -205,7 +207,7 @@ class BufferKernels:
     def select(self, decay: float, weighing: Weighing | None) -> None:
         """Adds the gradients to the residual, and finds what is sent of the sum."""
         keys = self.memory.view(torch.int32) if weighing is None else weighing.keys
-        key = self._told, decay, address_of(keys), self.packer.workspace.moves
+        key = self._told, decay, address_of(keys), address_of(self.scales), self.packer.workspace.moves
         self._selection.run(key, lambda: self._select(decay, keys))
         self.packer.selected = True
 
@@ -218,10 +220,11 @@ class BufferKernels:
         """Adds the gradients to the residual, and counts the first digit of keys, unless what is sent is known."""
         bits = self.tables.digits[0] if self.tables.room and not known else 0
         for kind, moment, chunks, count in self._launches:
-            arrays = self.constants.tensors, self.addresses, self._epsilons, self.packer.flags, self.packer.histogram
+            arrays = self.constants.tensors, self.addresses, self._epsilons, self.scales
+            counted = self.packer.flags, self.packer.histogram, self.origin
             sizes = decay, self.share, self.tables.number, count
             options = {"GRAD": kind, "MOMENT": moment, "BITS": bits, "BLOCK": BLOCK}
-            launch(accumulating.compensate, count, self.memory, keys, chunks, *arrays, self.origin, *sizes, **options)
+            launch(accumulating.compensate, count, self.memory, keys, chunks, *arrays, *counted, *sizes, **options)
 
     def pack(self, notices: int) -> None:
         """Writes the message; ``notices``: bits for all ranks."""
@@ -234,10 +237,10 @@ class BufferKernels:
         constants, number = self.constants, self.tables.number
         received, words = self.received.view(torch.int32), len(self.sent) // 4
         for kind, tiles, count in self._tiles:
-            arrays = self.memory, tiles, constants.tensors, self.addresses, constants.shape, status
-            scales, strides = (decay, 1.0 / self.world), (words, 4 * words, self.world, self.world)
+            arrays = self.memory, tiles, constants.tensors, self.addresses, constants.shape, self.scales, status
+            factors, strides = (decay, 1.0 / self.world), (words, 4 * words, self.world, self.world)
             launch(
-                decode.decode, count, received, self.sent, self.received, *arrays, *scales, *strides, number, number,
+                decode.decode, count, received, self.sent, self.received, *arrays, *factors, *strides, number, number,
                 count, KIND=kind, BITS=BITS, OWNED=False, VALUES=self.tables.message.values,
             )  # fmt: skip
 

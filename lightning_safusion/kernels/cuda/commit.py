@@ -78,7 +78,8 @@ def _take_out(
     """Subtracts what a tile has in this rank's message, and adds what a narrow gradient could not hold of the mean.
 
     In its own shard what this rank delivers is subtracted from what others have sent to it, and the rest of that is
-    added to the residual. A window that is not good leaves the residual alone.
+    added to the residual. A window that is not good leaves the residual alone, and any window that of a tensor whose
+    mean was not delivered.
     """
     message = tl.load(row + _MESSAGE).to(tl.pointer_type(tl.int32))
     shape = tl.load(row + _SHAPE).to(tl.pointer_type(tl.int32))
@@ -91,7 +92,8 @@ def _take_out(
     kind = tl.load(tensors + KINDS * (number + 1) + tensor)
     lane = tl.load(addresses + LANES * number + tensor)
     shape += tl.load(tensors + SHAPES * (number + 1) + tensor)
-    shard = tl.load(row + _SUMS)
+    shard, means = tl.load(row + _SUMS), tl.load(addresses + SUMS * number + tensor)
+    good = good & (means != 0)
     if lane != -1:
         _take_lane(row, lane, offset, size, memory, kind, good, factor, world)
     else:
@@ -104,7 +106,7 @@ def _take_out(
             values,
         ) = describe_tile(shape, tensors, tiles, tile, number, count)  # fmt: skip
         before, behind, length, _wrong = read_region(message, shape, tiles, tile, count)
-        seen = before
+        length, seen = tl.where(good | (shard != 0), length, 0), before
         for at in range(0, length, BITS):
             marked, here = read_bits(message + high, before + bucket, at, length, BITS)
             buckets = at - (seen - before)
@@ -122,7 +124,7 @@ def _take_out(
             _add(memory, target, tl.where(good, size, 0))
     if (kind != 0) & good:
         tl.debug_barrier()
-        _add(memory, tl.load(addresses + SUMS * number + tensor).to(tl.pointer_type(tl.float32)) + offset, size)
+        _add(memory, means.to(tl.pointer_type(tl.float32)) + offset, size)
 
 
 @triton.jit

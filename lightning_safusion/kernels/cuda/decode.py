@@ -37,7 +37,13 @@ DAMAGED, NOT_FINITE, IRREGULAR = tl.constexpr(1), tl.constexpr(2), tl.constexpr(
 
 @triton.jit
 def _undo(
-    memory: tl.tensor, grads: tl.tensor, offset: tl.tensor, size: tl.tensor, decay: tl.tensor, KIND: tl.constexpr
+    memory: tl.tensor,
+    grads: tl.tensor,
+    offset: tl.tensor,
+    size: tl.tensor,
+    decay: tl.tensor,
+    unscale: tl.tensor,
+    KIND: tl.constexpr,
 ) -> None:
     """Takes the elements of a bad gradient that were added out of the residual of a tile."""
     for at in range(0, size, _PIECE):
@@ -45,7 +51,7 @@ def _undo(
         g = load_float(grads, offset + lanes, lanes < size, KIND)
         added = (lanes < size) & (magnitudes(g) < INFINITE)
         r = tl.load(memory + lanes, mask=added, other=0.0)
-        tl.store(memory + lanes, quotient(r - g, tl.zeros([_PIECE], tl.float32) + decay), mask=added)
+        tl.store(memory + lanes, quotient(r - g * unscale, tl.zeros([_PIECE], tl.float32) + decay), mask=added)
 
 
 @triton.jit
@@ -98,6 +104,8 @@ def _deliver(
     place: tl.tensor,
     lanes: tl.tensor,
     size: tl.tensor,
+    scale: tl.tensor,
+    unscale: tl.tensor,
     KIND: tl.constexpr,
     WRITTEN: tl.constexpr,
 ) -> tl.tensor:
@@ -111,17 +119,18 @@ def _deliver(
         grads, sums: Where the gradient is, and where the means of the tile were added up.
         place: Of the tile in its tensor.
         lanes, size: Some elements of the tile, and how many it has.
+        scale, unscale: Factor of the loss that the gradient gets, and its reciprocal.
         KIND: Of the gradient.
-        WRITTEN: The means were added up in the gradient itself: all but the poison is there.
+        WRITTEN: The means were added up in the gradient itself: without a factor all but the poison is there.
     """
     inside = lanes < size
     largest = tl.max(tl.where(inside, magnitudes(mean), 0), 0)
     poisoned = place + lanes == tl.where(bad != 0, 0, -1)
-    mean = tl.where(poisoned, float("nan"), mean)
-    wanted = (poisoned if WRITTEN else inside) & inside
+    mean = tl.where(poisoned, float("nan"), mean * scale)
+    wanted = (tl.where(scale == 1.0, poisoned, True) if WRITTEN else inside) & inside
     held = store_float(grads, place + lanes, mean, wanted, KIND)
     if KIND != 0:
-        tl.store(sums + lanes, mean - held, mask=inside)
+        tl.store(sums + lanes, (mean - held) * unscale, mask=inside)
     return largest
 
 
@@ -138,6 +147,7 @@ def decode(
     tensors: tl.tensor,
     addresses: tl.tensor,
     shape: tl.tensor,
+    scales: tl.tensor,
     status: tl.tensor,
     decay: tl.tensor,
     factor: tl.tensor,
@@ -156,7 +166,7 @@ def decode(
     """Writes the mean of all messages into gradients of one kind, and judges the window.
 
     A tensor that is not finite on some rank comes out not finite. What it added to this rank's residual is undone,
-    before its gradient is overwritten.
+    before its gradient is overwritten. A tensor without a place in which means are added up keeps its gradient.
 
     Args:
         received: int32 [world, stride], the messages.
@@ -167,6 +177,7 @@ def decode(
         tensors: int32 [13, number + 1].
         addresses: int64 [4, number].
         shape: int32 [n, 16], of messages.
+        scales: float32 [2]; see :func:`~lightning_safusion.kernels.cuda.accumulate.compensate`.
         status: int32 [1].
         decay: Of the residual.
         factor: Of all values.
@@ -181,18 +192,20 @@ def decode(
     row = tensors + tensor
     offset, size = tl.load(tiles + TILE_OFFSET * count + tile), tl.load(tiles + TILE_SIZE * count + tile)
     grads = tl.load(addresses + GRADS * number + tensor)
-    sums = tl.load(addresses + SUMS * number + tensor).to(tl.pointer_type(tl.float32)) + offset
+    there = tl.load(addresses + SUMS * number + tensor)
+    sums = there.to(tl.pointer_type(tl.float32)) + offset
+    scale, unscale = tl.load(scales), tl.load(scales + 1)
     lane, flag = tl.load(addresses + LANES * number + tensor), tl.load(row + FLAGS * (number + 1))
     if tile == 0:
         _judge(own, headers, header_stride, ranks, status, heads, 256, OWNED)
     mine = tl.load(own + flag)
     if (mine & BAD) != 0:
         first = tl.load(row + EDGES * (number + 1)) + offset
-        _undo(memory + first, grads, offset, size, decay, KIND)
+        _undo(memory + first, grads, offset, size, decay, unscale, KIND)
         tl.debug_barrier()
     bad = _is_bad(mine, headers + flag, header_stride, ranks)
     damaged, largest = tile * 0, tile * 0
-    if lane != -1:
+    if (lane != -1) & (there != 0):
         for at in range(0, size, _PIECE):
             lanes, mean = at + tl.arange(0, _PIECE), tl.zeros([_PIECE], tl.float32)
             if OWNED:
@@ -203,9 +216,9 @@ def decode(
                     sent = (message.to(tl.pointer_type(tl.uint8)) + lane).to(tl.int64)
                     mean += load_float(sent, offset + lanes, lanes < size, KIND) * factor
                     message += stride
-            most = _deliver(mean, bad, grads, sums, offset, lanes, size, KIND, False)
+            most = _deliver(mean, bad, grads, sums, offset, lanes, size, scale, unscale, KIND, False)
             largest = tl.maximum(largest, most)
-    else:
+    if (lane == -1) & (there != 0):
         message, times = received, world
         if OWNED:
             described = tl.load(row + SHAPES * (number + 1))
@@ -218,7 +231,7 @@ def decode(
         for at in range(0, size, _PIECE):
             lanes = at + tl.arange(0, _PIECE)
             mean = tl.load(sums + lanes, mask=lanes < size, other=0.0)
-            most = _deliver(mean, bad, grads, sums, offset, lanes, size, KIND, KIND == 0)
+            most = _deliver(mean, bad, grads, sums, offset, lanes, size, scale, unscale, KIND, KIND == 0)
             largest = tl.maximum(largest, most)
     damaged |= tl.where(largest >= INFINITE, NOT_FINITE, 0)
     tl.atomic_or(status, damaged, mask=damaged != 0, sem="relaxed")

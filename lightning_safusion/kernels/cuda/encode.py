@@ -262,10 +262,13 @@ def _write_header(
     programs: tl.tensor,
     SIZE: tl.constexpr,
 ) -> None:
-    """The flags of all tensors, the notices, and zeros: the first bytes of a message (uint8)."""
+    """The flags of all tensors, the notices, and zeros: the first bytes of a message (uint8).
+
+    ``flags`` say where they differ from those of a gradient that is fresh and finite.
+    """
     for at in range(program * SIZE, bytes, programs * SIZE):
         place = at + tl.arange(0, SIZE)
-        flag = FRESH | tl.load(flags + place, mask=place < number, other=0)
+        flag = FRESH ^ tl.load(flags + place, mask=place < number, other=0)
         byte = tl.where(place < number, flag, tl.where(place == number, notices, 0))
         tl.store(message + place, byte.to(tl.uint8), mask=place < bytes)
 

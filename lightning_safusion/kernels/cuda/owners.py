@@ -121,10 +121,10 @@ class OwnerKernels(BufferKernels):
         constants, number, mail = self._second, self._shards.second.number, self.mail
         words, row, heads = mail.gathered.shape[1] // 4, mail.arriving.shape[1], self.tables.heads
         for kind, tiles, count in self._tiles:
-            arrays = self.memory, tiles, constants.tensors, self.addresses, constants.shape, status
-            scales, strides = (decay, 1.0 / self.world), (words, row, self.world - 1, self.world)
+            arrays = self.memory, tiles, constants.tensors, self.addresses, constants.shape, self.scales, status
+            factors, strides = (decay, 1.0 / self.world), (words, row, self.world - 1, self.world)
             buffer.launch(
-                decode.decode, count, self.received.view(torch.int32), self.origin, mail.arriving, *arrays, *scales,
+                decode.decode, count, self.received.view(torch.int32), self.origin, mail.arriving, *arrays, *factors,
                 *strides, heads, number, count, KIND=kind, BITS=BITS, OWNED=True,
                 VALUES=self.tables.message.values,
             )  # fmt: skip

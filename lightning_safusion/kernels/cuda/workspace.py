@@ -33,11 +33,12 @@ class Workspace:
 
     Attributes:
         moves: How often it has got other memory.
+        unscaled: float32 [2], the factor of a loss that is not scaled, and its reciprocal.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._memory = torch.empty(0, dtype=torch.int32, device=device)
-        self.moves = 0
+        self.moves, self.unscaled = 0, torch.ones(2, dtype=torch.float32, device=device)
 
     def take(self, sizes: Sequence[int], zeros: int) -> list[Tensor]:
         """int32 vectors that lie one behind the other, the first ``zeros`` of them filled with zeros at once.
