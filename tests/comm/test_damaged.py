@@ -122,5 +122,5 @@ def test_entries_behind_the_last_tensor_are_refused() -> None:
     high = np.zeros(8 * (stop - start), np.uint8)
     high[buckets : buckets + 40] = 1  # as many entries as there are, all of them too far
     message[start:stop] = torch.from_numpy(np.packbits(high, bitorder="little"))
-    with native.unused(), pytest.raises(ValueError, match="has entries behind its tensors: it is damaged"):
+    with native.unused(), pytest.raises(ValueError, match="has entries behind its regions: it is damaged"):
         codec.reader(message)(0, 300)

@@ -225,14 +225,17 @@ class EliasFanoCodec(Codec):
         Raises:
             ValueError: If the message is damaged.
         """
-        begin, end = (int(ranks[region] + self._bucket_of_region[region]) for region in (first, last))
+        counted, bounds = ranks[first : last + 1], self._bucket_of_region[first : last + 1]
+        begin, end = int(counted[0] + bounds[0]), int(counted[-1] + bounds[-1])
         aligned = begin >> 3
         places = marked(arrays.high.view(np.uint8)[aligned : blocks_of(end, 8)]) + (aligned << 3)
         places = places[(places >= begin) & (places < end)]
-        entries = np.arange(ranks[first], ranks[last])
+        entries = np.arange(counted[0], counted[-1])
         check_damage(len(places) == len(entries), f"has {len(places)} of {len(entries)} entries")
         bucket = places - entries
-        check_damage(bool((bucket < self._buckets[-1]).all()), "has entries behind its tensors")
+        check_damage(
+            np.array_equal(bucket.searchsorted(bounds), counted - counted[0]), "has entries behind its regions"
+        )
         run = self._buckets.searchsorted(bucket, side="right") - 1
         found = self._starts[run] + (bucket - self._buckets[run] << self.low) + self._low_bits(arrays.low, entries)
         check_damage(bool((found < self._ends[run]).all()), "has entries between its tensors")

@@ -230,7 +230,21 @@ INLINE void take_batch(struct reading *at)
     add_found(at, at->cached ? 0 : LATE);
 }
 
-/* Adds what a message has of a region, of which elements are wanted from a bucket on; whether it is sound. */
+/* Whether no bit is set from one on up to an end. */
+INLINE int none_set(const uint8_t *high, int64_t bit, int64_t end)
+{
+    uint32_t set = 0;
+    for (int64_t byte = bit >> 3; byte < (end + 7) >> 3; byte++) {
+        uint32_t own = high[byte];
+        if (byte == bit >> 3) own &= UINT32_C(0xFF) << (bit & 7);
+        if (byte == end >> 3) own &= (UINT32_C(1) << (end & 7)) - 1;
+        set |= own;
+    }
+    return !set;
+}
+
+/* Adds what a message has of a region, of which elements are wanted from a bucket on; whether it is sound. What comes
+ * behind its last entry is looked at by whom the region's last element belongs to. */
 INLINE int add_region(struct reading *at, const struct run *run, int64_t region, int64_t first_bucket)
 {
     const struct message *from = at->from;
@@ -238,8 +252,10 @@ INLINE int add_region(struct reading *at, const struct run *run, int64_t region,
     const int64_t stop = buckets - bucket < 1 << REGION ? buckets : bucket + (1 << REGION);
     const int64_t last = rank_at(from, run->region + region + 1), end = last + run->bucket + stop;
     int64_t entry = rank_at(from, run->region + region), before = run->start + (bucket << low_bits) - 1;
+    const int64_t filled = run->start + (stop << low_bits), behind = filled < run->stop ? filled : run->stop;
     if (last > from->room) return 0;
-    for (int64_t bit = entry + run->bucket + bucket; entry < last && before < at->start + at->size - 1;) {
+    int64_t bit = entry + run->bucket + bucket;
+    while (entry < last && before < at->start + at->size - 1) {
         struct batch *batch = at->batches + at->found % (LATE + 1);
         if (bit >= end) return 0; /* not as many as the ranks say */
         find_bits(batch, (const uint8_t *)(intptr_t)from->offsets, bit, end, at->taken);
@@ -252,10 +268,11 @@ INLINE int add_region(struct reading *at, const struct run *run, int64_t region,
         batch->position = run->start + zeros * (INT64_C(1) << low_bits); /* may be before the run */
         if (!find_places(batch, from) || batch->position + batch->places[0] <= before) return 0;
         before = batch->position + batch->places[number - 1];
-        if (before >= run->stop) return 0;
+        if (before >= behind) return 0;
         take_batch(at);
     }
-    return 1;
+    if (at->start + at->size < behind) return 1;
+    return entry == last && none_set((const uint8_t *)(intptr_t)from->offsets, bit, end);
 }
 
 CLONES static int add_runs(struct reading *at)

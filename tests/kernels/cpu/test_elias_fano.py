@@ -2,17 +2,20 @@
 
 Covers: numbers of entries about those that are handled together (8, and 256); entries side by side, and far apart;
     places of no bits up to more than a byte; tensors and parts that end anywhere; pieces of a message; several messages
-    written by one call; positions that do not ascend.
+    written by one call; positions that do not ascend; the same damaged messages are refused.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_safusion.comm.wire.elias_fano import EliasFanoCodec
@@ -132,3 +135,47 @@ def test_entries_lie_as_far_apart_as_they_like(jump: int) -> None:
     back[100] += 1 << 32  # only its lower half ascends
     with pytest.raises(ValueError, match="do not ascend"):
         written(codec, selected(back))
+
+
+@settings(max_examples=80)
+@given(
+    shape=st.sampled_from([(1, 1), (500, 3), (3000, 60), (4000, 3999), (70_000, 1)]),
+    field=st.sampled_from(["ranks", "high", "low"]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_the_same_damaged_messages_are_refused(shape: tuple[int, int], field: str, seed: int) -> None:
+    """Workers with kernels and without must end together."""
+    numel, capacity = shape
+    codec, generator = codec_of(numel, capacity, "sign"), np.random.default_rng(seed)
+    count = int(generator.integers(0, capacity + 1))
+    message = written(codec, selected(places("anywhere", numel, count)))
+    begins = np.cumsum([0, *codec.field_bytes])[["ranks", "high", "low"].index(field) :][:2]
+    if field == "ranks":  # nearly all others that do not ascend, or are too many, look alike
+        ranks = message[: begins[1]].numpy().view(codec._rank)[: len(codec._bucket_of_region)]
+        ranks[1:] = np.sort(generator.integers(0, capacity + 1, len(ranks) - 1))
+    else:
+        for bit in generator.integers(8 * begins[0], 8 * begins[1], generator.integers(1, 4)):
+            message[bit // 8] ^= 1 << int(bit % 8)
+
+    def compiled() -> Tensor:
+        out = torch.zeros(numel)
+        read = codec.inbox(message[None])
+        assert read is not None
+        messages = read()
+        native.mean_into([out], Parts.between([0, numel]), lambda start, stop: messages, 1.0)
+        return out
+
+    def plain() -> Tensor:
+        out = torch.zeros(numel)
+        positions, values = codec.reader(message)(0, numel)
+        return out.index_put_((positions,), values)
+
+    def outcome(read: Callable[[], Tensor]) -> Tensor | None:
+        try:
+            return read()
+        except ValueError:
+            return None
+
+    ours, numpys = outcome(compiled), outcome(plain)
+    assert (ours is None) == (numpys is None)
+    assert ours is None or torch.equal(ours, numpys)
