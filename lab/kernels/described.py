@@ -33,8 +33,11 @@ def described(code: Mapping[str, Any], target: str, warps: int, shared: int) -> 
         shared: Bytes of shared memory that it asks for.
     """
     if target.isdigit():
-        return _of_cubin(code["cubin"], target, 32 * warps, shared) | _of_ptx(code["ptx"]) | {"shared": shared}
-    return _of_amd(code["amdgcn"], code["llir"]) | {"shared": shared}
+        found = _of_cubin(code["cubin"], target, 32 * warps, shared) | _of_ptx(code["ptx"])
+    else:
+        found = _of_amd(code["amdgcn"], code["llir"])
+    # what old versions of Triton make of a unary minus; a zero keeps the wrong sign
+    return found | {"subtracted from 0": len(re.findall(r"\bfsub float 0\.0", code["llir"])), "shared": shared}
 
 
 def _of_cubin(cubin: bytes, target: str, threads: int, shared: int) -> dict[str, int]:

@@ -41,19 +41,17 @@ Found = dict[str, dict[str, dict[str, dict[str, Any]]]]
 ROOT = Path(__file__).parents[2]
 
 
-def install(version: str, folder: Path) -> Path:
-    """Installs a Triton, alone; returns where it is.
+def install(package: str, version: str, folder: Path) -> None:
+    """Installs a package into a folder, alone.
 
     Raises:
         ConnectionError: If pip has failed, as it does without a network.
     """
-    target = folder / version
-    options = ("--no-deps", "--no-compile", "--quiet", "--disable-pip-version-check", "--target", str(target))
-    command = [sys.executable, "-m", "pip", "install", *options, f"triton=={version}"]
+    options = ("--no-deps", "--no-compile", "--quiet", "--disable-pip-version-check", "--target", str(folder))
+    command = [sys.executable, "-m", "pip", "install", *options, f"{package}=={version}"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode != 0:
-        raise ConnectionError(f"pip could not install triton {version}: {ended.stderr.strip()[-500:]}")
-    return target
+        raise ConnectionError(f"pip could not install {package} {version}: {ended.stderr.strip()[-500:]}")
 
 
 def compiled(targets: Sequence[str], triton: Path | None = None) -> dict[str, dict[str, dict[str, Any]]]:
@@ -90,11 +88,11 @@ def compiled_by(version: str, targets: Sequence[str]) -> dict[str, dict[str, dic
     makers = [[t for t in targets if t.isdigit()], [t for t in targets if not t.isdigit()]]
     found: dict[str, dict[str, dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        where = install(version, Path(folder))
+        install("triton", version, Path(folder))
         for own in makers:
             known = [target for target in own if (version, target) not in UNKNOWN]
             if known:
-                found |= compiled(known, where)
+                found |= compiled(known, Path(folder))
     return found
 
 
@@ -153,7 +151,8 @@ def _faults_of(label: str, code: Mapping[str, Any], nvidia: bool) -> list[str]:
         "divisions": nvidia and (weighed or name == "decode" or "SELECTED=True,VALUES=3" in label),
         "roots": nvidia and weighed,
     }
-    wrong = [f"{code[what]} {what}" for what in ("spills", "fused", "flushed", "float atomics") if code[what]]
+    unwanted = "spills", "fused", "flushed", "float atomics", "subtracted from 0"
+    wrong = [f"{code[what]} {what}" for what in unwanted if code[what]]
     wrong += [f"no {what}" for what, asked in wanted.items() if asked and not code[what]]
     if code.get("blocks", 2) < 2:
         wrong.append("room for one program")

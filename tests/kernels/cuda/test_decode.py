@@ -87,6 +87,20 @@ def test_compiled_kernels_read_the_same(density: float, sizes: tuple[int, ...]) 
     assert same(ours, torch.cat(means))
 
 
+def test_what_is_sent_of_negative_zeros_leaves_positive_ones() -> None:
+    ranks = [Rank.of(Case((300, 40)), number, 3) for number in range(2)]
+    for rank in ranks:
+        rank.memory.fill_(-0.0)
+        for grad in rank.grads:
+            grad.fill_(-0.0)
+    rank = sent(Case((300, 40)), 3, ranks=ranks)[0]
+    remaining = rank.left(rank.mean())
+    _, _, window = decoded(rank)
+    window.commit([rank.kernels])
+    assert same(rank.memory.cpu(), remaining)
+    assert 0 < int(rank.memory.signbit().sum()) < 340
+
+
 def test_one_launch_ends_a_window_of_several_buffers() -> None:
     cases_ = [Case((300, 30)), Case((40,), dense=frozenset({0}), kinds=(1,)), Case((1200,), density=0.01)]
     buffers = [sent(case, 3)[1] for case in cases_]
