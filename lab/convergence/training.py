@@ -181,10 +181,10 @@ def _averager(task: Task, scheme: Scheme, specs: Sequence[TensorSpec], order: Se
     if scheme.method == "powersgd":
         return PowerSGD(specs, order, scheme.workers, scheme.rank, POWERSGD_START)
     if scheme.method == "demo":
-        return DeMo(specs, scheme.workers, scheme.density, scheme.momentum or DEMO_DECAY)
+        return DeMo(specs, scheme.density, scheme.momentum or DEMO_DECAY)
     if scheme.method == "sparseloco":
         betas = task.momentum if scheme.momentum is None else scheme.momentum, scheme.beta2 or task.beta2
-        return SparseLoCo(specs, scheme.workers, scheme.density, betas=betas)
+        return SparseLoCo(specs, scheme.density, betas=betas)
     return Engines(lambda: scheme.settings(task.steps), specs, order, scheme.workers)
 
 

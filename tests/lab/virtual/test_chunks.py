@@ -11,7 +11,7 @@ from torch import nn
 from lab.convergence.scheme import parse_scheme
 from lab.convergence.training import make_optimizers
 from lab.tasks import TASKS
-from lab.virtual.chunks import Chunks, DeMo, SparseLoCo, cosines, largest, of_two_bits
+from lab.virtual.chunks import Chunks, DeMo, SparseLoCo, cosines, largest, of_two_bits, over_senders
 from lightning_safusion.fusion.layout import specs_from_parameters
 
 
@@ -49,24 +49,39 @@ def test_two_bits_are_a_sign_and_one_of_two_means() -> None:
     assert not of_two_bits(torch.zeros(1, 2, 2)).any()
 
 
+def test_an_entry_is_averaged_over_the_workers_that_sent_it() -> None:
+    sent = torch.tensor([[2.0, 0.0, 3.0, 0.0], [0.0, 0.0, 5.0, -1.0], [0.0, 0.0, 1.0, -3.0]])
+    assert over_senders(sent).tolist() == [2.0, 0.0, 3.0, -2.0]
+
+
+def test_a_step_is_that_of_the_only_sender() -> None:
+    specs = specs_from_parameters([("x", nn.Parameter(torch.zeros(2, 4)))])
+    lone, silent = torch.eye(1, 8).flatten(), torch.zeros(8)
+    (alone,) = SparseLoCo(specs, 0.1).average([[lone.clone()]])
+    (among,) = SparseLoCo(specs, 0.1).average([[lone.clone()], *([silent.clone()] for _ in range(3))])
+    assert alone.any()
+    assert torch.equal(among, alone)
+
+
 def test_demo_steps_by_sign_and_keeps_what_it_did_not_send() -> None:
     model = nn.Linear(64, 64, bias=False)
     gradients = [[torch.randn(4096)] for _ in range(2)]
     specs = specs_from_parameters(model.named_parameters())
-    (step,) = DeMo(specs, 2, 1.0).average([[g.clone() for g in of_one] for of_one in gradients])
+    (step,) = DeMo(specs, 1.0).average([[g.clone() for g in of_one] for of_one in gradients])
     mean = (gradients[0][0] + gradients[1][0]) / 2
     large = mean.abs() > 1e-4  # others may be rounded to either side
     assert torch.equal(step[large], mean.sign()[large])
 
-    demo = DeMo(specs, 1, 0.01, decay=1.0)
-    total = torch.zeros(4096)
+    demo = DeMo(specs, 0.01, decay=1.0)
+    demo._begin([torch.zeros(2, 4096)])
+    total = torch.zeros(2, 4096)
     for _ in range(40):
-        gradient = torch.randn(4096)
+        gradient = torch.randn(2, 4096)
         total += gradient
-        sent = demo._sent(0, 0, gradient)
-        assert int(sent.count_nonzero()) == 41
+        sent = demo._sent(0, gradient)
+        assert sent.flatten(1).count_nonzero(1).tolist() == [41, 41]
         total -= demo._chunks[0].joined(cosines(64).T @ sent @ cosines(64))
-    assert torch.allclose(demo._kept[0][0], total, atol=1e-3)
+    assert torch.allclose(demo._kept[0], total, atol=1e-3)
     assert demo.bytes_sent == math.ceil(41 * (12 + 16) / 8)
 
 
@@ -75,7 +90,7 @@ def test_sparseloco_with_everything_sent_is_adamw() -> None:
     model = nn.Linear(8, 4, bias=False)
     other = nn.Linear(8, 4, bias=False)
     other.load_state_dict(model.state_dict())
-    averager = SparseLoCo(specs_from_parameters(model.named_parameters()), 1, 1.0)
+    averager = SparseLoCo(specs_from_parameters(model.named_parameters()), 1.0)
     adamw = torch.optim.AdamW(other.parameters(), 0.1, betas=(0.9, 0.99), weight_decay=0.0)
     gradient = torch.randn(4, 8).sign()  # steps of one size, which two bits hold exactly
     for factor in (1.0, 0.5, 2.0):
