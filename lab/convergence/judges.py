@@ -68,9 +68,9 @@ def rates() -> Configs:
 
 
 def rivals() -> Configs:
-    """What sends few bytes in other ways; the last two as few as the default, at rates that suit bytes-transformer."""
+    """What sends few bytes in other ways; the last two as few as the default."""
     schemes = [Scheme("powersgd", rank=rank) for rank in (1, 4)]
-    schemes += [Scheme("demo", density=0.02), Scheme("sparseloco", density=0.04, lr_scale=2.0)]
+    schemes += [Scheme("demo", density=0.02), Scheme("sparseloco", density=0.04)]
     return [(TASKS["headers-transformer"], scheme) for scheme in schemes]
 
 

@@ -22,6 +22,7 @@ from torch.futures import Future
 from lab.gpu.device import Device
 from lab.gpu.figures import Figure
 from lab.gpu.jobs import Echo
+from lightning_safusion.comm.collectives.ok_allreduce import OkTopkExchange
 from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.cost import LINKS, Link
 from lightning_safusion.comm.transport.interface import ReduceOp, Transport, Work, check_sizes, group_of
@@ -137,7 +138,8 @@ class Network:
 
         Hooks see a process group of one worker, and its mean of equal gradients is the gradient: what they reduce is
         read and written, and stays. (An owner's message is of its own shard, so an echo of this worker's would be
-        damaged: other owners send the flags of this worker, and no entries.)
+        damaged: other owners send the flags of this worker, and no entries. For the same reason Ok-Topk's regions are
+        equal.)
         """
         cost = self.link.allreduce(self.world_size)
 
@@ -157,11 +159,17 @@ class Network:
             if exchange._size and isinstance(exchange._beside, BehindLink):
                 exchange._gathering = exchange._beside.gather_alone(exchange.gathered_sums, exchange.sums)
 
+        def equal_regions(exchange: OkTopkExchange) -> tuple[Tensor, Work]:
+            numel, workers = exchange.spec.numel, self.world_size
+            edges = torch.tensor([numel * part // workers for part in range(workers + 1)], device=exchange.device)
+            return edges, exchange.transport.all_reduce(edges)
+
         launch = ShardedExchange._launch_first
         with (
             patch.object(dist, "all_reduce", all_reduce),
             patch.object(ShardedExchange, "_launch_first", scatter),
             patch.object(ShardedExchange, "gather", gather),
+            patch.object(OkTopkExchange, "_propose_edges", equal_regions),
         ):
             yield
 

@@ -65,6 +65,7 @@ STAGES: dict[str, Stage] = {
     ),
     "selection": Stage("lab.gpu.selection:selection", "second", 30, "the compressors that torch's operations serve"),
     "tests": Stage("lab.gpu.environment:tests", "second", 90, "the tests that wait for a device"),
+    "links": Stage("lab.gpu.links:links", "links", 425, "the papers' networks and systems behind emulated links"),
 }
 
 #: Sets of stages, each of them a call: ``python3 -m lab gpu --set NAME``.
