@@ -14,14 +14,19 @@ from torch.optim import Optimizer
 from lab.virtual.transport import local_transports
 from lightning_safusion.comm.collectives.multiphase import MultiPhaseExchange
 from lightning_safusion.fusion.build import build_engine
+from lightning_safusion.fusion.device_drain import DeviceDrain
 from lightning_safusion.fusion.engine import Engine
+from lightning_safusion.fusion.lanes import Lane
 from lightning_safusion.fusion.layout import TensorSpec
 from lightning_safusion.fusion.settings import EngineSettings
+from lightning_safusion.fusion.shipment import Shipment
+from lightning_safusion.fusion.window import Window
 from lightning_safusion.integration.optimizer import MomentumSwitch, fit_to_optimizers
 from lightning_safusion.metrics.figures import TensorFigures, window_figures
 
 # Steps from one comparison of all workers' results to the next.
 _COMPARED_EVERY = 50
+_CPU = torch.device("cpu")
 
 
 class Averager(ABC):
@@ -90,6 +95,28 @@ class Rounded(Averager):
         return means
 
 
+class _LateDrain(DeviceDrain):
+    """Decodes at the end of a window, when all workers have sent: one thread serves all of them, on one stream.
+
+    Args:
+        device: Where gradients live.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._lane = self._arrivals = self._phases = Lane(_CPU)  # no streams: all work is in the order of the caller's
+        self._late: list[Shipment] = []
+
+    def launched(self, shipment: Shipment) -> None:
+        self._late.append(shipment)
+
+    def run(self, window: Window, shipments: Sequence[Shipment]) -> tuple[bool, int]:
+        late, self._late = self._late, []
+        for shipment in late:
+            super().launched(shipment)
+        return super().run(window, shipments)
+
+
 class Engines(Averager):
     """One engine per worker, over in-process transports.
 
@@ -98,6 +125,8 @@ class Engines(Averager):
         specs: The tensors.
         order: Registration indices in the order in which gradients become ready.
         workers: Virtual workers.
+        device: Where gradients live.
+        deferred: The device ends windows, with fused kernels where they serve; not for exchanges in several phases.
 
     Attributes:
         bytes_sent: What the first worker gave to the collectives in the latest step, messages as they are.
@@ -109,6 +138,8 @@ class Engines(Averager):
         specs: Sequence[TensorSpec],
         order: Sequence[int],
         workers: int,
+        device: torch.device = _CPU,
+        deferred: bool = False,
     ) -> None:
         self.order = list(order)
         self.bytes_sent = 0
@@ -122,10 +153,14 @@ class Engines(Averager):
         self._waiting = issubclass(settings[0].collective_over(workers).exchange, MultiPhaseExchange)
         self.controllers: list[Engine] = list(
             self._pool.map(
-                lambda rank: build_engine(settings[rank], specs, transports[rank], torch.device("cpu"), measure=False),
+                lambda rank: build_engine(
+                    settings[rank], specs, transports[rank], device, measure=False, deferred=deferred
+                ),
                 range(workers),
             )
         )
+        for engine in self.controllers if deferred else ():
+            engine._lane, engine._device_drain = Lane(_CPU), _LateDrain(device)
 
     def average(self, gradients: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
         if self.agrees():

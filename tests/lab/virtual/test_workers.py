@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from lab.convergence.scheme import Scheme
 from lab.convergence.training import train
 from lab.tasks import TASKS, Digits, Text
 from lab.virtual.workers import Dense, Engines
+from lightning_safusion.fusion import fused
 
 SPECS = specs()
 ORDER = list(reversed(range(len(SPECS))))
@@ -65,6 +67,42 @@ def test_one_thread_does_what_one_per_worker_does(
         for mean, other in zip(usual.average(gradients(3, step)), threaded.average(gradients(3, step)), strict=True):
             assert torch.equal(mean, other)
     assert alone >= 3  # only plans are agreed on
+
+
+@pytest.mark.slow
+def test_fused_kernels_average_as_the_cpu_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from lightning_safusion.kernels.cuda import buffer
+
+    launch, turn, launches = buffer.launch, Lock(), 0
+
+    def in_turn(*arguments: Any, **constants: Any) -> None:
+        nonlocal launches
+        with turn:  # the interpreter serves one thread
+            launches += 1
+            launch(*arguments, **constants)
+
+    monkeypatch.setattr(buffer, "launch", in_turn)
+    monkeypatch.setattr(fused, "serves_buffers", lambda device: True)
+    scheme, device = Scheme("auto", density=0.1, memory="auto", wire="q4", workers=3), torch.device("cpu")
+    some = specs(((40, 30), (40,), (64, 9)))
+    order, generator = [2, 1, 0], torch.Generator().manual_seed(0)
+    late = Engines(lambda: scheme.settings(9), some, order, 3, device, deferred=True)
+    usual = Engines(lambda: scheme.settings(9), some, order, 3)
+    params = [torch.nn.Parameter(torch.zeros(spec.shape)) for spec in some]
+    for engines in (late, usual):
+        engines.carry_momentum([torch.optim.AdamW(params)], params)
+        for controller in engines.controllers:
+            controller.dense_windows = 1
+    for _ in range(4):
+        drawn = [[torch.randn(spec.numel, generator=generator) for spec in some] for _ in range(3)]
+        means = late.average([[grad.clone() for grad in mine] for mine in drawn])
+        for mean, other in zip(means, usual.average(drawn), strict=True):
+            assert torch.equal(mean, other)
+    assert all(controller._device_drain is not None for controller in late.controllers)
+    assert launches > 0
+    late.close()
+    usual.close()
 
 
 def test_exchanges_in_phases_wait_for_each_other(make: Callable[..., Engines]) -> None:
