@@ -12,7 +12,6 @@ from torch import Tensor
 from lab.gpu.device import Device
 from lightning_safusion.comm.transport.interface import FinishedWork, ReduceOp, Transport, Work, group_of
 from lightning_safusion.comm.transport.torch_backend import SoloTransport
-from lightning_safusion.fusion import fused
 from lightning_safusion.fusion.build import build_engine
 from lightning_safusion.fusion.layout import TensorSpec
 from lightning_safusion.fusion.plans.policy import Aligned
@@ -108,10 +107,10 @@ class Job:
         by_update: bool = True,
         **given: Any,
     ) -> None:
-        if deferred and not place.cuda:
-            fused.serves_buffers = lambda device: True  # in the interpreter; this process is the stage's own
         self.specs, self.device, self.settings = list(specs), place.device, default_settings(len(specs), **given)
         self.engine = build_engine(self.settings, self.specs, transport, self.device, False, deferred=deferred)
+        if not (deferred and place.cuda):
+            self.engine.fused.serves = deferred  # in the interpreter too
         self.grads = [torch.zeros(spec.numel, dtype=spec.dtype, device=self.device) for spec in self.specs]
         if by_update:
             generator = torch.Generator().manual_seed(17)

@@ -114,6 +114,10 @@ class Buffer:
                 return None
         return selector.select(x, history, step, units=units)
 
+    def cut(self, absent: Sequence[int]) -> Segments | None:
+        """:attr:`segments` without tensors of which nothing is sent."""
+        return self._without(self.history, absent, ()).segments if absent and self.history else self.segments
+
     def units(self, selector: Selector) -> SpanUnits | None:
         """The units in which its elements are compared; None for those of the gradient."""
         together = self.fused or (self.segments is not None and self.segments.pool > 0)

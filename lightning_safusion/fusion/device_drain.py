@@ -15,15 +15,10 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm.exchange import Notice, StreamOrderedExchange, Verdict
-from lightning_safusion.fusion.buffers import Buffer
-from lightning_safusion.fusion.fused import FusedPath, FusedShipment
+from lightning_safusion.fusion.fused import IRREGULAR, NOT_FINITE, FusedPath, FusedShipment
 from lightning_safusion.fusion.lanes import HostCopy, Lane
 from lightning_safusion.fusion.shipment import Shipment, Stage
 from lightning_safusion.fusion.window import Scratch, Window, deliver
-from lightning_safusion.sparsify.selection.survey import Selector
-
-# Bits of the status of a window, as kernels.cuda.decode has them.
-_NOT_FINITE, _IRREGULAR = 2, 4
 
 
 class _Unread(NamedTuple):
@@ -35,23 +30,24 @@ class _Unread(NamedTuple):
 
 
 class DeviceDrain:
-    """Decodes every shipment as soon as its exchange ends, beside the backward pass, without the host."""
+    """Decodes every shipment as soon as its exchange ends, beside the backward pass, without the host.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: Where the gradients are.
+        fused: The kernels of buffers that have some.
+    """
+
+    def __init__(self, device: torch.device, fused: FusedPath) -> None:
         self._lane = Lane(device)
         # It has no work of its own: a moment that is recorded there is not behind the decoding of another buffer.
         self._arrivals = Lane(device)
         self._phases = Lane(device)  # what the later phases of an exchange need: no buffer waits for another's
-        self._fused = FusedPath(device)
+        self._fused = fused
         self._scratch = Scratch(device)
         # bool, of the open window so far without fused shipments: whether all is well, and all means are finite
         self._found: tuple[Tensor, Tensor] | None = None
         self._queued: list[Shipment] = []  # in the lanes: their memory is in use
         self._unread: _Unread | None = None
-
-    def shipment(self, buffer: Buffer, window: Window, selector: Selector) -> Shipment:
-        """One buffer in one window that this drain ends."""
-        return self._fused.shipment(buffer, window, selector)
 
     def forget(self) -> None:
         """Forgets an open window, and what was not read.
@@ -141,7 +137,7 @@ class DeviceDrain:
             decided = [torch.stack(found)]
             if fused:
                 status = self._fused.windows.status
-                status.bitwise_or_(torch.where(finite, torch.where(good, 0, _IRREGULAR), _NOT_FINITE))
+                status.bitwise_or_(torch.where(finite, torch.where(good, 0, IRREGULAR), NOT_FINITE))
                 good = (status == 0).all()
             for shipment in others:
                 shipment.commit(good)
@@ -189,11 +185,11 @@ class DeviceDrain:
             found |= dict(zip(fused, own, strict=True))
         else:
             good, finite = decided.tolist()
-            status = 0 if good else _IRREGULAR if finite else _NOT_FINITE
+            status = 0 if good else IRREGULAR if finite else NOT_FINITE
         for shipment, headers_of in found.items():
             shipment.verdict = verdict = _stream_ordered(shipment).verdict(headers_of)
             if status:  # of a mean that is not finite, or a damaged message, it does not say in which tensor
-                shipment.sound = ~verdict.bad & (status == _IRREGULAR)
+                shipment.sound = ~verdict.bad & (status == IRREGULAR)
         return status == 0
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_safusion.comm.exchange import Notice, all_finite
 from lightning_safusion.comm.transport.interface import Transport
+from lightning_safusion.fusion.fused import FusedPath, FusedShipment
 from lightning_safusion.fusion.lanes import HostCopy
 from lightning_safusion.fusion.shipment import Shipment
 from lightning_safusion.fusion.space import GradientSpace
@@ -32,11 +33,11 @@ class Drain:
     Args:
         space: The flat gradient space.
         transport: Communicator for gradients that are averaged in place.
+        fused: The kernels of buffers that have some.
     """
 
-    def __init__(self, space: GradientSpace, transport: Transport) -> None:
-        self._space = space
-        self._transport = transport
+    def __init__(self, space: GradientSpace, transport: Transport, fused: FusedPath) -> None:
+        self._space, self._transport, self._fused = space, transport, fused
         self.scratch = Scratch(space.device)
         self._warned = False
         self._unread: HostCopy | None = None  # whether some rank has said each notice, in a window that did not wait
@@ -68,7 +69,9 @@ class Drain:
         good = True
         for shipment in shipments:
             shipment.wait()
-            good &= shipment.decode(self.scratch)
+            shipment.decode(self.scratch)
+        for shipment in shipments:
+            good &= shipment.judge()
             if (verdict := shipment.verdict) is not None:
                 notices |= verdict.notices
                 places = shipment.buffer.places
@@ -81,8 +84,11 @@ class Drain:
             self._warn(self._space.layout.names(odd))
         if again:
             self._average_again(window, again)
-        if good:
-            for shipment in shipments:
+        fused = [shipment for shipment in shipments if isinstance(shipment, FusedShipment)]
+        if fused:
+            self._fused.commit(fused, good)
+        for shipment in shipments:
+            if good and not isinstance(shipment, FusedShipment):
                 shipment.commit()
         return good, notices
 

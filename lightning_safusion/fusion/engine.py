@@ -13,6 +13,7 @@ from lightning_safusion.comm.transport.interface import during
 from lightning_safusion.fusion.device_drain import DeviceDrain
 from lightning_safusion.fusion.drain import Drain, OverflowGuard
 from lightning_safusion.fusion.events import Observer, WindowEvents, clock_for
+from lightning_safusion.fusion.fused import FusedPath
 from lightning_safusion.fusion.lanes import Lane
 from lightning_safusion.fusion.offload import Offloader
 from lightning_safusion.fusion.planning import Planner
@@ -106,8 +107,9 @@ class Engine:
         self._shipments: list[Shipment] = []  # of the open window, launched, in order
         self._advanced = 0  # so many of them have launched all their phases
         self._lane = Lane(space.device)  # selection and packing run beside the backward pass
-        self._drain = Drain(space, self.transport)
-        self._device_drain = DeviceDrain(space.device) if deferred else None
+        self.fused = FusedPath(space.device)  #: the kernels of buffers that have some
+        self._drain = Drain(space, self.transport, self.fused)
+        self._device_drain = DeviceDrain(space.device, self.fused) if deferred else None
         self._counts: LargestCounts | None = None  # what this rank says in a review of shared quotas
         self._offload = offload
         self._overflow = OverflowGuard(space, self.transport)
@@ -230,16 +232,13 @@ class Engine:
     def _launch(self, window: Window, group: Group) -> None:
         """Fills the buffer of a group and sends it; one that waits for the host's selections is sent with the next."""
         with self._lane.fork():
-            buffer, drain = self.space.buffers.get(group) or self.space.buffer(group), self._device_drain
-            if drain is None or self._offload is not None:
-                shipment = Shipment(buffer, window)
-            else:
-                shipment = drain.shipment(buffer, window, self.space.selector)
+            buffer = self.space.buffers.get(group) or self.space.buffer(group)
             if self._offload is None:
+                shipment = self.fused.shipment(buffer, window, self.space.selector)
                 shipment.fill(self.space.selector)
                 self._send(shipment)
             else:
-                self._send(self._offload.fill(shipment))
+                self._send(self._offload.fill(Shipment(buffer, window)))
         window.launched = group.stop
 
     def _send(self, shipment: Shipment | None) -> None:
@@ -447,3 +446,5 @@ class Engine:
             self.space.selector.units.release()
         if self._device_drain is not None:
             self._device_drain.release()
+        else:
+            self.fused.release()

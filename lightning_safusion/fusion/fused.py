@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -12,9 +13,10 @@ from torch import Tensor
 from lightning_safusion.comm.collectives.allgather import SparseAllGather
 from lightning_safusion.comm.collectives.shard_tables import shard_tables
 from lightning_safusion.comm.collectives.sharded import ShardedExchange
+from lightning_safusion.comm.exchange import Verdict, all_finite
 from lightning_safusion.fusion.buffers import Buffer
 from lightning_safusion.fusion.shipment import Shipment, Stage
-from lightning_safusion.fusion.window import Window
+from lightning_safusion.fusion.window import Scratch, Window
 from lightning_safusion.kernels.cuda import MOST_ELEMENTS, serves_buffers
 from lightning_safusion.kernels.cuda.tables import KINDS, ShardTables, Tables
 from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier
@@ -29,7 +31,9 @@ if TYPE_CHECKING:  # imports Triton
     from lightning_safusion.kernels.cuda.chosen import PlacedKernels, ThresholdKernels
     from lightning_safusion.kernels.cuda.owners import OwnerKernels
 
-_RESIDUALS = (ResidualMemory, AutoMemory, DecoupledMomentum)
+# Bits of the status of a window, as kernels.cuda.decode has them.
+DAMAGED, NOT_FINITE, IRREGULAR = 1, 2, 4
+RESIDUALS = (ResidualMemory, AutoMemory, DecoupledMomentum)
 
 
 class FusedShipment(Shipment):
@@ -41,6 +45,7 @@ class FusedShipment(Shipment):
         buffer, window: See :class:`Shipment`.
         memory: Of the buffer.
         kernels: Of the buffer.
+        scales: float32 [2], the factor of the loss that gradients carry, and its reciprocal.
     """
 
     def __init__(
@@ -49,9 +54,15 @@ class FusedShipment(Shipment):
         window: Window,
         memory: ResidualMemory,
         kernels: BufferKernels,
+        scales: Tensor,
     ) -> None:
         super().__init__(buffer, window)
         self.kernels, self._decay = kernels, memory.decay
+        kernels.scales = scales
+        self._left: list[int] = []  # tensors of which no mean is written
+        self._marks: np.ndarray | None = None  # uint8 [T], their flags; None where all are fresh
+        if (taken := window.taken(buffer.group)) is not None:
+            self._marks, self.absent = window.flags_of(buffer.group), np.flatnonzero(~taken).tolist()
         #: Until the window ends: the streams of owners read moments too.
         self.weighing: Weighing | None = None
 
@@ -69,7 +80,7 @@ class FusedShipment(Shipment):
     def _find(self, selector: Selector) -> None:
         """Adds the gradients to the residual, and finds what is sent of the sum."""
         self.weighing = _weighing(self.buffer.units(selector))
-        self.kernels.locate(self.grads, self.weighing)
+        self.kernels.locate(self.grads, self.weighing, self._marks)
         self.kernels.select(self._decay, self.weighing)
 
     def pack(self, notices: int) -> None:
@@ -87,12 +98,32 @@ class FusedShipment(Shipment):
         """Writes the means into the gradients, and what is wrong into the status (int32 [1])."""
         if self.flags is None:
             self.kernels.locate(self.grads, None)
+        self.kernels.leave(self._left)
         self.kernels.decode(self._decay, status)
+
+    def decode(self, scratch: Scratch) -> None:
+        with self.range("decode"):
+            self.verdict = verdict = self.verdict or self.buffer.exchange.verdict()
+            chosen = self._chosen_by(verdict)
+            self._left = [] if chosen is None else np.flatnonzero(~chosen).tolist()
+            self.decode_means(self.kernels.status)
+        self.decoded, self.stage = self.window.mark(), Stage.DECODED
+
+    def judge(self) -> bool:
+        found, bad = int(self.kernels.status), cast(Verdict, self.verdict).bad
+        if found:
+            self.kernels.status.zero_()
+        if found & DAMAGED:
+            raise self._failed(ValueError("a message is damaged"))
+        if found & NOT_FINITE or bad.any():
+            kept = {*self._left}  # these have their own gradients, no mean
+            self.sound = ~bad & [tensor in kept or all_finite(grad) for tensor, grad in enumerate(self.grads)]
+        return super().judge()
 
     def commit(self, good: Tensor | None = None, unused: Sequence[int] = ()) -> None:
         """Takes what was sent of some tensors out of the residual, where the kernels have taken nothing."""
         self.rounding = self.kernels.rounding(self.buffer.start)
-        super().commit(good, unused)
+        super().commit(good, [*unused, *self.absent])
 
     def sent(self) -> tuple[Tensor, Tensor]:
         exchange = self.buffer.exchange
@@ -102,9 +133,10 @@ class FusedShipment(Shipment):
 
     def sent_counts(self) -> np.ndarray:
         counts = np.where(self.buffer.dense, self.buffer.sizes, 0)
-        if self.buffer.segments is None:
-            return counts
-        return counts + self._counts(self.sent()[0][: self.kernels.entries()])
+        if self.buffer.segments is not None:
+            counts += self._counts(self.sent()[0][: self.kernels.entries()])
+        counts[self.absent] = 0
+        return counts
 
 
 class ThresholdShipment(FusedShipment):
@@ -114,10 +146,10 @@ class ThresholdShipment(FusedShipment):
 
     def _find(self, selector: Selector) -> None:
         self.weighing = _weighing(self.buffer.units(selector))
-        self.kernels.locate(self.grads, self.weighing)
+        self.kernels.locate(self.grads, self.weighing, self._marks)
         # kernels are made for such compressors, and where something is selected
-        sparsifier, segments = cast(ThresholdSparsifier, selector.sparsifier), cast(Segments, self.buffer.segments)
-        view = self.kernels.add(self._decay, self.weighing, segments)
+        sparsifier, segments = cast(ThresholdSparsifier, selector.sparsifier), self.buffer.cut(self.absent)
+        view = self.kernels.add(self._decay, self.weighing, cast(Segments, segments))
         with selector.lock:
             thresholds = sparsifier.thresholds(view, self.window.step)
         self.kernels.find(view, thresholds)
@@ -129,9 +161,9 @@ class PlacedShipment(FusedShipment):
     kernels: PlacedKernels
 
     def _find(self, selector: Selector) -> None:
-        self.kernels.locate(self.grads, None)
+        self.kernels.locate(self.grads, None, self._marks)
         self.kernels.add(self._decay)
-        selection = self.buffer.select(selector, self.window.step, (), (), self.buffer.units(selector))
+        selection = self.buffer.select(selector, self.window.step, self.absent, (), self.buffer.units(selector))
         self.kernels.place(cast(Selection, selection))  # kernels are made where something is selected
 
 
@@ -139,15 +171,21 @@ class OwnerShipment(FusedShipment):
     """One buffer in one window whose shards have owners.
 
     Args:
-        buffer, window, memory: See :class:`FusedShipment`.
+        buffer, window, memory, scales: See :class:`FusedShipment`.
         exchange: Of the buffer.
         kernels: Of the buffer.
     """
 
     def __init__(
-        self, buffer: Buffer, window: Window, memory: ResidualMemory, exchange: ShardedExchange, kernels: OwnerKernels
+        self,
+        buffer: Buffer,
+        window: Window,
+        memory: ResidualMemory,
+        exchange: ShardedExchange,
+        kernels: OwnerKernels,
+        scales: Tensor,
     ) -> None:
-        super().__init__(buffer, window, memory, kernels)
+        super().__init__(buffer, window, memory, kernels, scales)
         self._exchange, self._owner = exchange, kernels
 
     def advance(self, wait: bool) -> bool:
@@ -175,6 +213,7 @@ class OwnerShipment(FusedShipment):
         pieces = self._exchange.first
         starts = np.asarray(self.buffer.edges[:-1])
         np.add.at(counts, starts.searchsorted(pieces.runs[:, 0], side="right") - 1, pieces.quotas)
+        counts[self.absent] = 0
         return counts
 
 
@@ -199,9 +238,15 @@ class FusedPath:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._scaled: tuple[Tensor, Tensor] | None = None  # a window's factor; and with its reciprocal
         self._workspace: Workspace | None = None
         self._owning: Workspace | None = None
         self._windows: WindowKernels | None = None
+
+    @cached_property
+    def serves(self) -> bool:
+        """Whether there are kernels for the device at all."""
+        return serves_buffers(self._device)
 
     @property
     def windows(self) -> WindowKernels:
@@ -213,20 +258,29 @@ class FusedPath:
         return self._windows
 
     def shipment(self, buffer: Buffer, window: Window, selector: Selector) -> Shipment:
-        """A buffer in a window; fused where kernels serve all of its parts, and every tensor takes part."""
+        """A buffer in a window; fused where kernels serve all of its parts."""
         memory, exchange = buffer.memory, buffer.exchange
-        if not window.deferred or window.taken(buffer.group) is not None or not isinstance(memory, ResidualMemory):
+        if not isinstance(memory, ResidualMemory) or not _served(buffer) or not self.serves:
             return Shipment(buffer, window)
         if isinstance(exchange, SparseAllGather):
             made = buffer.constant("kernels", lambda: self._kernels(buffer, exchange, selector))
             if made is not None:
                 shipment, kernels = made
-                return shipment(buffer, window, memory, kernels)
+                return shipment(buffer, window, memory, kernels, self._scales(window))
         if isinstance(exchange, ShardedExchange):
             owner = buffer.constant("kernels", lambda: self._owner_kernels(buffer, exchange, selector))
             if owner is not None:
-                return OwnerShipment(buffer, window, memory, exchange, owner)
+                return OwnerShipment(buffer, window, memory, exchange, owner, self._scales(window))
         return Shipment(buffer, window)
+
+    def _scales(self, window: Window) -> Tensor:
+        """float32 [2], the factor of the loss in a window, and its reciprocal."""
+        if window.scale is None:
+            return self._workspaces()[0].unscaled
+        if self._scaled is None or self._scaled[0] is not window.scale:
+            factor = window.scale.float().view(1)
+            self._scaled = window.scale, torch.cat([factor, factor.reciprocal()])
+        return self._scaled[1]
 
     def _kernels(
         self, buffer: Buffer, exchange: SparseAllGather, selector: Selector
@@ -263,8 +317,15 @@ class FusedPath:
         self._owning = self._owning or Workspace(self._device)
         return self._workspace, self._owning
 
-    def commit(self, shipments: Sequence[FusedShipment]) -> None:
-        """Takes what fused shipments have sent out of the residual, if nothing is wrong with the window."""
+    def commit(self, shipments: Sequence[FusedShipment], good: bool = True) -> None:
+        """Takes what fused shipments have sent out of the residual, if nothing is wrong with the window.
+
+        Args:
+            shipments: Of a window.
+            good: What the host has found, where it decides.
+        """
+        if not good:  # owners learn all the same what others have sent them
+            self.windows.status.fill_(NOT_FINITE)
         self.windows.commit([shipment.kernels for shipment in shipments])
         for shipment in shipments:
             shipment.stage, shipment.weighing = Stage.COMMITTED, None
@@ -284,12 +345,12 @@ class FusedPath:
 def _tables(buffer: Buffer, exchange: SparseAllGather) -> Tables | None:
     """What kernels are told of a buffer; None if they do not serve it."""
     segments, edges = buffer.segments, np.asarray(buffer.edges, np.int64)
-    if type(exchange) is not SparseAllGather or not _served(buffer):
+    if type(exchange) is not SparseAllGather:
         return None
     if segments is not None and not np.array_equal(segments.edges, edges):
         return None
     message = exchange.message_format()
-    if message is None or not serves_buffers(buffer.device):
+    if message is None:
         return None
     quotas, pool = (np.zeros(len(edges) - 1, np.int64), 0) if segments is None else (segments.quotas, segments.pool)
     return Tables(edges, quotas, pool, _kinds(buffer), exchange.lane_places(), message)
@@ -297,15 +358,14 @@ def _tables(buffer: Buffer, exchange: SparseAllGather) -> Tables | None:
 
 def _shard_tables(buffer: Buffer, exchange: ShardedExchange, selector: Selector) -> ShardTables | None:
     """What kernels are told of a buffer whose shards have owners; None if they do not serve it."""
-    if buffer.segments is None or buffer.fused or type(selector.sparsifier) is not TopK or not _served(buffer):
+    if buffer.segments is None or buffer.fused or type(selector.sparsifier) is not TopK:
         return None
-    tables = shard_tables(exchange, _kinds(buffer))
-    return tables if tables is not None and serves_buffers(buffer.device) else None
+    return shard_tables(exchange, _kinds(buffer))
 
 
 def _served(buffer: Buffer) -> bool:
     """Whether memory, types and length are those that kernels know."""
-    return type(buffer.memory) in _RESIDUALS and buffer.dtypes <= {*KINDS} and 0 < buffer.edges[-1] <= MOST_ELEMENTS
+    return type(buffer.memory) in RESIDUALS and buffer.dtypes <= {*KINDS} and 0 < buffer.edges[-1] <= MOST_ELEMENTS
 
 
 def _estimates_thresholds(sparsifier: Sparsifier) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from lightning_safusion.comm.exchange import Notice, Part, TensorFlag, Verdict, all_finite
+from lightning_safusion.comm.exchange import Notice, Part, Verdict, all_finite
 from lightning_safusion.comm.transport.interface import Work, WorkerLostError, comes_of_a_loss
 from lightning_safusion.comm.transport.lockstep import OutOfStepError
 from lightning_safusion.fusion.buffers import Buffer
@@ -23,8 +23,6 @@ from lightning_safusion.sparsify.base import Selection
 from lightning_safusion.sparsify.selection.survey import Selector
 from lightning_safusion.sparsify.selection.units import SpanUnits
 from lightning_safusion.sparsify.selection.view import device_constant
-
-_FRESH, _BYPASS = int(TensorFlag.FRESH), int(TensorFlag.BYPASS)
 
 
 class Stage(Enum):
@@ -138,10 +136,8 @@ class Shipment:
         if taken is None and not early:
             flags = compensate(buffer, grads, range(len(grads)), buffer.all_fresh, window.scale)
         else:
-            part = slice(buffer.group.start, buffer.group.stop)
             taken = np.ones(len(grads), bool) if taken is None else taken
-            flags = window.fresh[part] * _FRESH + window.bypass[part] * _BYPASS
-            flags = device_constant(flags.astype(np.uint8), buffer.device)
+            flags = device_constant(window.flags_of(buffer.group), buffer.device)
             self.absent = np.flatnonzero(~taken).tolist()
             present = [i for i in np.flatnonzero(taken).tolist() if i not in early]
             flags = compensate(buffer, [grads[i] for i in present], present, flags, window.scale)
@@ -225,8 +221,8 @@ class Shipment:
             self.finished = self.arrived  # no later than this: the backend only tells when it was queued
         self.work, self.stage = None, Stage.ARRIVED
 
-    def decode(self, scratch: Scratch) -> bool:
-        """Reads the flags of all ranks, and writes the means into the gradients; returns whether all are :attr:`sound`.
+    def decode(self, scratch: Scratch) -> None:
+        """Reads the flags of all ranks, and writes the means into the gradients.
 
         Tensors that are :attr:`repaired` keep their own gradients.
 
@@ -241,7 +237,23 @@ class Shipment:
             raise self._failed(error) from error
         self.decoded = self.window.mark()
         self.stage = Stage.DECODED
+
+    def judge(self) -> bool:
+        """Whether all tensors are :attr:`sound`.
+
+        Raises:
+            RuntimeError: If a message is damaged, with the buffer's tensors.
+        """
         return self.sound is None
+
+    def _chosen_by(self, verdict: Verdict) -> np.ndarray | None:
+        """bool [T], the tensors of which means are written, None for all; says which are :attr:`repaired`."""
+        workers, bad = self.buffer.exchange.transport.world_size, verdict.bad & self.window.repairs
+        if verdict.is_regular(workers) and not bad.any():
+            return None
+        again = verdict.irregular(workers) | bad
+        self.repaired = np.flatnonzero(again).tolist()
+        return (verdict.fresh > 0) & ~again
 
     def _decode_in_place(self) -> bool:
         """:meth:`decode` straight into the gradients; False, and nothing is written, where that is not possible."""
@@ -261,17 +273,13 @@ class Shipment:
 
     def _decode(self, scratch: Tensor) -> None:
         buffer, exchange = self.buffer, self.buffer.exchange
-        workers = exchange.transport.world_size
         mean = exchange.decode(scratch)
         finite = exchange.is_finite(mean)
         self.verdict = verdict = exchange.verdict() if self.verdict is None else self.verdict
         bad = verdict.bad.any()
         if bad or not finite:
             self.sound = ~verdict.bad & [all_finite(piece) for piece in mean.split(buffer.sizes)]
-        chosen = None
-        if not verdict.is_regular(workers) or (bad and self.window.repairs):
-            again = verdict.irregular(workers) | (verdict.bad & self.window.repairs)
-            self.repaired, chosen = np.flatnonzero(again).tolist(), (verdict.fresh > 0) & ~again
+        chosen = self._chosen_by(verdict)
         if bad:
             exchange.poison(mean, torch.from_numpy(verdict.bad).to(mean.device))
         received = buffer.memory.received(buffer.start, buffer.stop, mean)

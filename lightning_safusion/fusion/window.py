@@ -20,7 +20,7 @@ from lightning_safusion.fusion.plans.plan import Group
 from lightning_safusion.sparsify.memory.contract import Memory, as_float32
 from lightning_safusion.sparsify.selection.view import device_constant
 
-_BAD = int(TensorFlag.BAD)
+_FRESH, _BAD, _BYPASS = int(TensorFlag.FRESH), int(TensorFlag.BAD), int(TensorFlag.BYPASS)
 
 #: What a narrow gradient cannot hold of the mean, float32: the elements ``[start, stop)`` of the flat space.
 Rounding = tuple[int, int, Tensor]
@@ -119,6 +119,11 @@ class Window:
             return None
         taken = self.fresh[group.start : group.stop] & ~self.bypass[group.start : group.stop]
         return None if taken.all() else taken
+
+    def flags_of(self, group: Group) -> np.ndarray:
+        """uint8 [T] of :class:`TensorFlag`, of the tensors of a group."""
+        part = slice(group.start, group.stop)
+        return (self.fresh[part] * _FRESH + self.bypass[part] * _BYPASS).astype(np.uint8)
 
     def grads_of(self, start: int, stop: int) -> list[Tensor]:
         """Gradients at the places ``[start, stop)``, which have all been submitted."""

@@ -24,6 +24,7 @@ from lightning_safusion.fusion.plans.ticking import Horovod
 from lightning_safusion.fusion.record import nothing_exchanged
 from lightning_safusion.fusion.replan import Decision
 from lightning_safusion.fusion.settings import EngineSettings
+from lightning_safusion.fusion.unfused import left_to_torch
 from lightning_safusion.integration.exchange import Choice, GradientExchange, Mode
 from lightning_safusion.integration.hindrances import hindrances, needs_of_several_communicators
 from lightning_safusion.integration.optimizer import MomentumSwitch, fit_to_optimizers
@@ -107,7 +108,18 @@ class EngineExchange(GradientExchange):
             )
         if device.type == "cuda":
             _say_what_cuda_needs(settings, self.engine.space.collective, transport)
+            self._say_what_torch_does(specs)
         self.engine.observers = observers
+
+    def _say_what_torch_does(self, specs: Sequence[TensorSpec]) -> None:
+        """One line, where buffers have no fused kernels."""
+        if not self.engine.fused.serves:
+            why = "Triton, which needs a C compiler, cannot start here"
+        elif found := left_to_torch(self.settings, specs, self.engine.space.collective):
+            why = f"there are no fused kernels for {' and '.join(found)}"
+        else:
+            return
+        announce(f"PyTorch's operations, which sort all elements of a buffer, select on the device, because {why}")
 
     def ddp_options(self, options: dict[str, Any]) -> dict[str, Any]:
         size = options.get("bucket_cap_mb") or OWN_BUCKETS_MB

@@ -109,9 +109,8 @@ class MomentumSwitch:
         self._groups: list[Group] | None = None  # the optimizer's own, while others are in their place
         self._gone: dict[int, Tensor] = {}  # parameters whose latest step was without their own momentum
         self._first: list[float] = []  # momentum of each group when it was first seen, which decides what is carried
-        self._fades: list[
-            float
-        ] = []  # share of each group's momentum that fades in a step; SGD's steps are divided by it
+        # share of each group's momentum that fades in a step; SGD's steps are divided by it
+        self._fades: list[float] = []
         self._see_groups(optimizer.param_groups)
         self._warned = False
         after = optimizer.register_step_post_hook(lambda *_: self.restore())

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from lightning_safusion.fusion import fused
 from lightning_safusion.fusion.layout import TensorSpec
 from tests.cluster import Cluster, settings
 
@@ -38,7 +37,10 @@ def make() -> Iterator[Callable[..., Cluster]]:
 
 @pytest.fixture
 def make_fused(make: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Cluster]:
-    """Makes clusters; those whose device decides have kernels, in Triton's interpreter, which one thread may use."""
+    """Makes clusters; those whose device decides, or with ``kernels=True``, have kernels.
+
+    Triton's interpreter runs them, which one thread may use.
+    """
     pytest.importorskip("triton")
     from lightning_safusion.kernels.cuda import buffer
 
@@ -49,5 +51,11 @@ def make_fused(make: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch) ->
             launch(*arguments, **constants)
 
     monkeypatch.setattr(buffer, "launch", alone)
-    monkeypatch.setattr(fused, "serves_buffers", lambda device: True)
-    return make
+
+    def build(*arguments: Any, deferred: bool = False, kernels: bool | None = None, **options: Any) -> Cluster:
+        cluster = make(*arguments, deferred=deferred, **options)
+        for engine in cluster.controllers:
+            engine.fused.serves = deferred if kernels is None else kernels
+        return cluster
+
+    return build

@@ -20,6 +20,7 @@ pytest.importorskip("triton")
 from lightning_safusion.comm.exchange import Notice
 from lightning_safusion.fusion.fused import FusedShipment
 from lightning_safusion.fusion.shipment import Shipment
+from lightning_safusion.fusion.unfused import left_to_torch
 from lightning_safusion.sparsify.selection.units import Moment, UpdateUnits
 from tests.cluster import Cluster, specs
 from tests.kernels.cuda.buffers import in_order
@@ -168,14 +169,25 @@ def test_buffers_that_are_not_fused_are_beside_fused_ones(make: Callable[..., Cl
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"memory": "none"}, {"wire": "eliasfano-q2"}, {"wire": "bitmap-q4"}, {"scope": "group"}],
+    ("options", "named"),
+    [
+        ({}, []),
+        ({"wire": "auto", "compressor": "gaussiank", "tensors": MIXED}, []),
+        ({"memory": "none"}, ["memory='none'"]),
+        ({"wire": "eliasfano-q2"}, ["wire='eliasfano-q2' at a density of 0.05"]),
+        ({"wire": "bitmap-q4"}, ["wire='bitmap-q4' at a density of 0.05"]),
+        ({"scope": "group"}, ["scope='group'"]),
+        ({"collective": "sharded", "wire": "q4", "compressor": "randomk"}, ["compressor='randomk' with shards"]),
+        ({"tensors": specs(FULL, dtype=torch.float64)}, ["gradients in float64"]),
+    ],
 )
-def test_other_parts_are_left_to_torch(make: Callable[..., Cluster], options: Any) -> None:
+def test_other_parts_are_left_to_torch_and_named(make: Callable[..., Cluster], options: Any, named: list[str]) -> None:
     cluster = make(**options)
     for step in range(2):
         cluster.step(cluster.random_grads(step))
-    assert not any(isinstance(shipment, FusedShipment) for shipment in shipments(cluster))
+    assert {isinstance(shipment, FusedShipment) for shipment in shipments(cluster)} == {not named}
+    collective = cluster.controllers[0].space.collective
+    assert left_to_torch(cluster.settings[0], cluster.specs, collective) == named
 
 
 def test_a_bad_gradient_is_seen_by_all_ranks_and_poisons_nothing(make: Callable[..., Cluster]) -> None:
@@ -230,6 +242,6 @@ def test_a_forgotten_window_says_nothing_later(make: Callable[..., Cluster]) -> 
         controller.settle()
     assert torch.isfinite(cluster.step(cluster.random_grads(3))[0][0]).all()
     for controller in cluster.controllers:
-        drain = controller._device_drain
+        drain = controller.fused
         assert drain is not None
-        assert int(drain._fused.windows.status) == 0
+        assert int(drain.windows.status) == 0

@@ -118,9 +118,7 @@ class Device:
 
     def temporary(self, engine: Engine) -> int:
         """Bytes that selections use in turn, without keys."""
-        drain = engine._device_drain
-        assert drain is not None
-        workspaces = drain._fused._workspace, drain._fused._owning
+        workspaces = engine.fused._workspace, engine.fused._owning
         return sum(workspace._memory.nbytes for workspace in workspaces if workspace is not None)
 
     def window(self, engine: Engine) -> None:

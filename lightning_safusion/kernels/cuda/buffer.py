@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_safusion.kernels.cuda import accumulate as accumulating
 from lightning_safusion.kernels.cuda import commit, decode, digits, encode
-from lightning_safusion.kernels.cuda.elements import ROOM
+from lightning_safusion.kernels.cuda.elements import FRESH, ROOM, SUMS
 from lightning_safusion.kernels.cuda.graphs import Recorded, recorded
 from lightning_safusion.kernels.cuda.launch import address_of, launch
 from lightning_safusion.kernels.cuda.tables import ANY_VALUES, FOUR_BITS, KINDS, WIDTH, Message, Runs, Tables
@@ -40,6 +40,7 @@ class Packer:
         self.words, self._halves = out.view(torch.int32), out.view(torch.int16)
         self.entries = self.largest = torch.empty(0, dtype=torch.int32)  #: [2, most], [P]: see :func:`encode.write`
         self.selected = False  #: what :meth:`pack` writes is there
+        self.room = tables.room  #: entries of a window
         #: int32 [T], [T, bins]: what is written before :meth:`find`.
         self.flags = self.histogram = torch.empty(0, dtype=torch.int32)
 
@@ -68,7 +69,7 @@ class Packer:
         if not self.tables.room:
             return
         tables, constants, number, count = self.tables, self.constants, self.tables.number, self.tables.chunks.shape[1]
-        span, room = (keys, constants.chunks, constants.tensors), self.tables.room
+        span, room = (keys, constants.chunks, constants.tensors), self.room
         shift, before, levels = 31 - tables.digits[0], self._states[0], tables.digits
         for level, bits in enumerate(levels):
             first, pooled, found = level == 0, bool(self._pools), self._states[level]
@@ -148,6 +149,12 @@ class BufferKernels:
         self._known: tuple[object, ...] | None = None  # the host's copy of addresses and epsilons
         #: float32 [2], the factor of the loss that gradients carry, and its reciprocal.
         self.scales = workspace.unscaled
+        #: int32 [1], what is wrong with a window of which the host decides; 0 if nothing is.
+        self.status = torch.zeros(1, dtype=torch.int32, device=memory.device)
+        self._flags: Tensor | None = None  # int32 [T], where they are not those of almost every window
+        self._silent: list[Tensor] = []  # dense lanes of which nothing is sent
+        self._left: tuple[int, ...] = ()
+        self._places = np.zeros(0, np.int64)  # where means are added up
         self._told = 0  # how often the device was told others: tables of its own, to which graphs point
         self.addresses = torch.empty(0, dtype=torch.int64)
         self._epsilons = torch.empty(0, dtype=torch.float32)
@@ -160,14 +167,22 @@ class BufferKernels:
 
     # -- addresses -------------------------------------------------------------------------------------------------
 
-    def locate(self, gradients: Sequence[Tensor], weighing: Weighing | None) -> None:
-        """Tells the device where the gradients and moments of this window are, if it does not know."""
+    def locate(self, gradients: Sequence[Tensor], weighing: Weighing | None, flags: np.ndarray | None = None) -> None:
+        """Tells the device what is new of this window.
+
+        Args:
+            gradients: Flat, one of each tensor; where they are.
+            weighing: In what elements are compared.
+            flags: uint8 [T] of ``TensorFlag``: only tensors that are fresh, and nothing else, are added and sent.
+                None: all are.
+        """
         grads = tuple(map(address_of, gradients))
-        known: tuple[object, ...] = (grads,)
+        marked = None if flags is None else flags.tobytes()
+        known: tuple[object, ...] = (grads, marked)
         if weighing is not None:
             moments = tuple(0 if moment is None else address_of(moment) for moment in weighing.moments)
             kinds = tuple(-1 if moment is None else KINDS.index(moment.dtype) for moment in weighing.moments)
-            known = (grads, moments, kinds, tuple(weighing.epsilons))
+            known = (grads, marked, moments, kinds, tuple(weighing.epsilons))
         if known == self._known:
             return
         tables = self.tables
@@ -180,21 +195,49 @@ class BufferKernels:
             moment_kinds[:], epsilons[:] = np.array(kinds)[of], np.array(weighing.epsilons)[of]
             there = np.array(moments, np.int64)[of]
             table[1] = np.where(there != 0, there + tables.inside * _WIDTHS[moment_kinds], 0)
-        self._tell(table, epsilons, moment_kinds, weighing is not None)
-        self._known = known
+        taken = np.ones(tables.number, bool) if flags is None else (flags == FRESH.value)[of]
+        self._tell(table, epsilons, moment_kinds, weighing is not None, taken)
+        self._mark(flags, taken)
+        self._known, self._places, self._left = known, table[SUMS.value], ()
         self._told += 1
+
+    def leave(self, tensors: Sequence[int]) -> None:
+        """Leaves the gradients of these tensors as they are, and the residual, until other gradients are located."""
+        if self._left != (left := tuple(tensors)):
+            places = np.where(np.isin(self.tables.tensors_of, left), 0, self._places)
+            self.addresses[SUMS.value].copy_(device_constant(places, self.memory.device))
+            self._left = left
+
+    def _mark(self, flags: np.ndarray | None, taken: np.ndarray) -> None:
+        """Says which rows send something, if that is not known: flags of tensors, and bool of rows."""
+        if flags is None and self._flags is None:
+            return
+        tables, constants, device = self.tables, self.constants, self.memory.device
+        tensors, described, self.packer.room = tables.of_some(taken)
+        constants.tensors.copy_(device_constant(tensors, device))
+        constants.shape.copy_(device_constant(described, device))
+        self._flags = None if flags is None else device_constant((flags ^ FRESH.value).astype(np.int32), device)
+        memory, lanes = self._lane_memory()
+        ends = lanes + tables.sizes * _WIDTHS[tables.kinds]
+        self._silent = [memory[lanes[row] : ends[row]] for row in np.flatnonzero(~taken & (lanes != -1)).tolist()]
+
+    def _lane_memory(self) -> tuple[Tensor, np.ndarray]:
+        """Memory with dense lanes, uint8, and where in it those of the rows begin; -1 for none."""
+        return self.sent, self.tables.lanes
 
     def _lanes(self) -> np.ndarray:
         """int64 [T], bytes from the origin of lanes to each, -1 for none."""
         return self.tables.lanes
 
-    def _tell(self, table: np.ndarray, epsilons: np.ndarray, moment_kinds: np.ndarray, weighed: bool) -> None:
+    def _tell(
+        self, table: np.ndarray, epsilons: np.ndarray, moment_kinds: np.ndarray, weighed: bool, taken: np.ndarray
+    ) -> None:
         """Copies addresses to the device, and groups launches by the kinds of gradients and moments."""
         device, kinds = self.memory.device, self.tables.kinds
         self.addresses, self._epsilons = device_constant(table, device), device_constant(epsilons, device)
         self._launches = []
         for kind in sorted({*kinds.tolist()}):
-            for moment, members in grouped(moment_kinds, kinds == kind, weighed):
+            for moment, members in grouped(moment_kinds, (kinds == kind) & taken, weighed):
                 if members.all():
                     chunks, count = self.constants.chunks, self.constants.chunks.shape[1]
                 else:
@@ -219,6 +262,10 @@ class BufferKernels:
     def _compensate(self, decay: float, keys: Tensor, *, known: bool = False) -> None:
         """Adds the gradients to the residual, and counts the first digit of keys, unless what is sent is known."""
         bits = self.tables.digits[0] if self.tables.room and not known else 0
+        if self._flags is not None:
+            self.packer.flags.copy_(self._flags)
+        if self._silent:
+            torch._foreach_zero_(self._silent)
         for kind, moment, chunks, count in self._launches:
             arrays = self.constants.tensors, self.addresses, self._epsilons, self.scales
             counted = self.packer.flags, self.packer.histogram, self.origin
@@ -249,7 +296,9 @@ class BufferKernels:
         tables, narrow = self.tables, np.flatnonzero(self.tables.kinds > 0)
         begins = (start + tables.edges[narrow]).tolist()
         errors = self._errors.split(tables.sizes[narrow].tolist())
-        return [(begin, begin + len(error), error) for begin, error in zip(begins, errors, strict=True)]
+        written = ~np.isin(tables.tensors_of[narrow], self._left)
+        rows = zip(written, begins, errors, strict=True)
+        return [(begin, begin + len(error), error) for known, begin, error in rows if known]
 
     def entries(self) -> int:
         """How many entries its own message has (waits for the device)."""
@@ -299,6 +348,7 @@ class WindowKernels:
         self._status = torch.zeros(2, dtype=torch.int32, device=device)
         self._turn = 0
         self._known: tuple[object, ...] = ()
+        self._own: list[np.ndarray] = []  # tiles of the buffers
         self._tiles = self._buffers = self.verdicts = torch.empty(0, dtype=torch.float32)
 
     @property
@@ -314,12 +364,14 @@ class WindowKernels:
         """Takes what the buffers have sent out of their residuals, if nothing is wrong with the window."""
         places = list(accumulate((buffer.headers() for buffer in buffers), initial=_HEADERS))
         parts = [part for buffer, place in zip(buffers, places, strict=False) for part in buffer.parts(place)]
-        known = tuple(tuple(row) for _, row in parts)
+        known, own = tuple(tuple(row) for _, row in parts), [tiles for tiles, _ in parts]
+        if len(own) != len(self._own) or any(tiles is not other for tiles, other in zip(own, self._own, strict=True)):
+            self._own = own
+            numbered = [np.vstack([tiles, np.full((1, tiles.shape[1]), i)]) for i, tiles in enumerate(own)]
+            joined = np.ascontiguousarray(np.concatenate(numbered, axis=1), np.int32)
+            self._tiles = device_constant(joined, self._device)
         if known != self._known:
             self._known = known
-            tiles = [np.vstack([own, np.full((1, own.shape[1]), i)]) for i, (own, _) in enumerate(parts)]
-            joined = np.ascontiguousarray(np.concatenate(tiles, axis=1), np.int32)
-            self._tiles = device_constant(joined, self._device)
             self._buffers = device_constant(np.array([row for _, row in parts], np.int64), self._device)
             self.verdicts = torch.zeros(places[-1], dtype=torch.uint8, device=self._device)
         count, world = self._tiles.shape[1], buffers[0].world

@@ -78,8 +78,13 @@ class OwnerKernels(BufferKernels):
         distance = buffer.address_of(self.mail.lane) - buffer.address_of(self.origin)
         return np.where(lanes != -1, lanes + distance, -1)
 
-    def _tell(self, table: np.ndarray, epsilons: np.ndarray, moment_kinds: np.ndarray, weighed: bool) -> None:
-        super()._tell(table, epsilons, moment_kinds, weighed)
+    def _lane_memory(self) -> tuple[Tensor, np.ndarray]:
+        return self.mail.lane.view(torch.uint8), self._shards.second.lanes
+
+    def _tell(
+        self, table: np.ndarray, epsilons: np.ndarray, moment_kinds: np.ndarray, weighed: bool, taken: np.ndarray
+    ) -> None:
+        super()._tell(table, epsilons, moment_kinds, weighed, taken)
         tables, device, owned = self._shards.arriving, self.memory.device, self._owned
         if tables is None:
             return

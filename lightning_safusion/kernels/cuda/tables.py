@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -225,6 +225,13 @@ class Tables:
         elsewhere = np.zeros(number, np.int64) if self.cut is None else self.cut.elsewhere
         rest = self.kinds, self.owners * self.described.shape[1], self.tensors_of, elsewhere, ranked > 0
         return np.stack([*rows, slots, *map(_padded, rest)]).astype(np.int32)
+
+    def of_some(self, taken: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+        """``tensors``, ``described`` and ``room`` of a window in which only some rows (bool [T]) send something."""
+        some = replace(self, quotas=np.where(taken, self.quotas, 0))
+        tensors = some.tensors
+        tensors[-1] = self.tensors[-1]  # regions without entries have ranks too
+        return tensors, some.described, some.room
 
     @cached_property
     def tiles(self) -> np.ndarray:

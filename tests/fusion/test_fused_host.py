@@ -1,0 +1,169 @@
+"""Fused kernels where the host decides: a loss scaler, tensors without a gradient, several backward passes of a step.
+
+Covers: messages, gradients and residuals of the CPU, bit for bit, with all kinds of shipments; windows that are not
+    finite; a damaged message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from lightning_safusion.comm.collectives.allgather import SparseAllGather
+from lightning_safusion.fusion import fused
+from tests.cluster import Cluster, specs
+from tests.fusion.test_fused import FULL, MIXED, SHAPES, compare_in, shipments
+from tests.quick import slow
+
+BAD = 4
+SHARDS = {"collective": "sharded", "wire": "q4"}
+# Tensors without a gradient, by window and rank: on all ranks, on one, on each another.
+STALE: Sequence[Sequence[Sequence[int]]] = ([[1, 4]] * 2, [[0], []], [[5], [1]], [[], []])
+
+
+@pytest.fixture
+def make(make_fused: Callable[..., Cluster]) -> Callable[..., Cluster]:
+    return partial(make_fused, tensors=specs(SHAPES), collective="allgather", wire="eliasfano-q4")
+
+
+def pair(make: Callable[..., Cluster], scale: float | None = None, **options: Any) -> list[Cluster]:
+    """Clusters whose host decides, with kernels and without, after a first window."""
+    clusters = [make(**options, kernels=kernels) for kernels in (True, False)]
+    for cluster in clusters:
+        for controller in cluster.controllers:
+            controller.tracked[:] = True
+            if scale is not None:
+                controller.loss_scale = lambda: torch.tensor(scale)
+        cluster.step(cluster.random_grads(0))
+        stepped(cluster)
+    return clusters
+
+
+def stepped(cluster: Cluster, without: Sequence[int] = ()) -> None:
+    """Optimizers step, but for those of some tensors."""
+    for controller in cluster.controllers:
+        controller.unstepped[[i for i in range(len(cluster.specs)) if i not in without]] = False
+
+
+def same(clusters: list[Cluster], seed: int, stale: Sequence[Sequence[int]] = ((), ())) -> None:
+    """A window has the same bits with kernels and without: messages, gradients, residuals, and what was sent."""
+    numbers, number = [], len(clusters[0].specs)
+    fresh = [[i not in own for i in range(number)] for own in stale]
+    for cluster in clusters:
+        means = cluster.step(cluster.random_grads(seed), fresh)
+        numbers.append([grad for own in means for grad in own] + cluster.residuals())
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*numbers, strict=True))
+    for rank in range(2):
+        for ours, theirs in zip(*(shipments(cluster, rank) for cluster in clusters), strict=True):
+            assert isinstance(ours, fused.FusedShipment)
+            assert not isinstance(theirs, fused.FusedShipment)
+            assert ours.sent_counts().tolist() == theirs.sent_counts().tolist()
+            if isinstance(ours.buffer.exchange, SparseAllGather):
+                assert isinstance(theirs.buffer.exchange, SparseAllGather)
+                assert torch.equal(ours.buffer.exchange.messages[1], theirs.buffer.exchange.messages[1])
+
+
+@pytest.mark.parametrize(
+    ("scale", "options"),
+    [
+        (3.7, {"tensors": MIXED}),
+        *slow([(1024.0, {"tensors": MIXED, "quota": "pooled", "memory": "decoupled"}), (3.7, SHARDS)]),
+    ],
+)
+def test_a_scaled_loss(make: Callable[..., Cluster], scale: float, options: Any) -> None:
+    clusters = pair(make, scale, **options)
+    for seed in (1, 2):
+        same(clusters, seed)
+        for cluster in clusters:
+            stepped(cluster)
+
+
+@pytest.mark.filterwarnings("ignore:.*computed on some ranks only")
+@pytest.mark.parametrize(
+    ("options", "by_update"),
+    [
+        ({"tensors": MIXED}, False),
+        *slow(
+            [
+                ({"quota": "pooled"}, True),
+                ({"compressor": "gaussiank", "tensors": specs(FULL, dense=(1,))}, False),
+                ({"compressor": "randomk", "tensors": MIXED}, False),
+                ({**SHARDS, "tensors": specs(FULL, dense=(1,))}, True),
+            ]
+        ),
+    ],
+)
+def test_tensors_without_a_gradient(make: Callable[..., Cluster], options: Any, by_update: bool) -> None:
+    clusters = pair(make, **options)
+    if by_update:
+        compare_in(clusters)
+    for seed, stale in enumerate(STALE, 1):
+        same(clusters, seed, stale)
+        for cluster in clusters:
+            stepped(cluster)
+
+
+@pytest.mark.filterwarnings("ignore:.*computed on some ranks only")
+def test_optimizers_that_take_turns(make: Callable[..., Cluster]) -> None:
+    """A gradient that comes again before its optimizer has stepped goes past the residual."""
+    clusters = pair(make)
+    for seed, waiting in enumerate(((0, 1), (4,), ())):
+        same(clusters, seed + 1)
+        for cluster in clusters:
+            stepped(cluster, waiting)
+
+
+@pytest.mark.filterwarnings("ignore:gradients of t4 were not finite")
+@pytest.mark.parametrize(
+    ("scale", "options"), [(None, {}), (8.0, {}), *slow([(None, SHARDS), (8.0, {"tensors": MIXED})])]
+)
+def test_windows_that_are_not_finite(make: Callable[..., Cluster], scale: float | None, options: Any) -> None:
+    """What an optimizer has used leaves the residual, the rest stays, and a later window averages element by element.
+
+    The kernels take out again what a tensor has added before its bad element was seen: rounded, not bit for bit.
+    """
+    clusters = pair(make, scale, **options)
+    for seed in (5, 6, 7):
+        numbers = []
+        for cluster in clusters:
+            grads = cluster.random_grads(seed)
+            if seed < 7:
+                grads[0][BAD][2] = torch.nan
+            means = cluster.step(grads)
+            if seed == 5 or (scale is not None and seed == 6):  # what is beside the bad element was never a mean
+                for own in means:
+                    assert not torch.isfinite(own[BAD]).all()
+                    own[BAD].zero_()
+            stepped(cluster, (1, 3))
+            for controller in cluster.controllers:
+                controller.settle()
+                controller.unstepped[:] = False
+            numbers.append([grad.double() for own in means for grad in own] + cluster.residuals())
+        for ours, theirs in zip(*numbers, strict=True):
+            torch.testing.assert_close(ours.nan_to_num(), theirs.nan_to_num(), rtol=1e-5, atol=1e-4)
+
+
+def test_a_damaged_message_ends_the_window_with_an_error(make: Callable[..., Cluster]) -> None:
+    cluster = pair(make)[0]
+    cluster.step(cluster.random_grads(1))
+    stepped(cluster)
+    buffer = next(iter(cluster.controllers[0].space.buffers.values()))
+    assert isinstance(buffer.exchange, SparseAllGather)
+    kernels = buffer._constants["kernels"][1]
+    ranks = 4 * kernels.tables.message.fields[0]
+    pack = kernels.pack
+
+    def damaged(notices: int) -> None:
+        pack(notices)
+        kernels.sent[ranks : ranks + 2] = 255
+
+    kernels.pack = damaged
+    grads = cluster.random_grads(2)
+    with pytest.raises(RuntimeError, match="a message is damaged"):
+        cluster.step(grads)
