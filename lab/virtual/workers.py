@@ -16,6 +16,7 @@ from lightning_safusion.comm.collectives.multiphase import MultiPhaseExchange
 from lightning_safusion.fusion.build import build_engine
 from lightning_safusion.fusion.device_drain import DeviceDrain
 from lightning_safusion.fusion.engine import Engine
+from lightning_safusion.fusion.fused import FusedPath
 from lightning_safusion.fusion.lanes import Lane
 from lightning_safusion.fusion.layout import TensorSpec
 from lightning_safusion.fusion.settings import EngineSettings
@@ -100,10 +101,11 @@ class _LateDrain(DeviceDrain):
 
     Args:
         device: Where gradients live.
+        fused: The kernels of the engine.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
+    def __init__(self, device: torch.device, fused: FusedPath) -> None:
+        super().__init__(device, fused)
         self._lane = self._arrivals = self._phases = Lane(_CPU)  # no streams: all work is in the order of the caller's
         self._late: list[Shipment] = []
 
@@ -160,7 +162,7 @@ class Engines(Averager):
             )
         )
         for engine in self.controllers if deferred else ():
-            engine._lane, engine._device_drain = Lane(_CPU), _LateDrain(device)
+            engine._lane, engine._device_drain = Lane(_CPU), _LateDrain(device, engine.fused)
 
     def average(self, gradients: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
         if self.agrees():

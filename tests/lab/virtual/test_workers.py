@@ -90,6 +90,8 @@ def test_fused_kernels_average_as_the_cpu_does(monkeypatch: pytest.MonkeyPatch) 
     late = Engines(lambda: scheme.settings(9), some, order, 3, device, deferred=True)
     usual = Engines(lambda: scheme.settings(9), some, order, 3)
     params = [torch.nn.Parameter(torch.zeros(spec.shape)) for spec in some]
+    for controller in usual.controllers:
+        controller.fused.serves = False
     for engines in (late, usual):
         engines.carry_momentum([torch.optim.AdamW(params)], params)
         for controller in engines.controllers:
