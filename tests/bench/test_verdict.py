@@ -21,7 +21,7 @@ from lightning_safusion.bench.verdict import Verdict, best_strategy, decide, jud
 from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.simulate.calibration import Calibration, CollectiveSample, CollectiveTimes
 from lightning_safusion.simulate.trace import Trace, TraceTensor
-from lightning_safusion.systems.accuracy import known_accuracy
+from lightning_safusion.systems.accuracy import faster_row, known_accuracy
 
 DEFAULT, SPARSE, DENSER = "saf-pooled", "saf-pooled[density=0.02]", "saf-pooled[density=0.1]"
 REPORT: dict[str, Any] = {
@@ -291,3 +291,8 @@ def test_the_users_own_strategy_stays_in_the_file() -> None:
     assert best_strategy(Verdict("ddp", "ddp", ()), {}) is None
     assert yaml.safe_load(with_strategy(content, None)) == content
     assert yaml.safe_load(with_strategy({}, None)) == {"trainer": {"strategy": "ddp"}}
+
+
+def test_a_faster_row_says_why_it_is_not_recommended() -> None:
+    assert faster_row("ddp", "7 ms") == "ddp is faster (7 ms), with the gradients of DDP: try it first."
+    assert "not recommended: its accuracy is not known" in faster_row("my.System", "7 ms")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_safusion.comm.transport.lockstep import Lockstep, OutOfStepError
+from lightning_safusion.comm.transport.lockstep import Lockstep, OutOfStepError, wait_watchfully
 from lightning_safusion.comm.transport.torch_backend import TorchTransport
 from tests.process_group import run_ranks
 
@@ -91,3 +91,31 @@ def test_before_the_last_exchange_has_ended_more_batches_are_known() -> None:
 
     for said in run_ranks(2, run):
         assert "rank 0 has ended epoch 0 after 10 batches; rank 1 has more batches after batch 10 of epoch 0" in said
+
+
+def test_where_a_wait_has_no_limit_the_work_is_asked() -> None:
+    """As NCCL's: an error of the check ends the wait, and the work is not waited for."""
+
+    class Work:
+        asked = waited = 0
+
+        def is_completed(self) -> bool:
+            self.asked += 1
+            return self.asked > 2
+
+        def wait(self) -> None:
+            self.waited += 1
+
+    checks: list[int] = []
+    work = Work()
+    wait_watchfully(work, lambda: checks.append(work.waited), polls=True)  # type: ignore[arg-type]
+    assert checks == [0, 0]
+    assert work.waited == 1
+
+    def fails() -> None:
+        raise OutOfStepError("rank 1 has ended")
+
+    work = Work()
+    with pytest.raises(OutOfStepError):
+        wait_watchfully(work, fails, polls=True)  # type: ignore[arg-type]
+    assert work.waited == 0

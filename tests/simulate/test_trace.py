@@ -87,3 +87,8 @@ def test_times_that_make_no_sense_are_refused(seconds: float) -> None:
 def test_a_trace_needs_tensors() -> None:
     with pytest.raises(ValueError, match="no tensors"):
         Trace("job", ())
+
+
+def test_a_jobs_file_in_a_traces_place_is_refused_with_the_command_that_reads_it() -> None:
+    with pytest.raises(ValueError, match="job.yaml is no trace. If it describes a job: safusion bench --config"):
+        resolve_trace("job.yaml")
