@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from lab.gpu.archive import CACHE, archive
@@ -114,6 +115,8 @@ def gpu(output: Path, rehearse: bool = False, stages: Sequence[str] = ()) -> Non
         check_name("stage", name, STAGES)
     if not rehearse:
         _need_device()
+    elif (pair := refused_pair()) is not None:
+        print(pair, flush=True)
     output = output.resolve()
     output.mkdir(parents=True, exist_ok=True)
     (output / "device-costs.json").unlink(missing_ok=True)
@@ -158,6 +161,24 @@ def _need_device() -> None:
             "this needs a CUDA device, and PyTorch sees none here: nothing was measured. --rehearse runs all stages on "
             "the CPU"
         )
+
+
+def refused_pair() -> str | None:
+    """Says that Triton's interpreter does not run with this NumPy; None if it does.
+
+    Up to Triton 3.6 it reads arrays of one element as numbers, which NumPy refuses from 2.4 on.
+    """
+    try:
+        found = [version(package) for package in ("triton", "numpy")]
+    except PackageNotFoundError:
+        return None
+    triton, numpy = (tuple(map(int, each.split(".")[:2])) for each in found)
+    if triton > (3, 6) or numpy < (2, 4):
+        return None
+    return (
+        f"the interpreter of Triton {found[0]} does not run with NumPy {found[1]}: every stage that has kernels will "
+        "fail. Rehearse with NumPy 2.3, or with Triton 3.9; a device does not mind"
+    )
 
 
 def _write(output: Path, outcomes: Sequence[Outcome], rehearse: bool) -> Path:

@@ -64,26 +64,35 @@ def pcie_rate(place: Place, numel: int) -> float:
     return 4 * numel / place.median(lambda: target.copy_(source, non_blocking=True), 5)
 
 
-def costs(place: Place, memory: float, seconds: Mapping[str, float], work: Mapping[str, Work]) -> Device:
-    """The device's speeds, and how much longer its stages take than these say.
+def speeds(place: Place, memory: float) -> Device:
+    """The device's speeds.
 
     Args:
-        place: Where the times were measured.
+        place: Where they are measured.
         memory: Bytes per second of a copy.
-        seconds: Of the stages of a window.
-        work: Counted, of the same stages.
     """
     name, processors = "a CPU in a rehearsal, not a device", 1
     if place.cuda:
         properties = torch.cuda.get_device_properties(place.device)
         name, processors = properties.name, properties.multi_processor_count
     launch, instructions = launch_seconds(place), processors * _PER_CLOCK * clock(place)
-    factors = {}
-    for stage, spent in seconds.items():
-        part = work.get(stage, Work())
-        busy = max(part.nbytes / memory, part.instructions / instructions)
-        if busy > 0:
-            factors[stage] = max(spent - part.launches * launch, _LEAST) / busy
     pcie = pcie_rate(place, 1 << (24 if place.cuda else 10))
     source = f"python -m lab gpu, torch {torch.__version__}, CUDA {torch.version.cuda}"
-    return Device(name, memory, launch, instructions, pcie, factors, source)
+    return Device(name, memory, launch, instructions, pcie, source=source)
+
+
+def factors(device: Device, seconds: Mapping[str, float], work: Mapping[str, Work]) -> dict[str, float]:
+    """How many times longer stages take than the larger of their bytes and instructions at a device's speeds.
+
+    Args:
+        device: Its speeds.
+        seconds: Of the stages of a window.
+        work: Counted, of the same stages.
+    """
+    found = {}
+    for stage, spent in seconds.items():
+        part = work.get(stage, Work())
+        busy = max(part.nbytes / device.memory, part.instructions / device.instructions)
+        if busy > 0:
+            found[stage] = max(spent - part.launches * device.launch, _LEAST) / busy
+    return found

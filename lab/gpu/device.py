@@ -63,10 +63,19 @@ class Device:
         if self.cuda:
             torch.cuda._sleep(cycles)
 
-    def median(self, work: Callable[[], object], repetitions: int) -> float:
-        """Median seconds of the current stream for some work that the host has submitted before it begins."""
+    def median(
+        self, work: Callable[[], object], repetitions: int, before: Callable[[], object] = lambda: None
+    ) -> float:
+        """Median seconds of the current stream for some work that the host has submitted before it begins.
+
+        Args:
+            work: It.
+            repetitions: How often.
+            before: Done before each, not timed.
+        """
         times = []
         for _ in range(repetitions):
+            before()
             self.hold()
             begin = self.moment()
             work()

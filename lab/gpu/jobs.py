@@ -21,11 +21,16 @@ from lightning_safusion.sparsify.selection.units import Moment, UpdateUnits
 from lightning_safusion.systems.rows import DEFAULT, EngineSystem, resolve_system
 from lightning_safusion.systems.settings import engine_settings
 
-#: Share of the elements that all stages send.
-DENSITY = 0.1
+#: Share of the elements that all stages send: the default's with Adam.
+DENSITY = 0.02
 #: Buffers of a window.
 BUFFERS = 4
-_SMALL = ((12, 10), (40,), (64,), (25, 20), (230,), (3,), (30, 6), (7,))
+#: Gradients that are drawn for windows that are timed: with the same ones again and again, or with means in their
+#: place, a residual has the same largest elements for ever.
+SETS = 4
+#: Windows after which those that record when everything happened are one in 16, and the number of one before such.
+SETTLED, _BEFORE_RECORDED = 65, 79
+_SMALL = ((12, 10), (40,), (25, 8), (3,), (30, 6))
 # About 1.5 million elements: a few milliseconds of a CPU, and enough for a device to be late.
 _MIDDLE = ((1000, 512), (512,), (512, 512), (3,), (700, 700), (700,), (90, 200), (200_000,), (1000,), (17,))
 
@@ -57,12 +62,12 @@ class Echo(SoloTransport):
 
 
 def shapes_of(rehearse: bool) -> list[tuple[int, ...]]:
-    """Those of BERT-base; in a rehearsal of eight small tensors."""
+    """Those of BERT-base; in a rehearsal of a few small tensors."""
     return list(_SMALL) if rehearse else [tuple(tensor.shape) for tensor in resolve_trace("bert-base").tensors]
 
 
 def middle_shapes(rehearse: bool) -> list[tuple[int, ...]]:
-    """Those of a model that draws and compares its numbers on the host; in a rehearsal of eight small tensors."""
+    """Those of a model that draws and compares its numbers on the host; in a rehearsal of a few small tensors."""
     return list(_SMALL if rehearse else _MIDDLE)
 
 
@@ -84,6 +89,18 @@ def default_settings(tensors: int, **given: Any) -> EngineSettings:
     row = resolve_system(DEFAULT)
     assert isinstance(row, EngineSystem)
     return engine_settings(row, DENSITY, parts)
+
+
+def drawn_sets(sizes: Sequence[int], device: torch.device) -> list[list[Tensor]]:
+    """:data:`SETS` of gradients of these sizes, drawn on the device."""
+    generator = torch.Generator(device).manual_seed(23)
+    return [[torch.randn(size, device=device, generator=generator) for size in sizes] for _ in range(SETS)]
+
+
+def overlap(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
+    """Share of the elements that one window has sent among those of another, by the means of both."""
+    ours, theirs = (torch.cat([grad.flatten() != 0 for grad in grads]) for grads in (first, second))
+    return float((ours & theirs).sum() / ours.sum().clamp(min=1))
 
 
 class Job:
@@ -118,10 +135,31 @@ class Job:
             moments = [Moment(values.to(self.device), 1e-8) for values in drawn]
             self.engine.space.compare_in(UpdateUnits(lambda index: moments[index], self.device))
 
+        self._sets: list[list[Tensor]] = []
+        self._refreshed = 0
+
     @property
     def numel(self) -> int:
         """Elements of all tensors."""
         return sum(spec.numel for spec in self.specs)
+
+    def refresh(self) -> None:
+        """Other gradients than in the last windows, on the device; without a wait for it, but for the first time."""
+        if not self._sets:
+            self._sets = drawn_sets([spec.numel for spec in self.specs], self.device)
+        torch._foreach_copy_(self.grads, self._sets[self._refreshed % SETS])
+        self._refreshed += 1
+
+    def settle(self, windows: int = SETTLED) -> None:
+        """Windows of other gradients, until those that record everything are one in 16: the second after these is one.
+
+        Args:
+            windows: So many; fewer are taken for as many.
+        """
+        for _ in range(windows):
+            self.refresh()
+            self.window()
+        self.engine.windows = _BEFORE_RECORDED
 
     def draw(self, seed: int) -> None:
         """New gradients, the same on every device; without a wait for one."""
@@ -141,7 +179,8 @@ class Job:
         self.engine.drain()
 
     def warm(self, windows: int = 4) -> None:
-        """So many windows, after which orders, plans and kernels are known; means are the next one's gradients."""
+        """So many windows, after which orders, plans and kernels are known; means are the next one's gradients, so that
+        times of further windows are none of a training."""
         self.draw(0)
         for _ in range(windows):
             self.window()

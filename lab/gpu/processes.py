@@ -20,11 +20,11 @@ from lab.gpu.device import Device
 from lab.gpu.figures import Figure, equal, note
 from lab.gpu.jobs import DENSITY, Job, described, middle_shapes
 from lab.gpu.stages import Setting
-from lab.gpu.trainer import Encoder, Steps, fitted
+from lab.gpu.training import SHAPES, Phase, Steps, Transformer, fitted
 from lightning_safusion import SAFusionStrategy
 from lightning_safusion.comm.transport.torch_backend import TorchTransport
 
-_WINDOWS, _COMPARED = 50, 6
+_WINDOWS, _COMPARED, _SENTENCES = 50, 6, 8
 #: Parts in place of the default's, and whether the device ends windows; gloo makes the host wait for an exchange.
 JOBS: dict[str, tuple[dict[str, Any], bool]] = {
     "all-gather, fused kernels": ({"memory": "residual"}, True),
@@ -73,16 +73,11 @@ def _strategies() -> dict[str, Strategy]:
 
 def _trained(place: Device, rank: int, name: str) -> dict[str, Any]:
     """A Trainer's parameters as a digest, and the seconds of a step."""
-    model = Encoder("middle" if place.cuda else "small")
     # each has sentences of its own
-    model.words.copy_(
-        torch.randint(
-            0, model.embedding.num_embeddings, model.words.shape, generator=torch.Generator().manual_seed(rank)
-        )
-    )
-    steps = Steps(place, 30, 20, 1) if place.cuda else Steps(place, 22, 3, 1)
-    fitted(place, _strategies()[name], steps, model, num_nodes=2)
-    return {"digest": _digest(list(model.parameters())), "seconds": steps.seconds}
+    model = Transformer(SHAPES["middle" if place.cuda else "small"], _SENTENCES, seed=rank)
+    steps = Steps(place, [Phase(_SENTENCES, 66, 24) if place.cuda else Phase(_SENTENCES, 6, 2)])
+    fitted(steps, model, _strategies()[name], num_nodes=2)
+    return {"digest": _digest(list(model.parameters())), "seconds": steps.times[0].step}
 
 
 def _tell(folder: str, rank: int, found: dict[str, Any]) -> None:

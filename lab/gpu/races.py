@@ -6,6 +6,7 @@ import os
 import random
 import statistics
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 from unittest.mock import patch
@@ -91,9 +92,30 @@ class LateEcho(Echo):
             return _Sent(self._stream.record_event())
 
 
+@contextmanager
+def beside(place: Device, apart: bool) -> Iterator[None]:
+    """A stream of its own, which begins when the current one gets here; that waits for its end. In a rehearsal, or
+    unless ``apart``, the current one."""
+    if not (place.cuda and apart):
+        yield
+        return
+    outer, inner = torch.cuda.current_stream(), torch.cuda.Stream()
+    inner.wait_stream(outer)
+    with torch.cuda.stream(inner):
+        yield
+    outer.wait_stream(inner)
+
+
 def _trained(place: Device, how: str, windows: int) -> list[Tensor]:
-    """The means of every window, and the residual at last; ``how``: "late", "graphs" (as late, selections from CUDA
-    graphs), "serial", or "host" (which decides)."""
+    """The means of every window, and the residual at last.
+
+    Args:
+        place: The device.
+        how: "late"; "graphs" (as late, selections from CUDA graphs); "serial"; or "host" (which decides). Late windows
+            get gradients on a stream of their own, as DDP's hooks run on that of its construction, and end on another,
+            where autograd runs its callbacks.
+        windows: So many.
+    """
     delays, late = Delays(place, 7), how in ("late", "graphs")
     specs = described(middle_shapes(not place.cuda))
     transport = LateEcho(3, delays) if late and place.cuda else Echo(3)
@@ -111,15 +133,18 @@ def _trained(place: Device, how: str, windows: int) -> list[Tensor]:
     with replaced, patch.dict(os.environ, {SWITCH: str(int(how == "graphs"))}):
         for step in range(windows):
             job.engine.finish()  # an abandoned window may still write
-            for grad, part in zip(job.grads, sets[step % _SETS].split([s.numel for s in specs]), strict=True):
-                grad.copy_(part)
-            if late:
-                delays.maybe()
+            with beside(place, late):
+                for grad, part in zip(job.grads, sets[step % _SETS].split([s.numel for s in specs]), strict=True):
+                    grad.copy_(part)
+                if late:
+                    delays.maybe()
+                job.push(len(specs) // 2 if step in _ABANDONED else None)
             if step in _ABANDONED:
-                job.push(len(specs) // 2)
                 job.engine.reset()
                 continue
-            job.window()
+            if late:
+                delays.maybe()
+            job.engine.drain()
             found.append(torch.cat([grad.clone() for grad in job.grads]))
         job.engine.settle()
     place.wait()

@@ -50,21 +50,28 @@ class Stage:
 #: In the order in which the stages of a set run: what matters most first, what repeats others last.
 STAGES: dict[str, Stage] = {
     "environment": Stage("lab.gpu.environment:environment", "", 40, "versions, and whether Triton starts"),
-    "trainer": Stage("lab.gpu.trainer:precisions", "first", 100, "a Trainer with a model of BERT-base's size and DDP"),
+    "steps": Stage("lab.gpu.steps:steps", "first", 180, "steps of the default, DDP, its bf16 hook and PowerSGD"),
     "numerics": Stage(
-        "lab.gpu.numerics:numerics", "first", 120, "messages, means and residuals against the CPU, bit for bit; spills"
+        "lab.gpu.numerics:numerics", "first", 80, "messages, means and residuals against the CPU, bit for bit; spills"
     ),
     "passes": Stage("lab.gpu.timing:passes", "first", 60, "the time of every kernel against a copy"),
     "windows": Stage("lab.gpu.timing:windows", "first", 60, "windows of BERT-base: device, host, launches and memory"),
+    "precisions": Stage("lab.gpu.steps:precisions", "first", 45, "a loss scaler, and parameters in 16 bits"),
     "waits": Stage("lab.gpu.waits:waits", "second", 40, "where the host waits for the device, each with its stack"),
     "races": Stage("lab.gpu.races:races", "second", 45, "windows whose streams are late at random, some abandoned"),
     "graphs": Stage("lab.gpu.races:graphs", "second", 30, "selection and packing replayed from a CUDA graph"),
     "processes": Stage("lab.gpu.processes:processes", "second", 60, "two workers over gloo: replicas, CPU's numbers"),
+    "rivals": Stage("lab.gpu.rivals:rivals", "second", 25, "torch's hooks and selection beside a window"),
+    "trace": Stage("lab.gpu.trace:trace", "second", 30, "three steps as torch's profiler sees them"),
     "deterministic": Stage(
-        "lab.gpu.trainer:deterministic", "second", 45, "a one-element parameter, and torch's deterministic algorithms"
+        "lab.gpu.deterministic:deterministic",
+        "second",
+        30,
+        "a one-element parameter, and torch's deterministic algorithms",
     ),
     "selection": Stage("lab.gpu.selection:selection", "second", 30, "the compressors that torch's operations serve"),
-    "tests": Stage("lab.gpu.environment:tests", "second", 90, "the tests that wait for a device"),
+    "tests": Stage("lab.gpu.environment:tests", "second", 70, "the tests that wait for a device"),
+    "sanitizer": Stage("lab.gpu.sanitizer:sanitizer", "second", 60, "accesses of a small case, by compute-sanitizer"),
     "links": Stage("lab.gpu.links:links", "links", 425, "the papers' networks and systems behind emulated links"),
 }
 

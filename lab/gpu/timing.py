@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from time import perf_counter
 from typing import Any
@@ -18,19 +18,22 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from lab.gpu.buffers import DECAY, Case, Rank
-from lab.gpu.costs import costs, counted
+from lab.gpu.costs import counted, factors, speeds
 from lab.gpu.device import Device
 from lab.gpu.figures import Figure, note
-from lab.gpu.jobs import BUFFERS, DENSITY, Echo, Job, described, shapes_of
+from lab.gpu.jobs import BUFFERS, DENSITY, SETS, SETTLED, Echo, Job, described, drawn_sets, overlap, shapes_of
 from lab.gpu.stages import Setting
 from lightning_safusion.fusion.events import WindowEvents
 from lightning_safusion.kernels.cuda import buffer
 from lightning_safusion.kernels.cuda.buffer import Weighing, WindowKernels
+from lightning_safusion.kernels.cuda.work import Work
 
 #: Workers whose messages are decoded, and most milliseconds of a window of BERT-base with its instructions counted.
-WORKERS = {2: 3.0, 8: 4.0, 32: 8.0}
-#: Least share of a copy's bandwidth that every pass reaches.
-SHARE = 0.6
+WORKERS = {2: 2.6, 8: 3.4, 32: 6.0}
+#: Most times as long as its bytes at the rate of a copy, or its instructions, that a kernel takes.
+FACTOR = 1.67
+#: Most that two timed windows have in common: the next window of a training has other largest elements.
+OVERLAP = 0.5
 #: Other sizes of blocks that may be faster on a device.
 VARIANTS = (("BLOCK", 512), ("BLOCK", 2048), ("BITS", 128), ("BITS", 512))
 #: Beginnings of the names of operations that start nothing on a device, though they are no views.
@@ -110,10 +113,11 @@ class Buffers:
         self.ranks = [self._rank(tuple(own), world_size, by_update) for own in sizes]
         self._weighings: list[Weighing | None] = [rank.weighing for rank in self.ranks]
         self._window = WindowKernels(place.device)
-        self.window()  # compiles
-        for rank in self.ranks:
-            messages = rank.kernels.received.view(world_size, -1)
-            messages.copy_(rank.kernels.sent.expand_as(messages))
+        self._sets = [drawn_sets(rank.case.sizes, place.device) for rank in self.ranks]
+        self._refreshed = 0
+        for _ in range(SETS if place.cuda else 1):  # compiles, and fills the residual
+            self.refresh()
+            self.window()
 
     def _rank(self, sizes: tuple[int, ...], world_size: int, by_update: bool) -> Rank:
         generator = torch.Generator(self.place.device).manual_seed(3)
@@ -131,12 +135,25 @@ class Buffers:
         """Elements of all buffers."""
         return sum(len(rank.memory) for rank in self.ranks)
 
+    @property
+    def grads(self) -> list[Tensor]:
+        """Of all buffers."""
+        return [grad for rank in self.ranks for grad in rank.grads]
+
+    def refresh(self) -> None:
+        """Other gradients than in the last windows."""
+        for rank, sets in zip(self.ranks, self._sets, strict=True):
+            torch._foreach_copy_(rank.grads, sets[self._refreshed % SETS])
+        self._refreshed += 1
+
     def window(self) -> None:
-        """From gradients to messages, and from the messages that have been received to means."""
+        """From gradients to messages, which all workers send, and from these to means."""
         for rank, weighing in zip(self.ranks, self._weighings, strict=True):
             rank.kernels.locate(rank.grads, weighing)
             rank.kernels.select(DECAY, weighing)
             rank.kernels.pack(0)
+            messages = rank.kernels.received.view(rank.case.world_size, -1)
+            messages.copy_(rank.kernels.sent.expand_as(messages))
         for rank in self.ranks:
             rank.kernels.decode(DECAY, self._window.status)
         self._window.commit([rank.kernels for rank in self.ranks])
@@ -145,6 +162,7 @@ class Buffers:
         """Median seconds of each kernel in a window, all its launches together."""
         every: list[dict[str, float]] = []
         for _ in range(repetitions):
+            self.refresh()
             self.place.hold()
             watch = Stopwatch(self.place)
             with patch.object(buffer, "launch", watch):
@@ -179,30 +197,49 @@ def passes(setting: Setting) -> Iterator[Figure]:
     """See ``docs/gpu.md``; writes the file of costs."""
     place, repetitions = Device(setting.rehearse), 1 if setting.rehearse else 15
     sizes = cut([math.prod(shape) for shape in shapes_of(setting.rehearse)], BUFFERS)
-    copy_rate = place.copy_rate(sum(map(sum, sizes)))
-    yield note("bandwidth of a copy", copy_rate / 1e9, "GB/s", "read and written; of as many float32 numbers")
+    speed = speeds(place, place.copy_rate(sum(map(sum, sizes))))
+    yield note("bandwidth of a copy", speed.memory / 1e9, "GB/s", "read and written; of as many float32 numbers")
+    yield note("between short kernels", speed.launch * 1e6, "µs")
+    yield note("instructions", speed.instructions / 1e12, "10¹² per second", "by the clock of the device")
+    yield note("from the host", speed.pcie / 1e9, "GB/s")
     few = min(WORKERS)
     for world_size, budget in workers_of(setting).items():
         buffers, work = Buffers(place, sizes, world_size, True), counted(sizes, world_size)
         seconds = buffers.timed(repetitions)
-        for name, spent in seconds.items():
+        found = factors(speed, seconds, work)
+        for name in seconds:
             if world_size == few or name == "decode":
-                share, by = work[name].nbytes / spent / copy_rate, f", {world_size} workers" * (name == "decode")
-                about = f"{spent * 1e3:.3f} ms, {work[name].nbytes / buffers.numel:.2f} bytes per element"
-                yield Figure(f"{name}{by}: of the copy's bandwidth", share, least=SHARE, note=about)
+                yield _kernel(name, world_size, seconds[name], found[name], work[name], buffers.numel)
         yield Figure(f"sum of the kernels, {world_size} workers", sum(seconds.values()) * 1e3, "ms", most=budget)
-        whole = place.median(buffers.window, repetitions)
+        whole = place.median(buffers.window, repetitions, buffers.refresh)
         yield Figure(f"a window on one stream, {world_size} workers", whole * 1e3, "ms", most=budget)
         if world_size == few:
+            replace(speed, factors=found).save(setting.folder / "device-costs.json")
+            yield note("file of costs", "device-costs.json")
+            yield _selections("the kernels", buffers.grads, buffers.refresh, buffers.window)
             yield note("host, for each launch", buffers.host_seconds() * 1e6, "µs", "look-ups of a window included")
-            found = costs(place, copy_rate, seconds, work)
             yield from _variants(buffers, seconds, repetitions)
         del buffers
-    yield note("between short kernels", found.launch * 1e6, "µs")
-    yield note("instructions", found.instructions / 1e12, "10¹² per second", "by the clock of the device")
-    yield note("from the host", found.pcie / 1e9, "GB/s")
-    found.save(setting.folder / "device-costs.json")
-    yield note("file of costs", "device-costs.json")
+
+
+def _kernel(name: str, world_size: int, seconds: float, factor: float, work: Work, numel: int) -> Figure:
+    """Of all its launches in a window."""
+    by = f", {world_size} workers" * (name == "decode")
+    about = f"{seconds * 1e3:.3f} ms; {work.nbytes / numel:.2f} bytes, {work.instructions / numel:.0f} instructions"
+    about += " per element"
+    return Figure(f"{name}{by}: over max(bytes, instructions)", factor, "times", most=FACTOR, note=about)
+
+
+def _selections(
+    what: str, grads: Sequence[Tensor], refresh: Callable[[], object], window: Callable[[], object]
+) -> Figure:
+    """What two windows that follow each other select is not the same: their times are those of a training."""
+    found = []
+    for _ in range(2):
+        refresh()
+        window()
+        found.append([grad.clone() for grad in grads])
+    return Figure(f"{what}: overlap of two windows' selections", overlap(*found), most=OVERLAP, kind="counted")
 
 
 def _variants(buffers: Buffers, seconds: Mapping[str, float], repetitions: int) -> Iterator[Figure]:
@@ -218,16 +255,17 @@ def _variants(buffers: Buffers, seconds: Mapping[str, float], repetitions: int) 
 
 def windows(setting: Setting) -> Iterator[Figure]:
     """See ``docs/gpu.md``."""
-    place, repetitions = Device(setting.rehearse), 1 if setting.rehearse else 15
+    place, repetitions = Device(setting.rehearse), 2 if setting.rehearse else 36
     specs = described(shapes_of(setting.rehearse))
     for world_size, budget in workers_of(setting).items():
         by, before = f"{world_size} workers", place.allocated()
         job = Job(place, specs, Echo(world_size))
         job.warm()
         yield from _memory(place, job, before, by)
-        seconds = place.median(job.window, repetitions)
-        yield Figure(f"a window of the engine, {by}", seconds * 1e3, "ms", most=budget)
-        yield from _host(place, job, repetitions, by)
+        job.settle(2 if setting.rehearse else SETTLED)
+        yield from _times(place, job, repetitions, by, budget)
+        if world_size == min(WORKERS):
+            yield _selections("the engine", job.grads, job.refresh, job.window)
         with Started() as started:
             job.window()
         number = len(_events(job).buffers)
@@ -254,18 +292,42 @@ def _memory(place: Device, job: Job, before: int, by: str) -> Iterator[Figure]:
     yield Figure(f"temporaries, {by}", temporary, "bytes per element of the largest buffer", most=2.0)
 
 
-def _host(place: Device, job: Job, repetitions: int, by: str) -> Iterator[Figure]:
-    """Time of the host in the hook, while the device is busy."""
-    pushed, drained = [], []
-    for _ in range(repetitions):
+@dataclass
+class Spent:
+    """Seconds of windows: of the device, of the host for each tensor in the hook, and of the host at the end."""
+
+    device: list[float] = field(default_factory=list)
+    hook: list[float] = field(default_factory=list)
+    end: list[float] = field(default_factory=list)
+
+
+def spent(place: Device, job: Job, windows: int) -> tuple[Spent, Spent]:
+    """Of usual windows, and of those in 16 that record when everything happened; the host is ahead of the device."""
+    usual, recorded = Spent(), Spent()
+    for _ in range(windows):
+        job.refresh()
         place.wait()
         place.hold()
-        begin = perf_counter()
+        begin, first = place.moment(), perf_counter()
         job.push()
         middle = perf_counter()
         job.engine.drain()
-        pushed.append((middle - begin) / len(job.specs))
-        drained.append(perf_counter() - middle)
-    hook = statistics.median(pushed) * 1e6
-    yield Figure(f"host in the hook, {by}", hook, "µs per tensor", most=10.0, note="launches included")
-    yield note(f"host at the end of a window, {by}", statistics.median(drained) * 1e6, "µs")
+        last, end = perf_counter(), place.moment()
+        assert job.engine.report is not None
+        each = recorded if job.engine.report.surveyed else usual
+        each.device.append(place.seconds(begin, end))
+        each.hook.append((middle - first) / len(job.specs))
+        each.end.append(last - middle)
+    return usual, recorded
+
+
+def _times(place: Device, job: Job, windows: int, by: str, budget: float) -> Iterator[Figure]:
+    usual, recorded = spent(place, job, windows)
+    seconds, hook = statistics.median(usual.device), statistics.median(usual.hook)
+    yield Figure(f"a window of the engine, {by}", seconds * 1e3, "ms", most=budget)
+    yield Figure(f"host in the hook, {by}", hook * 1e6, "µs per tensor", most=10.0, note="launches included")
+    yield note(f"host at the end of a window, {by}", statistics.median(usual.end) * 1e6, "µs")
+    about = "one in 16, and the first 64"
+    yield note(f"a window that records everything, {by}", statistics.median(recorded.device) * 1e3, "ms", about)
+    hook = statistics.median(recorded.hook)
+    yield note(f"host in the hook of a window that records everything, {by}", hook * 1e6, "µs per tensor")

@@ -18,8 +18,10 @@ from tests.documents.pages import PAGES, ROOT, commands, name
 
 #: Programs that start others, with their own options before the script.
 LAUNCHERS = ("torchrun", "srun", "horovodrun", "mpirun", "sudo", "sbatch")
+#: Names of the interpreter; machines with a GPU may have the second alone.
+PYTHON = ("python", "python3")
 #: Programs of the system and of other projects.
-OTHERS = ("export", "mkdir", "curl", "hf", "for", "cd", "tar", "git")
+OTHERS = ("export", "mkdir", "curl", "hf", "for", "cd", "tar", "git", "ls")
 #: Subcommands of the project's programs, and what runs them.
 PROGRAMS = {"safusion_command": (safusion_command.COMMANDS, safusion_command.main), "lab": (STUDIES, lab.__main__.main)}
 #: Scripts of the reader.
@@ -37,8 +39,8 @@ def check(words: Sequence[str]) -> None:
     if program in LAUNCHERS:
         started = next(place for place, word in enumerate(args) if _is_start(word))
         check(args[started:] if args[started] != "-m" else ["python", *args[started:]])
-    elif program == "python" or program.endswith((".py", ".sbatch")):
-        _check_python(args if program == "python" else words)
+    elif program in PYTHON or program.endswith((".py", ".sbatch")):
+        _check_python(args if program in PYTHON else words)
     else:
         CHECKS[program.rpartition("/")[2]](words)
 

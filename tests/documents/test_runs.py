@@ -24,13 +24,13 @@ EXCEPTIONS = {
     "needs root, for links of a given rate": r"sudo ",
     "a cluster's, or another launcher's": r"(srun|torchrun|horovodrun) ",
     "loads from the network": r"(pip install|curl|hf download|for name in|scripts/install_horovod\.sh)\b",
-    "of the shell": r"(export|mkdir) ",
+    "of the shell": r"(export|mkdir|ls) ",
     "builds or tests the whole project, which CI does": r"(make|pytest|python -m pytest) ",
     "measures or trains for minutes": (
         r"safusion (bench|demo)\b|python -m lab (selection|native|hook|window|numerics|callbacks|missing-rate)\b"
         r"|python -m lab (perplexity|experiments$|break-even|convergence (--output|--tasks|--study))|SAFUSION_CUDA_"
     ),
-    "needs a GPU, or Triton's compiler for minutes": r"python -m lab (gpu|kernels)\b",
+    "needs a GPU, or Triton's compiler for minutes": r"python3? -m lab (gpu|kernels)\b",
     "stands for something of the reader's": (
         r"safusion (…|(trace|timeline) RUN_DIR|report RUN$|plan --device FILE|plan --output DIR)|python -m lab …"
     ),

@@ -1,8 +1,9 @@
 """The command that runs the stages: what fails, hangs or is stopped leaves the rest as it is, and is reported.
 
-Covers: no device; unknown stages; sets within the time of a call; stages that end, fail, hang (with all their
-    processes), find something outside, or find that the machine is unfit; Ctrl-C; the archive and what has no room in
-    it; figures and their budgets; a file of figures that was cut short; the page of a rehearsal and of a device.
+Covers: no device; unknown stages; sets within the time of a call, and in the document; stages that end, fail, hang
+    (with all their processes), find something outside, or find that the machine is unfit; Ctrl-C; the archive and what
+    has no room in it; versions that cannot rehearse; figures and their budgets; a file of figures that was cut short;
+    the page of a rehearsal and of a device.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 
 from lab.__main__ import main
 from lab.gpu.archive import archive
-from lab.gpu.command import Outcome, gpu
+from lab.gpu.command import Outcome, gpu, refused_pair
 from lab.gpu.device import need_kernels
 from lab.gpu.figures import Figure, Lines, equal, note
 from lab.gpu.page import page
@@ -76,6 +77,12 @@ def test_a_set_ends_within_the_time_of_a_call(group: str) -> None:
     assert sum(STAGES[name].seconds for name in stages_of(group)) <= LIMIT
 
 
+def test_the_half_hour_names_every_set() -> None:
+    text = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    commands = text.partition("### Half an hour on one GPU")[2].partition("```bash")[2].partition("```")[0]
+    assert {line.split()[5] for line in commands.splitlines() if "--set" in line} == set(SETS)
+
+
 def test_an_archive_has_what_matters_first_and_names_the_rest(tmp_path: Path) -> None:
     noise = os.urandom(50_000)
     for name in ("gpu.md", "gpu.json", "a.log", "deep/trace.gz", "triton-cache/kernel"):
@@ -86,6 +93,16 @@ def test_an_archive_has_what_matters_first_and_names_the_rest(tmp_path: Path) ->
     assert packed(tmp_path / "run") == {
         "gpu.md": noise, "gpu.json": noise, "a.log": noise[:30_000], "left-out.txt": b"deep/trace.gz\n",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("triton", "numpy", "said"), [("3.6.0", "2.4.0", True), ("3.6.0", "2.3.5", False), ("3.9.0", "2.4.6", False)]
+)
+def test_a_rehearsal_says_which_pair_of_versions_cannot_run(
+    triton: str, numpy: str, said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lab.gpu.command.version", {"triton": triton, "numpy": numpy}.__getitem__)
+    assert (refused_pair() is not None) is said
 
 
 @pytest.mark.slow

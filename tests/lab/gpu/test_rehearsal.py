@@ -20,17 +20,21 @@ pytestmark = pytest.mark.slow  # a minute or two of a core, in the interpreter
 #: Of every stage: how many figures it has in a rehearsal, and one of them.
 FOUND = {
     "environment": (6, "the interpreter runs the kernels"),
-    "trainer": (22, "bf16-mixed: step over DDP's"),
+    "steps": (60, "bert-base, bf16-mixed, 60 ms, default: added to DDP's step"),
     "numerics": (23, "messages, means, residuals: ties"),
-    "passes": (26, "write: of the copy's bandwidth"),
-    "windows": (12, "launches, 8 workers"),
+    "passes": (27, "write: over max(bytes, instructions)"),
+    "windows": (17, "the engine: overlap of two windows' selections"),
+    "precisions": (10, "16-mixed, default: parameters are finite"),
     "waits": (18, "waits of a window: default"),
     "races": (4, "8 windows with random delays equal those of one kernel at a time"),
     "graphs": (5, "3 replays write the bytes of plain launches"),
     "processes": (15, "replicas are equal: default"),
+    "rivals": (6, "torch's PowerSGD hook, rank 4"),
+    "trace": (2, "idle time of the busiest stream"),
     "deterministic": (3, "fused kernels: deterministic algorithms over others"),
     "selection": (21, "topk: waits"),
     "tests": (1, "tests"),
+    "sanitizer": (1, "compute-sanitizer"),
     "links": (49, "perceptron, 100 Gbit/s, oktopk: throughput"),
 }
 
