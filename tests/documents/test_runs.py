@@ -25,7 +25,7 @@ EXCEPTIONS = {
     "a cluster's, or another launcher's": r"(srun|torchrun|horovodrun) ",
     "loads from the network": r"(pip install|curl|hf download|for name in|scripts/install_horovod\.sh)\b",
     "of the shell": r"(export|mkdir|ls) ",
-    "builds or tests the whole project, which CI does": r"(make|pytest|python -m pytest) ",
+    "builds or tests the whole project, which CI does": r"(make|pytest|(SAFUSION_VERSIONS=1 )?python -m pytest) ",
     "measures or trains for minutes": (
         r"safusion (bench|demo)\b|python -m lab (selection|native|hook|window|numerics|callbacks|missing-rate)\b"
         r"|python -m lab (perplexity|experiments$|break-even|convergence (--output|--tasks|--study))|SAFUSION_CUDA_"
