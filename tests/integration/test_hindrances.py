@@ -48,7 +48,8 @@ def build(device: torch.device, transport: Transport | None = None, **parts: Any
 
 def engine(chosen: EngineSettings, _: Any, transport: Transport, *__: Any, **___: Any) -> Any:
     """No more of an engine than the strategy reads before it runs."""
-    return SimpleNamespace(space=SimpleNamespace(collective=chosen.collective_over(transport.world_size)))
+    space = SimpleNamespace(collective=chosen.collective_over(transport.world_size))
+    return SimpleNamespace(space=space, fused=SimpleNamespace(serves=True))
 
 
 @pytest.fixture
@@ -56,6 +57,7 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     said: list[str] = []
     monkeypatch.setattr(engine_exchange, "rank_zero_info", said.append)
     monkeypatch.setattr(engine_exchange, "build_engine", engine)
+    monkeypatch.setattr(engine_exchange, "left_to_torch", lambda *_: [])
     for name in (*_HINDRANCES, "NCCL_LAUNCH_ORDER_IMPLICIT"):
         monkeypatch.delenv(name, raising=False)
     return said
@@ -70,6 +72,13 @@ def test_the_strategy_says_so_in_one_line_on_cuda(lines: list[str], monkeypatch:
     assert "CUDA_DEVICE_MAX_CONNECTIONS=1" in line
     assert "TORCH_NCCL_BLOCKING_WAIT=1" in line
     assert "\n" not in line
+
+
+def test_parts_without_fused_kernels_are_named_at_the_start(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_exchange, "left_to_torch", lambda *_: ["memory='dgc'", "offload=True"])
+    with fake_cuda(monkeypatch) as device:
+        build(device)
+    assert ["no fused kernels for memory='dgc' and offload=True" in line for line in lines] == [True]
 
 
 def test_it_says_nothing_elsewhere(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
