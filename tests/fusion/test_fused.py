@@ -22,7 +22,7 @@ from lightning_safusion.fusion.fused import FusedShipment
 from lightning_safusion.fusion.shipment import Shipment
 from lightning_safusion.fusion.unfused import left_to_torch
 from lightning_safusion.sparsify.selection.units import Moment, UpdateUnits
-from tests.cluster import Cluster, specs
+from tests.cluster import Cluster, settings, specs
 from tests.kernels.cuda.buffers import in_order
 from tests.quick import slow
 
@@ -188,6 +188,12 @@ def test_other_parts_are_left_to_torch_and_named(make: Callable[..., Cluster], o
     assert {isinstance(shipment, FusedShipment) for shipment in shipments(cluster)} == {not named}
     collective = cluster.controllers[0].space.collective
     assert left_to_torch(cluster.settings[0], cluster.specs, collective) == named
+
+
+def test_parts_are_named_for_models_longer_than_a_message_can_be() -> None:
+    chosen = settings(density=0.05, wire="coo-fp32", collective="allgather")
+    found = left_to_torch(chosen, specs(((60_000, 50_000), (60_000, 50_000))), chosen.collective_over(2))
+    assert found == ["wire='coo-fp32' at a density of 0.05"]
 
 
 def test_a_bad_gradient_is_seen_by_all_ranks_and_poisons_nothing(make: Callable[..., Cluster]) -> None:
