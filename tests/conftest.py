@@ -49,6 +49,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _small_process() -> Iterator[None]:
     """One thread: small tensors gain nothing from more, and a process that has a thread pool must not be forked."""
     torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # otherwise Lightning gives a node with one device all cores
     gc.freeze()  # gc.collect() does not look through all that is imported, in this process and those that are forked
     yield
     gc.unfreeze()
