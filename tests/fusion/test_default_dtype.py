@@ -6,6 +6,8 @@ Lightning's precision plugins set it around ``training_step``, in which a manual
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import Tensor
 import lightning_safusion
 from lightning_safusion.comm.catalogue import COLLECTIVES
 from lightning_safusion.comm.wire.values import VALUES
+from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify.registry import available_sparsifiers
 from tests.cluster import Cluster, settings
 
@@ -51,10 +54,12 @@ def means(options: dict[str, Any], dtype: torch.dtype) -> list[list[Tensor]]:
 
 
 @pytest.mark.parametrize("options", PARTS, ids=lambda options: "-".join(map(str, options.values())))
-def test_windows_do_not_depend_on_the_default_dtype(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kernels", [nullcontext, native.unused], ids=["compiled", "plain"])
+def test_windows_do_not_depend_on_the_default_dtype(options: dict[str, Any], kernels: Callable[[], Any]) -> None:
     dtype = DTYPES[PARTS.index(options) % len(DTYPES)]
-    for usual, other in zip(means(options, torch.float32), means(options, dtype), strict=True):
-        assert all(map(torch.equal, usual, other))
+    with kernels():
+        for usual, other in zip(means(options, torch.float32), means(options, dtype), strict=True):
+            assert all(map(torch.equal, usual, other))
 
 
 def test_no_tensor_is_made_without_a_dtype() -> None:

@@ -185,7 +185,7 @@ class QuantizedField(ValueField):
         return scales.index_add_(0, part, sums).mul_(2 / present.clamp_(min=1)).float()
 
     def _values(self, codes: Tensor, scale: Tensor) -> Tensor:
-        table = (torch.arange(self._levels, device=codes.device) + 0.5) / self._levels
+        table = (torch.arange(self._levels, dtype=torch.float32, device=codes.device) + 0.5) / self._levels
         return torch.cat([table, -table]).index_select(0, codes.int()).mul_(scale)
 
 
