@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,16 @@ MADE = "tests.lab.gpu.made"
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> None:
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Only the stages of the tests are there."""
     monkeypatch.setattr("lab.gpu.command.REHEARSAL_FACTOR", 1.0)
-    for name in list(STAGES):
-        monkeypatch.delitem(STAGES, name)
+    kept = dict(STAGES)
+    STAGES.clear()
     for name, seconds in {"good": 60, "failing": 60, "hanging": 30, "outside": 60, "unfit": 60}.items():
-        monkeypatch.setitem(STAGES, name, Stage(f"{MADE}:{name}", "made", seconds, f"what {name} shows"))
+        STAGES[name] = Stage(f"{MADE}:{name}", "made", seconds, f"what {name} shows")
+    yield
+    STAGES.clear()
+    STAGES.update(kept)  # in their order, which item by item would not come back
 
 
 def packed(folder: Path) -> dict[str, bytes]:
