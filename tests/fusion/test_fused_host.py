@@ -1,22 +1,28 @@
 """Fused kernels where the host decides: a loss scaler, tensors without a gradient, several backward passes of a step.
 
 Covers: messages, gradients and residuals of the CPU, bit for bit, with all kinds of shipments; windows that are not
-    finite; a damaged message.
+    finite; a damaged message; the same launches as where the device decides, and hardly a byte beside them.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("triton")
 
 from lightning_safusion.comm.collectives.allgather import SparseAllGather
 from lightning_safusion.fusion import fused
+from lightning_safusion.kernels.cuda import buffer
 from tests.cluster import Cluster, specs
 from tests.fusion.test_fused import FULL, MIXED, SHAPES, compare_in, shipments
 from tests.quick import slow
@@ -167,3 +173,59 @@ def test_a_damaged_message_ends_the_window_with_an_error(make: Callable[..., Clu
     grads = cluster.random_grads(2)
     with pytest.raises(RuntimeError, match="a message is damaged"):
         cluster.step(grads)
+
+
+class Beside(TorchDispatchMode):
+    """Counts bytes that PyTorch's operations read and write beside the kernels, and the programs of the kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes, self.programs, self._inside = 0, Counter[str](), False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not self._inside and not func.is_view and not func.name().startswith(("aten::empty", "aten::detach")):
+            tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
+            self.nbytes += sum(tensor.nbytes for tensor in tensors)
+        return result
+
+    def launch(self, own: Callable[..., None], kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
+        self.programs[kernel.fn.__name__] += programs
+        self._inside = True  # the interpreter copies memory
+        own(kernel, programs, *arguments, **constants)
+        self._inside = False
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*computed on some ranks only")
+def test_the_host_decides_at_the_cost_of_a_window_in_which_the_device_does(
+    make: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors, own = specs(((100, 50), (60,), (1,), (60, 50), (40,))), buffer.launch
+    numel = sum(spec.numel for spec in tensors)
+    costs = {}
+    for name in ("device", "manual", "scaled", "unused"):
+        # one rank: launches need no lock
+        cluster = make(1, tensors=tensors, density=0.02, deferred=name == "device", kernels=True)
+        (engine,) = cluster.controllers
+        if name != "device":
+            engine.tracked[:] = True
+        if name == "scaled":
+            engine.loss_scale = lambda: torch.tensor(8.0)
+        compare_in([cluster])
+        for seed in range(3):
+            grads, beside = cluster.random_grads(seed)[0], Beside()
+            monkeypatch.setattr(buffer, "launch", partial(beside.launch, own))
+            with beside if seed == 2 else nullcontext():
+                for index in cluster.order:
+                    engine.push(index, grads[index], fresh=name != "unused" or index != 1)
+                engine.drain()
+            stepped(cluster)
+        assert all(isinstance(shipment, fused.FusedShipment) for shipment in shipments(cluster))
+        costs[name] = beside
+    for cost in costs.values():
+        assert cost.nbytes <= costs["device"].nbytes + 0.25 * numel  # kernels move some 30 bytes per element
+    for name in ("manual", "scaled"):
+        assert costs[name].programs == costs["device"].programs
+    assert costs["unused"].programs.keys() == costs["device"].programs.keys()
+    assert costs["unused"].programs.total() <= costs["device"].programs.total()
