@@ -110,7 +110,8 @@ class Job:
         place: Where it runs.
         specs: Its tensors.
         transport: To the other workers.
-        deferred: The device ends the windows, with fused kernels; else the host, with torch's operations.
+        deferred: The device ends the windows; else the host.
+        fused: With fused kernels, else with torch's operations; by default where the device ends the windows.
         by_update: Elements are compared by how far the optimizer would move them.
         given: Parts in place of the default's.
     """
@@ -122,12 +123,14 @@ class Job:
         transport: Transport,
         deferred: bool = True,
         by_update: bool = True,
+        fused: bool | None = None,
         **given: Any,
     ) -> None:
         self.specs, self.device, self.settings = list(specs), place.device, default_settings(len(specs), **given)
         self.engine = build_engine(self.settings, self.specs, transport, self.device, False, deferred=deferred)
-        if not (deferred and place.cuda):
-            self.engine.fused.serves = deferred  # in the interpreter too
+        fused = deferred if fused is None else fused
+        if not (fused and place.cuda):
+            self.engine.fused.serves = fused  # in the interpreter too
         self.grads = [torch.zeros(spec.numel, dtype=spec.dtype, device=self.device) for spec in self.specs]
         if by_update:
             generator = torch.Generator().manual_seed(17)

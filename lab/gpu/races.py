@@ -28,6 +28,8 @@ _WINDOWS, _REPLAYS, _SETS = 200, 200, 8
 _DELAY, _SHARE = 400_000, 0.3
 # Windows that are abandoned when half of the gradients have come.
 _ABANDONED = (5, 60, 61, 150)
+#: Of a loss.
+SCALE = 1024.0
 
 
 class Delays:
@@ -111,17 +113,22 @@ def _trained(place: Device, how: str, windows: int) -> list[Tensor]:
 
     Args:
         place: The device.
-        how: "late"; "graphs" (as late, selections from CUDA graphs); "serial"; or "host" (which decides). Late windows
-            get gradients on a stream of their own, as DDP's hooks run on that of its construction, and end on another,
+        how: "late"; "graphs" (as late, selections from CUDA graphs); "serial"; "scaled" (fused kernels, and the host
+            decides, of gradients that are :data:`SCALE` times as large); or "host" (which decides). Late windows get
+            gradients on a stream of their own, as DDP's hooks run on that of its construction, and end on another,
             where autograd runs its callbacks.
         windows: So many.
     """
     delays, late = Delays(place, 7), how in ("late", "graphs")
     specs = described(middle_shapes(not place.cuda))
     transport = LateEcho(3, delays) if late and place.cuda else Echo(3)
-    job = Job(place, specs, transport, deferred=how != "host", memory="residual")
+    scale = SCALE if how == "scaled" else 1.0  # powers of two: exact
+    job = Job(place, specs, transport, late or how == "serial", fused=how != "host", memory="residual")
+    if how == "scaled":
+        factor = torch.full((1,), scale, device=place.device)
+        job.engine.loss_scale = lambda: factor
     generator = torch.Generator().manual_seed(1)
-    sets = [torch.randn(job.numel, generator=generator).to(place.device) for _ in range(_SETS)]
+    sets = [torch.randn(job.numel, generator=generator).to(place.device).mul_(scale) for _ in range(_SETS)]
     plain, found = buffer.launch, []
 
     def serial(*arguments: Any, **constants: Any) -> None:
@@ -145,7 +152,7 @@ def _trained(place: Device, how: str, windows: int) -> list[Tensor]:
             if late:
                 delays.maybe()
             job.engine.drain()
-            found.append(torch.cat([grad.clone() for grad in job.grads]))
+            found.append(torch.cat(job.grads) / scale)
         job.engine.settle()
     place.wait()
     return [*found, job.residual()]
@@ -155,8 +162,12 @@ def races(setting: Setting) -> Iterator[Figure]:
     """See ``docs/gpu.md``."""
     place = Device(setting.rehearse)
     windows = 8 if setting.rehearse else _WINDOWS
-    hosts = "PyTorch's operations, where the host decides"
-    others = {"serial": "one kernel at a time", "graphs": "selections from CUDA graphs", "host": hosts}
+    others = {
+        "serial": "one kernel at a time",
+        "graphs": "selections from CUDA graphs",
+        "scaled": "a scaled loss, where the host decides",
+        "host": "PyTorch's operations, where the host decides",
+    }
     found = {how: _trained(place, how, windows) for how in ("late", *others)}
     for how, about in others.items():
         pairs = zip(found["late"], found[how], strict=True)

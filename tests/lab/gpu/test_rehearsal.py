@@ -26,7 +26,7 @@ FOUND = {
     "windows": (17, "the engine: overlap of two windows' selections"),
     "precisions": (10, "16-mixed, default: parameters are finite"),
     "waits": (18, "waits of a window: default"),
-    "races": (4, "8 windows with random delays equal those of one kernel at a time"),
+    "races": (5, "8 windows with random delays equal those of one kernel at a time"),
     "graphs": (5, "3 replays write the bytes of plain launches"),
     "processes": (15, "replicas are equal: default"),
     "rivals": (6, "torch's PowerSGD hook, rank 4"),
