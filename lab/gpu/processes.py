@@ -71,16 +71,17 @@ def _strategies() -> dict[str, Strategy]:
     return {"DDP": DDPStrategy(**gloo), "default": SAFusionStrategy(density=DENSITY, collective="allgather", **gloo)}
 
 
-def _trained(place: Device, rank: int, name: str) -> dict[str, Any]:
-    """A Trainer's parameters as a digest, and the seconds of a step."""
+def trained(place: Device, rank: int, strategy: Strategy, phase: Phase) -> dict[str, Any]:
+    """A Trainer's parameters as a digest, the seconds of a step, and why plain DDP took over; one of two workers."""
     # each has sentences of its own
-    model = Transformer(SHAPES["middle" if place.cuda else "small"], _SENTENCES, seed=rank)
-    steps = Steps(place, [Phase(_SENTENCES, 66, 24) if place.cuda else Phase(_SENTENCES, 6, 2)])
-    fitted(steps, model, _strategies()[name], num_nodes=2)
-    return {"digest": _digest(list(model.parameters())), "seconds": steps.times[0].step}
+    model = Transformer(SHAPES["middle" if place.cuda else "small"], phase.batch, seed=rank)
+    steps = Steps(place, [phase])
+    fitted(steps, model, strategy, num_nodes=2)
+    found = {"seconds": steps.times[0].step, "plain_ddp": steps.plain_ddp or ""}
+    return found | {"digest": _digest(list(model.parameters()))}
 
 
-def _tell(folder: str, rank: int, found: dict[str, Any]) -> None:
+def tell(folder: str, rank: int, found: dict[str, Any]) -> None:
     """Replaces the file at once: it is read at any time."""
     path = Path(folder, f"{rank}.part")
     path.write_text(json.dumps(found))
@@ -94,18 +95,20 @@ def _worker(rank: int, folder: str, rehearse: bool, port: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=40))
     for name, (given, deferred) in JOBS.items():
         found[name] = _engines(place, rank, given, deferred, 4 if rehearse else _WINDOWS)
-        _tell(folder, rank, found)
+        tell(folder, rank, found)
     dist.destroy_process_group()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "NODE_RANK": str(rank)}
-    for number, name in enumerate(_strategies()):
+    phase = Phase(_SENTENCES, 66, 24) if place.cuda else Phase(_SENTENCES, 6, 2)
+    for number, (name, strategy) in enumerate(_strategies().items()):
         os.environ["MASTER_PORT"] = str(port + number)
-        found[name] = _trained(place, rank, name)
-        _tell(folder, rank, found)
+        found[name] = trained(place, rank, strategy, phase)
+        tell(folder, rank, found)
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -129,7 +132,7 @@ def processes(setting: Setting) -> Iterator[Figure]:
     folder.mkdir(exist_ok=True)
     for old in folder.iterdir():
         old.unlink()
-    arguments = (str(folder), setting.rehearse, _free_port())
+    arguments = (str(folder), setting.rehearse, free_port())
     context = torch.multiprocessing.start_processes(_worker, arguments, nprocs=2, join=False, start_method="spawn")
     files, told, over = [folder / f"{rank}.json" for rank in range(2)], set[str](), False
     while not over:

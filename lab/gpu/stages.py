@@ -72,7 +72,8 @@ STAGES: dict[str, Stage] = {
     "selection": Stage("lab.gpu.selection:selection", "second", 30, "the compressors that torch's operations serve"),
     "tests": Stage("lab.gpu.environment:tests", "second", 70, "the tests that wait for a device"),
     "sanitizer": Stage("lab.gpu.sanitizer:sanitizer", "second", 60, "accesses of a small case, by compute-sanitizer"),
-    "links": Stage("lab.gpu.links:links", "links", 425, "the papers' networks and systems behind emulated links"),
+    "links": Stage("lab.gpu.links:links", "links", 345, "the papers' networks and systems behind emulated links"),
+    "shaped": Stage("lab.gpu.shaped:shaped", "links", 80, "two processes that share the device, over shaped links"),
 }
 
 #: Sets of stages, each of them a call: ``python3 -m lab gpu --set NAME``.

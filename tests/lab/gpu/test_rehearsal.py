@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("triton")
 
 from lab.gpu.stages import ROOT, STAGES
+from lightning_safusion.bench.links import why_no_links
 from lightning_safusion.simulate.device import Device
 
 pytestmark = pytest.mark.slow  # a minute or two of a core, in the interpreter
@@ -36,6 +37,7 @@ FOUND = {
     "tests": (1, "tests"),
     "sanitizer": (1, "compute-sanitizer"),
     "links": (49, "perceptron, 100 Gbit/s, oktopk: throughput"),
+    "shaped": (1, "shaped links") if why_no_links() else (18, "10gbit, ddp: replicas are equal"),
 }
 
 # Hides packages from a process and from those that it starts.
