@@ -21,6 +21,7 @@ STUDIES = {
     "formats": ("lab.formats:formats", "Size of messages by layout, and the time to write and to read them."),
     "selection": ("lab.selection:selection", "Time of selection before fusion against selection after it."),
     "kernels": ("lab.kernels.study:kernels", "What GPU compilers make of the kernels, by version of Triton."),
+    "launches": ("lab.kernels.launches:launches", "What the host takes to start a kernel, without a device."),
     "gpu": ("lab.gpu.command:gpu", "What a GPU must show, in stages, each figure beside its budget."),
     "callbacks": ("lab.callbacks:callbacks", "What the callbacks cost."),
     "tuner": ("lab.tuner:tuner", "BufferSizeTuner over a link of known rate (Linux, root)."),

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 from lab.gpu.figures import Figure, note
-from lightning_safusion.kernels.cuda.launch import options_of
+from lightning_safusion.kernels.cuda.launch import options_of, start
 
 # Registers of a multiprocessor, and how many at a time a warp of 32 threads gets for each of its threads.
 _REGISTERS, _ROUNDED = 65_536, 8
@@ -23,11 +21,9 @@ class Compiled:
     def __call__(self, kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
         if programs == 0:
             return
-        options = options_of(kernel)
-        with torch.cuda.device_of(arguments[0]):
-            made = kernel[(programs,)](*arguments, **constants, **options)
+        made = start(kernel, programs, arguments, constants)
         named = ", ".join(f"{name}={value}" for name, value in constants.items())
-        self.found[f"{kernel.fn.__name__}[{named}]"] = made, 32 * options["num_warps"]
+        self.found[f"{kernel.fn.__name__}[{named}]"] = made, 32 * options_of(kernel)["num_warps"]
 
 
 def registers(compiled: Compiled) -> Iterator[Figure]:

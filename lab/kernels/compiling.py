@@ -91,8 +91,8 @@ def tables(
     return Tables(np.concatenate([[0], np.cumsum(sizes)]), quotas, pool, np.full(3, kind), lanes, message)
 
 
-def compile_buffer(own: Tables, moment: int | None) -> None:
-    """Compiles what a window with a buffer starts; ``moment``: kind of second moments."""
+def compile_buffer(own: Tables, moment: int | None, windows: int = 2) -> None:
+    """Compiles what windows with a buffer start; ``moment``: kind of second moments."""
     memory, workspace = torch.zeros(own.numel + 1)[1:], buffer.Workspace(torch.device("cpu"))
     sent, received = torch.zeros(12_800, dtype=torch.uint8), torch.zeros(25_600, dtype=torch.uint8)
     kernels = buffer.BufferKernels(own, memory, sent, received, 0, workspace)
@@ -103,7 +103,7 @@ def compile_buffer(own: Tables, moment: int | None) -> None:
         weighing = buffer.Weighing(moments, [1e-8] * 3, memory.view(torch.int32))
     kernels.locate(grads, weighing)
     window = buffer.WindowKernels(torch.device("cpu"))
-    for _ in range(2):  # nothing may be compiled in the second window
+    for _ in range(windows):  # nothing may be compiled in the second window
         kernels.select(0.9, weighing)
         kernels.pack(0)
         kernels.decode(0.9, window.status)
@@ -144,8 +144,8 @@ def compile_buffers_of_several_kinds() -> None:
     )
 
 
-def compile_owner(own: Tables, moment: int | None) -> None:
-    """Compiles what a window starts with a buffer whose shards have owners: itself is a shard, of one worker."""
+def compile_owner(own: Tables, moment: int | None, windows: int = 2) -> None:
+    """Compiles what windows start with a buffer whose shards have owners: itself is a shard, of one worker."""
     number, device = own.number, torch.device("cpu")
     whole = np.arange(number)
     cut = Cut(whole, 0 * whole, 0 * whole, [own.message], [0], own.edges[:-1], number)
@@ -163,7 +163,7 @@ def compile_owner(own: Tables, moment: int | None) -> None:
         weighing = buffer.Weighing(moments, [1e-8] * number, memory.view(torch.int32))
     kernels.locate(grads, weighing)
     window = buffer.WindowKernels(device)
-    for _ in range(2):
+    for _ in range(windows):
         kernels.select(0.9, weighing)
         kernels.pack(0)
         kernels.reduce()
