@@ -28,6 +28,7 @@ from lightning_safusion.metrics import AchievedDensity, CompressionError, Tensor
 
 # Points of the curve of the training loss, and samples of what was sent of every tensor.
 _POINTS = 40
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ def train(task: Task, scheme: Scheme, seed: int) -> Result:
         training.model.named_parameters(), dense_below=scheme.dense_below if scheme.sparse else 0
     )
     statistics = _Statistics(specs)
-    with closing(_averager(task, scheme, specs, training.order)) as averager:
+    with closing(averager_of(task, scheme, specs, training.order)) as averager:
         optimizers = _steps(scheme, training, averager, statistics)
     metric = training.evaluate(optimizers) if math.isfinite(statistics.losses[-1]) else math.nan
     return Result(
@@ -175,17 +176,34 @@ def train(task: Task, scheme: Scheme, seed: int) -> Result:
     )
 
 
-def _averager(task: Task, scheme: Scheme, specs: Sequence[TensorSpec], order: Sequence[int]) -> Averager:
+def averager_of(
+    task: Task,
+    scheme: Scheme,
+    specs: Sequence[TensorSpec],
+    order: Sequence[int],
+    device: torch.device = _CPU,
+    deferred: bool = False,
+) -> Averager:
+    """What makes one gradient of those of all workers.
+
+    Args:
+        task: What is trained.
+        scheme: How gradients are averaged.
+        specs: The tensors.
+        order: Registration indices in the order in which gradients become ready.
+        device: Where gradients live.
+        deferred: The device ends the windows of engines, as :class:`Engines` says.
+    """
     if scheme.method == "dense":
         return Dense(specs)
     if scheme.method == "powersgd":
-        return PowerSGD(specs, order, scheme.workers, scheme.rank, POWERSGD_START)
+        return PowerSGD(specs, order, scheme.workers, scheme.rank, POWERSGD_START, device=device)
     if scheme.method == "demo":
         return DeMo(specs, scheme.density, scheme.momentum or DEMO_DECAY)
     if scheme.method == "sparseloco":
         betas = task.momentum if scheme.momentum is None else scheme.momentum, scheme.beta2 or task.beta2
         return SparseLoCo(specs, scheme.density, betas=betas)
-    return Engines(lambda: scheme.settings(task.steps), specs, order, scheme.workers)
+    return Engines(lambda: scheme.settings(task.steps), specs, order, scheme.workers, device, deferred)
 
 
 def _steps(

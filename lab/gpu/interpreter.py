@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from threading import Lock
 from typing import Any
 
 
@@ -11,7 +12,7 @@ def quicken() -> None:
 
     A launch replaces the functions of ``triton.language`` until it ends, and each device function in it looks through
     all of them again. Sums and products are worked out a second time in 64 bits for an assertion that only runs in
-    debug mode.
+    debug mode. Since functions are replaced for all threads, one kernel runs at a time.
     """
     from triton.language import core
     from triton.runtime import interpreter
@@ -21,6 +22,13 @@ def quicken() -> None:
             interpreter._patch_lang(function.fn)
         return function.rewrite()(*arguments, **constants)
 
+    grid, turn = interpreter.GridExecutor.__call__, Lock()
+
+    def in_turn(*arguments: Any, **constants: Any) -> None:
+        with turn:
+            grid(*arguments, **constants)
+
     interpreter.InterpretedFunction.__call__ = call
+    interpreter.GridExecutor.__call__ = in_turn
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)

@@ -124,7 +124,7 @@ class Text(Data):
         held_out: Sequences of the validation set, spread evenly over the files that are held out.
     """
 
-    made_of = ("python",)
+    made_of: ClassVar[tuple[str, ...]] = ("python",)
 
     def __init__(self, seed: int, batch: int, length: int = 64, held_out: int = 256) -> None:
         super().__init__(seed, batch)
@@ -137,8 +137,15 @@ class Text(Data):
         """Bytes to train on, and held-out ones."""
         return standard_library()
 
+    def to(self, device: torch.device) -> Text:
+        """The same text on a device, where batches are then cut out of it; the host does not wait for them."""
+        self._training, (inputs, classes) = self._training.to(device), self._held_out
+        self._held_out = inputs.to(device), classes.to(device)
+        return self
+
     def _cut(self, text: Tensor, starts: Tensor) -> Batch:
-        sequences = text[starts[:, None] + torch.arange(self.length + 1)].long()
+        offsets = torch.arange(self.length + 1, device=text.device)
+        sequences = text[starts.to(text.device, non_blocking=True)[:, None] + offsets].long()
         return sequences[:, :-1], sequences[:, 1:]
 
     def samples(self, step: int) -> Batch:

@@ -58,18 +58,7 @@ class VirtualTraining:
         mean_loss = fmean(losses)
         if not math.isfinite(mean_loss):
             return mean_loss
-        for param, mean in zip(self.params, averager.average(gradients), strict=True):
-            param.grad = mean.view_as(param)
-        if self.task.clip is not None:
-            nn.utils.clip_grad_norm_(self.params, self.task.clip)
-        if self.task.clip_value is not None:
-            nn.utils.clip_grad_value_(self.params, self.task.clip_value)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = lr * self.task.rate(number)
-            optimizer.step()
-        for param in self.params:
-            param.grad = None
+        descend(self.task, self.params, averager.average(gradients), optimizers, lr * self.task.rate(number))
         return mean_loss
 
     def _shards(self, number: int) -> Iterable[Sequence[Batch]]:
@@ -112,6 +101,32 @@ class VirtualTraining:
         """
         with for_use(optimizers):
             return evaluate(self.task, self.model, self._data)
+
+
+def descend(
+    task: Task, params: Sequence[nn.Parameter], means: Sequence[Tensor], optimizers: Sequence[Optimizer], lr: float
+) -> None:
+    """Clips the means as the task says, and steps along them.
+
+    Args:
+        task: What is trained.
+        params: Its parameters.
+        means: Of the workers' gradients, flat.
+        optimizers: Of the parameters.
+        lr: Learning rate of this step.
+    """
+    for param, mean in zip(params, means, strict=True):
+        param.grad = mean.view_as(param)
+    if task.clip is not None:
+        nn.utils.clip_grad_norm_(params, task.clip)
+    if task.clip_value is not None:
+        nn.utils.clip_grad_value_(params, task.clip_value)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+    for param in params:
+        param.grad = None
 
 
 def taken_gradients(params: Sequence[nn.Parameter]) -> list[Tensor]:

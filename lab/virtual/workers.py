@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -165,11 +166,15 @@ class Engines(Averager):
             engine._lane, engine._device_drain = Lane(_CPU), _LateDrain(device, engine.fused)
 
     def average(self, gradients: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
-        if self.agrees():
-            list(self._pool.map(self._window, range(len(gradients)), gradients))
+        ranks, first = range(len(gradients)), self.controllers[0]
+        at_end = first._reviews_at_end or first.dense or self._waiting
+        if at_end and self.agrees():
+            list(self._pool.map(self._window, ranks, gradients))
         else:
+            if not at_end:  # what is agreed on begins a window; one thread compiles and launches the kernels
+                list(self._pool.map(self._push, ranks, gradients, repeat(slice(1))))
             for rank, mine in enumerate(gradients):
-                self._push(rank, mine)
+                self._push(rank, mine, slice(0 if at_end else 1, None))
             for controller in self.controllers:
                 controller.drain()
         if self._steps % _COMPARED_EVERY == 0:
@@ -191,23 +196,27 @@ class Engines(Averager):
         return self._waiting or reviews or not planned
 
     def _window(self, rank: int, gradients: Sequence[Tensor]) -> None:
-        self._push(rank, gradients)
+        self._push(rank, gradients, slice(None))
         self.controllers[rank].drain()
 
-    def _push(self, rank: int, gradients: Sequence[Tensor]) -> None:
-        for index in self.order:
+    def _push(self, rank: int, gradients: Sequence[Tensor], part: slice) -> None:
+        """Gives a worker's engine a part of its gradients, in their order."""
+        for index in self.order[part]:
             self.controllers[rank].push(index, gradients[index])
 
     def _compare(self, gradients: Sequence[Sequence[Tensor]]) -> None:
-        """Raises if workers did not all get the same, bit for bit."""
-        for rank, theirs in enumerate(gradients):
-            for index, (mine, other) in enumerate(zip(gradients[0], theirs, strict=True)):
-                if not torch.equal(mine.view(torch.int32), other.view(torch.int32)):
-                    name = next(s.name for s in self.controllers[0].space.layout.specs if s.index == index)
-                    raise RuntimeError(
-                        f"step {self._steps}: worker {rank} has another mean of {name} than worker 0: replicas would "
-                        "diverge"
-                    )
+        """Raises if workers did not all get the same, bit for bit; a device is read once."""
+        differs = [
+            (mine.view(torch.int32) != other.view(torch.int32)).any()
+            for theirs in gradients
+            for mine, other in zip(gradients[0], theirs, strict=True)
+        ]
+        for place in torch.stack(differs).nonzero().flatten().tolist()[:1]:
+            rank, index = divmod(place, len(gradients[0]))
+            name = next(s.name for s in self.controllers[0].space.layout.specs if s.index == index)
+            raise RuntimeError(
+                f"step {self._steps}: worker {rank} has another mean of {name} than worker 0: replicas would diverge"
+            )
 
     def carry_momentum(self, optimizers: Sequence[Optimizer], params: Sequence[Tensor]) -> None:
         index = {id(param): place for place, param in enumerate(params)}

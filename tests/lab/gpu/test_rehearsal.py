@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 
+from lab.gpu.archive import LIMIT, path_of
 from lab.gpu.stages import ROOT, STAGES
 from lightning_safusion.bench.links import why_no_links
 from lightning_safusion.simulate.device import Device
@@ -38,6 +40,9 @@ FOUND = {
     "sanitizer": (1, "compute-sanitizer"),
     "links": (49, "perceptron, 100 Gbit/s, oktopk: throughput"),
     "shaped": (1, "shaped links") if why_no_links() else (18, "10gbit, ddp: replicas are equal"),
+    "accuracy": (10, "25M, 2 %: held-out loss above dense training's"),
+    "accuracy-rivals": (11, "25M, DeMo, seed 0: held-out loss"),
+    "accuracy-rest": (34, "110M, 2 %: held-out loss above dense training's"),
 }
 
 # Hides packages from a process and from those that it starts.
@@ -91,6 +96,9 @@ def test_every_stage_finds_its_figures_without_a_device(tmp_path: Path) -> None:
     assert "nothing here was measured on a device" in text
     assert "not judged" in text
     assert "pytest and hypothesis missing" in text
+    assert path_of(output).stat().st_size <= LIMIT
+    with tarfile.open(path_of(output)) as archive:
+        assert "out/accuracy-curves.csv" in archive.getnames()
     device = Device.load(output / "device-costs.json")
     assert "not a device" in device.name
     assert {"compensate", "write", "decode", "commit"} <= set(device.factors)

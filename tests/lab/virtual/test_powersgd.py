@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from lab.virtual.powersgd import PowerSGD
+from lab.virtual.powersgd import PowerSGD, _Matrices, orthogonalized
 from lab.virtual.training import taken_gradients
 from lab.virtual.workers import Rounded
 from lightning_safusion.baselines.hooks import DDPHookName, HookExchange
@@ -94,6 +94,23 @@ def test_matrices_of_no_higher_rank_are_averaged_exactly() -> None:
         torch.testing.assert_close(weight.view(50, 60), (matrices[0] + matrices[1]) / 2, rtol=1e-3, atol=1e-4)
         torch.testing.assert_close(bias, (biases[0] + biases[1]) / 2)
         assert virtual.bytes_sent == 4 * (4 * (50 + 60) + 50)
+
+
+def test_matrices_of_one_shape_are_averaged_as_each_alone() -> None:
+    q, gradients = torch.randn(3, 20, 2), [[torch.randn(300) for _ in range(3)] for _ in range(WORKERS)]
+    together = _Matrices([0, 1, 2], (15, 20), q, torch.zeros(WORKERS, 3, 15, 20))
+    alone = [_Matrices([i], (15, 20), q[i : i + 1], torch.zeros(WORKERS, 1, 15, 20)) for i in range(3)]
+    for _ in range(3):
+        means = together.average(gradients)
+        for mean, each in zip(means, alone, strict=True):
+            torch.testing.assert_close(mean, each.average(gradients)[0], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("rank", [4, 6])
+def test_columns_of_nearly_one_direction_become_orthonormal(rank: int) -> None:
+    direction = torch.randn(3, 200, 1)
+    basis = orthogonalized(direction + 1e-5 * torch.randn(3, 200, rank))
+    torch.testing.assert_close(basis.mT @ basis, torch.eye(rank).expand(3, -1, -1), rtol=0, atol=1e-5)
 
 
 def test_what_was_not_sent_comes_later() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from threading import Lock
+from threading import Thread, current_thread
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from lab.convergence.training import train
 from lab.tasks import TASKS, Digits, Text
 from lab.virtual.workers import Dense, Engines
 from lightning_safusion.fusion import fused
+from lightning_safusion.fusion.engine import Engine
 
 SPECS = specs()
 ORDER = list(reversed(range(len(SPECS))))
@@ -74,15 +75,14 @@ def test_fused_kernels_average_as_the_cpu_does(monkeypatch: pytest.MonkeyPatch) 
     pytest.importorskip("triton")
     from lightning_safusion.kernels.cuda import buffer
 
-    launch, turn, launches = buffer.launch, Lock(), 0
+    launch, launchers = buffer.launch, set[Thread]()
 
-    def in_turn(*arguments: Any, **constants: Any) -> None:
-        nonlocal launches
-        with turn:  # the interpreter serves one thread
-            launches += 1
-            launch(*arguments, **constants)
+    def seen(*arguments: Any, **constants: Any) -> None:
+        launchers.add(current_thread())
+        launch(*arguments, **constants)
 
-    monkeypatch.setattr(buffer, "launch", in_turn)
+    monkeypatch.setattr(buffer, "launch", seen)
+    monkeypatch.setattr(Engine, "_reviews_at_end", False)  # as on a device: workers agree as a window begins
     monkeypatch.setattr(fused, "serves_buffers", lambda device: True)
     scheme, device = Scheme("auto", density=0.1, memory="auto", wire="q4", workers=3), torch.device("cpu")
     some = specs(((40, 30), (40,), (64, 9)))
@@ -102,7 +102,7 @@ def test_fused_kernels_average_as_the_cpu_does(monkeypatch: pytest.MonkeyPatch) 
         for mean, other in zip(means, usual.average(drawn), strict=True):
             assert torch.equal(mean, other)
     assert all(controller._device_drain is not None for controller in late.controllers)
-    assert launches > 0
+    assert launchers == {current_thread()}
     late.close()
     usual.close()
 

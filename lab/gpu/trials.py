@@ -1,0 +1,251 @@
+"""Trainings of byte-level transformers on one device, by virtual workers: sizes, systems, curves."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lab.convergence.scheme import Scheme
+from lab.convergence.training import averager_of, make_optimizers
+from lab.gpu.device import Device
+from lab.tasks import Task
+from lab.tasks.sources import Sources, source_files, source_roots, split_text
+from lab.virtual.batched import BatchedTraining, BytePredictor, Shape
+from lab.virtual.workers import Averager, Engines
+from lightning_safusion.fusion.layout import specs_from_parameters
+
+#: Virtual workers, and those of a rehearsal.
+WORKERS, _REHEARSED = 8, 2
+# Points of a curve, and samples of the held-out text in a rehearsal.
+_POINTS, _FEW = 10, 16
+# The parts of the default system, with all tensors in one buffer.
+_DEFAULT = Scheme("auto", memory="auto", wire="q4", degree=0, workers=WORKERS)
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model, and what a worker trains it on in a step.
+
+    Args:
+        shape: Of the transformer.
+        sequences: Of a worker's batch.
+        rates: Learning rates that dense training is tried with.
+    """
+
+    shape: Shape
+    sequences: int
+    rates: tuple[float, ...]
+
+
+#: 25.4 and 111 million parameters.
+SIZES: Mapping[str, Size] = MappingProxyType(
+    {
+        "25M": Size(Shape(512, 8, 8, 256), 8, (5e-4, 1e-3, 2e-3)),
+        "110M": Size(Shape(960, 10, 15, 256), 8, (3e-4, 6e-4, 1.2e-3)),
+    }
+)
+_TINY = Shape(16, 1, 2, 8)
+#: Ways to average. DeMo sends 32 of each chunk of 64 x 64, as its paper.
+SYSTEMS: Mapping[str, Scheme] = MappingProxyType(
+    {
+        "dense": Scheme("dense", workers=WORKERS),
+        "2 %": replace(_DEFAULT, density=0.02),
+        "1 %": replace(_DEFAULT, density=0.01),
+        "PowerSGD rank 4": Scheme("powersgd", rank=4, workers=WORKERS),
+        "DeMo": Scheme("demo", density=32 / 4096, workers=WORKERS),
+    }
+)
+
+
+class Trial(NamedTuple):
+    """A training of the comparison.
+
+    Args:
+        size: Of :data:`SIZES`.
+        system: Of :data:`SYSTEMS`.
+        seed: Of weights and batches.
+    """
+
+    size: str
+    system: str
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.size}, {self.system}, seed {self.seed}"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How long and how fast a trial learns.
+
+    Args:
+        steps: Optimizer steps; a tenth of them warm up, then the learning rate falls to zero along a cosine.
+        lr: Largest learning rate.
+        factor: On it, of this system.
+    """
+
+    steps: int
+    lr: float
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a trial; plain numbers.
+
+    Args:
+        loss: Of the held-out text after the last step, nats per byte; None if the training diverged.
+        curve: Steps so far, mean training loss since the last point, and held-out loss, by point.
+        recipe: Steps, learning rate, factor.
+        milliseconds: Of a step, evaluations left out; mean.
+        nbytes: That a worker sends in a usual step.
+    """
+
+    loss: float | None
+    curve: list[tuple[int, float, float]]
+    recipe: tuple[int, float, float]
+    milliseconds: float
+    nbytes: int
+
+
+class _FewSources(Sources):
+    """A little text of Python alone, for a rehearsal."""
+
+    def texts(self) -> tuple[Tensor, Tensor]:
+        return split_text(source_files(source_roots()[:1]), 1 << 16, 1 << 13)
+
+
+@dataclass
+class Job:
+    """A training that is ready to begin.
+
+    Args:
+        training: Makes gradients.
+        averager: Makes their mean.
+        optimizers: Step along it.
+        lr: Largest learning rate.
+    """
+
+    training: BatchedTraining
+    averager: Averager
+    optimizers: list[Optimizer]
+    lr: float
+
+    def step(self, number: int) -> Tensor:
+        """Trains for one step; its loss, on the device."""
+        return self.training.step(number, self.averager, self.optimizers, self.lr)
+
+
+@contextmanager
+def job(place: Device, trial: Trial, recipe: Recipe, dense_windows: int | None = None) -> Iterator[Job]:
+    """Makes the job of a trial; ends its threads and frees its memory.
+
+    Args:
+        place: Where it runs; on the CPU a tiny model stands for all.
+        trial: What is trained.
+        recipe: For how long.
+        dense_windows: Windows of engines at first in which everything is sent; None: as in training.
+    """
+    size, workers = SIZES[trial.size], WORKERS if place.cuda else _REHEARSED
+    shape, sequences = (size.shape, size.sequences) if place.cuda else (_TINY, 1)
+    scheme = replace(SYSTEMS[trial.system], workers=workers, lr_scale=recipe.factor)
+    task = Task(
+        f"bytes-{trial.size}",
+        partial(BytePredictor, shape, torch.bfloat16),
+        Sources,
+        "loss",
+        "adamw",
+        lr=recipe.lr,
+        steps=recipe.steps,
+        batch=workers * sequences,
+        weight_decay=0.1,
+        warmup=0.1,
+        precision="bf16",
+    )
+    text = Sources(trial.seed, task.batch) if place.cuda else _FewSources(trial.seed, task.batch, shape.length, _FEW)
+    training = BatchedTraining(task, text, workers, place.device)
+    specs = specs_from_parameters(training.model.named_parameters())
+    with closing(averager_of(task, scheme, specs, training.order, place.device, deferred=True)) as averager:
+        optimizers = make_optimizers(task, scheme, training.params)
+        averager.carry_momentum(optimizers, training.params)
+        for engine in averager.controllers if isinstance(averager, Engines) else ():
+            engine.fused.serves = True  # in the interpreter too
+            if dense_windows is not None:
+                engine.dense_windows = dense_windows
+        yield Job(training, averager, optimizers, recipe.lr * recipe.factor)
+    del training, averager, optimizers
+    gc.collect()
+    if place.cuda:
+        torch.cuda.empty_cache()
+
+
+def trained(place: Device, trial: Trial, recipe: Recipe, curves: Path | None = None, points: int = _POINTS) -> Outcome:
+    """Trains once.
+
+    Args:
+        place: The device.
+        trial: What is trained.
+        recipe: For how long.
+        curves: Takes every point as it comes, a line of comma-separated values each.
+        points: Of the curve.
+    """
+    curve: list[tuple[int, float, float]] = []
+    with job(place, trial, recipe, None if place.cuda else 1) as ready:
+        losses, seconds, last = torch.zeros(recipe.steps, device=place.device), 0.0, 0
+        for stop in sorted({math.ceil(recipe.steps * (point + 1) / points) for point in range(points)}):
+            begin = time.perf_counter()
+            for number in range(last, stop):
+                losses[number] = ready.step(number)
+            place.wait()
+            seconds += time.perf_counter() - begin
+            curve.append((stop, float(losses[last:stop].mean()), ready.training.evaluate()))
+            last = stop
+            if curves is not None:
+                _add_point(curves, trial, recipe, curve[-1])
+            if not all(map(math.isfinite, curve[-1])):
+                break
+        nbytes, (_, _, loss) = ready.averager.bytes_sent, curve[-1]
+    finite = [point for point in curve if all(map(math.isfinite, point))]
+    settings = recipe.steps, recipe.lr, recipe.factor
+    return Outcome(loss if len(finite) == len(curve) else None, finite, settings, 1e3 * seconds / last, nbytes)
+
+
+def _add_point(curves: Path, trial: Trial, recipe: Recipe, point: tuple[int, float, float]) -> None:
+    new = not curves.exists()
+    with curves.open("a", encoding="utf-8") as file:
+        if new:
+            file.write("size,system,seed,steps,learning rate,step,training loss,held-out loss\n")
+        values = *trial, recipe.steps, recipe.lr * recipe.factor, *point
+        file.write(",".join(f"{value:.6g}" if isinstance(value, float) else str(value) for value in values) + "\n")
+
+
+def step_seconds(place: Device, trial: Trial, warm: int, timed: int) -> float:
+    """Seconds of a step, as it is when messages are sparse; mean.
+
+    Args:
+        place: The device.
+        trial: What is trained.
+        warm: Steps before, in which kernels are compiled.
+        timed: Steps that are timed.
+    """
+    with job(place, trial, Recipe(warm + timed, SIZES[trial.size].rates[0]), dense_windows=1) as ready:
+        for number in range(warm):
+            ready.step(number)
+        place.wait()
+        begin = time.perf_counter()
+        for number in range(warm, warm + timed):
+            ready.step(number)
+        place.wait()
+        return (time.perf_counter() - begin) / timed
