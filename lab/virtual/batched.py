@@ -12,8 +12,8 @@ blocks, bf16-mixed; a device of 350 TFLOP/s in such products, 2.5 TB/s, 5 µs of
 - gradients of 8 workers written in bfloat16 and copied to float32: 2 + 6 bytes · 203e6 = 1.6 GB, 0.7 ms;
 - their plain mean: 7 · 12 bytes · 25.4e6 = 2.1 GB, 0.9 ms; AdamW: 2 GB, 0.8 ms;
 - dense in all: 20 ms, 40 s for 2,000 steps; launches: 8 · 90 + 300, 5 ms, behind the device;
-- in place of the mean, 8 windows of the engine at 0.9 ms (its counted instructions, 8 messages each): 7 ms, and 8 ms
-  of the host (51 tensors at 6 µs, a dozen launches); 2 % in all: 26 ms, 52 s for 2,000 steps;
+- in place of the mean, 8 windows of the engine at 0.9 ms (its counted instructions, 8 messages each): 7 ms; of the
+  host 3 ms (processor time with launches stubbed) and 72 launches; 2 % in all: 26 ms, 52 s for 2,000 steps;
 - PowerSGD, rank 4: 32 bytes · 203e6 = 6.5 GB, 3 ms; DeMo: 100 GFLOP in float32, 15 passes over 203e6 numbers, and
   its choice of the largest: 40 ms.
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lab.tasks import Task
 from lab.tasks.sources import Sources
 from lab.virtual.batched import BatchedTraining, BytePredictor, Shape
+from lab.virtual.chunks import DeMo
+from lab.virtual.powersgd import PowerSGD
 from lab.virtual.workers import Dense
 from lightning_safusion.fusion.layout import specs_from_parameters
 
@@ -78,3 +82,23 @@ def test_products_are_rounded_as_under_autocast() -> None:
     }  # fmt: skip
     assert all(leaf.untyped_storage().nbytes() == leaf[0].nbytes for leaf in leaves)  # no worker has a copy
     assert model.scores(torch.zeros(WORKERS, 1, 3, dtype=torch.int64), leaves).dtype == torch.bfloat16
+
+
+class Unread(TorchDispatchMode):
+    """Refuses what makes a host wait for a device: numbers that it reads, and shapes that depend on them."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero):
+            raise AssertionError(f"{func} waits for the device")
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_reads_nothing_from_the_device(training: BatchedTraining) -> None:
+    specs = specs_from_parameters(training.model.named_parameters())
+    power = PowerSGD(specs, training.order, WORKERS, 4, start=0)
+    with Unread():
+        for averager in (Dense(specs), power, DeMo(specs, 0.1)):
+            training.backward(0)
+            averager.average(training._own)
+        with pytest.raises(AssertionError, match="_local_scalar_dense"):
+            training.evaluate()
