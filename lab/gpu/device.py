@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import warnings
 from collections.abc import Callable
@@ -81,6 +82,12 @@ class Device:
             work()
             times.append(self.seconds(begin, self.moment()))
         return statistics.median(times)
+
+    def clear(self) -> None:
+        """Frees what the last model has left."""
+        gc.collect()
+        if self.cuda:
+            torch.cuda.empty_cache()
 
     def allocated(self) -> int:
         """Bytes in use now; 0 on the CPU, where nobody counts."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import time
 from collections.abc import Iterator
@@ -171,9 +170,7 @@ def rows(
         yield note(f"{where}: failed", f"{type(error).__name__}: {error}"[:200])
         return
     finally:
-        gc.collect()
-        if place.cuda:
-            torch.cuda.empty_cache()
+        place.clear()
     rate_of_all = found[name, rate, system] = WORKERS * samples / timed.seconds
     about = (
         f"plain DDP took over: {replaced}" if replaced else f"{timed.steps} steps; link busy {timed.busy * 1e3:.3g} ms"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
@@ -39,12 +38,6 @@ def strategy_of(system: str) -> SAFusionStrategy:
     """A system by name; "": the default."""
     # by itself the planner would find that an exchange with echoes is free, and leave the job to DDP
     return SAFusionStrategy(system=system) if system else AmongEchoes(collective="allgather")
-
-
-def _cleared() -> None:
-    """Frees what the last model has left."""
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def _model(place: Device, name: str, sentences: int) -> Transformer:
@@ -99,7 +92,7 @@ def _timed(
     place: Device, name: str, precision: str, strategy: Strategy, phases: Sequence[Phase]
 ) -> tuple[Steps, Transformer]:
     """Trains a model; its steps, and the model."""
-    _cleared()
+    place.clear()
     steps, model = Steps(place, phases), _model(place, name, max(phase.batch for phase in phases))
     fitted(steps, model, strategy, precision=precision)
     return steps, model

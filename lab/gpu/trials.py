@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -150,7 +149,7 @@ class Job:
 
 @contextmanager
 def job(place: Device, trial: Trial, recipe: Recipe, dense_windows: int | None = None) -> Iterator[Job]:
-    """Makes the job of a trial; ends its threads and frees its memory.
+    """Makes the job of a trial, in the memory of the last one; ends its threads.
 
     Args:
         place: Where it runs; on the CPU a tiny model stands for all.
@@ -158,6 +157,7 @@ def job(place: Device, trial: Trial, recipe: Recipe, dense_windows: int | None =
         recipe: For how long.
         dense_windows: Windows of engines at first in which everything is sent; None: as in training.
     """
+    place.clear()
     size, workers = SIZES[trial.size], WORKERS if place.cuda else _REHEARSED
     shape, sequences = (size.shape, size.sequences) if place.cuda else (_TINY, 1)
     scheme = replace(SYSTEMS[trial.system], workers=workers, lr_scale=recipe.factor)
@@ -185,10 +185,6 @@ def job(place: Device, trial: Trial, recipe: Recipe, dense_windows: int | None =
             if dense_windows is not None:
                 engine.dense_windows = dense_windows
         yield Job(training, averager, optimizers, recipe.lr * recipe.factor)
-    del training, averager, optimizers
-    gc.collect()
-    if place.cuda:
-        torch.cuda.empty_cache()
 
 
 def trained(place: Device, trial: Trial, recipe: Recipe, curves: Path | None = None, points: int = _POINTS) -> Outcome:
