@@ -30,11 +30,9 @@ from lightning_safusion.kernels.cuda.launch import VERSION, launch, start
 Launch = tuple[Any, int, tuple[Any, ...], dict[str, Any]]
 #: Windows of a buffer. The first one compiles, and the second is the first with the other of two verdicts.
 WINDOWS = 3
-#: What starts the windows of a buffer, so many: the default by update with gradients in float32 and bfloat16; without
-#: units and with pooled quotas; with shards.
+#: What starts the windows of a buffer, so many: the default by update; with pooled quotas and without units; shards.
 JOBS: dict[str, Callable[[int], None]] = {
-    "float32": lambda windows: compile_buffer(tables(0, 0), 0, windows),
-    "bfloat16": lambda windows: compile_buffer(tables(0, 1), 1, windows),
+    "default": lambda windows: compile_buffer(tables(0, 0), 0, windows),
     "pooled": lambda windows: compile_buffer(tables(200, 0), None, windows),
     "shards": lambda windows: compile_owner(tables(0, 0), 0, windows),
 }
@@ -132,7 +130,7 @@ def launches(repeats: int = 2000) -> None:
     """
     triton.runtime.driver.set_active(IdleDriver())
     with noted() as (found, _):
-        JOBS["float32"](WINDOWS)
+        JOBS["default"](WINDOWS)
     rows: list[tuple[object, ...]] = []
     sums = [0.0, 0.0]
     last = found[-(len(found) // WINDOWS) :]

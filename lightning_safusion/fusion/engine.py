@@ -158,7 +158,7 @@ class Engine:
             self.reset()  # the last backward never finished, and the model is trained on: a new window begins
             window = self._begin()
         group = window.submit(place, grad, fresh, window.repeats and fresh and bool(self.unstepped[index]))
-        if not self.clock.instant:
+        if window.timed and not self.clock.instant:
             window.note_call(place, begin)
         if self._offload is not None and self._offload.wants(place):
             with self._lane.fork():

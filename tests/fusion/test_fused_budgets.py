@@ -31,7 +31,7 @@ from lightning_safusion.simulate.paths import FusedEstimates, FusedPlaces, Path
 from lightning_safusion.simulate.trace import resolve_trace
 from lightning_safusion.sparsify.selection.units import Moment, UpdateUnits
 from tests.cluster import settings
-from tests.cuda import Allocated, Silent, fake_cuda, read_nothing
+from tests.cuda import Allocated, Event, Silent, Stream, fake_cuda, read_nothing
 from tests.quick import slow
 
 # Operations of PyTorch that start nothing on the device.
@@ -177,6 +177,40 @@ def test_launches_of_a_window(
     assert sum(started.values()) <= (2 + 15) * buffers
     assert job.counting.uploads <= 1  # the verdict, to the host
     assert job.temporary(engine) <= 2 * max(sizes)
+
+
+def test_an_ordinary_window_has_no_moments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the first windows, and then of one in 16, each tensor has one; they are read when the next window begins."""
+    job, moments = Device(monkeypatch, long(number=8)), Counter[str]()
+
+    class Counted(Event):
+        def record(self, stream: Stream | None = None) -> None:
+            super().record(stream)
+            moments["recorded"] += 1
+
+        def elapsed_time(self, end: Event) -> float:
+            moments["read"] += 1
+            return super().elapsed_time(end)
+
+    def event(enable_timing: bool = False) -> Event:
+        return Counted(enable_timing) if enable_timing else Event()
+
+    counted: dict[int, tuple[int, int]] = {}
+    with fake_cuda(monkeypatch) as device:
+        monkeypatch.setattr(torch.cuda, "Event", event)
+        engine = job.engine(device)
+        assert not engine.clock.instant
+        for number in (0, 1, 2, 79, 80, 81, 82, 83):
+            engine.windows = number
+            moments.clear()
+            job.window(engine)
+            counted[number] = moments["recorded"], moments["read"]
+    assert counted[2][0] >= len(job.specs)
+    assert counted[79][0] == 0
+    assert counted[80][0] >= len(job.specs)
+    assert counted[81][0] == 0
+    assert counted[81][1] >= len(job.specs)
+    assert counted[82] == counted[83] == (0, 0)
 
 
 @pytest.mark.parametrize(

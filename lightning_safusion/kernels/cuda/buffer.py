@@ -393,16 +393,21 @@ class WindowKernels:
 
 
 def probe(device: torch.device) -> None:
-    """Compiles and starts the kernels; raises what the toolchain raises where that is not possible."""
-    fields, edges = (4, 8, 12, 20, 24), np.array([0, 64])
-    runs = Runs(np.array([0, 8]), np.array([0, 1]), np.array([0]), np.array([7]))
-    message = Message(6, 3, 1, fields, 128, 16, runs)
+    """Compiles and starts what a job with Adam does, so that no window compiles it.
+
+    Raises what the toolchain raises where that is not possible.
+    """
+    fields, edges = (4, 8, 12, 24, 28), np.array([0, 1 << 13])
+    runs = Runs(np.array([0, 8]), np.array([0, 1]), np.array([0]), np.array([13]))
+    message = Message(6, 10, 1, fields, 128, 16, runs)
     tables = Tables(edges, np.array([6]), 0, np.array([0]), np.array([-1]), message)
     sent = torch.zeros(128, dtype=torch.uint8, device=device)
-    memory = torch.zeros(64, dtype=torch.float32, device=device)
+    memory = torch.zeros(1 << 13, dtype=torch.float32, device=device)
     kernels, windows = BufferKernels(tables, memory, sent, sent, 0, Workspace(device)), WindowKernels(device)
-    kernels.locate([torch.ones_like(memory)], None)
-    kernels.select(1.0, None)
+    gradient, keys = torch.ones_like(memory), torch.empty_like(memory, dtype=torch.int32)
+    for weighing in (None, Weighing([gradient], [1e-8], keys)):
+        kernels.locate([gradient], weighing)
+        kernels.select(1.0, weighing)
     kernels.pack(0)
     kernels.decode(1.0, windows.status)
     windows.commit([kernels])

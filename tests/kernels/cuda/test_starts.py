@@ -1,7 +1,7 @@
 """Kernels are started again without asking Triton, and always those that Triton would start.
 
 Covers: addresses, types, integers and constants that change the choice; profilers; other devices; how much is kept;
-    windows of an engine's buffers, by a driver that starts nothing (slow).
+    windows of buffers, by a driver that starts nothing, and what engines compile (slow).
 """
 
 from __future__ import annotations
@@ -25,33 +25,15 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
-from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 from lab.kernels.compiling import Target
 from lightning_safusion.kernels.cuda import launch
 from lightning_safusion.kernels.cuda.launch import start
+from tests.kernels.cuda.compiled import Made
 from tests.packaging.environments import ROOT, run
 
-started: list[tuple[Any, ...]] = []  # what the driver has been given
 asked: list[str] = []  # kernels for which Triton was asked
-
-
-class Made(CompiledKernel):
-    """Stands in for what the compiler makes: all that it was told is its name."""
-
-    def __init__(self, source: Any, *_: Any, **__: Any) -> None:
-        told = (source.signature, getattr(source, "constants", None), getattr(source, "attrs", None))
-        self.function, self.packed_metadata, self.module = repr(told), None, None
-
-    def _init_handles(self) -> None:
-        """Nothing is loaded."""
-
-    def launch_metadata(self, *_: Any) -> None:
-        return None
-
-    def run(self, *arguments: Any) -> None:
-        started.append((self.function, *(a.data_ptr() if isinstance(a, Tensor) else a for a in arguments)))
 
 
 def kernel(out: Any, keys: Any, count: Any, room: Any, factor: Any, BITS: tl.constexpr, FIRST: tl.constexpr) -> None:
@@ -86,9 +68,9 @@ def tensors() -> list[Tensor]:
 
 
 def once(work: Any, *arguments: Any) -> tuple[Any, ...]:
-    started.clear()
+    Made.started.clear()
     work(*arguments)
-    [found] = started
+    [found] = Made.started
     return found
 
 
@@ -135,7 +117,7 @@ def test_a_profiler_is_told_of_every_launch(monkeypatch: pytest.MonkeyPatch, hoo
     with monkeypatch.context() as patch:
         patch.setattr(launch._HOOKS, hook, print)
         assert begin(own, held)
-        assert any(given is print for given in started[-1])
+        assert any(given is print for given in Made.started[-1])
     assert not begin(own, held)
 
 
@@ -162,13 +144,13 @@ def test_another_device_than_the_current_one_becomes_current(monkeypatch: pytest
     monkeypatch.setattr(Target, "get_current_stream", lambda self, device: 100 + device)
     monkeypatch.setattr(Tensor, "get_device", lambda tensor: 1)
     assert [begin(own, held) for _ in range(2)] == [True, True]
-    assert started[-1][4] == 101
+    assert Made.started[-1][4] == 101
     current.append(1)
     assert [begin(own, held) for _ in range(2)] == [True, False]
-    assert started[-1][4] == 101
+    assert Made.started[-1][4] == 101
     current.append(0)
     assert begin(own, held)
-    assert started[-1][4] == 101
+    assert Made.started[-1][4] == 101
     monkeypatch.setattr(Tensor, "get_device", lambda tensor: -1)  # memory of the host, which all devices read
     assert [begin(own, held) for _ in range(2)] == [True, False]
     current.append(1)
@@ -192,3 +174,16 @@ def test_triton_starts_nothing_in_later_windows(tmp_path: Path) -> None:
     found = json.loads(run(sys.executable, "-c", code, **{**os.environ, **variables}))
     assert {name: own[1:] for name, own in found.items()} == dict.fromkeys(found, [0, 0])
     assert all(launches >= 8 for launches, *_ in found.values())
+
+
+@pytest.mark.slow
+def test_what_a_job_compiles_is_bounded_and_at_its_start() -> None:
+    """The usual kind leaves nothing to its windows; others leave some to the first two, from which nobody plans."""
+    printed = run(
+        sys.executable, "-m", "tests.kernels.cuda.compiled", cwd=ROOT, TRITON_INTERPRET="0", PYTHONPATH=str(ROOT)
+    )
+    found = json.loads(printed)
+    assert found["start"] <= 10
+    assert not any(map(any, found["usual"]))
+    assert all(0 < sum(counts) <= 8 for counts in found["others"])
+    assert not any(any(counts[2:]) for counts in found["others"])
